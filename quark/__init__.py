@@ -1,0 +1,3 @@
+"""Quark: post-training quantization of PyTorch models."""
+
+__version__ = "1.0.0.dev0"

@@ -1,0 +1,39 @@
+"""Quark for PyTorch. Public names load on first use: importing this package costs nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quark.torch.export.api import ModelExporter as ModelExporter
+    from quark.torch.export.api import ModelImporter as ModelImporter
+    from quark.torch.export.api import export_safetensors as export_safetensors
+    from quark.torch.export.api import (
+        import_model_from_safetensors as import_model_from_safetensors,
+    )
+    from quark.torch.export.params import load_params as load_params
+    from quark.torch.export.params import save_params as save_params
+    from quark.torch.quantization.api import ModelQuantizer as ModelQuantizer
+    from quark.torch.quantization.config.template import LLMTemplate as LLMTemplate
+    from quark.torch.quantization.config.type import QuantFlow as QuantFlow
+
+_NAMES = {
+    "LLMTemplate": "quantization.config.template",
+    "ModelExporter": "export.api",
+    "ModelImporter": "export.api",
+    "ModelQuantizer": "quantization.api",
+    "QuantFlow": "quantization.config.type",
+    "export_safetensors": "export.api",
+    "import_model_from_safetensors": "export.api",
+    "load_params": "export.params",
+    "save_params": "export.params",
+}
+__all__ = sorted(_NAMES)
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name not in _NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_NAMES[name]}"), name)

@@ -1,0 +1,1 @@
+"""Evaluation: how much of a model's quality is left after quantization."""

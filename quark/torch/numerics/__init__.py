@@ -1,0 +1,1 @@
+"""Number formats and the arithmetic of quantization: pure functions on tensors, torch only."""

@@ -1,0 +1,126 @@
+"""Number formats. A format is a value: everything else about it is derived from its fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+
+@dataclass(frozen=True)
+class Format:
+    """One number format.
+
+    Attributes:
+        name: Name used in configurations and checkpoints.
+        bits: Width of one code.
+        signed: Whether an integer format is two's complement; floats are always signed.
+        exponent_bits: Exponent width of a float, 0 for integers.
+        mantissa_bits: Stored mantissa width of a float, 0 for integers.
+        max_value: Largest finite magnitude of a float, 0 for integers.
+        native: torch dtype which holds exactly the values of a float format.
+        scaled: Whether values are divided by a scale before they are rounded. Formats as wide as
+            bfloat16 are plain casts.
+        word_codes: How many codes share one packed word; 1 means that codes are stored as they are.
+        word_dtype: Element type of packed storage. A word may span several elements.
+        first_high: Whether the first code of a word sits in its highest bits.
+    """
+
+    name: str
+    bits: int
+    signed: bool = True
+    exponent_bits: int = 0
+    mantissa_bits: int = 0
+    max_value: float = 0.0
+    native: torch.dtype | None = None
+    scaled: bool = True
+    word_codes: int = 1
+    word_dtype: torch.dtype | None = None
+    first_high: bool = False
+
+    @property
+    def is_float(self) -> bool:
+        """Whether the format has an exponent."""
+        return self.exponent_bits > 0
+
+    @property
+    def qmin(self) -> int:
+        """Smallest integer code."""
+        return -(1 << (self.bits - 1)) if self.signed else 0
+
+    @property
+    def qmax(self) -> int:
+        """Largest integer code."""
+        return (1 << (self.bits - 1)) - 1 if self.signed else (1 << self.bits) - 1
+
+    @property
+    def min_exponent(self) -> int:
+        """Exponent of the smallest normal float, 2 - 2^(exponent_bits - 1)."""
+        return 2 - (1 << (self.exponent_bits - 1))
+
+    @property
+    def code_dtype(self) -> torch.dtype:
+        """Type of a tensor of unpacked codes."""
+        if self.native is not None:
+            return self.native
+        return torch.int8 if self.signed else torch.uint8
+
+    @property
+    def storage_dtype(self) -> torch.dtype:
+        """Type of a tensor of packed codes."""
+        return self.word_dtype or self.code_dtype
+
+
+class Dtype(Enum):
+    """The number formats by name. Adding one is a line here.
+
+    ``Dtype("int8")`` and ``Dtype.from_str("INT8")`` find a member by its name.
+    """
+
+    int8 = Format("int8", 8)
+    uint8 = Format("uint8", 8, signed=False)
+    int4 = Format("int4", 4, word_codes=8, word_dtype=torch.int32)
+    uint4 = Format("uint4", 4, signed=False, word_codes=8, word_dtype=torch.int32)
+    int3 = Format("int3", 3, word_codes=8, word_dtype=torch.uint8)
+    int2 = Format("int2", 2, word_codes=4, word_dtype=torch.uint8, first_high=True)
+    fp8_e4m3 = Format("fp8_e4m3", 8, True, 4, 3, 448.0, torch.float8_e4m3fn)
+    fp8_e5m2 = Format("fp8_e5m2", 8, True, 5, 2, 57344.0, torch.float8_e5m2)
+    bfloat16 = Format("bfloat16", 16, True, 8, 7, 3.3895313892515355e38, torch.bfloat16, False)
+    float16 = Format("float16", 16, True, 5, 10, 65504.0, torch.float16, False)
+
+    def __repr__(self) -> str:
+        return f"Dtype.{self.name}"
+
+    @classmethod
+    def _missing_(cls, value: object) -> Dtype | None:
+        return cls.__members__.get(value.lower()) if isinstance(value, str) else None
+
+    @classmethod
+    def from_str(cls, name: str) -> Dtype:
+        """Return the member called ``name``, whatever its case.
+
+        Raises:
+            ValueError: No format has that name.
+        """
+        return cls(name)
+
+    @classmethod
+    def from_torch_dtype(cls, dtype: torch.dtype) -> Dtype:
+        """Return the member whose unpacked codes are of ``dtype``.
+
+        Raises:
+            ValueError: No format has codes of that type.
+        """
+        for member in cls:
+            if member.value.word_codes == 1 and member.value.code_dtype == dtype:
+                return member
+        raise ValueError(f"No number format is stored as {dtype}.")
+
+    def to_bitwidth(self) -> int:
+        """Width of one code in bits."""
+        return self.value.bits
+
+    def to_torch_packed_dtype(self) -> torch.dtype:
+        """Type of a tensor of packed codes."""
+        return self.value.storage_dtype

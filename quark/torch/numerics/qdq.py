@@ -1,0 +1,230 @@
+"""Values to codes, codes to values, and their composition, fake quantization.
+
+All arithmetic is float32 whatever the type of the tensor. Values are multiplied by the reciprocal
+of the scale, as ``torch.fake_quantize_per_tensor_affine`` does; dividing instead would move a few
+exact ties. On a CPU the work goes through pieces that stay in the cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from quark.torch.numerics.rounding import round_, round_to_grid_
+from quark.torch.numerics.scales import block_range, qparams_from_range
+from quark.torch.numerics.scheme import Scheme
+
+CHUNK = 1 << 18  # elements of a piece: 1 MiB of float32
+
+QParams = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def quantize(
+    x: torch.Tensor, scale: torch.Tensor | None, zero_point: torch.Tensor | None, scheme: Scheme
+) -> torch.Tensor:
+    """Return the codes of ``x``: same shape, type ``scheme.fmt.code_dtype``.
+
+    Args:
+        x: Values.
+        scale: One per block, any shape; None for formats without a scale.
+        zero_point: Like ``scale``, or None.
+        scheme: How the tensor is quantized.
+    """
+    fmt = scheme.fmt
+    if not fmt.scaled:
+        limits = torch.finfo(x.dtype)
+        bound = min(fmt.max_value, limits.max)
+        return x.clamp(-bound, bound).to(fmt.code_dtype)
+    return _map(_to_codes, x, scale, zero_point, scheme, fmt.code_dtype)
+
+
+def dequantize(
+    codes: torch.Tensor,
+    scale: torch.Tensor | None,
+    zero_point: torch.Tensor | None,
+    scheme: Scheme,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Return the values of ``codes`` in ``dtype``: (codes - zero_point) * scale in float32."""
+    if not scheme.fmt.scaled:
+        return codes.to(dtype)
+    return _map(_from_codes, codes, scale, zero_point, scheme, dtype)
+
+
+def fake_quantize_(
+    x: torch.Tensor, scale: torch.Tensor | None, zero_point: torch.Tensor | None, scheme: Scheme
+) -> torch.Tensor:
+    """Replace ``x`` by dequantize(quantize(x)) without a copy, and return it."""
+    if not scheme.fmt.scaled:
+        return x.copy_(quantize(x, None, None, scheme))
+    result = _map(_round_trip, x, scale, zero_point, scheme, x.dtype, out=x)
+    return x if result.data_ptr() == x.data_ptr() else x.copy_(result)
+
+
+def fake_quantize(
+    x: torch.Tensor,
+    scale: torch.Tensor | None,
+    zero_point: torch.Tensor | None,
+    scheme: Scheme,
+) -> torch.Tensor:
+    """Return dequantize(quantize(x)) in the type of ``x``.
+
+    The gradient passes straight through where x is inside the range of the codes and is zero
+    where it saturates (Bengio et al. 2013, section 4).
+    """
+    result: torch.Tensor = _FakeQuantize.apply(x, scale, zero_point, scheme)  # type: ignore[no-untyped-call]
+    return result
+
+
+def dynamic_qparams(x: torch.Tensor, scheme: Scheme) -> QParams:
+    """Return the scale and zero point of the values of ``x`` itself."""
+    return qparams_from_range(*block_range(x.detach(), scheme), scheme)
+
+
+class _FakeQuantize(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        scale: torch.Tensor | None,
+        zero_point: torch.Tensor | None,
+        scheme: Scheme,
+    ) -> torch.Tensor:
+        if not scheme.fmt.scaled:
+            return dequantize(quantize(x, None, None, scheme), None, None, scheme, x.dtype)
+        if ctx.needs_input_grad[0]:
+            inside = _map(_is_inside, x, scale, zero_point, scheme, torch.bool)
+            ctx.save_for_backward(inside)
+        return _map(_round_trip, x, scale, zero_point, scheme, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        inside = ctx.saved_tensors
+        return (grads[0] * inside[0] if inside else grads[0], None, None, None)
+
+
+# The four maps below work on one piece: values or codes, scale and its reciprocal (float32,
+# broadcast over the piece), zero point (float32 or None). They may overwrite ``x``.
+
+_Piece = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, Scheme], torch.Tensor
+]
+
+
+def _to_codes(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    inverse: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    scheme: Scheme,
+) -> torch.Tensor:
+    fmt = scheme.fmt
+    if fmt.is_float:
+        return round_to_grid_(x.mul_(inverse), fmt, scheme.rounding)
+    x = x.mul_(inverse)
+    if zero_point is None:
+        x = round_(x, scheme.rounding)
+    elif scheme.float_zero_point:
+        x = round_(x.add_(zero_point), scheme.rounding)
+    else:
+        x = round_(x, scheme.rounding).add_(zero_point)
+    return x.clamp_(fmt.qmin, fmt.qmax)
+
+
+def _from_codes(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    inverse: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    scheme: Scheme,
+) -> torch.Tensor:
+    return (x if zero_point is None else x.sub_(zero_point)).mul_(scale)
+
+
+def _round_trip(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    inverse: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    scheme: Scheme,
+) -> torch.Tensor:
+    codes = _to_codes(x, scale, inverse, zero_point, scheme)
+    return _from_codes(codes, scale, inverse, zero_point, scheme)
+
+
+def _is_inside(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    inverse: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    scheme: Scheme,
+) -> torch.Tensor:
+    fmt = scheme.fmt
+    x = x.mul_(inverse)
+    # Half a step beyond the last code still rounds to it; the slack absorbs the reciprocal.
+    if fmt.is_float:
+        step = 2.0 ** (math.frexp(fmt.max_value)[1] - 1 - fmt.mantissa_bits)
+        return x.abs_() <= fmt.max_value + 0.501 * step
+    if zero_point is not None:
+        x = x.add_(zero_point)
+    return (x >= fmt.qmin - 0.501) & (x <= fmt.qmax + 0.501)
+
+
+def _map(
+    piece: _Piece,
+    x: torch.Tensor,
+    scale: torch.Tensor | None,
+    zero_point: torch.Tensor | None,
+    scheme: Scheme,
+    dtype: torch.dtype,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Apply ``piece`` block by block and return the result in ``dtype``, in the shape of ``x``.
+
+    ``out`` may be ``x`` itself. It is used only if it can be viewed in blocks without a copy.
+    """
+    if scale is None:
+        raise ValueError(f"{scheme.fmt.name} needs a scale, but none was given.")
+    if x.numel() == 0:
+        return torch.empty_like(x, dtype=dtype)
+    blocks = scheme.blocks(x.shape)
+    scales = blocks.spread(scale.float())
+    offset = zero_point is not None and not (scheme.symmetric and scheme.fmt.signed)
+    zeros = blocks.spread(zero_point.float()) if offset and zero_point is not None else None
+    if out is None or not out.is_contiguous() or blocks.padded != blocks.shape:
+        out = torch.empty(blocks.padded, dtype=dtype, device=x.device)
+    inverses = scales.reciprocal()
+    views = blocks.split(x), out.view(blocks.view)
+    for src, dst, s, i, z in _pieces(*views, scales, inverses, zeros):
+        if dst.dtype == torch.float32:
+            # Work in place in the result: one buffer less to travel through the cache.
+            work = dst if dst.data_ptr() == src.data_ptr() else dst.copy_(src)
+            done = piece(work, s, i, z, scheme)
+        else:
+            work = torch.empty(src.shape, dtype=torch.float32, device=src.device).copy_(src)
+            done = piece(work, s, i, z, scheme)
+        if done.data_ptr() != dst.data_ptr():
+            dst.copy_(done)
+    return blocks.join(out)
+
+
+def _pieces(
+    src: torch.Tensor,
+    dst: torch.Tensor,
+    scale: torch.Tensor,
+    inverse: torch.Tensor,
+    zero_point: torch.Tensor | None,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    """Cut along the first axis in pieces of about ``CHUNK`` elements (one piece on a GPU)."""
+    rows = max(1, CHUNK * src.shape[0] // max(1, src.numel()))
+    if src.device.type != "cpu" or rows >= src.shape[0]:
+        yield src, dst, scale, inverse, zero_point
+        return
+    for start in range(0, src.shape[0], rows):
+        cut = slice(start, start + rows)
+        along = cut if scale.shape[0] > 1 else slice(None)
+        zeros = None if zero_point is None else zero_point[along]
+        yield src[cut], dst[cut], scale[along], inverse[along], zeros

@@ -1,0 +1,65 @@
+"""How one tensor is quantized, as a value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from quark.torch.numerics.blocks import Blocks, QSchemeType, block_shape
+from quark.torch.numerics.formats import Format
+from quark.torch.numerics.rounding import RoundType
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """Format, granularity, symmetry and scale of a quantized tensor.
+
+    Attributes:
+        fmt: Number format of the elements.
+        qscheme: Granularity.
+        axis: Channel axis or grouped axis.
+        group: Elements of a group, -1 for the whole axis.
+        symmetric: Whether the range is centred on zero.
+        rounding: How values between two codes are decided.
+        scale_dtype: Type in which scales are stored. They are rounded to it before they are used.
+        float_zero_point: Whether zero points keep their fraction.
+        per_token: One scale per position along all axes but the last.
+    """
+
+    fmt: Format
+    qscheme: QSchemeType = QSchemeType.per_tensor
+    axis: int = 0
+    group: int = -1
+    symmetric: bool = True
+    rounding: RoundType = RoundType.half_even
+    scale_dtype: torch.dtype = torch.float32
+    float_zero_point: bool = False
+    per_token: bool = False
+
+    @property
+    def has_zero_point(self) -> bool:
+        """Whether codes are offset: all integers, which store a zero even when symmetric."""
+        return not self.fmt.is_float
+
+    def blocks(self, shape: torch.Size | tuple[int, ...]) -> Blocks:
+        """Lay the blocks of this granularity over a tensor of shape ``shape``."""
+        return _blocks(self, tuple(shape))
+
+    def scale_shape(self, shape: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the scales of a tensor of shape ``shape``.
+
+        [] per tensor, [channels] per channel, the grid of blocks otherwise.
+        """
+        if self.per_token or self.qscheme is QSchemeType.per_group:
+            return self.blocks(shape).grid
+        if self.qscheme is QSchemeType.per_channel:
+            return (tuple(shape)[self.axis],)
+        return ()
+
+
+@lru_cache(maxsize=1024)
+def _blocks(scheme: Scheme, shape: tuple[int, ...]) -> Blocks:
+    block = block_shape(shape, scheme.qscheme, scheme.axis, scheme.group, scheme.per_token)
+    return Blocks.of(shape, block)

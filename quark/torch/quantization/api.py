@@ -1,0 +1,127 @@
+"""Quantize a model in place: the public face of the pipeline."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from quark.torch.quantization.calibrate import (
+    calibrate_activations,
+    calibrate_parameters,
+    needs_data,
+    share_scales,
+)
+from quark.torch.quantization.config.config import Config
+from quark.torch.quantization.nn.mixin import QuantMixin
+from quark.torch.quantization.prepare import plan, prepare, quantized_layers, restore
+
+logger = logging.getLogger("quark")
+
+Model = TypeVar("Model", bound=nn.Module)
+
+# Algorithms by the name of their options: "module:function", loaded on use.
+ALGORITHMS: dict[str, str] = {}
+
+
+class ModelQuantizer:
+    """Quantizes models by one configuration.
+
+    Args:
+        config: How to quantize.
+        multi_device: Accepted for compatibility: layers may lie on any devices.
+    """
+
+    def __init__(self, config: Config, multi_device: bool = False) -> None:
+        if not isinstance(config, Config):
+            raise TypeError(f"ModelQuantizer takes a Config, got {type(config).__name__}.")
+        self.config = config
+        self.multi_device = multi_device
+
+    def quantize_model(self, model: Model, dataloader: Iterable[Any] | None = None) -> Model:
+        """Replace modules of ``model`` in place by quantized ones and settle their ranges.
+
+        Args:
+            model: A float model, in any of float32, bfloat16 and float16, on any device.
+            dataloader: Batches for the model: tensors, mappings of arguments, or lists of these.
+                Needed for static activation ranges only.
+
+        Returns:
+            The same model. Its forward pass now computes with quantized values; weights stay in
+            float until ``freeze``.
+
+        Raises:
+            ValueError: The configuration does not fit the model, data is missing, or a range is
+                not finite. The model is then as it was.
+        """
+        layers = plan(model, self.config)
+        self._check_algorithms()
+        run_data = needs_data(layers.values())
+        if run_data and dataloader is None:
+            raise ValueError(
+                "The configuration has static activation ranges: pass a dataloader to "
+                "quantize_model, or set is_dynamic=True."
+            )
+        prepare(model, layers)
+        try:
+            calibrate_parameters(model)
+            if run_data and dataloader is not None:
+                calibrate_activations(model, dataloader)
+            share_scales(model, self.config)
+        except BaseException:
+            restore(model)
+            raise
+        model.quant_config = self.config  # type: ignore[assignment]
+        logger.info("Model quantization has been completed.")
+        return model
+
+    @staticmethod
+    @torch.no_grad()
+    def freeze(
+        model: Model, quantize: bool | None = None, runtime_options: Any | None = None
+    ) -> Model:
+        """Replace the weights of a quantized model in place by their quantized values.
+
+        Tied weights are untied where only one side is quantized.
+
+        Args:
+            model: A model from ``quantize_model``.
+            quantize: Accepted for compatibility.
+            runtime_options: Accepted for compatibility.
+
+        Returns:
+            The same model.
+
+        Raises:
+            ValueError: The model has no quantized module.
+        """
+        layers = [layer for _, layer in quantized_layers(model)]
+        if not layers:
+            raise ValueError("Nothing to freeze: call ModelQuantizer.quantize_model first.")
+        owners = Counter(id(p) for m in model.modules() for p in m._parameters.values())
+        for layer in layers:
+            if not layer.frozen:
+                _bake(layer, owners)
+        return model
+
+    def _check_algorithms(self) -> None:
+        for algorithm in self.config.algo_config or []:
+            if algorithm.name not in ALGORITHMS:
+                raise ValueError(
+                    f"Algorithm {algorithm.name!r} is not available in this version "
+                    f"(available: {', '.join(ALGORITHMS) or 'none'})."
+                )
+
+
+def _bake(layer: QuantMixin, owners: Counter[int]) -> None:
+    for name, quantizer in layer.parameter_quantizers().items():
+        parameter = getattr(layer, name)
+        if owners[id(parameter)] > 1:  # tied: the other owner keeps its values
+            parameter = nn.Parameter(parameter.clone(), parameter.requires_grad)
+            setattr(layer, name, parameter)
+        quantizer.bake_(parameter.data)
+    layer.frozen = True

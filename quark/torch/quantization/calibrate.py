@@ -1,0 +1,203 @@
+"""Run data through a prepared model and settle the ranges of its quantizers."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from quark.torch.numerics.blocks import QSchemeType
+from quark.torch.quantization.config.config import Config
+from quark.torch.quantization.config.match import matches
+from quark.torch.quantization.nn.mixin import PARAMETERS
+from quark.torch.quantization.nn.quantizer import TensorQuantizer
+from quark.torch.quantization.prepare import quantized_layers
+
+logger = logging.getLogger(__name__)
+
+
+def needs_data(layers: Iterable[Any]) -> bool:
+    """Whether a configuration of these layers has ranges that only data can tell."""
+    return any(
+        name not in PARAMETERS and not spec.is_dynamic and spec.fmt.scaled
+        for layer in layers
+        for name, spec in layer.specs()
+    )
+
+
+def calibrate_parameters(model: nn.Module) -> None:
+    """Settle the ranges of weights and biases.
+
+    Raises:
+        ValueError: A weight or bias has NaN or infinite values; the layer is named.
+    """
+    for name, layer in _progress(list(quantized_layers(model)), "weight ranges"):
+        for tensor, quantizer in layer.parameter_quantizers().items():
+            quantizer.observer(getattr(layer, tensor))
+            try:
+                quantizer.settle()
+            except FloatingPointError:
+                raise ValueError(
+                    f"{name}.{tensor} has NaN or infinite values: the model is damaged, or it "
+                    "overflowed in half precision. Repair it, or exclude the layer."
+                ) from None
+
+
+@torch.no_grad()
+def calibrate_activations(model: nn.Module, dataloader: Iterable[Any]) -> None:
+    """Run every batch through the model and settle the ranges of static activations.
+
+    Weights pass unquantized meanwhile, so this costs a plain forward pass and its statistics.
+
+    Raises:
+        ValueError: There is no data, a layer saw none, or a range is not finite.
+    """
+    static = dict(_static_activations(model))
+    batches = 0
+    with _observing(model, static.values()):
+        for batch in _progress(dataloader, "calibration"):
+            run_batch(model, batch)
+            batches += 1
+    if not batches:
+        raise ValueError("The dataloader is empty: static activation ranges need at least a batch.")
+    unseen = sorted({name for (name, _), q in static.items() if q.observer.is_empty})
+    if unseen:
+        raise ValueError(
+            f"No data reached {', '.join(unseen[:5])}{' …' if len(unseen) > 5 else ''} in "
+            f"{batches} batches. Calibrate with data that uses these layers, or exclude them."
+        )
+    for (name, tensor), quantizer in static.items():
+        try:
+            quantizer.settle()
+        except FloatingPointError:
+            raise ValueError(
+                f"The {tensor.split('_')[0]} of {name} was NaN or infinite in calibration: check "
+                "the data, or calibrate in a wider type than " + str(_dtype(model)) + "."
+            ) from None
+
+
+def share_scales(model: nn.Module, config: Config) -> None:
+    """Give layers that are served together the scale of the widest among them.
+
+    Modules of one parent that match a group of ``shared_scale_groups`` share per-tensor scales of
+    weight and input; those that match the cache patterns share that of the output, which is also
+    kept from falling below ``min_kv_scale``.
+    """
+    layers = dict(quantized_layers(model))
+    for group in config.shared_scale_groups:
+        for members in siblings(layers, group):
+            for tensor in ("weight", "input_tensors"):
+                _merge([layers[n].quantizers().get(tensor) for n in members])
+    cache = config.kv_cache_patterns
+    for members in siblings(layers, cache):
+        quantizers = [layers[n].quantizers().get("output_tensors") for n in members]
+        _merge(quantizers)
+        for quantizer in quantizers:
+            if quantizer is not None and quantizer.scale is not None:
+                quantizer.scale = quantizer.scale.clamp(min=config.min_kv_scale)
+
+
+def siblings(names: Iterable[str], patterns: list[str]) -> list[list[str]]:
+    """Group the names that match patterns, or end in them, by their parent module."""
+    patterns = [*patterns, *(f"*.{pattern}" for pattern in patterns)]
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        if matches(name, patterns):
+            groups[name.rpartition(".")[0]].append(name)
+    return list(groups.values())
+
+
+def merged_scale(quantizers: list[TensorQuantizer | None]) -> torch.Tensor | None:
+    """Return the largest scale of quantizers that can share one, or None if they cannot.
+
+    They can if all are settled, symmetric, per tensor, and of one format.
+    """
+    scales: list[torch.Tensor] = []
+    schemes = set()
+    for quantizer in quantizers:
+        if quantizer is None or quantizer.scale is None:
+            return None
+        scales.append(quantizer.scale)
+        schemes.add(quantizer.scheme)
+    if any(s.qscheme is not QSchemeType.per_tensor or not s.symmetric for s in schemes):
+        return None
+    if len(schemes) != 1:
+        return None
+    return torch.stack([s.to(scales[0].device) for s in scales]).amax(0) if scales else None
+
+
+def run_batch(model: nn.Module, batch: Any) -> None:
+    """Call the model with one batch: a tensor, a mapping of arguments, or a list of either."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if isinstance(batch, torch.Tensor):
+        model(batch.to(device))
+    elif hasattr(batch, "items"):
+        model(**{key: _to(value, device) for key, value in batch.items()})
+    elif isinstance(batch, (list, tuple)) and batch and isinstance(batch[0], torch.Tensor):
+        model(*(_to(value, device) for value in batch))
+    elif isinstance(batch, (list, tuple)):
+        for part in batch:
+            run_batch(model, part)
+    else:
+        raise TypeError(
+            f"A batch must be a tensor, a mapping of arguments or a list, got {type(batch)}."
+        )
+
+
+def _merge(quantizers: list[TensorQuantizer | None]) -> None:
+    scale = merged_scale(quantizers)
+    if scale is None:
+        return
+    for quantizer in quantizers:
+        assert quantizer is not None and quantizer.scale is not None
+        quantizer.scale = scale.to(quantizer.scale.device, copy=True)
+
+
+def _static_activations(
+    model: nn.Module,
+) -> Iterator[tuple[tuple[str, str], TensorQuantizer]]:
+    for name, layer in quantized_layers(model):
+        for tensor, quantizer in layer.quantizers().items():
+            if tensor not in PARAMETERS and quantizer.is_static:
+                yield (name, tensor), quantizer
+
+
+@contextmanager
+def _observing(model: nn.Module, observers: Iterable[TensorQuantizer]) -> Iterator[None]:
+    """Switch the given quantizers to observing, all others off, and the model to evaluation."""
+    training = model.training
+    quantizers = [m for m in model.modules() if isinstance(m, TensorQuantizer)]
+    for quantizer in quantizers:
+        quantizer.enabled = False
+    for quantizer in observers:
+        quantizer.enabled = quantizer.observing = True
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+        for quantizer in quantizers:
+            quantizer.enabled, quantizer.observing = True, False
+
+
+def _progress(items: Any, what: str) -> Any:
+    """Show progress on a terminal once it has taken a second."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return items
+    return tqdm(items, desc=what, delay=1.0, disable=None, leave=False)
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in model.parameters()), torch.float32)
+

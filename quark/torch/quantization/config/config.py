@@ -1,0 +1,234 @@
+"""Configuration of a layer and of a model. Every documented name is importable from here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from quark import __version__
+from quark.torch.quantization.config.algo import (
+    ALGO_CONFIGS,
+    AlgoConfig,
+    AutoRoundConfig,
+    AutoSmoothQuantConfig,
+    AWQConfig,
+    GPTAQConfig,
+    GPTQConfig,
+    OnlineRotationConfig,
+    PreQuantOptConfig,
+    QronosConfig,
+    QuaRotConfig,
+    RotationConfig,
+    SmoothQuantConfig,
+    SVDQuantConfig,
+    load_pre_optimization_config_from_file,
+    load_quant_algo_config_from_file,
+)
+from quark.torch.quantization.config.export import JsonExporterConfig
+from quark.torch.quantization.config.spec import (
+    SPEC_CLASSES,
+    DataTypeSpec,
+    QTensorConfig,
+    QuantizationSpec,
+    member,
+)
+from quark.torch.quantization.config.type import (
+    DeviceType,
+    QSchemeType,
+    QuantFlow,
+    QuantizationMode,
+)
+
+globals().update(SPEC_CLASSES)
+
+__all__ = [
+    *SPEC_CLASSES,
+    "ALGO_CONFIGS",
+    "AWQConfig",
+    "AlgoConfig",
+    "AutoRoundConfig",
+    "AutoSmoothQuantConfig",
+    "Config",
+    "DataTypeSpec",
+    "GPTAQConfig",
+    "GPTQConfig",
+    "OnlineRotationConfig",
+    "PreQuantOptConfig",
+    "QConfig",
+    "QLayerConfig",
+    "QTensorConfig",
+    "QronosConfig",
+    "QuaRotConfig",
+    "QuantizationConfig",
+    "QuantizationSpec",
+    "RotationConfig",
+    "SVDQuantConfig",
+    "SmoothQuantConfig",
+    "load_pre_optimization_config_from_file",
+    "load_quant_algo_config_from_file",
+]
+
+TENSORS = ("input_tensors", "output_tensors", "weight", "bias")
+
+
+@dataclass(eq=True)
+class QuantizationConfig:
+    """Which tensors of a layer are quantized and how. ``QLayerConfig`` is the same class.
+
+    Attributes:
+        input_tensors: Specification of the inputs, or None to leave them alone.
+        output_tensors: Specification of the outputs.
+        weight: Specification of the weight.
+        bias: Specification of the bias.
+        target_device: Accepted for compatibility.
+
+    Raises:
+        TypeError: Something other than a specification is given.
+        ValueError: Inputs or outputs are static per group.
+    """
+
+    input_tensors: QuantizationSpec | None = None
+    output_tensors: QuantizationSpec | None = None
+    weight: QuantizationSpec | None = None
+    bias: QuantizationSpec | None = None
+    target_device: DeviceType | None = None
+
+    def __post_init__(self) -> None:
+        self.target_device = member(DeviceType, self.target_device, "target_device")
+        for name, spec in self.specs():
+            if isinstance(spec, DataTypeSpec):
+                raise TypeError(
+                    f"{name}={type(spec).__name__}(...) is a helper: "
+                    "call .to_quantization_spec() on it."
+                )
+            if not isinstance(spec, QuantizationSpec):
+                raise TypeError(f"{name}: expected a QuantizationSpec, got {spec!r}.")
+            grouped = spec.qscheme is QSchemeType.per_group
+            if name.endswith("_tensors") and grouped and not spec.is_dynamic:
+                raise ValueError(
+                    f"{name}: activations have no static scale per group. Set is_dynamic=True."
+                )
+
+    def specs(self) -> Iterator[tuple[str, QuantizationSpec]]:
+        """Iterate over (tensor name, specification) of what is quantized."""
+        for name in TENSORS:
+            spec = getattr(self, name)
+            if spec is not None:
+                yield name, spec
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is quantized."""
+        return not any(True for _ in self.specs())
+
+
+QLayerConfig = QuantizationConfig
+_ByName = dict[str, QuantizationConfig]
+
+
+@dataclass(eq=True)
+class Config:
+    """How a model is quantized. ``QConfig`` is the same class.
+
+    A layer takes the first entry of ``layer_quant_config`` whose pattern (as in ``fnmatch``)
+    matches its full name, else the entry of its type, else the global one. Names that match
+    ``exclude`` are left alone, except that those of the key-value cache keep their outputs.
+
+    Attributes:
+        global_quant_config: What applies where nothing else does.
+        layer_type_quant_config: Module type to configuration.
+        layer_quant_config: Name pattern to configuration, first match first.
+        kv_cache_quant_config: Name pattern to configuration of the layers whose outputs make the
+            key-value cache.
+        softmax_quant_spec: Accepted for compatibility.
+        exclude: Patterns of layers that stay as they are.
+        algo_config: Options of one algorithm or a list, applied in order.
+        quant_mode: Accepted for compatibility; modules are always replaced eagerly.
+        log_severity_level: Accepted for compatibility.
+        version: Version that wrote the configuration.
+        kv_cache_group: Patterns of the layers of one attention block that share one scale.
+        min_kv_scale: Smallest scale of the key-value cache.
+        pre_quant_opt_config: Transformations before quantization (earlier versions): they precede
+            ``algo_config``.
+        kv_cache_post_rope: Accepted for compatibility.
+        shared_scale_groups: Groups of name endings, such as ``[["q_proj", "k_proj", "v_proj"]]``,
+            that share one range per tensor within each parent module.
+        quant_flow: Accepted for compatibility; the model is held in memory.
+        gpu_resident_blocks: Accepted for compatibility.
+        sync_moe_expert_input_amax: Accepted for compatibility.
+        keep_prequantized_layers: Accepted for compatibility.
+        export: Options of the export that a checkpoint was written with.
+    """
+
+    global_quant_config: QuantizationConfig = field(default_factory=QuantizationConfig)
+    layer_type_quant_config: dict[type[nn.Module], QuantizationConfig] = field(default_factory=dict)
+    layer_quant_config: _ByName = field(default_factory=dict)
+    kv_cache_quant_config: _ByName = field(default_factory=dict)
+    softmax_quant_spec: QuantizationSpec | None = None
+    exclude: list[str] = field(default_factory=list)
+    algo_config: list[AlgoConfig] | None = None
+    quant_mode: QuantizationMode = QuantizationMode.eager_mode
+    log_severity_level: int | None = 1
+    version: str | None = __version__
+    kv_cache_group: list[str] = field(default_factory=list)
+    min_kv_scale: float = 0.0
+    pre_quant_opt_config: list[AlgoConfig] = field(default_factory=list)
+    kv_cache_post_rope: bool = False
+    shared_scale_groups: list[list[str]] = field(default_factory=list)
+    quant_flow: QuantFlow = QuantFlow.standard
+    gpu_resident_blocks: int = 0
+    sync_moe_expert_input_amax: bool = False
+    keep_prequantized_layers: bool = True
+    export: JsonExporterConfig | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.global_quant_config, QuantizationConfig):
+            raise TypeError(
+                "global_quant_config: expected a QuantizationConfig, "
+                f"got {self.global_quant_config!r}."
+            )
+        self.exclude = _as_list(self.exclude)
+        self.layer_quant_config = dict(self.layer_quant_config or {})
+        self.layer_type_quant_config = dict(self.layer_type_quant_config or {})
+        self.kv_cache_quant_config = dict(self.kv_cache_quant_config or {})
+        self.kv_cache_group = _as_list(self.kv_cache_group)
+        before = _as_list(self.pre_quant_opt_config)
+        algorithms = [*before, *_as_list(self.algo_config)]
+        for algorithm in algorithms:
+            if not isinstance(algorithm, AlgoConfig):
+                raise TypeError(f"algo_config: expected options of algorithms, got {algorithm!r}.")
+        self.algo_config, self.pre_quant_opt_config = algorithms or None, []
+
+    @property
+    def kv_cache_patterns(self) -> list[str]:
+        """Patterns of the layers of one attention block that share one cache scale."""
+        return self.kv_cache_group or list(self.kv_cache_quant_config)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the configuration as plain JSON types, in the layout of ``config.json``."""
+        from quark.torch.quantization.config.serialize import config_to_dict
+
+        return config_to_dict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Config:
+        """Read a configuration of this or an earlier version (0.8 on).
+
+        Raises:
+            ValueError: A key or name is unknown; the nearest known one is named.
+        """
+        from quark.torch.quantization.config.serialize import config_from_dict
+
+        return config_from_dict(data)
+
+
+QConfig = Config
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]

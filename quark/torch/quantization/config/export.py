@@ -1,0 +1,52 @@
+"""Options of an export, written into the checkpoint so that it can be read back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from quark.torch.quantization.config.names import one_of
+
+WEIGHT_FORMATS = ("real_quantized", "fake_quantized")
+PACK_METHODS = ("reorder", "order")
+
+
+@dataclass
+class JsonExporterConfig:
+    """Options of a safetensors or native export.
+
+    Attributes:
+        weight_merge_groups: Groups of layer name patterns (or endings) that share one per-tensor
+            weight scale within each parent module, such as ``[["*q_proj", "*k_proj", "*v_proj"]]``.
+        kv_cache_group: Patterns of the layers whose outputs make the key-value cache.
+        min_kv_scale: Smallest scale of the key-value cache.
+        weight_format: ``real_quantized`` for packed codes, ``fake_quantized`` for float weights
+            that hold the values of the codes.
+        pack_method: ``reorder`` or ``order``: how 4-bit codes lie in a 32-bit word.
+
+    Raises:
+        ValueError: ``weight_format`` or ``pack_method`` is unknown.
+    """
+
+    weight_merge_groups: list[list[str]] | None = None
+    kv_cache_group: list[str] = field(default_factory=list)
+    min_kv_scale: float = 0.0
+    weight_format: str = "real_quantized"
+    pack_method: str = "reorder"
+
+    def __post_init__(self) -> None:
+        self.kv_cache_group = list(self.kv_cache_group or [])
+        self.weight_format = one_of(self.weight_format, WEIGHT_FORMATS, "weight_format")
+        self.pack_method = one_of(self.pack_method, PACK_METHODS, "pack_method")
+
+
+@dataclass
+class OnnxExporterConfig:
+    """Options of an ONNX export: none."""
+
+
+@dataclass
+class ExporterConfig:
+    """Options of ``ModelExporter``."""
+
+    json_export_config: JsonExporterConfig = field(default_factory=JsonExporterConfig)
+    onnx_export_config: OnnxExporterConfig | None = None

@@ -1,0 +1,101 @@
+"""Which configuration applies to which module."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from quark.torch.quantization.config.config import Config, QuantizationConfig
+from quark.torch.quantization.config.names import nearest
+
+logger = logging.getLogger(__name__)
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a module name matches one of the patterns."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def first_match(
+    name: str, patterns: dict[str, QuantizationConfig]
+) -> QuantizationConfig | None:
+    """Return the configuration of the first pattern that the name matches."""
+    return next((c for pattern, c in patterns.items() if fnmatchcase(name, pattern)), None)
+
+
+def config_for(name: str, kind: type[nn.Module], config: Config) -> QuantizationConfig | None:
+    """Return the configuration of the module called ``name``, or None to leave it alone.
+
+    By layer name, else by type, else global. Outputs that make the key-value cache are quantized
+    even where the layer itself is excluded.
+    """
+    cache = first_match(name, config.kv_cache_quant_config)
+    if matches(name, config.exclude):
+        found = QuantizationConfig()
+    else:
+        found = (
+            first_match(name, config.layer_quant_config)
+            or config.layer_type_quant_config.get(kind)
+            or config.global_quant_config
+        )
+    if cache is not None and found.output_tensors is None:
+        found = replace(found, output_tensors=cache.output_tensors)
+    return None if found.is_empty else found
+
+
+def assign(
+    names: dict[str, type[nn.Module]], config: Config
+) -> dict[str, QuantizationConfig]:
+    """Return the configuration of every module that has one, in the order given."""
+    found = {name: config_for(name, kind, config) for name, kind in names.items()}
+    return {name: layer for name, layer in found.items() if layer is not None}
+
+
+def report_unmatched(names: Sequence[str], config: Config) -> list[str]:
+    """Warn of patterns that match no module and return them."""
+    fields = {
+        "exclude": config.exclude,
+        "layer_quant_config": list(config.layer_quant_config),
+        "kv_cache_quant_config": list(config.kv_cache_quant_config),
+        "kv_cache_group": config.kv_cache_group,
+    }
+    idle = []
+    for field, patterns in fields.items():
+        for pattern in patterns:
+            if any(fnmatchcase(name, pattern) for name in names):
+                continue
+            idle.append(pattern)
+            near = nearest(pattern.strip("*"), {n.rsplit(".", 1)[-1] for n in names} | set(names))
+            hint = f"Nearest: {', '.join(near)}." if near else f"Modules: {_sample(names)}."
+            logger.warning("%s: pattern %r matches no module of the model. %s", field, pattern, hint)
+    return idle
+
+
+def _sample(names: Sequence[str]) -> str:
+    return ", ".join([n for n in names if n][:8]) + (", …" if len(names) > 8 else "")
+
+
+def without_order(names: dict[str, type[nn.Module]], config: Config) -> Config:
+    """Return a configuration that says the same whatever the order of its keys.
+
+    Readers of ``config.json`` see its keys sorted, so where two patterns match one module the
+    wrong one could win. Patterns are kept if sorting them changes nothing for this model; else
+    each module that a pattern decides is listed by its full name. Wildcards in ``exclude`` are
+    written out as well, for readers that compare names.
+    """
+    exclude: list[str] = []
+    for pattern in config.exclude:
+        hit = [n for n in names if fnmatchcase(n, pattern)]
+        exclude += [n for n in (hit or [pattern]) if n not in exclude]
+    written = replace(config, exclude=exclude)
+    for field in ("layer_quant_config", "kv_cache_quant_config"):
+        patterns: dict[str, QuantizationConfig] = getattr(config, field)
+        by_key = dict(sorted(patterns.items()))
+        if any(first_match(n, patterns) != first_match(n, by_key) for n in names):
+            exact = {n: first_match(n, patterns) for n in names}
+            written = replace(written, **{field: {n: c for n, c in exact.items() if c is not None}})
+    return written

@@ -1,0 +1,51 @@
+"""Enumerations of the configuration, under their documented import path."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from quark.torch.numerics.blocks import QSchemeType
+from quark.torch.numerics.formats import Dtype
+from quark.torch.numerics.rounding import RoundType
+from quark.torch.numerics.scales import ScaleType, ZeroPointType
+
+__all__ = [
+    "DeviceType",
+    "Dtype",
+    "QSchemeType",
+    "QuantFlow",
+    "QuantizationMode",
+    "RoundType",
+    "ScaleType",
+    "TQTThresholdInitMeth",
+    "ZeroPointType",
+]
+
+
+class DeviceType(Enum):
+    """Device a model is meant to run on."""
+
+    CPU = "cpu"
+    IPU = "ipu"
+
+
+class QuantizationMode(Enum):
+    """How modules are replaced. ``fx_graph_mode`` is read but runs as ``eager_mode``."""
+
+    eager_mode = 1
+    fx_graph_mode = 2
+
+
+class QuantFlow(Enum):
+    """How a model is held while it is quantized."""
+
+    standard = 1
+    file2file = 2
+    per_block = 3
+
+
+class TQTThresholdInitMeth(Enum):
+    """Initial threshold of trained quantization thresholds."""
+
+    _3SD = "_3sd"
+    _KL_J = "_kl_j"

@@ -1,0 +1,1 @@
+"""Modules with quantized tensors."""

@@ -1,0 +1,118 @@
+"""What every quantized operator shares: quantizers around its own product."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from quark.torch.quantization.config.config import QuantizationConfig
+from quark.torch.quantization.nn.quantizer import TensorQuantizer
+
+# Tensor of the configuration -> name of its quantizer.
+QUANTIZERS = {
+    "weight": "_weight_quantizer",
+    "bias": "_bias_quantizer",
+    "input_tensors": "_input_quantizer",
+    "output_tensors": "_output_quantizer",
+}
+PARAMETERS = ("weight", "bias")
+
+
+class QuantMixin(nn.Module):
+    """A module whose input, weight, bias and output are quantized by their own specifications.
+
+    Mixed into an operator of torch, which keeps its parameters: quantizing a module changes its
+    class and adds quantizers to it, so every name it goes by sees the change.
+
+    Attributes:
+        quant_config: Configuration of the layer.
+        frozen: Whether weight and bias already hold quantized values.
+    """
+
+    quant_config: QuantizationConfig
+    frozen: bool
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    _float_class: type[nn.Module]
+
+    @classmethod
+    def from_float(cls, module: nn.Module, config: QuantizationConfig) -> QuantMixin:
+        """Turn ``module`` into a quantized one in place and return it."""
+        module._float_class = type(module)  # type: ignore[assignment]
+        module.__class__ = cls
+        assert isinstance(module, QuantMixin)
+        module.quant_config = config
+        module.frozen = False
+        for name, attribute in QUANTIZERS.items():
+            spec = getattr(config, name)
+            if spec is None or (name == "bias" and module.bias is None):
+                module.add_module(attribute, None)
+                continue
+            used = spec.for_parameter() if name in PARAMETERS else spec
+            module.add_module(attribute, TensorQuantizer(used))
+        return module
+
+    def to_float(self) -> nn.Module:
+        """Turn the module back into what ``from_float`` was given and return it."""
+        for attribute in QUANTIZERS.values():
+            delattr(self, attribute)
+        self.__class__ = self._float_class  # type: ignore[assignment]
+        del self._float_class, self.quant_config, self.frozen
+        return self
+
+    @property
+    def weight_quantizer(self) -> TensorQuantizer | None:
+        """Quantizer of the weight, or None."""
+        return self._modules["_weight_quantizer"]  # type: ignore[return-value]
+
+    @property
+    def bias_quantizer(self) -> TensorQuantizer | None:
+        """Quantizer of the bias, or None."""
+        return self._modules["_bias_quantizer"]  # type: ignore[return-value]
+
+    @property
+    def input_quantizer(self) -> TensorQuantizer | None:
+        """Quantizer of the input, or None."""
+        return self._modules["_input_quantizer"]  # type: ignore[return-value]
+
+    @property
+    def output_quantizer(self) -> TensorQuantizer | None:
+        """Quantizer of the output, or None."""
+        return self._modules["_output_quantizer"]  # type: ignore[return-value]
+
+    def quantizers(self) -> dict[str, TensorQuantizer]:
+        """Return the quantizers there are, by tensor of the configuration."""
+        found = {name: self._modules[attribute] for name, attribute in QUANTIZERS.items()}
+        return {name: q for name, q in found.items() if isinstance(q, TensorQuantizer)}
+
+    def parameter_quantizers(self) -> dict[str, TensorQuantizer]:
+        """Return the quantizers of weight and bias."""
+        return {name: q for name, q in self.quantizers().items() if name in PARAMETERS}
+
+    def product(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Apply the operator to given tensors."""
+        raise NotImplementedError
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Quantize the input, apply the operator to quantized parameters, quantize the output."""
+        weight, bias = self.weight, self.bias
+        if not self.frozen:
+            weight, bias = _apply(self.weight_quantizer, weight), _apply(self.bias_quantizer, bias)
+        assert weight is not None
+        y = self.product(_quantized(self.input_quantizer, x), weight, bias, *args, **kwargs)
+        return _quantized(self.output_quantizer, y)
+
+
+def _apply(quantizer: TensorQuantizer | None, x: torch.Tensor | None) -> torch.Tensor | None:
+    return x if x is None else _quantized(quantizer, x)
+
+
+def _quantized(quantizer: TensorQuantizer | None, x: torch.Tensor) -> torch.Tensor:
+    if quantizer is None:
+        return x
+    result: torch.Tensor = quantizer(x)
+    return result

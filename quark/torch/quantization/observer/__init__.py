@@ -1,0 +1,1 @@
+"""Observers: statistics of the tensors that pass by."""

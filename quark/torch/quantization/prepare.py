@@ -1,0 +1,114 @@
+"""Replace the modules that a configuration names by quantized ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from quark.torch.quantization.config.config import Config, QuantizationConfig
+from quark.torch.quantization.config.match import assign, report_unmatched
+from quark.torch.quantization.config.type import QuantFlow
+from quark.torch.quantization.nn.mixin import PARAMETERS, QuantMixin
+from quark.torch.quantization.nn.operators import OPERATORS
+from quark.torch.quantization.nn.packed import QParamsLinear
+
+
+def quantized_layers(model: nn.Module) -> Iterator[tuple[str, QuantMixin]]:
+    """Iterate over (name, module) of the quantized modules of a model, each once."""
+    for name, module in model.named_modules():
+        if isinstance(module, QuantMixin):
+            yield name, module
+
+
+def plan(model: nn.Module, config: Config) -> dict[str, QuantizationConfig]:
+    """Return the configuration of each module that will be quantized; change nothing.
+
+    Raises:
+        ValueError: The model is quantized already, no module of it can be or is meant to be, or a
+            configuration does not fit a module.
+    """
+    _check_config(config)
+    names = {name: type(module) for name, module in model.named_modules()}
+    for name, kind in names.items():
+        if issubclass(kind, (QuantMixin, QParamsLinear)):
+            raise ValueError(f"{name} is quantized already: load the float model again.")
+    _check_layer_types(names, config)
+    candidates = {name: kind for name, kind in names.items() if kind in OPERATORS}
+    supported = ", ".join(kind.__name__ for kind in OPERATORS)
+    if not candidates:
+        raise ValueError(
+            f"{type(model).__name__} has no module that can be quantized (supported: {supported})."
+        )
+    report_unmatched(list(names), config)
+    layers = assign(candidates, config)
+    if not layers:
+        raise ValueError(
+            f"The configuration quantizes none of the {len(candidates)} modules of the model that "
+            f"can be ({supported}): set global_quant_config, or check exclude and the patterns."
+        )
+    for name, layer in layers.items():
+        _check_fit(name, model.get_submodule(name), layer)
+    return layers
+
+
+def prepare(model: nn.Module, layers: dict[str, QuantizationConfig]) -> None:
+    """Turn the named modules into quantized ones in place.
+
+    A module that goes by several names is changed once, under all of them.
+    """
+    for name, layer in layers.items():
+        module = model.get_submodule(name)
+        OPERATORS[type(module)].from_float(module, layer)
+
+
+def restore(model: nn.Module) -> None:
+    """Undo ``prepare``, as long as nothing is frozen."""
+    for _, layer in list(quantized_layers(model)):
+        layer.to_float()
+
+
+def _check_config(config: Config) -> None:
+    if config.softmax_quant_spec is not None or config.kv_cache_post_rope:
+        raise ValueError(
+            "softmax_quant_spec and kv_cache_post_rope are not supported: leave them out. Outputs "
+            "of the key and value projections can be quantized by kv_cache_quant_config."
+        )
+    if config.quant_flow is not QuantFlow.standard:
+        raise ValueError(f"quant_flow={config.quant_flow.name}: only standard is supported.")
+
+
+def _check_layer_types(names: dict[str, type[nn.Module]], config: Config) -> None:
+    for kind in config.layer_type_quant_config:
+        if kind not in OPERATORS and kind in names.values():
+            raise ValueError(
+                f"layer_type_quant_config: {kind.__name__} cannot be quantized "
+                f"(supported: {', '.join(k.__name__ for k in OPERATORS)})."
+            )
+
+
+def _check_fit(name: str, module: nn.Module, layer: QuantizationConfig) -> None:
+    for tensor, spec in layer.specs():
+        value = getattr(module, tensor) if tensor in PARAMETERS else None
+        if value is None:
+            continue
+        if value.is_meta:
+            raise ValueError(
+                f"{name}.{tensor} is on the meta device and has no values: load the weights first "
+                "(a model offloaded by accelerate must be moved to memory)."
+            )
+        if not value.is_floating_point():
+            raise ValueError(f"{name}.{tensor} is {value.dtype}; only floats can be quantized.")
+        try:
+            blocks = spec.for_parameter().scheme.blocks(value.shape)
+        except ValueError as error:
+            raise ValueError(f"{name}.{tensor}: {error}") from None
+        if blocks.padded != blocks.shape and not spec.fmt.is_float:
+            axis = (spec.ch_axis or 0) % value.dim()
+            size = value.shape[axis]
+            fits = [g for g in (256, 128, 64, 32, 16, 8) if size % g == 0]
+            raise ValueError(
+                f"{name}.{tensor}: group_size={spec.group_size} does not divide its {size} "
+                f"elements along axis {axis}. Choose one that does ({fits or size}), or exclude "
+                "the layer."
+            )

@@ -1,0 +1,293 @@
+"""Perplexity and what feeds it, against figures known beforehand and a slow second computation."""
+
+import json
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from quark.torch.evaluation import perplexity as module
+from quark.torch.evaluation.perplexity import load_documents, perplexity, token_windows
+
+VOCABULARY = 11
+
+
+class Letters:
+    """A tokenizer: "a" is 2, "b" is 3 and so on; beginning is 0 and end is 1, if there are any."""
+
+    def __init__(self, bos: int | None = 0, eos: int | None = 1) -> None:
+        self.bos_token_id, self.eos_token_id = bos, eos
+
+    def encode(self, text: str, *, add_special_tokens: bool, verbose: bool) -> list[int]:
+        assert not add_special_tokens
+        assert not verbose
+        return [ord(letter) - ord("a") + 2 for letter in text]
+
+
+class Bigram(nn.Module):
+    """Logits from the token before, after a dropout that would spoil them in training mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(VOCABULARY, VOCABULARY)
+        self.dropout = nn.Dropout(0.5)
+        self.sizes: list[int] = []
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        assert torch.is_inference_mode_enabled()
+        self.sizes.append(len(tokens))
+        return self.dropout(self.table(tokens))
+
+
+class Fixed(nn.Module):
+    """The same logit everywhere, but for what ``spoil`` does to it; without any parameter."""
+
+    def __init__(self, spoil=lambda logits: logits) -> None:
+        super().__init__()
+        self.spoil = spoil
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.spoil(torch.full((*tokens.shape, VOCABULARY), 3.0))
+
+
+@pytest.fixture
+def windows() -> torch.Tensor:
+    return torch.randint(VOCABULARY, (7, 13), generator=torch.Generator().manual_seed(1))
+
+
+def slow_perplexity(table: list[list[float]], windows: list[list[int]]) -> float:
+    total, count = 0.0, 0
+    for window in windows:
+        for before, after in zip(window[:-1], window[1:], strict=True):
+            weights = [math.exp(value) for value in table[before]]
+            total -= math.log(weights[after] / sum(weights))
+            count += 1
+    return math.exp(total / count)
+
+
+class TestTokenWindows:
+    def test_layout(self) -> None:
+        made = token_windows(["ab", "", "cde"], Letters(), 4)
+        assert made.dtype == torch.int64
+        assert made.tolist() == [[0, 2, 3, 1], [0, 4, 5, 6]]  # the last "end" fills no window
+
+    @pytest.mark.parametrize(
+        ("bos", "eos", "expected"),
+        [
+            (None, None, [[2, 3], [4, 5]]),
+            (0, None, [[0, 2], [3, 0], [4, 5]]),
+            (None, 1, [[2, 3], [1, 4], [5, 1]]),
+        ],
+        ids=["neither", "beginning", "end"],
+    )
+    def test_only_the_markers_there_are(
+        self, bos: int | None, eos: int | None, expected: list[list[int]]
+    ) -> None:
+        assert token_windows(["ab", "cd"], Letters(bos, eos), 2).tolist() == expected
+
+    def test_limit_is_a_prefix_and_reads_no_further(self) -> None:
+        documents = ["abc", "bcd", "cde"]
+        limited = token_windows(documents, Letters(), 5, limit=2)
+        assert torch.equal(limited, token_windows(documents, Letters(), 5)[:2])
+        assert token_windows(documents, Letters(), 5, limit=99).shape == (3, 5)
+        assert token_windows(["abc", None], Letters(), 5, limit=1).shape == (1, 5)  # type: ignore
+
+    def test_too_little_text(self) -> None:
+        with pytest.raises(ValueError, match=r"2 document\(s\) hold 7 tokens.*window of 8.*most 7"):
+            token_windows(["ab", "c"], Letters(), 8)
+        with pytest.raises(ValueError, match="0 tokens"):
+            token_windows([], Letters(), 8)
+
+    @pytest.mark.parametrize(("length", "limit"), [(0, None), (4, 0)])
+    def test_arguments_out_of_range(self, length: int, limit: int | None) -> None:
+        with pytest.raises(ValueError, match="at least 1"):
+            token_windows(["abc"], Letters(), length, limit)
+
+    def test_one_string_is_not_a_list_of_documents(self) -> None:
+        with pytest.raises(ValueError, match="list"):
+            token_windows("abcdef", Letters(), 2)
+
+
+class TestPerplexity:
+    def test_uniform_logits_give_the_vocabulary_size(self, windows: torch.Tensor) -> None:
+        assert perplexity(Fixed(), windows) == pytest.approx(VOCABULARY, rel=1e-6)
+
+    @pytest.mark.parametrize("batch_size", [1, 3, 7, 100])
+    @pytest.mark.parametrize("rows", [5, 512])
+    def test_agrees_with_a_slow_computation(
+        self, windows: torch.Tensor, batch_size: int, rows: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(module, "ROWS_AT_ONCE", rows)
+        model = Bigram()
+        expected = slow_perplexity(model.table.weight.tolist(), windows.tolist())
+        assert perplexity(model, windows, batch_size) == pytest.approx(expected, rel=1e-6)
+        assert sum(model.sizes) == 7
+        assert max(model.sizes) == min(batch_size, 7)
+
+    def test_half_precision_logits_are_accumulated_in_more(self) -> None:
+        windows = torch.zeros(64, 257, dtype=torch.int32)
+        found = perplexity(Fixed(lambda logits: logits.bfloat16()), windows)
+        assert found == pytest.approx(VOCABULARY, rel=1e-6)
+
+    def test_modes_are_restored(self, windows: torch.Tensor) -> None:
+        model = nn.Sequential(Bigram())
+        model.train()
+        model[0].dropout.eval()
+        before = [part.training for part in model.modules()]
+        perplexity(model, windows)
+        assert [part.training for part in model.modules()] == before
+
+    def test_modes_are_restored_after_an_error(self, windows: torch.Tensor) -> None:
+        model = Fixed(lambda logits: logits * math.nan).train()
+        with pytest.raises(FloatingPointError):
+            perplexity(model, windows)
+        assert model.training
+
+    @pytest.mark.parametrize(
+        "wrap",
+        [
+            lambda logits: (logits, "cache"),
+            lambda logits: SimpleNamespace(logits=logits),
+            lambda logits: {"logits": logits},
+        ],
+        ids=["tuple", "attribute", "mapping"],
+    )
+    def test_kinds_of_output(self, windows: torch.Tensor, wrap) -> None:
+        assert perplexity(Fixed(wrap), windows) == pytest.approx(VOCABULARY, rel=1e-6)
+
+    def test_cache_is_switched_off_where_there_is_one(self, windows: torch.Tensor) -> None:
+        class Cached(Fixed):
+            def forward(self, tokens: torch.Tensor, use_cache: bool = True) -> torch.Tensor:
+                assert not use_cache
+                return super().forward(tokens)
+
+        assert perplexity(Cached(), windows) == pytest.approx(VOCABULARY, rel=1e-6)
+
+    def test_bar_changes_nothing(self, windows: torch.Tensor) -> None:
+        assert perplexity(Bigram(), windows, progress="perplexity") == perplexity(Bigram(), windows)
+
+    def test_window_with_nan_is_named(self, windows: torch.Tensor) -> None:
+        windows[5, 0] = 10
+        windows[:5].clamp_(max=9)
+
+        class Broken(Fixed):
+            def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+                return super().forward(tokens).masked_fill(tokens[..., None] == 10, math.nan)
+
+        with pytest.raises(FloatingPointError, match="window 5 of 7 .*nan"):
+            perplexity(Broken(), windows, batch_size=2)
+
+    def test_excluded_token_is_not_finite(self, windows: torch.Tensor) -> None:
+        def exclude(logits: torch.Tensor) -> torch.Tensor:
+            return logits.index_fill(-1, windows[0, 1:2], -math.inf)
+
+        with pytest.raises(FloatingPointError, match="window 0 .*inf"):
+            perplexity(Fixed(exclude), windows)
+
+    @pytest.mark.parametrize(
+        "bad",
+        [torch.zeros(0, 8).long(), torch.zeros(3, 1).long(), torch.zeros(8).long()],
+        ids=["no window", "one token", "one axis"],
+    )
+    def test_empty_windows(self, bad: torch.Tensor) -> None:
+        with pytest.raises(ValueError, match="at least one window and two tokens"):
+            perplexity(Fixed(), bad)
+
+    def test_other_wrong_arguments(self, windows: torch.Tensor) -> None:
+        with pytest.raises(ValueError, match="integer"):
+            perplexity(Fixed(), windows.float())
+        with pytest.raises(ValueError, match="batch_size"):
+            perplexity(Fixed(), windows, batch_size=0)
+        with pytest.raises(ValueError, match="causal language model"):
+            perplexity(Fixed(lambda logits: logits[:, 0]), windows)
+
+
+class TestLoadDocuments:
+    def test_text(self, tmp_path: Path) -> None:
+        (tmp_path / "one.txt").write_text("naïve\n\ntext\n", encoding="utf-8")
+        (tmp_path / "many.txt").write_text("first\n\0second\0 \0", encoding="utf-8")
+        assert load_documents(tmp_path / "one.txt") == ["naïve\n\ntext\n"]
+        assert load_documents(str(tmp_path / "many.txt")) == ["first\n", "second"]
+
+    def test_errors_without_the_library(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "datasets", None)
+        (tmp_path / "empty.txt").write_text(" \n")
+        (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+        (tmp_path / "image.png").write_bytes(b"")
+        (tmp_path / "rows.jsonl").write_text('{"text": "a"}')
+        for name, kind, message in [
+            ("empty.txt", ValueError, "no text"),
+            ("latin.txt", ValueError, "UTF-8"),
+            ("image.png", ValueError, r"\.png.*\.parquet"),
+            ("rows.jsonl", ImportError, "pip install datasets"),
+        ]:
+            with pytest.raises(kind, match=message):
+                load_documents(tmp_path / name)
+        for missing in [tmp_path / "none", "none.txt", "some/where/else", str(tmp_path / "none")]:
+            with pytest.raises(FileNotFoundError, match="no file or directory"):
+                load_documents(missing)
+        with pytest.raises(ImportError, match="pip install datasets"):
+            load_documents("owner/name")
+        with pytest.raises(ValueError, match="no split 'test'"):
+            load_documents(tmp_path / "empty.txt", split="test")
+
+    def test_records(self, tmp_path: Path) -> None:
+        datasets = pytest.importorskip("datasets")
+        rows = [{"text": "one\ntwo", "n": 1}, {"text": None, "n": 2}, {"text": "é" * 200, "n": 3}]
+        table = datasets.Dataset.from_list(rows)
+        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        (tmp_path / "rows.json").write_text(json.dumps(rows))
+        table.to_csv(str(tmp_path / "rows.csv"))
+        table.to_parquet(str(tmp_path / "rows.parquet"))
+        for suffix in ("jsonl", "json", "csv", "parquet"):
+            documents = load_documents(tmp_path / f"rows.{suffix}")
+            assert documents == ["one\ntwo", "", "é" * 200], suffix
+        with pytest.raises(ValueError, match="no field 'body'; its fields are text, n"):
+            load_documents(tmp_path / "rows.jsonl", text_field="body")
+        with pytest.raises(ValueError, match="holds int"):
+            load_documents(tmp_path / "rows.jsonl", text_field="n")
+        (tmp_path / "broken.json").write_text('{"text": ')
+        with pytest.raises(ValueError, match="broken.json cannot be read"):
+            load_documents(tmp_path / "broken.json")
+
+    def test_saved_directories(self, tmp_path: Path) -> None:
+        datasets = pytest.importorskip("datasets")
+        parts = {
+            name: datasets.Dataset.from_list([{"text": name}]) for name in ("train", "held-out")
+        }
+        parts["train"].save_to_disk(str(tmp_path / "one"))
+        datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "two"))
+        assert load_documents(tmp_path / "one") == ["train"]
+        assert load_documents(tmp_path / "two", split="held-out") == ["held-out"]
+        with pytest.raises(ValueError, match="splits train, held-out; name one"):
+            load_documents(tmp_path / "two")
+        with pytest.raises(ValueError, match="there is no 'test'"):
+            load_documents(tmp_path / "two", split="test")
+
+    def test_dataset_by_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked = []
+
+        def load_dataset(name: str, configuration: str | None, split: str) -> list[dict[str, str]]:
+            asked.append((name, configuration, split))
+            return [{"text": "a"}]
+
+        def unreachable(*_: object, **__: object) -> None:
+            raise ConnectionError("offline")
+
+        library = SimpleNamespace(
+            load_dataset=load_dataset, get_dataset_split_names=lambda *_: ["validation"]
+        )
+        monkeypatch.setitem(sys.modules, "datasets", library)
+        assert load_documents("owner/name:small") == ["a"]
+        assert load_documents("name", split="test[:9]") == ["a"]
+        assert asked == [("owner/name", "small", "validation"), ("name", None, "test[:9]")]
+        library.load_dataset = unreachable
+        with pytest.raises(FileNotFoundError, match="'owner/name' is no file.*offline"):
+            load_documents("owner/name")
