@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from quark.torch.numerics.blocks import QSchemeType
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.match import matches
 from quark.torch.quantization.nn.mixin import PARAMETERS
-from quark.torch.quantization.nn.quantizer import TensorQuantizer
+from quark.torch.quantization.nn.quantizer import State, TensorQuantizer
 from quark.torch.quantization.prepare import quantized_layers
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,9 @@ def siblings(names: Iterable[str], patterns: list[str]) -> list[list[str]]:
     return list(groups.values())
 
 
-def merged_scale(quantizers: list[TensorQuantizer | None]) -> torch.Tensor | None:
+def merged_scale(
+    quantizers: Sequence[TensorQuantizer | State | None],
+) -> torch.Tensor | None:
     """Return the largest scale of quantizers that can share one, or None if they cannot.
 
     They can if all are settled, symmetric, per tensor, and of one format.

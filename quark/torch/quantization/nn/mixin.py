@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.torch.numerics.qdq import quantize
 from quark.torch.quantization.config.config import QuantizationConfig
-from quark.torch.quantization.nn.quantizer import TensorQuantizer
+from quark.torch.quantization.nn.quantizer import State, TensorQuantizer
 
 # Tensor of the configuration -> name of its quantizer.
 QUANTIZERS = {
@@ -90,6 +91,24 @@ class QuantMixin(nn.Module):
     def parameter_quantizers(self) -> dict[str, TensorQuantizer]:
         """Return the quantizers of weight and bias."""
         return {name: q for name, q in self.quantizers().items() if name in PARAMETERS}
+
+    def value(self, name: str) -> torch.Tensor | None:
+        """Return the quantized values of the weight or the bias, or None."""
+        x: torch.Tensor | None = getattr(self, name, None)
+        if x is None or self.frozen:
+            return None if x is None else x.detach()
+        return _apply(self.quantizers().get(name), x.detach())
+
+    def state(self, name: str) -> State | None:
+        """Return a tensor of the configuration in full, or None if it is not quantized."""
+        quantizer = self.quantizers().get(name)
+        if quantizer is None:
+            return None
+        scale, zero_point = quantizer.scale, quantizer.zero_point
+        codes = None
+        if name in PARAMETERS:
+            codes = quantize(getattr(self, name).detach(), scale, zero_point, quantizer.scheme)
+        return State(quantizer.spec, codes, scale, zero_point)
 
     def product(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None

@@ -9,9 +9,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from quark.torch.numerics.scheme import Scheme
-from quark.torch.numerics.qdq import dequantize, dynamic_qparams, fake_quantize
+from quark.torch.numerics.qdq import dynamic_qparams, fake_quantize
 from quark.torch.quantization.config.config import QuantizationConfig
 from quark.torch.quantization.config.spec import QuantizationSpec
+from quark.torch.quantization.nn.mixin import PARAMETERS
+from quark.torch.quantization.nn.quantizer import State
 
 SHORT_NAMES = {
     "weight": "weight",
@@ -21,24 +23,36 @@ SHORT_NAMES = {
 }
 
 
+Stored = dict[str, torch.Tensor]
+Declared = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
 class Layout(Protocol):
-    """How a checkpoint stores a quantized tensor. Tensors go by three names: "" for the codes or
-    values themselves, "scale" and "zero_point".
+    """How a checkpoint stores a quantized tensor.
+
+    The stored parts go by three names: "" for codes or values, "scale" and "zero_point".
     """
 
-    def declare(
-        self, spec: QuantizationSpec, shape: tuple[int, ...], is_stored: bool
-    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Return shape and type of each tensor stored for a tensor of shape ``shape``.
+    def declare(self, spec: QuantizationSpec, shape: tuple[int, ...], is_stored: bool) -> Declared:
+        """Return shape and type of each part stored for a tensor of shape ``shape``.
 
-        ``is_stored`` is False for activations, of which only scales are kept.
+        ``is_stored`` is False for activations, of which only scales are kept. Without "" the
+        values are stored as in a float model.
         """
         ...
 
-    def unpack(
-        self, spec: QuantizationSpec, shape: tuple[int, ...], stored: dict[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Return codes of shape ``shape``, scale and zero point."""
+    def pack(self, state: State, value: torch.Tensor | None) -> Stored:
+        """Return the parts of a tensor, given also its quantized values."""
+        ...
+
+    def unpack(self, spec: QuantizationSpec, shape: tuple[int, ...], stored: Stored) -> State:
+        """Return the tensor in full: the inverse of ``pack``."""
+        ...
+
+    def value(
+        self, spec: QuantizationSpec, shape: tuple[int, ...], stored: Stored, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return the quantized values in ``dtype``."""
         ...
 
 
@@ -86,7 +100,8 @@ class QParamsLinear(nn.Linear):
         weight_quantizer: Scale and zero point of the weight as stored, or None; likewise
             ``bias_quantizer``, ``input_quantizer`` and ``output_quantizer``.
         quant_config: Configuration of the layer.
-        fake: Whether ``weight`` and ``bias`` hold quantized values instead of codes.
+        layout: How the stored tensors lie.
+        value_dtype: Type of the layer before it was packed.
     """
 
     weight_quantizer: PackedQuantizer | None
@@ -95,11 +110,11 @@ class QParamsLinear(nn.Linear):
     output_quantizer: PackedQuantizer | None
     quant_config: QuantizationConfig
     layout: Layout
-    fake: bool
+    value_dtype: torch.dtype
 
     @classmethod
     def from_module(
-        cls, linear: nn.Linear, config: QuantizationConfig, layout: Layout, fake: bool = False
+        cls, linear: nn.Linear, config: QuantizationConfig, layout: Layout
     ) -> QParamsLinear:
         """Turn a linear layer in place into one ready to take stored tensors, and return it.
 
@@ -109,37 +124,59 @@ class QParamsLinear(nn.Linear):
         module = linear
         module.__class__ = cls
         assert isinstance(module, QParamsLinear)
-        module.quant_config, module.layout, module.fake = config, layout, fake
-        shapes = {
-            "weight": (linear.out_features, linear.in_features),
-            "bias": (linear.out_features,),
-        }
+        module.quant_config, module.layout = config, layout
+        module.value_dtype = linear.weight.dtype
         for name, short in SHORT_NAMES.items():
             spec = getattr(config, name)
-            is_stored = name in shapes
+            is_stored = name in PARAMETERS
             if spec is None or (name == "bias" and linear.bias is None):
                 module.add_module(f"{short}_quantizer", None)
                 continue
             spec = spec.for_parameter() if is_stored else spec
-            stored = layout.declare(spec, shapes.get(name, ()), is_stored)
+            stored = layout.declare(spec, module.shape_of(name), is_stored)
             module.add_module(f"{short}_quantizer", PackedQuantizer(spec, stored, device))
-            if is_stored and not fake:
+            if "" in stored:
                 shape, kind = stored[""]
                 empty = torch.empty(shape, dtype=kind, device=device)
                 setattr(module, name, nn.Parameter(empty, requires_grad=False))
         return module
 
-    def value(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the weight or the bias in full, in ``dtype``."""
-        stored: torch.Tensor | None = getattr(self, name)
-        quantizer: PackedQuantizer | None = getattr(self, f"{name}_quantizer")
-        if stored is None or quantizer is None or self.fake:
-            return stored if stored is None else stored.to(dtype)
-        shape = (self.out_features, self.in_features)[: 2 if name == "weight" else 1]
-        tensors = {"": stored, "scale": quantizer.scale, "zero_point": quantizer.zero_point}
-        present = {key: tensor for key, tensor in tensors.items() if tensor is not None}
-        codes, scale, zero_point = self.layout.unpack(quantizer.spec, shape, present)
-        return dequantize(codes, scale, zero_point, quantizer.scheme, dtype)
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the weight or the bias in full; [] for activations."""
+        return {
+            "weight": (self.out_features, self.in_features),
+            "bias": (self.out_features,),
+        }.get(name, ())
+
+    def value(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+        """Return the weight or the bias in full, or None, in ``dtype`` (by default its own)."""
+        stored: torch.Tensor | None = getattr(self, name, None)
+        if stored is None:
+            return None
+        quantizer = self._quantizer(name)
+        dtype = dtype or self.value_dtype
+        if quantizer is None:
+            return stored.to(dtype)
+        parts = self._stored(name, quantizer)
+        return self.layout.value(quantizer.spec, self.shape_of(name), parts, dtype)
+
+    def state(self, name: str) -> State | None:
+        """Return a tensor of the configuration in full, or None if it is not quantized."""
+        quantizer = self._quantizer(name)
+        if quantizer is None:
+            return None
+        parts = self._stored(name, quantizer)
+        return self.layout.unpack(quantizer.spec, self.shape_of(name), parts)
+
+    def _quantizer(self, name: str) -> PackedQuantizer | None:
+        found: PackedQuantizer | None = getattr(self, f"{SHORT_NAMES[name]}_quantizer")
+        return found
+
+    def _stored(self, name: str, quantizer: PackedQuantizer) -> Stored:
+        parts = {"scale": quantizer.scale, "zero_point": quantizer.zero_point}
+        if name in PARAMETERS:
+            parts[""] = getattr(self, name)
+        return {part: tensor for part, tensor in parts.items() if tensor is not None}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Quantize the input, multiply by the unpacked weight, quantize the output."""

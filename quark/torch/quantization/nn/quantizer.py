@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import nn
 
 from quark.torch.numerics.qdq import dynamic_qparams, fake_quantize, fake_quantize_
+from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.spec import QuantizationSpec
+
+
+class State(NamedTuple):
+    """A quantized tensor in full: specification, codes (None for activations), scale, offset."""
+
+    spec: QuantizationSpec
+    codes: torch.Tensor | None
+    scale: torch.Tensor | None
+    zero_point: torch.Tensor | None
+
+    @property
+    def scheme(self) -> Scheme:
+        """The specification as the arithmetic takes it."""
+        return self.spec.scheme
 
 
 class TensorQuantizer(nn.Module):

@@ -1,0 +1,230 @@
+"""Export and import of quantized models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quark.torch.export.checkpoint import (
+    NATIVE,
+    CheckpointReader,
+    NativeReader,
+    check_vacant,
+    fresh_directory,
+    read_json,
+    size_of,
+    write_tensors,
+)
+from quark.torch.export.formats.base import get_format
+from quark.torch.export.reader import format_of, load, receive, targets
+from quark.torch.export.writer import collect, make_format, write_model_files
+from quark.torch.quantization.config.config import Config
+from quark.torch.quantization.config.export import ExporterConfig, JsonExporterConfig
+
+SHARD_SIZE = "5GB"
+
+
+class ModelExporter:
+    """Writes quantized models to a directory.
+
+    ``ModelExporter("directory")`` and ``ModelExporter(config=…, export_dir=…)`` are the same
+    with and without options.
+
+    Args:
+        config: Options, or the directory.
+        export_dir: Directory to write. It is written beside and renamed when complete.
+        overwrite: Whether an existing directory may be replaced.
+
+    Raises:
+        ValueError: No directory is given.
+    """
+
+    def __init__(
+        self,
+        config: ExporterConfig | JsonExporterConfig | str | Path | None = None,
+        export_dir: str | Path | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        if isinstance(config, (str, Path)):
+            config, export_dir = None, config
+        if export_dir is None:
+            raise ValueError("Give export_dir, the directory to write.")
+        if isinstance(config, JsonExporterConfig):
+            config = ExporterConfig(config)
+        self.config = config or ExporterConfig()
+        self.export_dir = Path(export_dir)
+        self.overwrite = overwrite
+
+    def export_safetensors_model(
+        self,
+        model: nn.Module,
+        quant_config: Config | None = None,
+        custom_mode: str = "quark",
+        tokenizer: Any | None = None,
+        max_shard_size: str | int = SHARD_SIZE,
+    ) -> None:
+        """Write config.json, *.safetensors and, given a tokenizer, its files.
+
+        Args:
+            model: A frozen model, or one that was imported. It is not changed.
+            quant_config: How it was quantized; by default what the model remembers.
+            custom_mode: Checkpoint format.
+            tokenizer: Tokenizer to write beside the model.
+            max_shard_size: Size above which tensors are spread over several files.
+
+        Raises:
+            FileExistsError: The directory is in use and ``overwrite`` is off.
+            ValueError: The model is not quantized or not frozen, or the format is unknown.
+            OSError: The disk is too full. Nothing is left behind.
+        """
+        check_vacant(self.export_dir, self.overwrite)
+        options = self.config.json_export_config
+        fmt = make_format(model, quant_config, options, custom_mode)
+        tensors = collect(model, fmt)
+        with fresh_directory(self.export_dir, self.overwrite, size_of(tensors)) as directory:
+            write_tensors(tensors, directory, max_shard_size)
+            write_model_files(model, fmt.section(), directory, tokenizer)
+
+    def export_quark_model(
+        self,
+        model: nn.Module,
+        quant_config: Config | None = None,
+        custom_mode: str = "quark",
+    ) -> None:
+        """Write the native format: config.json and model_state_dict.pth.
+
+        Arguments and errors are those of ``export_safetensors_model``.
+        """
+        check_vacant(self.export_dir, self.overwrite)
+        options = self.config.json_export_config
+        fmt = make_format(model, quant_config, options, custom_mode)
+        tensors = {name: t.detach().cpu() for name, t in collect(model, fmt).items()}
+        with fresh_directory(self.export_dir, self.overwrite, size_of(tensors)) as directory:
+            torch.save(tensors, directory / NATIVE)
+            write_model_files(model, fmt.section(), directory, None)
+
+
+class ModelImporter:
+    """Reads what ``ModelExporter`` wrote, here or in an earlier version.
+
+    Args:
+        model_info_dir: Directory of the checkpoint.
+        saved_format: "safetensors", or "quark_format" for the native format. By default what the
+            directory holds.
+        multi_device: Accepted for compatibility.
+    """
+
+    def __init__(
+        self,
+        model_info_dir: str | Path,
+        saved_format: str = "quark_format",
+        multi_device: bool = False,
+    ) -> None:
+        if saved_format not in ("quark_format", "safetensors", "hf_format"):
+            raise ValueError(
+                f"saved_format={saved_format!r} is unknown: give safetensors or quark_format."
+            )
+        self.model_info_dir = Path(model_info_dir)
+        self.saved_format = saved_format
+        if not self.model_info_dir.is_dir():
+            raise FileNotFoundError(f"{self.model_info_dir} is not a directory.")
+
+    def import_model_info(self, model: nn.Module) -> nn.Module:
+        """Fill the architecture ``model`` in place with the checkpoint and return it.
+
+        Args:
+            model: A float model. Only its structure matters; on the meta device it costs no
+                memory. Where parameters are on a device, they stay there.
+
+        Raises:
+            FileNotFoundError: A file is missing.
+            ValueError: A file is damaged, the configuration is not understood, or tensors do not
+                fit the model. The model is then as it was.
+        """
+        path = self.model_info_dir / "config.json"
+        fmt = format_of(read_json(path), str(path))
+        native = self.saved_format == "quark_format" and (self.model_info_dir / NATIVE).is_file()
+        reader = (NativeReader if native else CheckpointReader)(self.model_info_dir)
+        return load(model, fmt, reader)
+
+
+def export_safetensors(
+    model: nn.Module,
+    output_dir: str | Path,
+    custom_mode: str = "quark",
+    weight_format: str | None = None,
+    pack_method: str = "reorder",
+    tokenizer: Any | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Write a frozen model as safetensors; see ``ModelExporter.export_safetensors_model``.
+
+    Args:
+        model: A frozen model.
+        output_dir: Directory to write.
+        custom_mode: Checkpoint format.
+        weight_format: ``real_quantized`` (default) or ``fake_quantized``.
+        pack_method: ``reorder`` or ``order``.
+        tokenizer: Tokenizer to write beside the model.
+        overwrite: Whether an existing directory may be replaced.
+    """
+    options = JsonExporterConfig(
+        weight_format=weight_format or "real_quantized", pack_method=pack_method
+    )
+    exporter = ModelExporter(ExporterConfig(options), output_dir, overwrite)
+    exporter.export_safetensors_model(model, custom_mode=custom_mode, tokenizer=tokenizer)
+
+
+def import_model_from_safetensors(
+    model: nn.Module | None,
+    model_dir: str | Path,
+    multi_device: bool = False,
+    trust_remote_code: bool = False,
+    attn_implementation: str = "eager",
+    device: str = "cuda",
+    multi_gpu: str | bool | None = False,
+) -> nn.Module:
+    """Return a model with the checkpoint of ``model_dir``.
+
+    Args:
+        model: The float architecture, or None to build the causal language model that the
+            config.json of the directory describes.
+        model_dir: Directory of the checkpoint.
+        multi_device: Accepted for compatibility.
+        trust_remote_code: Passed to Transformers.
+        attn_implementation: Passed to Transformers.
+        device: Where to put a model that is built here; the CPU if there is no GPU.
+        multi_gpu: Accepted for compatibility.
+    """
+    importer = ModelImporter(model_dir, "safetensors")
+    if model is not None:
+        return importer.import_model_info(model)
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        built: nn.Module = AutoModelForCausalLM.from_config(
+            config, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
+        )
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        device = "cpu"
+    return importer.import_model_info(built).to(device)
+
+
+def _map_to_quark(
+    model: nn.Module, quantization_config: Config, pack_method: str, custom_mode: str
+) -> None:
+    """Make a float model ready for stored tensors: what Transformers calls before it loads them."""
+    options = quantization_config.export or JsonExporterConfig()
+    options = replace(options, pack_method=pack_method)
+    receive(
+        model,
+        get_format(custom_mode, quantization_config, options),
+        targets(model, quantization_config),
+    )

@@ -1,0 +1,80 @@
+"""The format of Quark: codes and scales beside each other, the whole configuration in config.json.
+
+Per tensor of a layer: ``weight`` and ``bias`` hold packed codes, ``weight_scale``,
+``weight_zero_point``, ``input_scale``, … what they need. Scales are [] per tensor, [channels] per
+channel and a grid per group. Integer weights per group are stored transposed, so that one word
+holds neighbouring output channels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from quark.torch.export.formats.base import ExportFormat
+from quark.torch.export.formats.layouts import PackedLayout, ValueLayout
+from quark.torch.numerics.qdq import fake_quantize, quantize
+from quark.torch.quantization.config.config import QuantizationConfig
+from quark.torch.quantization.nn.mixin import QuantMixin
+from quark.torch.quantization.nn.packed import SHORT_NAMES, Layout, QParamsLinear
+
+_SUFFIXES = {
+    f"{short}_{part}": f"{short}_quantizer.{part}"
+    for short in SHORT_NAMES.values()
+    for part in ("scale", "zero_point")
+}
+
+
+class QuarkFormat(ExportFormat):
+    """Quark's own checkpoint, read by Transformers, vLLM and this package."""
+
+    name = "quark"
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of the tensors under the options and the version of the configuration."""
+        if self.options.weight_format == "fake_quantized":
+            return ValueLayout()
+        version = str(self.config.version or "0")
+        return PackedLayout(self.options.pack_method, not version.startswith("0"))
+
+    def tensors(
+        self, layer: nn.Module, scales: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Return weight, bias, scales and zero points of a layer as they are stored."""
+        assert isinstance(layer, (QuantMixin, QParamsLinear))
+        found: dict[str, torch.Tensor] = {}
+        for name, short in SHORT_NAMES.items():
+            value = layer.value(name)
+            state = layer.state(name)
+            if state is None:
+                if value is not None:
+                    found[name] = value
+                continue
+            if name in scales:
+                codes, how = None, (scales[name], state.zero_point, state.spec.scheme)
+                if value is not None:
+                    value, codes = fake_quantize(value, *how), quantize(value, *how)
+                state = state._replace(scale=scales[name], codes=codes)
+            for part, tensor in self.layout.pack(state, value).items():
+                found[f"{short}_{part}" if part else name] = tensor
+        return found
+
+    def receive(self, linear: nn.Linear, layer: QuantizationConfig) -> nn.Module:
+        """Turn a float layer in place into one ready to take the stored tensors."""
+        return QParamsLinear.from_module(linear, layer, self.layout)
+
+    def state_name(self, key: str) -> str:
+        """Return ``….weight_quantizer.scale`` for ``….weight_scale`` and so on."""
+        head, _, last = key.rpartition(".")
+        return f"{head}.{_SUFFIXES[last]}" if head and last in _SUFFIXES else key
+
+    def section(self) -> dict[str, Any]:
+        """Return the whole configuration with the options of the export."""
+        written = replace(self.config, export=None).to_dict()
+        written |= {"export": asdict(self.options), "quant_method": "quark"}
+        return dict(sorted(written.items()))
+

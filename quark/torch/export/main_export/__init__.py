@@ -1,0 +1,1 @@
+"""Names that Transformers imports from here."""

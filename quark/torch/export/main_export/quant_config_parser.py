@@ -1,0 +1,28 @@
+"""Configurations of checkpoints that name another tool's method."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quark.torch.quantization.config.config import Config
+
+
+class QuantConfigParser:
+    """Reads configurations in the style of other tools."""
+
+    @staticmethod
+    def from_custom_config(
+        custom_config: dict[str, Any],
+        is_bias_quantized: bool = False,
+        is_kv_cache: bool = False,
+        kv_layers_name: list[str] | None = None,
+    ) -> Config:
+        """Return the configuration that a custom section stands for.
+
+        Raises:
+            ValueError: Always in this version: only ``quant_method`` "quark" is read.
+        """
+        raise ValueError(
+            f"quant_method={custom_config.get('quant_method')!r} is not read by this version, "
+            "only 'quark'. Load the checkpoint through Transformers' own support for it."
+        )

@@ -1,0 +1,231 @@
+"""From the files of a checkpoint to a model."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from quark.torch.export.checkpoint import Stored
+from quark.torch.export.formats.base import FORMATS, ExportFormat, get_format
+from quark.torch.quantization.config.config import Config, QuantizationConfig
+from quark.torch.quantization.config.export import JsonExporterConfig
+from quark.torch.quantization.config.match import assign
+from quark.torch.quantization.config.names import nearest
+from quark.torch.quantization.nn.mixin import PARAMETERS, QuantMixin
+from quark.torch.quantization.nn.packed import SHORT_NAMES, PackedQuantizer, QParamsLinear
+
+logger = logging.getLogger(__name__)
+
+
+class Reader(Protocol):
+    """Where tensors come from."""
+
+    entries: dict[str, Stored]
+
+    def tensors(self) -> Any:
+        """Iterate over (name, tensor)."""
+        ...
+
+
+def format_of(config_json: dict[str, Any], where: str) -> ExportFormat:
+    """Return the format of the checkpoint that a ``config.json`` describes.
+
+    Raises:
+        ValueError: It has no ``quantization_config``, or one of an unknown method, or one with
+            unknown keys or names.
+    """
+    section = config_json.get("quantization_config")
+    if not isinstance(section, dict):
+        raise ValueError(f"{where} has no quantization_config: this is not a quantized checkpoint.")
+    method = section.get("quant_method", "quark")
+    if method not in FORMATS:
+        raise ValueError(
+            f"{where}: quant_method={method!r} is not read here (known: {', '.join(FORMATS)})."
+        )
+    config = Config.from_dict(section)
+    return get_format(method, config, config.export or JsonExporterConfig())
+
+
+def targets(model: nn.Module, config: Config) -> dict[str, QuantizationConfig]:
+    """Return the configuration of each linear layer that a checkpoint stores quantized.
+
+    Raises:
+        ValueError: The model is quantized already, or nothing matches.
+    """
+    if any(isinstance(m, (QuantMixin, QParamsLinear)) for m in model.modules()):
+        raise ValueError("The model is quantized already: give the float architecture.")
+    linears = {n: type(m) for n, m in model.named_modules() if type(m) is nn.Linear}
+    layers = assign(linears, config)
+    if not layers:
+        raise ValueError(
+            f"The quantization_config matches none of the {len(linears)} linear layers of "
+            f"{type(model).__name__}: is this the architecture that was exported?"
+        )
+    return layers
+
+
+def receive(model: nn.Module, fmt: ExportFormat, layers: dict[str, QuantizationConfig]) -> None:
+    """Turn the named layers in place into ones that take stored tensors."""
+    for name, layer in layers.items():
+        module = model.get_submodule(name)
+        if type(module) is nn.Linear:
+            fmt.receive(module, layer)
+
+
+def load(model: nn.Module, fmt: ExportFormat, reader: Reader) -> nn.Module:
+    """Fill ``model`` in place with the tensors of a checkpoint and return it.
+
+    Everything is checked against the headers before the model is touched. Values it had are
+    dropped, types are those of the checkpoint. Parameters on the meta device are never made in
+    float, so memory peaks at the size of the checkpoint.
+
+    Raises:
+        ValueError: Tensors are missing, unexpected, or of the wrong shape or type.
+    """
+    layers = targets(model, fmt.config)
+    outline = _outline(model, fmt, layers)
+    optional = {f"{n}.{t}" for n, layer in layers.items() for t in _known_offsets(layer, fmt)}
+    optional |= set(getattr(model, "all_tied_weights_keys", None) or ())
+    _check(model, outline, optional, fmt, reader)
+    devices = {n: p.device for n, p in [*model.named_parameters(), *model.named_buffers()]}
+    fallback = next((d for d in devices.values() if d.type != "meta"), torch.device("cpu"))
+    receive(model, fmt, layers)
+    absent = dict(outline)
+    for key, tensor in reader.tensors():
+        name = fmt.state_name(key)
+        if absent.pop(name, None) is not None:
+            device = devices.get(name, fallback)
+            _assign(model, name, tensor.to(fallback if device.type == "meta" else device))
+    for name, expected in absent.items():
+        if name.endswith(".zero_point"):
+            _assign(model, name, _zeros(model, name, expected, fallback))
+    _compute_buffers(model, fallback)
+    if hasattr(model, "tie_weights"):
+        model.tie_weights()
+    model.quant_config = fmt.config  # type: ignore[assignment]
+    return model.eval()
+
+
+def _outline(
+    model: nn.Module, fmt: ExportFormat, layers: dict[str, QuantizationConfig]
+) -> dict[str, torch.Tensor]:
+    """Return the state the model will have, on the meta device."""
+    outline = {n: t.to("meta") for n, t in model.state_dict().items()}
+    for name, layer in layers.items():
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        has_bias = linear.bias is not None
+        empty = nn.Linear(linear.in_features, linear.out_features, has_bias, device="meta")
+        for key in ("weight", "bias"):
+            outline.pop(f"{name}.{key}", None)
+        for key, tensor in fmt.receive(empty, layer).state_dict().items():
+            outline[f"{name}.{key}"] = tensor
+    return outline
+
+
+def _check(
+    model: nn.Module,
+    outline: dict[str, torch.Tensor],
+    optional: set[str],
+    fmt: ExportFormat,
+    reader: Reader,
+) -> None:
+    """Compare the headers with what the model needs."""
+    stored = {fmt.state_name(key): entry for key, entry in reader.entries.items()}
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
+    missing = [n for n in outline if n not in stored and n not in optional]
+    extra = [n for n in stored if n not in outline and not _may_ignore(n, outline, ignored)]
+    wrong = [
+        f"{n} is {entry.dtype} {list(entry.shape)}, expected {t.dtype} {list(t.shape)}"
+        for n, t in outline.items()
+        if (entry := stored.get(n)) and not _fits(entry, t, n.endswith(".zero_point"))
+    ]
+    problems = []
+    if missing:
+        near = nearest(missing[0], stored, 1)
+        problems.append(f"{_some(missing)} missing" + (f" (there is {near[0]})" if near else ""))
+    if extra:
+        problems.append(f"{_some(extra)} unexpected")
+    if wrong:
+        problems.append("; ".join(wrong[:3]) + (" …" if len(wrong) > 3 else ""))
+    if problems:
+        raise ValueError(
+            f"The checkpoint does not fit {type(model).__name__}: {'; '.join(problems)}."
+        )
+
+
+def _fits(entry: Stored, expected: torch.Tensor, is_offset: bool) -> bool:
+    """Whether shapes agree, and types do or are both wide floats (or both integer offsets)."""
+    if entry.shape != tuple(expected.shape):
+        return False
+    both = (entry.dtype, expected.dtype)
+    wide = all(d.is_floating_point and d.itemsize > 1 for d in both)
+    return both[0] == both[1] or wide or is_offset
+
+
+def _known_offsets(layer: QuantizationConfig, fmt: ExportFormat) -> list[str]:
+    """Zero points that may be missing: they are 0, or only needed to get codes from values."""
+    has_values = fmt.options.weight_format == "fake_quantized"
+    return [
+        f"{SHORT_NAMES[name]}_quantizer.zero_point"
+        for name, spec in layer.specs()
+        if (spec.scheme.symmetric and spec.fmt.signed) or (has_values and name in PARAMETERS)
+    ]
+
+
+def _may_ignore(name: str, outline: dict[str, torch.Tensor], ignored: list[str]) -> bool:
+    """Whether a stored tensor can be passed over.
+
+    Such are buffers that are computed, and the scale that earlier versions wrote beside casts.
+    """
+    layer = name.rsplit(".", 2)[0]
+    cast = name.endswith("_quantizer.scale") and f"{layer}.weight" in outline
+    return cast or name.endswith("rotary_emb.inv_freq") or any(re.search(p, name) for p in ignored)
+
+
+def _assign(model: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
+    path, _, attribute = name.rpartition(".")
+    module = model.get_submodule(path)
+    old = getattr(module, attribute)
+    if isinstance(old, nn.Parameter) and tensor is not None:
+        trainable = old.requires_grad and tensor.is_floating_point() and tensor.itemsize > 1
+        setattr(module, attribute, nn.Parameter(tensor, requires_grad=trainable))
+    else:
+        setattr(module, attribute, tensor)
+
+
+def _zeros(
+    model: nn.Module, name: str, expected: torch.Tensor, device: torch.device
+) -> torch.Tensor | None:
+    """Return the zero point that is not stored, or None where it is not known."""
+    quantizer = model.get_submodule(name.rpartition(".")[0])
+    assert isinstance(quantizer, PackedQuantizer)
+    if not (quantizer.scheme.symmetric and quantizer.scheme.fmt.signed):
+        return None
+    return torch.zeros(expected.shape, dtype=expected.dtype, device=device)
+
+
+def _compute_buffers(model: nn.Module, device: torch.device) -> None:
+    """Compute the buffers that no checkpoint stores, where they are on the meta device."""
+    for module in model.modules():
+        buffers = module._buffers
+        absent = [n for n, b in buffers.items() if b is not None and b.is_meta]
+        if not absent:
+            continue
+        if not hasattr(model, "_init_weights"):
+            raise ValueError(
+                f"Buffers {absent} of {type(module).__name__} are not stored and cannot be "
+                "computed: build the model on a real device instead of meta."
+            )
+        for name in absent:
+            buffers[name] = torch.empty_like(buffers[name], device=device)
+        model._init_weights(module)  # type: ignore[operator]
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(sorted(names)[:3]) + more + (" are" if len(names) > 1 else " is")

@@ -1,0 +1,165 @@
+"""From a quantized model to the tensors and the configuration of a checkpoint."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quark import __version__
+from quark.torch.export.formats.base import ExportFormat, get_format
+from quark.torch.quantization.calibrate import merged_scale, siblings
+from quark.torch.quantization.config.config import Config
+from quark.torch.quantization.config.export import JsonExporterConfig
+from quark.torch.quantization.config.match import without_order
+from quark.torch.quantization.nn.mixin import QuantMixin
+from quark.torch.quantization.nn.packed import QParamsLinear
+
+logger = logging.getLogger(__name__)
+
+Scales = dict[str, dict[str, torch.Tensor]]  # layer -> tensor of the configuration -> scale
+_QUANTIZED = (QuantMixin, QParamsLinear)
+
+
+def make_format(
+    model: nn.Module, config: Config | None, options: JsonExporterConfig, mode: str
+) -> ExportFormat:
+    """Return the format that writes ``model``, under its configuration made order-free.
+
+    Raises:
+        ValueError: The model is not quantized, no configuration is given or remembered, or the
+            format is unknown.
+    """
+    if not any(isinstance(m, _QUANTIZED) for m in model.modules()):
+        raise ValueError(
+            "The model has no quantized module: call ModelQuantizer.quantize_model and freeze "
+            "before an export."
+        )
+    unfrozen = [n for n, m in model.named_modules() if isinstance(m, QuantMixin) and not m.frozen]
+    if unfrozen:
+        raise ValueError(
+            f"{unfrozen[0]} and {len(unfrozen) - 1} more modules are not frozen: "
+            "call ModelQuantizer.freeze(model) before an export."
+        )
+    config = config or getattr(model, "quant_config", None)
+    if not isinstance(config, Config):
+        raise ValueError("Pass quant_config: the model does not remember how it was quantized.")
+    group = options.kv_cache_group or config.kv_cache_patterns
+    options = replace(
+        options,
+        kv_cache_group=list(group),
+        min_kv_scale=max(options.min_kv_scale, config.min_kv_scale),
+    )
+    names = {n: _operator(m) for n, m in model.named_modules() if n}
+    config = without_order(names, replace(config, version=__version__))
+    return get_format(mode, config, options)
+
+
+def _operator(module: nn.Module) -> type[nn.Module]:
+    if isinstance(module, QuantMixin):
+        return module._float_class
+    return nn.Linear if isinstance(module, QParamsLinear) else type(module)
+
+
+def collect(model: nn.Module, fmt: ExportFormat) -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint under the names it stores them by.
+
+    The model is not changed. Tied tensors appear once.
+    """
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, _QUANTIZED)}
+    scales = _merged_scales(layers, fmt.options)
+    state = model.state_dict()
+    for name, layer in layers.items():
+        for key in [k for k in state if k.startswith(f"{name}.")]:
+            del state[key]
+        for part, tensor in fmt.tensors(layer, scales.get(name, {})).items():
+            state[f"{name}.{part}"] = tensor
+    return _original_names(model, _untie(model, state))
+
+
+def _merged_scales(layers: dict[str, Any], options: JsonExporterConfig) -> Scales:
+    """Scales that the options of the export change, with a warning: the frozen model has others."""
+    scales: Scales = {}
+    wanted = [(group, "weight", 0.0) for group in options.weight_merge_groups or []]
+    wanted.append((options.kv_cache_group, "output_tensors", options.min_kv_scale))
+    for group, tensor, floor in wanted:
+        for members in siblings(layers, group):
+            states = [layers[name].state(tensor) for name in members]
+            scale = merged_scale(states)
+            if scale is None:
+                continue
+            scale = scale.clamp(min=floor)
+            for name, state in zip(members, states, strict=True):
+                if not torch.equal(state.scale, scale.to(state.scale.device)):
+                    scales.setdefault(name, {})[tensor] = scale.to(state.scale.device)
+    if scales:
+        logger.warning(
+            "Scales of %d layers are merged by the export, so the checkpoint differs slightly from "
+            "the model in memory. Set kv_cache_group or shared_scale_groups in the Config to merge "
+            "them during quantization.",
+            len(scales),
+        )
+    return scales
+
+
+def _untie(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Keep one name of each tensor that goes by several."""
+    secondary = set(getattr(model, "all_tied_weights_keys", None) or ())
+    owners: dict[tuple[Any, ...], str] = {}
+    for name in sorted(state, key=lambda n: n in secondary):
+        tensor = state[name]
+        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.numel():
+            owners.setdefault(place, name)
+    kept = set(owners.values()) | {n for n, t in state.items() if not t.numel()}
+    return {name: tensor for name, tensor in state.items() if name in kept}
+
+
+def _original_names(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Undo the renaming and fusing that Transformers does when it loads some architectures."""
+    if not hasattr(model, "save_pretrained"):
+        return state
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:
+        return state
+    reverted: dict[str, torch.Tensor] = revert_weight_conversion(model, state)
+    return reverted
+
+
+def write_model_files(
+    model: nn.Module, section: dict[str, Any], directory: Path, tokenizer: Any | None
+) -> None:
+    """Write config.json, the generation configuration and the tokenizer."""
+    from quark.torch.export.checkpoint import write_json
+
+    config = getattr(model, "config", None)
+    if not hasattr(config, "save_pretrained"):
+        architectures = [type(model).__name__]
+        write_json(
+            directory / "config.json",
+            {"architectures": architectures, "quantization_config": section},
+        )
+    else:
+        written = copy.deepcopy(config)
+        written.quantization_config = section
+        written.architectures = [type(model).__name__]
+        if _has_untied(model):
+            written.tie_word_embeddings = False
+        written.save_pretrained(directory)
+        if getattr(model, "generation_config", None) is not None:
+            model.generation_config.save_pretrained(directory)  # type: ignore[union-attr, operator]
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
+
+
+def _has_untied(model: nn.Module) -> bool:
+    """Whether a weight that the model ties belongs to a quantized layer."""
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    names = {name.rpartition(".")[0] for pair in tied.items() for name in pair}
+    return any(isinstance(model.get_submodule(name), _QUANTIZED) for name in names)
