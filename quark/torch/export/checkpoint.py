@@ -18,9 +18,7 @@ NATIVE = "model_state_dict.pth"
 
 
 @contextmanager
-def fresh_directory(
-    path: str | Path, overwrite: bool = False, needed: int = 0
-) -> Iterator[Path]:
+def fresh_directory(path: str | Path, overwrite: bool = False, needed: int = 0) -> Iterator[Path]:
     """Give a new directory to write to, which takes the place of ``path`` when all went well.
 
     Args:
@@ -130,17 +128,17 @@ _DTYPES = {
 
 
 class CheckpointReader:
-    """Tensors of a checkpoint directory, read one by one.
+    """Tensors of a checkpoint directory, or of one file in it, read one by one.
 
     Raises:
         FileNotFoundError: There are no tensors, or a file of the index is missing.
         ValueError: A file is damaged.
     """
 
-    def __init__(self, directory: str | Path) -> None:
+    def __init__(self, directory: str | Path, file: str | None = None) -> None:
         self.directory = Path(directory)
         self.entries: dict[str, Stored] = {}
-        for file in self._files():
+        for file in [file] if file else self._files():
             self.entries.update(self._header(file))
 
     def _files(self) -> list[str]:
@@ -244,4 +242,3 @@ def _progress(items: Any, what: str) -> Any:
 
     items = list(items)
     return tqdm(items, desc=what, delay=1.0, disable=None, leave=False) if len(items) > 1 else items
-

@@ -202,4 +202,3 @@ def _to(value: Any, device: torch.device) -> Any:
 
 def _dtype(model: nn.Module) -> torch.dtype:
     return next((p.dtype for p in model.parameters()), torch.float32)
-

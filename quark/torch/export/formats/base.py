@@ -35,9 +35,7 @@ class ExportFormat(ABC):
         self.options = options
 
     @abstractmethod
-    def tensors(
-        self, layer: nn.Module, scales: dict[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
+    def tensors(self, layer: nn.Module, scales: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return what is stored for a quantized layer, by the part of the name behind the layer's.
 
         Args:

@@ -28,9 +28,7 @@ class PackedLayout:
         self.pack_method = pack_method
         self.packs_int2 = packs_int2
 
-    def declare(
-        self, spec: QuantizationSpec, shape: tuple[int, ...], is_stored: bool
-    ) -> Declared:
+    def declare(self, spec: QuantizationSpec, shape: tuple[int, ...], is_stored: bool) -> Declared:
         """Return shape and type of each tensor stored for a tensor of shape ``shape``."""
         scheme = spec.scheme
         stored: Declared = {}
@@ -120,9 +118,7 @@ def _turn(x: torch.Tensor, scheme: Scheme) -> torch.Tensor:
 class ValueLayout:
     """Weights as values of their own type, scales beside them as they are used."""
 
-    def declare(
-        self, spec: QuantizationSpec, shape: tuple[int, ...], is_stored: bool
-    ) -> Declared:
+    def declare(self, spec: QuantizationSpec, shape: tuple[int, ...], is_stored: bool) -> Declared:
         """Return shape and type of the scale and zero point."""
         scheme = spec.scheme
         if not scheme.fmt.scaled or (spec.is_dynamic and not is_stored):

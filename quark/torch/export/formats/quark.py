@@ -41,9 +41,7 @@ class QuarkFormat(ExportFormat):
         version = str(self.config.version or "0")
         return PackedLayout(self.options.pack_method, not version.startswith("0"))
 
-    def tensors(
-        self, layer: nn.Module, scales: dict[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
+    def tensors(self, layer: nn.Module, scales: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return weight, bias, scales and zero points of a layer as they are stored."""
         assert isinstance(layer, (QuantMixin, QParamsLinear))
         found: dict[str, torch.Tensor] = {}
@@ -77,4 +75,3 @@ class QuarkFormat(ExportFormat):
         written = replace(self.config, export=None).to_dict()
         written |= {"export": asdict(self.options), "quant_method": "quark"}
         return dict(sorted(written.items()))
-

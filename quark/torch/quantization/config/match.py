@@ -20,9 +20,7 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def first_match(
-    name: str, patterns: dict[str, QuantizationConfig]
-) -> QuantizationConfig | None:
+def first_match(name: str, patterns: dict[str, QuantizationConfig]) -> QuantizationConfig | None:
     """Return the configuration of the first pattern that the name matches."""
     return next((c for pattern, c in patterns.items() if fnmatchcase(name, pattern)), None)
 
@@ -47,9 +45,7 @@ def config_for(name: str, kind: type[nn.Module], config: Config) -> Quantization
     return None if found.is_empty else found
 
 
-def assign(
-    names: dict[str, type[nn.Module]], config: Config
-) -> dict[str, QuantizationConfig]:
+def assign(names: dict[str, type[nn.Module]], config: Config) -> dict[str, QuantizationConfig]:
     """Return the configuration of every module that has one, in the order given."""
     found = {name: config_for(name, kind, config) for name, kind in names.items()}
     return {name: layer for name, layer in found.items() if layer is not None}
@@ -71,7 +67,9 @@ def report_unmatched(names: Sequence[str], config: Config) -> list[str]:
             idle.append(pattern)
             near = nearest(pattern.strip("*"), {n.rsplit(".", 1)[-1] for n in names} | set(names))
             hint = f"Nearest: {', '.join(near)}." if near else f"Modules: {_sample(names)}."
-            logger.warning("%s: pattern %r matches no module of the model. %s", field, pattern, hint)
+            logger.warning(
+                "%s: pattern %r matches no module of the model. %s", field, pattern, hint
+            )
     return idle
 
 

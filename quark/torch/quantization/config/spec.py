@@ -28,6 +28,7 @@ from quark.torch.quantization.observer.observer import (
 
 E = TypeVar("E", bound=Enum)
 
+
 def member(enum: type[E], value: E | str | None, what: str) -> E | None:
     """Return the member of ``enum`` that ``value`` is or names.
 
@@ -186,15 +187,21 @@ _RULES: list[_Rule] = [
         lambda s: f"qscheme is missing: give one of {[q.name for q in QSchemeType]}.",
     ),
     (
-        lambda s: s.qscheme in (QSchemeType.per_channel, QSchemeType.per_group)
-        and not isinstance(s.ch_axis, int),
+        lambda s: (
+            s.qscheme in (QSchemeType.per_channel, QSchemeType.per_group)
+            and not isinstance(s.ch_axis, int)
+        ),
         lambda s: f"{s.qscheme and s.qscheme.name} needs an integer ch_axis, got {s.ch_axis!r}.",
     ),
     (
-        lambda s: s.qscheme is QSchemeType.per_group
-        and not (isinstance(s.group_size, int) and (s.group_size > 0 or s.group_size == -1)),
-        lambda s: f"per_group needs a positive group_size, or -1 for the whole axis, "
-        f"got {s.group_size!r}.",
+        lambda s: (
+            s.qscheme is QSchemeType.per_group
+            and not (isinstance(s.group_size, int) and (s.group_size > 0 or s.group_size == -1))
+        ),
+        lambda s: (
+            f"per_group needs a positive group_size, or -1 for the whole axis, "
+            f"got {s.group_size!r}."
+        ),
     ),
     (
         lambda s: s.fmt.is_float and s.symmetric is False,
@@ -206,11 +213,15 @@ _RULES: list[_Rule] = [
     ),
     (
         lambda s: s.scale_format not in (None, "float32") or s.is_scale_quant,
-        lambda s: f"scales in a number format of their own (scale_format={s.scale_format!r}, "
-        f"is_scale_quant={s.is_scale_quant}) are not supported; leave them out or use scale_type.",
+        lambda s: (
+            f"scales in a number format of their own (scale_format={s.scale_format!r}, "
+            f"is_scale_quant={s.is_scale_quant}) are not supported; leave them out or use scale_type."
+        ),
     ),
     (
-        lambda s: not (isinstance(s.observer_cls, type) and issubclass(s.observer_cls, ObserverBase)),
+        lambda s: (
+            not (isinstance(s.observer_cls, type) and issubclass(s.observer_cls, ObserverBase))
+        ),
         lambda s: f"observer_cls must be an observer class, got {s.observer_cls!r}.",
     ),
 ]
@@ -289,7 +300,9 @@ def _make(name: str, base: dict[str, Any], arguments: dict[str, Any]) -> type[Da
     what = " ".join(base.values())
     required = [(f, Any) for f, default in arguments.items() if default is REQUIRED]
     optional = [
-        (f, Any, field(default=default)) for f, default in arguments.items() if default is not REQUIRED
+        (f, Any, field(default=default))
+        for f, default in arguments.items()
+        if default is not REQUIRED
     ]
     namespace = {"__doc__": f"Quantization to {what}.", "_base": base, "__module__": __name__}
     return make_dataclass(name, [*required, *optional], bases=(DataTypeSpec,), namespace=namespace)
@@ -297,4 +310,3 @@ def _make(name: str, base: dict[str, Any], arguments: dict[str, Any]) -> type[Da
 
 SPEC_CLASSES: dict[str, type[DataTypeSpec]] = {n: _make(n, *row) for n, row in _SPECS.items()}
 globals().update(SPEC_CLASSES)
-

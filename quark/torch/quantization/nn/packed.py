@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quark.torch.numerics.scheme import Scheme
 from quark.torch.numerics.qdq import dynamic_qparams, fake_quantize
+from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.config import QuantizationConfig
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.nn.mixin import PARAMETERS

@@ -1,0 +1,169 @@
+"""Parameters of a quantized model beside a description of its structure.
+
+``<model_type>.json`` has the configuration of the model and the tree of its modules with the
+specification of each quantized tensor; ``<model_type>.safetensors`` has the tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quark.torch.export.checkpoint import (
+    NATIVE,
+    CheckpointReader,
+    fresh_directory,
+    read_json,
+    size_of,
+    write_json,
+)
+from quark.torch.export.formats.base import get_format
+from quark.torch.export.reader import load
+from quark.torch.export.writer import collect, make_format
+from quark.torch.quantization.config.config import Config, QuantizationConfig
+from quark.torch.quantization.config.export import JsonExporterConfig
+from quark.torch.quantization.config.serialize import spec_from_dict, spec_to_dict
+from quark.torch.quantization.config.type import QuantizationMode
+from quark.torch.quantization.nn.mixin import QuantMixin
+from quark.torch.quantization.nn.packed import SHORT_NAMES, QParamsLinear
+
+_SPEC_KEYS = {name: f"{short}_quant" for name, short in SHORT_NAMES.items()}
+
+
+def save_params(
+    model: nn.Module,
+    model_type: str,
+    args: tuple[Any, ...] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    export_dir: str | Path | None = None,
+    quant_mode: QuantizationMode = QuantizationMode.eager_mode,
+    compressed: bool = False,
+    reorder: bool = True,
+    overwrite: bool = False,
+) -> None:
+    """Write ``<model_type>.json`` and ``<model_type>.safetensors`` into a directory.
+
+    Args:
+        model: A frozen model. It is not changed.
+        model_type: Name of the files.
+        args: Accepted for compatibility.
+        kwargs: Accepted for compatibility.
+        export_dir: Directory to write.
+        quant_mode: Accepted for compatibility.
+        compressed: Whether weights are packed codes instead of quantized values.
+        reorder: How packed 4-bit codes lie in a word; see ``JsonExporterConfig.pack_method``.
+        overwrite: Whether an existing directory may be replaced.
+
+    Raises:
+        ValueError: No directory is given, or the model is not quantized or not frozen.
+        FileExistsError: The directory is in use.
+    """
+    from safetensors.torch import save_file
+
+    if export_dir is None:
+        raise ValueError("Give export_dir, the directory to write.")
+    fmt = make_format(model, None, _options(compressed, reorder), "quark")
+    tensors = {name: t.detach().cpu().contiguous() for name, t in collect(model, fmt).items()}
+    config = getattr(model, "config", None)
+    described = {
+        "config": config.to_dict() if hasattr(config, "to_dict") else {},
+        "structure": _structure(model),
+    }
+    with fresh_directory(export_dir, overwrite, size_of(tensors)) as directory:
+        save_file(tensors, directory / f"{model_type}.safetensors", metadata={"format": "pt"})
+        write_json(directory / f"{model_type}.json", described)
+
+
+def load_params(
+    model: nn.Module | None = None,
+    json_path: str | Path = "",
+    safetensors_path: str | Path = "",
+    pth_path: str | Path = "",
+    quant_mode: QuantizationMode = QuantizationMode.eager_mode,
+    compressed: bool = False,
+    reorder: bool = True,
+) -> nn.Module:
+    """Fill a model with what ``save_params`` wrote, here or in an earlier version.
+
+    Args:
+        model: The float architecture, or None to build the causal language model that the JSON
+            file describes.
+        json_path: The JSON file.
+        safetensors_path: The tensors.
+        pth_path: Not supported: whole pickled models are not loaded.
+        quant_mode: Accepted for compatibility.
+        compressed: As given to ``save_params``.
+        reorder: As given to ``save_params``.
+
+    Raises:
+        ValueError: A file is damaged or does not fit the model, or ``pth_path`` is given.
+        FileNotFoundError: A file is missing.
+    """
+    if pth_path:
+        raise ValueError(
+            f"pth_path={str(pth_path)!r}: pickled models can run code when they are loaded. Give "
+            f"json_path and safetensors_path, or import a directory with {NATIVE}."
+        )
+    described = read_json(json_path)
+    layers = {name: _layer_config(leaf) for name, leaf in _leaves(described["structure"])}
+    config = Config(layer_quant_config={n: c for n, c in layers.items() if not c.is_empty})
+    fmt = get_format("quark", config, _options(compressed, reorder))
+    path = Path(safetensors_path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist.")
+    reader = CheckpointReader(path.parent, path.name)
+    return load(_build(described["config"]) if model is None else model, fmt, reader)
+
+
+def _options(compressed: bool, reorder: bool) -> JsonExporterConfig:
+    return JsonExporterConfig(
+        weight_format="real_quantized" if compressed else "fake_quantized",
+        pack_method="reorder" if reorder else "order",
+    )
+
+
+def _build(config: dict[str, Any]) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    made = AutoConfig.for_model(**config)
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(made)
+    return model
+
+
+def _structure(model: nn.Module) -> dict[str, Any]:
+    """Return the tree of modules down to those that hold tensors."""
+    tree: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        quantized = isinstance(module, (QuantMixin, QParamsLinear))
+        own = {n for n, t in module._parameters.items() if t is not None}
+        if not name or not own:
+            continue
+        leaf = {"name": name, "type": type(module).__name__}
+        leaf |= {n: f"{name}.{n}" for n in sorted(own)}
+        for tensor, key in _SPEC_KEYS.items():
+            state = module.state(tensor) if quantized else None  # type: ignore[operator]
+            if state is not None:
+                leaf[key] = spec_to_dict(state.spec)
+        branch = tree
+        for part in name.split("."):
+            branch = branch.setdefault(part, {})
+        branch.update(leaf)
+    return tree
+
+
+def _leaves(tree: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    if isinstance(tree.get("name"), str):
+        yield tree["name"], tree
+    for branch in tree.values():
+        if isinstance(branch, dict) and "dtype" not in branch:
+            yield from _leaves(branch)
+
+
+def _layer_config(leaf: dict[str, Any]) -> QuantizationConfig:
+    specs = {t: spec_from_dict(leaf[key]) for t, key in _SPEC_KEYS.items() if leaf.get(key)}
+    return QuantizationConfig(**specs)

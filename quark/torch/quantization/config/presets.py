@@ -1,0 +1,159 @@
+"""Named schemes: which tensors of every layer are quantized, and how."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quark.torch.quantization.config.config import QuantizationConfig
+from quark.torch.quantization.config.names import one_of
+from quark.torch.quantization.config.spec import QuantizationSpec
+
+GROUP_SIZE = 128
+
+# Specification of one tensor by a short name: (dtype, granularity, symmetric, dynamic).
+_TENSORS: dict[str, tuple[str, str, bool, bool]] = {
+    "int2_group": ("int2", "per_group", True, False),
+    "int2_group_asym": ("int2", "per_group", False, False),
+    "int3_group": ("int3", "per_group", True, False),
+    "int3_channel": ("int3", "per_channel", True, False),
+    "int4_channel": ("int4", "per_channel", True, False),
+    "int4_channel_asym": ("int4", "per_channel", False, False),
+    "int4_group": ("int4", "per_group", True, False),
+    "int4_group_asym": ("int4", "per_group", False, False),
+    "int4_group_dynamic": ("int4", "per_group", True, True),
+    "uint4_channel": ("uint4", "per_channel", True, False),
+    "uint4_channel_asym": ("uint4", "per_channel", False, False),
+    "uint4_group": ("uint4", "per_group", True, False),
+    "uint4_group_asym": ("uint4", "per_group", False, False),
+    "uint4_token": ("uint4", "per_token", False, True),
+    "int8": ("int8", "per_tensor", True, False),
+    "int8_dynamic": ("int8", "per_tensor", True, True),
+    "int8_channel": ("int8", "per_channel", True, False),
+    "int8_group": ("int8", "per_group", True, False),
+    "int8_token": ("int8", "per_token", True, True),
+    "uint8_asym": ("uint8", "per_tensor", False, False),
+    "uint8_group_asym": ("uint8", "per_group", False, False),
+    "fp8": ("fp8_e4m3", "per_tensor", True, False),
+    "fp8_dynamic": ("fp8_e4m3", "per_tensor", True, True),
+    "fp8_channel": ("fp8_e4m3", "per_channel", True, False),
+    "fp8_token": ("fp8_e4m3", "per_token", True, True),
+    "bfloat16": ("bfloat16", "", True, False),
+    "float16": ("float16", "", True, False),
+}
+
+# Name of a scheme -> (weight, input, output), each a row above or None.
+_Row = tuple[str | None, str | None, str | None]
+_SCHEMES: dict[str, _Row] = {
+    # current names
+    "int8": ("int8", "int8", None),
+    "int8_wo": ("int8_channel", None, None),
+    "ptpc_int8": ("int8_channel", "int8_token", None),
+    "fp8": ("fp8", "fp8", None),
+    "fp8_wo": ("fp8_channel", None, None),
+    "ptpc_fp8": ("fp8_channel", "fp8_token", None),
+    "int4_wo_per_channel": ("int4_channel", None, None),
+    "uint4_wo_per_channel": ("uint4_channel_asym", None, None),
+    "int3_wo_per_channel": ("int3_channel", None, None),
+    "bfloat16": ("bfloat16", None, None),
+    "float16": ("float16", None, None),
+    # names of earlier versions; "per_group" takes the group size from the caller
+    "w_fp8_a_fp8": ("fp8", "fp8", None),
+    "w_fp8_a_fp8_o_fp8": ("fp8", "fp8", "fp8"),
+    "w_fp8_per_channel_sym": ("fp8_channel", "fp8", "fp8"),
+    "w_int2_per_group_asym": ("int2_group_asym", None, None),
+    "w_int4_per_channel_asym": ("int4_channel_asym", None, None),
+    "w_int4_per_channel_sym": ("int4_channel", None, None),
+    "w_int4_per_group_asym": ("int4_group_asym", None, None),
+    "w_int4_per_group_sym": ("int4_group", None, None),
+    "w_int8_a_int8_per_tensor_sym": ("int8", "int8", None),
+    "w_int8_a_int8_per_tensor_sym_dynamic": ("int8", "int8_dynamic", None),
+    "w_int8_a_int8_per_token_dynamic": ("int8", "int8_token", None),
+    "w_int8_per_channel_a_int8_per_tensor_sym": ("int8_channel", "int8", None),
+    "w_int8_per_channel_a_int8_per_tensor_sym_dynamic": ("int8_channel", "int8_dynamic", None),
+    "w_int8_per_group_sym": ("int8_group", None, None),
+    "w_int8_per_tensor_sym": ("int8", None, None),
+    "w_uint4_a_bfloat16_per_group_asym": ("uint4_group_asym", "bfloat16", None),
+    "w_uint4_per_channel_a_int8_per_tensor": ("uint4_channel_asym", "int8", None),
+    "w_uint4_per_channel_asym": ("uint4_channel_asym", None, None),
+    "w_uint4_per_channel_sym": ("uint4_channel", None, None),
+    "w_uint4_per_group_a_int8_per_tensor": ("uint4_group_asym", "int8", None),
+    "w_uint4_per_group_asym": ("uint4_group_asym", None, None),
+    "w_uint4_per_group_sym": ("uint4_group", None, None),
+    "w_uint8_a_uint8_per_tensor_asym": ("uint8_asym", "uint8_asym", None),
+    "w_uint8_per_group_asym": ("uint8_group_asym", None, None),
+}
+
+# Names that end in a group size: prefix -> row.
+_GROUPED: dict[str, _Row] = {
+    "int2_wo": ("int2_group", None, None),
+    "int3_wo": ("int3_group", None, None),
+    "int4_wo": ("int4_group", None, None),
+    "int4_wa": ("int4_group", "int4_group_dynamic", None),
+    "uint4_wo": ("uint4_group_asym", None, None),
+    "int8_wo": ("int8_group", None, None),
+}
+GROUP_SIZES = (32, 64, 128)
+
+KV_CACHE_SCHEMES: dict[str, str] = {
+    "fp8": "fp8",
+    "fp8_dynamic": "fp8_dynamic",
+    "int8_per_tensor_static": "int8",
+    "int8_per_tensor_dynamic": "int8_dynamic",
+    "int8_per_token": "int8_token",
+}
+
+
+def scheme_names() -> list[str]:
+    """Return the names that ``scheme`` knows."""
+    return [*_SCHEMES, *(f"{prefix}_{size}" for prefix in _GROUPED for size in GROUP_SIZES)]
+
+
+def scheme(name: str, group_size: int = GROUP_SIZE) -> QuantizationConfig:
+    """Return the configuration of a layer that a scheme stands for.
+
+    Args:
+        name: Name of the scheme. One that ends in a number takes it as the group size.
+        group_size: Elements of a group for the schemes whose name does not say it.
+
+    Raises:
+        ValueError: No scheme has that name; the nearest one is named.
+    """
+    prefix, _, size = name.rpartition("_")
+    if prefix in _GROUPED and size.isdigit():
+        return _layer(_GROUPED[prefix], int(size))
+    return _layer(_SCHEMES[one_of(name, scheme_names(), "quant_scheme")], group_size)
+
+
+def kv_cache_scheme(name: str) -> QuantizationSpec:
+    """Return the specification of a key-value cache.
+
+    Raises:
+        ValueError: No scheme has that name; the nearest one is named.
+    """
+    return _spec(KV_CACHE_SCHEMES[one_of(name, KV_CACHE_SCHEMES, "kv_cache_scheme")], GROUP_SIZE)
+
+
+def _layer(row: _Row, group_size: int) -> QuantizationConfig:
+    weight, inputs, outputs = (None if n is None else _spec(n, group_size) for n in row)
+    return QuantizationConfig(weight=weight, input_tensors=inputs, output_tensors=outputs)
+
+
+def _spec(name: str, group_size: int) -> QuantizationSpec:
+    dtype, granularity, symmetric, dynamic = _TENSORS[name]
+    if not granularity:
+        return QuantizationSpec(dtype)  # type: ignore[arg-type]
+    fields: dict[str, Any] = {"qscheme": granularity}
+    if granularity == "per_token":
+        fields = {"qscheme": "per_channel", "ch_axis": 1}
+    elif granularity == "per_channel":
+        fields["ch_axis"] = 0
+    elif granularity == "per_group":
+        fields |= {"ch_axis": -1, "group_size": group_size}
+    return QuantizationSpec(
+        dtype,  # type: ignore[arg-type]
+        symmetric=symmetric,
+        is_dynamic=dynamic,
+        scale_type="float",  # type: ignore[arg-type]
+        round_method="half_even",  # type: ignore[arg-type]
+        **fields,
+    )
