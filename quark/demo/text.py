@@ -115,7 +115,7 @@ def _sources(root: Path) -> Iterator[Path]:
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name.isidentifier() and name not in TEST_FOLDERS]
         for name in names:
-            stem, suffix = os.path.splitext(name)
+            stem, suffix = Path(name).stem, Path(name).suffix
             if suffix == ".py" and stem.isidentifier():
                 yield Path(folder, name)
 

@@ -1,4 +1,4 @@
-"""Files of a checkpoint: written beside their place and renamed, read without loading them whole."""
+"""Files of a checkpoint: written beside their place and renamed, read tensor by tensor."""
 
 from __future__ import annotations
 
@@ -138,8 +138,8 @@ class CheckpointReader:
     def __init__(self, directory: str | Path, file: str | None = None) -> None:
         self.directory = Path(directory)
         self.entries: dict[str, Stored] = {}
-        for file in [file] if file else self._files():
-            self.entries.update(self._header(file))
+        for name in [file] if file else self._files():
+            self.entries.update(self._header(name))
 
     def _files(self) -> list[str]:
         index = self.directory / INDEX

@@ -26,7 +26,7 @@ from quark.torch.export.reader import load
 from quark.torch.export.writer import collect, make_format
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.export import JsonExporterConfig
-from quark.torch.quantization.config.serialize import spec_from_dict, spec_to_dict
+from quark.torch.quantization.config.serialize import layer_from_dict, spec_to_dict
 from quark.torch.quantization.config.type import QuantizationMode
 from quark.torch.quantization.nn.mixin import QuantMixin
 from quark.torch.quantization.nn.packed import SHORT_NAMES, QParamsLinear
@@ -68,7 +68,7 @@ def save_params(
         raise ValueError("Give export_dir, the directory to write.")
     fmt = make_format(model, None, _options(compressed, reorder), "quark")
     tensors = {name: t.detach().cpu().contiguous() for name, t in collect(model, fmt).items()}
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     described = {
         "config": config.to_dict() if hasattr(config, "to_dict") else {},
         "structure": _structure(model),
@@ -146,7 +146,7 @@ def _structure(model: nn.Module) -> dict[str, Any]:
         leaf = {"name": name, "type": type(module).__name__}
         leaf |= {n: f"{name}.{n}" for n in sorted(own)}
         for tensor, key in _SPEC_KEYS.items():
-            state = module.state(tensor) if quantized else None  # type: ignore[operator]
+            state = module.state(tensor) if quantized else None
             if state is not None:
                 leaf[key] = spec_to_dict(state.spec)
         branch = tree
@@ -165,5 +165,5 @@ def _leaves(tree: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _layer_config(leaf: dict[str, Any]) -> QuantizationConfig:
-    specs = {t: spec_from_dict(leaf[key]) for t, key in _SPEC_KEYS.items() if leaf.get(key)}
-    return QuantizationConfig(**specs)
+    specs = {t: leaf.get(key) for t, key in _SPEC_KEYS.items()}
+    return layer_from_dict(specs)

@@ -58,7 +58,9 @@ def targets(model: nn.Module, config: Config) -> dict[str, QuantizationConfig]:
     """
     if any(isinstance(m, (QuantMixin, QParamsLinear)) for m in model.modules()):
         raise ValueError("The model is quantized already: give the float architecture.")
-    linears = {n: type(m) for n, m in model.named_modules() if type(m) is nn.Linear}
+    linears: dict[str, type[nn.Module]] = {
+        n: type(m) for n, m in model.named_modules() if type(m) is nn.Linear
+    }
     layers = assign(linears, config)
     if not layers:
         raise ValueError(
@@ -89,7 +91,8 @@ def load(model: nn.Module, fmt: ExportFormat, reader: Reader) -> nn.Module:
     layers = targets(model, fmt.config)
     outline = _outline(model, fmt, layers)
     optional = {f"{n}.{t}" for n, layer in layers.items() for t in _known_offsets(layer, fmt)}
-    optional |= set(getattr(model, "all_tied_weights_keys", None) or ())
+    tied = {n: s for n, s in _tied(model).items() if n in outline and s in outline}
+    optional |= {n for n in tied if n.rpartition(".")[0] not in layers}
     _check(model, outline, optional, fmt, reader)
     devices = {n: p.device for n, p in [*model.named_parameters(), *model.named_buffers()]}
     fallback = next((d for d in devices.values() if d.type != "meta"), torch.device("cpu"))
@@ -104,10 +107,25 @@ def load(model: nn.Module, fmt: ExportFormat, reader: Reader) -> nn.Module:
         if name.endswith(".zero_point"):
             _assign(model, name, _zeros(model, name, expected, fallback))
     _compute_buffers(model, fallback)
-    if hasattr(model, "tie_weights"):
-        model.tie_weights()
+    for name, source in tied.items():
+        if name in absent:
+            _share(model, name, source)
+        elif hasattr(model, "config"):
+            # Stored apart, so what the architecture ties is not tied in this model.
+            model.config.tie_word_embeddings = False  # type: ignore[union-attr]
     model.quant_config = fmt.config  # type: ignore[assignment]
     return model.eval()
+
+
+def _tied(model: nn.Module) -> dict[str, str]:
+    """Return the names of tensors that are the same as another one, and of that one."""
+    return dict(getattr(model, "all_tied_weights_keys", None) or {})
+
+
+def _share(model: nn.Module, name: str, source: str) -> None:
+    path, _, attribute = name.rpartition(".")
+    origin, _, kept = source.rpartition(".")
+    setattr(model.get_submodule(path), attribute, getattr(model.get_submodule(origin), kept))
 
 
 def _outline(
@@ -213,17 +231,17 @@ def _compute_buffers(model: nn.Module, device: torch.device) -> None:
     """Compute the buffers that no checkpoint stores, where they are on the meta device."""
     for module in model.modules():
         buffers = module._buffers
-        absent = [n for n, b in buffers.items() if b is not None and b.is_meta]
+        absent = {n: b for n, b in buffers.items() if b is not None and b.is_meta}
         if not absent:
             continue
         if not hasattr(model, "_init_weights"):
             raise ValueError(
-                f"Buffers {absent} of {type(module).__name__} are not stored and cannot be "
+                f"Buffers {list(absent)} of {type(module).__name__} are not stored and cannot be "
                 "computed: build the model on a real device instead of meta."
             )
-        for name in absent:
-            buffers[name] = torch.empty_like(buffers[name], device=device)
-        model._init_weights(module)  # type: ignore[operator]
+        for name, buffer in absent.items():
+            buffers[name] = torch.empty_like(buffer, device=device)
+        model._init_weights(module)  # type: ignore[operator] # likewise
 
 
 def _some(names: list[str]) -> str:

@@ -138,7 +138,7 @@ def write_model_files(
     """Write config.json, the generation configuration and the tokenizer."""
     from quark.torch.export.checkpoint import write_json
 
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if not hasattr(config, "save_pretrained"):
         architectures = [type(model).__name__]
         write_json(

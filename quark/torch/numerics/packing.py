@@ -40,7 +40,7 @@ def pack(codes: torch.Tensor, fmt: Format, pack_method: str = "reorder") -> torc
     ragged = -codes.shape[-1] % fmt.word_codes
     if ragged:
         codes = F.pad(codes, (0, ragged))
-    codes = codes.unflatten(-1, (-1, fmt.word_codes))  # (..., words, codes of a word)
+    codes = codes.reshape(*codes.shape[:-1], -1, fmt.word_codes)  # (..., words, codes of a word)
     word = torch.zeros(codes.shape[:-1], dtype=torch.int32, device=codes.device)
     for i, shift in enumerate(shifts):
         part = codes[..., i].to(torch.int32).bitwise_and_((1 << fmt.bits) - 1)
@@ -70,7 +70,7 @@ def unpack(
         return words
     word = words.to(torch.int32)
     if _elements(fmt) > 1:
-        parts = word.unflatten(-1, (-1, _elements(fmt)))
+        parts = word.reshape(*word.shape[:-1], -1, _elements(fmt))
         word = parts[..., 0].clone()
         for i in range(1, _elements(fmt)):
             word |= parts[..., i] << (8 * i)

@@ -58,6 +58,7 @@ class ModelQuantizer:
             ValueError: The configuration does not fit the model, data is missing, or a range is
                 not finite. The model is then as it was.
         """
+        _log_to_terminal(self.config.log_severity_level)
         layers = plan(model, self.config)
         self._check_algorithms()
         run_data = needs_data(layers.values())
@@ -115,6 +116,16 @@ class ModelQuantizer:
                     f"Algorithm {algorithm.name!r} is not available in this version "
                     f"(available: {', '.join(ALGORITHMS) or 'none'})."
                 )
+
+
+def _log_to_terminal(severity: int | None) -> None:
+    """Show the log of this package unless the application has set up its own logging."""
+    if not logger.handlers and not logging.getLogger().handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("[QUARK-%(levelname)s]: %(message)s"))
+        logger.addHandler(handler)
+        # 0, 1, 2, … of the configuration are debug, info, warning, …
+        logger.setLevel(logging.DEBUG + 10 * (1 if severity is None else severity))
 
 
 def _bake(layer: QuantMixin, owners: Counter[int]) -> None:

@@ -47,6 +47,7 @@ class QuarkFormat(ExportFormat):
         found: dict[str, torch.Tensor] = {}
         for name, short in SHORT_NAMES.items():
             value = layer.value(name)
+            value = None if value is None else value.detach()
             state = layer.state(name)
             if state is None:
                 if value is not None:

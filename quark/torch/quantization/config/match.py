@@ -89,11 +89,19 @@ def without_order(names: dict[str, type[nn.Module]], config: Config) -> Config:
     for pattern in config.exclude:
         hit = [n for n in names if fnmatchcase(n, pattern)]
         exclude += [n for n in (hit or [pattern]) if n not in exclude]
-    written = replace(config, exclude=exclude)
-    for field in ("layer_quant_config", "kv_cache_quant_config"):
-        patterns: dict[str, QuantizationConfig] = getattr(config, field)
-        by_key = dict(sorted(patterns.items()))
-        if any(first_match(n, patterns) != first_match(n, by_key) for n in names):
-            exact = {n: first_match(n, patterns) for n in names}
-            written = replace(written, **{field: {n: c for n, c in exact.items() if c is not None}})
-    return written
+    return replace(
+        config,
+        exclude=exclude,
+        layer_quant_config=_without_order(names, config.layer_quant_config),
+        kv_cache_quant_config=_without_order(names, config.kv_cache_quant_config),
+    )
+
+
+def _without_order(
+    names: Iterable[str], patterns: dict[str, QuantizationConfig]
+) -> dict[str, QuantizationConfig]:
+    by_key = dict(sorted(patterns.items()))
+    exact = {name: first_match(name, patterns) for name in names}
+    if all(found == first_match(name, by_key) for name, found in exact.items()):
+        return patterns
+    return {name: found for name, found in exact.items() if found is not None}

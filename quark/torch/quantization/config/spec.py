@@ -215,7 +215,7 @@ _RULES: list[_Rule] = [
         lambda s: s.scale_format not in (None, "float32") or s.is_scale_quant,
         lambda s: (
             f"scales in a number format of their own (scale_format={s.scale_format!r}, "
-            f"is_scale_quant={s.is_scale_quant}) are not supported; leave them out or use scale_type."
+            f"is_scale_quant={s.is_scale_quant}) are not supported; use scale_type."
         ),
     ),
     (

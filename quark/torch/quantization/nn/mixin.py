@@ -21,6 +21,22 @@ QUANTIZERS = {
 PARAMETERS = ("weight", "bias")
 
 
+def become(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Change the class of a module in place, so that every name it goes by sees the change.
+
+    Raises:
+        ValueError: The forward of this very module was replaced, which the change would not reach.
+    """
+    if "_old_forward" in vars(module):  # kept by accelerate behind the hook of a placed module
+        module._old_forward = cls.forward.__get__(module)
+    elif "forward" in vars(module):
+        raise ValueError(
+            f"The forward of a {type(module).__name__} was replaced by "
+            f"{module.forward!r}: undo that before quantizing, or exclude the layer."
+        )
+    module.__class__ = cls
+
+
 class QuantMixin(nn.Module):
     """A module whose input, weight, bias and output are quantized by their own specifications.
 
@@ -34,16 +50,17 @@ class QuantMixin(nn.Module):
 
     quant_config: QuantizationConfig
     frozen: bool
-    weight: torch.Tensor
-    bias: torch.Tensor | None
+    weight: Any
+    bias: Any
     _float_class: type[nn.Module]
 
     @classmethod
     def from_float(cls, module: nn.Module, config: QuantizationConfig) -> QuantMixin:
         """Turn ``module`` into a quantized one in place and return it."""
-        module._float_class = type(module)  # type: ignore[assignment]
-        module.__class__ = cls
+        kind = type(module)
+        become(module, cls)
         assert isinstance(module, QuantMixin)
+        module._float_class = kind
         module.quant_config = config
         module.frozen = False
         for name, attribute in QUANTIZERS.items():
@@ -59,7 +76,7 @@ class QuantMixin(nn.Module):
         """Turn the module back into what ``from_float`` was given and return it."""
         for attribute in QUANTIZERS.values():
             delattr(self, attribute)
-        self.__class__ = self._float_class  # type: ignore[assignment]
+        become(self, self._float_class)
         del self._float_class, self.quant_config, self.frozen
         return self
 
@@ -96,8 +113,8 @@ class QuantMixin(nn.Module):
         """Return the quantized values of the weight or the bias, or None."""
         x: torch.Tensor | None = getattr(self, name, None)
         if x is None or self.frozen:
-            return None if x is None else x.detach()
-        return _apply(self.quantizers().get(name), x.detach())
+            return x
+        return _quantized(self.quantizers().get(name), x)
 
     def state(self, name: str) -> State | None:
         """Return a tensor of the configuration in full, or None if it is not quantized."""
@@ -116,18 +133,14 @@ class QuantMixin(nn.Module):
         """Apply the operator to given tensors."""
         raise NotImplementedError
 
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Quantize the input, apply the operator to quantized parameters, quantize the output."""
-        weight, bias = self.weight, self.bias
-        if not self.frozen:
-            weight, bias = _apply(self.weight_quantizer, weight), _apply(self.bias_quantizer, bias)
+        weight = self.value("weight")
         assert weight is not None
-        y = self.product(_quantized(self.input_quantizer, x), weight, bias, *args, **kwargs)
+        y = self.product(
+            _quantized(self.input_quantizer, input), weight, self.value("bias"), *args, **kwargs
+        )
         return _quantized(self.output_quantizer, y)
-
-
-def _apply(quantizer: TensorQuantizer | None, x: torch.Tensor | None) -> torch.Tensor | None:
-    return x if x is None else _quantized(quantizer, x)
 
 
 def _quantized(quantizer: TensorQuantizer | None, x: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from quark.torch.numerics.qdq import dynamic_qparams, fake_quantize
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.config import QuantizationConfig
 from quark.torch.quantization.config.spec import QuantizationSpec
-from quark.torch.quantization.nn.mixin import PARAMETERS
+from quark.torch.quantization.nn.mixin import PARAMETERS, become
 from quark.torch.quantization.nn.quantizer import State
 
 SHORT_NAMES = {
@@ -121,8 +121,8 @@ class QParamsLinear(nn.Linear):
         Its values are dropped: parameters and buffers are left empty, on the device they had.
         """
         device = linear.weight.device
-        module = linear
-        module.__class__ = cls
+        module: nn.Module = linear
+        become(module, cls)
         assert isinstance(module, QParamsLinear)
         module.quant_config, module.layout = config, layout
         module.value_dtype = linear.weight.dtype
