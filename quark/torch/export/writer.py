@@ -62,7 +62,7 @@ def make_format(
 
 def _operator(module: nn.Module) -> type[nn.Module]:
     if isinstance(module, QuantMixin):
-        return module._float_class
+        return module.float_class
     return nn.Linear if isinstance(module, QParamsLinear) else type(module)
 
 

@@ -52,7 +52,7 @@ class QuantMixin(nn.Module):
     frozen: bool
     weight: Any
     bias: Any
-    _float_class: type[nn.Module]
+    float_class: type[nn.Module]
 
     @classmethod
     def from_float(cls, module: nn.Module, config: QuantizationConfig) -> QuantMixin:
@@ -60,7 +60,7 @@ class QuantMixin(nn.Module):
         kind = type(module)
         become(module, cls)
         assert isinstance(module, QuantMixin)
-        module._float_class = kind
+        module.float_class = kind
         module.quant_config = config
         module.frozen = False
         for name, attribute in QUANTIZERS.items():
@@ -76,8 +76,8 @@ class QuantMixin(nn.Module):
         """Turn the module back into what ``from_float`` was given and return it."""
         for attribute in QUANTIZERS.values():
             delattr(self, attribute)
-        become(self, self._float_class)
-        del self._float_class, self.quant_config, self.frozen
+        become(self, self.float_class)
+        del self.float_class, self.quant_config, self.frozen
         return self
 
     @property
