@@ -46,8 +46,8 @@ def make_format(
             f"{unfrozen[0]} and {len(unfrozen) - 1} more modules are not frozen: "
             "call ModelQuantizer.freeze(model) before an export."
         )
-    config = config or getattr(model, "quant_config", None)
-    if not isinstance(config, Config):
+    config = config or _remembered(model)
+    if config is None:
         raise ValueError("Pass quant_config: the model does not remember how it was quantized.")
     group = options.kv_cache_group or config.kv_cache_patterns
     options = replace(
@@ -58,6 +58,16 @@ def make_format(
     names = {n: _operator(m) for n, m in model.named_modules() if n}
     config = without_order(names, replace(config, version=__version__))
     return get_format(mode, config, options)
+
+
+def _remembered(model: nn.Module) -> Config | None:
+    """Return the configuration that a model got here, or from Transformers when it was loaded."""
+    of_transformers = getattr(getattr(model, "config", None), "quantization_config", None)
+    for holder in (model, of_transformers):
+        config = getattr(holder, "quant_config", None)
+        if isinstance(config, Config):
+            return config
+    return None
 
 
 def _operator(module: nn.Module) -> type[nn.Module]:

@@ -38,9 +38,12 @@ def calibrate_parameters(model: nn.Module) -> None:
     """
     for name, layer in _progress(list(quantized_layers(model)), "weight ranges"):
         for tensor, quantizer in layer.parameter_quantizers().items():
-            quantizer.observer(getattr(layer, tensor))
+            value = getattr(layer, tensor)
+            quantizer.observer(value)
             try:
                 quantizer.settle()
+                if not quantizer.scheme.fmt.scaled:
+                    _check_finite(value)
             except FloatingPointError:
                 raise ValueError(
                     f"{name}.{tensor} has NaN or infinite values: the model is damaged, or it "
@@ -131,6 +134,11 @@ def merged_scale(
     if len(schemes) != 1:
         return None
     return torch.stack([s.to(scales[0].device) for s in scales]).amax(0) if scales else None
+
+
+def _check_finite(x: torch.Tensor) -> None:
+    if x.numel() and not bool(torch.isfinite(torch.stack(x.detach().aminmax())).all()):
+        raise FloatingPointError
 
 
 def run_batch(model: nn.Module, batch: Any) -> None:

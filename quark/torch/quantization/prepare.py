@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 from torch import nn
@@ -12,6 +13,8 @@ from quark.torch.quantization.config.type import QuantFlow
 from quark.torch.quantization.nn.mixin import PARAMETERS, QuantMixin
 from quark.torch.quantization.nn.operators import OPERATORS
 from quark.torch.quantization.nn.packed import QParamsLinear
+
+logger = logging.getLogger(__name__)
 
 
 def quantized_layers(model: nn.Module) -> Iterator[tuple[str, QuantMixin]]:
@@ -49,6 +52,7 @@ def plan(model: nn.Module, config: Config) -> dict[str, QuantizationConfig]:
         )
     for name, layer in layers.items():
         _check_fit(name, model.get_submodule(name), layer)
+    _report_left(model)
     return layers
 
 
@@ -66,6 +70,28 @@ def restore(model: nn.Module) -> None:
     """Undo ``prepare``, as long as nothing is frozen."""
     for _, layer in list(quantized_layers(model)):
         layer.to_float()
+
+
+def _report_left(model: nn.Module) -> None:
+    """Warn of modules that cannot be quantized but hold much of the model."""
+    sizes: dict[str, int] = {}
+    for name, module in model.named_modules():
+        if type(module) in OPERATORS or isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        large = [p.numel() for p in module._parameters.values() if p is not None and p.dim() > 1]
+        if large:
+            sizes[name] = sum(large)
+    total = sum(p.numel() for p in model.parameters())
+    if sum(sizes.values()) > total // 20:
+        worst = max(sizes, key=lambda n: sizes[n])
+        logger.warning(
+            "%.0f %% of the parameters stay in float: %d modules such as %s (%s) cannot be "
+            "quantized by this version.",
+            100 * sum(sizes.values()) / total,
+            len(sizes),
+            worst,
+            type(model.get_submodule(worst)).__name__,
+        )
 
 
 def _check_config(config: Config) -> None:

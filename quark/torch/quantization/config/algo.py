@@ -67,7 +67,8 @@ class RotationConfig(PreQuantOptConfig):
 
     def __post_init__(self) -> None:
         if isinstance(self.online_config, dict):
-            self.online_config = OnlineRotationConfig(**self.online_config)
+            given = _options(self.online_config, OnlineRotationConfig, "option of online_config")
+            self.online_config = OnlineRotationConfig(**given)
 
 
 @dataclass
@@ -213,17 +214,23 @@ def algo_config_from_dict(data: dict[str, Any]) -> AlgoConfig:
     """
     if "name" not in data:
         raise ValueError(f"An algorithm needs a name: one of {', '.join(ALGO_CONFIGS)}.")
-    cls = ALGO_CONFIGS[one_of(data["name"], ALGO_CONFIGS, "algorithm")]
-    known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
+    name = one_of(str(data["name"]), ALGO_CONFIGS, "algorithm")
+    options = _options(data, ALGO_CONFIGS[name], f"option of algorithm {name!r}")
+    return ALGO_CONFIGS[name](**{**options, "name": name})
+
+
+def _options(data: dict[str, Any], cls: type, what: str) -> dict[str, Any]:
+    """Return ``data`` under the present names if all of it are fields of ``cls``."""
+    known = sorted(f.name for f in fields(cls))
     options: dict[str, Any] = {}
     for key, value in data.items():
         name = key if key in known else _RENAMED.get(key, key)
         if name is None:
             continue
         if name not in known:
-            raise ValueError(unknown(key, sorted(known), f"option of algorithm {data['name']!r}"))
+            raise ValueError(unknown(key, known, what))
         options[name] = value
-    return cls(**options)
+    return options
 
 
 def load_quant_algo_config_from_file(file_path: str | Path) -> AlgoConfig:

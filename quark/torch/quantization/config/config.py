@@ -146,13 +146,13 @@ class Config:
         softmax_quant_spec: Accepted for compatibility.
         exclude: Patterns of layers that stay as they are.
         algo_config: Options of one algorithm or a list, applied in order.
+        pre_quant_opt_config: Transformations before quantization (earlier versions): they precede
+            ``algo_config``.
         quant_mode: Accepted for compatibility; modules are always replaced eagerly.
         log_severity_level: Accepted for compatibility.
         version: Version that wrote the configuration.
         kv_cache_group: Patterns of the layers of one attention block that share one scale.
         min_kv_scale: Smallest scale of the key-value cache.
-        pre_quant_opt_config: Transformations before quantization (earlier versions): they precede
-            ``algo_config``.
         kv_cache_post_rope: Accepted for compatibility.
         shared_scale_groups: Groups of name endings, such as ``[["q_proj", "k_proj", "v_proj"]]``,
             that share one range per tensor within each parent module.
@@ -161,6 +161,9 @@ class Config:
         sync_moe_expert_input_amax: Accepted for compatibility.
         keep_prequantized_layers: Accepted for compatibility.
         export: Options of the export that a checkpoint was written with.
+
+    Raises:
+        TypeError: A field holds something other than the configurations or options it is for.
     """
 
     global_quant_config: QuantizationConfig = field(default_factory=QuantizationConfig)
@@ -170,12 +173,12 @@ class Config:
     softmax_quant_spec: QuantizationSpec | None = None
     exclude: list[str] = field(default_factory=list)
     algo_config: list[AlgoConfig] | None = None
+    pre_quant_opt_config: list[AlgoConfig] = field(default_factory=list)
     quant_mode: QuantizationMode = QuantizationMode.eager_mode
     log_severity_level: int | None = 1
     version: str | None = __version__
     kv_cache_group: list[str] = field(default_factory=list)
     min_kv_scale: float = 0.0
-    pre_quant_opt_config: list[AlgoConfig] = field(default_factory=list)
     kv_cache_post_rope: bool = False
     shared_scale_groups: list[list[str]] = field(default_factory=list)
     quant_flow: QuantFlow = QuantFlow.standard
@@ -194,6 +197,7 @@ class Config:
         self.layer_quant_config = dict(self.layer_quant_config or {})
         self.layer_type_quant_config = dict(self.layer_type_quant_config or {})
         self.kv_cache_quant_config = dict(self.kv_cache_quant_config or {})
+        self._check_layers()
         self.kv_cache_group = _as_list(self.kv_cache_group)
         before = _as_list(self.pre_quant_opt_config)
         algorithms = [*before, *_as_list(self.algo_config)]
@@ -201,6 +205,20 @@ class Config:
             if not isinstance(algorithm, AlgoConfig):
                 raise TypeError(f"algo_config: expected options of algorithms, got {algorithm!r}.")
         self.algo_config, self.pre_quant_opt_config = algorithms or None, []
+
+    def _check_layers(self) -> None:
+        for name in ("layer_type_quant_config", "layer_quant_config", "kv_cache_quant_config"):
+            for key, layer in getattr(self, name).items():
+                if not isinstance(layer, QuantizationConfig):
+                    raise TypeError(
+                        f"{name}[{key!r}]: expected a QuantizationConfig, got {layer!r}."
+                    )
+        for kind in self.layer_type_quant_config:
+            if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+                raise TypeError(
+                    "layer_type_quant_config: expected module classes such as nn.Linear, "
+                    f"got {kind!r}."
+                )
 
     @property
     def kv_cache_patterns(self) -> list[str]:

@@ -58,6 +58,7 @@ def report_unmatched(names: Sequence[str], config: Config) -> list[str]:
         "layer_quant_config": list(config.layer_quant_config),
         "kv_cache_quant_config": list(config.kv_cache_quant_config),
         "kv_cache_group": config.kv_cache_group,
+        "shared_scale_groups": [f"*{p.lstrip('*')}" for g in config.shared_scale_groups for p in g],
     }
     idle = []
     for field, patterns in fields.items():

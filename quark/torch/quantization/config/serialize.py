@@ -57,7 +57,8 @@ def spec_from_dict(data: Any) -> QuantizationSpec:
                 f"A tensor quantized in {len(data)} stages is not supported by this version."
             )
         data = data[0]
-    return QuantizationSpec(**_known(data, QuantizationSpec, "tensor specification"))
+    given = _known(data, QuantizationSpec, "tensor specification")
+    return QuantizationSpec(**{"dtype": None, **given})
 
 
 def layer_to_dict(layer: QuantizationConfig) -> dict[str, Any]:
@@ -140,6 +141,8 @@ def _layers_to_dict(name: str, value: Any) -> Any:
 def _layers_from_dict(name: str, value: Any) -> Any:
     if name == "global_quant_config":
         return layer_from_dict(value)
+    if not isinstance(value, dict):
+        raise ValueError(f"{name}: expected an object of layer configurations, got {value!r}.")
     layers = {key: layer_from_dict(layer) for key, layer in value.items()}
     if name == "layer_type_quant_config":
         return {LAYER_TYPES[one_of(k, LAYER_TYPES, name)]: v for k, v in layers.items()}

@@ -285,7 +285,7 @@ _SPECS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Int8PerGroupSpec": _row("int8", "per_group"),
     "Uint4PerGroupSpec": _row("uint4", "per_group", symmetric=False),
     "Uint8PerGroupSpec": _row("uint8", "per_group", symmetric=False),
-    "FP8E4M3PerTensorSpec": _row("fp8_e4m3", "per_tensor"),
+    "FP8E4M3PerTensorSpec": _row("fp8_e4m3", "per_tensor", scale_type=None),
     "FP8E5M2PerTensorSpec": _row("fp8_e5m2", "per_tensor"),
     "FP8E4M3PerChannelSpec": _row("fp8_e4m3", "per_channel"),
     "FP8E5M2PerChannelSpec": _row("fp8_e5m2", "per_channel"),
