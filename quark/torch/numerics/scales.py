@@ -66,11 +66,12 @@ def qparams_from_range(
     """
     fmt = scheme.fmt
     lo, hi = lo.clamp(max=0), hi.clamp(min=0)
+    amax = torch.maximum(-lo, hi)
     if fmt.is_float:
-        amax = torch.maximum(-lo, hi)
-        return _store(torch.where(amax == 0, EPS, amax / fmt.max_value), scheme), None
-    span = torch.maximum(-lo, hi) * 2 if scheme.symmetric else hi - lo
-    scale = _store((span / (fmt.qmax - fmt.qmin)).clamp(min=EPS), scheme)
+        return _store(torch.where(amax == 0, EPS, _divided(amax, fmt.max_value)), scheme), None
+    steps = fmt.qmax - fmt.qmin
+    scale = _divided(amax, steps / 2) if scheme.symmetric else _divided(hi - lo, steps)
+    scale = _store(scale.clamp(min=EPS), scheme)
     if scheme.symmetric:
         middle = (fmt.qmin + fmt.qmax + 1) // 2
         return scale, torch.full_like(scale, middle, dtype=torch.int32)
@@ -78,6 +79,11 @@ def qparams_from_range(
         return scale, fmt.qmin - lo / scale.float()
     zero_point = fmt.qmin - (lo / scale.float()).round()
     return scale, zero_point.clamp(fmt.qmin, fmt.qmax).to(torch.int32)
+
+
+def _divided(x: torch.Tensor, by: float) -> torch.Tensor:
+    """Divide by a number, rounding once: a GPU would multiply by the reciprocal of a scalar."""
+    return x / torch.full_like(x, by)
 
 
 def _store(scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
