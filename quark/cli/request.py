@@ -116,7 +116,8 @@ def check_flags(request: Request) -> None:
         raise wrong("--min_kv_scale", "there is no cache to scale without --kv_cache_dtype.")
     if len(request.layer_quant_scheme or []) % 2:
         raise wrong("--layer_quant_scheme", "expected a pattern and a scheme, as in '*.0.*' fp8.")
-    for flag, value in {"--eval_data": request.eval_data, "--num_eval_data": request.num_eval_data}.items():
+    given = {"--eval_data": request.eval_data, "--num_eval_data": request.num_eval_data}
+    for flag, value in given.items():
         if request.skip_evaluation and value is not None:
             raise wrong(flag, "nothing is evaluated with --skip_evaluation. Leave one of them out.")
 
@@ -167,45 +168,55 @@ def _from_schemes(request: Request, model_type: str) -> Config:
     from quark.torch.quantization.config.template import LLMTemplate, with_kv_cache
 
     if request.kv_cache_dtype is not None:
-        _known("--kv_cache_dtype", request.kv_cache_dtype, KV_CACHE_SCHEMES)
+        check_name("--kv_cache_dtype", request.kv_cache_dtype, KV_CACHE_SCHEMES)
     assert request.quant_scheme is not None
     named = [("--quant_scheme", request.quant_scheme)]
     named += [("--layer_quant_scheme", name) for _, name in request.layer_schemes]
-    layers = [_scheme(flag, name, request.group_size) for flag, name in named]
-    if request.group_size is not None and not any(grouped for _, grouped in layers):
+    layers = [layer_scheme(flag, name, request.group_size) for flag, name in named]
+    if request.group_size is not None and not any(_is_sized(name) for _, name in named):
         raise wrong(
             "--group_size",
             f"{request.quant_scheme} has no groups, or names their size itself. Leave it out.",
         )
-    by_name = {p: layer for (p, _), (layer, _) in zip(request.layer_schemes, layers[1:], strict=True)}
+    patterns = [pattern for pattern, _ in request.layer_schemes]
     config = Config(
-        global_quant_config=layers[0][0],
-        layer_quant_config=by_name,
+        global_quant_config=layers[0],
+        layer_quant_config=dict(zip(patterns, layers[1:], strict=True)),
         exclude=request.excluded or [],
     )
     if request.kv_cache_dtype is not None:
-        patterns = LLMTemplate.get(model_type).kv_layers_name
+        projections = LLMTemplate.get(model_type).kv_layers_name
         floor = request.min_kv_scale or 0.0
-        config = with_kv_cache(config, patterns, request.kv_cache_dtype, floor)
+        config = with_kv_cache(config, projections, request.kv_cache_dtype, floor)
     return config
 
 
-def _scheme(flag: str, name: str, group_size: int | None) -> tuple[QuantizationConfig, bool]:
-    """Return what a scheme stands for, and whether it takes its group size from the caller."""
+def layer_scheme(flag: str, name: str, group_size: int | None = None) -> QuantizationConfig:
+    """Return what a scheme stands for.
+
+    Raises:
+        typer.BadParameter: There is none of that name; the nearest one is named.
+    """
     from quark.torch.quantization.config import presets
 
     try:
-        layer = presets.scheme(name)
-    except ValueError:
-        _known(flag, name, presets.scheme_names())
-        raise
-    if group_size is None:
-        return layer, False
-    sized = presets.scheme(name, group_size)
-    return sized, presets.scheme(name, group_size + 1) != sized
+        return presets.scheme(name, group_size or presets.GROUP_SIZE)
+    except ValueError as error:
+        check_name(flag, name, presets.scheme_names())
+        raise wrong(flag, str(error)) from None
 
 
-def _known(flag: str, name: str, names: Iterable[str]) -> None:
+def _is_sized(name: str) -> bool:
+    """Whether a scheme takes its group size from the caller."""
+    return layer_scheme("", name, 32) != layer_scheme("", name, 64)
+
+
+def check_name(flag: str, name: str, names: Iterable[str]) -> None:
+    """Check that a name is one of those known, whatever its case.
+
+    Raises:
+        typer.BadParameter: It is not; the nearest one is named.
+    """
     from quark.torch.quantization.config.names import nearest
 
     names = list(names)
