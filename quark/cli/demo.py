@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import copy
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.live import Live
 from rich.markup import escape
-from rich.table import Table
-from rich.text import Text
 
 from quark.cli import console, models
-from quark.cli.options import EVAL_WINDOWS, SEQ_LEN, Verbose, panel
-from quark.cli.request import excluding_head, layer_scheme
+from quark.cli.comparison import ORIGINAL, Material, compare, demo_material, logits
+from quark.cli.configs import layer_scheme
+from quark.cli.options import Verbose, panel
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
 SCHEMES = (
     "fp8",
@@ -38,8 +30,6 @@ SCHEMES = (
     "int2_wo_32",
 )
 KEPT = "uint4_wo_128"
-ORIGINAL = "original"
-CALIBRATION_WINDOWS = 8
 PROMPT = "Raise an exception if"
 NEW_TOKENS = 24
 REPETITION_PENALTY = 1.15  # a model as small as this goes round in circles otherwise
@@ -89,27 +79,6 @@ def register(app: typer.Typer) -> None:
     app.command("demo", help=HELP)(demo)
 
 
-@dataclass
-class _Row:
-    """One scheme: its figures, as far as they are known."""
-
-    scheme: str
-    bits: str = "…"
-    size: str = "…"
-    perplexity: float | None = None
-    seconds: str = "…"
-
-
-@dataclass(frozen=True)
-class _Material:
-    """What all schemes are given: the same model and the same text."""
-
-    model: nn.Module
-    tokenizer: Any
-    calibration: list[torch.Tensor]
-    evaluation: torch.Tensor
-
-
 def demo(
     output_dir: OutputDir = None,
     schemes: Schemes = None,
@@ -122,10 +91,10 @@ def demo(
     if output_dir is not None:
         _check_vacant(output_dir)
     with console.stage("loading the model and the text", spinner=True):
-        material = _material()
+        material = demo_material()
     with tempfile.TemporaryDirectory(prefix="quark-demo-") as temporary:
         directory = output_dir or Path(temporary) / kept
-        sample = _compare(names, kept, material, directory)
+        sample = compare(names, kept, material, directory)
         _reload(kept, material, directory, sample)
     _show_next(kept, output_dir, time.monotonic() - start)
 
@@ -136,7 +105,8 @@ def _chosen(schemes: str | None, keep: str | None) -> tuple[list[str], str]:
     Raises:
         typer.BadParameter: One is unknown, or what to write is not compared.
     """
-    names = [name.strip() for name in schemes.split(",")] if schemes is not None else list(SCHEMES)
+    given = SCHEMES if schemes is None else schemes.split(",")
+    names = list(dict.fromkeys(name.strip() for name in given))
     for name in names:
         layer_scheme("--schemes", name)
     if keep is None:
@@ -151,107 +121,22 @@ def _check_vacant(directory: Path) -> None:
         raise console.wrong("--output_dir", f"{directory} exists and is in use. Choose another.")
 
 
-def _material() -> _Material:
-    from quark.demo.text import model_directory
-
-    tokenizer = models.load_tokenizer(model_directory(), "model")
-    text = [
-        models.text_windows(None, "text", tokenizer, SEQ_LEN, limit, held_out)
-        for limit, held_out in ((CALIBRATION_WINDOWS, False), (EVAL_WINDOWS, True))
-    ]
-    model = models.load_model(model_directory())
-    return _Material(model, tokenizer, list(text[0].split(1)), text[1])
-
-
-def _compare(names: list[str], kept: str, material: _Material, directory: Path) -> torch.Tensor:
-    """Fill the table, write the kept scheme, and return its logits for a window of text."""
-    rows = [_Row(ORIGINAL)]
-    sample: torch.Tensor | None = None
-    with _growing_table(rows) as show:
-        show()
-        _measure_original(rows[0], material)
-        for name in names:
-            rows.append(_Row(name))
-            show()
-            model = _quantize(rows[-1], material)
-            if name == kept:
-                _export(model, material.tokenizer, directory)
-                sample = _logits(model, material)
-            rows[-1].perplexity = _perplexity(model, material)
-        show()
-    assert sample is not None
-    return sample
-
-
-def _measure_original(row: _Row, material: _Material) -> None:
-    from quark.torch.report.summary import summarize
-
-    summary = summarize(material.model.state_dict())
-    row.bits = console.in_bits(summary.bits_per_parameter)
-    row.size, row.seconds = console.in_bytes(summary.bytes), ""
-    row.perplexity = _perplexity(copy.deepcopy(material.model), material)
-
-
-def _quantize(row: _Row, material: _Material) -> nn.Module:
-    """Return a copy of the model quantized by the scheme of a row, which is filled."""
-    from quark.torch.export.writer import collect, make_format
-    from quark.torch.quantization.api import ModelQuantizer
-    from quark.torch.quantization.config.config import Config
-    from quark.torch.quantization.config.export import JsonExporterConfig
-    from quark.torch.report.summary import summarize, type_name
-
-    model = copy.deepcopy(material.model)
-    config = Config(global_quant_config=layer_scheme("--schemes", row.scheme))
-    config = excluding_head(config, model)
-    start = time.monotonic()
-    model = ModelQuantizer(config).quantize_model(model, material.calibration)
-    model = ModelQuantizer.freeze(model)
-    row.seconds = f"{time.monotonic() - start:.1f}"
-    stored = collect(model, make_format(model, None, JsonExporterConfig(), "quark"))
-    summary = summarize(stored, config, type_name(material.model.dtype))
-    row.bits, row.size = console.in_bits(summary.bits_per_weight), console.in_bytes(summary.bytes)
-    return model
-
-
-def _perplexity(model: nn.Module, material: _Material) -> float:
-    """Return the perplexity, computed in float32: many processors are slow at narrower types.
-
-    The model is converted in place. Weights keep their values.
-    """
-    from quark.torch.evaluation.perplexity import perplexity
-
-    return perplexity(model.float(), material.evaluation)
-
-
-def _export(model: nn.Module, tokenizer: Any, directory: Path) -> None:
-    from quark.torch.export.api import export_safetensors
-
-    export_safetensors(model, directory, tokenizer=tokenizer)
-
-
-def _logits(model: nn.Module, material: _Material) -> torch.Tensor:
-    import torch
-
-    with torch.inference_mode():
-        logits: torch.Tensor = model(material.evaluation[:1]).logits
-    return logits
-
-
-def _reload(kept: str, material: _Material, directory: Path, sample: torch.Tensor) -> None:
+def _reload(kept: str, material: Material, directory: Path, sample: torch.Tensor) -> None:
     """Load the written model back, compare it with what was written, and let it write a line."""
     import torch
 
     with console.stage("loading it back through Transformers", spinner=True):
         model = models.load_model(directory)
-    same = torch.equal(_logits(model, material), sample)
+    same = torch.equal(logits(model, material), sample)
     console.say(
         f"[bold]{kept}[/] was written and loaded back through Transformers. Its outputs are "
         + ("the same, bit for bit." if same else "[bold red]not the same[/]: please report this.")
     )
     console.say("Both models go on from the same words:\n")
     lines = {ORIGINAL: material.model, kept: model}
-    texts = {name: Text(_line(m, material.tokenizer)) for name, m in lines.items()}
-    console.out.print(console.facts(texts))
+    console.out.print(
+        console.facts({name: escape(_line(m, material.tokenizer)) for name, m in lines.items()})
+    )
 
 
 def _line(model: Any, tokenizer: Any) -> str:
@@ -277,58 +162,3 @@ def _show_next(kept: str, output_dir: Path | None, seconds: float) -> None:
         "quark inspect OUTPUT",
     )
     console.out.print()
-
-
-@contextmanager
-def _growing_table(rows: list[_Row]) -> Iterator[Callable[[], None]]:
-    """Give a function that shows the rows as they are now: in place, or line after line."""
-    if console.out.is_terminal:
-        with Live(_table(rows), console=console.out) as live, redirect_stderr(_Plain(sys.stderr)):
-            yield lambda: live.update(_table(rows), refresh=True)
-        return
-    printed = 0
-
-    def show() -> None:
-        nonlocal printed
-        with console.out.capture() as captured:
-            console.out.print(_table([row for row in rows if row.perplexity is not None]))
-        lines = captured.get().rstrip().splitlines()
-        console.out.print("\n".join(lines[printed:]), markup=False, soft_wrap=True)
-        printed = len(lines)
-
-    yield show
-    console.out.print()
-
-
-class _Plain:
-    """A stream that is no terminal, so that no progress bars are drawn into the table."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def isatty(self) -> bool:
-        return False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-def _table(rows: list[_Row]) -> Table:
-    table = console.table()
-    table.add_column("scheme", min_width=14, no_wrap=True)
-    for column in ("bits/weight", "size", "perplexity", "change", "quantized in"):
-        table.add_column(column, justify="right", min_width=10, no_wrap=True)
-    reference = rows[0].perplexity if rows else None
-    for row in rows:
-        change = ""
-        if row.perplexity is not None and reference is not None and row is not rows[0]:
-            change = console.in_percent(row.perplexity, reference)
-        table.add_row(
-            row.scheme,
-            row.bits,
-            row.size,
-            "…" if row.perplexity is None else f"{row.perplexity:.2f}",
-            change,
-            f"{row.seconds} s" if row.seconds else "",
-        )
-    return table

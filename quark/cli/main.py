@@ -50,7 +50,7 @@ class Program(TyperGroup):
         except Exception as error:
             return console.report(error)
         if code == EXIT_INTERRUPTED:
-            console.err.print("Interrupted. Nothing was written.")
+            console.err.print("Interrupted. Nothing is left half-written.")
         return code if isinstance(code, int) else 0
 
 

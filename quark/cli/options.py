@@ -31,6 +31,27 @@ class Device(str, Enum):
     cuda = "cuda"
 
 
+class ModelExport(str, Enum):
+    """Kind of files that are written."""
+
+    hf_format = "hf_format"
+    quark_format = "quark_format"
+
+
+class WeightFormat(str, Enum):
+    """What is stored of quantized weights."""
+
+    real_quantized = "real_quantized"
+    fake_quantized = "fake_quantized"
+
+
+class PackMethod(str, Enum):
+    """How 4-bit codes lie in a word."""
+
+    reorder = "reorder"
+    order = "order"
+
+
 def panel(name: str) -> Any:
     """Return what makes options of one panel of the help."""
 

@@ -17,8 +17,11 @@ from quark.cli.options import (
     Device,
     DeviceFlag,
     ManyValues,
+    ModelExport,
+    PackMethod,
     TrustRemoteCode,
     Verbose,
+    WeightFormat,
     panel,
 )
 from quark.cli.request import Request
@@ -45,8 +48,8 @@ The output head stays as it is unless [cyan]--exclude_layers[/cyan] says otherwi
 
   4 bits, but 8 for the layers that matter most, and all layers but one block:
 
-    [cyan]quark quantize --model_dir llama --output_dir mixed --quant_scheme int4_wo_64 \\
-      --layer_quant_scheme "*down_proj" int8_wo \\
+    [cyan]quark quantize --model_dir llama --output_dir mixed \\
+      --quant_scheme int4_wo_64 --layer_quant_scheme "*down_proj" int8_wo \\
       --exclude_layers lm_head "*.layers.0.*"[/cyan]
 
 Flags can be written with dashes as well ([cyan]--model-dir[/cyan]).
@@ -54,27 +57,6 @@ Flags can be written with dashes as well ([cyan]--model-dir[/cyan]).
 
 _model, _scheme = panel("Model"), panel("What is quantized how")
 _data, _output, _evaluation = panel("Calibration"), panel("Output"), panel("Evaluation")
-
-
-class ModelExport(str, Enum):
-    """Kind of files that are written."""
-
-    hf_format = "hf_format"
-    quark_format = "quark_format"
-
-
-class WeightFormat(str, Enum):
-    """What is stored of quantized weights."""
-
-    real_quantized = "real_quantized"
-    fake_quantized = "fake_quantized"
-
-
-class PackMethod(str, Enum):
-    """How 4-bit codes lie in a word."""
-
-    reorder = "reorder"
-    order = "order"
 
 
 class _Command(ManyValues):

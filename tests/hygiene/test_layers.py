@@ -4,7 +4,7 @@ Three kinds of import are told apart:
 
 - executed when a module is imported: downward or within a layer, never in a circle;
 - deferred, inside a function, or named in a table as ``"module:attribute"``: downward or within a
-  layer, where two modules may need each other (``config`` and its ``serialize``);
+  layer, where two modules may need each other (a registry and its entries);
 - for type checkers only: the same as deferred ones.
 
 The faces, three package ``__init__`` files which load public names on first use, import nothing
