@@ -58,7 +58,7 @@ class PackedLayout:
         stored: Stored = {}
         fmt = self._format(scheme)
         if codes is not None:
-            stored[""] = pack(_turn(codes, scheme).to(fmt.code_dtype), fmt, self.pack_method)
+            stored[""] = self._pack(codes, scheme)
         if scale is None:
             return stored
         stored["scale"] = _turn(scale, scheme).contiguous()
@@ -70,24 +70,22 @@ class PackedLayout:
             kind = torch.int32 if fmt.word_codes > 1 else fmt.code_dtype
             stored["zero_point"] = zero_point.to(kind)
         else:
-            offsets = _turn(zero_point, scheme).to(fmt.code_dtype)
-            stored["zero_point"] = pack(offsets, fmt, self.pack_method)
+            stored["zero_point"] = self._pack(zero_point, scheme)
         return stored
 
     def unpack(self, spec: QuantizationSpec, shape: tuple[int, ...], stored: Stored) -> State:
         """Return codes of shape ``shape``, scale and zero point: the inverse of ``pack``."""
         scheme = spec.scheme
-        fmt = self._format(scheme)
         codes = None
         if "" in stored:
-            count = _turned(shape, scheme)[-1]
-            codes = _turn(unpack(stored[""], fmt, count, self.pack_method), scheme)
+            codes = self._unpack(stored[""], shape, scheme)
         scale, zero_point = stored.get("scale"), stored.get("zero_point")
         if zero_point is not None and zero_point.dim() and not scheme.float_zero_point:
-            grid = _turned(scheme.scale_shape(shape), scheme)
-            zero_point = unpack(zero_point, fmt, grid[-1], self.pack_method)
+            zero_point = self._unpack(zero_point, scheme.scale_shape(shape), scheme)
+        elif zero_point is not None:
+            zero_point = _turn(zero_point, scheme)
         scale = None if scale is None else _turn(scale, scheme)
-        return State(spec, codes, scale, None if zero_point is None else _turn(zero_point, scheme))
+        return State(spec, codes, scale, zero_point)
 
     def value(
         self, spec: QuantizationSpec, shape: tuple[int, ...], stored: Stored, dtype: torch.dtype
@@ -97,6 +95,18 @@ class PackedLayout:
         assert codes is not None
         return dequantize(codes, scale, zero_point, spec.scheme, dtype)
 
+    def _pack(self, codes: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+        """Pack along the axis that is stored last: turning few words is cheaper than many codes."""
+        fmt = self._format(scheme)
+        words = pack(codes.to(fmt.code_dtype), fmt, self.pack_method, _packed_axis(scheme))
+        return _turn(words, scheme).contiguous()
+
+    def _unpack(self, words: torch.Tensor, shape: tuple[int, ...], scheme: Scheme) -> torch.Tensor:
+        """Return codes of shape ``shape``: the inverse of ``_pack``."""
+        fmt, axis = self._format(scheme), _packed_axis(scheme)
+        words = _turn(words, scheme).contiguous()
+        return unpack(words, fmt, shape[axis], self.pack_method, axis)
+
     def _format(self, scheme: Scheme) -> Format:
         if scheme.fmt.bits == 2 and not self.packs_int2:
             return replace(scheme.fmt, word_codes=1, word_dtype=torch.int32)
@@ -105,6 +115,10 @@ class PackedLayout:
 
 def _is_turned(scheme: Scheme) -> bool:
     return scheme.qscheme is QSchemeType.per_group and not scheme.fmt.is_float
+
+
+def _packed_axis(scheme: Scheme) -> int:
+    return 0 if _is_turned(scheme) else -1
 
 
 def _turned(shape: tuple[int, ...], scheme: Scheme) -> tuple[int, ...]:
