@@ -12,14 +12,13 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import torch
 from measure import Meter, machine, markdown, say
 
-from quark.cli.demo import CALIBRATION_WINDOWS
-from quark.cli.options import EVAL_WINDOWS, SEQ_LEN
 from quark.demo.text import calibration_documents, evaluation_documents, model_directory
 from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.evaluation.perplexity import load_documents, perplexity, token_windows
@@ -31,6 +30,9 @@ from quark.torch.quantization.config.template import with_kv_cache
 from quark.torch.report.summary import summarize, type_name
 
 FLOAT = "float"
+LENGTH = 512
+CALIBRATION_WINDOWS = 8
+EVALUATION_WINDOWS = 16  # the first 8 are those of "quark demo"
 COLUMNS = {
     "scheme": "scheme",
     "bits": "bits/weight",
@@ -47,6 +49,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--model", type=Path, help="directory of another model")
     parser.add_argument("--text", help="file or dataset to evaluate on, instead of docstrings")
+    parser.add_argument(
+        "--windows", type=int, default=EVALUATION_WINDOWS, help="to evaluate on: 16"
+    )
     parser.add_argument("--schemes", help="some schemes, with commas between")
     parser.add_argument("--threads", type=int, default=1, help="1")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -77,15 +82,15 @@ def configurations(model_type: str, wanted: list[str] | None) -> dict[str, Confi
 class Material:
     """The model, and the windows of text that all schemes are given."""
 
-    def __init__(self, model: Path | None, text: str | None) -> None:
+    def __init__(self, model: Path | None, text: str | None, windows: int) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         directory = model or model_directory()
         tokenizer = AutoTokenizer.from_pretrained(directory)
         self.model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto").eval()
-        length = min(SEQ_LEN, getattr(self.model.config, "max_position_embeddings", SEQ_LEN))
+        length = min(LENGTH, getattr(self.model.config, "max_position_embeddings", LENGTH))
         documents = load_documents(text) if text else evaluation_documents()
-        self.evaluation = token_windows(documents, tokenizer, length, EVAL_WINDOWS)
+        self.evaluation = token_windows(documents, tokenizer, length, windows)
         calibration = token_windows(calibration_documents(), tokenizer, length, CALIBRATION_WINDOWS)
         self.calibration = list(calibration.split(1))
 
@@ -120,9 +125,10 @@ def divergence(original: Any, model: Any, windows: torch.Tensor) -> float:
 
 def main() -> None:
     options = arguments()
+    logging.basicConfig()  # warnings only
     torch.set_num_threads(options.threads)
     wanted = options.schemes.split(",") if options.schemes else None
-    material = Material(options.model, options.text)
+    material = Material(options.model, options.text, options.windows)
     original = copy.deepcopy(material.model).float()
     base = perplexity(original, material.evaluation)
     bits = summarize(material.model.state_dict()).bits_per_parameter

@@ -32,7 +32,7 @@ SCHEMES = (
     "int3_wo_128",
     "int2_wo_128",
     "fp8_wo",
-    "w_fp8",
+    "ptpc_fp8",
     "bfloat16",
 )
 STATIC = ("int8", "fp8")
@@ -72,8 +72,12 @@ def arguments() -> argparse.Namespace:
 
 
 def weights(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time weight-only schemes and static ones, each run in a fresh process."""
+    """Time schemes with and without static ranges, each run in a fresh process."""
+    from quark.torch.quantization.config import presets
+
     schemes = options.schemes.split(",") if options.schemes else [*SCHEMES, *STATIC]
+    for scheme in schemes:
+        presets.scheme(scheme)  # an unknown name is an error before any work
     runs = defaultdict(list)
     for i in range(options.rounds):
         for scheme in schemes:

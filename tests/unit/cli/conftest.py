@@ -4,6 +4,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from quark.cli import console
 from quark.cli.main import app
 from quark.demo.text import model_directory
 
@@ -51,8 +52,9 @@ def text(tmp_path_factory):
 
 
 @pytest.fixture
-def quark():
+def quark(monkeypatch):
     """Call the command line; returns its exit code, what it printed and what it complained."""
+    monkeypatch.setattr(console.out, "width", 120)  # whatever terminal the tests run in
     runner = CliRunner()
 
     def quark(*arguments):
