@@ -155,7 +155,8 @@ def _cell(value: object) -> str:
     if value is None:
         return "–"
     if isinstance(value, float):
-        digits = 0 if abs(value) >= 1000 else 1 if abs(value) >= 100 else 2
+        size = abs(value)
+        digits = 0 if size >= 1000 else 1 if size >= 100 else 3 if 0 < size < 0.1 else 2
         return f"{value:.{digits}f}"
     return str(value)
 

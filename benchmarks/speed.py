@@ -1,7 +1,7 @@
 """Time and memory of quantization, as ratios to plain work measured in the same run.
 
     python benchmarks/speed.py                        # everything, on a model of 254M parameters
-    python benchmarks/speed.py --quick                # in about a minute, on a small one
+    python benchmarks/speed.py --quick                # in two minutes, on a small one
     python benchmarks/speed.py --part tensors --json
     python benchmarks/speed.py --part peers --peer llm-compressor
 
@@ -34,8 +34,10 @@ SCHEMES = (
     "fp8_wo",
     "ptpc_fp8",
     "bfloat16",
+    "int8",
+    "fp8",
 )
-STATIC = ("int8", "fp8")
+WINDOWS = 4  # of data for static ranges
 PARTS = ("weights", "calibration", "tensors", "start", "peers")
 START = {
     "import torch": "import torch",
@@ -71,28 +73,32 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def weights(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time schemes with and without static ranges, each run in a fresh process."""
+def schemes(wanted: str | None) -> tuple[list[str], list[str]]:
+    """Return the names of the schemes to measure that need no data, and of those that do."""
+    from quark.torch.quantization.calibrate import needs_data
     from quark.torch.quantization.config import presets
 
-    schemes = options.schemes.split(",") if options.schemes else [*SCHEMES, *STATIC]
-    for scheme in schemes:
-        presets.scheme(scheme)  # an unknown name is an error before any work
+    names = wanted.split(",") if wanted else SCHEMES
+    is_static = {name: needs_data([presets.scheme(name)]) for name in names}
+    return [n for n in names if not is_static[n]], [n for n in names if is_static[n]]
+
+
+def weights(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Time schemes that need no data, each run in a fresh process."""
     runs = defaultdict(list)
     for i in range(options.rounds):
-        for scheme in schemes:
+        for scheme in options.without_data:
             say(f"weights: {scheme}, round {i + 1} of {options.rounds}")
-            task = "weights", scheme, options.size, options.windows
-            runs[scheme].append(in_fresh_process("workers.py", *task))
+            runs[scheme].append(in_fresh_process("workers.py", "weights", scheme, options.size))
     return [middle(run) for run in runs.values()]
 
 
 def calibration(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Time static calibration in turns with plain passes of the same data."""
     results = []
-    for scheme in STATIC:
+    for scheme in options.with_data:
         say(f"calibration: {scheme}")
-        task = "calibration", scheme, options.size, options.windows, options.rounds
+        task = "calibration", scheme, options.size, WINDOWS, options.rounds
         results.append(in_fresh_process("workers.py", *task))
     return results
 
@@ -165,8 +171,9 @@ COLUMNS = {
         "forward_s": "forward, s",
         "calibration_s": "calibration, s",
         "forwards": "forwards",
+        "freeze_s": "freeze, s",
         "forward_mib": "forward adds, MiB",
-        "calibration_mib": "calibration adds, MiB",
+        "added_mib": "added, MiB",
     },
     "tensors": {
         "tensor": "tensor",
@@ -193,7 +200,7 @@ COLUMNS = {
 def main() -> None:
     options = arguments()
     options.size = "quick" if options.quick else "full"
-    options.windows = 4
+    options.without_data, options.with_data = schemes(options.schemes)
     options.edge = 1024 if options.quick else 4096
     parts = options.part or [part for part in PARTS if part != "peers" or options.peer]
     options.peer_pythons = {peer: str(peers.environment(peer)) for peer in options.peer}

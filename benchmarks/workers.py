@@ -6,6 +6,7 @@ Arguments are JSON, and so is the result, on the last line of the output.
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from measure import MIB, Meter, alternate, cpu_seconds
 
 
-def weights(scheme: str, size: str, windows: int) -> dict[str, Any]:
+def weights(scheme: str, size: str) -> dict[str, Any]:
     """Quantize and freeze a model by a scheme, beside a plain copy of its quantized weights."""
     from quark.torch import LLMTemplate, ModelQuantizer
 
@@ -22,12 +23,10 @@ def weights(scheme: str, size: str, windows: int) -> dict[str, Any]:
     values = random_llama.weights(model)
     largest = max(v.numel() * v.element_size() for v in values) / MIB
     copy = _copy_seconds(values)
-    config = LLMTemplate.get("llama").get_config(scheme=scheme)
-    data = random_llama.batches(size, windows)
+    quantizer = ModelQuantizer(LLMTemplate.get("llama").get_config(scheme=scheme))
     with Meter() as meter:
         start = cpu_seconds()
-        quantizer = ModelQuantizer(config)
-        quantizer.quantize_model(model, data)
+        quantizer.quantize_model(model)
         between = cpu_seconds()
         quantizer.freeze(model)
         end = cpu_seconds()
@@ -71,20 +70,22 @@ def calibration(scheme: str, size: str, windows: int, rounds: int) -> dict[str, 
         quantizer.quantize_model(model, data)
         restore(model)
 
-    work = {"forward": forward, "calibration": calibrate}
-    seconds = alternate(work, rounds)
-    added = {}
-    for name, run in work.items():
-        with Meter() as meter:
-            run()
-        added[name] = meter.added
+    seconds = alternate({"forward": forward, "calibration": calibrate}, rounds)
+    with Meter() as plain:
+        forward()
+    with Meter() as meter:
+        quantizer.quantize_model(model, data)
+        start = cpu_seconds()
+        quantizer.freeze(model)
+        freeze = cpu_seconds() - start
     return {
         "scheme": scheme,
         "forward_s": seconds["forward"],
         "calibration_s": seconds["calibration"],
         "forwards": seconds["calibration"] / seconds["forward"],
-        "forward_mib": added["forward"],
-        "calibration_mib": added["calibration"],
+        "freeze_s": freeze,
+        "forward_mib": plain.added,
+        "added_mib": meter.added,
     }
 
 
@@ -152,5 +153,6 @@ def _operations(name: str, spec: Any, x: torch.Tensor, rounds: int) -> dict[str,
 TASKS = {"weights": weights, "calibration": calibration, "tensors": tensors}
 
 if __name__ == "__main__":
+    logging.basicConfig()  # warnings only
     task, *arguments = map(json.loads, sys.argv[1:])
     print(json.dumps(TASKS[task](*arguments)))

@@ -101,7 +101,12 @@ def dynamic_qparams(x: torch.Tensor, scheme: Scheme) -> QParams:
 def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Convert to a float type, in which values beyond its range become its largest."""
     bound = torch.finfo(dtype).max
-    return x.float().clamp(-bound, bound).to(dtype)
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    size = CHUNK if x.device.type == "cpu" else max(1, x.numel())
+    flat = x.detach().reshape(-1)
+    for src, dst in zip(torch.split(flat, size), torch.split(out.view(-1), size), strict=True):
+        dst.copy_(src.float().clamp(-bound, bound))
+    return out
 
 
 class _FakeQuantize(torch.autograd.Function):
