@@ -41,9 +41,9 @@ def pack(codes: torch.Tensor, fmt: Format, pack_method: str = "reorder") -> torc
     if ragged:
         codes = F.pad(codes, (0, ragged))
     codes = codes.reshape(*codes.shape[:-1], -1, fmt.word_codes)  # (..., words, codes of a word)
-    word = torch.zeros(codes.shape[:-1], dtype=torch.int32, device=codes.device)
+    word = torch.zeros(codes.shape[:-1], dtype=_word_dtype(fmt), device=codes.device)
     for i, shift in enumerate(shifts):
-        part = codes[..., i].to(torch.int32).bitwise_and_((1 << fmt.bits) - 1)
+        part = codes[..., i].to(word.dtype).bitwise_and_((1 << fmt.bits) - 1)
         word.bitwise_or_(part.bitwise_left_shift_(shift))
     if fmt.storage_dtype == torch.int32:
         return word
@@ -68,7 +68,7 @@ def unpack(
     shifts = _shifts(fmt, pack_method)
     if fmt.word_codes == 1:
         return words
-    word = words.to(torch.int32)
+    word = words.to(_word_dtype(fmt))
     if _elements(fmt) > 1:
         parts = word.reshape(*word.shape[:-1], -1, _elements(fmt))
         word = parts[..., 0].clone()
@@ -76,11 +76,12 @@ def unpack(
             word |= parts[..., i] << (8 * i)
     shape = (*word.shape, fmt.word_codes)
     codes = torch.empty(shape, dtype=fmt.code_dtype, device=words.device)
-    top = 32 - fmt.bits
+    top = 8 * word.itemsize - fmt.bits
+    extends = codes.dtype.is_signed
     for i, shift in enumerate(shifts):
         # Up to the top of the word, then down with or without the sign.
         part = (word << (top - shift)) >> top
-        codes[..., i] = part if fmt.signed else part & ((1 << fmt.bits) - 1)
+        codes[..., i] = part if extends else part & ((1 << fmt.bits) - 1)
     return codes.flatten(-2)[..., :count].contiguous()
 
 
@@ -89,6 +90,11 @@ def _elements(fmt: Format) -> int:
     if fmt.word_codes == 1:
         return 1
     return fmt.word_codes * fmt.bits // (8 * fmt.storage_dtype.itemsize)
+
+
+def _word_dtype(fmt: Format) -> torch.dtype:
+    """Integer type in which a word is put together."""
+    return torch.int32 if fmt.word_codes * fmt.bits <= 32 else torch.int64
 
 
 def _shifts(fmt: Format, pack_method: str) -> list[int]:

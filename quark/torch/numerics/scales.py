@@ -6,25 +6,19 @@ from enum import Enum
 
 import torch
 
+from quark.torch.numerics.exponents import (
+    block_exponent,
+    micro_exponents,
+    power_of_two,
+    shared_exponent,
+)
+from quark.torch.numerics.rounding import RoundType, round_to_grid_
+from quark.torch.numerics.scale_formats import ScaleFormat
 from quark.torch.numerics.scheme import Scheme
 
 # Smallest scale of an integer format, 2^-23: representable in float16, and the value that
 # checkpoints in this format carry for all-zero tensors.
 EPS = torch.finfo(torch.float32).eps
-
-
-class ScaleType(Enum):
-    """Type in which scales are stored. ``float`` is float32."""
-
-    float = "float"
-    float32 = "float32"
-    float16 = "float16"
-    bfloat16 = "bfloat16"
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The torch type of the scales."""
-        return torch.float32 if self is ScaleType.float else getattr(torch, self.value)
 
 
 class ZeroPointType(Enum):
@@ -47,30 +41,39 @@ def block_range(x: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Te
 
 
 def qparams_from_range(
-    lo: torch.Tensor, hi: torch.Tensor, scheme: Scheme
+    lo: torch.Tensor, hi: torch.Tensor, scheme: Scheme, tensor_scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Solve for scale and zero point of values in [lo, hi], widened to include zero.
 
     Symmetric integers: amax / ((qmax - qmin) / 2), zero point in the middle of the codes.
     Asymmetric: (hi - lo) / (qmax - qmin), zero point qmin - lo / scale, rounded unless
-    ``scheme.float_zero_point``. Floats: amax / largest value, no zero point.
+    ``scheme.float_zero_point``. Floats: amax / largest value, no zero point. Formats with shared
+    exponents: see ``exponents``.
 
     Args:
         lo: Smallest values, float32.
         hi: Largest values, same shape.
         scheme: How the tensor is quantized.
+        tensor_scale: Scale of the whole tensor where scales have two levels; by default that of
+            the ranges given.
 
     Returns:
-        The scale in ``scheme.scale_dtype`` and the zero point (int32, float32, or None), in the
-        shape of ``lo``.
+        The scale in ``scheme.scale.held_dtype`` and the zero point (int32, float32, or None), in
+        the shape of ``lo``.
     """
     fmt = scheme.fmt
     lo, hi = lo.clamp(max=0), hi.clamp(min=0)
+    if scheme.shares_exponents:
+        return power_of_two(_exponents(lo, hi, scheme)), None
+    if scheme.scale.two_level and tensor_scale is None:
+        tensor_scale = tensor_scale_from_range(lo, hi, scheme)
     if fmt.is_float:
         amax = torch.maximum(-lo, hi)
-        return _store(torch.where(amax == 0, EPS, amax / fmt.max_value), scheme), None
+        scale = torch.where(amax == 0, EPS, amax / fmt.max_value)
+        return round_scale(scale, scheme.scale, tensor_scale), None
     span = torch.maximum(-lo, hi) * 2 if scheme.symmetric else hi - lo
-    scale = _store((span / (fmt.qmax - fmt.qmin)).clamp(min=EPS), scheme)
+    scale = (span / (fmt.qmax - fmt.qmin)).clamp(min=EPS)
+    scale = round_scale(scale, scheme.scale, tensor_scale)
     if scheme.symmetric:
         middle = (fmt.qmin + fmt.qmax + 1) // 2
         return scale, torch.full_like(scale, middle, dtype=torch.int32)
@@ -80,9 +83,42 @@ def qparams_from_range(
     return scale, zero_point.clamp(fmt.qmin, fmt.qmax).to(torch.int32)
 
 
-def _store(scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    """Round scales to the type they are stored in; none may become zero or infinite."""
-    limits = torch.finfo(scheme.scale_dtype)
+def tensor_scale_from_range(lo: torch.Tensor, hi: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    """Return the float32 scale [] of a whole tensor whose block scales are relative to it.
+
+    The largest block scale becomes the largest value of the scale format.
+    """
+    assert scheme.scale.fmt is not None
+    amax = torch.maximum(-lo.amin(), hi.amax())
+    largest = scheme.fmt.max_value if scheme.fmt.is_float else scheme.fmt.qmax + 0.5
+    return torch.where(amax == 0, EPS, amax / (largest * scheme.scale.fmt.max_value))
+
+
+def round_scale(
+    scale: torch.Tensor, to: ScaleFormat, tensor_scale: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Round float32 scales to the format they are stored in; none becomes zero or infinite."""
+    if to.power_of_two:
+        # The nearest exponent: up from the square root of two.
+        bits = scale.clamp(min=torch.finfo(torch.float32).smallest_normal).view(torch.int32)
+        return power_of_two((bits + (0x7FFFFF - 0x3504F3) >> 23 & 0xFF) - 127)
+    if to.fmt is not None:
+        unit = torch.ones_like(scale) if tensor_scale is None else tensor_scale
+        smallest = 2.0 ** (to.fmt.min_exponent - to.fmt.mantissa_bits)
+        ratio = round_to_grid_(scale / unit, to.fmt, RoundType.half_even).clamp_(min=smallest)
+        return ratio * unit
+    limits = torch.finfo(to.dtype)
     # float16 keeps subnormals down to 2^-24; elsewhere a subnormal has no finite reciprocal.
     smallest = limits.smallest_normal if limits.bits > 16 or limits.max > 1e5 else EPS
-    return scale.clamp(smallest, limits.max).to(scheme.scale_dtype)
+    return scale.clamp(smallest, limits.max).to(to.dtype)
+
+
+def _exponents(lo: torch.Tensor, hi: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    """Return the exponent of the step of each block, or sub-block, within [lo, hi]."""
+    fmt = scheme.fmt
+    amax = torch.maximum(-lo, hi)
+    if fmt.sub_block:
+        return micro_exponents(amax, fmt, scheme.axis)
+    if fmt.block:
+        return block_exponent(lo, hi, fmt)
+    return shared_exponent(amax, fmt, scheme.scale_mode) - fmt.fraction_bits
