@@ -144,7 +144,7 @@ class CheckpointReader:
     def _files(self) -> list[str]:
         index = self.directory / INDEX
         if index.is_file():
-            files = sorted(set(read_json(index)["weight_map"].values()))
+            files = _indexed_files(index)
         elif (self.directory / SINGLE).is_file():
             files = [SINGLE]
         else:
@@ -203,8 +203,12 @@ class NativeReader:
         try:
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:
-            raise ValueError(f"{path} is not a state of plain tensors: {error}") from None
-        if not all(isinstance(v, torch.Tensor) for v in state.values()):
+            raise ValueError(
+                f"{path} is damaged, or holds more than plain tensors, which could run code and is "
+                "never loaded: export the model again."
+            ) from error
+        values = state.values() if isinstance(state, dict) else [None]
+        if not all(isinstance(v, torch.Tensor) for v in values):
             raise ValueError(f"{path} holds something other than tensors.")
         self._state: dict[str, torch.Tensor] = dict(state)
         self.entries = {
@@ -215,6 +219,14 @@ class NativeReader:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Iterate over all tensors."""
         yield from self._state.items()
+
+
+def _indexed_files(index: Path) -> list[str]:
+    data = read_json(index)
+    files = data.get("weight_map") if isinstance(data, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
+        raise ValueError(f"{index} has no weight_map of tensor names to file names.")
+    return sorted(set(files.values()))
 
 
 def read_json(path: str | Path) -> Any:

@@ -92,8 +92,10 @@ def load(model: nn.Module, fmt: ExportFormat, reader: Reader) -> nn.Module:
     outline = _outline(model, fmt, layers)
     optional = {f"{n}.{t}" for n, layer in layers.items() for t in _known_offsets(layer, fmt)}
     tied = {n: s for n, s in _tied(model).items() if n in outline and s in outline}
-    optional |= {n for n in tied if n.rpartition(".")[0] not in layers}
+    packed = {f"{n}.{t}" for n, layer in layers.items() for t, _ in layer.specs()}
+    optional |= {n for n, source in tied.items() if not packed & {n, source}}
     _check(model, outline, optional, fmt, reader)
+    _check_buffers(model)
     devices = {n: p.device for n, p in [*model.named_parameters(), *model.named_buffers()]}
     fallback = next((d for d in devices.values() if d.type != "meta"), torch.device("cpu"))
     receive(model, fmt, layers)
@@ -119,7 +121,13 @@ def load(model: nn.Module, fmt: ExportFormat, reader: Reader) -> nn.Module:
 
 def _tied(model: nn.Module) -> dict[str, str]:
     """Return the names of tensors that are the same as another one, and of that one."""
-    return dict(getattr(model, "all_tied_weights_keys", None) or {})
+    tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    first: dict[int, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        source = first.setdefault(id(tensor), name)
+        if source != name and name not in tied.values():
+            tied.setdefault(name, source)
+    return tied
 
 
 def _share(model: nn.Module, name: str, source: str) -> None:
@@ -132,14 +140,18 @@ def _outline(
     model: nn.Module, fmt: ExportFormat, layers: dict[str, QuantizationConfig]
 ) -> dict[str, torch.Tensor]:
     """Return the state the model will have, on the meta device."""
-    outline = {n: t.to("meta") for n, t in model.state_dict().items()}
+    linears = {id(model.get_submodule(name)) for name in layers}
+    every_name = {n for n, m in model.named_modules(remove_duplicate=False) if id(m) in linears}
+    outline = {
+        key: tensor.to("meta")
+        for key, tensor in model.state_dict().items()
+        if key.rpartition(".")[0] not in every_name
+    }
     for name, layer in layers.items():
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
         has_bias = linear.bias is not None
         empty = nn.Linear(linear.in_features, linear.out_features, has_bias, device="meta")
-        for key in ("weight", "bias"):
-            outline.pop(f"{name}.{key}", None)
         for key, tensor in fmt.receive(empty, layer).state_dict().items():
             outline[f"{name}.{key}"] = tensor
     return outline
@@ -227,6 +239,17 @@ def _zeros(
     return torch.zeros(expected.shape, dtype=expected.dtype, device=device)
 
 
+def _check_buffers(model: nn.Module) -> None:
+    """Raise if a buffer that no checkpoint stores has no values and no way to compute them."""
+    state = model.state_dict()
+    absent = [n for n, b in model.named_buffers() if b.is_meta and n not in state]
+    if absent and not hasattr(model, "_init_weights"):
+        raise ValueError(
+            f"{_some(absent)} not stored and cannot be computed: build the model on a real device "
+            "instead of meta."
+        )
+
+
 def _compute_buffers(model: nn.Module, device: torch.device) -> None:
     """Compute the buffers that no checkpoint stores, where they are on the meta device."""
     for module in model.modules():
@@ -234,14 +257,16 @@ def _compute_buffers(model: nn.Module, device: torch.device) -> None:
         absent = {n: b for n, b in buffers.items() if b is not None and b.is_meta}
         if not absent:
             continue
-        if not hasattr(model, "_init_weights"):
-            raise ValueError(
-                f"Buffers {list(absent)} of {type(module).__name__} are not stored and cannot be "
-                "computed: build the model on a real device instead of meta."
-            )
-        for name, buffer in absent.items():
-            buffers[name] = torch.empty_like(buffer, device=device)
-        model._init_weights(module)  # type: ignore[operator] # likewise
+        # Transformers initializes a module as a whole: what was read stands aside meanwhile.
+        held: list[dict[str, Any]] = [module._parameters, buffers]
+        read = [{n: t for n, t in tensors.items() if n not in absent} for tensors in held]
+        for tensors in held:
+            for name, tensor in tensors.items():
+                place = device if name in absent else "meta"
+                tensors[name] = None if tensor is None else torch.empty_like(tensor, device=place)
+        model._init_weights(module)  # type: ignore[operator]
+        for tensors, kept in zip(held, read, strict=True):
+            tensors.update(kept)
 
 
 def _some(names: list[str]) -> str:

@@ -46,6 +46,12 @@ def make_format(
             f"{unfrozen[0]} and {len(unfrozen) - 1} more modules are not frozen: "
             "call ModelQuantizer.freeze(model) before an export."
         )
+    absent = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
+    if absent:
+        raise ValueError(
+            f"{absent[0]} and {len(absent) - 1} more tensors are on the meta device and have no "
+            "values: move the model to memory before an export (accelerate may have offloaded it)."
+        )
     config = config or _remembered(model)
     if config is None:
         raise ValueError("Pass quant_config: the model does not remember how it was quantized.")
@@ -83,10 +89,16 @@ def collect(model: nn.Module, fmt: ExportFormat) -> dict[str, torch.Tensor]:
     """
     layers = {n: m for n, m in model.named_modules() if isinstance(m, _QUANTIZED)}
     scales = _merged_scales(layers, fmt.options)
-    state = model.state_dict()
+    every_name = {
+        n for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, _QUANTIZED)
+    }
+    # A quantized layer holds tensors itself and in its quantizers.
+    state = {
+        key: tensor
+        for key, tensor in model.state_dict().items()
+        if not {key.rsplit(".", 1)[0], key.rsplit(".", 2)[0]} & every_name
+    }
     for name, layer in layers.items():
-        for key in [k for k in state if k.startswith(f"{name}.")]:
-            del state[key]
         for part, tensor in fmt.tensors(layer, scales.get(name, {})).items():
             state[f"{name}.{part}"] = tensor
     return _original_names(model, _untie(model, state))
@@ -122,12 +134,15 @@ def _untie(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.
     secondary = set(getattr(model, "all_tied_weights_keys", None) or ())
     owners: dict[tuple[Any, ...], str] = {}
     for name in sorted(state, key=lambda n: n in secondary):
-        tensor = state[name]
-        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        if tensor.numel():
-            owners.setdefault(place, name)
+        if state[name].numel():
+            owners.setdefault(_place(state[name]), name)
     kept = set(owners.values()) | {n for n, t in state.items() if not t.numel()}
     return {name: tensor for name, tensor in state.items() if name in kept}
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return what two tensors have in common only if they are the same values in memory."""
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _original_names(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -159,6 +174,7 @@ def write_model_files(
         written = copy.deepcopy(config)
         written.quantization_config = section
         written.architectures = [type(model).__name__]
+        written.dtype = _float_type(model) or written.dtype
         if _has_untied(model):
             written.tie_word_embeddings = False
         written.save_pretrained(directory)
@@ -169,7 +185,13 @@ def write_model_files(
 
 
 def _has_untied(model: nn.Module) -> bool:
-    """Whether a weight that the model ties belongs to a quantized layer."""
+    """Whether tensors that the architecture ties are apart, as where one of them is quantized."""
     tied = getattr(model, "all_tied_weights_keys", None) or {}
-    names = {name.rpartition(".")[0] for pair in tied.items() for name in pair}
-    return any(isinstance(model.get_submodule(name), _QUANTIZED) for name in names)
+    state = model.state_dict()
+    return any(_place(state[name]) != _place(state[source]) for name, source in tied.items())
+
+
+def _float_type(model: nn.Module) -> torch.dtype | None:
+    """Return the type of the first parameter that is not made of codes."""
+    types = (p.dtype for p in model.parameters())
+    return next((t for t in types if t.is_floating_point and t.itemsize > 1), None)

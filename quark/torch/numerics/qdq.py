@@ -19,6 +19,7 @@ from quark.torch.numerics.scales import block_range, qparams_from_range
 from quark.torch.numerics.scheme import Scheme
 
 CHUNK = 1 << 18  # elements of a piece: 1 MiB of float32
+FLOAT16_MAX = torch.finfo(torch.float16).max
 
 QParams = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -36,9 +37,7 @@ def quantize(
     """
     fmt = scheme.fmt
     if not fmt.scaled:
-        limits = torch.finfo(x.dtype)
-        bound = min(fmt.max_value, limits.max)
-        return x.clamp(-bound, bound).to(fmt.code_dtype)
+        return _cast(x, fmt.code_dtype)
     return _map(_to_codes, x, scale, zero_point, scheme, fmt.code_dtype)
 
 
@@ -51,7 +50,7 @@ def dequantize(
 ) -> torch.Tensor:
     """Return the values of ``codes`` in ``dtype``: (codes - zero_point) * scale in float32."""
     if not scheme.fmt.scaled:
-        return codes.to(dtype)
+        return _cast(codes, dtype)
     return _map(_from_codes, codes, scale, zero_point, scheme, dtype)
 
 
@@ -83,6 +82,12 @@ def fake_quantize(
 def dynamic_qparams(x: torch.Tensor, scheme: Scheme) -> QParams:
     """Return the scale and zero point of the values of ``x`` itself."""
     return qparams_from_range(*block_range(x.detach(), scheme), scheme)
+
+
+def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Convert to a float type, in which values beyond its range become its largest."""
+    bound = torch.finfo(dtype).max
+    return x.float().clamp(-bound, bound).to(dtype)
 
 
 class _FakeQuantize(torch.autograd.Function):
@@ -137,7 +142,7 @@ def _rounded(x: torch.Tensor, by: _Factors, scheme: Scheme) -> torch.Tensor:
     if fmt.is_float:
         return round_to_grid_(x, fmt, mode)
     if by.zero_point is None:
-        x = round_(x, mode)
+        x = round_(x, mode).add_(0.0)  # integers have no -0
     elif scheme.float_zero_point:
         x = round_(x.add_(by.zero_point), mode)
     else:
@@ -209,6 +214,8 @@ def _map(
             work = torch.empty(src.shape, dtype=wide, device=src.device).copy_(src)
         done = piece(work, by, scheme)
         if done.data_ptr() != dst.data_ptr():
+            if dst.dtype == torch.float16:
+                done.clamp_(-FLOAT16_MAX, FLOAT16_MAX)  # rounding up may have left its range
             dst.copy_(done)
     return blocks.join(out)
 

@@ -67,13 +67,13 @@ def qparams_from_range(
         return power_of_two(_exponents(lo, hi, scheme)), None
     if scheme.scale.two_level and tensor_scale is None:
         tensor_scale = tensor_scale_from_range(lo, hi, scheme)
+    amax = torch.maximum(-lo, hi)
     if fmt.is_float:
-        amax = torch.maximum(-lo, hi)
-        scale = torch.where(amax == 0, EPS, amax / fmt.max_value)
+        scale = torch.where(amax == 0, EPS, _divided(amax, fmt.max_value))
         return round_scale(scale, scheme.scale, tensor_scale), None
-    span = torch.maximum(-lo, hi) * 2 if scheme.symmetric else hi - lo
-    scale = (span / (fmt.qmax - fmt.qmin)).clamp(min=EPS)
-    scale = round_scale(scale, scheme.scale, tensor_scale)
+    steps = fmt.qmax - fmt.qmin
+    scale = _divided(amax, steps / 2) if scheme.symmetric else _divided(hi - lo, steps)
+    scale = round_scale(scale.clamp(min=EPS), scheme.scale, tensor_scale)
     if scheme.symmetric:
         middle = (fmt.qmin + fmt.qmax + 1) // 2
         return scale, torch.full_like(scale, middle, dtype=torch.int32)
@@ -81,6 +81,11 @@ def qparams_from_range(
         return scale, fmt.qmin - lo / scale.float()
     zero_point = fmt.qmin - (lo / scale.float()).round()
     return scale, zero_point.clamp(fmt.qmin, fmt.qmax).to(torch.int32)
+
+
+def _divided(x: torch.Tensor, by: float) -> torch.Tensor:
+    """Divide by a number, rounding once: a GPU would multiply by the reciprocal of a scalar."""
+    return x / torch.full_like(x, by)
 
 
 def tensor_scale_from_range(lo: torch.Tensor, hi: torch.Tensor, scheme: Scheme) -> torch.Tensor:
@@ -91,7 +96,7 @@ def tensor_scale_from_range(lo: torch.Tensor, hi: torch.Tensor, scheme: Scheme) 
     assert scheme.scale.fmt is not None
     amax = torch.maximum(-lo.amin(), hi.amax())
     largest = scheme.fmt.max_value if scheme.fmt.is_float else scheme.fmt.qmax + 0.5
-    return torch.where(amax == 0, EPS, amax / (largest * scheme.scale.fmt.max_value))
+    return torch.where(amax == 0, EPS, _divided(amax, largest * scheme.scale.fmt.max_value))
 
 
 def round_scale(

@@ -180,7 +180,7 @@ def _static_activations(
 @contextmanager
 def _observing(model: nn.Module, observers: Iterable[TensorQuantizer]) -> Iterator[None]:
     """Switch the given quantizers to observing, all others off, and the model to evaluation."""
-    training = model.training
+    modes = {module: module.training for module in model.modules()}
     quantizers = [m for m in model.modules() if isinstance(m, TensorQuantizer)]
     for quantizer in quantizers:
         quantizer.enabled = False
@@ -190,7 +190,8 @@ def _observing(model: nn.Module, observers: Iterable[TensorQuantizer]) -> Iterat
     try:
         yield
     finally:
-        model.train(training)
+        for module, training in modes.items():
+            module.training = training
         for quantizer in quantizers:
             quantizer.enabled, quantizer.observing = True, False
 

@@ -164,6 +164,7 @@ class Config:
 
     Raises:
         TypeError: A field holds something other than the configurations or options it is for.
+        ValueError: ``quant_mode`` or ``quant_flow`` is unknown.
     """
 
     global_quant_config: QuantizationConfig = field(default_factory=QuantizationConfig)
@@ -198,6 +199,9 @@ class Config:
         self.layer_type_quant_config = dict(self.layer_type_quant_config or {})
         self.kv_cache_quant_config = dict(self.kv_cache_quant_config or {})
         self._check_layers()
+        mode, flow = QuantizationMode.eager_mode, QuantFlow.standard
+        self.quant_mode = member(QuantizationMode, self.quant_mode, "quant_mode") or mode
+        self.quant_flow = member(QuantFlow, self.quant_flow, "quant_flow") or flow
         self.kv_cache_group = _as_list(self.kv_cache_group)
         before = _as_list(self.pre_quant_opt_config)
         algorithms = [*before, *_as_list(self.algo_config)]

@@ -118,8 +118,8 @@ def scheme(name: str, group_size: int = GROUP_SIZE) -> QuantizationConfig:
     Raises:
         ValueError: No scheme has that name; the nearest one is named.
     """
-    prefix, _, size = name.rpartition("_")
-    if prefix in _GROUPED and size.isdigit():
+    prefix, _, size = name.lower().rpartition("_")
+    if prefix in _GROUPED and size.isdecimal():
         return _layer(_GROUPED[prefix], int(size))
     return _layer(_SCHEMES[one_of(name, scheme_names(), "quant_scheme")], group_size)
 

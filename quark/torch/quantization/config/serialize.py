@@ -12,8 +12,7 @@ from quark.torch.quantization.config.algo import AlgoConfig, algo_config_from_di
 from quark.torch.quantization.config.config import TENSORS, Config, QuantizationConfig
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.names import one_of, unknown
-from quark.torch.quantization.config.spec import QuantizationSpec, member
-from quark.torch.quantization.config.type import QuantFlow, QuantizationMode
+from quark.torch.quantization.config.spec import QuantizationSpec
 
 # Module types that a file may name: nothing else is ever looked up.
 LAYER_TYPES: dict[str, type[nn.Module]] = {
@@ -64,8 +63,9 @@ def spec_from_dict(data: Any) -> QuantizationSpec:
 def layer_to_dict(layer: QuantizationConfig) -> dict[str, Any]:
     """Return the configuration of a layer as plain JSON types."""
     specs = {name: getattr(layer, name) for name in TENSORS}
-    data = {name: None if s is None else spec_to_dict(s) for name, s in specs.items()}
-    return {**data, "target_device": _plain(layer.target_device)}
+    data: dict[str, Any] = {n: None if s is None else spec_to_dict(s) for n, s in specs.items()}
+    data["target_device"] = _plain(layer.target_device)
+    return dict(sorted(data.items()))
 
 
 def layer_from_dict(data: dict[str, Any] | None) -> QuantizationConfig:
@@ -118,10 +118,6 @@ def config_from_dict(data: dict[str, Any]) -> Config:
             given[name] = [_algo(a) for a in (value if isinstance(value, list) else [value])]
         elif name == "softmax_quant_spec":
             given[name] = spec_from_dict(value)
-        elif name == "quant_mode":
-            given[name] = member(QuantizationMode, value, name)
-        elif name == "quant_flow":
-            given[name] = member(QuantFlow, value, name)
         elif name == "export":
             known = _known(value, JsonExporterConfig, "quantization_config.export")
             given[name] = JsonExporterConfig(**known)

@@ -150,7 +150,8 @@ def with_kv_cache(
     for pattern in patterns:
         base = config_for(pattern, nn.Linear, config) or QuantizationConfig()
         cache[pattern] = replace(base, output_tensors=spec)
-    layers = {**cache, **config.layer_quant_config}
+    # What the caller said of a layer precedes; its outputs follow from kv_cache_quant_config.
+    layers = {**config.layer_quant_config, **cache}
     return replace(
         config,
         layer_quant_config=layers,

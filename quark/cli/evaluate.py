@@ -1,0 +1,159 @@
+"""``quark evaluate``: the perplexity of a model, beside the original's."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from quark.cli import console, models
+from quark.cli.options import (
+    EVAL_WINDOWS,
+    SEQ_LEN,
+    DataType,
+    DataTypeFlag,
+    Device,
+    DeviceFlag,
+    Json,
+    TrustRemoteCode,
+    Verbose,
+    panel,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+HELP = """
+Measure the perplexity of a model, quantized or not, and of the original beside it.
+
+Perplexity says how surprised a model is by text: the lower the better, and what counts is the
+change from the original. Both models are given the very same windows of tokens.
+
+[bold]Examples[/bold]
+
+  On text that comes with Python, the documentation of modules:
+
+    [cyan]quark evaluate my-model-int4 --original my-model[/cyan]
+
+  On text of your own, all of it, in windows of 2048 tokens:
+
+    [cyan]quark evaluate my-model-int4 --original my-model --dataset my.txt --seq_len 2048 --limit 0[/cyan]
+"""  # noqa: E501 - a command is not broken
+
+_text, _model = panel("Text"), panel("Model")
+
+ModelDir = Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Directory of the model.")]
+Original = Annotated[
+    Path | None, _model("--original", help="Directory of the model it was quantized from.")
+]
+Dataset = Annotated[
+    str | None,
+    _text(
+        "--dataset",
+        help="A .txt, .jsonl, .json, .csv or .parquet file, or the name of a dataset. Without it: "
+        f"held-out {models.EMBEDDED}.",
+    ),
+]
+SeqLen = Annotated[
+    int | None,
+    _text(
+        "--seq_len",
+        min=2,
+        help=f"Tokens of a window: {SEQ_LEN}, or less if the model takes less.",
+    ),
+]
+Limit = Annotated[int, _text("--limit", min=0, help="Most windows; 0 for all.")]
+BatchSize = Annotated[int, _text("--batch_size", min=1, help="Windows that run together.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the command line."""
+    app.command("evaluate", help=HELP)(evaluate)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One model: its figures."""
+
+    model: str
+    perplexity: float
+    bytes: int
+    bits_per_weight: float | None
+    seconds: float
+
+
+def evaluate(
+    model_dir: ModelDir,
+    original: Original = None,
+    dataset: Dataset = None,
+    seq_len: SeqLen = None,
+    limit: Limit = EVAL_WINDOWS,
+    batch_size: BatchSize = 8,
+    data_type: DataTypeFlag = DataType.auto,
+    device: DeviceFlag = Device.auto,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Evaluate one model or two on the same windows."""
+    described = models.read_config(model_dir, "MODEL_DIR")
+    if original is not None:
+        models.read_config(original, "--original")
+    length = models.window_length(described, seq_len, SEQ_LEN)
+    target = models.pick_device(device.value)
+    with console.stage("reading text"):
+        # The original's files are sure to be complete; a checkpoint may lack a tokenizer.
+        source, flag = (model_dir, "MODEL_DIR") if original is None else (original, "--original")
+        tokenizer = models.load_tokenizer(source, flag, trust_remote_code)
+        windows = models.text_windows(dataset, "--dataset", tokenizer, length, limit, True)
+    rows = []
+    for directory in (original, model_dir):
+        if directory is not None:
+            with console.stage(f"loading {directory.name}", spinner=True):
+                model = models.load_model(directory, data_type.value, target, trust_remote_code)
+            rows.append(_measure(directory, model, windows, batch_size))
+            del model
+    text = dataset or f"held-out {models.EMBEDDED}"
+    if as_json:
+        change = rows[-1].perplexity / rows[0].perplexity - 1 if len(rows) > 1 else None
+        shape = {"windows": windows.shape[0], "seq_len": windows.shape[1]}
+        found = [asdict(row) for row in rows]
+        console.as_json({"text": text, **shape, "models": found, "change": change})
+    else:
+        _show(rows, f"{windows.shape[0]} windows of {windows.shape[1]} tokens: {text}")
+
+
+def _measure(directory: Path, model: Any, windows: torch.Tensor, batch_size: int) -> _Row:
+    from quark.torch.evaluation.perplexity import perplexity
+
+    title = f"perplexity of {directory.name}"
+    start = time.monotonic()
+    with console.stage(title):
+        value = perplexity(model, windows, batch_size, progress=title)
+    summary, _ = models.read_summary(directory)
+    seconds = time.monotonic() - start
+    size = models.weight_bytes(directory)
+    return _Row(str(directory), value, size, summary.bits_per_weight, seconds)
+
+
+def _show(rows: list[_Row], caption: str) -> None:
+    table = console.table()
+    table.add_column("model", overflow="fold")
+    for column in ("bits/weight", "size", "perplexity", "change", "seconds"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        change = "" if row is rows[0] else console.in_percent(row.perplexity, rows[0].perplexity)
+        table.add_row(
+            escape(row.model),
+            console.in_bits(row.bits_per_weight),
+            console.in_bytes(row.bytes),
+            f"{row.perplexity:.2f}",
+            change,
+            f"{row.seconds:.1f}",
+        )
+    console.out.print("", table)
+    console.out.print(f"  {escape(caption)}\n", style="dim")

@@ -1,0 +1,148 @@
+"""``quark inspect``: what is quantized how, from the headers of a checkpoint alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from quark.cli import console, models
+from quark.cli.options import Json, Verbose, panel
+
+if TYPE_CHECKING:
+    from quark.torch.report.summary import Scheme, Summary
+
+HELP = """
+Show what is quantized how in a checkpoint, and what it takes on disk.
+
+Only [cyan]config.json[/cyan] and the headers of the files of tensors are read, so this takes a
+second however large the model is. Float models and checkpoints of earlier versions are fine.
+
+Bits per weight count everything stored for the weights of quantized layers: codes, scales and
+zero points.
+
+[bold]Examples[/bold]
+
+    [cyan]quark inspect my-model-int4[/cyan]
+
+    [cyan]quark inspect my-model-int4 --layers[/cyan]
+
+    [cyan]quark inspect my-model-int4 --json > summary.json[/cyan]
+"""
+
+_show = panel("What to show")
+Directory = Annotated[Path, typer.Argument(metavar="DIR", help="Directory of the checkpoint.")]
+Layers = Annotated[bool, _show("--layers", help="List every quantized layer.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the command line."""
+    app.command("inspect", help=HELP)(inspect)
+
+
+def inspect(
+    directory: Directory, layers: Layers = False, as_json: Json = False, verbose: Verbose = False
+) -> None:
+    """Print the summary of a checkpoint."""
+    described = models.read_config(directory, "DIR")
+    summary, note = models.read_summary(directory)
+    origin = _origin(described)
+    if as_json:
+        facts = {"directory": str(directory), "model_type": described.get("model_type"), **origin}
+        console.as_json({**facts, "note": note, **summary.to_dict()})
+        return
+    words = [str(described.get("model_type", "unknown type")), *map(str, origin.values())]
+    console.out.print(f"\n[bold]{escape(str(directory))}[/]  ({', '.join(words)})")
+    if note:
+        console.err.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
+    if layers:
+        console.out.print(_layer_table(summary))
+    console.out.print(_scheme_table(summary))
+    if summary.bits_per_parameter is not None:
+        average = console.in_bits(summary.bits_per_parameter)
+        console.out.print(f"  {average} bits per parameter over the whole checkpoint.\n")
+
+
+def _origin(described: dict[str, Any]) -> dict[str, Any]:
+    """Return how the checkpoint says it was quantized, nothing for a float model."""
+    section = described.get("quantization_config")
+    if not isinstance(section, dict):
+        return {}
+    export = section.get("export") or {}
+    said = {
+        "quant_method": section.get("quant_method", "quark"),
+        "version": section.get("version"),
+        "weight_format": export.get("weight_format"),
+        "pack_method": export.get("pack_method"),
+    }
+    return {key: value for key, value in said.items() if value is not None}
+
+
+def _scheme_table(summary: Summary) -> Any:
+    schemes = summary.schemes()
+    used = _used_columns([row.scheme for row in schemes])
+    table = console.table()
+    table.add_column("weights")
+    for column in used:
+        table.add_column(_TITLES[column])
+    for column in ("layers", "parameters", "size", "bits/weight"):
+        table.add_column(column, justify="right", no_wrap=True)
+    blank = [""] * len(used)
+    for row in schemes:
+        table.add_row(
+            row.scheme.weight or "–",
+            *(getattr(row.scheme, column) or "–" for column in used),
+            str(row.layers),
+            console.in_count(row.weights) if row.weights else "–",
+            console.in_bytes(row.bits // 8) if row.weights else "–",
+            console.in_bits(row.bits_per_weight),
+        )
+    for kind in summary.rest:
+        bits = 8 * kind.bytes / kind.parameters if kind.parameters else None
+        table.add_row(
+            f"not quantized: {kind.dtype}",
+            *blank,
+            "",
+            console.in_count(kind.parameters),
+            console.in_bytes(kind.bytes),
+            console.in_bits(bits),
+        )
+    table.add_section()
+    table.add_row(
+        "[bold]total[/]",
+        *blank,
+        str(len(summary.layers)),
+        console.in_count(summary.parameters),
+        console.in_bytes(summary.bytes),
+        console.in_bits(summary.bits_per_weight),
+    )
+    return table
+
+
+_TITLES = {"input": "inputs", "output": "outputs", "kv_cache": "kv cache"}
+
+
+def _used_columns(schemes: list[Scheme]) -> list[str]:
+    return [column for column in _TITLES if any(getattr(scheme, column) for scheme in schemes)]
+
+
+def _layer_table(summary: Summary) -> Any:
+    used = _used_columns([layer.scheme for layer in summary.layers])
+    table = console.table()
+    table.add_column("layer", overflow="fold")
+    table.add_column("weights")
+    for column in used:
+        table.add_column(_TITLES[column])
+    table.add_column("parameters", justify="right", no_wrap=True)
+    table.add_column("bits/weight", justify="right", no_wrap=True)
+    for layer in summary.layers:
+        table.add_row(
+            escape(layer.name),
+            layer.scheme.weight or "–",
+            *(getattr(layer.scheme, column) or "–" for column in used),
+            console.in_count(layer.weights) if layer.weights else "–",
+            console.in_bits(layer.bits / layer.weights if layer.weights else None),
+        )
+    return table

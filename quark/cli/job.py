@@ -1,0 +1,238 @@
+"""The work of ``quark quantize``, step by step."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.markup import escape
+
+from quark import __version__
+from quark.cli import console, models
+from quark.cli.options import EVAL_WINDOWS, SEQ_LEN
+from quark.cli.request import (
+    Request,
+    check_flags,
+    check_places,
+    excluding_head,
+    layer_configs,
+    make_config,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from quark.torch.quantization.config.config import Config
+
+
+@dataclass
+class _Outcome:
+    """What is told in the end."""
+
+    linears: int
+    seconds: float
+    shared: int
+    before: float | None = None
+    after: float | None = None
+
+
+def run(request: Request) -> None:
+    """Quantize, evaluate and write a model, as asked for.
+
+    Raises:
+        typer.BadParameter: What was asked for cannot be done; found before the model is loaded.
+        ValueError: The model cannot be quantized like that. Nothing is written.
+    """
+    check_places(request)
+    check_flags(request)
+    described = models.read_config(request.model_dir, "--model_dir")
+    if "quantization_config" in described:
+        raise console.wrong(
+            "--model_dir", f"{request.model_dir} is quantized already. Give the float model."
+        )
+    config = make_config(request, str(described.get("model_type", "")))
+    device = models.pick_device(request.device)
+    length = models.window_length(described, request.seq_len, SEQ_LEN)
+    _show_plan(request, config, described, length)
+    tokenizer, calibration, evaluation = _read_text(request, config, length)
+    with console.stage("loading the model", spinner=True):
+        model = models.load_model(
+            request.model_dir, request.data_type, device, request.trust_remote_code
+        )
+    outcome = _work(request, model, config, calibration, evaluation)
+    with console.stage("writing the checkpoint"):
+        _export(request, model, tokenizer)
+    _show_outcome(request, outcome)
+
+
+def _needs_data(config: Config) -> bool:
+    from quark.torch.quantization.calibrate import needs_data
+
+    return needs_data(layer_configs(config))
+
+
+def _read_text(
+    request: Request, config: Config, length: int
+) -> tuple[Any, torch.Tensor | None, torch.Tensor | None]:
+    """Return tokenizer, windows to calibrate on and windows to evaluate on, where needed."""
+    needs_data = _needs_data(config)
+    trust = request.trust_remote_code
+    if not needs_data and request.skip_evaluation:
+        try:  # only to be written beside the model
+            return models.load_tokenizer(request.model_dir, "--model_dir", trust), None, None
+        except typer.BadParameter:
+            return None, None, None
+    calibration = evaluation = None
+    with console.stage("reading text"):
+        tokenizer = models.load_tokenizer(request.model_dir, "--model_dir", trust)
+        if needs_data:
+            calibration = models.text_windows(
+                request.dataset, "--dataset", tokenizer, length, request.num_calib_data, False
+            )
+        if not request.skip_evaluation:
+            limit = request.num_eval_data or EVAL_WINDOWS
+            evaluation = models.text_windows(
+                request.eval_data, "--eval_data", tokenizer, length, limit, True
+            )
+    return tokenizer, calibration, evaluation
+
+
+def _work(
+    request: Request,
+    model: nn.Module,
+    config: Config,
+    calibration: torch.Tensor | None,
+    evaluation: torch.Tensor | None,
+) -> _Outcome:
+    """Quantize and freeze the model in place, and measure it before and after."""
+    from quark.torch.quantization.api import ModelQuantizer
+    from quark.torch.quantization.nn.operators import OPERATORS
+
+    if request.config is None and request.exclude_layers is None:
+        config = excluding_head(config, model)
+    _check_cache(model, config)
+    if request.weight_matrix_merge:
+        config = replace(config, shared_scale_groups=_siblings(model))
+    outcome = _Outcome(
+        linears=sum(type(module) in OPERATORS for module in model.modules()),
+        seconds=0.0,
+        shared=len(config.shared_scale_groups),
+    )
+    if evaluation is not None:
+        outcome.before = _perplexity(model, evaluation, "perplexity of the original")
+    batches = None if calibration is None else list(calibration.split(request.batch_size))
+    start = time.monotonic()
+    with console.stage("quantizing"):
+        model = ModelQuantizer.freeze(ModelQuantizer(config).quantize_model(model, batches))
+    outcome.seconds = time.monotonic() - start
+    if evaluation is not None:
+        outcome.after = _perplexity(model, evaluation, "perplexity when quantized")
+    return outcome
+
+
+def _check_cache(model: nn.Module, config: Config) -> None:
+    from quark.torch.quantization.config.match import matches
+
+    patterns = list(config.kv_cache_quant_config)
+    names = [name for name, _ in model.named_modules()]
+    if patterns and not any(matches(name, patterns) for name in names):
+        raise console.wrong(
+            "--kv_cache_dtype",
+            f"{type(model).__name__} has no layers that match {' or '.join(patterns)}. Leave it "
+            "out, or name the layers in a Config and give --config.",
+        )
+
+
+def _siblings(model: nn.Module) -> list[list[str]]:
+    import torch
+
+    from quark.torch.graph.siblings import same_input_groups
+    from quark.torch.quantization.calibrate import run_batch
+
+    batch = torch.ones(1, 8, dtype=torch.int64)
+    groups = same_input_groups(model, lambda: run_batch(model, batch))
+    if not groups:
+        raise console.wrong("--weight_matrix_merge", "no layers of this model read the same input.")
+    return groups
+
+
+def _perplexity(model: nn.Module, windows: torch.Tensor, title: str) -> float:
+    from quark.torch.evaluation.perplexity import perplexity
+
+    with console.stage(title):
+        return perplexity(model, windows, progress=title)
+
+
+def _export(request: Request, model: nn.Module, tokenizer: Any) -> None:
+    from quark.torch.export.api import ModelExporter
+    from quark.torch.quantization.config.export import JsonExporterConfig
+
+    options = JsonExporterConfig(
+        weight_format=request.export_weight_format, pack_method=request.pack_method
+    )
+    exporter = ModelExporter(options, request.output_dir, request.overwrite)
+    if request.model_export == "quark_format":
+        exporter.export_quark_model(model)
+    else:
+        exporter.export_safetensors_model(model, tokenizer=tokenizer)
+
+
+def _show_plan(request: Request, config: Config, described: dict[str, Any], length: int) -> None:
+    from quark.torch.report.summary import describe, describe_layer
+
+    size = console.in_bytes(models.weight_bytes(request.model_dir))
+    kind = described.get("model_type", "unknown type")
+    main = describe_layer(config.global_quant_config)
+    rows = {"model": f"{request.model_dir}  ({kind}, {size})"}
+    rows["scheme"] = str(request.quant_scheme or request.config)
+    rows |= {"  weights": main.weight, "  inputs": main.input, "  outputs": main.output}
+    cache = next(iter(config.kv_cache_quant_config.values()), None)
+    rows["  cache"] = "" if cache is None else describe(cache.output_tensors)
+    for pattern, scheme in request.layer_schemes:
+        rows[f"  {pattern}"] = scheme
+    head = request.config is None and request.exclude_layers is None
+    rows["left alone"] = "the output head" if head else ", ".join(config.exclude) or "nothing"
+    source = request.dataset or models.EMBEDDED
+    rows["calibration"] = (
+        f"up to {request.num_calib_data} windows of {length} tokens: {source}"
+        if _needs_data(config)
+        else "none needed: no static ranges of activations"
+    )
+    rows["evaluation"] = (
+        ""
+        if request.skip_evaluation
+        else f"up to {request.num_eval_data or EVAL_WINDOWS} windows of {length} tokens: "
+        + (request.eval_data or f"held-out {models.EMBEDDED}")
+    )
+    how = f"{request.model_export}, {request.export_weight_format}"
+    rows["output"] = f"{request.output_dir}  ({how})"
+    console.out.print(f"\n[bold]quark {__version__}[/] quantize")
+    console.out.print(console.facts({k: escape(v) for k, v in rows.items() if v}), "")
+
+
+def _show_outcome(request: Request, outcome: _Outcome) -> None:
+    summary, _ = models.read_summary(request.output_dir)
+    before = models.weight_bytes(request.model_dir)
+    after = models.weight_bytes(request.output_dir)
+    left = outcome.linears - len(summary.layers)
+    rows = {
+        "layers": f"{len(summary.layers)} quantized, {left} left alone",
+        "bits per weight": console.in_bits(summary.bits_per_weight),
+        "size on disk": f"{console.in_bytes(before)} → {console.in_bytes(after)} "
+        f"({100 * after / before:.0f} %)",
+        "calibration": f"{outcome.seconds:.1f} s",
+    }
+    if outcome.shared:
+        rows["shared scales"] = f"{outcome.shared} groups of layers"
+    if outcome.before is not None and outcome.after is not None:
+        change = console.in_percent(outcome.after, outcome.before)
+        rows["perplexity"] = f"{outcome.before:.2f} → {outcome.after:.2f} ({change})"
+    console.out.print("", console.facts(rows), "\n  Load it:")
+    if request.model_export == "quark_format":
+        line = f"quark.torch.ModelImporter({str(request.output_dir)!r}).import_model_info(model)"
+        console.show_code(f"{line}  # model: of the same architecture, empty")
+    else:
+        console.show_code(f"AutoModelForCausalLM.from_pretrained({str(request.output_dir)!r})")

@@ -1,0 +1,103 @@
+"""Entry point of the command line ``quark``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from quark import __version__
+from quark.cli import console, demo, evaluate, inspect, quantize, schemes
+
+HELP = """
+Make a Hugging Face model smaller, see what it costs, and load it anywhere.
+
+[bold]Start here[/bold], with nothing but this package (half a minute):
+
+    [cyan]quark demo[/cyan]
+
+[bold]Then with a model of yours[/bold], a directory as save_pretrained writes it:
+
+    [cyan]quark quantize --model_dir my-model --output_dir my-model-int4 --quant_scheme int4_wo_128[/cyan]
+
+    [cyan]quark evaluate my-model-int4 --original my-model[/cyan]
+
+    [cyan]quark inspect my-model-int4[/cyan]
+"""  # noqa: E501 - a command is not broken
+
+EXIT_FAILURE, EXIT_INTERRUPTED = 1, 130
+
+
+class Program(TyperGroup):
+    """The group of verbs; every way in which one can end passes through here."""
+
+    def main(self, args: Sequence[str] | None = None, *_: Any, **options: Any) -> Any:
+        """Run a verb and exit: 0 done, 1 failed, 2 called wrongly, 130 interrupted."""
+        with console.session():
+            code = self._run(args, options)
+        sys.exit(code)
+
+    def _run(self, args: Sequence[str] | None, options: dict[str, Any]) -> int:
+        options |= {"prog_name": "quark", "standalone_mode": False}
+        try:
+            code = super().main(args, **options)
+        except (KeyboardInterrupt, typer.Abort):
+            code = EXIT_INTERRUPTED
+        except Exception as error:
+            return console.report(error)
+        if code == EXIT_INTERRUPTED:
+            console.err.print("Interrupted. Nothing was written.")
+        return code if isinstance(code, int) else 0
+
+
+app = typer.Typer(
+    cls=Program,
+    help=HELP,
+    invoke_without_command=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        # --model-dir is --model_dir
+        "token_normalize_func": lambda token: token.replace("-", "_"),
+    },
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"quark {__version__}")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool,
+    typer.Option(
+        "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+    ),
+]
+
+
+@app.callback()
+def _program(context: typer.Context, version: Version = False) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+for verb in (demo, quantize, evaluate, inspect, schemes):
+    verb.register(app)
+
+
+def main() -> None:
+    """Run the command line."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a sign that the terminal lacks must not stop the work
+            stream.reconfigure(errors="replace")
+    app()
+
+
+if __name__ == "__main__":
+    main()

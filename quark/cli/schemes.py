@@ -1,0 +1,83 @@
+"""``quark schemes``: the names a model can be quantized by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from quark.cli import console
+from quark.cli.options import Json
+
+HELP = """
+List the schemes a model can be quantized by.
+
+The columns say what is quantized: the weights of every layer, the tensors that go in, those that
+come out. [cyan]data[/cyan] marks schemes whose ranges are measured on text beforehand.
+
+[bold]Examples[/bold]
+
+    [cyan]quark schemes[/cyan]
+
+    [cyan]quark schemes --json[/cyan]
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the command line."""
+    app.command("schemes", help=HELP)(schemes)
+
+
+def schemes(as_json: Json = False) -> None:
+    """Print all schemes of layers and of the key-value cache."""
+    layers, caches = _layers(), _caches()
+    if as_json:
+        console.as_json({"quant_scheme": layers, "kv_cache_dtype": caches})
+        return
+    table = console.table("--quant_scheme")
+    for column in ("name", "weights", "inputs", "outputs", "data"):
+        table.add_column(column, no_wrap=column == "name")
+    for row in layers:
+        data = "yes" if row["needs_data"] else ""
+        table.add_row(row["name"], row["weight"], row["input"], row["output"], data)
+    console.out.print("", table)
+    table = console.table("--kv_cache_dtype")
+    table.add_column("name")
+    table.add_column("cached keys and values")
+    for row in caches:
+        table.add_row(row["name"], row["kv_cache"])
+    console.out.print(table)
+
+
+def _layers() -> list[dict[str, Any]]:
+    from quark.torch.quantization.calibrate import needs_data
+    from quark.torch.quantization.config.presets import scheme, scheme_names
+    from quark.torch.report.summary import describe_layer
+
+    rows = []
+    for name in sorted(scheme_names(), key=lambda name: (name.startswith("w_"), _by_size(name))):
+        layer = scheme(name)
+        words = describe_layer(layer)
+        rows.append(
+            {
+                "name": name,
+                "weight": words.weight,
+                "input": words.input,
+                "output": words.output,
+                "needs_data": needs_data([layer]),
+            }
+        )
+    return rows
+
+
+def _by_size(name: str) -> tuple[str, int]:
+    """Sort key that puts ``int4_wo_32`` before ``int4_wo_128``."""
+    prefix, _, size = name.rpartition("_")
+    return (prefix, int(size)) if size.isdigit() else (name, 0)
+
+
+def _caches() -> list[dict[str, str]]:
+    from quark.torch.quantization.config.presets import KV_CACHE_SCHEMES, kv_cache_scheme
+    from quark.torch.report.summary import describe
+
+    return [{"name": n, "kv_cache": describe(kv_cache_scheme(n))} for n in KV_CACHE_SCHEMES]

@@ -1,0 +1,227 @@
+"""The configuration of a layer and of a model: what they take and what they refuse."""
+
+from dataclasses import replace
+
+import pytest
+from torch import nn
+
+import quark
+from quark.torch.quantization.config.config import (
+    AWQConfig,
+    Config,
+    FP8E4M3PerTensorSpec,
+    GPTQConfig,
+    Int8PerTensorSpec,
+    QConfig,
+    QLayerConfig,
+    QuantizationConfig,
+    RotationConfig,
+    SmoothQuantConfig,
+    Uint4PerGroupSpec,
+)
+from quark.torch.quantization.config.spec import SPEC_CLASSES
+from quark.torch.quantization.config.type import DeviceType, QuantFlow, QuantizationMode
+
+INT8 = Int8PerTensorSpec().to_quantization_spec()
+FP8 = FP8E4M3PerTensorSpec().to_quantization_spec()
+LAYER = QuantizationConfig(weight=INT8)
+TENSORS = ["input_tensors", "output_tensors", "weight", "bias"]
+AWQ, GPTQ, SMOOTH, ROTATION = AWQConfig(), GPTQConfig(), SmoothQuantConfig(), RotationConfig()
+
+
+def test_both_spellings_are_one_class():
+    assert QConfig is Config
+    assert QLayerConfig is QuantizationConfig
+
+
+def test_specs_of_a_layer_by_tensor():
+    assert dict(QuantizationConfig(weight=INT8, input_tensors=FP8).specs()) == {
+        "input_tensors": FP8,
+        "weight": INT8,
+    }
+    assert QuantizationConfig().is_empty
+    assert not QuantizationConfig(bias=INT8).is_empty
+
+
+def test_tensors_by_position():
+    layer = QuantizationConfig(INT8, FP8, None, None, "cpu")
+    assert (layer.input_tensors, layer.output_tensors) == (INT8, FP8)
+    assert layer.target_device is DeviceType.CPU
+
+
+@pytest.mark.parametrize("tensor", TENSORS)
+@pytest.mark.parametrize("name", SPEC_CLASSES)
+def test_a_helper_without_conversion_is_refused(name, tensor):
+    required = {"ch_axis": -1, "group_size": 32}
+    fields = SPEC_CLASSES[name].__dataclass_fields__
+    helper = SPEC_CLASSES[name](**{k: v for k, v in required.items() if k in fields})
+    with pytest.raises(TypeError, match=rf"{tensor}={name}.*call \.to_quantization_spec\(\)"):
+        QuantizationConfig(**{tensor: helper})
+
+
+@pytest.mark.parametrize("tensor", TENSORS)
+@pytest.mark.parametrize(
+    "wrong",
+    ["int8", 8, {"dtype": "int8"}, [INT8], LAYER],
+    ids=["name", "number", "dict", "list", "layer"],
+)
+def test_what_is_no_specification_is_refused(wrong, tensor):
+    with pytest.raises(TypeError, match=f"{tensor}: expected a QuantizationSpec, got"):
+        QuantizationConfig(**{tensor: wrong})
+
+
+@pytest.mark.parametrize("tensor", ["input_tensors", "output_tensors"])
+def test_activations_have_no_static_groups(tensor):
+    static = Uint4PerGroupSpec(ch_axis=-1, group_size=32).to_quantization_spec()
+    with pytest.raises(ValueError, match=f"{tensor}: .*no static scale per group.*is_dynamic=True"):
+        QuantizationConfig(**{tensor: static})
+    dynamic = replace(static, is_dynamic=True)
+    assert getattr(QuantizationConfig(**{tensor: dynamic}), tensor) is dynamic
+    assert QuantizationConfig(weight=static, bias=static).weight is static
+
+
+def test_unknown_device_names_the_nearest():
+    with pytest.raises(ValueError, match=r"target_device: 'cpx' is unknown\. Did you mean 'CPU'"):
+        QuantizationConfig(target_device="cpx")
+
+
+def test_defaults_of_a_model():
+    config = Config(global_quant_config=LAYER)
+    assert config.layer_quant_config == config.layer_type_quant_config == {}
+    assert config.kv_cache_quant_config == {}
+    assert config.exclude == config.kv_cache_group == config.shared_scale_groups == []
+    assert config.algo_config is None and config.softmax_quant_spec is None
+    assert config.quant_mode is QuantizationMode.eager_mode
+    assert config.quant_flow is QuantFlow.standard
+    assert config.version == quark.__version__
+    assert config.log_severity_level == 1
+    assert config.min_kv_scale == 0.0
+
+
+def test_documented_positions():
+    layer_type, layer, cache = {nn.Linear: LAYER}, {"*q_proj": LAYER}, {"*k_proj": LAYER}
+    config = Config(
+        LAYER,
+        layer_type,
+        layer,
+        cache,
+        INT8,
+        ["lm_head"],
+        AWQ,
+        [SMOOTH],
+        QuantizationMode.fx_graph_mode,
+        2,
+        "0.9",
+    )
+    assert config.global_quant_config is LAYER
+    assert config.layer_type_quant_config == layer_type
+    assert config.layer_quant_config == layer
+    assert config.kv_cache_quant_config == cache
+    assert config.softmax_quant_spec is INT8
+    assert config.exclude == ["lm_head"]
+    assert config.algo_config == [SMOOTH, AWQ]
+    assert config.quant_mode is QuantizationMode.fx_graph_mode
+    assert (config.log_severity_level, config.version) == (2, "0.9")
+
+
+@pytest.mark.parametrize(
+    ("before", "given", "expected"),
+    [
+        (None, None, None),
+        (None, [], None),
+        (None, AWQ, [AWQ]),
+        (None, [AWQ], [AWQ]),
+        (None, [GPTQ, AWQ], [GPTQ, AWQ]),
+        (None, (GPTQ, AWQ), [GPTQ, AWQ]),
+        (SMOOTH, None, [SMOOTH]),
+        ([SMOOTH], AWQ, [SMOOTH, AWQ]),
+        ([ROTATION, SMOOTH], [AWQ], [ROTATION, SMOOTH, AWQ]),
+    ],
+    ids=[
+        "none",
+        "empty",
+        "single",
+        "list",
+        "ordered",
+        "tuple",
+        "before alone",
+        "before single",
+        "before list",
+    ],
+)
+def test_algorithms_are_one_list_with_transformations_first(before, given, expected):
+    config = Config(LAYER, algo_config=given, pre_quant_opt_config=before)
+    assert config.algo_config == expected
+    assert config.pre_quant_opt_config == []
+    assert replace(config, exclude=["lm_head"]).algo_config == expected
+
+
+@pytest.mark.parametrize("field", ["algo_config", "pre_quant_opt_config"])
+@pytest.mark.parametrize(
+    "wrong", ["awq", AWQConfig, {"name": "awq"}], ids=["name", "class", "dict"]
+)
+def test_what_is_no_algorithm_is_refused(field, wrong):
+    with pytest.raises(TypeError, match="algo_config: expected options of algorithms, got"):
+        Config(LAYER, **{field: [wrong]})
+
+
+@pytest.mark.parametrize("field", ["exclude", "kv_cache_group"])
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [(None, []), ("lm_head", ["lm_head"]), (("a", "b"), ["a", "b"]), (["a"], ["a"])],
+    ids=repr,
+)
+def test_patterns_become_a_list(field, given, expected):
+    assert getattr(Config(LAYER, **{field: given}), field) == expected
+
+
+@pytest.mark.parametrize(
+    "field", ["layer_quant_config", "layer_type_quant_config", "kv_cache_quant_config"]
+)
+def test_mappings_may_be_none_and_are_copied(field):
+    assert getattr(Config(LAYER, **{field: None}), field) == {}
+    given = {nn.Linear if "type" in field else "*q_proj": LAYER}
+    config = Config(LAYER, **{field: given})
+    given.clear()
+    assert list(getattr(config, field).values()) == [LAYER]
+
+
+@pytest.mark.parametrize("wrong", [None, INT8, "int8", {}], ids=["None", "spec", "name", "dict"])
+def test_global_configuration_is_of_a_layer(wrong):
+    with pytest.raises(TypeError, match="global_quant_config: expected a QuantizationConfig, got"):
+        Config(wrong)
+
+
+@pytest.mark.parametrize(
+    ("field", "key"),
+    [
+        ("layer_quant_config", "*q_proj"),
+        ("layer_type_quant_config", nn.Linear),
+        ("kv_cache_quant_config", "*k_proj"),
+    ],
+)
+def test_layer_configurations_are_of_layers(field, key):
+    with pytest.raises(TypeError, match=rf"{field}\[.*\]: expected a QuantizationConfig, got"):
+        Config(LAYER, **{field: {key: INT8}})
+
+
+@pytest.mark.parametrize("key", ["Linear", int, nn.Linear(1, 1)], ids=["name", "int", "module"])
+def test_layer_types_are_module_classes(key):
+    with pytest.raises(TypeError, match="layer_type_quant_config: expected module classes"):
+        Config(LAYER, layer_type_quant_config={key: LAYER})
+
+
+def test_cache_patterns_are_those_of_the_group_or_of_the_configuration():
+    cache = {"*k_proj": LAYER, "*v_proj": LAYER}
+    assert Config(LAYER).kv_cache_patterns == []
+    assert Config(LAYER, kv_cache_quant_config=cache).kv_cache_patterns == ["*k_proj", "*v_proj"]
+    both = Config(LAYER, kv_cache_quant_config=cache, kv_cache_group=["*k", "*v"])
+    assert both.kv_cache_patterns == ["*k", "*v"]
+
+
+def test_enumerations_of_a_model_by_name():
+    config = Config(LAYER, quant_mode="fx_graph_mode", quant_flow="per_block")
+    assert config.quant_mode is QuantizationMode.fx_graph_mode
+    assert config.quant_flow is QuantFlow.per_block
+    with pytest.raises(ValueError, match=r"quant_flow: 'perblock' is unknown.*'per_block'"):
+        Config(LAYER, quant_flow="perblock")

@@ -1,0 +1,230 @@
+"""Rules on the fields of one specification, and what the arithmetic makes of them."""
+
+import pytest
+import torch
+
+from quark.torch.quantization.config import spec as spec_module
+from quark.torch.quantization.config.config import QTensorConfig, QuantizationSpec
+from quark.torch.quantization.config.type import (
+    Dtype,
+    QSchemeType,
+    RoundType,
+    ScaleType,
+    ZeroPointType,
+)
+from quark.torch.quantization.observer.observer import (
+    ObserverBase,
+    PerChannelMinMaxObserver,
+    PerGroupMinMaxObserver,
+    PerTensorMinMaxObserver,
+    PlaceholderObserver,
+)
+
+GROUP = {"qscheme": "per_group", "ch_axis": -1, "group_size": 32}
+
+# Every rule: fields that break it and what is said.
+BROKEN = {
+    "no granularity": ({"dtype": "int8"}, "qscheme is missing: give one of .*per_channel"),
+    "no granularity of a float": ({"dtype": "fp8_e4m3"}, "qscheme is missing"),
+    "per channel without axis": (
+        {"dtype": "int8", "qscheme": "per_channel"},
+        "per_channel needs an integer ch_axis, got None",
+    ),
+    "per group without axis": (
+        {"dtype": "int4", "qscheme": "per_group", "group_size": 32},
+        "per_group needs an integer ch_axis, got None",
+    ),
+    "axis by name": (
+        {"dtype": "int8", "qscheme": "per_channel", "ch_axis": "0"},
+        "per_channel needs an integer ch_axis, got '0'",
+    ),
+    "per group without size": (
+        {"dtype": "int4", "qscheme": "per_group", "ch_axis": -1},
+        "positive group_size, or -1 .* got None",
+    ),
+    "group of zero": ({"dtype": "int4", **GROUP, "group_size": 0}, "positive group_size.* got 0"),
+    "group of -2": ({"dtype": "int4", **GROUP, "group_size": -2}, "positive group_size.* got -2"),
+    "group of 2.5": (
+        {"dtype": "int4", **GROUP, "group_size": 2.5},
+        r"positive group_size.* got 2\.5",
+    ),
+    "float with zero point": (
+        {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "symmetric": False},
+        "no zero point: leave out symmetric=False",
+    ),
+    "fractional zero point when symmetric": (
+        {"dtype": "uint4", **GROUP, "symmetric": True, "zero_point_type": "float32"},
+        "float32 zero point needs symmetric=False",
+    ),
+    "scales in a format": (
+        {"dtype": "int4", **GROUP, "scale_format": "e8m0"},
+        "scale_format='e8m0'.* not supported; use scale_type",
+    ),
+    "quantized scales": (
+        {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_scale_quant": True},
+        "is_scale_quant=True.* not supported",
+    ),
+    "not an observer": (
+        {"dtype": "int8", "qscheme": "per_tensor", "observer_cls": int},
+        "observer_cls must be an observer class, got <class 'int'>",
+    ),
+    "an observer instead of its class": (
+        {"dtype": "int8", "qscheme": "per_tensor", "observer_cls": 3},
+        "observer_cls must be an observer class, got 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_rule(case):
+    given, said = BROKEN[case]
+    with pytest.raises(ValueError, match=said) as raised:
+        QuantizationSpec(**given)
+    assert given["dtype"] in str(raised.value)
+
+
+def test_every_rule_is_broken_by_a_case(monkeypatch):
+    """With one rule taken away some case above passes: the table has a case for each rule."""
+    for rule in spec_module._RULES:
+        others = [r for r in spec_module._RULES if r is not rule]
+        with monkeypatch.context() as patch:
+            patch.setattr(spec_module, "_RULES", others)
+            assert any(_is_accepted(given) for given, _ in BROKEN.values())
+
+
+def _is_accepted(given):
+    try:
+        QuantizationSpec(**given)
+    except ValueError:
+        return False
+    return True
+
+
+ENUMS = {
+    "dtype": Dtype,
+    "qscheme": QSchemeType,
+    "round_method": RoundType,
+    "scale_type": ScaleType,
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "member"), [(f, m) for f, enum in ENUMS.items() for m in enum], ids=str
+)
+def test_enums_by_member_or_by_name(field, member):
+    given = {"dtype": "int8", "qscheme": "per_group", "ch_axis": -1, "group_size": 8}
+    specs = [
+        QuantizationSpec(**{**given, field: value})
+        for value in (member, member.name, member.name.upper())
+    ]
+    assert specs[0] == specs[1] == specs[2]
+    assert getattr(specs[1], field) is member
+
+
+@pytest.mark.parametrize("value", ZeroPointType, ids=str)
+def test_zero_point_type_by_member_or_by_name(value):
+    given = {"dtype": "uint4", **GROUP, "symmetric": False}
+    by_member = QuantizationSpec(**given, zero_point_type=value)
+    assert by_member == QuantizationSpec(**given, zero_point_type=value.name)
+    assert by_member.scheme.float_zero_point is (value is ZeroPointType.float32)
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong", "near"),
+    [
+        ("dtype", "fp8_e4m4", "fp8_e4m3"),
+        ("qscheme", "per_chanel", "per_channel"),
+        ("round_method", "half_evn", "half_even"),
+        ("scale_type", "bfloat61", "bfloat16"),
+        ("zero_point_type", "int23", "int32"),
+        ("mx_element_dtype", "bfloat1", "bfloat16"),
+        ("observer_cls", "PerTensorMinMax", "PerTensorMinMaxObserver"),
+    ],
+)
+def test_unknown_name(field, wrong, near):
+    given = {"dtype": "int8", "qscheme": "per_tensor", field: wrong}
+    with pytest.raises(ValueError, match=f"{field}: '{wrong}' is unknown. Did you mean '{near}'"):
+        QuantizationSpec(**given)
+
+
+def test_dtype_is_required():
+    with pytest.raises(ValueError, match="dtype is required"):
+        QuantizationSpec(None)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"dtype": "int8", "qscheme": "per_tensor"}, PerTensorMinMaxObserver),
+        ({"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0}, PerChannelMinMaxObserver),
+        ({"dtype": "int8", **GROUP}, PerGroupMinMaxObserver),
+        ({"dtype": "float16"}, PlaceholderObserver),
+        ({"dtype": "bfloat16", "observer_cls": PlaceholderObserver}, PlaceholderObserver),
+    ],
+    ids=["per_tensor", "per_channel", "per_group", "float16", "bfloat16"],
+)
+def test_default_observer(given, expected):
+    spec = QuantizationSpec(**given)
+    assert spec.observer_cls is expected
+    assert type(spec.make_observer()) is expected
+
+
+def test_observer_by_name_or_of_ones_own():
+    class Own(ObserverBase):
+        pass
+
+    given = {"dtype": "int8", "qscheme": "per_tensor"}
+    named = QuantizationSpec(**given, observer_cls="PerTensorMinMaxObserver")
+    assert named.observer_cls is PerTensorMinMaxObserver
+    assert type(QuantizationSpec(**given, observer_cls=Own).make_observer()) is Own
+
+
+def test_scheme_has_the_defaults_of_what_is_left_out():
+    scheme = QuantizationSpec("int8", qscheme="per_tensor").scheme
+    assert scheme.qscheme is QSchemeType.per_tensor
+    assert scheme.symmetric and not scheme.per_token and not scheme.float_zero_point
+    assert scheme.rounding is RoundType.half_even
+    assert scheme.scale_dtype is torch.float32
+
+
+def test_scheme_takes_every_field():
+    scheme = QuantizationSpec(
+        "uint4",
+        **GROUP,
+        symmetric=False,
+        round_method="floor",
+        scale_type="float16",
+        zero_point_type="float32",
+    ).scheme
+    assert scheme.fmt is Dtype.uint4.value
+    assert (scheme.qscheme, scheme.axis, scheme.group) == (QSchemeType.per_group, -1, 32)
+    assert not scheme.symmetric and scheme.float_zero_point
+    assert (scheme.rounding, scheme.scale_dtype) == (RoundType.floor, torch.float16)
+
+
+def test_per_channel_is_per_token_when_dynamic():
+    static = QuantizationSpec("int8", qscheme="per_channel", ch_axis=1, is_dynamic=False)
+    dynamic = QuantizationSpec("int8", qscheme="per_channel", ch_axis=1, is_dynamic=True)
+    assert not static.scheme.per_token
+    assert dynamic.scheme.per_token
+    assert dynamic.for_parameter() == static
+    assert static.for_parameter() is static
+
+
+@pytest.mark.parametrize("size", [1, 128, -1])
+def test_set_group_size(size):
+    spec = QuantizationSpec("int4", **GROUP)
+    spec.set_group_size(size)
+    assert spec.group_size == spec.scheme.group == size
+
+
+@pytest.mark.parametrize("size", [0, -2])
+def test_set_group_size_refuses(size):
+    spec = QuantizationSpec("int4", **GROUP)
+    with pytest.raises(ValueError, match=f"group_size={size}: give a positive number, or -1"):
+        spec.set_group_size(size)
+    assert spec.group_size == 32
+
+
+def test_both_spellings_are_one_class():
+    assert QTensorConfig is QuantizationSpec

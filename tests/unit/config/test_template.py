@@ -1,0 +1,155 @@
+"""Configurations of language models from names."""
+
+from dataclasses import replace
+
+import pytest
+from torch import nn
+
+from quark.torch import LLMTemplate
+from quark.torch.quantization.config.algo import AWQConfig, GPTQConfig, SmoothQuantConfig
+from quark.torch.quantization.config.config import Config, QuantizationConfig
+from quark.torch.quantization.config.match import config_for
+from quark.torch.quantization.config.presets import kv_cache_scheme, scheme, scheme_names
+from quark.torch.quantization.config.template import with_kv_cache
+
+K0 = "model.layers.0.self_attn.k_proj"
+
+
+@pytest.fixture(autouse=True)
+def registries(monkeypatch):
+    """What a test registers is forgotten after it."""
+    monkeypatch.setattr(LLMTemplate, "_registered", {})
+    monkeypatch.setattr(LLMTemplate, "_schemes", {})
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "a-model-nobody-has-heard-of"])
+def test_any_model_type_has_a_template(model_type):
+    template = LLMTemplate.get(model_type)
+    assert template.model_type == model_type
+    config = template.get_config("int8_wo")
+    assert config.global_quant_config == scheme("int8_wo")
+    assert config.exclude == ["lm_head"]
+    assert config.layer_quant_config == config.kv_cache_quant_config == {}
+    assert config.algo_config is None
+
+
+@pytest.mark.parametrize("name", scheme_names())
+def test_every_scheme(name):
+    assert LLMTemplate.get("llama").get_config(scheme=name).global_quant_config == scheme(name)
+
+
+def test_list_available():
+    LLMTemplate.register_template(LLMTemplate("aa_own"))
+    available = LLMTemplate.list_available()
+    assert {"llama", "qwen3", "gpt2", "aa_own"} <= set(available)
+    assert available == sorted(set(available))
+
+
+def test_registered_template():
+    own = LLMTemplate(
+        "gpt2", kv_layers_name=["*c_attn"], q_layer_name="*c_attn", exclude_layers_name=[]
+    )
+    LLMTemplate.register_template(own)
+    assert LLMTemplate.get("gpt2") is own
+    config = LLMTemplate.get("gpt2").get_config("fp8", kv_cache_scheme="fp8")
+    assert config.exclude == []
+    assert config.kv_cache_group == ["*c_attn"]
+    assert LLMTemplate.get("llama") is not own
+
+
+def test_registered_scheme():
+    own = QuantizationConfig(weight=scheme("int2_wo_32").weight)
+    LLMTemplate.register_scheme("own", own)
+    assert LLMTemplate.get_supported_schemes() == [*scheme_names(), "own"]
+    assert LLMTemplate.get("llama").get_config("own").global_quant_config == own
+    by_layer = LLMTemplate.get("llama").get_config("int8", layer_config={"*q_proj": "own"})
+    assert by_layer.layer_quant_config == {"*q_proj": own}
+    LLMTemplate.unregister_scheme("own")
+    assert LLMTemplate.get_supported_schemes() == scheme_names()
+    with pytest.raises(ValueError, match="quant_scheme: 'own' is unknown"):
+        LLMTemplate.get("llama").get_config("own")
+
+
+def test_unregistering_what_is_not_registered():
+    LLMTemplate.register_scheme("own_scheme", scheme("int8"))
+    with pytest.raises(ValueError, match=r"registered scheme: 'own_shceme'.*'own_scheme'"):
+        LLMTemplate.unregister_scheme("own_shceme")
+
+
+def test_layers_types_and_exclusions():
+    config = LLMTemplate.get("llama").get_config(
+        "int8",
+        layer_config={"*.1.*": "fp8", "*q_proj": "int4_wo_32"},
+        layer_type_config={nn.Conv2d: "int8_wo"},
+        exclude_layers=["*down_proj"],
+        shared_scale_groups=[["q_proj", "k_proj"]],
+    )
+    assert list(config.layer_quant_config) == ["*.1.*", "*q_proj"]
+    assert config.layer_quant_config["*q_proj"] == scheme("int4_wo_32")
+    assert config.layer_type_quant_config == {nn.Conv2d: scheme("int8_wo")}
+    assert config.exclude == ["*down_proj"]
+    assert config.shared_scale_groups == [["q_proj", "k_proj"]]
+    assert LLMTemplate.get("llama").get_config("int8", exclude_layers=[]).exclude == []
+
+
+def test_algorithms_by_name():
+    def algorithms(*given, **options):
+        return LLMTemplate.get("llama").get_config("int8", *given, **options).algo_config
+
+    own = GPTQConfig(block_size=64)
+    assert algorithms("awq") == [AWQConfig()]
+    assert algorithms(["smoothquant", "gptq"]) == [SmoothQuantConfig(), GPTQConfig()]
+    assert algorithms(["smooth", "gptq"], algo_configs={"gptq": own}) == [SmoothQuantConfig(), own]
+    smooth = SmoothQuantConfig(alpha=0.5)
+    assert algorithms("smoothquant", algo_configs={"smoothquant": smooth}) == [smooth]
+    assert algorithms("smoothquant", algo_configs={"smooth": smooth}) == [smooth]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"scheme": "int8_w"}, "quant_scheme: 'int8_w'.*Did you mean 'int8_wo'"),
+        ({"scheme": "int8", "kv_cache_scheme": "pf8"}, "kv_cache_scheme: 'pf8'.*'fp8'"),
+        ({"scheme": "int8", "layer_config": {"*": "fp9"}}, "quant_scheme: 'fp9'"),
+        ({"scheme": "int8", "algorithm": "gtpq"}, "algorithm: 'gtpq'.*Did you mean 'gptq'"),
+        ({"scheme": "int8", "attention_scheme": "fp8"}, "attention_scheme is not supported"),
+    ],
+    ids=["scheme", "cache", "layer", "algorithm", "attention"],
+)
+def test_refused(given, said):
+    with pytest.raises(ValueError, match=said):
+        LLMTemplate.get("llama").get_config(**given)
+
+
+def test_cache():
+    config = LLMTemplate.get("llama").get_config("int8_wo", kv_cache_scheme="fp8", min_kv_scale=0.5)
+    cached = replace(scheme("int8_wo"), output_tensors=kv_cache_scheme("fp8"))
+    assert config.kv_cache_quant_config == {"*k_proj": cached, "*v_proj": cached}
+    assert config.layer_quant_config == config.kv_cache_quant_config
+    assert config.kv_cache_group == ["*k_proj", "*v_proj"]
+    assert config.min_kv_scale == 0.5
+    assert config_for(K0, nn.Linear, config) == cached
+    assert config_for("model.layers.0.self_attn.q_proj", nn.Linear, config) == scheme("int8_wo")
+
+
+def test_cache_of_excluded_layers_quantizes_their_outputs_alone():
+    config = with_kv_cache(Config(scheme("int8_wo"), exclude=["*k_proj"]), ["*k_proj"], "fp8")
+    expected = QuantizationConfig(output_tensors=kv_cache_scheme("fp8"))
+    assert config.kv_cache_quant_config == {"*k_proj": expected}
+    assert config_for(K0, nn.Linear, config) == expected
+
+
+@pytest.mark.parametrize("pattern", ["*k_proj", "*.0.*", "*self_attn*"])
+def test_cache_keeps_the_scheme_that_a_layer_was_given(pattern):
+    config = LLMTemplate.get("llama").get_config(
+        "int8_wo", layer_config={pattern: "int4_wo_32"}, kv_cache_scheme="fp8"
+    )
+    assert config_for(K0, nn.Linear, config) == replace(
+        scheme("int4_wo_32"), output_tensors=kv_cache_scheme("fp8")
+    )
+
+
+def test_cache_leaves_the_given_configuration_alone():
+    config = Config(scheme("int8_wo"))
+    with_kv_cache(config, ["*k_proj"], "fp8", min_kv_scale=0.5)
+    assert config == Config(scheme("int8_wo"))
