@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 import traceback
 import warnings
@@ -15,9 +16,17 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 
-out = Console(highlight=False)
+WIDTH = 120  # of what is not a terminal, unless COLUMNS says otherwise
+
+
+def _width() -> int | None:
+    return None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDTH
+
+
+out = Console(highlight=False, width=_width())
 err = Console(stderr=True, highlight=False)
 
 _is_verbose = False
@@ -113,6 +122,11 @@ def facts(rows: dict[str, str]) -> Table:
     for name, value in rows.items():
         grid.add_row(f"  {name}", value)
     return grid
+
+
+def say(text: str) -> None:
+    """Print a paragraph between margins."""
+    out.print(Padding(text, (0, 2)))
 
 
 def show_code(*lines: str) -> None:

@@ -41,19 +41,22 @@ change from the original. Both models are given the very same windows of tokens.
 
   On text of your own, all of it, in windows of 2048 tokens:
 
-    [cyan]quark evaluate my-model-int4 --original my-model --dataset my.txt --seq_len 2048 --limit 0[/cyan]
-"""  # noqa: E501 - a command is not broken
+    [cyan]quark evaluate my-model-int4 --original my-model --dataset my.txt \\
+      --seq_len 2048 --limit 0[/cyan]
+"""
 
 _text, _model = panel("Text"), panel("Model")
 
 ModelDir = Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Directory of the model.")]
 Original = Annotated[
-    Path | None, _model("--original", help="Directory of the model it was quantized from.")
+    Path | None,
+    _model("--original", metavar="DIR", help="Directory of the model it was quantized from."),
 ]
 Dataset = Annotated[
     str | None,
     _text(
         "--dataset",
+        metavar="FILE",
         help="A .txt, .jsonl, .json, .csv or .parquet file, or the name of a dataset. Without it: "
         f"held-out {models.EMBEDDED}.",
     ),
@@ -62,12 +65,15 @@ SeqLen = Annotated[
     int | None,
     _text(
         "--seq_len",
+        metavar="N",
         min=2,
-        help=f"Tokens of a window: {SEQ_LEN}, or less if the model takes less.",
+        help=f"Tokens of a window: {SEQ_LEN}, or what the model takes if that is less.",
     ),
 ]
-Limit = Annotated[int, _text("--limit", min=0, help="Most windows; 0 for all.")]
-BatchSize = Annotated[int, _text("--batch_size", min=1, help="Windows that run together.")]
+Limit = Annotated[int, _text("--limit", metavar="N", min=0, help="Most windows; 0 for all.")]
+BatchSize = Annotated[
+    int, _text("--batch_size", metavar="N", min=1, help="Windows that run together.")
+]
 
 
 def register(app: typer.Typer) -> None:

@@ -3,40 +3,22 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.markup import escape
 
-from quark import __version__
 from quark.cli import console, models
+from quark.cli.configs import excluding_head, make_config, needs_data
 from quark.cli.options import EVAL_WINDOWS, SEQ_LEN
-from quark.cli.request import (
-    Request,
-    check_flags,
-    check_places,
-    excluding_head,
-    layer_configs,
-    make_config,
-)
+from quark.cli.outline import Outcome, show_outcome, show_plan
+from quark.cli.request import Request, check_flags, check_places
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from quark.torch.quantization.config.config import Config
-
-
-@dataclass
-class _Outcome:
-    """What is told in the end."""
-
-    linears: int
-    seconds: float
-    shared: int
-    before: float | None = None
-    after: float | None = None
 
 
 def run(request: Request) -> None:
@@ -56,7 +38,7 @@ def run(request: Request) -> None:
     config = make_config(request, str(described.get("model_type", "")))
     device = models.pick_device(request.device)
     length = models.window_length(described, request.seq_len, SEQ_LEN)
-    _show_plan(request, config, described, length)
+    show_plan(request, config, described, length)
     tokenizer, calibration, evaluation = _read_text(request, config, length)
     with console.stage("loading the model", spinner=True):
         model = models.load_model(
@@ -65,22 +47,16 @@ def run(request: Request) -> None:
     outcome = _work(request, model, config, calibration, evaluation)
     with console.stage("writing the checkpoint"):
         _export(request, model, tokenizer)
-    _show_outcome(request, outcome)
-
-
-def _needs_data(config: Config) -> bool:
-    from quark.torch.quantization.calibrate import needs_data
-
-    return needs_data(layer_configs(config))
+    show_outcome(request, outcome)
 
 
 def _read_text(
     request: Request, config: Config, length: int
 ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None]:
     """Return tokenizer, windows to calibrate on and windows to evaluate on, where needed."""
-    needs_data = _needs_data(config)
+    is_calibrated = needs_data(config)
     trust = request.trust_remote_code
-    if not needs_data and request.skip_evaluation:
+    if not is_calibrated and request.skip_evaluation:
         try:  # only to be written beside the model
             return models.load_tokenizer(request.model_dir, "--model_dir", trust), None, None
         except typer.BadParameter:
@@ -88,7 +64,7 @@ def _read_text(
     calibration = evaluation = None
     with console.stage("reading text"):
         tokenizer = models.load_tokenizer(request.model_dir, "--model_dir", trust)
-        if needs_data:
+        if is_calibrated:
             calibration = models.text_windows(
                 request.dataset, "--dataset", tokenizer, length, request.num_calib_data, False
             )
@@ -106,7 +82,7 @@ def _work(
     config: Config,
     calibration: torch.Tensor | None,
     evaluation: torch.Tensor | None,
-) -> _Outcome:
+) -> Outcome:
     """Quantize and freeze the model in place, and measure it before and after."""
     from quark.torch.quantization.api import ModelQuantizer
     from quark.torch.quantization.nn.operators import OPERATORS
@@ -116,14 +92,14 @@ def _work(
     _check_cache(model, config)
     if request.weight_matrix_merge:
         config = replace(config, shared_scale_groups=_siblings(model))
-    outcome = _Outcome(
+    outcome = Outcome(
         linears=sum(type(module) in OPERATORS for module in model.modules()),
         seconds=0.0,
         shared=len(config.shared_scale_groups),
     )
     if evaluation is not None:
         outcome.before = _perplexity(model, evaluation, "perplexity of the original")
-    batches = None if calibration is None else list(calibration.split(request.batch_size))
+    batches = None if calibration is None else [*torch.split(calibration, request.batch_size)]
     start = time.monotonic()
     with console.stage("quantizing"):
         model = ModelQuantizer.freeze(ModelQuantizer(config).quantize_model(model, batches))
@@ -178,61 +154,3 @@ def _export(request: Request, model: nn.Module, tokenizer: Any) -> None:
         exporter.export_quark_model(model)
     else:
         exporter.export_safetensors_model(model, tokenizer=tokenizer)
-
-
-def _show_plan(request: Request, config: Config, described: dict[str, Any], length: int) -> None:
-    from quark.torch.report.summary import describe, describe_layer
-
-    size = console.in_bytes(models.weight_bytes(request.model_dir))
-    kind = described.get("model_type", "unknown type")
-    main = describe_layer(config.global_quant_config)
-    rows = {"model": f"{request.model_dir}  ({kind}, {size})"}
-    rows["scheme"] = str(request.quant_scheme or request.config)
-    rows |= {"  weights": main.weight, "  inputs": main.input, "  outputs": main.output}
-    cache = next(iter(config.kv_cache_quant_config.values()), None)
-    rows["  cache"] = "" if cache is None else describe(cache.output_tensors)
-    for pattern, scheme in request.layer_schemes:
-        rows[f"  {pattern}"] = scheme
-    head = request.config is None and request.exclude_layers is None
-    rows["left alone"] = "the output head" if head else ", ".join(config.exclude) or "nothing"
-    source = request.dataset or models.EMBEDDED
-    rows["calibration"] = (
-        f"up to {request.num_calib_data} windows of {length} tokens: {source}"
-        if _needs_data(config)
-        else "none needed: no static ranges of activations"
-    )
-    rows["evaluation"] = (
-        ""
-        if request.skip_evaluation
-        else f"up to {request.num_eval_data or EVAL_WINDOWS} windows of {length} tokens: "
-        + (request.eval_data or f"held-out {models.EMBEDDED}")
-    )
-    how = f"{request.model_export}, {request.export_weight_format}"
-    rows["output"] = f"{request.output_dir}  ({how})"
-    console.out.print(f"\n[bold]quark {__version__}[/] quantize")
-    console.out.print(console.facts({k: escape(v) for k, v in rows.items() if v}), "")
-
-
-def _show_outcome(request: Request, outcome: _Outcome) -> None:
-    summary, _ = models.read_summary(request.output_dir)
-    before = models.weight_bytes(request.model_dir)
-    after = models.weight_bytes(request.output_dir)
-    left = outcome.linears - len(summary.layers)
-    rows = {
-        "layers": f"{len(summary.layers)} quantized, {left} left alone",
-        "bits per weight": console.in_bits(summary.bits_per_weight),
-        "size on disk": f"{console.in_bytes(before)} → {console.in_bytes(after)} "
-        f"({100 * after / before:.0f} %)",
-        "calibration": f"{outcome.seconds:.1f} s",
-    }
-    if outcome.shared:
-        rows["shared scales"] = f"{outcome.shared} groups of layers"
-    if outcome.before is not None and outcome.after is not None:
-        change = console.in_percent(outcome.after, outcome.before)
-        rows["perplexity"] = f"{outcome.before:.2f} → {outcome.after:.2f} ({change})"
-    console.out.print("", console.facts(rows), "\n  Load it:")
-    if request.model_export == "quark_format":
-        line = f"quark.torch.ModelImporter({str(request.output_dir)!r}).import_model_info(model)"
-        console.show_code(f"{line}  # model: of the same architecture, empty")
-    else:
-        console.show_code(f"AutoModelForCausalLM.from_pretrained({str(request.output_dir)!r})")

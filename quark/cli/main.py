@@ -21,12 +21,13 @@ Make a Hugging Face model smaller, see what it costs, and load it anywhere.
 
 [bold]Then with a model of yours[/bold], a directory as save_pretrained writes it:
 
-    [cyan]quark quantize --model_dir my-model --output_dir my-model-int4 --quant_scheme int4_wo_128[/cyan]
+    [cyan]quark quantize --model_dir my-model --output_dir my-model-int4 \\
+      --quant_scheme int4_wo_128[/cyan]
 
     [cyan]quark evaluate my-model-int4 --original my-model[/cyan]
 
     [cyan]quark inspect my-model-int4[/cyan]
-"""  # noqa: E501 - a command is not broken
+"""
 
 EXIT_FAILURE, EXIT_INTERRUPTED = 1, 130
 
@@ -49,8 +50,17 @@ class Program(TyperGroup):
         except Exception as error:
             return console.report(error)
         if code == EXIT_INTERRUPTED:
-            console.err.print("Interrupted. Nothing was written.")
+            console.err.print("Interrupted. Nothing is left half-written.")
         return code if isinstance(code, int) else 0
+
+
+ALIASES = {"kv_cache_quant_scheme": "kv_cache_dtype"}
+
+
+def normalize(name: str) -> str:
+    """Return the one spelling of the name of a flag: ``model_dir`` for ``model-dir``."""
+    name = name.replace("-", "_")
+    return ALIASES.get(name, name)
 
 
 app = typer.Typer(
@@ -61,8 +71,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={
         "help_option_names": ["-h", "--help"],
-        # --model-dir is --model_dir
-        "token_normalize_func": lambda token: token.replace("-", "_"),
+        "token_normalize_func": normalize,
     },
 )
 

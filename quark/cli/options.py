@@ -31,6 +31,27 @@ class Device(str, Enum):
     cuda = "cuda"
 
 
+class ModelExport(str, Enum):
+    """Kind of files that are written."""
+
+    hf_format = "hf_format"
+    quark_format = "quark_format"
+
+
+class WeightFormat(str, Enum):
+    """What is stored of quantized weights."""
+
+    real_quantized = "real_quantized"
+    fake_quantized = "fake_quantized"
+
+
+class PackMethod(str, Enum):
+    """How 4-bit codes lie in a word."""
+
+    reorder = "reorder"
+    order = "order"
+
+
 def panel(name: str) -> Any:
     """Return what makes options of one panel of the help."""
 
@@ -44,10 +65,15 @@ _model, _other = panel("Model"), panel("Other")
 
 DataTypeFlag = Annotated[
     DataType,
-    _model("--data_type", help="Type in which the model is loaded; auto: the type it is stored in."),
+    _model(
+        "--data_type",
+        metavar="TYPE",
+        help="Type in which the model is loaded: float16, bfloat16, float32, or that it has.",
+    ),
 ]
 DeviceFlag = Annotated[
-    Device, _model("--device", help="Where to run; auto: on a GPU if there is one.")
+    Device,
+    _model("--device", metavar="DEVICE", help="cpu, cuda, or auto: on a GPU if there is one."),
 ]
 TrustRemoteCode = Annotated[
     bool, _model("--trust_remote_code", help="Run Python code that comes with the model.")

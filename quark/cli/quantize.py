@@ -17,8 +17,11 @@ from quark.cli.options import (
     Device,
     DeviceFlag,
     ManyValues,
+    ModelExport,
+    PackMethod,
     TrustRemoteCode,
     Verbose,
+    WeightFormat,
     panel,
 )
 from quark.cli.request import Request
@@ -34,42 +37,26 @@ The output head stays as it is unless [cyan]--exclude_layers[/cyan] says otherwi
 
   4-bit weights, a quarter of the size of 16 bits:
 
-    [cyan]quark quantize --model_dir llama --output_dir llama-int4 --quant_scheme int4_wo_128[/cyan]
+    [cyan]quark quantize --model_dir llama --output_dir llama-int4 \\
+      --quant_scheme int4_wo_128[/cyan]
 
   8-bit floats with the key-value cache in 8 bits too, calibrated on text of your own:
 
-    [cyan]quark quantize --model_dir llama --output_dir llama-fp8 --quant_scheme fp8 --kv_cache_dtype fp8 --dataset my.txt --weight_matrix_merge[/cyan]
+    [cyan]quark quantize --model_dir llama --output_dir llama-fp8 \\
+      --quant_scheme fp8 --kv_cache_dtype fp8 --dataset my.txt \\
+      --weight_matrix_merge[/cyan]
 
   4 bits, but 8 for the layers that matter most, and all layers but one block:
 
-    [cyan]quark quantize --model_dir llama --output_dir mixed --quant_scheme int4_wo_64 --layer_quant_scheme "*down_proj" int8_wo --exclude_layers lm_head "*.layers.0.*"[/cyan]
+    [cyan]quark quantize --model_dir llama --output_dir mixed \\
+      --quant_scheme int4_wo_64 --layer_quant_scheme "*down_proj" int8_wo \\
+      --exclude_layers lm_head "*.layers.0.*"[/cyan]
 
 Flags can be written with dashes as well ([cyan]--model-dir[/cyan]).
-"""  # noqa: E501 - a command is not broken
+"""
 
 _model, _scheme = panel("Model"), panel("What is quantized how")
 _data, _output, _evaluation = panel("Calibration"), panel("Output"), panel("Evaluation")
-
-
-class ModelExport(str, Enum):
-    """Kind of files that are written."""
-
-    hf_format = "hf_format"
-    quark_format = "quark_format"
-
-
-class WeightFormat(str, Enum):
-    """What is stored of quantized weights."""
-
-    real_quantized = "real_quantized"
-    fake_quantized = "fake_quantized"
-
-
-class PackMethod(str, Enum):
-    """How 4-bit codes lie in a word."""
-
-    reorder = "reorder"
-    order = "order"
 
 
 class _Command(ManyValues):
@@ -81,29 +68,43 @@ def register(app: typer.Typer) -> None:
     app.command("quantize", cls=_Command, help=HELP)(quantize)
 
 
-ModelDir = Annotated[Path, _model("--model_dir", help="Directory of the model to quantize.")]
-OutputDir = Annotated[Path, _output("--output_dir", help="Directory to write.")]
+ModelDir = Annotated[
+    Path, _model("--model_dir", metavar="DIR", help="Directory of the model to quantize.")
+]
+OutputDir = Annotated[Path, _output("--output_dir", metavar="DIR", help="Directory to write.")]
 QuantScheme = Annotated[
-    str | None, _scheme("--quant_scheme", help="Scheme of all layers; see 'quark schemes'.")
+    str | None,
+    _scheme("--quant_scheme", metavar="NAME", help="Scheme of all layers; see 'quark schemes'."),
 ]
 ConfigFile = Annotated[
     Path | None,
-    _scheme("--config", help="JSON file of a Config (Config.to_dict), instead of a scheme."),
+    _scheme(
+        "--config",
+        metavar="FILE",
+        help="A Config as JSON (what Config.to_dict returns), instead of a scheme.",
+    ),
 ]
 GroupSize = Annotated[
     int | None,
-    _scheme("--group_size", min=1, help="Weights of a group, for schemes that leave it open: 128."),
+    _scheme(
+        "--group_size",
+        metavar="N",
+        min=1,
+        help="Weights of a group: 128, for schemes whose name does not say it.",
+    ),
 ]
 KvCacheDtype = Annotated[
     str | None,
     _scheme(
         "--kv_cache_dtype",
-        "--kv_cache_quant_scheme",
-        help="Quantize the key-value cache too, such as fp8 or int8_per_tensor_static.",
+        metavar="NAME",
+        help="Quantize the key-value cache too, by fp8 or another scheme of 'quark schemes' "
+        "(--kv_cache_quant_scheme is the same).",
     ),
 ]
 MinKvScale = Annotated[
-    float | None, _scheme("--min_kv_scale", min=0.0, help="Smallest scale of that cache.")
+    float | None,
+    _scheme("--min_kv_scale", metavar="X", min=0.0, help="Smallest scale of that cache."),
 ]
 LayerQuantScheme = Annotated[
     list[str] | None,
@@ -133,31 +134,49 @@ Dataset = Annotated[
     str | None,
     _data(
         "--dataset",
+        metavar="FILE",
         help="Text that static ranges are measured on: a .txt, .jsonl, .json, .csv or .parquet "
         f"file, or the name of a dataset. Without it: {EMBEDDED}.",
     ),
 ]
-NumCalibData = Annotated[int, _data("--num_calib_data", min=1, help="Most windows of that text.")]
+NumCalibData = Annotated[
+    int, _data("--num_calib_data", metavar="N", min=1, help="Most windows of that text.")
+]
 SeqLen = Annotated[
     int | None,
     _data(
         "--seq_len",
+        metavar="N",
         min=2,
-        help=f"Tokens of a window: {SEQ_LEN}, or less if the model takes less.",
-        show_default=False,
+        help=f"Tokens of a window: {SEQ_LEN}, or what the model takes if that is less.",
     ),
 ]
-BatchSize = Annotated[int, _data("--batch_size", min=1, help="Windows that run together.")]
+BatchSize = Annotated[
+    int, _data("--batch_size", metavar="N", min=1, help="Windows that run together.")
+]
 ModelExportFlag = Annotated[
     ModelExport,
-    _output("--model_export", help="hf_format: safetensors; quark_format: the native format."),
+    _output(
+        "--model_export",
+        metavar="FORMAT",
+        help="hf_format (safetensors) or quark_format (the native format).",
+    ),
 ]
 WeightFormatFlag = Annotated[
     WeightFormat,
-    _output("--export_weight_format", help="Packed codes, or floats that hold their values."),
+    _output(
+        "--export_weight_format",
+        metavar="FORMAT",
+        help="real_quantized (packed codes) or fake_quantized (floats that hold their values).",
+    ),
 ]
 PackMethodFlag = Annotated[
-    PackMethod, _output("--pack_method", help="How 4-bit codes lie in a word.")
+    PackMethod,
+    _output(
+        "--pack_method",
+        metavar="ORDER",
+        help="How 4-bit codes lie in a word: reorder (interleaved) or order.",
+    ),
 ]
 Overwrite = Annotated[
     bool, _output("--overwrite", help="Replace the output directory, once all went well.")
@@ -167,11 +186,15 @@ SkipEvaluation = Annotated[
 ]
 EvalData = Annotated[
     str | None,
-    _evaluation("--eval_data", help="Text to measure it on, as for --dataset; held-out otherwise."),
+    _evaluation(
+        "--eval_data",
+        metavar="FILE",
+        help="Text to measure it on, as for --dataset; held-out otherwise.",
+    ),
 ]
 NumEvalData = Annotated[
     int | None,
-    _evaluation("--num_eval_data", min=1, help=f"Most windows of it: {EVAL_WINDOWS}."),
+    _evaluation("--num_eval_data", metavar="N", min=1, help=f"Most windows of it: {EVAL_WINDOWS}."),
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import typer
+from rich.table import Table
 
 from quark.cli import console
 from quark.cli.options import Json
@@ -13,7 +14,8 @@ HELP = """
 List the schemes a model can be quantized by.
 
 The columns say what is quantized: the weights of every layer, the tensors that go in, those that
-come out. [cyan]data[/cyan] marks schemes whose ranges are measured on text beforehand.
+come out. [cyan]data[/cyan] marks those whose ranges are measured on text beforehand. A name that
+ends in a group size takes any other just as well: [cyan]int4_wo_16[/cyan].
 
 [bold]Examples[/bold]
 
@@ -34,13 +36,8 @@ def schemes(as_json: Json = False) -> None:
     if as_json:
         console.as_json({"quant_scheme": layers, "kv_cache_dtype": caches})
         return
-    table = console.table("--quant_scheme")
-    for column in ("name", "weights", "inputs", "outputs", "data"):
-        table.add_column(column, no_wrap=column == "name")
-    for row in layers:
-        data = "yes" if row["needs_data"] else ""
-        table.add_row(row["name"], row["weight"], row["input"], row["output"], data)
-    console.out.print("", table)
+    console.out.print("", _current([row for row in layers if not _is_earlier(row["name"])]))
+    console.out.print(_earlier([row for row in layers if _is_earlier(row["name"])]))
     table = console.table("--kv_cache_dtype")
     table.add_column("name")
     table.add_column("cached keys and values")
@@ -49,13 +46,37 @@ def schemes(as_json: Json = False) -> None:
     console.out.print(table)
 
 
+def _current(rows: list[dict[str, Any]]) -> Table:
+    table = console.table("--quant_scheme")
+    table.add_column("name", no_wrap=True)
+    for column in ("weights", "inputs", "data"):
+        table.add_column(column)
+    for row in rows:
+        table.add_row(row["name"], row["weight"], row["input"], "yes" if row["needs_data"] else "")
+    return table
+
+
+def _earlier(rows: list[dict[str, Any]]) -> Table:
+    table = console.table("--quant_scheme, names of earlier versions")
+    table.add_column("name", no_wrap=True)
+    table.add_column("weights, inputs, outputs")
+    for row in rows:
+        words = (row[tensor] for tensor in ("weight", "input", "output"))
+        table.add_row(row["name"], ", ".join(word for word in words if word))
+    return table
+
+
+def _is_earlier(name: str) -> bool:
+    return name.startswith("w_")
+
+
 def _layers() -> list[dict[str, Any]]:
     from quark.torch.quantization.calibrate import needs_data
     from quark.torch.quantization.config.presets import scheme, scheme_names
     from quark.torch.report.summary import describe_layer
 
     rows = []
-    for name in sorted(scheme_names(), key=lambda name: (name.startswith("w_"), _by_size(name))):
+    for name in sorted(scheme_names(), key=lambda name: (_is_earlier(name), _by_size(name))):
         layer = scheme(name)
         words = describe_layer(layer)
         rows.append(

@@ -26,7 +26,6 @@ from quark.torch.export.reader import load
 from quark.torch.export.writer import collect, make_format
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.export import JsonExporterConfig
-from quark.torch.quantization.config.serialize import layer_from_dict, spec_to_dict
 from quark.torch.quantization.config.type import QuantizationMode
 from quark.torch.quantization.nn.mixin import QuantMixin
 from quark.torch.quantization.nn.packed import SHORT_NAMES, QParamsLinear
@@ -148,7 +147,7 @@ def _structure(model: nn.Module) -> dict[str, Any]:
         for tensor, key in _SPEC_KEYS.items():
             state = module.state(tensor) if quantized else None
             if state is not None:
-                leaf[key] = spec_to_dict(state.spec)
+                leaf[key] = state.spec.to_dict()
         branch = tree
         for part in name.split("."):
             branch = branch.setdefault(part, {})
@@ -166,4 +165,4 @@ def _leaves(tree: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _layer_config(leaf: dict[str, Any]) -> QuantizationConfig:
     specs = {t: leaf.get(key) for t, key in _SPEC_KEYS.items()}
-    return layer_from_dict(specs)
+    return QuantizationConfig.from_dict(specs)

@@ -3,18 +3,20 @@
 All arithmetic is float32 whatever the type of the tensor. Values are multiplied by the reciprocal
 of the scale, as ``torch.fake_quantize_per_tensor_affine`` does; dividing instead would move a few
 exact ties. (Scales that are powers of two divide: it is exact, and their reciprocal could
-overflow.) Integers of more than 24 bits need float64. On a CPU the work goes through pieces that stay in the cache.
+overflow.) Integers of more than 24 bits need float64. On a CPU the work goes through pieces that
+stay in the cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from quark.torch.numerics.codec import decode, encode
-from quark.torch.numerics.rounding import round_, round_to_grid_
+from quark.torch.numerics.rounding import RoundType, round_, round_to_grid_
 from quark.torch.numerics.scales import block_range, qparams_from_range
 from quark.torch.numerics.scheme import Scheme
 
@@ -39,6 +41,19 @@ def quantize(
     if not fmt.scaled:
         return _cast(x, fmt.code_dtype)
     return _map(_to_codes, x, scale, zero_point, scheme, fmt.code_dtype)
+
+
+def codes_of(
+    values: torch.Tensor,
+    scale: torch.Tensor | None,
+    zero_point: torch.Tensor | None,
+    scheme: Scheme,
+) -> torch.Tensor:
+    """Return the codes of values that are quantized already: the nearest, whatever the rounding.
+
+    Rounding down, say, a value may lie a float32 step below its code and would lose a whole one.
+    """
+    return quantize(values, scale, zero_point, replace(scheme, rounding=RoundType.half_even))
 
 
 def dequantize(

@@ -67,8 +67,8 @@ class ModelQuantizer:
                 "The configuration has static activation ranges: pass a dataloader to "
                 "quantize_model, or set is_dynamic=True."
             )
-        prepare(model, layers)
         try:
+            prepare(model, layers)
             calibrate_parameters(model)
             if run_data and dataloader is not None:
                 calibrate_activations(model, dataloader)

@@ -166,9 +166,9 @@ def describe(spec: QuantizationSpec | None, is_weight: bool = False) -> str:
     """
     if spec is None:
         return ""
+    spec = spec.for_parameter() if is_weight else spec
     if not spec.fmt.scaled or spec.qscheme is None:
         return spec.dtype.name
-    spec = spec.for_parameter() if is_weight else spec
     words = [spec.dtype.name]
     words.append("per token" if spec.scheme.per_token else _GRANULARITY[spec.qscheme])
     if spec.qscheme is QSchemeType.per_group:

@@ -19,7 +19,6 @@ from quark.torch.quantization.config.algo import (
 from quark.torch.quantization.config.config import Config, QuantizationConfig, QuantizationSpec
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.presets import KV_CACHE_SCHEMES, scheme, scheme_names
-from quark.torch.quantization.config.serialize import config_from_dict, config_to_dict
 from quark.torch.quantization.config.spec import SPEC_CLASSES
 from quark.torch.quantization.config.template import LLMTemplate
 from quark.torch.quantization.config.type import DeviceType, QuantFlow
@@ -75,7 +74,7 @@ def test_preset_round_trip(name, kv_cache_scheme):
     config = LLMTemplate.get("llama").get_config(
         name, kv_cache_scheme=kv_cache_scheme, min_kv_scale=0.25
     )
-    assert config_from_dict(through_json(config_to_dict(config, everything=True))) == config
+    assert Config.from_dict(through_json(config.to_dict(everything=True))) == config
     layout = config.to_dict()
     assert list(layout) == CONFIG_KEYS
     read = Config.from_dict(through_json(layout))
@@ -117,7 +116,7 @@ def test_every_field_survives():
     fields = set(Config.__dataclass_fields__) - {"pre_quant_opt_config"}
     same = {f for f in fields if getattr(config, f) == getattr(plain, f)}
     assert not same, "give these a value other than the default"
-    assert config_from_dict(through_json(config_to_dict(config, everything=True))) == config
+    assert Config.from_dict(through_json(config.to_dict(everything=True))) == config
 
 
 @pytest.mark.parametrize("name", SPEC_CLASSES)

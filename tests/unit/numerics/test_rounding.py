@@ -4,6 +4,7 @@ import math
 from bisect import bisect_right
 from fractions import Fraction
 from functools import cache
+from itertools import pairwise
 
 import ml_dtypes
 import numpy as np
@@ -71,7 +72,7 @@ def same(a, b):
 def midpoints(name):
     """Halfway between neighbours of the grid: exact in float32."""
     values = grid(name)
-    return torch.tensor([float((a + b) / 2) for a, b in zip(values, values[1:], strict=False)])
+    return torch.tensor([float((a + b) / 2) for a, b in pairwise(values)])
 
 
 def around(x):

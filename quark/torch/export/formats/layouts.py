@@ -9,7 +9,7 @@ import torch
 from quark.torch.numerics.blocks import QSchemeType
 from quark.torch.numerics.formats import Format
 from quark.torch.numerics.packing import pack, packed_size, unpack
-from quark.torch.numerics.qdq import dequantize, quantize
+from quark.torch.numerics.qdq import codes_of, dequantize
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.nn.packed import Declared, Stored
@@ -139,7 +139,7 @@ class ValueLayout:
         scale, zero_point = stored.get("scale"), stored.get("zero_point")
         codes = None
         if "" in stored:
-            codes = quantize(stored[""], scale, zero_point, spec.scheme)
+            codes = codes_of(stored[""], scale, zero_point, spec.scheme)
         return State(spec, codes, scale, zero_point)
 
     def value(

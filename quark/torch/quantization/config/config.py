@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from torch import nn
@@ -24,10 +23,14 @@ from quark.torch.quantization.config.algo import (
     RotationConfig,
     SmoothQuantConfig,
     SVDQuantConfig,
+    algo_config_from_dict,
     load_pre_optimization_config_from_file,
     load_quant_algo_config_from_file,
 )
 from quark.torch.quantization.config.export import JsonExporterConfig
+from quark.torch.quantization.config.layer import QLayerConfig, QuantizationConfig
+from quark.torch.quantization.config.names import one_of
+from quark.torch.quantization.config.serialize import known, plain
 from quark.torch.quantization.config.spec import (
     SPEC_CLASSES,
     DataTypeSpec,
@@ -35,12 +38,7 @@ from quark.torch.quantization.config.spec import (
     QuantizationSpec,
     member,
 )
-from quark.torch.quantization.config.type import (
-    DeviceType,
-    QSchemeType,
-    QuantFlow,
-    QuantizationMode,
-)
+from quark.torch.quantization.config.type import QuantFlow, QuantizationMode
 
 globals().update(SPEC_CLASSES)
 
@@ -71,62 +69,29 @@ __all__ = [
     "load_quant_algo_config_from_file",
 ]
 
-TENSORS = ("input_tensors", "output_tensors", "weight", "bias")
-
-
-@dataclass(eq=True)
-class QuantizationConfig:
-    """Which tensors of a layer are quantized and how. ``QLayerConfig`` is the same class.
-
-    Attributes:
-        input_tensors: Specification of the inputs, or None to leave them alone.
-        output_tensors: Specification of the outputs.
-        weight: Specification of the weight.
-        bias: Specification of the bias.
-        target_device: Accepted for compatibility.
-
-    Raises:
-        TypeError: Something other than a specification is given.
-        ValueError: Inputs or outputs are static per group.
-    """
-
-    input_tensors: QuantizationSpec | None = None
-    output_tensors: QuantizationSpec | None = None
-    weight: QuantizationSpec | None = None
-    bias: QuantizationSpec | None = None
-    target_device: DeviceType | None = None
-
-    def __post_init__(self) -> None:
-        self.target_device = member(DeviceType, self.target_device, "target_device")
-        for name, spec in self.specs():
-            if isinstance(spec, DataTypeSpec):
-                raise TypeError(
-                    f"{name}={type(spec).__name__}(...) is a helper: "
-                    "call .to_quantization_spec() on it."
-                )
-            if not isinstance(spec, QuantizationSpec):
-                raise TypeError(f"{name}: expected a QuantizationSpec, got {spec!r}.")
-            grouped = spec.qscheme is QSchemeType.per_group
-            if name.endswith("_tensors") and grouped and not spec.is_dynamic:
-                raise ValueError(
-                    f"{name}: activations have no static scale per group. Set is_dynamic=True."
-                )
-
-    def specs(self) -> Iterator[tuple[str, QuantizationSpec]]:
-        """Iterate over (tensor name, specification) of what is quantized."""
-        for name in TENSORS:
-            spec = getattr(self, name)
-            if spec is not None:
-                yield name, spec
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing is quantized."""
-        return not any(True for _ in self.specs())
-
-
-QLayerConfig = QuantizationConfig
 _ByName = dict[str, QuantizationConfig]
+
+# Module types that a file may name: nothing else is ever looked up.
+LAYER_TYPES: dict[str, type[nn.Module]] = {
+    cls.__name__: cls
+    for cls in (nn.Linear, nn.Conv2d, nn.ConvTranspose2d, nn.Embedding, nn.EmbeddingBag)
+}
+OLDEST = "0.8"  # the last version whose files do not say which they are of
+
+# Fields that the checkpoint layout has no key for: they act before it is written.
+_NOT_WRITTEN = {
+    "export",
+    "gpu_resident_blocks",
+    "keep_prequantized_layers",
+    "kv_cache_group",
+    "log_severity_level",
+    "min_kv_scale",
+    "pre_quant_opt_config",
+    "quant_flow",
+    "shared_scale_groups",
+    "sync_moe_expert_input_amax",
+}
+_FOREIGN_KEYS = {"quant_method"}
 
 
 @dataclass(eq=True)
@@ -229,11 +194,18 @@ class Config:
         """Patterns of the layers of one attention block that share one cache scale."""
         return self.kv_cache_group or list(self.kv_cache_quant_config)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the configuration as plain JSON types, in the layout of ``config.json``."""
-        from quark.torch.quantization.config.serialize import config_to_dict
+    def to_dict(self, everything: bool = False) -> dict[str, Any]:
+        """Return the configuration as plain JSON types, in the layout of ``config.json``.
 
-        return config_to_dict(self)
+        Args:
+            everything: Whether to keep also the fields that a checkpoint has no key for.
+        """
+        data: dict[str, Any] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if everything or f.name not in _NOT_WRITTEN or (f.name == "export" and value):
+                data[f.name] = _written(f.name, value)
+        return dict(sorted(data.items()))
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Config:
@@ -242,9 +214,13 @@ class Config:
         Raises:
             ValueError: A key or name is unknown; the nearest known one is named.
         """
-        from quark.torch.quantization.config.serialize import config_from_dict
-
-        return config_from_dict(data)
+        section = {key: value for key, value in data.items() if key not in _FOREIGN_KEYS}
+        given = known(section, cls, "quantization_config")
+        given = {k: v if v is None else _read(k, v) for k, v in given.items()}
+        if given.get("global_quant_config") is None:
+            given["global_quant_config"] = QuantizationConfig()
+        given.setdefault("version", OLDEST)
+        return cls(**given)
 
 
 QConfig = Config
@@ -254,3 +230,40 @@ def _as_list(value: Any) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _written(name: str, value: Any) -> Any:
+    """Return one field as plain JSON types."""
+    if value is None:
+        return None
+    if name in ("global_quant_config", "softmax_quant_spec"):
+        return value.to_dict()
+    if name == "layer_type_quant_config":
+        return {kind.__name__: layer.to_dict() for kind, layer in value.items()}
+    if name.endswith("quant_config"):
+        return {pattern: layer.to_dict() for pattern, layer in value.items()}
+    if name in ("algo_config", "pre_quant_opt_config"):
+        return [asdict(algorithm) for algorithm in value]
+    return asdict(value) if name == "export" else plain(value)
+
+
+def _read(name: str, value: Any) -> Any:
+    """Return one field from plain JSON types."""
+    if name == "global_quant_config":
+        return QuantizationConfig.from_dict(value)
+    if name == "softmax_quant_spec":
+        return QuantizationSpec.from_dict(value)
+    if name.endswith("quant_config"):
+        if not isinstance(value, dict):
+            raise ValueError(f"{name}: expected an object of layer configurations, got {value!r}.")
+        layers = {key: QuantizationConfig.from_dict(layer) for key, layer in value.items()}
+        if name == "layer_type_quant_config":
+            return {LAYER_TYPES[one_of(k, LAYER_TYPES, name)]: v for k, v in layers.items()}
+        return layers
+    if name in ("algo_config", "pre_quant_opt_config"):
+        return [
+            a if isinstance(a, AlgoConfig) else algo_config_from_dict(a) for a in _as_list(value)
+        ]
+    if name == "export":
+        return JsonExporterConfig(**known(value, JsonExporterConfig, "quantization_config.export"))
+    return value

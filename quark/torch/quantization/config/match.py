@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from quark.torch.quantization.config.config import Config, QuantizationConfig
+from quark.torch.quantization.config.config import LAYER_TYPES, Config, QuantizationConfig
 from quark.torch.quantization.config.names import nearest
 
 logger = logging.getLogger(__name__)
@@ -83,26 +83,37 @@ def without_order(names: dict[str, type[nn.Module]], config: Config) -> Config:
 
     Readers of ``config.json`` see its keys sorted, so where two patterns match one module the
     wrong one could win. Patterns are kept if sorting them changes nothing for this model; else
-    each module that a pattern decides is listed by its full name. Wildcards in ``exclude`` are
+    each module that a pattern decides, or that writes a key-value cache, is listed by its full
+    name. Wildcards in ``exclude`` are
     written out as well, for readers that compare names.
     """
     exclude: list[str] = []
     for pattern in config.exclude:
         hit = [n for n in names if fnmatchcase(n, pattern)]
         exclude += [n for n in (hit or [pattern]) if n not in exclude]
+    operators = {n: kind for n, kind in names.items() if kind in LAYER_TYPES.values()}
+    layers = {n: _decided(n, kind, config) for n, kind in operators.items()}
+    cache = {n: first_match(n, config.kv_cache_quant_config) for n in operators}
     return replace(
         config,
         exclude=exclude,
-        layer_quant_config=_without_order(names, config.layer_quant_config),
-        kv_cache_quant_config=_without_order(names, config.kv_cache_quant_config),
+        layer_quant_config=_without_order(layers, config.layer_quant_config),
+        kv_cache_quant_config=_without_order(cache, config.kv_cache_quant_config),
     )
 
 
+def _decided(name: str, kind: type[nn.Module], config: Config) -> QuantizationConfig | None:
+    """Return what ``layer_quant_config`` says of a module, with the outputs of the cache."""
+    cached = first_match(name, config.kv_cache_quant_config) is not None
+    if cached and not matches(name, config.exclude):
+        return config_for(name, kind, config)
+    return first_match(name, config.layer_quant_config)
+
+
 def _without_order(
-    names: Iterable[str], patterns: dict[str, QuantizationConfig]
+    exact: dict[str, QuantizationConfig | None], patterns: dict[str, QuantizationConfig]
 ) -> dict[str, QuantizationConfig]:
     by_key = dict(sorted(patterns.items()))
-    exact = {name: first_match(name, patterns) for name in names}
     if all(found == first_match(name, by_key) for name, found in exact.items()):
         return patterns
     return {name: found for name, found in exact.items() if found is not None}

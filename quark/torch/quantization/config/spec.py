@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from quark.torch.numerics.formats import Format
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.names import one_of
+from quark.torch.quantization.config.serialize import known, plain
 from quark.torch.quantization.config.type import (
     Dtype,
     QSchemeType,
@@ -151,16 +152,24 @@ class QuantizationSpec:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the specification as plain JSON types."""
-        from quark.torch.quantization.config.serialize import spec_to_dict
-
-        return spec_to_dict(self)
+        data = {f.name: plain(getattr(self, f.name)) for f in fields(self)}
+        del data["qat_spec"]
+        return dict(sorted(data.items()))
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> QuantizationSpec:
-        """Make a specification from what ``to_dict`` gave, here or in an earlier version."""
-        from quark.torch.quantization.config.serialize import spec_from_dict
+    def from_dict(cls, data: Any) -> QuantizationSpec:
+        """Make a specification from what ``to_dict`` gave, here or in an earlier version.
 
-        return spec_from_dict(data)
+        Raises:
+            ValueError: It is a list of several stages, or a key or name is unknown.
+        """
+        if isinstance(data, list):
+            if len(data) != 1:
+                raise ValueError(
+                    f"A tensor quantized in {len(data)} stages is not supported by this version."
+                )
+            data = data[0]
+        return cls(**{"dtype": None, **known(data, cls, "tensor specification")})
 
 
 def _required(value: Dtype | None, what: str) -> Dtype:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.torch.numerics.qdq import quantize
+from quark.torch.numerics.qdq import codes_of, quantize
 from quark.torch.quantization.config.config import QuantizationConfig
 from quark.torch.quantization.nn.quantizer import State, TensorQuantizer
 
@@ -124,7 +124,8 @@ class QuantMixin(nn.Module):
         scale, zero_point = quantizer.scale, quantizer.zero_point
         codes = None
         if name in PARAMETERS:
-            codes = quantize(getattr(self, name).detach(), scale, zero_point, quantizer.scheme)
+            encode = codes_of if self.frozen else quantize
+            codes = encode(getattr(self, name).detach(), scale, zero_point, quantizer.scheme)
         return State(quantizer.spec, codes, scale, zero_point)
 
     def product(

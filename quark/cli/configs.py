@@ -1,0 +1,135 @@
+"""Configurations from what is said on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quark.cli.console import wrong
+from quark.cli.request import Request
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from quark.torch.quantization.config.config import Config, QuantizationConfig
+
+
+def make_config(request: Request, model_type: str) -> Config:
+    """Return the configuration that was asked for, still without the output head excluded.
+
+    Raises:
+        typer.BadParameter: A name is unknown, or flags do not fit the schemes.
+    """
+    config = _from_file(request.config) if request.config else _from_schemes(request, model_type)
+    if request.weight_matrix_merge and not any(_shares(layer) for layer in layer_configs(config)):
+        raise wrong(
+            "--weight_matrix_merge",
+            "only per-tensor scales of symmetric weights can be shared, and there are none here.",
+        )
+    return config
+
+
+def layer_configs(config: Config) -> Iterator[QuantizationConfig]:
+    """Iterate over all layer configurations of a configuration."""
+    yield config.global_quant_config
+    for by_name in (config.layer_quant_config, config.kv_cache_quant_config):
+        yield from by_name.values()
+    yield from config.layer_type_quant_config.values()
+
+
+def needs_data(config: Config) -> bool:
+    """Whether a configuration has ranges that only data can tell."""
+    from quark.torch.quantization import calibrate
+
+    return calibrate.needs_data(layer_configs(config))
+
+
+def _shares(layer: QuantizationConfig) -> bool:
+    from quark.torch.quantization.config.type import QSchemeType
+
+    spec = layer.weight
+    return spec is not None and spec.qscheme is QSchemeType.per_tensor and spec.scheme.symmetric
+
+
+def _from_file(path: Path) -> Config:
+    from quark.torch.export.checkpoint import read_json
+    from quark.torch.quantization.config.config import Config
+
+    try:
+        return Config.from_dict(read_json(path))
+    except (OSError, TypeError, ValueError) as error:
+        raise wrong("--config", f"{path}: {error}") from None
+
+
+def _from_schemes(request: Request, model_type: str) -> Config:
+    from quark.torch.quantization.config.config import Config
+    from quark.torch.quantization.config.presets import KV_CACHE_SCHEMES
+    from quark.torch.quantization.config.template import LLMTemplate, with_kv_cache
+
+    if request.kv_cache_dtype is not None:
+        check_name("--kv_cache_dtype", request.kv_cache_dtype, KV_CACHE_SCHEMES)
+    assert request.quant_scheme is not None
+    named = [("--quant_scheme", request.quant_scheme)]
+    named += [("--layer_quant_scheme", name) for _, name in request.layer_schemes]
+    layers = [layer_scheme(flag, name, request.group_size) for flag, name in named]
+    if request.group_size is not None and not any(_is_sized(name) for _, name in named):
+        raise wrong(
+            "--group_size",
+            f"{request.quant_scheme} has no groups, or names their size itself. Leave it out.",
+        )
+    patterns = [pattern for pattern, _ in request.layer_schemes]
+    config = Config(
+        global_quant_config=layers[0],
+        layer_quant_config=dict(zip(patterns, layers[1:], strict=True)),
+        exclude=request.excluded or [],
+    )
+    if request.kv_cache_dtype is not None:
+        projections = LLMTemplate.get(model_type).kv_layers_name
+        floor = request.min_kv_scale or 0.0
+        config = with_kv_cache(config, projections, request.kv_cache_dtype, floor)
+    return config
+
+
+def layer_scheme(flag: str, name: str, group_size: int | None = None) -> QuantizationConfig:
+    """Return what a scheme stands for.
+
+    Raises:
+        typer.BadParameter: There is none of that name; the nearest one is named.
+    """
+    from quark.torch.quantization.config import presets
+
+    try:
+        return presets.scheme(name, group_size or presets.GROUP_SIZE)
+    except ValueError as error:
+        check_name(flag, name, presets.scheme_names())
+        raise wrong(flag, str(error)) from None
+
+
+def _is_sized(name: str) -> bool:
+    """Whether a scheme takes its group size from the caller."""
+    return layer_scheme("", name, 32) != layer_scheme("", name, 64)
+
+
+def check_name(flag: str, name: str, names: Iterable[str]) -> None:
+    """Check that a name is one of those known, whatever its case.
+
+    Raises:
+        typer.BadParameter: It is not; the nearest one is named.
+    """
+    from quark.torch.quantization.config.names import nearest
+
+    names = list(names)
+    if name.lower() in [known.lower() for known in names]:
+        return
+    near = nearest(name, names, 1)
+    hint = f"Did you mean {near[0]!r}? " if near else ""
+    raise wrong(flag, f"{name!r} is unknown. {hint}'quark schemes' lists all names.")
+
+
+def excluding_head(config: Config, model: nn.Module) -> Config:
+    """Return the configuration with the output head of the model excluded, whatever its name."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    names = [name for name, module in model.named_modules() if head is not None and module is head]
+    return replace(config, exclude=[*names, *config.exclude])

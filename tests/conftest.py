@@ -1,0 +1,146 @@
+"""Small random models, and what tests do with them again and again."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+_LLAMA = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_OPT = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "word_embed_proj_dim": 64,
+    "ffn_dim": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "init_std": 0.2,
+    "dropout": 0.5,
+}
+# Name -> (type of the model, its configuration): grouped heads, tied embeddings, biases and both.
+_MODELS = {
+    "llama": ("llama", _LLAMA),
+    "tied": ("llama", {**_LLAMA, "tie_word_embeddings": True}),
+    "opt": ("opt", _OPT),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def build():
+    """Make a model by name, always with the same random values."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    def build(name="llama", dtype=torch.float32, device="cpu", **changes):
+        kind, config = _MODELS.get(name, (name, _LLAMA))
+        torch.manual_seed(0)
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(
+                AutoConfig.for_model(kind, **{**config, **changes}), dtype=dtype
+            ).eval()
+        for key, value in model.named_parameters():
+            if key.endswith("bias") and device != "meta":  # they start as zeros, which hides bugs
+                torch.nn.init.normal_(value.detach(), std=0.1)
+        return model
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def batches():
+    """Calibration data of two shapes."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 64, shape, generator=generator) for shape in ((2, 12), (1, 9))]
+
+
+@pytest.fixture(scope="session")
+def logits():
+    """Compute the logits of a model for a fixed input."""
+    ids = torch.randint(3, 64, (2, 10), generator=torch.Generator().manual_seed(2))
+
+    @torch.no_grad()
+    def logits(model):
+        return model(ids.to(model.device)).logits
+
+    return logits
+
+
+@pytest.fixture(scope="session")
+def config_of():
+    """Make the configuration of a scheme, with groups of 32."""
+    from quark.torch.quantization.config.config import Config
+    from quark.torch.quantization.config.presets import scheme
+
+    def config_of(name, exclude=("lm_head",), **rest):
+        return Config(global_quant_config=scheme(name, 32), exclude=list(exclude), **rest)
+
+    return config_of
+
+
+@pytest.fixture(scope="session")
+def quantize(batches, config_of):
+    """Quantize and freeze a model by a configuration or the name of a scheme."""
+    from quark.torch import ModelQuantizer
+
+    def quantize(model, config, data=batches):
+        config = config_of(config) if isinstance(config, str) else config
+        return ModelQuantizer.freeze(ModelQuantizer(config).quantize_model(model, data))
+
+    return quantize
+
+
+@pytest.fixture
+def export(tmp_path):
+    """Export a model as safetensors to a new directory and return it."""
+    from quark.torch import export_safetensors
+
+    count = iter(range(1000))
+
+    def export(model, **options):
+        path = tmp_path / f"export-{next(count)}"
+        export_safetensors(model, path, **options)
+        return path
+
+    return export
+
+
+@pytest.fixture(scope="session")
+def unchanged():
+    """Check that what is done meanwhile leaves no trace in a model."""
+
+    def look(model):
+        modules = {
+            name: (type(module), module.training, sorted(vars(module)))
+            for name, module in model.named_modules(remove_duplicate=False)
+        }
+        tensors = {n: (id(t), t.clone()) for n, t in model.state_dict(keep_vars=True).items()}
+        return modules, tensors
+
+    @contextmanager
+    def unchanged(model):
+        modules, tensors = look(model)
+        yield
+        modules_now, tensors_now = look(model)
+        assert modules_now == modules
+        assert tensors_now.keys() == tensors.keys()
+        for name, (identity, value) in tensors.items():
+            assert tensors_now[name][0] == identity, name
+            torch.testing.assert_close(tensors_now[name][1], value, rtol=0, atol=0, equal_nan=True)
+
+    return unchanged

@@ -1,0 +1,95 @@
+"""Importing does nothing: it is quick, and loads no library that only some calls need.
+
+Each run is a process of its own that imports torch first and then counts the CPU seconds which
+our modules add, so that other work on the machine hardly shows.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+
+import pytest
+
+LIMIT = 0.3  # CPU seconds above torch
+RUNS = 3
+MODULES = ["quark.torch", "quark.torch.quantization.config.config"]
+NEVER = ["transformers", "onnx", "datasets"]
+TERMINAL = ["typer", "rich"]
+
+SCRIPT = """
+import json, sys, time
+__import__(sys.argv[1])
+before, start, report = set(sys.modules), time.process_time(), {}
+for name in sys.argv[2:]:
+    __import__(name)
+    seconds = time.process_time() - start
+    report[name] = {"seconds": seconds, "loaded": sorted(set(sys.modules) - before)}
+print(json.dumps(report))
+"""
+
+
+def run(modules, after="torch", path=None):
+    """Import modules one after another in a fresh process.
+
+    Returns what each one and those before it added: CPU seconds, and names of loaded modules.
+    """
+    environment = os.environ if path is None else {**os.environ, "PYTHONPATH": str(path)}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, after, *modules],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout)
+
+
+def problems(reports, forbidden, limit=LIMIT):
+    """What several runs of one import say against it."""
+    seconds = statistics.median(report["seconds"] for report in reports)
+    if seconds > limit:
+        yield f"importing takes {seconds:.2f} s, more than {limit} s"
+    for name in sorted(set(forbidden) & {m for report in reports for m in report["loaded"]}):
+        yield f"importing loads {name}"
+
+
+@pytest.fixture(scope="module")
+def runs():
+    return [run(MODULES) for _ in range(RUNS)]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_import_is_cheap(module, runs):
+    reports = [report[module] for report in runs]
+    assert all(module in report["loaded"] for report in reports)
+    assert list(problems(reports, NEVER + TERMINAL)) == []
+
+
+def test_no_module_loads_an_optional_library(trees):
+    """Not even when every module is imported; the terminal's libraries are the command line's."""
+    library = sorted(m for m in trees if m.startswith("quark.torch"))
+    others = sorted(set(trees) - set(library))
+    report = run([*library, *others])
+    assert list(problems([report[library[-1]]], NEVER + TERMINAL, limit=float("inf"))) == []
+    assert list(problems([report[others[-1]]], NEVER, limit=float("inf"))) == []
+
+
+def test_a_costly_import_is_found(tmp_path):
+    (tmp_path / "costly.py").write_text(
+        "import rich, time\n"
+        "start = time.process_time()\n"
+        f"while time.process_time() - start < {LIMIT}: pass\n"
+    )
+    slow, heavy = problems([run(["costly"], "json", tmp_path)["costly"]], NEVER + TERMINAL)
+    assert slow.startswith("importing takes 0.")
+    assert heavy == "importing loads rich"
+
+
+def test_the_median_counts():
+    def reports(*seconds):
+        return [{"seconds": s, "loaded": []} for s in seconds]
+
+    assert list(problems(reports(0.1, 0.2, 9.0), NEVER)) == []
+    assert len(list(problems(reports(0.1, 0.4, 0.5), NEVER))) == 1

@@ -1,0 +1,447 @@
+"""One numeric path: fake quantization is what packed codes give back, and what torch computes."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quark.torch.numerics import qdq
+from quark.torch.numerics.blocks import QSchemeType
+from quark.torch.numerics.formats import Dtype
+from quark.torch.numerics.packing import ORDERS, pack, unpack
+from quark.torch.numerics.qdq import (
+    codes_of,
+    dequantize,
+    dynamic_qparams,
+    fake_quantize,
+    fake_quantize_,
+    quantize,
+)
+from quark.torch.numerics.rounding import RoundType
+from quark.torch.numerics.scheme import Scheme
+
+INTEGERS = ["int8", "uint8", "int4", "uint4", "int3", "int2"]
+FP8 = ["fp8_e4m3", "fp8_e5m2"]
+SCALED = [*INTEGERS, *FP8]
+CASTS = ["bfloat16", "float16"]
+TYPES = [torch.float32, torch.bfloat16, torch.float16]
+GRANULARITIES = {
+    "tensor": {},
+    "channel": {"qscheme": QSchemeType.per_channel},
+    "group": {"qscheme": QSchemeType.per_group},
+    "token": {"qscheme": QSchemeType.per_channel, "per_token": True},
+}
+LAYOUTS = {
+    "contiguous": lambda x: x.contiguous(),
+    "transposed": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
+    "strided": lambda x: torch.stack([x, -x], -1)[..., 0],
+    "expanded": lambda x: x[:1].expand(3, *x.shape[1:]),
+}
+quick = settings(deadline=None, derandomize=True, max_examples=40)
+
+
+def bits(x):
+    """A tensor as integers, which tell -0 from 0."""
+    return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
+
+
+def same(a, b):
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(bits(a), bits(b))
+
+
+def through_storage(x, scale, zero_point, scheme, method="reorder"):
+    """Quantize, pack, unpack and dequantize."""
+    fmt = scheme.fmt
+    words = pack(quantize(x, scale, zero_point, scheme), fmt, method)
+    assert words.dtype == fmt.storage_dtype
+    codes = unpack(words, fmt, x.shape[-1], method)
+    return dequantize(codes, scale, zero_point, scheme, x.dtype)
+
+
+@st.composite
+def problems(draw, name, granularity):
+    """A scheme of the format and granularity, and a tensor of any shape, type and layout."""
+    shape = draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
+    axis = draw(st.integers(-len(shape), len(shape) - 1))
+    symmetric = draw(st.booleans()) or name in FP8
+    scheme = Scheme(
+        Dtype[name].value,
+        **GRANULARITIES[granularity],
+        axis=axis,
+        group=draw(st.sampled_from([-1, 1, 2, 3, 4, 16])),
+        symmetric=symmetric,
+        rounding=draw(st.sampled_from(RoundType)),
+        scale_dtype=draw(st.sampled_from(TYPES)),
+        float_zero_point=draw(st.booleans()) and not symmetric,
+    )
+    magnitude = draw(st.sampled_from([1e-6, 0.02, 1.0, 300.0]))
+    offset = draw(st.sampled_from([0.0, 0.0, 1.5, -1.5]))
+    seed = draw(st.integers(0, 1 << 16))
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    x = LAYOUTS[draw(st.sampled_from([*LAYOUTS]))]((x + offset) * magnitude)
+    return scheme, x.to(draw(st.sampled_from(TYPES)))
+
+
+def tensor_with(scheme, *shape):
+    """A tensor and what belongs to its range."""
+    x = torch.randn(*shape)
+    return x, *dynamic_qparams(x, scheme)
+
+
+# ---- fake quantization is storage and back ------------------------------------------------------
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("name", SCALED)
+@quick
+@given(data=st.data())
+def test_fake_is_what_storage_gives_back(name, granularity, data):
+    scheme, x = data.draw(problems(name, granularity))
+    qparams = dynamic_qparams(x, scheme)
+    faked = fake_quantize(x, *qparams, scheme)
+    method = data.draw(st.sampled_from([*ORDERS]))
+    assert same(through_storage(x, *qparams, scheme, method), faked)
+    assert faked.shape == x.shape and faked.dtype == x.dtype
+    assert faked.isfinite().all()
+    kept = x.clone(memory_format=torch.preserve_format)
+    assert fake_quantize_(kept, *qparams, scheme) is kept
+    assert same(kept, faked)
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", CASTS)
+def test_fake_casts_are_what_storage_gives_back(name, layout, kind):
+    scheme = Scheme(Dtype[name].value)
+    x = LAYOUTS[layout](torch.randn(5, 7) * 1000).to(kind)
+    faked = fake_quantize(x, None, None, scheme)
+    assert same(through_storage(x, None, None, scheme), faked)
+    assert same(faked, x.to(scheme.fmt.native).to(kind))
+    kept = x.clone()
+    assert fake_quantize_(kept, None, None, scheme) is kept
+    assert same(kept, faked)
+
+
+@pytest.mark.parametrize("dtype", Dtype, ids=lambda d: d.name)
+def test_inputs_are_left_alone(dtype):
+    scheme = Scheme(dtype.value)
+    x, scale, zero_point = tensor_with(replace(scheme, fmt=Dtype.int8.value), 4, 6)
+    if not scheme.fmt.scaled:
+        scale = zero_point = None
+    given_x = x.clone()
+    codes = quantize(x, scale, zero_point, scheme)
+    given_codes = bits(codes).clone()
+    fake_quantize(x, scale, zero_point, scheme)
+    dequantize(codes, scale, zero_point, scheme)
+    assert same(x, given_x) and torch.equal(bits(codes), given_codes)
+    assert codes.dtype == scheme.fmt.code_dtype
+
+
+# ---- against other implementations --------------------------------------------------------------
+
+
+def with_ties(scale, count=4096):
+    """Random values, values in the middle of two codes, and values far out."""
+    ties = (torch.arange(-300, 300) + 0.5) * scale
+    return torch.cat([torch.randn(count) * 100 * scale, ties, torch.tensor([0.0, -0.0, 9e9, -9e9])])
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.25, 0.0237, 3.1e-5])
+@pytest.mark.parametrize("place", [0.0, 0.3, 0.5, 1.0])
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_per_tensor_as_torch(name, place, scale):
+    fmt = Dtype[name].value
+    offset = torch.tensor(round(fmt.qmin + place * (fmt.qmax - fmt.qmin)), dtype=torch.int32)
+    scale = torch.tensor(scale)
+    x = with_ties(scale)
+    expected = torch.fake_quantize_per_tensor_affine(x, scale, offset, fmt.qmin, fmt.qmax)
+    assert same(fake_quantize(x, scale, offset, Scheme(fmt, symmetric=False)), expected)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "int3", "int2"])
+def test_symmetric_integers_as_torch(name):
+    fmt, scale = Dtype[name].value, torch.tensor(0.0237)
+    x, zero = with_ties(scale), torch.tensor(0, dtype=torch.int32)
+    expected = torch.fake_quantize_per_tensor_affine(x, scale, zero, fmt.qmin, fmt.qmax)
+    assert same(fake_quantize(x, scale, zero, Scheme(fmt)), expected)
+    assert same(fake_quantize(x, scale, None, Scheme(fmt)), expected)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_per_channel_as_torch(name, symmetric, axis):
+    fmt = Dtype[name].value
+    scheme = Scheme(fmt, QSchemeType.per_channel, axis, symmetric=symmetric)
+    x, scale, offset = tensor_with(scheme, 5, 6, 7)
+    expected = torch.fake_quantize_per_channel_affine(x, scale, offset, axis, fmt.qmin, fmt.qmax)
+    assert same(fake_quantize(x, scale, offset, scheme), expected)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.25, 0.0067424, 1e-30])
+@pytest.mark.parametrize("name", FP8)
+def test_fp8_as_casts_of_clamped_values(name, scale):
+    fmt, scale = Dtype[name].value, torch.tensor(scale)
+    every_code = torch.arange(256, dtype=torch.uint8).view(fmt.native).float()
+    every_code = every_code[every_code.isfinite()]
+    middles = (every_code[1:] + every_code[:-1]) / 2
+    x = torch.cat([torch.randn(4096) * fmt.max_value / 3, every_code, middles]) * scale
+    clamped = (x * scale.reciprocal()).clamp(-fmt.max_value, fmt.max_value)
+    expected = clamped.to(fmt.native)
+    assert same(quantize(x, scale, None, Scheme(fmt)), expected)
+    assert same(fake_quantize(x, scale, None, Scheme(fmt)), expected.float() * scale)
+
+
+@pytest.mark.parametrize("offset", [0, 3, 2.25])
+@pytest.mark.parametrize("mode", RoundType, ids=lambda m: m.name)
+def test_rounding_of_integer_codes(mode, offset):
+    """Halves count from zero, or from the code where the zero point keeps its fraction."""
+    fractional = isinstance(offset, float)
+    scheme = Scheme(Dtype.int8.value, symmetric=False, rounding=mode, float_zero_point=fractional)
+    x = np.arange(-40, 40, dtype=np.float32) / 4
+    moved = x + offset if fractional else x
+    rounded = {
+        RoundType.half_even: np.rint(moved),
+        RoundType.floor: np.floor(moved),
+        RoundType.round: np.sign(moved) * np.floor(np.abs(moved) + 0.5),
+    }[mode]
+    expected = rounded if fractional else rounded + offset
+    codes = quantize(torch.from_numpy(x), torch.tensor(1.0), torch.tensor(offset), scheme)
+    assert codes.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("dtype", [Dtype.int8, Dtype.int4, Dtype.uint4], ids=lambda d: d.name)
+def test_codes_of_a_wider_type(dtype):
+    """Codes may come in any integer type."""
+    fmt = dtype.value
+    codes = torch.arange(fmt.qmin, fmt.qmax + 1)
+    scale, offset = torch.tensor(0.5), torch.tensor(1)
+    scheme = Scheme(fmt, symmetric=False)
+    values = dequantize(codes.to(torch.int32), scale, offset, scheme)
+    assert values.tolist() == [(c - 1) / 2 for c in codes.tolist()]
+
+
+# ---- properties ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("name", SCALED)
+@quick
+@given(data=st.data())
+def test_quantized_values_keep_their_codes(name, granularity, data):
+    scheme, x = data.draw(problems(name, granularity))
+    x = x.float()
+    qparams = dynamic_qparams(x, scheme)
+    codes = quantize(x, *qparams, scheme)
+    values = dequantize(codes, *qparams, scheme)
+    assert same(codes_of(values, *qparams, scheme), codes)
+    if scheme.rounding is not RoundType.floor:
+        assert same(fake_quantize(values, *qparams, scheme), values)
+
+
+@pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", SCALED)
+def test_quantized_values_in_half_precision_stay(name, kind, symmetric):
+    scheme = Scheme(Dtype[name].value, QSchemeType.per_group, -1, 16, symmetric=symmetric)
+    x = torch.randn(64, 64).to(kind)
+    qparams = dynamic_qparams(x, scheme)
+    values = fake_quantize(x, *qparams, scheme)
+    assert same(fake_quantize(values, *qparams, scheme), values)
+
+
+@pytest.mark.parametrize("mode", RoundType, ids=lambda m: m.name)
+@pytest.mark.parametrize("name", SCALED)
+def test_monotone(name, mode):
+    x = torch.cat([torch.randn(5000), torch.linspace(-4, 4, 5001)]).sort().values
+    scheme = Scheme(Dtype[name].value, symmetric=name in FP8, rounding=mode)
+    y = fake_quantize(x, *dynamic_qparams(x[100:-100], scheme), scheme)
+    assert (y.diff() >= 0).all() and len(y.unique()) > 2
+
+
+@pytest.mark.parametrize("mode", RoundType, ids=lambda m: m.name)
+@pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_err_by_half_a_step(name, symmetric, mode):
+    fmt = Dtype[name].value
+    scheme = Scheme(fmt, QSchemeType.per_channel, 0, symmetric=symmetric, rounding=mode)
+    x, scale, offset = tensor_with(scheme, 8, 2000)
+    low, high = ((end - offset) * scale for end in (fmt.qmin, fmt.qmax))
+    inside = (x >= low[:, None]) & (x <= high[:, None])
+    error = ((x - fake_quantize(x, scale, offset, scheme)) / scale[:, None])[inside]
+    assert inside.float().mean() > 0.8
+    if mode is RoundType.floor:
+        assert error.min() >= -1e-4 and error.max() <= 1 + 1e-4
+    else:
+        assert error.abs().max() <= 0.5 + 1e-4
+        assert error.abs().max() > 0.45, "the bound is not put to the test"
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_fp8_err_by_half_a_step_of_the_grid(name):
+    scheme = Scheme(Dtype[name].value)
+    x, scale, _ = tensor_with(scheme, 20000)
+    exponent = torch.frexp(x / scale).exponent - 1
+    step = 2.0 ** (exponent.clamp(min=scheme.fmt.min_exponent) - scheme.fmt.mantissa_bits)
+    error = (x - fake_quantize(x, scale, None, scheme)).abs() / scale / step
+    assert 0.45 < error.max() <= 0.5 + 1e-4
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_tokens_do_not_see_each_other(name):
+    scheme = Scheme(Dtype[name].value, QSchemeType.per_channel, -1, per_token=True)
+    x = torch.randn(3, 5, 16) * torch.tensor([1e-3, 1.0, 1e3])[:, None, None]
+    together = fake_quantize(x, *dynamic_qparams(x, scheme), scheme)
+    for row, alone in zip(together.flatten(0, 1), x.flatten(0, 1), strict=True):
+        assert same(row, fake_quantize(alone, *dynamic_qparams(alone, scheme), scheme))
+
+
+# ---- the ends of the range ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_infinity_saturates_and_nan_stays(name):
+    fmt = Dtype[name].value
+    x = torch.tensor([math.inf, -math.inf, math.nan, 1.0])
+    y = fake_quantize(x, torch.tensor(1.0), None, Scheme(fmt))
+    ends = (fmt.max_value, -fmt.max_value) if fmt.is_float else (fmt.qmax, fmt.qmin)
+    assert tuple(y[:2].tolist()) == ends
+    assert y[2].isnan() and y[3] == 1.0
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=str)
+@pytest.mark.parametrize("name", CASTS)
+def test_casts_saturate_and_nan_stays(name, kind):
+    x = torch.tensor([math.inf, -math.inf, 3.3e38, 65504.0, math.nan]).to(kind)
+    y = fake_quantize(x, None, None, Scheme(Dtype[name].value))
+    top = Dtype[name].value.max_value
+    assert y[:4].isfinite().all() and y[4].isnan()
+    assert y[0] == -y[1] == torch.tensor(top).to(kind).nan_to_num()
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_float16_does_not_overflow(name):
+    """The lowest code of a symmetric range lies half a step beyond the largest value."""
+    x = torch.tensor([65504.0, -65504.0, 100.0], dtype=torch.float16)
+    scheme = Scheme(Dtype[name].value)
+    y = fake_quantize(x, *dynamic_qparams(x, scheme), scheme)
+    assert y.isfinite().all() and y[1] <= -60000
+
+
+@pytest.mark.parametrize("dtype", Dtype, ids=lambda d: d.name)
+@pytest.mark.parametrize("shape", [(0,), (0, 8), (4, 0)], ids=str)
+def test_empty_tensors(shape, dtype):
+    scheme, x = Scheme(dtype.value), torch.empty(shape)
+    scale = torch.tensor(1.0) if scheme.fmt.scaled else None
+    codes = quantize(x, scale, None, scheme)
+    assert codes.shape == shape and codes.dtype == scheme.fmt.code_dtype
+    assert dequantize(codes, scale, None, scheme, torch.bfloat16).dtype == torch.bfloat16
+    assert fake_quantize(x, scale, None, scheme).shape == shape
+    assert fake_quantize_(x, scale, None, scheme) is x
+
+
+@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize("function", [quantize, dequantize, fake_quantize, fake_quantize_])
+def test_scale_is_required(function, name):
+    x = torch.randn(4)
+    x = (
+        quantize(x, torch.tensor(1.0), None, Scheme(Dtype[name].value))
+        if "de" in str(function)
+        else x
+    )
+    with pytest.raises(ValueError, match=f"{name} needs a scale, but none was given"):
+        function(x, None, None, Scheme(Dtype[name].value))
+
+
+@pytest.mark.parametrize("part", ["scale", "zero point"])
+def test_wrong_count_of_scales(part):
+    scheme = Scheme(Dtype.uint8.value, QSchemeType.per_channel, 0, symmetric=False)
+    x, scale, offset = tensor_with(scheme, 4, 6)
+    given = (scale[:3], offset) if part == "scale" else (scale, offset[:3])
+    with pytest.raises(ValueError, match=r"shape \(4, 6\) has 4 blocks .* shape \(3,\) was given"):
+        fake_quantize(x, *given, scheme)
+
+
+# ---- pieces, and the result in place -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 1000])
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("name", ["uint4", "fp8_e4m3"])
+def test_pieces_make_no_difference(name, granularity, axis, chunk, monkeypatch):
+    scheme = Scheme(
+        Dtype[name].value,
+        **GRANULARITIES[granularity],
+        axis=axis,
+        group=5,
+        symmetric=name in FP8,
+    )
+    x, *qparams = tensor_with(scheme, 23, 37)
+    whole = fake_quantize(x, *qparams, scheme), quantize(x, *qparams, scheme)
+    calls = []
+    original = qdq._pieces
+    monkeypatch.setattr(qdq, "CHUNK", chunk)
+    monkeypatch.setattr(qdq, "_pieces", lambda *a: calls.extend(p := list(original(*a))) or p)
+    assert same(fake_quantize(x, *qparams, scheme), whole[0])
+    assert len(calls) > 1 or chunk == 1000
+    assert same(quantize(x, *qparams, scheme), whole[1])
+    assert same(fake_quantize_(x.clone(), *qparams, scheme), whole[0])
+
+
+def test_in_place_without_a_copy():
+    scheme = Scheme(Dtype.int8.value, QSchemeType.per_group, -1, 16)
+    x, *qparams = tensor_with(scheme, 8, 64)
+    expected, start = fake_quantize(x, *qparams, scheme), x.data_ptr()
+    assert fake_quantize_(x, *qparams, scheme) is x
+    assert x.data_ptr() == start and same(x, expected)
+
+
+# ---- gradients ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=str)
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("name", SCALED)
+def test_gradients_pass_inside_and_stop_outside(name, granularity, kind):
+    scheme = Scheme(Dtype[name].value, **GRANULARITIES[granularity], axis=0, group=2)
+    x = torch.randn(6, 10).to(kind)
+    scale, offset = dynamic_qparams(x, scheme)
+    x[0, 0], x[1, 1], x[2, 2] = 1e4, -1e4, 0.0
+    outside = torch.zeros(6, 10, dtype=torch.bool)
+    outside[0, 0] = outside[1, 1] = True
+    x.requires_grad_()
+    slope = torch.randn(6, 10).to(kind)
+    fake_quantize(x, scale, offset, scheme).backward(slope)
+    assert torch.equal(x.grad, slope.masked_fill(outside, 0))
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_gradients_of_integers_as_torch(name):
+    fmt = Dtype[name].value
+    scale, offset = torch.tensor(0.0237), torch.tensor(fmt.qmin + 1, dtype=torch.int32)
+    x = torch.randn(2000) * scale * fmt.qmax
+    theirs, ours = x.clone().requires_grad_(), x.clone().requires_grad_()
+    slope = torch.randn(2000)
+    faked = torch.fake_quantize_per_tensor_affine(theirs, scale, offset, fmt.qmin, fmt.qmax)
+    faked.backward(slope)
+    fake_quantize(ours, scale, offset, Scheme(fmt, symmetric=False)).backward(slope)
+    assert torch.equal(ours.grad, theirs.grad)
+    assert 0 < ours.grad.count_nonzero() < 2000
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_gradients_pass_casts(name):
+    x = torch.randn(10, requires_grad=True)
+    slope = torch.randn(10)
+    fake_quantize(x, None, None, Scheme(Dtype[name].value)).backward(slope)
+    assert torch.equal(x.grad, slope)
+
+
+def test_nothing_is_kept_for_a_gradient_nobody_wants():
+    x, scale, offset = tensor_with(Scheme(Dtype.int8.value), 8)
+    assert fake_quantize(x, scale, offset, Scheme(Dtype.int8.value)).grad_fn is None

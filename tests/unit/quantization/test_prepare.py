@@ -1,0 +1,257 @@
+"""Which modules are replaced, and that nothing is touched where a configuration does not fit."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from quark.torch import ModelQuantizer
+from quark.torch.quantization.config.config import (
+    Config,
+    FP8E4M3PerChannelSpec,
+    FP8E4M3PerTensorSpec,
+    Int8PerChannelSpec,
+    Int8PerTensorSpec,
+    QuantizationConfig,
+    Uint4PerGroupSpec,
+)
+from quark.torch.quantization.config.type import QuantFlow
+from quark.torch.quantization.nn.operators import QuantLinear
+from quark.torch.quantization.prepare import plan, prepare, quantized_layers, restore
+
+INT8 = QuantizationConfig(weight=Int8PerTensorSpec().to_quantization_spec())
+FP8 = QuantizationConfig(weight=FP8E4M3PerTensorSpec().to_quantization_spec())
+
+
+def grouped(group_size):
+    spec = Uint4PerGroupSpec(ch_axis=-1, group_size=group_size).to_quantization_spec()
+    return Config(QuantizationConfig(weight=spec))
+
+
+class Shared(nn.Module):
+    """One linear layer under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(32, 32)
+        self.again = self.first
+        self.last = nn.Linear(32, 8, bias=False)
+
+    def forward(self, x):
+        return self.last(self.again(self.first(x)))
+
+
+class TestPlan:
+    def test_names_and_precedence(self, build, unchanged):
+        model = build("opt")
+        config = Config(
+            INT8,
+            layer_type_quant_config={nn.Linear: FP8},
+            layer_quant_config={"*.0.fc1": INT8},
+            exclude=["lm_head", "*self_attn*"],
+        )
+        with unchanged(model):
+            layers = plan(model, config)
+        assert {n.removeprefix("model.decoder.layers."): c for n, c in layers.items()} == {
+            "0.fc1": INT8,
+            "0.fc2": FP8,
+            "1.fc1": FP8,
+            "1.fc2": FP8,
+        }
+
+    def test_excluded_cache_layers_keep_their_outputs(self, build, config_of):
+        cache = QuantizationConfig(output_tensors=FP8.weight)
+        config = config_of("int8", ["*self_attn*"], kv_cache_quant_config={"*k_proj": cache})
+        layers = plan(build(), config)
+        assert layers["model.layers.0.self_attn.k_proj"] == cache
+        assert "model.layers.0.self_attn.v_proj" not in layers
+
+    def test_groups_that_divide_and_float_formats_that_pad(self):
+        assert set(plan(nn.Sequential(nn.Linear(96, 4)), grouped(32))) == {"0"}
+        spec = replace(FP8.weight, qscheme="per_group", ch_axis=-1, group_size=64)
+        assert set(plan(nn.Sequential(nn.Linear(96, 4)), Config(QuantizationConfig(weight=spec))))
+
+
+def offloaded():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].to("meta")
+    return model
+
+
+def with_integers():
+    model = nn.Sequential(nn.Linear(8, 8))
+    model[0].weight = nn.Parameter(torch.zeros(8, 8, dtype=torch.int8), requires_grad=False)
+    return model
+
+
+def quantized():
+    return ModelQuantizer(Config(INT8)).quantize_model(nn.Sequential(nn.Linear(8, 8)))
+
+
+def patched():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].forward = lambda x: x
+    return model
+
+
+def linears(*sizes):
+    return nn.Sequential(*(nn.Linear(n, 8) for n in sizes))
+
+
+BAD = {
+    "no_supported_layer": (
+        lambda: nn.Sequential(nn.ReLU(), nn.LayerNorm(8)),
+        Config(INT8),
+        r"Sequential has no module that can be quantized \(supported: Linear.*\)",
+    ),
+    "nothing_left": (
+        lambda: linears(8, 8),
+        Config(INT8, exclude=["*"]),
+        "quantizes none of the 2 modules .* set global_quant_config, or check exclude",
+    ),
+    "nothing_configured": (lambda: linears(8), Config(), "quantizes none of the 1 modules"),
+    "already_quantized": (quantized, Config(INT8), "0 is quantized already: load the float model"),
+    "group_does_not_divide": (
+        lambda: linears(64, 48),
+        grouped(32),
+        r"1\.weight: group_size=32 does not divide its 48 elements along axis 1\. "
+        r"Choose one that does \(\[16, 8\]\), or exclude the layer",
+    ),
+    "no_common_group_divides": (
+        lambda: linears(49),
+        grouped(32),
+        r"0\.weight: .* Choose one that does \(49\)",
+    ),
+    "no_such_axis": (
+        lambda: linears(8),
+        Config(QuantizationConfig(weight=Int8PerChannelSpec(ch_axis=5).to_quantization_spec())),
+        r"0\.weight: ch_axis=5 is not an axis .* give one from -2 to 1",
+    ),
+    "on_the_meta_device": (
+        offloaded,
+        Config(INT8),
+        r"1\.weight is on the meta device .* accelerate must be moved to memory",
+    ),
+    "integer_weight": (with_integers, Config(INT8), r"0\.weight is torch\.int8; only floats"),
+    "replaced_forward": (
+        patched,
+        Config(INT8),
+        "forward of a Linear was replaced .* undo that before quantizing, or exclude",
+    ),
+    "unsupported_type": (
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.Bilinear(8, 8, 8)),
+        Config(INT8, layer_type_quant_config={nn.Bilinear: INT8}),
+        "layer_type_quant_config: Bilinear cannot be quantized",
+    ),
+    "softmax": (
+        lambda: linears(8),
+        Config(INT8, softmax_quant_spec=FP8.weight),
+        "softmax_quant_spec .* not supported: leave them out",
+    ),
+    "file_to_file": (
+        lambda: linears(8),
+        Config(INT8, quant_flow=QuantFlow.file2file),
+        "quant_flow=file2file: only standard",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "config", "message"), BAD.values(), ids=BAD)
+def test_what_does_not_fit_is_refused_before_any_work(make, config, message, unchanged):
+    model = make()
+    with unchanged(model), pytest.raises(ValueError, match=message):
+        ModelQuantizer(config).quantize_model(model)
+
+
+def test_patterns_that_match_nothing_are_reported(build, caplog):
+    config = Config(
+        INT8,
+        exclude=["lm_haed", "lm_head"],
+        layer_quant_config={"*.up_projj": FP8, "*q_proj": FP8},
+        kv_cache_quant_config={"*key": QuantizationConfig(output_tensors=FP8.weight)},
+        kv_cache_group=["*xyzzy"],
+    )
+    with caplog.at_level(logging.WARNING, logger="quark"):
+        plan(build(), config)
+    reported = {r.args[1]: r.getMessage() for r in caplog.records if "matches no" in r.message}
+    assert set(reported) == {"lm_haed", "*.up_projj", "*key", "*xyzzy"}
+    assert reported["lm_haed"].startswith("exclude: ") and "lm_head" in reported["lm_haed"]
+    assert "layer_quant_config: " in reported["*.up_projj"]
+    assert "Nearest: up_proj," in reported["*.up_projj"]
+    assert "model.embed_tokens" in reported["*xyzzy"]  # nothing is near: some of what there is
+
+
+def test_a_configuration_that_fits_reports_nothing(build, caplog):
+    with caplog.at_level(logging.WARNING, logger="quark"):
+        plan(build(), Config(INT8, exclude=["lm_head"], layer_quant_config={"*q_proj": FP8}))
+    assert not caplog.records
+
+
+def test_large_modules_that_stay_in_float_are_reported(caplog):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Bilinear(16, 16, 16))
+    with caplog.at_level(logging.WARNING, logger="quark"):
+        plan(model, Config(INT8))
+    assert "1 (Bilinear)" in caplog.text and "98 %" in caplog.text
+
+
+class TestPrepareAndRestore:
+    def test_classes_change_in_place_and_back(self, build, logits, unchanged):
+        model = build("opt")
+        before = logits(model)
+        layer = model.model.decoder.layers[0].fc1
+        with unchanged(model):
+            prepare(model, plan(model, Config(INT8)))
+            assert model.model.decoder.layers[0].fc1 is layer
+            assert type(layer) is QuantLinear and isinstance(layer, nn.Linear)
+            assert layer.weight_quantizer is not None and layer.input_quantizer is None
+            restore(model)
+        assert torch.equal(logits(model), before)
+
+    def test_a_module_under_two_names_is_quantized_once(self):
+        torch.manual_seed(0)
+        model, x = Shared(), torch.randn(4, 32)
+        before = model(x)
+        ModelQuantizer(Config(INT8)).quantize_model(model)
+        assert [name for name, _ in quantized_layers(model)] == ["first", "last"]
+        assert model.again is model.first and type(model.again) is QuantLinear
+        weight = model.first.weight.detach().clone()
+        ModelQuantizer.freeze(model)
+        expected = torch.fake_quantize_per_tensor_affine(
+            weight, weight.abs().max().item() / 127.5, 0, -128, 127
+        )
+        assert torch.equal(model.again.weight, expected)
+        assert not torch.equal(model(x), before)
+
+    def test_a_subclass_of_linear_is_left_alone(self):
+        class Special(nn.Linear):
+            pass
+
+        model = nn.Sequential(Special(8, 8), nn.Linear(8, 8))
+        assert set(plan(model, Config(INT8))) == {"1"}
+
+    def test_modules_that_accelerate_placed(self, build, logits, quantize, config_of):
+        from accelerate import dispatch_model
+
+        plain = quantize(build(), "fp8")
+        placed = dispatch_model(build(), {"": "cpu"}, force_hooks=True)
+        assert hasattr(placed.model.layers[0].mlp.up_proj, "_old_forward")
+        assert torch.equal(logits(quantize(placed, "fp8")), logits(plain))
+
+    def test_a_model_that_accelerate_offloaded(self, build, config_of, unchanged):
+        from accelerate import cpu_offload
+
+        model = build()
+        cpu_offload(model, execution_device=torch.device("cpu"))
+        with pytest.raises(ValueError, match=r"q_proj\.weight is on the meta device"):
+            ModelQuantizer(config_of("int8")).quantize_model(model, [torch.ones(1, 4).long()])
+        assert type(model.model.layers[0].mlp.up_proj) is nn.Linear
+
+    def test_quantizers_of_the_tensors_that_are_configured(self):
+        per_channel = FP8E4M3PerChannelSpec(ch_axis=0).to_quantization_spec()
+        layer = QuantizationConfig(FP8.weight, None, per_channel, INT8.weight)
+        model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4, bias=False))
+        prepare(model, plan(model, Config(layer)))
+        assert set(model[0].quantizers()) == {"input_tensors", "weight", "bias"}
+        assert set(model[1].quantizers()) == {"input_tensors", "weight"}
