@@ -94,9 +94,14 @@ def fake_quantize(
     return result
 
 
-def dynamic_qparams(x: torch.Tensor, scheme: Scheme) -> QParams:
-    """Return the scale and zero point of the values of ``x`` itself."""
-    return qparams_from_range(*block_range(x.detach(), scheme), scheme)
+def dynamic_qparams(
+    x: torch.Tensor, scheme: Scheme, tensor_scale: torch.Tensor | None = None
+) -> QParams:
+    """Return the scale and zero point of the values of ``x`` itself.
+
+    Block scales are relative to ``tensor_scale`` where they have two levels.
+    """
+    return qparams_from_range(*block_range(x.detach(), scheme), scheme, tensor_scale)
 
 
 def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

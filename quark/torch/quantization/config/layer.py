@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from quark.torch.quantization.config.serialize import known, plain
-from quark.torch.quantization.config.spec import DataTypeSpec, QuantizationSpec, member
+from quark.torch.quantization.config.spec import QuantizationSpec, member
+from quark.torch.quantization.config.spec_classes import DataTypeSpec, TwoStageSpec
 from quark.torch.quantization.config.type import DeviceType, QSchemeType
 
+Spec = QuantizationSpec | list[QuantizationSpec]
 TENSORS = ("input_tensors", "output_tensors", "weight", "bias")
 
 
@@ -29,26 +31,34 @@ class QuantizationConfig:
         ValueError: Inputs or outputs are static per group.
     """
 
-    input_tensors: QuantizationSpec | None = None
-    output_tensors: QuantizationSpec | None = None
-    weight: QuantizationSpec | None = None
-    bias: QuantizationSpec | None = None
+    input_tensors: Spec | None = None
+    output_tensors: Spec | None = None
+    weight: Spec | None = None
+    bias: Spec | None = None
     target_device: DeviceType | None = None
 
     def __post_init__(self) -> None:
         self.target_device = member(DeviceType, self.target_device, "target_device")
+        for name in TENSORS:
+            stages = getattr(self, name)
+            if isinstance(stages, (list, tuple)):
+                setattr(self, name, QuantizationSpec.of_stages(list(stages)))
         for name, spec in self.specs():
-            if isinstance(spec, DataTypeSpec):
+            if isinstance(spec, (DataTypeSpec, TwoStageSpec)):
                 raise TypeError(
                     f"{name}={type(spec).__name__}(...) is a helper: "
                     "call .to_quantization_spec() on it."
                 )
             if not isinstance(spec, QuantizationSpec):
                 raise TypeError(f"{name}: expected a QuantizationSpec, got {spec!r}.")
-            grouped = spec.qscheme is QSchemeType.per_group
+            grouped = spec.scheme.qscheme in (QSchemeType.per_group, QSchemeType.per_block)
             if name.endswith("_tensors") and grouped and not spec.is_dynamic:
                 raise ValueError(
                     f"{name}: activations have no static scale per group. Set is_dynamic=True."
+                )
+            if name.endswith("_tensors") and spec.quantizes_codes:
+                raise ValueError(
+                    f"{name}: a second stage over the codes of the first is for weights only."
                 )
 
     def specs(self) -> Iterator[tuple[str, QuantizationSpec]]:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.torch.numerics.qdq import codes_of, quantize
 from quark.torch.quantization.config.config import QuantizationConfig
 from quark.torch.quantization.nn.quantizer import State, TensorQuantizer
 
@@ -121,12 +120,8 @@ class QuantMixin(nn.Module):
         quantizer = self.quantizers().get(name)
         if quantizer is None:
             return None
-        scale, zero_point = quantizer.scale, quantizer.zero_point
-        codes = None
-        if name in PARAMETERS:
-            encode = codes_of if self.frozen else quantize
-            codes = encode(getattr(self, name).detach(), scale, zero_point, quantizer.scheme)
-        return State(quantizer.spec, codes, scale, zero_point)
+        value = getattr(self, name).detach() if name in PARAMETERS else None
+        return quantizer.state(value, self.frozen)
 
     def product(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None

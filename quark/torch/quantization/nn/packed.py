@@ -13,7 +13,7 @@ from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.config import QuantizationConfig
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.nn.mixin import PARAMETERS, become
-from quark.torch.quantization.nn.quantizer import State
+from quark.torch.quantization.nn.quantizer import PARTS, State
 
 SHORT_NAMES = {
     "weight": "weight",
@@ -63,33 +63,33 @@ class PackedQuantizer(nn.Module):
     zero_point: torch.Tensor | None
 
     def __init__(
-        self,
-        spec: QuantizationSpec,
-        stored: dict[str, tuple[tuple[int, ...], torch.dtype]],
-        device: torch.device | None,
+        self, spec: QuantizationSpec, stored: Declared, device: torch.device | None
     ) -> None:
         super().__init__()
         self.spec = spec
         self.scheme: Scheme = spec.scheme
         for name in ("scale", "zero_point"):
-            buffer = None
-            if name in stored:
-                shape, dtype = stored[name]
-                buffer = torch.empty(shape, dtype=dtype, device=device)
-            self.register_buffer(name, buffer)
+            self.register_buffer(name, _empty(stored, name, device))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Quantize and dequantize activations."""
+    def forward(self, x: torch.Tensor, tensor_scale: torch.Tensor | None) -> torch.Tensor:
+        """Quantize and dequantize activations, given the scale of their scales if there is one."""
         if x.numel() == 0:
             return x
         if self.scale is None and self.scheme.fmt.scaled:
-            return fake_quantize(x, *dynamic_qparams(x, self.scheme), self.scheme)
+            return fake_quantize(x, *dynamic_qparams(x, self.scheme, tensor_scale), self.scheme)
         return fake_quantize(x, self.scale, self.zero_point, self.scheme)
 
     def extra_repr(self) -> str:
         """Return format and granularity."""
         granularity = "" if self.spec.qscheme is None else f", {self.spec.qscheme.name}"
         return f"{self.spec.dtype.name}{granularity}"
+
+
+def _empty(stored: Declared, name: str, device: torch.device | None) -> torch.Tensor | None:
+    if name not in stored:
+        return None
+    shape, dtype = stored[name]
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 class QParamsLinear(nn.Linear):
