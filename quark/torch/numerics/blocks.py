@@ -112,6 +112,7 @@ class Blocks:
 
     def split(self, x: torch.Tensor) -> torch.Tensor:
         """View ``x`` in blocks, zero-padding ragged ones. Zeros never widen a range that has 0."""
+        x = x.reshape(self.shape)
         if self.padded != self.shape:
             widths = [p - n for n, p in zip(self.shape, self.padded, strict=True)]
             x = F.pad(x, [side for width in reversed(widths) for side in (0, width)])

@@ -237,7 +237,7 @@ def _map(
             if dst.dtype == torch.float16:
                 done.clamp_(-FLOAT16_MAX, FLOAT16_MAX)  # rounding up may have left its range
             dst.copy_(done)
-    return blocks.join(out)
+    return blocks.join(out).reshape(x.shape)
 
 
 def _pieces(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -29,6 +30,8 @@ class Scheme:
         scale_mode: How the exponent of a power-of-two scale is rounded.
         float_zero_point: Whether zero points keep their fraction.
         per_token: One scale per position along all axes but the last.
+        flat: Whether groups and blocks run over all axes but the first as if they were one, as in
+            the weight of a convolution.
     """
 
     fmt: Format
@@ -42,6 +45,7 @@ class Scheme:
     scale_mode: str = "even"
     float_zero_point: bool = False
     per_token: bool = False
+    flat: bool = False
 
     @property
     def has_zero_point(self) -> bool:
@@ -67,15 +71,20 @@ class Scheme:
 
         [] per tensor, [channels] per channel, the grid of blocks otherwise.
         """
-        if self.per_token or self.qscheme in (QSchemeType.per_group, QSchemeType.per_block):
+        if self.per_token or self.qscheme in GROUPED:
             return self.blocks(shape).grid
         if self.qscheme is QSchemeType.per_channel:
             return (tuple(shape)[self.axis],)
         return ()
 
 
+GROUPED = (QSchemeType.per_group, QSchemeType.per_block)
+
+
 @lru_cache(maxsize=1024)
 def _blocks(scheme: Scheme, shape: tuple[int, ...]) -> Blocks:
+    if scheme.flat and scheme.qscheme in GROUPED and len(shape) > 2:
+        shape = (shape[0], math.prod(shape[1:]))
     group = scheme.fmt.sub_block or scheme.group
     block = block_shape(
         shape, scheme.qscheme, scheme.axis, group, scheme.per_token, scheme.block

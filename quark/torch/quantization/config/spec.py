@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -101,6 +101,8 @@ class QuantizationSpec:
     max_input_numel: int = 4194304
     second_stage: QuantizationSpec | None = None
 
+    is_parameter: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
         self.dtype = _required(member(Dtype, self.dtype, "dtype"), "dtype")
         self.qscheme = member(QSchemeType, self.qscheme, "qscheme")
@@ -151,6 +153,7 @@ class QuantizationSpec:
             float_zero_point=self.zero_point_type is ZeroPointType.float32,
             per_token=bool(self.is_dynamic) and qscheme is QSchemeType.per_channel,
             block=self.block_size,
+            flat=self.is_parameter,
             scale=self._scale_format(),
             scale_mode=self.scale_calculation_mode or "even",
         )
@@ -196,12 +199,22 @@ class QuantizationSpec:
         second = stages[1] if len(stages) == 2 else None
         return replace(stages[0], second_stage=second)
 
-    def for_parameter(self) -> QuantizationSpec:
+    def for_parameter(self, is_transposed: bool = False) -> QuantizationSpec:
         """Return the specification as it applies to a weight or bias.
 
-        Parameters do not change, so a dynamic scale of theirs is a static one.
+        Parameters do not change, so a dynamic scale of theirs is a static one. Groups run over all
+        axes of a weight but the first.
+
+        Args:
+            is_transposed: Whether a matrix has its inputs along axis 0.
         """
-        return replace(self, is_dynamic=False) if self.is_dynamic else self
+        axis = self.ch_axis
+        if is_transposed and axis is not None:
+            axis = 1 - axis % 2
+        second = None if self.second_stage is None else self.second_stage.for_parameter(is_transposed)
+        made = replace(self, is_dynamic=False, ch_axis=axis, second_stage=second)
+        made.is_parameter = True
+        return made
 
     def make_observer(self) -> ObserverBase:
         """Return a fresh observer for a tensor of this specification."""

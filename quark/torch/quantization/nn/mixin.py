@@ -20,6 +20,11 @@ QUANTIZERS = {
 PARAMETERS = ("weight", "bias")
 
 
+def is_transposed(kind: type[nn.Module]) -> bool:
+    """Whether the weight of an operator has its inputs along axis 0: Transformers' Conv1D."""
+    return kind.__qualname__ == "Conv1D"
+
+
 def become(module: nn.Module, cls: type[nn.Module]) -> None:
     """Change the class of a module in place, so that every name it goes by sees the change.
 
@@ -64,10 +69,10 @@ class QuantMixin(nn.Module):
         module.frozen = False
         for name, attribute in QUANTIZERS.items():
             spec = getattr(config, name)
-            if spec is None or (name == "bias" and module.bias is None):
+            if spec is None or (name == "bias" and getattr(module, "bias", None) is None):
                 module.add_module(attribute, None)
                 continue
-            used = spec.for_parameter() if name in PARAMETERS else spec
+            used = spec.for_parameter(is_transposed(kind)) if name in PARAMETERS else spec
             module.add_module(attribute, TensorQuantizer(used))
         return module
 
@@ -133,9 +138,8 @@ class QuantMixin(nn.Module):
         """Quantize the input, apply the operator to quantized parameters, quantize the output."""
         weight = self.value("weight")
         assert weight is not None
-        y = self.product(
-            _quantized(self.input_quantizer, input), weight, self.value("bias"), *args, **kwargs
-        )
+        x = _quantized(self.input_quantizer, input) if input.is_floating_point() else input
+        y = self.product(x, weight, self.value("bias"), *args, **kwargs)
         return _quantized(self.output_quantizer, y)
 
 
