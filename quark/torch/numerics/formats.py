@@ -121,9 +121,7 @@ class Dtype(Enum):
     fp6_e2m3 = Format("fp6_e2m3", 6, True, 2, 3, 7.5, word_codes=4, word_dtype=torch.uint8)
     fp4 = Format("fp4", 4, True, 2, 1, 6.0, word_codes=2, word_dtype=torch.uint8)
     mx = Format("mx", 8, narrow=True, fraction_bits=6)
-    mx6 = Format(
-        "mx6", 5, narrow=True, word_codes=8, word_dtype=torch.uint8, block=16, sub_block=2
-    )
+    mx6 = Format("mx6", 5, narrow=True, word_codes=8, word_dtype=torch.uint8, block=16, sub_block=2)
     mx9 = Format("mx9", 8, narrow=True, block=16, sub_block=2)
     bfp16 = Format("bfp16", 8, block=8)
     bfloat16 = Format("bfloat16", 16, True, 8, 7, 3.3895313892515355e38, torch.bfloat16, False)

@@ -86,7 +86,5 @@ def _blocks(scheme: Scheme, shape: tuple[int, ...]) -> Blocks:
     if scheme.flat and scheme.qscheme in GROUPED and len(shape) > 2:
         shape = (shape[0], math.prod(shape[1:]))
     group = scheme.fmt.sub_block or scheme.group
-    block = block_shape(
-        shape, scheme.qscheme, scheme.axis, group, scheme.per_token, scheme.block
-    )
+    block = block_shape(shape, scheme.qscheme, scheme.axis, group, scheme.per_token, scheme.block)
     return Blocks.of(shape, block)

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 def needs_data(layers: Iterable[Any]) -> bool:
     """Whether a configuration of these layers has ranges that only data can tell."""
     return any(
-        name not in PARAMETERS and not spec.is_dynamic and spec.fmt.scaled
+        name not in PARAMETERS and spec.needs_data
         for layer in layers
         for name, spec in layer.specs()
     )
@@ -41,7 +41,7 @@ def calibrate_parameters(model: nn.Module) -> None:
             value = getattr(layer, tensor)
             quantizer.observer(value)
             try:
-                quantizer.settle()
+                quantizer.settle(value)
                 if not quantizer.scheme.fmt.scaled:
                     _check_finite(value)
             except FloatingPointError:
@@ -173,7 +173,7 @@ def _static_activations(
 ) -> Iterator[tuple[tuple[str, str], TensorQuantizer]]:
     for name, layer in quantized_layers(model):
         for tensor, quantizer in layer.quantizers().items():
-            if tensor not in PARAMETERS and quantizer.is_static:
+            if tensor not in PARAMETERS and quantizer.needs_data:
                 yield (name, tensor), quantizer
 
 

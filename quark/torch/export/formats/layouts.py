@@ -29,9 +29,7 @@ class PackedLayout:
         self.pack_method = pack_method
         self.packs_int2 = packs_int2
 
-    def declare(
-        self, spec: QuantizationSpec, shape: tuple[int, ...], is_stored: bool
-    ) -> Declared:
+    def declare(self, spec: QuantizationSpec, shape: tuple[int, ...], is_stored: bool) -> Declared:
         """Return shape and type of each tensor stored for a tensor of shape ``shape``."""
         if spec.quantizes_codes:
             first, second = (stage.for_parameter() for stage in spec.stages)
@@ -73,7 +71,8 @@ class PackedLayout:
             first, second = (stage.for_parameter() for stage in spec.stages)
             above = self._pack(State(second, codes, scale_2, zero_point_2))
             below = self._pack(State(first, None, scale, zero_point))
-            return {**{part if part == "" else f"{part}_2": t for part, t in above.items()}, **below}
+            renamed = {part if part == "" else f"{part}_2": t for part, t in above.items()}
+            return {**renamed, **below}
         stored = self._pack(state)
         if spec.second_stage is not None and scale_2 is not None:
             stored["scale_2"] = scale_2
@@ -158,8 +157,19 @@ def _turn(x: torch.Tensor, scheme: Scheme) -> torch.Tensor:
 class ValueLayout:
     """Weights as values of their own type, scales beside them as they are used.
 
-    Formats that are blocks by themselves store values alone: their scales follow from these.
+    Args:
+        has_block_scales: False for files of versions before 1.0, which stored values alone for
+            formats that are blocks by themselves; the scales of MX6 and MX9 always follow from
+            the values.
     """
+
+    def __init__(self, has_block_scales: bool = True) -> None:
+        self.has_block_scales = has_block_scales
+
+    def _has_scale(self, spec: QuantizationSpec) -> bool:
+        if spec.fixes_blocks:
+            return self.has_block_scales and not spec.fmt.sub_block
+        return spec.fmt.scaled
 
     def declare(self, spec: QuantizationSpec, shape: tuple[int, ...], is_stored: bool) -> Declared:
         """Return shape and type of the scales and zero points."""
@@ -168,7 +178,7 @@ class ValueLayout:
             scheme = stage.scheme
             if stage.is_scale_quant:
                 stored["scale_2"] = (), torch.float32
-            elif scheme.fmt.scaled and not spec.fixes_blocks and (is_stored or not spec.is_dynamic):
+            elif self._has_scale(stage) and (is_stored or not spec.is_dynamic):
                 grid = scheme.scale_shape(shape)
                 stored[f"scale{suffix}"] = grid, scheme.scale.held_dtype
                 if scheme.has_zero_point:
@@ -179,7 +189,7 @@ class ValueLayout:
     def pack(self, state: State, value: torch.Tensor | None) -> Stored:
         """Return value, scales and zero points as they are."""
         parts = {"": value, **{name: getattr(state, name) for name in PARTS}}
-        if state.spec.fixes_blocks:
+        if not self._has_scale(state.spec):
             parts = {"": value}
         return {part: tensor for part, tensor in parts.items() if tensor is not None}
 
@@ -188,7 +198,7 @@ class ValueLayout:
         parts = [stored.get(name) for name in PARTS]
         if "" not in stored:
             return State(spec, None, *parts)
-        if spec.fixes_blocks:
+        if spec.fixes_blocks and not self._has_scale(spec):
             parts[0], parts[1] = dynamic_qparams(stored[""], spec.scheme)
         return State.of_values(spec, stored[""], *parts)
 

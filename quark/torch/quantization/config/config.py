@@ -88,6 +88,8 @@ LAYER_TYPES: dict[str, type[nn.Module]] = {
         nn.EmbeddingBag,
     )
 }
+# What a global configuration leaves alone: these are quantized where their type or name is given.
+NAMED_ONLY = {nn.Conv1d, nn.Conv3d, nn.Embedding, nn.EmbeddingBag}
 OLDEST = "0.8"  # the last version whose files do not say which they are of
 
 # Fields that the checkpoint layout has no key for: they act before it is written.

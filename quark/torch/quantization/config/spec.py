@@ -211,7 +211,8 @@ class QuantizationSpec:
         axis = self.ch_axis
         if is_transposed and axis is not None:
             axis = 1 - axis % 2
-        second = None if self.second_stage is None else self.second_stage.for_parameter(is_transposed)
+        second = self.second_stage
+        second = None if second is None else second.for_parameter(is_transposed)
         made = replace(self, is_dynamic=False, ch_axis=axis, second_stage=second)
         made.is_parameter = True
         return made
@@ -301,7 +302,7 @@ RULES: list[_Rule] = [
     (
         lambda s: (s.dtype is Dtype.mx) != (s.mx_element_dtype is not None),
         lambda s: (
-            f"mx_element_dtype={plain(s.mx_element_dtype)!r}: dtype mx needs it and no other has it."
+            f"mx_element_dtype={plain(s.mx_element_dtype)!r}: dtype mx needs it, no other has it."
         ),
     ),
     (

@@ -70,16 +70,16 @@ def _transposed_linear(self: Any, x: Any, weight: Any, bias: Any) -> torch.Tenso
     return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], self.nf)
 
 
-# Full name of the float class -> its product, and whether a global configuration means it too.
-_OPERATORS: dict[str, tuple[_Product, bool]] = {
-    "torch.nn.modules.linear.Linear": (_linear, True),
-    "torch.nn.modules.conv.Conv1d": (_conv, False),
-    "torch.nn.modules.conv.Conv2d": (_conv, True),
-    "torch.nn.modules.conv.Conv3d": (_conv, False),
-    "torch.nn.modules.conv.ConvTranspose2d": (_conv_transpose, True),
-    "torch.nn.modules.sparse.Embedding": (_embedding, False),
-    "torch.nn.modules.sparse.EmbeddingBag": (_embedding_bag, False),
-    "transformers.pytorch_utils.Conv1D": (_transposed_linear, True),
+# Full name of the float class -> its product.
+_OPERATORS: dict[str, _Product] = {
+    "torch.nn.modules.linear.Linear": _linear,
+    "torch.nn.modules.conv.Conv1d": _conv,
+    "torch.nn.modules.conv.Conv2d": _conv,
+    "torch.nn.modules.conv.Conv3d": _conv,
+    "torch.nn.modules.conv.ConvTranspose2d": _conv_transpose,
+    "torch.nn.modules.sparse.Embedding": _embedding,
+    "torch.nn.modules.sparse.EmbeddingBag": _embedding_bag,
+    "transformers.pytorch_utils.Conv1D": _transposed_linear,
 }
 
 
@@ -95,14 +95,6 @@ def is_operator(kind: type[nn.Module]) -> bool:
     return _name(kind) in _OPERATORS
 
 
-def is_global(kind: type[nn.Module]) -> bool:
-    """Whether a global configuration applies to modules of this type.
-
-    Others are quantized where their type or name is configured.
-    """
-    return is_operator(kind) and _OPERATORS[_name(kind)][1]
-
-
 def operator_names() -> str:
     """Return the names of the operators, for messages."""
     return ", ".join(name.rpartition(".")[2] for name in _OPERATORS)
@@ -111,7 +103,7 @@ def operator_names() -> str:
 @cache
 def operator(kind: type[nn.Module]) -> Operator:
     """Return the classes of an operator, such as QuantLinear and QParamsLinear."""
-    product = _OPERATORS[_name(kind)][0]
+    product = _OPERATORS[_name(kind)]
     made = []
     for prefix, base in (("Quant", QuantMixin), ("QParams", PackedMixin)):
         name = f"{prefix}{kind.__name__}"

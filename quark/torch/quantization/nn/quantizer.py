@@ -21,7 +21,6 @@ from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.observer.observer import MinMaxObserver
 
-
 PARTS = ("scale", "zero_point", "scale_2", "zero_point_2")
 
 
@@ -106,7 +105,8 @@ class TensorQuantizer(nn.Module):
         self.spec = spec
         self.scheme = spec.scheme
         # Block scales of a dynamic tensor are relative to a settled range of the whole.
-        self.observer = (_whole(spec) if spec.is_dynamic and spec.needs_data else spec).make_observer()
+        observed = _whole(spec) if spec.is_dynamic and spec.needs_data else spec
+        self.observer = observed.make_observer()
         self.observing = False
         self.enabled = True
         for name in PARTS:

@@ -189,9 +189,7 @@ class PerTensorMSEObserver(HistogramObserver):
         losses = [self._loss(lo, hi, values, weights) for lo, hi in ranges]
         return ranges[losses.index(min(losses))]
 
-    def _loss(
-        self, lo: float, hi: float, values: torch.Tensor, weights: torch.Tensor
-    ) -> float:
+    def _loss(self, lo: float, hi: float, values: torch.Tensor, weights: torch.Tensor) -> float:
         device = values.device
         qparams = qparams_from_range(
             torch.tensor(lo, device=device), torch.tensor(hi, device=device), self.scheme
