@@ -160,6 +160,13 @@ def run_batch(model: nn.Module, batch: Any) -> None:
 
 
 def _merge(quantizers: list[TensorQuantizer | None]) -> None:
+    present = [q for q in quantizers if q is not None and q.scale_2 is not None]
+    if present and len(present) == len(quantizers):
+        if all(q.scheme == present[0].scheme and q.scheme.scale.two_level for q in present):
+            largest = torch.stack([q.scale_2.cpu() for q in present]).amax(0)  # type: ignore[union-attr]
+            for q in present:
+                q.resettle(largest.to(q.scale_2.device, copy=True))  # type: ignore[union-attr]
+        return
     scale = merged_scale(quantizers)
     if scale is None:
         return

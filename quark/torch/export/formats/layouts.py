@@ -13,8 +13,8 @@ from quark.torch.numerics.qdq import dynamic_qparams
 from quark.torch.numerics.scale_codec import decode_scale, encode_scale, stored_dtype, stored_shape
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.spec import QuantizationSpec
-from quark.torch.quantization.nn.packed import PARTS, Declared, Stored
-from quark.torch.quantization.nn.quantizer import State
+from quark.torch.quantization.nn.packed import Declared, Stored
+from quark.torch.quantization.nn.quantizer import PARTS, State
 
 
 class PackedLayout:

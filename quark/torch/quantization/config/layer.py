@@ -11,13 +11,14 @@ from quark.torch.quantization.config.spec import QuantizationSpec, member
 from quark.torch.quantization.config.spec_classes import DataTypeSpec, TwoStageSpec
 from quark.torch.quantization.config.type import DeviceType, QSchemeType
 
-Spec = QuantizationSpec | list[QuantizationSpec]
 TENSORS = ("input_tensors", "output_tensors", "weight", "bias")
 
 
 @dataclass(eq=True)
 class QuantizationConfig:
     """Which tensors of a layer are quantized and how. ``QLayerConfig`` is the same class.
+
+    Each tensor may be given one specification, or a list of two stages.
 
     Attributes:
         input_tensors: Specification of the inputs, or None to leave them alone.
@@ -31,10 +32,10 @@ class QuantizationConfig:
         ValueError: Inputs or outputs are static per group.
     """
 
-    input_tensors: Spec | None = None
-    output_tensors: Spec | None = None
-    weight: Spec | None = None
-    bias: Spec | None = None
+    input_tensors: QuantizationSpec | None = None
+    output_tensors: QuantizationSpec | None = None
+    weight: QuantizationSpec | None = None
+    bias: QuantizationSpec | None = None
     target_device: DeviceType | None = None
 
     def __post_init__(self) -> None:

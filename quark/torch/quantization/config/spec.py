@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from enum import Enum
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -101,7 +101,7 @@ class QuantizationSpec:
     max_input_numel: int = 4194304
     second_stage: QuantizationSpec | None = None
 
-    is_parameter: ClassVar[bool] = False
+    is_parameter = False  # no field: set by for_parameter
 
     def __post_init__(self) -> None:
         self.dtype = _required(member(Dtype, self.dtype, "dtype"), "dtype")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -100,9 +99,17 @@ def operator_names() -> str:
     return ", ".join(name.rpartition(".")[2] for name in _OPERATORS)
 
 
-@cache
+_MADE: dict[type[nn.Module], Operator] = {}
+
+
 def operator(kind: type[nn.Module]) -> Operator:
     """Return the classes of an operator, such as QuantLinear and QParamsLinear."""
+    if kind not in _MADE:
+        _MADE[kind] = _make(kind)
+    return _MADE[kind]
+
+
+def _make(kind: type[nn.Module]) -> Operator:
     product = _OPERATORS[_name(kind)]
     made = []
     for prefix, base in (("Quant", QuantMixin), ("QParams", PackedMixin)):
