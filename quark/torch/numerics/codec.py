@@ -15,7 +15,8 @@ def encode(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     bits = x.view(torch.int32)
     magnitude = bits & 0x7FFFFFFF
     normal = (magnitude >> (23 - fmt.mantissa_bits)) - (_offset(fmt) << fmt.mantissa_bits)
-    small = x.abs().mul_(2.0 ** (fmt.mantissa_bits - fmt.min_exponent)).to(torch.int32)
+    small = x.abs().clamp_(max=2.0**fmt.min_exponent)  # what is larger may not fit an integer
+    small = small.mul_(2.0 ** (fmt.mantissa_bits - fmt.min_exponent)).to(torch.int32)
     codes = torch.where(small < 1 << fmt.mantissa_bits, small, normal)
     return codes | (bits < 0).to(torch.int32) << (fmt.bits - 1) if fmt.signed else codes
 

@@ -47,9 +47,9 @@ def shared_exponent(amax: torch.Tensor, fmt: Format, mode: str) -> torch.Tensor:
     if mode == "even":
         mantissa = fmt.mantissa_bits if fmt.is_float else fmt.bits
         bits = bits + (1 << (22 - mantissa))
-    elif mode == "ceil":
-        bits = bits + 0x7FFFFF
     exponent = (bits >> 23 & 0xFF) - 127 - fmt.max_exponent
+    if mode == "ceil":
+        exponent += (bits & 0x7FFFFF) != 0
     return exponent.clamp(MIN_EXPONENT, MAX_EXPONENT)
 
 

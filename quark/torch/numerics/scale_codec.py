@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from quark.torch.numerics.codec import decode, encode
 from quark.torch.numerics.exponents import exponent_of, power_of_two
 from quark.torch.numerics.formats import Format
+from quark.torch.numerics.rounding import RoundType, round_to_grid_
 from quark.torch.numerics.scheme import Scheme
 
 BIAS = 127
@@ -49,7 +50,9 @@ def encode_scale(
         return (step + _step_offset(fmt) + BIAS).to(torch.uint8)
     if to.fmt is None or to.dtype == torch.float32:
         return scale.to(to.dtype)
-    ratio = scale if tensor_scale is None else scale / tensor_scale
+    ratio = scale
+    if tensor_scale is not None:  # the product was rounded, so the quotient may be off the grid
+        ratio = round_to_grid_(scale / tensor_scale, to.fmt, RoundType.half_even)
     return ratio.to(to.dtype) if to.dtype.is_floating_point else encode(ratio, to.fmt).to(to.dtype)
 
 

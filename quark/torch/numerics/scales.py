@@ -12,6 +12,7 @@ from quark.torch.numerics.exponents import (
     power_of_two,
     shared_exponent,
 )
+from quark.torch.numerics.formats import Format
 from quark.torch.numerics.rounding import RoundType, round_to_grid_
 from quark.torch.numerics.scale_formats import ScaleFormat
 from quark.torch.numerics.scheme import Scheme
@@ -90,6 +91,11 @@ def qparams_from_range(
     return scale, zero_point.clamp(fmt.qmin, fmt.qmax).to(torch.int32)
 
 
+def _smallest(fmt: Format) -> float:
+    """Return the smallest positive value of a float format."""
+    return 2.0 ** (fmt.min_exponent - fmt.mantissa_bits)
+
+
 def _divided(x: torch.Tensor, by: float) -> torch.Tensor:
     """Divide by a number, rounding once: a GPU would multiply by the reciprocal of a scalar."""
     return x / torch.full_like(x, by)
@@ -98,12 +104,16 @@ def _divided(x: torch.Tensor, by: float) -> torch.Tensor:
 def tensor_scale_from_range(lo: torch.Tensor, hi: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     """Return the float32 scale [] of a whole tensor whose block scales are relative to it.
 
-    The largest block scale becomes the largest value of the scale format.
+    The largest block scale becomes the largest value of the scale format, unless the smallest
+    would be a subnormal number, which has no finite reciprocal.
     """
-    assert scheme.scale.fmt is not None
+    to = scheme.scale.fmt
+    assert to is not None
     amax = torch.maximum(-lo.amin(), hi.amax())
     largest = scheme.fmt.max_value if scheme.fmt.is_float else scheme.fmt.qmax + 0.5
-    return torch.where(amax == 0, EPS, _divided(amax, largest * scheme.scale.fmt.max_value))
+    scale = _divided(amax, largest * to.max_value)
+    least = torch.finfo(torch.float32).smallest_normal / _smallest(to)
+    return torch.where(amax == 0, EPS, scale.clamp(min=least))
 
 
 def round_scale(
@@ -116,9 +126,8 @@ def round_scale(
         return power_of_two((bits + (0x7FFFFF - 0x3504F3) >> 23 & 0xFF) - 127)
     if to.fmt is not None:
         unit = torch.ones_like(scale) if tensor_scale is None else tensor_scale
-        smallest = 2.0 ** (to.fmt.min_exponent - to.fmt.mantissa_bits)
-        ratio = round_to_grid_(scale / unit, to.fmt, RoundType.half_even).clamp_(min=smallest)
-        return ratio * unit
+        ratio = round_to_grid_(scale / unit, to.fmt, RoundType.half_even)
+        return ratio.clamp_(min=_smallest(to.fmt)) * unit
     limits = torch.finfo(to.dtype)
     # float16 keeps subnormals down to 2^-24; elsewhere a subnormal has no finite reciprocal.
     smallest = limits.smallest_normal if limits.bits > 16 or limits.max > 1e5 else EPS
