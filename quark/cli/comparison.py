@@ -16,14 +16,14 @@ from rich.table import Table
 
 from quark.cli import console, models
 from quark.cli.configs import excluding_head, layer_scheme
-from quark.cli.options import EVAL_WINDOWS, SEQ_LEN
+from quark.cli.options import SEQ_LEN
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
 ORIGINAL = "original"
-CALIBRATION_WINDOWS = 8
+WINDOWS = 8  # of text, to calibrate on and to evaluate on
 
 
 @dataclass
@@ -49,17 +49,15 @@ class Material:
 
 def demo_material() -> Material:
     """Return the model that comes with the package, and text for it."""
-    import torch
-
     from quark.demo.text import model_directory
 
     tokenizer = models.load_tokenizer(model_directory(), "model")
     text = [
-        models.text_windows(None, "text", tokenizer, SEQ_LEN, limit, held_out)
-        for limit, held_out in ((CALIBRATION_WINDOWS, False), (EVAL_WINDOWS, True))
+        models.text_windows(None, "text", tokenizer, SEQ_LEN, WINDOWS, held_out)
+        for held_out in (False, True)
     ]
     model = models.load_model(model_directory())
-    return Material(model, tokenizer, [*torch.split(text[0], 1)], text[1])
+    return Material(model, tokenizer, [text[0]], text[1])
 
 
 def compare(names: list[str], kept: str, material: Material, directory: Path) -> torch.Tensor:

@@ -57,10 +57,15 @@ def _from_file(path: Path) -> Config:
     from quark.torch.export.checkpoint import read_json
     from quark.torch.quantization.config.config import Config
 
+    if not path.is_file():
+        raise wrong("--config", f"there is no file {path}.")
     try:
-        return Config.from_dict(read_json(path))
-    except (OSError, TypeError, ValueError) as error:
-        raise wrong("--config", f"{path}: {error}") from None
+        data = read_json(path)
+        if not isinstance(data, dict):
+            raise ValueError(f"expected an object, got {type(data).__name__}.")
+        return Config.from_dict(data)
+    except (TypeError, ValueError) as error:
+        raise wrong("--config", f"{path} is not a Config: {error}") from None
 
 
 def _from_schemes(request: Request, model_type: str) -> Config:

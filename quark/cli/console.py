@@ -126,7 +126,7 @@ def facts(rows: dict[str, str]) -> Table:
 
 def say(text: str) -> None:
     """Print a paragraph between margins."""
-    out.print(Padding(text, (0, 2)))
+    out.print(Padding(text, (0, 2), expand=False))
 
 
 def show_code(*lines: str) -> None:
@@ -161,7 +161,7 @@ def _scaled(count: int, units: tuple[str, ...]) -> str:
         if value < 999.5 or unit == units[-1]:
             break
         value /= 1000
-    digits = 0 if unit == units[0] or value >= 99.5 else 1
+    digits = 0 if unit == units[0] or value >= 99.95 else 1
     return f"{value:.{digits}f} {unit}"
 
 

@@ -53,16 +53,21 @@ def inspect(
         facts = {"directory": str(directory), "model_type": described.get("model_type"), **origin}
         console.as_json({**facts, "note": note, **summary.to_dict()})
         return
-    words = [str(described.get("model_type", "unknown type")), *map(str, origin.values())]
-    console.out.print(f"\n[bold]{escape(str(directory))}[/]  ({', '.join(words)})")
+    words = [str(described.get("model_type", "unknown type"))]
+    words += [f"{key} {value}" for key, value in origin.items()] or ["not quantized"]
+    title = f"\n[bold]{escape(str(directory))}[/]  ({escape(', '.join(words))})"
+    console.out.print(title, soft_wrap=True)
     if note:
         console.err.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
     if layers:
         console.out.print(_layer_table(summary))
-    console.out.print(_scheme_table(summary))
-    if summary.bits_per_parameter is not None:
-        average = console.in_bits(summary.bits_per_parameter)
-        console.out.print(f"  {average} bits per parameter over the whole checkpoint.\n")
+    console.out.print(_scheme_table(summary, is_understood=not note))
+    if summary.bits_per_weight is not None:
+        console.say(
+            f"{console.in_bits(summary.bits_per_weight)} bits per weight in the quantized layers, "
+            f"{console.in_bits(summary.bits_per_parameter)} per parameter over the whole model."
+        )
+    console.out.print()
 
 
 def _origin(described: dict[str, Any]) -> dict[str, Any]:
@@ -70,7 +75,8 @@ def _origin(described: dict[str, Any]) -> dict[str, Any]:
     section = described.get("quantization_config")
     if not isinstance(section, dict):
         return {}
-    export = section.get("export") or {}
+    export = section.get("export")
+    export = export if isinstance(export, dict) else {}
     said = {
         "quant_method": section.get("quant_method", "quark"),
         "version": section.get("version"),
@@ -80,11 +86,11 @@ def _origin(described: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in said.items() if value is not None}
 
 
-def _scheme_table(summary: Summary) -> Any:
+def _scheme_table(summary: Summary, is_understood: bool) -> Any:
     schemes = summary.schemes()
     used = _used_columns([row.scheme for row in schemes])
     table = console.table()
-    table.add_column("weights")
+    table.add_column("weights", no_wrap=True)
     for column in used:
         table.add_column(_TITLES[column])
     for column in ("layers", "parameters", "size", "bits/weight"):
@@ -102,7 +108,7 @@ def _scheme_table(summary: Summary) -> Any:
     for kind in summary.rest:
         bits = 8 * kind.bytes / kind.parameters if kind.parameters else None
         table.add_row(
-            f"not quantized: {kind.dtype}",
+            f"not quantized: {kind.dtype}" if is_understood else kind.dtype,
             *blank,
             "",
             console.in_count(kind.parameters),
@@ -116,7 +122,7 @@ def _scheme_table(summary: Summary) -> Any:
         str(len(summary.layers)),
         console.in_count(summary.parameters),
         console.in_bytes(summary.bytes),
-        console.in_bits(summary.bits_per_weight),
+        console.in_bits(summary.bits_per_parameter),
     )
     return table
 
@@ -131,7 +137,7 @@ def _used_columns(schemes: list[Scheme]) -> list[str]:
 def _layer_table(summary: Summary) -> Any:
     used = _used_columns([layer.scheme for layer in summary.layers])
     table = console.table()
-    table.add_column("layer", overflow="fold")
+    table.add_column("layer", no_wrap=True)
     table.add_column("weights")
     for column in used:
         table.add_column(_TITLES[column])

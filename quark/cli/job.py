@@ -84,6 +84,8 @@ def _work(
     evaluation: torch.Tensor | None,
 ) -> Outcome:
     """Quantize and freeze the model in place, and measure it before and after."""
+    import torch
+
     from quark.torch.quantization.api import ModelQuantizer
     from quark.torch.quantization.nn.operators import OPERATORS
 

@@ -101,10 +101,15 @@ def load_tokenizer(directory: Path, flag: str, trust_remote_code: bool = False) 
 
     _quiet_transformers()
     try:
-        return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         first = str(error).strip().split("\n")[0]
         raise wrong(flag, f"{directory} has no tokenizer that can be loaded ({first}).") from None
+    files = ["tokenizer_config.json", *tokenizer.vocab_files_names.values()]
+    if not any((directory / file).is_file() for file in files):
+        # what comes then is the empty tokenizer of this type of model
+        raise wrong(flag, f"{directory} has no tokenizer. Copy its files beside the model.")
+    return tokenizer
 
 
 def _quiet_transformers() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +60,8 @@ def show_plan(request: Request, config: Config, described: dict[str, Any], lengt
     how = f"{request.model_export}, {request.export_weight_format}"
     rows["output"] = f"{request.output_dir}  ({how})"
     console.out.print(f"\n[bold]quark {__version__}[/] quantize")
-    console.out.print(console.facts({k: escape(v) for k, v in rows.items() if v}), "")
+    console.out.print(console.facts({k: escape(v) for k, v in rows.items() if v}))
+    console.out.print()
 
 
 def show_outcome(request: Request, outcome: Outcome) -> None:
@@ -80,9 +82,11 @@ def show_outcome(request: Request, outcome: Outcome) -> None:
     if outcome.before is not None and outcome.after is not None:
         change = console.in_percent(outcome.after, outcome.before)
         rows["perplexity"] = f"{outcome.before:.2f} → {outcome.after:.2f} ({change})"
-    console.out.print("", console.facts(rows), "\n  Load it:")
+    console.out.print("", console.facts(rows), "\n  Load it:\n", sep="\n")
+    where = json.dumps(str(request.output_dir))
     if request.model_export == "quark_format":
-        line = f"quark.torch.ModelImporter({str(request.output_dir)!r}).import_model_info(model)"
-        console.show_code(f"{line}  # model: of the same architecture, empty")
+        line = f"quark.torch.ModelImporter({where}).import_model_info(model)"
+        console.show_code(f"model = {line}  # model: the architecture, empty")
     else:
-        console.show_code(f"AutoModelForCausalLM.from_pretrained({str(request.output_dir)!r})")
+        console.show_code(f"model = transformers.AutoModelForCausalLM.from_pretrained({where})")
+    console.out.print()

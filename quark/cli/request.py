@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,8 +76,11 @@ def check_places(request: Request) -> None:
             "it with --overwrite.",
         )
     parent = next(p for p in target.parents if p.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise wrong("--output_dir", f"{parent} is not a directory that can be written to.")
+    try:
+        with tempfile.TemporaryDirectory(dir=parent):
+            pass
+    except OSError as error:
+        raise wrong("--output_dir", f"nothing can be written to {parent} ({error}).") from None
 
 
 def check_flags(request: Request) -> None:

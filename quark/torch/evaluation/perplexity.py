@@ -181,7 +181,7 @@ def _steps(count: int, step: int, progress: str | None) -> Iterator[int]:
     starts = range(0, count, step)
     if progress is None:
         return iter(starts)
-    bar = import_module("tqdm").tqdm(starts, desc=progress, delay=1.0, disable=None)
+    bar = import_module("tqdm").tqdm(starts, desc=progress, delay=1.0, disable=None, leave=False)
     return iter(bar)
 
 

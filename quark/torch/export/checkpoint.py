@@ -42,6 +42,7 @@ def fresh_directory(path: str | Path, overwrite: bool = False, needed: int = 0) 
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
     try:
         yield partial
+        _grant_default_modes(partial)
         _replace(partial, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -62,9 +63,19 @@ def check_vacant(path: str | Path, overwrite: bool = False) -> None:
         )
 
 
+def _grant_default_modes(directory: Path) -> None:
+    """Give files and directory the access of newly made ones, not that of temporary ones."""
+    probe = directory / ".probe"
+    probe.touch()
+    mode = probe.stat().st_mode & 0o666
+    probe.unlink()
+    for file in directory.iterdir():
+        file.chmod(mode)
+    directory.chmod(mode | (mode & 0o444) >> 2)
+
+
 def _replace(partial: Path, target: Path) -> None:
     """Move ``partial`` to ``target``; what was there goes only once the new one stands."""
-    partial.chmod(0o755)
     if not target.exists():
         partial.rename(target)
         return

@@ -108,6 +108,8 @@ def load_params(
             f"json_path and safetensors_path, or import a directory with {NATIVE}."
         )
     described = read_json(json_path)
+    if not isinstance(described, dict) or not isinstance(described.get("structure"), dict):
+        raise ValueError(f"{json_path} does not describe a model: give what save_params wrote.")
     layers = {name: _layer_config(leaf) for name, leaf in _leaves(described["structure"])}
     config = Config(layer_quant_config={n: c for n, c in layers.items() if not c.is_empty})
     fmt = get_format("quark", config, _options(compressed, reorder))
@@ -115,7 +117,7 @@ def load_params(
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist.")
     reader = CheckpointReader(path.parent, path.name)
-    return load(_build(described["config"]) if model is None else model, fmt, reader)
+    return load(_build(described.get("config")) if model is None else model, fmt, reader)
 
 
 def _options(compressed: bool, reorder: bool) -> JsonExporterConfig:
@@ -125,9 +127,11 @@ def _options(compressed: bool, reorder: bool) -> JsonExporterConfig:
     )
 
 
-def _build(config: dict[str, Any]) -> nn.Module:
+def _build(config: Any) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise ValueError("The JSON file names no architecture: pass the model to fill.")
     made = AutoConfig.for_model(**config)
     with torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(made)

@@ -12,6 +12,7 @@ from torch import nn
 
 from quark.torch.export.checkpoint import Stored
 from quark.torch.export.formats.base import FORMATS, ExportFormat, get_format
+from quark.torch.export.renamed import in_model_names
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.match import assign
@@ -89,6 +90,7 @@ def load(model: nn.Module, fmt: ExportFormat, reader: Reader) -> nn.Module:
         ValueError: Tensors are missing, unexpected, or of the wrong shape or type.
     """
     layers = targets(model, fmt.config)
+    reader = in_model_names(reader, model)
     outline = _outline(model, fmt, layers)
     optional = {f"{n}.{t}" for n, layer in layers.items() for t in _known_offsets(layer, fmt)}
     tied = {n: s for n, s in _tied(model).items() if n in outline and s in outline}

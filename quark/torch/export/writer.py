@@ -116,7 +116,8 @@ def _merged_scales(layers: dict[str, Any], options: JsonExporterConfig) -> Scale
             scale = scale.clamp(min=floor)
             for name, state in zip(members, states, strict=True):
                 if not torch.equal(state.scale, scale.to(state.scale.device)):
-                    scales.setdefault(name, {})[tensor] = scale.to(state.scale.device)
+                    # A copy each: a tensor that goes by two names is stored once.
+                    scales.setdefault(name, {})[tensor] = scale.to(state.scale.device, copy=True)
     if scales:
         logger.warning(
             "Scales of %d layers are merged by the export, so the checkpoint differs slightly from "

@@ -1,10 +1,12 @@
 """Codes to words and back. Packing moves bits and nothing else.
 
-A word holds ``fmt.word_codes`` codes along the last axis. Where it is wider than the storage type
+A word holds ``fmt.word_codes`` neighbours along one axis. Where it is wider than the storage type
 it is written in several elements, lowest bits first.
 """
 
 from __future__ import annotations
+
+from functools import reduce
 
 import torch
 import torch.nn.functional as F
@@ -16,20 +18,23 @@ ORDERS = {"order": (0, 1, 2, 3, 4, 5, 6, 7), "reorder": (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def packed_size(count: int, fmt: Format) -> int:
-    """Elements of storage that ``count`` codes take along the last axis."""
+    """Elements of storage that ``count`` codes take along their axis."""
     return -(-count // fmt.word_codes) * _elements(fmt)
 
 
-def pack(codes: torch.Tensor, fmt: Format, pack_method: str = "reorder") -> torch.Tensor:
-    """Pack codes along the last axis, padding it with zeros to whole words.
+def pack(
+    codes: torch.Tensor, fmt: Format, pack_method: str = "reorder", axis: int = -1
+) -> torch.Tensor:
+    """Pack codes along an axis, padding it with zeros to whole words.
 
     Args:
-        codes: (..., n), type ``fmt.code_dtype``.
+        codes: (…, n, …), type ``fmt.code_dtype``.
         fmt: Format of the codes.
         pack_method: "reorder" or "order": how 4-bit codes lie in a 32-bit word.
+        axis: Axis of the n codes.
 
     Returns:
-        (..., packed_size(n, fmt)), type ``fmt.storage_dtype``.
+        (…, packed_size(n, fmt), …), type ``fmt.storage_dtype``.
 
     Raises:
         ValueError: ``pack_method`` is unknown.
@@ -37,52 +42,55 @@ def pack(codes: torch.Tensor, fmt: Format, pack_method: str = "reorder") -> torc
     shifts = _shifts(fmt, pack_method)
     if fmt.word_codes == 1:
         return codes.contiguous()
-    ragged = -codes.shape[-1] % fmt.word_codes
+    axis %= codes.dim()
+    ragged = -codes.shape[axis] % fmt.word_codes
     if ragged:
-        codes = F.pad(codes, (0, ragged))
-    codes = codes.reshape(*codes.shape[:-1], -1, fmt.word_codes)  # (..., words, codes of a word)
-    word = torch.zeros(codes.shape[:-1], dtype=_word_dtype(fmt), device=codes.device)
-    for i, shift in enumerate(shifts):
-        part = codes[..., i].to(word.dtype).bitwise_and_((1 << fmt.bits) - 1)
-        word.bitwise_or_(part.bitwise_left_shift_(shift))
+        codes = F.pad(codes, [*(0, 0) * (codes.dim() - 1 - axis), 0, ragged])
+    codes = torch.unflatten(codes, axis, (-1, fmt.word_codes))  # (…, words, codes of a word, …)
+    mask = (1 << fmt.bits) - 1
+    placed = (
+        codes.select(axis + 1, i).to(_word_dtype(fmt)).bitwise_and_(mask).bitwise_left_shift_(shift)
+        for i, shift in enumerate(shifts)
+    )
+    word = reduce(torch.Tensor.bitwise_or_, placed)
     if fmt.storage_dtype == torch.int32:
-        return word
+        return word.contiguous()
     parts = [(word >> (8 * i) & 0xFF).to(fmt.storage_dtype) for i in range(_elements(fmt))]
-    return torch.stack(parts, -1).flatten(-2)
+    return torch.stack(parts, axis + 1).flatten(axis, axis + 1)
 
 
 def unpack(
-    words: torch.Tensor, fmt: Format, count: int, pack_method: str = "reorder"
+    words: torch.Tensor, fmt: Format, count: int, pack_method: str = "reorder", axis: int = -1
 ) -> torch.Tensor:
-    """Return the first ``count`` codes along the last axis: the inverse of ``pack``.
+    """Return the first ``count`` codes along an axis: the inverse of ``pack``.
 
     Args:
-        words: (..., packed_size(count, fmt)).
+        words: (…, packed_size(count, fmt), …).
         fmt: Format of the codes.
-        count: Codes along the last axis.
+        count: Codes along the axis.
         pack_method: As it was packed.
+        axis: Axis of the words.
 
     Returns:
-        (..., count), type ``fmt.code_dtype``.
+        (…, count, …), type ``fmt.code_dtype``.
     """
     shifts = _shifts(fmt, pack_method)
     if fmt.word_codes == 1:
         return words
+    axis %= words.dim()
     word = words.to(_word_dtype(fmt))
     if _elements(fmt) > 1:
-        parts = word.reshape(*word.shape[:-1], -1, _elements(fmt))
-        word = parts[..., 0].clone()
-        for i in range(1, _elements(fmt)):
-            word |= parts[..., i] << (8 * i)
-    shape = (*word.shape, fmt.word_codes)
+        elements = torch.unflatten(word, axis, (-1, _elements(fmt))).unbind(axis + 1)
+        word = reduce(torch.bitwise_or, (part << (8 * i) for i, part in enumerate(elements)))
+    shape = (*word.shape[: axis + 1], fmt.word_codes, *word.shape[axis + 1 :])
     codes = torch.empty(shape, dtype=fmt.code_dtype, device=words.device)
     top = 8 * word.itemsize - fmt.bits
     extends = codes.dtype.is_signed
     for i, shift in enumerate(shifts):
         # Up to the top of the word, then down with or without the sign.
-        part = (word << (top - shift)) >> top
-        codes[..., i] = part if extends else part & ((1 << fmt.bits) - 1)
-    return codes.flatten(-2)[..., :count].contiguous()
+        part = (word << (top - shift)).bitwise_right_shift_(top)
+        codes.select(axis + 1, i).copy_(part if extends else part.bitwise_and_((1 << fmt.bits) - 1))
+    return codes.flatten(axis, axis + 1).narrow(axis, 0, count).contiguous()
 
 
 def _elements(fmt: Format) -> int:

@@ -49,6 +49,7 @@ def calibrate_parameters(model: nn.Module) -> None:
                     f"{name}.{tensor} has NaN or infinite values: the model is damaged, or it "
                     "overflowed in half precision. Repair it, or exclude the layer."
                 ) from None
+            quantizer.observer.reset()  # ranges per group would take as much as the scales
 
 
 @torch.no_grad()

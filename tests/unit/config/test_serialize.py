@@ -393,3 +393,9 @@ def test_refused(case):
     given, said = REFUSED[case]
     with pytest.raises(ValueError, match=said):
         Config.from_dict(given)
+
+
+@pytest.mark.parametrize("data", [[1], "quark", None], ids=["list", "string", "null"])
+def test_what_is_no_object_is_refused(data):
+    with pytest.raises(ValueError, match="quantization_config: expected an object"):
+        Config.from_dict(data)

@@ -1,5 +1,6 @@
 """Perplexity and what feeds it, against figures known beforehand and a slow second computation."""
 
+import itertools
 import json
 import math
 import sys
@@ -63,7 +64,7 @@ def windows() -> torch.Tensor:
 def slow_perplexity(table: list[list[float]], windows: list[list[int]]) -> float:
     total, count = 0.0, 0
     for window in windows:
-        for before, after in zip(window[:-1], window[1:], strict=True):
+        for before, after in itertools.pairwise(window):
             weights = [math.exp(value) for value in table[before]]
             total -= math.log(weights[after] / sum(weights))
             count += 1
@@ -100,16 +101,16 @@ class TestTokenWindows:
     def test_too_little_text(self) -> None:
         with pytest.raises(ValueError, match=r"2 document\(s\) hold 7 tokens.*window of 8.*most 7"):
             token_windows(["ab", "c"], Letters(), 8)
-        with pytest.raises(ValueError, match="0 tokens"):
+        with pytest.raises(ValueError, match=r"0 tokens"):
             token_windows([], Letters(), 8)
 
     @pytest.mark.parametrize(("length", "limit"), [(0, None), (4, 0)])
     def test_arguments_out_of_range(self, length: int, limit: int | None) -> None:
-        with pytest.raises(ValueError, match="at least 1"):
+        with pytest.raises(ValueError, match=r"at least 1"):
             token_windows(["abc"], Letters(), length, limit)
 
     def test_one_string_is_not_a_list_of_documents(self) -> None:
-        with pytest.raises(ValueError, match="list"):
+        with pytest.raises(ValueError, match=r"list"):
             token_windows("abcdef", Letters(), 2)
 
 
@@ -179,14 +180,14 @@ class TestPerplexity:
             def forward(self, tokens: torch.Tensor) -> torch.Tensor:
                 return super().forward(tokens).masked_fill(tokens[..., None] == 10, math.nan)
 
-        with pytest.raises(FloatingPointError, match="window 5 of 7 .*nan"):
+        with pytest.raises(FloatingPointError, match=r"window 5 of 7 .*nan"):
             perplexity(Broken(), windows, batch_size=2)
 
     def test_excluded_token_is_not_finite(self, windows: torch.Tensor) -> None:
         def exclude(logits: torch.Tensor) -> torch.Tensor:
             return logits.index_fill(-1, windows[0, 1:2], -math.inf)
 
-        with pytest.raises(FloatingPointError, match="window 0 .*inf"):
+        with pytest.raises(FloatingPointError, match=r"window 0 .*inf"):
             perplexity(Fixed(exclude), windows)
 
     @pytest.mark.parametrize(
@@ -195,15 +196,15 @@ class TestPerplexity:
         ids=["no window", "one token", "one axis"],
     )
     def test_empty_windows(self, bad: torch.Tensor) -> None:
-        with pytest.raises(ValueError, match="at least one window and two tokens"):
+        with pytest.raises(ValueError, match=r"at least one window and two tokens"):
             perplexity(Fixed(), bad)
 
     def test_other_wrong_arguments(self, windows: torch.Tensor) -> None:
-        with pytest.raises(ValueError, match="integer"):
+        with pytest.raises(ValueError, match=r"integer"):
             perplexity(Fixed(), windows.float())
-        with pytest.raises(ValueError, match="batch_size"):
+        with pytest.raises(ValueError, match=r"batch_size"):
             perplexity(Fixed(), windows, batch_size=0)
-        with pytest.raises(ValueError, match="causal language model"):
+        with pytest.raises(ValueError, match=r"causal language model"):
             perplexity(Fixed(lambda logits: logits[:, 0]), windows)
 
 
@@ -231,11 +232,11 @@ class TestLoadDocuments:
             with pytest.raises(kind, match=message):
                 load_documents(tmp_path / name)
         for missing in [tmp_path / "none", "none.txt", "some/where/else", str(tmp_path / "none")]:
-            with pytest.raises(FileNotFoundError, match="no file or directory"):
+            with pytest.raises(FileNotFoundError, match=r"no file or directory"):
                 load_documents(missing)
-        with pytest.raises(ImportError, match="pip install datasets"):
+        with pytest.raises(ImportError, match=r"pip install datasets"):
             load_documents("owner/name")
-        with pytest.raises(ValueError, match="no split 'test'"):
+        with pytest.raises(ValueError, match=r"no split 'test'"):
             load_documents(tmp_path / "empty.txt", split="test")
 
     def test_records(self, tmp_path: Path) -> None:
@@ -249,12 +250,12 @@ class TestLoadDocuments:
         for suffix in ("jsonl", "json", "csv", "parquet"):
             documents = load_documents(tmp_path / f"rows.{suffix}")
             assert documents == ["one\ntwo", "", "é" * 200], suffix
-        with pytest.raises(ValueError, match="no field 'body'; its fields are text, n"):
+        with pytest.raises(ValueError, match=r"no field 'body'; its fields are text, n"):
             load_documents(tmp_path / "rows.jsonl", text_field="body")
-        with pytest.raises(ValueError, match="holds int"):
+        with pytest.raises(ValueError, match=r"holds int"):
             load_documents(tmp_path / "rows.jsonl", text_field="n")
         (tmp_path / "broken.json").write_text('{"text": ')
-        with pytest.raises(ValueError, match="broken.json cannot be read"):
+        with pytest.raises(ValueError, match=r"broken.json cannot be read"):
             load_documents(tmp_path / "broken.json")
 
     def test_saved_directories(self, tmp_path: Path) -> None:
@@ -266,9 +267,9 @@ class TestLoadDocuments:
         datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "two"))
         assert load_documents(tmp_path / "one") == ["train"]
         assert load_documents(tmp_path / "two", split="held-out") == ["held-out"]
-        with pytest.raises(ValueError, match="splits train, held-out; name one"):
+        with pytest.raises(ValueError, match=r"splits train, held-out; name one"):
             load_documents(tmp_path / "two")
-        with pytest.raises(ValueError, match="there is no 'test'"):
+        with pytest.raises(ValueError, match=r"there is no 'test'"):
             load_documents(tmp_path / "two", split="test")
 
     def test_dataset_by_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,5 +290,5 @@ class TestLoadDocuments:
         assert load_documents("name", split="test[:9]") == ["a"]
         assert asked == [("owner/name", "small", "validation"), ("name", None, "test[:9]")]
         library.load_dataset = unreachable
-        with pytest.raises(FileNotFoundError, match="'owner/name' is no file.*offline"):
+        with pytest.raises(FileNotFoundError, match=r"'owner/name' is no file.*offline"):
             load_documents("owner/name")

@@ -296,3 +296,14 @@ class TestJson:
         (tmp_path / "config.json").write_bytes(content)
         with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
             read_json(tmp_path / "config.json")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no modes to compare")
+def test_files_are_as_accessible_as_any_new_file(tmp_path):
+    (tmp_path / "new").touch()
+    expected = (tmp_path / "new").stat().st_mode & 0o777
+    with fresh_directory(tmp_path / "out") as directory:
+        write_tensors({"x": torch.ones(2)}, directory, "5GB")
+    assert (tmp_path / "out" / "model.safetensors").stat().st_mode & 0o777 == expected
+    (tmp_path / "sub").mkdir()
+    assert (tmp_path / "out").stat().st_mode == (tmp_path / "sub").stat().st_mode

@@ -78,7 +78,6 @@ class TestRefusals:
 
     def test_a_full_disk_before_it_is_full(self, build, quantize, refused, monkeypatch):
         model = quantize(build(), "int8_wo")
-        monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: (0, 0, 0))
         monkeypatch.setattr(
             checkpoint.shutil, "disk_usage", lambda path: type("usage", (), {"free": 1000})
         )
@@ -295,10 +294,9 @@ def exporter(path, **options):
 
 
 class TestMergedScales:
-    def test_weights_of_fused_layers(self, build, quantize, tmp_path, caplog, logits, unchanged):
+    def test_weights_of_fused_layers(self, build, quantize, tmp_path, caplog, unchanged):
         model = quantize(build(), "w_fp8_a_fp8")
-        own = {n: m.weight_quantizer.scale for n, m in model.named_modules() if "_proj" in n[-5:]}
-        frozen = logits(model)
+        own = {n: m.weight_quantizer.scale for n, m in model.named_modules() if n.endswith("_proj")}
         with unchanged(model), caplog.at_level(logging.WARNING, logger="quark"):
             exporter(tmp_path / "x", weight_merge_groups=FUSED).export_safetensors_model(model)
         assert "are merged by the export, so the checkpoint differs slightly" in caplog.text
@@ -313,11 +311,6 @@ class TestMergedScales:
                     # at most half a step of the coarser grid away: 2^-4 of a value, near zero 2^-10
                     off = (value - model.get_submodule(name).weight).abs()
                     assert (off <= value.abs() * 2**-4 + widest * 2**-10).all()
-        from transformers import AutoModelForCausalLM
-
-        reloaded = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "x"))
-        assert not torch.equal(reloaded, frozen)
-        torch.testing.assert_close(reloaded, frozen, rtol=0, atol=0.5)
 
     def test_weights_merged_in_quantization_stay_as_they_are(
         self, build, quantize, config_of, tmp_path, caplog
@@ -341,7 +334,7 @@ class TestMergedScales:
         own = {
             n: m.output_quantizer.scale
             for n, m in model.named_modules()
-            if n[-6:-5] in "kv" and n.endswith("_proj")
+            if n.endswith(("k_proj", "v_proj"))
         }
         floor = sorted(own.values())[-1].item() * 0.999
         with caplog.at_level(logging.WARNING, logger="quark"):

@@ -97,6 +97,33 @@ def test_layouts_that_are_not_contiguous(dtype, method, count):
     assert torch.equal(bits(unpack(words, fmt, count, method)), bits(codes.t()))
 
 
+@pytest.mark.parametrize("axis", [0, 1, 2, -1, -3])
+@pytest.mark.parametrize("dtype", Dtype, ids=lambda d: d.name)
+@each_method
+def test_along_any_axis(method, dtype, axis):
+    fmt = dtype.value
+    codes = all_codes(fmt)
+    codes = codes[torch.randint(len(codes), (9, 11, 13))]
+    count = codes.shape[axis]
+    words = pack(codes, fmt, method, axis)
+    last = pack(codes.movedim(axis, -1), fmt, method)
+    assert torch.equal(bits(words), bits(last.movedim(-1, axis)))
+    assert words.is_contiguous()
+    assert torch.equal(bits(unpack(words, fmt, count, method, axis)), bits(codes))
+
+
+@each_method
+@pytest.mark.parametrize("axis", [0, 1, -2])
+@pytest.mark.parametrize("name", WORDS)
+def test_along_another_axis(name, axis, method):
+    """The same words as along the last axis of the turned codes."""
+    fmt = Dtype[name].value
+    codes = torch.randint(fmt.qmin, fmt.qmax + 1, (9, 17, 5), dtype=fmt.code_dtype)
+    words = pack(codes, fmt, method, axis)
+    assert torch.equal(words, pack(codes.transpose(axis, -1), fmt, method).transpose(axis, -1))
+    assert torch.equal(unpack(words, fmt, codes.shape[axis], method, axis), codes)
+
+
 @pytest.mark.parametrize(
     ("name", "codes", "method", "words"),
     [

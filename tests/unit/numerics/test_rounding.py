@@ -23,7 +23,7 @@ FP8 = {
 }
 each_fp8 = pytest.mark.parametrize("name", FP8)
 each_mode = pytest.mark.parametrize("mode", RoundType, ids=lambda m: m.name)
-quick = settings(deadline=None, derandomize=True, max_examples=300)
+quick = settings(deadline=None, derandomize=True, max_examples=200)
 
 
 def decoded(name):

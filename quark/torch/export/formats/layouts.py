@@ -69,22 +69,22 @@ class PackedLayout:
         spec, codes, scale, zero_point, scale_2, zero_point_2 = state
         if spec.quantizes_codes:
             first, second = (stage.for_parameter() for stage in spec.stages)
-            above = self._pack(State(second, codes, scale_2, zero_point_2))
-            below = self._pack(State(first, None, scale, zero_point))
+            above = self._pack_stage(State(second, codes, scale_2, zero_point_2))
+            below = self._pack_stage(State(first, None, scale, zero_point))
             renamed = {part if part == "" else f"{part}_2": t for part, t in above.items()}
             return {**renamed, **below}
-        stored = self._pack(state)
+        stored = self._pack_stage(state)
         if spec.second_stage is not None and scale_2 is not None:
             stored["scale_2"] = scale_2
         return stored
 
-    def _pack(self, state: State) -> Stored:
+    def _pack_stage(self, state: State) -> Stored:
         spec, codes, scale, zero_point, scale_2, _ = state
         scheme = spec.scheme
         stored: Stored = {}
         fmt = self._format(scheme)
         if codes is not None:
-            stored[""] = pack(_turn(codes, scheme).to(fmt.code_dtype), fmt, self.pack_method)
+            stored[""] = self._pack(codes, scheme)
         if scale is None:
             return stored
         stored["scale"] = encode_scale(_turn(scale, scheme), scheme, scale_2).contiguous()
@@ -96,45 +96,57 @@ class PackedLayout:
             kind = torch.int32 if fmt.word_codes > 1 else fmt.code_dtype
             stored["zero_point"] = zero_point.to(kind)
         else:
-            offsets = _turn(zero_point, scheme).to(fmt.code_dtype)
-            stored["zero_point"] = pack(offsets, fmt, self.pack_method)
+            stored["zero_point"] = self._pack(zero_point, scheme)
         return stored
 
     def unpack(self, spec: QuantizationSpec, shape: tuple[int, ...], stored: Stored) -> State:
         """Return codes of shape ``shape``, scales and zero points: the inverse of ``pack``."""
         if not spec.quantizes_codes:
-            state = self._unpack(spec, shape, stored)
+            state = self._unpack_stage(spec, shape, stored)
             return state._replace(scale_2=stored.get("scale_2"))
         first, second = (stage.for_parameter() for stage in spec.stages)
         parts = {part.removesuffix("_2"): t for part, t in stored.items() if part.endswith("_2")}
-        above = self._unpack(second, shape, {"": stored[""], **parts})
-        below = self._unpack(
+        above = self._unpack_stage(second, shape, {"": stored[""], **parts})
+        below = self._unpack_stage(
             first, shape, {part: stored[part] for part in ("scale", "zero_point") if part in stored}
         )
         return State(
             spec, above.codes, below.scale, below.zero_point, above.scale, above.zero_point
         )
 
-    def _unpack(self, spec: QuantizationSpec, shape: tuple[int, ...], stored: Stored) -> State:
+    def _unpack_stage(
+        self, spec: QuantizationSpec, shape: tuple[int, ...], stored: Stored
+    ) -> State:
         scheme = spec.scheme
-        fmt = self._format(scheme)
         codes = None
         if "" in stored:
-            count = _turned(shape, scheme)[-1]
-            codes = _turn(unpack(stored[""], fmt, count, self.pack_method), scheme)
+            codes = self._unpack(stored[""], shape, scheme)
         scale, zero_point = stored.get("scale"), stored.get("zero_point")
         if zero_point is not None and zero_point.dim() and not scheme.float_zero_point:
-            grid = _turned(scheme.scale_shape(shape), scheme)
-            zero_point = unpack(zero_point, fmt, grid[-1], self.pack_method)
+            zero_point = self._unpack(zero_point, scheme.scale_shape(shape), scheme)
+        elif zero_point is not None:
+            zero_point = _turn(zero_point, scheme)
         if scale is not None:
             scale = _turn(decode_scale(scale, scheme, shape, stored.get("scale_2")), scheme)
-        return State(spec, codes, scale, None if zero_point is None else _turn(zero_point, scheme))
+        return State(spec, codes, scale, zero_point)
 
     def value(
         self, spec: QuantizationSpec, shape: tuple[int, ...], stored: Stored, dtype: torch.dtype
     ) -> torch.Tensor:
         """Return the values of the codes in ``dtype``."""
         return self.unpack(spec, shape, stored).value(dtype)
+
+    def _pack(self, codes: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+        """Pack along the axis that is stored last: turning few words is cheaper than many codes."""
+        fmt = self._format(scheme)
+        words = pack(codes.to(fmt.code_dtype), fmt, self.pack_method, _packed_axis(scheme))
+        return _turn(words, scheme).contiguous()
+
+    def _unpack(self, words: torch.Tensor, shape: tuple[int, ...], scheme: Scheme) -> torch.Tensor:
+        """Return codes of shape ``shape``: the inverse of ``_pack``."""
+        fmt, axis = self._format(scheme), _packed_axis(scheme)
+        words = _turn(words, scheme).contiguous()
+        return unpack(words, fmt, shape[axis], self.pack_method, axis)
 
     def _format(self, scheme: Scheme) -> Format:
         if scheme.fmt.bits == 2 and not self.packs_int2:
@@ -144,6 +156,10 @@ class PackedLayout:
 
 def _is_turned(scheme: Scheme) -> bool:
     return scheme.qscheme is QSchemeType.per_group and scheme.has_zero_point
+
+
+def _packed_axis(scheme: Scheme) -> int:
+    return 0 if _is_turned(scheme) else -1
 
 
 def _turned(shape: tuple[int, ...], scheme: Scheme) -> tuple[int, ...]:

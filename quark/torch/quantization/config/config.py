@@ -228,8 +228,9 @@ class Config:
         Raises:
             ValueError: A key or name is unknown; the nearest known one is named.
         """
-        section = {key: value for key, value in data.items() if key not in _FOREIGN_KEYS}
-        given = known(section, cls, "quantization_config")
+        if isinstance(data, dict):
+            data = {key: value for key, value in data.items() if key not in _FOREIGN_KEYS}
+        given = known(data, cls, "quantization_config")
         given = {k: v if v is None else _read(k, v) for k, v in given.items()}
         if given.get("global_quant_config") is None:
             given["global_quant_config"] = QuantizationConfig()

@@ -78,9 +78,9 @@ class QuantMixin(nn.Module):
 
     def to_float(self) -> nn.Module:
         """Turn the module back into what ``from_float`` was given and return it."""
+        become(self, self.float_class)
         for attribute in QUANTIZERS.values():
             delattr(self, attribute)
-        become(self, self.float_class)
         del self.float_class, self.quant_config, self.frozen
         return self
 

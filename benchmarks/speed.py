@@ -1,0 +1,213 @@
+"""Time and memory of quantization, as ratios to plain work measured in the same run.
+
+    python benchmarks/speed.py                        # everything, on a model of 254M parameters
+    python benchmarks/speed.py --quick                # in about a minute, on a small one
+    python benchmarks/speed.py --part tensors --json
+    python benchmarks/speed.py --part peers --peer llm-compressor
+
+Every figure is of one thread, and the median of several rounds. See README.md for the columns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from statistics import median
+from typing import Any
+
+import peers
+from measure import ONE_THREAD, in_fresh_process, machine, markdown, middle, say
+
+SCHEMES = (
+    "int8_wo",
+    "w_int8_per_tensor_sym",
+    "int4_wo_per_channel",
+    "int4_wo_128",
+    "uint4_wo_128",
+    "int3_wo_128",
+    "int2_wo_128",
+    "fp8_wo",
+    "ptpc_fp8",
+    "bfloat16",
+)
+STATIC = ("int8", "fp8")
+PARTS = ("weights", "calibration", "tensors", "start", "peers")
+START = {
+    "import torch": "import torch",
+    "import quark.torch": "import torch, quark.torch",
+    "a tensor quantized": """
+import torch
+from quark.torch.numerics.qdq import dynamic_qparams, quantize
+from quark.torch.quantization import Int8PerTensorSpec
+x, scheme = torch.ones(64, 64), Int8PerTensorSpec(is_dynamic=False).to_quantization_spec().scheme
+quantize(x, *dynamic_qparams(x, scheme), scheme)""",
+    "a model quantized and frozen": """
+import logging, torch
+from quark.torch import LLMTemplate, ModelQuantizer
+logging.getLogger("quark").addHandler(logging.NullHandler())
+model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+config = LLMTemplate.get("any").get_config(scheme="int8_wo", exclude_layers=[])
+ModelQuantizer.freeze(ModelQuantizer(config).quantize_model(model))""",
+}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--part", action="append", choices=PARTS, help="only this; repeatable")
+    parser.add_argument("--schemes", help="instead of the usual ones, with commas between")
+    parser.add_argument(
+        "--peer", action="append", choices=peers.REQUIREMENTS, default=[], help="also measure"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="of everything: 3")
+    parser.add_argument("--quick", action="store_true", help="small model, small tensors")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    return parser.parse_args()
+
+
+def weights(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Time schemes with and without static ranges, each run in a fresh process."""
+    from quark.torch.quantization.config import presets
+
+    schemes = options.schemes.split(",") if options.schemes else [*SCHEMES, *STATIC]
+    for scheme in schemes:
+        presets.scheme(scheme)  # an unknown name is an error before any work
+    runs = defaultdict(list)
+    for i in range(options.rounds):
+        for scheme in schemes:
+            say(f"weights: {scheme}, round {i + 1} of {options.rounds}")
+            task = "weights", scheme, options.size, options.windows
+            runs[scheme].append(in_fresh_process("workers.py", *task))
+    return [middle(run) for run in runs.values()]
+
+
+def calibration(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Time static calibration in turns with plain passes of the same data."""
+    results = []
+    for scheme in STATIC:
+        say(f"calibration: {scheme}")
+        task = "calibration", scheme, options.size, options.windows, options.rounds
+        results.append(in_fresh_process("workers.py", *task))
+    return results
+
+
+def tensors(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Time numeric operations on one tensor in turns with a clone of it."""
+    say(f"tensors: {options.edge} × {options.edge}")
+    task = "tensors", options.edge, 2 * options.rounds + 1
+    return in_fresh_process("workers.py", *task, keep_memory=True)
+
+
+def start(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Time fresh interpreters up to a first result, in turns with one that imports torch alone."""
+    seconds: dict[str, list[float]] = {name: [] for name in START}
+    rounds = 3 * options.rounds
+    for i in range(rounds + 1):
+        say(f"start: round {i} of {rounds}")
+        for name, code in START.items():
+            begin = time.perf_counter()
+            subprocess.run([sys.executable, "-c", code], env=os.environ | ONE_THREAD, check=True)
+            if i:
+                seconds[name].append(time.perf_counter() - begin)
+    base = median(seconds["import torch"])
+    return [
+        {"until": name, "seconds": median(values), "beyond_torch_s": median(values) - base}
+        for name, values in seconds.items()
+    ]
+
+
+def compare_peers(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Time the same work by this package and by others, in turns, each in a fresh process."""
+    pythons = {"quark": sys.executable}
+    for peer in options.peer:
+        say(f"peers: environment of {peer}")
+        pythons[peer] = str(peers.environment(peer))
+    runs = defaultdict(list)
+    for i in range(options.rounds):
+        for peer, python in pythons.items():
+            say(f"peers: {peer}, round {i + 1} of {options.rounds}")
+            for row in in_fresh_process("peers.py", peer, options.size, python=python):
+                runs[peer, row["stage"]].append(row)
+    rows = [middle(run) for run in runs.values()]
+    ours = {row["stage"]: row["cpu_s"] for row in rows if row["peer"] == "quark"}
+    return [{**row, "ratio": row["cpu_s"] / ours[row["stage"]]} for row in rows]
+
+
+MEASURE = {
+    "weights": weights,
+    "calibration": calibration,
+    "tensors": tensors,
+    "start": start,
+    "peers": compare_peers,
+}
+TITLES = {
+    "weights": "Quantize and freeze a model, against a copy of its weights",
+    "calibration": "Static calibration, against plain forward passes of the same data",
+    "tensors": "Operations on one tensor, in clones of it",
+    "start": "From the start of the process",
+    "peers": "The same work by others: int4 weights in groups of 128",
+}
+COLUMNS = {
+    "weights": {
+        "scheme": "scheme",
+        "copy_s": "copy, s",
+        "quantize_s": "quantize, s",
+        "freeze_s": "freeze, s",
+        "copies": "copies",
+        "added_mib": "added, MiB",
+        "largest_layers": "largest layers",
+    },
+    "calibration": {
+        "scheme": "scheme",
+        "forward_s": "forward, s",
+        "calibration_s": "calibration, s",
+        "forwards": "forwards",
+        "forward_mib": "forward adds, MiB",
+        "calibration_mib": "calibration adds, MiB",
+    },
+    "tensors": {
+        "tensor": "tensor",
+        "clone_ms": "clone, ms",
+        "range": "range",
+        "quantize": "quantize",
+        "dequantize": "dequantize",
+        "fake": "fake quantize",
+        "in_place": "in place",
+        "pack": "pack",
+        "unpack": "unpack",
+    },
+    "start": {"until": "until", "seconds": "s", "beyond_torch_s": "beyond torch, s"},
+    "peers": {
+        "peer": "software",
+        "stage": "up to",
+        "cpu_s": "s",
+        "ratio": "ratio to ours",
+        "added_mib": "added, MiB",
+    },
+}
+
+
+def main() -> None:
+    options = arguments()
+    options.size = "quick" if options.quick else "full"
+    options.windows = 4
+    options.edge = 1024 if options.quick else 4096
+    parts = options.part or [part for part in PARTS if part != "peers" or options.peer]
+    results = {part: MEASURE[part](options) for part in parts}
+    if options.json:
+        print(json.dumps({"machine": machine(), **results}, indent=2))
+        return
+    print(machine(), end="\n\n")
+    for part, rows in results.items():
+        columns = COLUMNS[part]
+        print(markdown(TITLES[part], [*columns.values()], [[r[c] for c in columns] for r in rows]))
+
+
+if __name__ == "__main__":
+    main()

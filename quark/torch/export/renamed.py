@@ -1,0 +1,95 @@
+"""Checkpoints whose tensors go by other names than the model's, or are cut otherwise.
+
+Transformers renames and fuses tensors of some architectures when it loads them (the experts of
+Mixtral become one tensor) and undoes that when it saves; what is exported is in the saved form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import nn
+
+from quark.torch.export.checkpoint import Stored
+
+
+def in_model_names(reader: Any, model: nn.Module) -> Any:
+    """Return a reader that gives tensors as ``model`` holds them: ``reader`` if they are already.
+
+    Args:
+        reader: Tensors of a checkpoint.
+        model: The float architecture, before any layer is replaced.
+    """
+    if not hasattr(model, "save_pretrained"):
+        return reader
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter
+    except ImportError:
+        return reader
+    transforms = get_model_conversion_mapping(model)
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    renamings = [t for t in transforms if not isinstance(t, WeightConverter)]
+    return ConvertedReader(reader, model, renamings, converters) if transforms else reader
+
+
+class ConvertedReader:
+    """Tensors of another reader, renamed and fused for a model of Transformers.
+
+    Attributes:
+        entries: Headers by the names of the model, computed without reading values.
+    """
+
+    def __init__(
+        self, reader: Any, model: Any, renamings: list[Any], converters: list[Any]
+    ) -> None:
+        from transformers.core_model_loading import dot_natural_key, rename_source_key
+
+        self.reader, self.model = reader, model
+        self.patterns = {pattern: c for c in converters for pattern in c.source_patterns}
+        self.names: dict[str, tuple[str, str | None]] = {}  # stored name -> name, pattern
+        self.parts: dict[str, list[str]] = {}  # first name of a fused tensor -> stored names
+        modules = {name for name, _ in model.named_modules()}
+        self.entries: dict[str, Stored] = {}
+        for key in sorted(reader.entries, key=dot_natural_key):
+            name, pattern = rename_source_key(key, renamings, converters)
+            if pattern is None and not {key.rpartition(".")[0]}.isdisjoint(modules):
+                name = key  # it fits as it is
+            self.names[key] = name, pattern
+            if pattern is None:
+                self.entries[name] = reader.entries[key]
+            else:
+                self.parts.setdefault(name, []).append(key)
+        for name, keys in self.parts.items():
+            headers = {key: reader.entries[key] for key in keys}
+            empty = {
+                key: torch.empty(header.shape, dtype=header.dtype, device="meta")
+                for key, header in headers.items()
+            }
+            file = headers[keys[0]].file
+            for target, tensor in self._fuse(name, empty).items():
+                self.entries[target] = Stored(file, tuple(tensor.shape), tensor.dtype)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Iterate over all tensors; parts are held only until the last of a fused one is read."""
+        waiting: dict[str, dict[str, torch.Tensor]] = {name: {} for name in self.parts}
+        for key, tensor in self.reader.tensors():
+            name, pattern = self.names[key]
+            if pattern is None:
+                yield name, tensor
+                continue
+            waiting[name][key] = tensor
+            if len(waiting[name]) == len(self.parts[name]):
+                yield from self._fuse(name, waiting.pop(name)).items()
+
+    def _fuse(self, name: str, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        transform: Any = None
+        for key in self.parts[name]:
+            pattern = self.names[key][1]
+            transform = transform or deepcopy(self.patterns[pattern])
+            transform.add_tensor(name, key, pattern, parts[key])
+        made = transform.convert(name, model=self.model, config=self.model.config)
+        return {n: t[0] if isinstance(t, list) else t for n, t in made.items()}

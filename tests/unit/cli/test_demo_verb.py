@@ -1,0 +1,71 @@
+"""``quark demo``: the table, and a checkpoint that loads."""
+
+import io
+import json
+import re
+
+import pytest
+from rich.console import Console
+
+from quark.cli import comparison, console
+
+
+@pytest.fixture(autouse=True)
+def little_text(monkeypatch):
+    monkeypatch.setattr(comparison, "WINDOWS", 1)
+
+
+def test_the_table_and_the_checkpoint(quark, tmp_path):
+    path = tmp_path / "kept"
+    flags = ["--schemes", "fp8, int4_wo_128", "--keep", "int4_wo_128", "--output_dir", path]
+    result = quark("demo", *flags)
+    assert result.exit_code == 0, result.output
+    rows = re.findall(
+        r"^ +(\S+) +([\d.]+) +([\d.]+ MB) +([\d.]+)(?: +([+-][\d.]+ %) +([\d.]+) s)?",
+        result.stdout,
+        re.MULTILINE,
+    )
+    assert [row[0] for row in rows] == ["original", "fp8", "int4_wo_128"]
+    assert [row[1] for row in rows] == ["16.00", "8.00", "4.28"]
+    before, _, after = (float(row[3]) for row in rows)
+    assert 1 < before < after < 2 * before
+    assert rows[2][4] == f"{100 * (after / before - 1):+.1f} %"
+    assert "the same, bit for bit" in result.stdout
+    assert len(re.findall(r"Raise an exception if \S+", result.stdout)) == 2
+    found = json.loads(quark("inspect", path, "--json").stdout)
+    assert found["schemes"][0]["scheme"]["weight"] == "int4 per group 128 sym"
+    assert f"{found['bytes'] / 1e6:.1f} MB" == rows[2][2]
+
+
+def test_on_a_terminal_the_table_fills_in_place(quark, monkeypatch):
+    screen = io.StringIO()
+    monkeypatch.setattr(console, "out", Console(file=screen, force_terminal=True, width=100))
+    result = quark("demo", "--schemes", "int8_wo")
+    assert result.exit_code == 0, result.output
+    shown = screen.getvalue()
+    assert shown.count("int8_wo") > 2  # once in each state of the table
+    assert "\x1b[1A" in shown  # the cursor goes up to draw over it
+    last = shown.rpartition("bits/weight")[2]
+    assert re.search(r"int8_wo +8\.1\d +5\.3 MB +[\d.]+ +[+-][\d.]+ % +[\d.]+ s", last)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--schemes", "fp8,fp9"], "Did you mean 'fp8'?"),
+        (["--schemes", ""], "'' is unknown"),
+        (["--schemes", "fp8", "--keep", "int8"], "'int8' is not among the schemes: fp8"),
+        (["--output_dir", "."], "is in use"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_refusals(flags, said, refused):
+    assert said in refused("demo", *flags)
+
+
+def test_every_scheme_by_default_is_known():
+    from quark.cli.demo import KEPT, SCHEMES
+    from quark.torch.quantization.config.presets import scheme_names
+
+    assert {KEPT, *SCHEMES} <= set(scheme_names())
+    assert KEPT in SCHEMES

@@ -1,0 +1,88 @@
+"""``quark evaluate``: the same figures as the library's, original beside quantized."""
+
+import json
+
+import pytest
+
+
+@pytest.fixture
+def reference(text):
+    """Perplexity of a directory by the library itself."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from quark.torch.evaluation.perplexity import load_documents, perplexity, token_windows
+
+    def reference(path, length, limit):
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        windows = token_windows(load_documents(text), tokenizer, length, limit)
+        return perplexity(AutoModelForCausalLM.from_pretrained(path), windows)
+
+    return reference
+
+
+def test_two_models(quark, quantize, model_dir, text, reference):
+    path, _ = quantize("--quant_scheme", "int4_wo_32")
+    flags = ["--original", model_dir, "--dataset", text, "--seq_len", 32, "--limit", 3]
+    result = quark("evaluate", path, *flags, "--json")
+    assert result.exit_code == 0
+    data = json.loads(result.stdout)
+    assert (data["windows"], data["seq_len"], data["text"]) == (3, 32, str(text))
+    original, quantized = data["models"]
+    assert original["perplexity"] == reference(model_dir, 32, 3)
+    assert quantized["perplexity"] == reference(path, 32, 3)
+    assert data["change"] == quantized["perplexity"] / original["perplexity"] - 1 != 0
+    assert (original["bits_per_weight"], quantized["bits_per_weight"]) == (None, 4 + 36 / 32)
+    assert quantized["bytes"] == (path / "model.safetensors").stat().st_size
+    table = quark("evaluate", path, *flags).stdout
+    for row in data["models"]:
+        assert f"{row['perplexity']:.2f}" in table
+
+
+def test_one_model(quark, model_dir, text):
+    result = quark("evaluate", model_dir, "--dataset", text, "--json")
+    data = json.loads(result.stdout)
+    assert [row["model"] for row in data["models"]] == [str(model_dir)]
+    assert data["change"] is None
+    assert data["seq_len"] == 64  # all that the model takes
+
+
+def test_a_limit_of_zero_is_none(quark, model_dir, text):
+    def windows(limit):
+        flags = ["--dataset", text, "--seq_len", 8, "--limit", limit]
+        return json.loads(quark("evaluate", model_dir, *flags, "--json").stdout)["windows"]
+
+    assert windows(5) == 5
+    assert windows(0) > 16
+
+
+def test_the_native_format(quark, quantize, text):
+    """Transformers cannot read it; its perplexity is that of the same model in safetensors."""
+    flags = ["--quant_scheme", "int8_wo"]
+    native, _ = quantize(*flags, "--model_export", "quark_format")
+    other, _ = quantize(*flags)
+    result = quark("evaluate", native, "--original", other, "--dataset", text, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["change"] == 0
+
+
+def test_the_embedded_text(quark, model_dir):
+    result = quark("evaluate", model_dir, "--limit", 1, "--json")
+    assert "docstrings" in json.loads(result.stdout)["text"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--original", "gone"], "there is no directory gone"),
+        (["--dataset", "gone.txt"], "no file or directory gone.txt"),
+        (["--seq_len", "65"], "more than the 64 tokens"),
+        (["--limit", "-1"], "--limit"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_refusals(flags, said, refused, model_dir):
+    assert said in refused("evaluate", model_dir, *flags)
+
+
+def test_without_tokenizer(refused, bert_dir):
+    assert "has no tokenizer" in refused("evaluate", bert_dir)

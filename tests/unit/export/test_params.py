@@ -1,0 +1,132 @@
+"""Parameters beside a description of the model's structure."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from quark.torch import ModelQuantizer, load_params, save_params
+
+
+def files(path, name="llama"):
+    return {"json_path": path / f"{name}.json", "safetensors_path": path / f"{name}.safetensors"}
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scheme", ["int8", "w_uint4_per_group_asym", "ptpc_fp8", "bfloat16"])
+def test_reload(build, quantize, config_of, logits, tmp_path, unchanged, scheme, dtype, compressed):
+    for name, exclude in (("llama", ["lm_head"]), ("opt", []), ("tied", ["*down_proj", "lm_head"])):
+        model = quantize(build(name, dtype=dtype), config_of(scheme, exclude))
+        path = tmp_path / name
+        with unchanged(model):
+            save_params(model, name, export_dir=path, compressed=compressed)
+        assert {p.name for p in path.iterdir()} == {f"{name}.json", f"{name}.safetensors"}
+        for device in ("cpu", "meta"):
+            found = load_params(
+                build(name, device=device, dtype=dtype), **files(path, name), compressed=compressed
+            )
+            assert torch.equal(logits(found), logits(model)), (name, device)
+
+
+def test_the_model_is_built_where_none_is_given(build, quantize, logits, tmp_path):
+    model = quantize(build("tied"), "int8")
+    save_params(model, "llama", export_dir=tmp_path / "x")
+    found = load_params(**files(tmp_path / "x"))
+    torch.testing.assert_close(logits(found), logits(model))
+
+
+def test_word_order_of_packed_codes(build, quantize, logits, tmp_path):
+    model = quantize(build(), "uint4_wo_32")
+    stored = []
+    for reorder in (True, False):
+        path = tmp_path / str(reorder)
+        save_params(model, "llama", export_dir=path, compressed=True, reorder=reorder)
+        stored.append(load_file(path / "llama.safetensors")["model.layers.0.mlp.up_proj.weight"])
+        found = load_params(build(), **files(path), compressed=True, reorder=reorder)
+        assert torch.equal(logits(found), logits(model))
+    assert not stored[0].equal(stored[1])
+
+
+def test_the_description(build, quantize, tmp_path):
+    save_params(quantize(build("opt"), "int8"), "opt", export_dir=tmp_path / "x")
+    described = json.loads((tmp_path / "x" / "opt.json").read_text())
+    assert described["config"]["hidden_size"] == 64
+    structure = described["structure"]["model"]["decoder"]
+    layer = structure["layers"]["0"]["fc1"]
+    assert layer["name"] == "model.decoder.layers.0.fc1" and layer["type"] == "QuantLinear"
+    assert layer["weight"] == "model.decoder.layers.0.fc1.weight"
+    assert layer["bias"] == "model.decoder.layers.0.fc1.bias"
+    assert layer["weight_quant"]["dtype"] == layer["input_quant"]["dtype"] == "int8"
+    assert "output_quant" not in layer
+    norm = structure["layers"]["0"]["final_layer_norm"]
+    assert set(norm) == {"name", "type", "weight", "bias"}
+
+
+class TestBadInput:
+    @pytest.fixture
+    def path(self, build, quantize, tmp_path):
+        save_params(quantize(build(), "int8"), "llama", export_dir=tmp_path / "x")
+        return tmp_path / "x"
+
+    def test_whole_pickled_models(self, path, build, tmp_path):
+        with pytest.raises(ValueError, match=r"pickled models can run code .* Give json_path"):
+            load_params(build(), pth_path=tmp_path / "model.pth")
+
+    @pytest.mark.parametrize("missing", ["llama.json", "llama.safetensors"])
+    def test_a_missing_file(self, path, build, unchanged, missing):
+        (path / missing).unlink()
+        model = build()
+        with unchanged(model), pytest.raises(FileNotFoundError, match=f"{missing} does not exist"):
+            load_params(model, **files(path))
+
+    @pytest.mark.parametrize("content", ["{", "{}", "[]", '{"structure": 3}'])
+    def test_a_damaged_description(self, path, build, unchanged, content):
+        (path / "llama.json").write_text(content)
+        model = build()
+        with unchanged(model), pytest.raises(ValueError, match=r"llama\.json"):
+            load_params(model, **files(path))
+
+    def test_damaged_tensors(self, path, build, unchanged):
+        (path / "llama.safetensors").write_bytes(b"text")
+        model = build()
+        with unchanged(model), pytest.raises(ValueError, match="damaged or not a safetensors file"):
+            load_params(model, **files(path))
+
+    def test_another_kind_of_weights(self, path, build, unchanged):
+        model = build()
+        with unchanged(model), pytest.raises(ValueError, match="does not fit LlamaForCausalLM"):
+            load_params(model, **files(path), compressed=True)
+
+    def test_another_architecture(self, path, build, unchanged):
+        model = build("opt")
+        with unchanged(model), pytest.raises(ValueError, match="none of the 13 linear layers"):
+            load_params(model, **files(path))
+
+    def test_saving_what_is_not_ready(self, build, config_of, tmp_path):
+        with pytest.raises(ValueError, match="no quantized module"):
+            save_params(build(), "llama", export_dir=tmp_path / "y")
+        model = ModelQuantizer(config_of("int8_wo")).quantize_model(build())
+        with pytest.raises(ValueError, match="not frozen"):
+            save_params(model, "llama", export_dir=tmp_path / "y")
+        with pytest.raises(ValueError, match="Give export_dir"):
+            save_params(ModelQuantizer.freeze(model), "llama")
+        assert not (tmp_path / "y").exists()
+
+    def test_a_place_that_is_taken(self, path, build, quantize):
+        model = quantize(build(), "int8_wo")
+        with pytest.raises(FileExistsError, match="pass overwrite=True"):
+            save_params(model, "llama", export_dir=path)
+        save_params(model, "other", export_dir=path, overwrite=True)
+        assert {p.name for p in path.iterdir()} == {"other.json", "other.safetensors"}
+
+
+def test_any_module(quantize, tmp_path):
+    model, x = quantize(nn.Sequential(nn.Linear(32, 8)), "int8_wo"), torch.randn(2, 32)
+    save_params(model, "net", export_dir=tmp_path / "x")
+    found = load_params(nn.Sequential(nn.Linear(32, 8)), **files(tmp_path / "x", "net"))
+    assert torch.equal(found(x), model(x))
+    with pytest.raises(ValueError, match="names no architecture: pass the model to fill"):
+        load_params(**files(tmp_path / "x", "net"))
