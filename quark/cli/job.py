@@ -87,7 +87,7 @@ def _work(
     import torch
 
     from quark.torch.quantization.api import ModelQuantizer
-    from quark.torch.quantization.nn.operators import OPERATORS
+    from quark.torch.quantization.nn.operators import is_operator
 
     if request.config is None and request.exclude_layers is None:
         config = excluding_head(config, model)
@@ -95,7 +95,7 @@ def _work(
     if request.weight_matrix_merge:
         config = replace(config, shared_scale_groups=_siblings(model))
     outcome = Outcome(
-        linears=sum(type(module) in OPERATORS for module in model.modules()),
+        linears=sum(is_operator(type(module)) for module in model.modules()),
         seconds=0.0,
         shared=len(config.shared_scale_groups),
     )

@@ -134,6 +134,16 @@ def stored_of(path, layer=KEY):
     }
 
 
+def same_tensors(one, two):
+    """Check that two checkpoints hold the same, bit by bit."""
+    one, two = (load_file(path / "model.safetensors") for path in (one, two))
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        assert (tensor.dtype, tensor.shape) == (two[name].dtype, two[name].shape), name
+        bits = [t.reshape(-1).view(torch.uint8) for t in (tensor, two[name])]
+        assert bits[0].equal(bits[1]), name
+
+
 def through_transformers(path):
     from transformers import AutoModelForCausalLM
 
@@ -178,6 +188,14 @@ def same_everywhere(build, logits):
     return same_everywhere
 
 
+@pytest.fixture(scope="module")
+def golden(tmp_path_factory):
+    path = tmp_path_factory.mktemp("golden")
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(path, filter="data")
+    return path
+
+
 class TestWeights:
     @pytest.mark.parametrize("weight_format", FORMATS)
     @pytest.mark.parametrize("name", WEIGHTS)
@@ -198,11 +216,7 @@ class TestWeights:
     def test_exported_again(self, frozen, export, name):
         first = export(frozen(name, config(WEIGHTS[name][0])))
         second = export(through_transformers(first))
-        one, two = (load_file(path / "model.safetensors") for path in (first, second))
-        assert one.keys() == two.keys()
-        for key, tensor in one.items():
-            assert tensor.dtype == two[key].dtype
-            assert tensor.view(torch.uint8).equal(two[key].view(torch.uint8)), key
+        same_tensors(first, second)
 
     def test_scales_of_nvfp4(self, frozen, export, build):
         """The largest scale of a block is the largest float8, the rest is relative to it."""
@@ -284,13 +298,6 @@ class TestSharedScales:
 
 
 class TestGolden:
-    @pytest.fixture(scope="class")
-    def golden(self, tmp_path_factory):
-        path = tmp_path_factory.mktemp("golden")
-        with tarfile.open(ARCHIVE) as archive:
-            archive.extractall(path, filter="data")
-        return path
-
     @pytest.mark.parametrize("way", ["importer", "transformers"])
     @pytest.mark.parametrize("case", GOLDEN)
     def test_recorded_logits(self, golden, case, way):
@@ -312,11 +319,4 @@ class TestGolden:
 
     @pytest.mark.parametrize("case", ["w_mxfp4", "w_nvfp4_scalequant", "w_progressive_fp8_int4"])
     def test_written_again_byte_by_byte(self, golden, export, case):
-        written = load_file(export(through_transformers(golden / case)) / "model.safetensors")
-        expected = load_file(golden / case / "model.safetensors")
-        assert written.keys() == expected.keys()
-        for key, tensor in expected.items():
-            assert written[key].dtype == tensor.dtype
-            assert written[key].reshape(-1).view(torch.uint8).equal(
-                tensor.reshape(-1).view(torch.uint8)
-            ), key
+        same_tensors(golden / case, export(through_transformers(golden / case)))

@@ -68,7 +68,7 @@ def micro_exponents(amax: torch.Tensor, fmt: Format, axis: int) -> torch.Tensor:
     own = exponent_of(amax).movedim(axis, -1)
     count, per_block = own.shape[-1], fmt.block // fmt.sub_block
     padded = F.pad(own, (0, -count % per_block), value=MIN_EXPONENT)
-    blocks = padded.reshape(*padded.shape[:-1], -1, per_block)
+    blocks = padded.reshape(*padded.shape[:-1], padded.shape[-1] // per_block, per_block)
     top = blocks.amax(-1, keepdim=True)
     step = top - (blocks < top).to(torch.int32) - fmt.bits + 2
     return step.reshape(padded.shape)[..., :count].movedim(-1, axis)

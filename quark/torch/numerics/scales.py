@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 import torch
+import torch.nn.functional as F
 
 from quark.torch.numerics.exponents import (
     block_exponent,
@@ -87,7 +88,7 @@ def qparams_from_range(
         return scale, torch.full_like(scale, middle, dtype=torch.int32)
     if scheme.float_zero_point:
         return scale, fmt.qmin - lo / scale.float()
-    zero_point = fmt.qmin - (lo / scale.float()).round()
+    zero_point = fmt.qmin - (lo / scale.float()).round().double()  # 2^31 - 1 is no float32
     return scale, zero_point.clamp(fmt.qmin, fmt.qmax).to(torch.int32)
 
 
@@ -109,7 +110,7 @@ def tensor_scale_from_range(lo: torch.Tensor, hi: torch.Tensor, scheme: Scheme) 
     """
     to = scheme.scale.fmt
     assert to is not None
-    amax = torch.maximum(-lo.amin(), hi.amax())
+    amax = F.pad(torch.maximum(-lo, hi).flatten(), (0, 1)).amax()  # 0 of an empty tensor
     largest = scheme.fmt.max_value if scheme.fmt.is_float else scheme.fmt.qmax + 0.5
     scale = _divided(amax, largest * to.max_value)
     least = torch.finfo(torch.float32).smallest_normal / _smallest(to)

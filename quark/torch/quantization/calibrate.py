@@ -96,11 +96,12 @@ def share_scales(model: nn.Module, config: Config) -> None:
     for group in config.shared_scale_groups:
         for members in siblings(layers, group):
             for tensor in ("weight", "input_tensors"):
-                _merge([layers[n].quantizers().get(tensor) for n in members])
+                values = [getattr(layers[n], tensor, None) for n in members]
+                _merge([layers[n].quantizers().get(tensor) for n in members], values)
     cache = config.kv_cache_patterns
     for members in siblings(layers, cache):
         quantizers = [layers[n].quantizers().get("output_tensors") for n in members]
-        _merge(quantizers)
+        _merge(quantizers, [None] * len(quantizers))
         for quantizer in quantizers:
             if quantizer is not None and quantizer.scale is not None:
                 quantizer.scale = quantizer.scale.clamp(min=config.min_kv_scale)
@@ -160,13 +161,13 @@ def run_batch(model: nn.Module, batch: Any) -> None:
         )
 
 
-def _merge(quantizers: list[TensorQuantizer | None]) -> None:
+def _merge(quantizers: list[TensorQuantizer | None], values: Sequence[torch.Tensor | None]) -> None:
     present = [q for q in quantizers if q is not None and q.scale_2 is not None]
     if present and len(present) == len(quantizers):
         if all(q.scheme == present[0].scheme and q.scheme.scale.two_level for q in present):
             largest = torch.stack([q.scale_2.cpu() for q in present]).amax(0)  # type: ignore[union-attr]
-            for q in present:
-                q.resettle(largest.to(q.scale_2.device, copy=True))  # type: ignore[union-attr]
+            for q, value in zip(present, values, strict=True):
+                q.resettle(largest.to(q.scale_2.device, copy=True), value)  # type: ignore[union-attr]
         return
     scale = merged_scale(quantizers)
     if scale is None:

@@ -9,7 +9,7 @@ from quark.torch.numerics.blocks import QSchemeType
 from quark.torch.numerics.formats import Dtype
 from quark.torch.numerics.qdq import dynamic_qparams, fake_quantize, quantize
 from quark.torch.numerics.scale_formats import E4M3, E5M3
-from quark.torch.numerics.scales import block_range, tensor_scale_from_range
+from quark.torch.numerics.scales import tensor_scale_from_range
 from quark.torch.numerics.scheme import Scheme
 
 NVFP4 = Scheme(Dtype.fp4.value, QSchemeType.per_group, axis=-1, group=16, scale=E4M3)
@@ -55,7 +55,7 @@ def test_known_tensor_scale():
 
 def test_a_block_far_below_the_largest_keeps_the_smallest_scale():
     x = torch.ones(1, 32)
-    x[0, 16:] = 1e-6
+    x[0, 16:] = 1e-7
     scale, _ = dynamic_qparams(x, NVFP4)
     over = np.float32(1) / np.float32(6 * 448)
     assert scale.tolist() == [[448 * over, 2.0**-9 * over]]
@@ -65,7 +65,7 @@ def test_a_block_far_below_the_largest_keeps_the_smallest_scale():
 def test_larger_values_than_a_given_tensor_scale_saturate():
     x = torch.randn(2, 32)
     over = x.abs().max() / (6 * 448) / 4
-    scales, values = nvfp4(x, np.float32(over))
+    _, values = nvfp4(x, np.float32(over))
     assert torch.equal(faked(x, tensor_scale=over), values)
     assert faked(x, tensor_scale=over).abs().max() <= 6 * 448 * over
 
@@ -100,8 +100,8 @@ def test_both_ends_of_float32(scheme, factor):
 def test_nan_stays_nan():
     x = torch.randn(2, 32)
     x[0, 3] = float("nan")
-    assert faked(x, AMDFP4).isnan().sum() >= 1
-    assert faked(x, AMDFP4)[1].isfinite().all()
+    lost = faked(x, AMDFP4).isnan()
+    assert lost[0, 3] and not lost[0, 16:].any() and not lost[1].any()
     assert faked(x, tensor_scale=torch.tensor(0.01))[0, 3].isnan()
 
 

@@ -113,6 +113,18 @@ def test_error_is_half_a_step(name):
     assert error.max() <= x.abs().max() * 4 / 2 ** min(scheme.fmt.bits, 22)
 
 
+@pytest.mark.parametrize("sign", [-1, 1], ids=["negative", "positive"])
+@pytest.mark.parametrize("name", RANGES)
+def test_values_on_one_side_of_zero_use_all_codes(name, sign):
+    low, high, _ = RANGES[name]
+    scheme = scheme_of(name)
+    x = sign * torch.linspace(0, 1000, 500)
+    scale, zero_point = dynamic_qparams(x, scheme)
+    assert zero_point.dtype == torch.int32
+    assert zero_point.item() == (high if sign < 0 else low)
+    assert (fake_quantize(x, scale, zero_point, scheme) - x).abs().max() <= scale
+
+
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 64, 65])
 def test_packed_bits_by_hand(name, count):

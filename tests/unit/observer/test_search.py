@@ -1,7 +1,5 @@
 """Searches for the scale of each block of a weight."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -84,7 +82,7 @@ class TestRanges:
         assert shaped.shape == expected.shape
         found, plain = errors(blocks, *found, dtype), errors(blocks, *plain, dtype)
         assert (found <= plain * (1 + 1e-5)).all()
-        assert found.sum() < 0.95 * plain.sum()
+        assert np.mean(found / plain) < 0.97
 
     def test_near_the_best_of_all_thresholds(self):
         x, of = weight(), spec("int4", **CHANNEL)
@@ -180,7 +178,7 @@ class TestSharedExponents:
 
     @pytest.mark.parametrize("mode", ["even", "floor", "ceil"])
     def test_no_block_is_worse_than_by_rule(self, mode):
-        x = weight(24, 64)
+        x = weight(240, 64)
         of = OCP_MXFP4Spec(ch_axis=-1, scale_calculation_mode=mode, is_dynamic=False)
         of = of.to_quantization_spec()
         blocks = x.reshape(-1, 32)
@@ -190,6 +188,6 @@ class TestSharedExponents:
         assert found.sum() < plain.sum()
 
     def test_smallest_exponent(self):
-        of = replace(OCP_MXFP4DiffsSpec(ch_axis=-1).to_quantization_spec(), group_size=4)
-        scale = qparams(PerBlockMXDiffsObserver, torch.zeros(2, 4), of)[0]
-        assert scale.tolist() == [[2.0**-127]] * 2 or (scale > 0).all()
+        of = OCP_MXFP4DiffsSpec(ch_axis=-1).to_quantization_spec()
+        scale = qparams(PerBlockMXDiffsObserver, torch.zeros(2, 32), of)[0]
+        assert scale.tolist() == [[2.0**-127]] * 2

@@ -129,8 +129,10 @@ class QuantizationSpec:
     @property
     def fmt(self) -> Format:
         """The number format of the elements."""
-        if self.dtype is Dtype.mx and self.mx_element_dtype not in (None, Dtype.int8):
-            return self.mx_element_dtype.value  # type: ignore[union-attr]
+        element = self.mx_element_dtype
+        if self.dtype is Dtype.mx and element is not None and element is not Dtype.int8:
+            fmt: Format = element.value
+            return fmt
         fmt = self.dtype.value
         if fmt.block and self.group_size:
             return replace(fmt, block=self.group_size)
@@ -165,8 +167,8 @@ class QuantizationSpec:
             return ScaleFormat(stored, second.fmt, two_level=True)
         if self.dtype is Dtype.mx:
             return E8M0
-        if self.scale_format not in (None, "float32"):
-            return SCALE_FORMATS[self.scale_format]  # type: ignore[index]
+        if self.scale_format is not None and self.scale_format != "float32":
+            return SCALE_FORMATS[self.scale_format]
         return (self.scale_type or ScaleType.float).format
 
     @property

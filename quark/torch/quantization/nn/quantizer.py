@@ -146,12 +146,19 @@ class TensorQuantizer(nn.Module):
             observer(self._values(x))
             self.scale_2, self.zero_point_2 = observer.calculate_qparams()
 
-    def resettle(self, scale_2: torch.Tensor) -> None:
-        """Take another scale of the scales, as tensors that share one do."""
+    def resettle(self, scale_2: torch.Tensor, x: torch.Tensor | None = None) -> None:
+        """Take another scale of the scales, as tensors that share one do.
+
+        Args:
+            scale_2: Scale [] of the scales.
+            x: The tensor itself, where the ranges of its blocks are needed again.
+        """
         assert isinstance(self.observer, MinMaxObserver)
         self.scale_2 = scale_2
-        if not self.is_dynamic:
+        if not self.is_dynamic and x is not None:
+            self.observer(x)
             self.scale, self.zero_point = self.observer.qparams(scale_2)
+            self.observer.reset()
 
     def qparams(self, x: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return the scale and zero point that apply to ``x``.

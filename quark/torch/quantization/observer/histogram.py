@@ -17,6 +17,7 @@ from quark.torch.quantization.observer.observer import HasScheme, ObserverBase
 BINS = 2048  # on either side of zero
 STEPS = 100  # candidate thresholds of a search, down to a fifth of the range
 PERCENTILE = 99.99
+SMALLEST = -100  # exponent of the narrowest range, whose bins have a width with a reciprocal
 
 
 class HistogramObserver(ObserverBase):
@@ -24,7 +25,7 @@ class HistogramObserver(ObserverBase):
 
     Attributes:
         counts: int64, 2 * BINS, the first half for negative values.
-        limit: Power of two that no magnitude exceeds.
+        limit: Power of two above all magnitudes.
         lo: Smallest value.
         hi: Largest value.
     """
@@ -56,12 +57,14 @@ class HistogramObserver(ObserverBase):
         if not math.isfinite(float(hi - lo)):
             raise FloatingPointError("NaN or infinite values were observed.")
         self.lo, self.hi = min(self.lo, float(lo)), max(self.hi, float(hi))
-        self._grow(max(-self.lo, self.hi))
+        amax = max(-self.lo, self.hi)
+        if amax > 0:
+            self._grow(2.0 ** max(math.frexp(amax)[1], SMALLEST))
         if self.limit == 0.0:  # nothing but zeros so far
             self.counts[BINS] += x.numel()
             return
         counts = self.counts.to(x.device)
-        for piece in x.reshape(-1).split(CHUNK):
+        for piece in torch.split(x.reshape(-1), CHUNK):
             # Scaling by a power of two is exact, so a value falls into its bin whatever the limit.
             index = piece.float().mul(BINS / self.limit).floor_().add_(BINS)
             index = index.clamp_(0, 2 * BINS - 1).to(torch.int32)
@@ -73,13 +76,12 @@ class HistogramObserver(ObserverBase):
         if other.is_empty:
             return
         self.lo, self.hi = min(self.lo, other.lo), max(self.hi, other.hi)
-        self._grow(max(self.limit, other.limit))
+        self._grow(other.limit)
         self.counts += _coarser(other.counts, other.limit, self.limit).to(self.counts.device)
 
-    def _grow(self, amax: float) -> None:
-        if amax <= self.limit:
+    def _grow(self, limit: float) -> None:
+        if limit <= self.limit:
             return
-        limit = 2.0 ** math.frexp(amax)[1]
         self.counts = _coarser(self.counts, self.limit, limit)
         self.limit = limit
 

@@ -65,7 +65,7 @@ class SearchObserver(ObserverBase):
         rows = rows.reshape(count, -1)  # (blocks, elements)
         scheme = replace(self.scheme, qscheme=QSchemeType.per_channel, axis=0, per_token=False)
         height = max(1, CHUNK // rows.shape[1])
-        parts = [self._best(piece.float(), scheme) for piece in rows.split(height)]
+        parts = [self._best(piece.float(), scheme) for piece in torch.split(rows, height)]
         shape = self.scheme.scale_shape(x.shape)
         scale = torch.cat([part[0] for part in parts]).reshape(shape).to(self.device)
         zeros = [part[1] for part in parts if part[1] is not None]
