@@ -172,7 +172,9 @@ def same_everywhere(build, logits):
     def same_everywhere(model, path):
         expected = logits(model)
         assert expected.isfinite().all()
-        layers = {n: m.value("weight") for n, m in model.named_modules() if isinstance(m, QuantMixin)}
+        layers = {
+            n: m.value("weight") for n, m in model.named_modules() if isinstance(m, QuantMixin)
+        }
         assert len(layers) == 14
         for loaded in (
             ModelImporter(path, "safetensors").import_model_info(build(device="meta")),
@@ -255,7 +257,9 @@ class TestInputs:
         assert len(of_inputs) == 14
         seen = []
         plain = build()
-        plain.get_submodule(KEY).register_forward_pre_hook(lambda _, x: seen.append(x[0].abs().max()))
+        plain.get_submodule(KEY).register_forward_pre_hook(
+            lambda _, x: seen.append(x[0].abs().max())
+        )
         with torch.no_grad():
             for batch in batches:
                 plain(batch)

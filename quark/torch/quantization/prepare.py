@@ -131,8 +131,8 @@ def _check_fit(name: str, module: nn.Module, layer: QuantizationConfig) -> None:
         except ValueError as error:
             raise ValueError(f"{name}.{tensor}: {error}") from None
         if blocks.padded != blocks.shape and used.scheme.has_zero_point:
-            axis = (spec.ch_axis or 0) % value.dim()
-            size = value.shape[axis]
+            axis = (used.ch_axis or 0) % len(blocks.shape)
+            size = blocks.shape[axis]
             fits = [g for g in (256, 128, 64, 32, 16, 8) if size % g == 0]
             raise ValueError(
                 f"{name}.{tensor}: group_size={spec.group_size} does not divide its {size} "

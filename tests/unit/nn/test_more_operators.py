@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from quark.torch.quantization.nn.mixin import QuantMixin
 from quark.torch.quantization.nn.packed import PackedMixin
 
 GROUP, RAGGED = 4, 10
+EPS = 2.0**-23  # scale of zeros, such as the padding row of an embedding
 
 
 class Net(nn.Module):
@@ -86,7 +89,7 @@ UINT8 = spec("uint8", "per_tensor", symmetric=False)
 
 
 def int8(x, amax):
-    scale = amax / 127.5
+    scale = (amax / 127.5).clamp(min=EPS)
     return (x * (1 / scale)).round().clamp(-128, 127) * scale
 
 
@@ -111,7 +114,7 @@ def per_second_axis(x):
 
 def per_group(x):
     groups = x.reshape(-1, GROUP)
-    scale = groups.abs().amax(1, keepdim=True) / 7.5
+    scale = (groups.abs().amax(1, keepdim=True) / 7.5).clamp(min=EPS)
     return ((groups * (1 / scale)).round().clamp(-8, 7) * scale).reshape(x.shape)
 
 
@@ -119,7 +122,7 @@ def ragged_groups(x):
     rows = []
     for row in x.flatten(1):
         for group in row.split(RAGGED):
-            scale = group.abs().max() / 448
+            scale = (group.abs().max() / 448).clamp(min=EPS)
             codes = (group * (1 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn)
             rows.append(codes.float() * scale)
     return torch.cat(rows).reshape(x.shape)
@@ -200,6 +203,17 @@ def test_all_tensors(name):
     assert torch.equal(ModelQuantizer.freeze(net)(*x), expected)
 
 
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [("Conv2d", "72 elements along axis 1"), ("Conv1D", "32 elements along axis 0")],
+)
+def test_groups_that_do_not_divide(name, where):
+    op, seen, _ = problem(name)
+    how = spec("int4", "per_group", ch_axis=-1, group_size=5, symmetric=True)
+    with pytest.raises(ValueError, match=f"op.weight: group_size=5 does not divide its {where}"):
+        quantized(op, [list(seen)], weight=how)
+
+
 @torch.no_grad()
 def test_output_size_of_a_transposed_convolution():
     op = nn.ConvTranspose2d(4, 6, 3, stride=2)
@@ -257,9 +271,10 @@ class TestWhatIsQuantized:
         assert found == {name}
 
 
-class TestCopies:
-    WAYS = {"deepcopy": copy.deepcopy, "pickle": lambda net: pickle.loads(pickle.dumps(net))}
+WAYS = {"deepcopy": copy.deepcopy, "pickle": lambda net: pickle.loads(pickle.dumps(net))}
 
+
+class TestCopies:
     @each_operator
     @pytest.mark.parametrize("way", WAYS)
     @pytest.mark.parametrize("state", ["quantized", "frozen", "packed"])
@@ -276,11 +291,23 @@ class TestCopies:
                 Net(OPERATORS[name][0]())
             )
         expected = net(*x)
-        other = self.WAYS[way](net)
+        other = WAYS[way](net)
         assert type(other.op) is type(net.op)
         assert torch.equal(other(*x), expected)
         other.op.weight.data.zero_()
         assert torch.equal(net(*x), expected)
+
+    @torch.no_grad()
+    def test_a_pickle_in_another_process(self, tmp_path):
+        """Where the class of an operator of Transformers was not made yet."""
+        op, seen, _ = problem("Conv1D")
+        net = quantized(op, [list(seen)], weight=INT8, output_tensors=UINT8).op
+        torch.save(net, tmp_path / "op.pt")
+        code = "import sys, torch; print(type(torch.load(sys.argv[1], weights_only=False)))"
+        done = subprocess.run(
+            [sys.executable, "-c", code, tmp_path / "op.pt"], capture_output=True, text=True
+        )
+        assert "QuantConv1D" in done.stdout, done.stderr
 
 
 class TestCheckpoints:

@@ -126,6 +126,14 @@ def test_blocks_of_32_have_two_bytes_of_shifts():
     assert stored.tolist() == [[[127, 0b100, 0b10000000]]]
 
 
+def test_pairs_that_a_ragged_block_lacks_have_no_shift():
+    x = torch.ones(1, 21)
+    x[0, 2:4] = 0.5
+    scheme = SCHEMES["mx6"]
+    stored = encode_scale(dynamic_qparams(x, scheme)[0], scheme)
+    assert stored.tolist() == [[[127, 0b10], [127, 0]]]
+
+
 def test_shifts_lie_along_the_last_axis_whatever_the_axis_of_the_blocks():
     x = torch.randn(50, 3)
     down, across = replace(SCHEMES["mx9"], axis=0), SCHEMES["mx9"]

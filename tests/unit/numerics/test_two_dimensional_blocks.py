@@ -8,7 +8,7 @@ from quark.torch.numerics.blocks import QSchemeType
 from quark.torch.numerics.formats import Dtype
 from quark.torch.numerics.packing import pack, unpack
 from quark.torch.numerics.qdq import dequantize, dynamic_qparams, fake_quantize, quantize
-from quark.torch.numerics.scale_formats import E8M0
+from quark.torch.numerics.scale_formats import E8M0, FLOAT32
 from quark.torch.numerics.scheme import Scheme
 
 BLOCK, GROUP = QSchemeType.per_block, QSchemeType.per_group
@@ -77,13 +77,21 @@ def test_blocks_need_two_axes(shape):
         scheme_of("int8", (2, 2)).blocks(shape)
 
 
-@pytest.mark.parametrize("options", [{}, {"scale": E8M0}], ids=["float32", "e8m0"])
-@pytest.mark.parametrize("name", ["int4", "fp4", "mx", "mx9", "bfp16"])
+@pytest.mark.parametrize(
+    ("name", "scale"),
+    [
+        ("int4", FLOAT32),
+        ("fp4", FLOAT32),
+        ("fp4", E8M0),
+        ("mx", E8M0),
+        ("mx9", FLOAT32),
+        ("bfp16", FLOAT32),
+    ],
+    ids=["int4", "fp4", "mxfp4", "mxint8", "mx9", "bfp16"],
+)
 @pytest.mark.parametrize("shape", [(4, 3, 3, 3), (2, 8, 2, 2), (3, 5, 7), (4, 33)])
-def test_groups_of_a_weight_run_over_all_axes_but_the_first(name, shape, options):
-    if name == "int4" and options:
-        pytest.skip("codes of integers with a shared exponent are those of mx")
-    scheme = Scheme(Dtype[name].value, GROUP, axis=-1, group=16, flat=True, **options)
+def test_groups_of_a_weight_run_over_all_axes_but_the_first(name, scale, shape):
+    scheme = Scheme(Dtype[name].value, GROUP, axis=-1, group=16, flat=True, scale=scale)
     x = torch.randn(shape)
     matrix = x.reshape(shape[0], -1)
     scale, zero_point = dynamic_qparams(x, scheme)

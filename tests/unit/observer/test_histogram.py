@@ -298,7 +298,12 @@ class TestSquaredError:
 
     @pytest.mark.parametrize(
         ("dtype", "clip", "error"),
-        [("int2", 1.04, 0.1498), ("int3", 1.80, 0.0406), ("int4", 2.36, 0.01176), ("fp4", 2.9, 0.01272)],
+        [
+            ("int2", 1.04, 0.1498),
+            ("int3", 1.80, 0.0406),
+            ("int4", 2.36, 0.01176),
+            ("fp4", 2.9, 0.01272),
+        ],
     )
     def test_the_known_optimum_of_a_normal_distribution(self, dtype, clip, error):
         """The largest positive value that a code stands for, in standard deviations."""

@@ -167,7 +167,12 @@ class TestPlainStatistics:
     def test_each_forgets(self, name):
         fields = {"qscheme": "per_tensor", "symmetric": True}
         if name == "PerBlockMXDiffsObserver":
-            fields = {"qscheme": "per_group", "ch_axis": -1, "group_size": 4, "scale_format": "e8m0"}
+            fields = {
+                "qscheme": "per_group",
+                "ch_axis": -1,
+                "group_size": 4,
+                "scale_format": "e8m0",
+            }
         observer = QuantizationSpec(
             "fp4" if "Diffs" in name else "int8", name, is_dynamic=False, **fields
         ).make_observer()

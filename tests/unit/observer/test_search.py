@@ -156,7 +156,7 @@ class TestPowersOfTwo:
 
     def test_zero_points_follow_the_scale(self):
         x, of = weight().abs(), spec("uint4", symmetric=False, **CHANNEL)
-        shaped, scale, zero_point = qparams(PerChannelPowOf2MinMSEObserver, x, of)
+        shaped, _, zero_point = qparams(PerChannelPowOf2MinMSEObserver, x, of)
         assert (torch.frexp(shaped)[0] == 0.5).all()
         assert (zero_point == 0).all()  # nothing is negative
 

@@ -187,6 +187,7 @@ class QuantizationSpec:
     def stages(self) -> list[QuantizationSpec]:
         """The specification of each stage on its own."""
         first = replace(self, second_stage=None)
+        first.is_parameter = self.is_parameter
         return [first] if self.second_stage is None else [first, self.second_stage]
 
     @classmethod

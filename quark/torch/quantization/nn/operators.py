@@ -130,6 +130,16 @@ def _name(kind: type[nn.Module]) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
+def __getattr__(name: str) -> Any:
+    """Make the classes of an operator of Transformers when a pickle names them."""
+    if name not in ("QuantConv1D", "QParamsConv1D"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from transformers.pytorch_utils import Conv1D
+
+    operator(Conv1D)
+    return globals()[name]
+
+
 for _kind in (
     nn.Linear,
     nn.Conv1d,
