@@ -114,6 +114,11 @@ def _check_layer_types(names: dict[str, type[nn.Module]], config: Config) -> Non
 
 
 def _check_fit(name: str, module: nn.Module, layer: QuantizationConfig) -> None:
+    if layer.input_tensors is not None and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        raise ValueError(
+            f"{name}.input_tensors: the inputs of a {type(module).__name__} are indices and cannot "
+            "be quantized: leave input_tensors out of its configuration."
+        )
     for tensor, spec in layer.specs():
         value = getattr(module, tensor, None) if tensor in PARAMETERS else None
         if value is None:
