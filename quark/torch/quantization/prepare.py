@@ -132,7 +132,7 @@ def _check_fit(name: str, module: nn.Module, layer: QuantizationConfig) -> None:
             raise ValueError(f"{name}.{tensor} is {value.dtype}; only floats can be quantized.")
         try:
             used = spec.for_parameter(is_transposed(type(module)))
-            blocks = [stage.scheme.blocks(value.shape) for stage in used.stages][-1]
+            blocks = used.coded.scheme.blocks(value.shape)
         except ValueError as error:
             raise ValueError(f"{name}.{tensor}: {error}") from None
         if blocks.padded != blocks.shape and used.scheme.has_zero_point:

@@ -289,13 +289,14 @@ def _is_layer(
         return False
     if layer.weight is None:
         return layer.output_tensors is not None
-    kind = layer.weight.stages[-1].fmt.storage_dtype
+    kind = layer.weight.coded.fmt.storage_dtype
     return stored.dtype == kind and type_name(kind) != model_dtype
 
 
 def _count(name: str, spec: QuantizationSpec, entries: Mapping[str, Entry]) -> int:
     """Number of weights whose codes are stored."""
-    stored, last = entries[f"{name}.weight"], spec.stages[-1].for_parameter()
+    last = spec.stages[-1] if spec.quantizes_codes else spec
+    stored, last = entries[f"{name}.weight"], last.for_parameter()
     fmt = last.fmt
     if fmt.word_codes == 1 or stored.dtype != fmt.storage_dtype:
         return math.prod(stored.shape)  # an element each: wide codes, values, or old 2-bit codes

@@ -177,6 +177,11 @@ class QuantizationSpec:
         return self.second_stage is not None and not self.second_stage.is_scale_quant
 
     @property
+    def coded(self) -> QuantizationSpec:
+        """The specification whose codes are stored: that of the second stage over codes, if any."""
+        return self.stages[1] if self.quantizes_codes else self
+
+    @property
     def needs_data(self) -> bool:
         """Whether activations of this specification have a scale that only data can tell."""
         second = self.second_stage

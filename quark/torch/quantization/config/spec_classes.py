@@ -47,9 +47,12 @@ _SCHEME_FIELDS: dict[str, dict[str, Any]] = {
 
 def _row(dtype: str, qscheme: str, **defaults: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     base = {"dtype": dtype, "qscheme": qscheme}
-    return base, {**_SCHEME_FIELDS[qscheme], "symmetric": True, **_COMMON, **defaults}
+    rest = {**_COMMON, **defaults}
+    return base, {**_SCHEME_FIELDS[qscheme], "symmetric": True, **defaults, **rest}
 
 
+# What FP8E4M3PerTensorSpec and the grouped 8-bit floats took in earlier versions as well.
+_EARLIER: dict[str, Any] = {"symmetric": True, "round_method": "half_even"}
 _MICROSCALING: dict[str, Any] = {
     "ch_axis": REQUIRED,
     "is_dynamic": True,
@@ -57,7 +60,7 @@ _MICROSCALING: dict[str, Any] = {
 }
 
 
-def _grouped(dtype: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _grouped(dtype: str, **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     base = {"dtype": dtype, "qscheme": "per_group", "round_method": "half_even"}
     return base, {
         "ch_axis": REQUIRED,
@@ -65,7 +68,7 @@ def _grouped(dtype: str) -> tuple[dict[str, Any], dict[str, Any]]:
         "scale_format": "float32",
         "scale_calculation_mode": None,
         "is_dynamic": True,
-        "scale_type": "float",
+        **more,
     }
 
 
@@ -83,14 +86,23 @@ def _microscaling(
     return {**base, **(fixed or {})}, {**_MICROSCALING, **defaults}
 
 
-def _shared(dtype: str, **fields: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    return {"dtype": dtype}, {
+def _shared(
+    dtype: str, fixed: dict[str, Any] | None = None, **fields: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    return {"dtype": dtype, **(fixed or {})}, {
         "ch_axis": REQUIRED,
         **fields,
         "scale_calculation_mode": "even",
         "is_dynamic": True,
     }
 
+
+_FP8: dict[str, Any] = {"qscheme": "per_tensor", **_EARLIER}
+_FP8_FIELDS: dict[str, Any] = {
+    "observer_method": "min_max",
+    "scale_type": None,
+    "is_dynamic": False,
+}
 
 # Name of the class -> (fixed fields, constructor arguments with their defaults).
 _SPECS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -101,24 +113,26 @@ _SPECS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Int3PerChannelSpec": _row("int3", "per_channel", symmetric=False),
     "Int4PerChannelSpec": _row("int4", "per_channel"),
     "Int8PerChannelSpec": _row("int8", "per_channel", symmetric=False),
-    "Uint4PerChannelSpec": _row("uint4", "per_channel", symmetric=False, zero_point_type="int32"),
+    "Uint4PerChannelSpec": _row(
+        "uint4", "per_channel", symmetric=False, **_COMMON, zero_point_type="int32"
+    ),
     "Uint8PerChannelSpec": _row("uint8", "per_channel"),
     "Int2PerGroupSpec": _row("int2", "per_group"),
     "Int3PerGroupSpec": _row("int3", "per_group"),
-    "Int4PerGroupSpec": _row("int4", "per_group"),
+    "Int4PerGroupSpec": _row("int4", "per_group", is_dynamic=False),
     "Int8PerGroupSpec": _row("int8", "per_group"),
-    "Uint4PerGroupSpec": _row("uint4", "per_group", symmetric=False),
+    "Uint4PerGroupSpec": _row("uint4", "per_group", symmetric=False, is_dynamic=False),
     "Uint8PerGroupSpec": _row("uint8", "per_group", symmetric=False),
-    "FP8E4M3PerTensorSpec": _row("fp8_e4m3", "per_tensor", scale_type=None),
+    "FP8E4M3PerTensorSpec": ({**_FP8, "dtype": "fp8_e4m3"}, {**_FP8_FIELDS, **_EARLIER}),
     "FP8E5M2PerTensorSpec": _row("fp8_e5m2", "per_tensor"),
     "FP8E4M3PerChannelSpec": _row("fp8_e4m3", "per_channel"),
     "FP8E5M2PerChannelSpec": _row("fp8_e5m2", "per_channel"),
-    "FP8E5M3PerTensorSpec": _row("fp8_e5m3", "per_tensor", scale_type=None),
-    "FP8E4M3PerGroupSpec": _grouped("fp8_e4m3"),
-    "FP8E5M2PerGroupSpec": _grouped("fp8_e5m2"),
+    "FP8E5M3PerTensorSpec": ({**_FP8, "dtype": "fp8_e5m3"}, _FP8_FIELDS),
+    "FP8E4M3PerGroupSpec": _grouped("fp8_e4m3", scale_type="float", **_EARLIER),
+    "FP8E5M2PerGroupSpec": _grouped("fp8_e5m2", scale_type="float", **_EARLIER),
     "FP6E2M3PerGroupSpec": _grouped("fp6_e2m3"),
     "FP6E3M2PerGroupSpec": _grouped("fp6_e3m2"),
-    "FP4PerGroupSpec": _grouped("fp4"),
+    "FP4PerGroupSpec": _grouped("fp4", scale_type="float"),
     "AmdFP4Spec": (
         {"dtype": "fp4", "qscheme": "per_group", "scale_format": "e5m3"},
         {"ch_axis": REQUIRED, "group_size": REQUIRED, "is_dynamic": True},
@@ -141,7 +155,7 @@ _SPECS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "MX6Spec": _shared("mx6", block_size=REQUIRED),
     "MX9Spec": _shared("mx9", block_size=REQUIRED),
-    "BFP16Spec": _shared("bfp16"),
+    "BFP16Spec": _shared("bfp16", {"group_size": 8}),
     "Float16Spec": ({"dtype": "float16"}, {}),
     "Bfloat16Spec": ({"dtype": "bfloat16"}, {}),
 }
