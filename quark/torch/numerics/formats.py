@@ -16,7 +16,7 @@ class Format:
     Attributes:
         name: Name used in configurations and checkpoints.
         bits: Width of one code.
-        signed: Whether an integer format is two's complement; floats are always signed.
+        signed: Whether there are negative codes, in two's complement where they are integers.
         exponent_bits: Exponent width of a float, 0 for integers.
         mantissa_bits: Stored mantissa width of a float, 0 for integers.
         max_value: Largest finite magnitude of a float, 0 for integers.

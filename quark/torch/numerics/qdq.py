@@ -194,7 +194,8 @@ def _is_inside(x: torch.Tensor, by: _Factors, scheme: Scheme) -> torch.Tensor:
     # Half a step beyond the last code still rounds to it; the slack absorbs the reciprocal.
     if fmt.is_float:
         step = 2.0 ** (fmt.max_exponent - fmt.mantissa_bits)
-        return x.abs_() <= fmt.max_value + 0.501 * step
+        limit = fmt.max_value + 0.501 * step
+        return (x <= limit) & (x >= (-limit if fmt.signed else 0.0))
     if by.zero_point is not None:
         x = x.add_(by.zero_point)
     return (x >= fmt.qmin - 0.501) & (x <= fmt.qmax + 0.501)

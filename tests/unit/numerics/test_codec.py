@@ -9,7 +9,7 @@ import torch
 
 from quark.torch.numerics.codec import decode, encode
 from quark.torch.numerics.formats import Dtype
-from quark.torch.numerics.qdq import quantize
+from quark.torch.numerics.qdq import dequantize, fake_quantize, quantize
 from quark.torch.numerics.scheme import Scheme
 
 CASTS = {
@@ -117,3 +117,11 @@ def test_saturates(name, value):
     fmt = Dtype[name].value
     codes = quantize(torch.tensor([value, -value]), ONE, None, Scheme(fmt))
     assert decode(codes, fmt).tolist() == [fmt.max_value, -fmt.max_value]
+
+
+def test_unsigned_floats_take_negative_values_for_zero():
+    scheme = Scheme(Dtype.fp8_e5m3.value)
+    x, scale = torch.tensor([-2.0, -0.0, 1.0, 2.0]), torch.tensor(1.0)
+    faked = fake_quantize(x, scale, None, scheme)
+    assert faked.tolist() == [0.0, 0.0, 1.0, 2.0]
+    assert torch.equal(dequantize(quantize(x, scale, None, scheme), scale, None, scheme), faked)

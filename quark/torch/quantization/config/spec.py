@@ -221,7 +221,8 @@ class QuantizationSpec:
             axis = 1 - axis % 2
         second = self.second_stage
         second = None if second is None else second.for_parameter(is_transposed)
-        made = replace(self, is_dynamic=False, ch_axis=axis, second_stage=second)
+        dynamic = False if self.is_dynamic else self.is_dynamic
+        made = replace(self, is_dynamic=dynamic, ch_axis=axis, second_stage=second)
         made.is_parameter = True
         return made
 
