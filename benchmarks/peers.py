@@ -17,7 +17,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-REQUIREMENTS = {"llm-compressor": "llmcompressor==0.14.0.1", "amd-quark": "amd-quark==0.13"}
+REQUIREMENTS = {
+    "llm-compressor": ("llmcompressor==0.14.0.1",),
+    "amd-quark": ("amd-quark==0.13", "transformers==5.23.0"),
+}
 SCALES, VALUES, PACKED = "scales", "quantized values", "packed codes"
 GROUP = 128
 
@@ -33,13 +36,13 @@ def environment(peer: str) -> Path:
     python = folder / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
     done = folder / "installed.txt"
     torch_line = _torch_requirement()
-    wanted = f"{REQUIREMENTS[peer]}\n{torch_line}\n"
+    wanted = "\n".join([*REQUIREMENTS[peer], torch_line])
     if not done.is_file() or done.read_text() != wanted:
         venv.create(folder, clear=True, with_pip=True)
         constraints = folder / "constraints.txt"
         constraints.write_text(torch_line)
         pip = [python, "-m", "pip", "install", "--quiet", "-c", constraints]
-        subprocess.run([*pip, "torch", REQUIREMENTS[peer]], check=True, stdout=sys.stderr)
+        subprocess.run([*pip, "torch", *REQUIREMENTS[peer]], check=True, stdout=sys.stderr)
         done.write_text(wanted)
     return python
 

@@ -124,10 +124,7 @@ def start(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def compare_peers(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Time the same work by this package and by others, in turns, each in a fresh process."""
-    pythons = {"quark": sys.executable}
-    for peer in options.peer:
-        say(f"peers: environment of {peer}")
-        pythons[peer] = str(peers.environment(peer))
+    pythons = {"quark": sys.executable, **options.peer_pythons}
     runs = defaultdict(list)
     for i in range(options.rounds):
         for peer, python in pythons.items():
@@ -199,14 +196,18 @@ def main() -> None:
     options.windows = 4
     options.edge = 1024 if options.quick else 4096
     parts = options.part or [part for part in PARTS if part != "peers" or options.peer]
-    results = {part: MEASURE[part](options) for part in parts}
-    if options.json:
-        print(json.dumps({"machine": machine(), **results}, indent=2))
-        return
-    print(machine(), end="\n\n")
-    for part, rows in results.items():
+    options.peer_pythons = {peer: str(peers.environment(peer)) for peer in options.peer}
+    results: dict[str, Any] = {"machine": machine()}
+    if not options.json:
+        print(results["machine"], end="\n\n")
+    for part in parts:
+        results[part] = rows = MEASURE[part](options)
         columns = COLUMNS[part]
-        print(markdown(TITLES[part], [*columns.values()], [[r[c] for c in columns] for r in rows]))
+        if not options.json:
+            cells = [[row[column] for column in columns] for row in rows]
+            print(markdown(TITLES[part], [*columns.values()], cells), flush=True)
+    if options.json:
+        print(json.dumps(results, indent=2))
 
 
 if __name__ == "__main__":

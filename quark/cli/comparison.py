@@ -49,8 +49,11 @@ class Material:
 
 def demo_material() -> Material:
     """Return the model that comes with the package, and text for it."""
+    import torch
+
     from quark.demo.text import model_directory
 
+    torch.set_num_threads(1)  # on a model this small, threads mostly wait for each other
     tokenizer = models.load_tokenizer(model_directory(), "model")
     text = [
         models.text_windows(None, "text", tokenizer, SEQ_LEN, WINDOWS, held_out)
