@@ -18,7 +18,7 @@ TENSORS = ["weight", "bias", "input_tensors", "output_tensors"]
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 COMBINATIONS = [c for n in range(5) for c in combinations(TENSORS, n)]
 
-KINDS = [
+FLOAT_CLASSES = [
     nn.Linear,
     nn.Conv1d,
     nn.Conv2d,
@@ -259,7 +259,7 @@ def test_state_names():
     }
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
+@pytest.mark.parametrize("kind", FLOAT_CLASSES, ids=lambda k: k.__name__)
 def test_operators_extend_what_they_replace(kind):
     assert is_operator(kind)
     made = operator(kind)
