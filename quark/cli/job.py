@@ -87,15 +87,19 @@ def _work(
     import torch
 
     from quark.torch.quantization.api import ModelQuantizer
-    from quark.torch.quantization.nn.operators import OPERATORS
+    from quark.torch.quantization.config.config import NAMED_ONLY
+    from quark.torch.quantization.config.match import assign
+    from quark.torch.quantization.nn.operators import is_operator
 
     if request.config is None and request.exclude_layers is None:
         config = excluding_head(config, model)
     _check_cache(model, config)
     if request.weight_matrix_merge:
         config = replace(config, shared_scale_groups=_siblings(model))
+    kinds = {n: type(m) for n, m in model.named_modules() if is_operator(type(m))}
+    chosen = assign(kinds, config)
     outcome = Outcome(
-        linears=sum(type(module) in OPERATORS for module in model.modules()),
+        linears=sum(n in chosen or kind not in NAMED_ONLY for n, kind in kinds.items()),
         seconds=0.0,
         shared=len(config.shared_scale_groups),
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quark.torch.quantization.config.spec import SPEC_CLASSES
+from quark.torch.quantization.config.spec_classes import SPEC_CLASSES
 
 CONFIG = "quark.torch.quantization.config.config"
 TYPE = "quark.torch.quantization.config.type"
@@ -27,6 +27,8 @@ DOCUMENTED = {
     ("quark.torch.quantization", "quark.torch.quantization.api"): ["ModelQuantizer"],
     ("quark.torch.quantization", CONFIG): [
         *SPEC_CLASSES,
+        "ProgressiveSpec",
+        "ScaleQuantSpec",
         "Config",
         "QConfig",
         "QuantizationConfig",

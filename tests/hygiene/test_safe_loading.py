@@ -10,7 +10,7 @@ BUILTINS = {"__import__", "compile", "eval", "exec"}
 
 def unsafe(tree):
     """What a module does that could run code from a file, with line numbers."""
-    tables = literal_tables(tree)
+    tables, constants = literal_tables(tree), literal_names(tree)
     scopes = [tree, *(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef))]
     from_tables = {n for scope in scopes for n in names_from_tables(scope, tables)}
     for node in ast.walk(tree):
@@ -29,7 +29,9 @@ def unsafe(tree):
             elif called.split(".")[-1] == "load" and given.get("allow_pickle", "False") != "False":
                 yield f"{node.lineno}: {called} with allow_pickle"
             elif called.split(".")[-1] == "import_module" and not (
-                is_ours(node.args[0]) or ast.unparse(node.args[0]) in from_tables
+                is_ours(node.args[0])
+                or ast.unparse(node.args[0]) in from_tables
+                or is_entry(node.args[0], tables, constants)
             ):
                 yield f"{node.lineno}: import of {ast.unparse(node.args[0])}"
 
@@ -56,6 +58,38 @@ def literal_tables(tree):
         ):
             tables |= {ast.unparse(target) for target in targets}
     return tables
+
+
+def literal_names(tree):
+    """Names at the top of a module that are bound once, to a string of this package."""
+    names = [n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and is_stored(n)]
+    return {
+        node.targets[0].id
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and names.count(node.targets[0].id) == 1
+        and isinstance(node.value, ast.Constant)
+        and str(node.value.value).startswith("quark.")
+    }
+
+
+def is_stored(name):
+    return isinstance(name.ctx, ast.Store)
+
+
+def is_entry(argument, tables, constants):
+    """Whether an argument is an entry of a table below a package: ``f"{PACKAGE}.{TABLE[…]}"``."""
+    if not (isinstance(argument, ast.JoinedStr) and len(argument.values) == 3):
+        return False
+    package, dot, entry = (getattr(part, "value", None) for part in argument.values)
+    return (
+        isinstance(package, ast.Name)
+        and package.id in constants
+        and dot == "."
+        and isinstance(entry, ast.Subscript)
+        and ast.unparse(entry.value) in tables
+    )
 
 
 def names_from_tables(scope, tables):
@@ -105,6 +139,11 @@ def test_nothing_unsafe(trees):
         "import_module(f'{name}.x')",
         "TABLE = {'a': name}\ndef f(k):\n    m = TABLE[k]\n    import_module(m)",
         "def f(t, k):\n    m = t[k]\n    import_module(m)",
+        "P = 'quark.x'\nT = {'a': name}\nimport_module(f'{P}.{T[k]}')",
+        "P = 'quark.x'\nT = {'a': 'b'}\nimport_module(f'{P}.{k}')",
+        "P = 'os'\nT = {'a': 'b'}\nimport_module(f'{P}.{T[k]}')",
+        "P = 'quark.x'\nP = name\nT = {'a': 'b'}\nimport_module(f'{P}.{T[k]}')",
+        "T = {'a': 'b'}\nimport_module(f'{package}.{T[k]}')",
     ],
 )
 def test_unsafe_is_found(text):
@@ -122,6 +161,7 @@ def test_unsafe_is_found(text):
         "np.load(path, allow_pickle=False)",
         "import_module('tqdm')",
         "import_module(f'{__name__}.{table[name]}')",
+        "P = 'quark.x'\nT: dict[str, str] = {'a': 'b'}\nimport_module(f'{P}.{T[k]}')",
         "T: dict[str, str] = {'a': 'b:c'}\ndef f(k):\n    m, _, n = T[k].partition(':')\n"
         "    import_module(m)",
     ],

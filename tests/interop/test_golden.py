@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from quark.torch import ModelExporter, ModelImporter, load_params
 from quark.torch.export import ExporterConfig
 from quark.torch.quantization.config.config import Config
-from quark.torch.quantization.nn.packed import PackedQuantizer, QParamsLinear
+from quark.torch.quantization.nn.operators import QParamsLinear
+from quark.torch.quantization.nn.packed import PackedQuantizer
 
 ARCHIVE = Path(__file__).parents[1] / "data" / "golden.tar.xz"
 UINT4 = "w_uint4_per_group32_asym"

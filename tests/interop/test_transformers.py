@@ -16,7 +16,8 @@ from quark.torch.quantization.config.config import (
 )
 from quark.torch.quantization.config.presets import scheme, scheme_names
 from quark.torch.quantization.config.template import with_kv_cache
-from quark.torch.quantization.nn.packed import QParamsLinear
+from quark.torch.quantization.nn.operators import QParamsLinear
+from quark.torch.quantization.nn.packed import PackedMixin
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FORMATS = ["real_quantized", "fake_quantized"]
@@ -233,7 +234,7 @@ class TestPatternsThatOverlap:
         assert {
             name: (module.quant_config.weight.dtype, module.quant_config.weight.qscheme)
             for name, module in found.named_modules()
-            if isinstance(module, QParamsLinear)
+            if isinstance(module, PackedMixin)
         } == expected
         assert torch.equal(logits(found), logits(model))
 

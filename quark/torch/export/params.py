@@ -28,7 +28,7 @@ from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.type import QuantizationMode
 from quark.torch.quantization.nn.mixin import QuantMixin
-from quark.torch.quantization.nn.packed import SHORT_NAMES, QParamsLinear
+from quark.torch.quantization.nn.packed import SHORT_NAMES, PackedMixin
 
 _SPEC_KEYS = {name: f"{short}_quant" for name, short in SHORT_NAMES.items()}
 
@@ -142,7 +142,7 @@ def _structure(model: nn.Module) -> dict[str, Any]:
     """Return the tree of modules down to those that hold tensors."""
     tree: dict[str, Any] = {}
     for name, module in model.named_modules():
-        quantized = isinstance(module, (QuantMixin, QParamsLinear))
+        quantized = isinstance(module, (QuantMixin, PackedMixin))
         own = {n for n, t in module._parameters.items() if t is not None}
         if not name or not own:
             continue

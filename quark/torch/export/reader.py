@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 from typing import Any, Protocol
@@ -17,7 +18,8 @@ from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.match import assign
 from quark.torch.quantization.config.names import nearest
 from quark.torch.quantization.nn.mixin import PARAMETERS, QuantMixin
-from quark.torch.quantization.nn.packed import SHORT_NAMES, PackedQuantizer, QParamsLinear
+from quark.torch.quantization.nn.operators import is_operator
+from quark.torch.quantization.nn.packed import SHORT_NAMES, PackedMixin, PackedQuantizer
 
 logger = logging.getLogger(__name__)
 
@@ -52,20 +54,18 @@ def format_of(config_json: dict[str, Any], where: str) -> ExportFormat:
 
 
 def targets(model: nn.Module, config: Config) -> dict[str, QuantizationConfig]:
-    """Return the configuration of each linear layer that a checkpoint stores quantized.
+    """Return the configuration of each layer that a checkpoint stores quantized.
 
     Raises:
         ValueError: The model is quantized already, or nothing matches.
     """
-    if any(isinstance(m, (QuantMixin, QParamsLinear)) for m in model.modules()):
+    if any(isinstance(m, (QuantMixin, PackedMixin)) for m in model.modules()):
         raise ValueError("The model is quantized already: give the float architecture.")
-    linears: dict[str, type[nn.Module]] = {
-        n: type(m) for n, m in model.named_modules() if type(m) is nn.Linear
-    }
-    layers = assign(linears, config)
+    operators = {n: type(m) for n, m in model.named_modules() if is_operator(type(m))}
+    layers = assign(operators, config)
     if not layers:
         raise ValueError(
-            f"The quantization_config matches none of the {len(linears)} linear layers of "
+            f"The quantization_config matches none of the {len(operators)} layers of "
             f"{type(model).__name__}: is this the architecture that was exported?"
         )
     return layers
@@ -75,7 +75,7 @@ def receive(model: nn.Module, fmt: ExportFormat, layers: dict[str, QuantizationC
     """Turn the named layers in place into ones that take stored tensors."""
     for name, layer in layers.items():
         module = model.get_submodule(name)
-        if type(module) is nn.Linear:
+        if is_operator(type(module)):
             fmt.receive(module, layer)
 
 
@@ -142,21 +142,31 @@ def _outline(
     model: nn.Module, fmt: ExportFormat, layers: dict[str, QuantizationConfig]
 ) -> dict[str, torch.Tensor]:
     """Return the state the model will have, on the meta device."""
-    linears = {id(model.get_submodule(name)) for name in layers}
-    every_name = {n for n, m in model.named_modules(remove_duplicate=False) if id(m) in linears}
+    targeted = {id(model.get_submodule(name)) for name in layers}
+    every_name = {n for n, m in model.named_modules(remove_duplicate=False) if id(m) in targeted}
     outline = {
         key: tensor.to("meta")
         for key, tensor in model.state_dict().items()
         if key.rpartition(".")[0] not in every_name
     }
     for name, layer in layers.items():
-        linear = model.get_submodule(name)
-        assert isinstance(linear, nn.Linear)
-        has_bias = linear.bias is not None
-        empty = nn.Linear(linear.in_features, linear.out_features, has_bias, device="meta")
+        empty = _on_meta(model.get_submodule(name))
         for key, tensor in fmt.receive(empty, layer).state_dict().items():
             outline[f"{name}.{key}"] = tensor
     return outline
+
+
+def _on_meta(module: nn.Module) -> nn.Module:
+    """Return a module like a given one, without values."""
+    made = copy.copy(module)
+    made.__dict__ = dict(module.__dict__)
+    made._parameters = {
+        name: None if p is None else nn.Parameter(p.detach().to("meta"), requires_grad=False)
+        for name, p in module._parameters.items()
+    }
+    made._buffers, made._modules = dict(module._buffers), dict(module._modules)
+    made._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
+    return made
 
 
 def _check(

@@ -18,12 +18,12 @@ from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.match import without_order
 from quark.torch.quantization.nn.mixin import QuantMixin
-from quark.torch.quantization.nn.packed import QParamsLinear
+from quark.torch.quantization.nn.packed import PackedMixin
 
 logger = logging.getLogger(__name__)
 
 Scales = dict[str, dict[str, torch.Tensor]]  # layer -> tensor of the configuration -> scale
-_QUANTIZED = (QuantMixin, QParamsLinear)
+_QUANTIZED = (QuantMixin, PackedMixin)
 
 
 def make_format(
@@ -77,9 +77,7 @@ def _remembered(model: nn.Module) -> Config | None:
 
 
 def _operator(module: nn.Module) -> type[nn.Module]:
-    if isinstance(module, QuantMixin):
-        return module.float_class
-    return nn.Linear if isinstance(module, QParamsLinear) else type(module)
+    return module.float_class if isinstance(module, _QUANTIZED) else type(module)
 
 
 def collect(model: nn.Module, fmt: ExportFormat) -> dict[str, torch.Tensor]:

@@ -16,10 +16,16 @@ class QSchemeType(Enum):
     per_tensor = "per_tensor"
     per_channel = "per_channel"
     per_group = "per_group"
+    per_block = "per_block"
 
 
 def block_shape(
-    shape: tuple[int, ...], qscheme: QSchemeType, axis: int, group: int, per_token: bool = False
+    shape: tuple[int, ...],
+    qscheme: QSchemeType,
+    axis: int,
+    group: int,
+    per_token: bool = False,
+    block: tuple[int, int] | None = None,
 ) -> tuple[int, ...]:
     """Return the shape of the block of elements which share a scale.
 
@@ -32,14 +38,20 @@ def block_shape(
         axis: Channel axis, or the axis that is cut in groups.
         group: Elements of a group; -1 takes the whole axis.
         per_token: Every position along all axes but the last has a scale of its own.
+        block: Rows and columns of a block per block, along the last two axes; -1 for all.
 
     Raises:
-        ValueError: ``axis`` is not an axis of the tensor.
+        ValueError: ``axis`` is not an axis of the tensor, or it has too few for ``block``.
     """
     if per_token:
         return (1,) * (len(shape) - 1) + shape[-1:]
     if qscheme is QSchemeType.per_tensor:
         return shape
+    if qscheme is QSchemeType.per_block:
+        if block is None or len(shape) < 2:
+            raise ValueError(f"per_block needs two axes and block_size, got {shape} and {block}.")
+        sides = [n if b == -1 else b for n, b in zip(shape[-2:], block, strict=True)]
+        return (1,) * (len(shape) - 2) + tuple(sides)
     if not -len(shape) <= axis < len(shape):
         raise ValueError(
             f"ch_axis={axis} is not an axis of a tensor of shape {shape}: "
@@ -100,6 +112,7 @@ class Blocks:
 
     def split(self, x: torch.Tensor) -> torch.Tensor:
         """View ``x`` in blocks, zero-padding ragged ones. Zeros never widen a range that has 0."""
+        x = x.reshape(self.shape)
         if self.padded != self.shape:
             widths = [p - n for n, p in zip(self.shape, self.padded, strict=True)]
             x = F.pad(x, [side for width in reversed(widths) for side in (0, width)])

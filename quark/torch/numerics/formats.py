@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -15,7 +16,7 @@ class Format:
     Attributes:
         name: Name used in configurations and checkpoints.
         bits: Width of one code.
-        signed: Whether an integer format is two's complement; floats are always signed.
+        signed: Whether there are negative codes, in two's complement where they are integers.
         exponent_bits: Exponent width of a float, 0 for integers.
         mantissa_bits: Stored mantissa width of a float, 0 for integers.
         max_value: Largest finite magnitude of a float, 0 for integers.
@@ -25,6 +26,10 @@ class Format:
         word_codes: How many codes share one packed word; 1 means that codes are stored as they are.
         word_dtype: Element type of packed storage. A word may span several elements.
         first_high: Whether the first code of a word sits in its highest bits.
+        narrow: Whether the most negative code of an integer format is left out.
+        fraction_bits: Bits behind the binary point of an integer code.
+        block: Elements that share an exponent, where the format itself fixes how.
+        sub_block: Elements of a block that share a one-bit shift of the exponent.
     """
 
     name: str
@@ -38,6 +43,10 @@ class Format:
     word_codes: int = 1
     word_dtype: torch.dtype | None = None
     first_high: bool = False
+    narrow: bool = False
+    fraction_bits: int = 0
+    block: int = 0
+    sub_block: int = 0
 
     @property
     def is_float(self) -> bool:
@@ -45,9 +54,14 @@ class Format:
         return self.exponent_bits > 0
 
     @property
+    def is_encoded(self) -> bool:
+        """Whether codes are bits of a float that torch has no type for."""
+        return self.is_float and self.native is None
+
+    @property
     def qmin(self) -> int:
         """Smallest integer code."""
-        return -(1 << (self.bits - 1)) if self.signed else 0
+        return self.narrow - (1 << (self.bits - 1)) if self.signed else 0
 
     @property
     def qmax(self) -> int:
@@ -60,11 +74,19 @@ class Format:
         return 2 - (1 << (self.exponent_bits - 1))
 
     @property
+    def max_exponent(self) -> int:
+        """Exponent of the largest value."""
+        return math.frexp(self.max_value)[1] - 1 if self.is_float else 0
+
+    @property
     def code_dtype(self) -> torch.dtype:
         """Type of a tensor of unpacked codes."""
         if self.native is not None:
             return self.native
-        return torch.int8 if self.signed else torch.uint8
+        if self.is_float:
+            return torch.uint8
+        wide = 8 if self.bits <= 8 else 16 if self.bits <= 16 else 32
+        return getattr(torch, f"int{wide}" if self.signed else f"uint{wide}")  # type: ignore[no-any-return]
 
     @property
     def storage_dtype(self) -> torch.dtype:
@@ -78,14 +100,30 @@ class Dtype(Enum):
     ``Dtype("int8")`` and ``Dtype.from_str("INT8")`` find a member by its name.
     """
 
+    int32 = Format("int32", 32)
+    int16 = Format("int16", 16)
+    uint16 = Format("uint16", 16, signed=False)
     int8 = Format("int8", 8)
     uint8 = Format("uint8", 8, signed=False)
+    uint7 = Format("uint7", 7, signed=False, word_codes=8, word_dtype=torch.uint8)
+    uint6 = Format("uint6", 6, signed=False, word_codes=4, word_dtype=torch.uint8)
+    uint5 = Format("uint5", 5, signed=False, word_codes=8, word_dtype=torch.uint8)
     int4 = Format("int4", 4, word_codes=8, word_dtype=torch.int32)
     uint4 = Format("uint4", 4, signed=False, word_codes=8, word_dtype=torch.int32)
     int3 = Format("int3", 3, word_codes=8, word_dtype=torch.uint8)
+    uint3 = Format("uint3", 3, signed=False, word_codes=8, word_dtype=torch.uint8)
+    uint2 = Format("uint2", 2, signed=False, word_codes=4, word_dtype=torch.uint8, first_high=True)
     int2 = Format("int2", 2, word_codes=4, word_dtype=torch.uint8, first_high=True)
     fp8_e4m3 = Format("fp8_e4m3", 8, True, 4, 3, 448.0, torch.float8_e4m3fn)
     fp8_e5m2 = Format("fp8_e5m2", 8, True, 5, 2, 57344.0, torch.float8_e5m2)
+    fp8_e5m3 = Format("fp8_e5m3", 8, False, 5, 3, 114688.0)
+    fp6_e3m2 = Format("fp6_e3m2", 6, True, 3, 2, 28.0, word_codes=4, word_dtype=torch.uint8)
+    fp6_e2m3 = Format("fp6_e2m3", 6, True, 2, 3, 7.5, word_codes=4, word_dtype=torch.uint8)
+    fp4 = Format("fp4", 4, True, 2, 1, 6.0, word_codes=2, word_dtype=torch.uint8)
+    mx = Format("mx", 8, narrow=True, fraction_bits=6)
+    mx6 = Format("mx6", 5, narrow=True, word_codes=8, word_dtype=torch.uint8, block=16, sub_block=2)
+    mx9 = Format("mx9", 8, narrow=True, block=16, sub_block=2)
+    bfp16 = Format("bfp16", 8, block=8)
     bfloat16 = Format("bfloat16", 16, True, 8, 7, 3.3895313892515355e38, torch.bfloat16, False)
     float16 = Format("float16", 16, True, 5, 10, 65504.0, torch.float16, False)
 

@@ -49,7 +49,7 @@ def pack(
     codes = torch.unflatten(codes, axis, (-1, fmt.word_codes))  # (…, words, codes of a word, …)
     mask = (1 << fmt.bits) - 1
     placed = (
-        codes.select(axis + 1, i).to(torch.int32).bitwise_and_(mask).bitwise_left_shift_(shift)
+        codes.select(axis + 1, i).to(_word_dtype(fmt)).bitwise_and_(mask).bitwise_left_shift_(shift)
         for i, shift in enumerate(shifts)
     )
     word = reduce(torch.Tensor.bitwise_or_, placed)
@@ -78,19 +78,18 @@ def unpack(
     if fmt.word_codes == 1:
         return words
     axis %= words.dim()
-    word = words.to(torch.int32)
+    word = words.to(_word_dtype(fmt))
     if _elements(fmt) > 1:
         elements = torch.unflatten(word, axis, (-1, _elements(fmt))).unbind(axis + 1)
         word = reduce(torch.bitwise_or, (part << (8 * i) for i, part in enumerate(elements)))
     shape = (*word.shape[: axis + 1], fmt.word_codes, *word.shape[axis + 1 :])
     codes = torch.empty(shape, dtype=fmt.code_dtype, device=words.device)
-    top = 32 - fmt.bits
+    top = 8 * word.itemsize - fmt.bits
+    extends = codes.dtype.is_signed
     for i, shift in enumerate(shifts):
         # Up to the top of the word, then down with or without the sign.
         part = (word << (top - shift)).bitwise_right_shift_(top)
-        codes.select(axis + 1, i).copy_(
-            part if fmt.signed else part.bitwise_and_((1 << fmt.bits) - 1)
-        )
+        codes.select(axis + 1, i).copy_(part if extends else part.bitwise_and_((1 << fmt.bits) - 1))
     return codes.flatten(axis, axis + 1).narrow(axis, 0, count).contiguous()
 
 
@@ -99,6 +98,11 @@ def _elements(fmt: Format) -> int:
     if fmt.word_codes == 1:
         return 1
     return fmt.word_codes * fmt.bits // (8 * fmt.storage_dtype.itemsize)
+
+
+def _word_dtype(fmt: Format) -> torch.dtype:
+    """Integer type in which a word is put together."""
+    return torch.int32 if fmt.word_codes * fmt.bits <= 32 else torch.int64
 
 
 def _shifts(fmt: Format, pack_method: str) -> list[int]:

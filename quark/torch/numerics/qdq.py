@@ -2,18 +2,20 @@
 
 All arithmetic is float32 whatever the type of the tensor. Values are multiplied by the reciprocal
 of the scale, as ``torch.fake_quantize_per_tensor_affine`` does; dividing instead would move a few
-exact ties. On a CPU the work goes through pieces that stay in the cache.
+exact ties. (Scales that are powers of two divide: it is exact, and their reciprocal could
+overflow.) Integers of more than 24 bits need float64. On a CPU the work goes through pieces that
+stay in the cache.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from quark.torch.numerics.codec import decode, encode
 from quark.torch.numerics.rounding import RoundType, round_, round_to_grid_
 from quark.torch.numerics.scales import block_range, qparams_from_range
 from quark.torch.numerics.scheme import Scheme
@@ -93,9 +95,14 @@ def fake_quantize(
     return result
 
 
-def dynamic_qparams(x: torch.Tensor, scheme: Scheme) -> QParams:
-    """Return the scale and zero point of the values of ``x`` itself."""
-    return qparams_from_range(*block_range(x.detach(), scheme), scheme)
+def dynamic_qparams(
+    x: torch.Tensor, scheme: Scheme, tensor_scale: torch.Tensor | None = None
+) -> QParams:
+    """Return the scale and zero point of the values of ``x`` itself.
+
+    Block scales are relative to ``tensor_scale`` where they have two levels.
+    """
+    return qparams_from_range(*block_range(x.detach(), scheme), scheme, tensor_scale)
 
 
 def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -131,70 +138,71 @@ class _FakeQuantize(torch.autograd.Function):
         return (grads[0] * inside[0] if inside else grads[0], None, None, None)
 
 
-# The four maps below work on one piece: values or codes, scale and its reciprocal (float32,
-# broadcast over the piece), zero point (float32 or None). They may overwrite ``x``.
+class _Factors(NamedTuple):
+    """What a piece is quantized by, broadcast over it."""
 
-_Piece = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, Scheme], torch.Tensor
-]
+    scale: torch.Tensor
+    inverse: torch.Tensor
+    zero_point: torch.Tensor | None
+
+    def cut(self, rows: slice) -> _Factors:
+        """Return the factors of some rows of the view."""
+        if self.scale.shape[0] == 1:
+            return self
+        zeros = None if self.zero_point is None else self.zero_point[rows]
+        return _Factors(self.scale[rows], self.inverse[rows], zeros)
 
 
-def _to_codes(
-    x: torch.Tensor,
-    scale: torch.Tensor,
-    inverse: torch.Tensor,
-    zero_point: torch.Tensor | None,
-    scheme: Scheme,
-) -> torch.Tensor:
-    fmt = scheme.fmt
+# The maps below work on one piece, in float32 or float64, and may overwrite it.
+_Piece = Callable[[torch.Tensor, _Factors, Scheme], torch.Tensor]
+
+
+def _divided(x: torch.Tensor, by: _Factors, scheme: Scheme) -> torch.Tensor:
+    return x.div_(by.scale) if scheme.divides else x.mul_(by.inverse)
+
+
+def _rounded(x: torch.Tensor, by: _Factors, scheme: Scheme) -> torch.Tensor:
+    """Values to codes, or to the values of codes where the format is a float."""
+    fmt, mode = scheme.fmt, scheme.rounding
+    x = _divided(x, by, scheme)
     if fmt.is_float:
-        return round_to_grid_(x.mul_(inverse), fmt, scheme.rounding)
-    x = x.mul_(inverse)
-    if zero_point is None:
-        x = round_(x, scheme.rounding).add_(0.0)  # integers have no -0
+        return round_to_grid_(x, fmt, mode)
+    if by.zero_point is None:
+        x = round_(x, mode).add_(0.0)  # integers have no -0
     elif scheme.float_zero_point:
-        x = round_(x.add_(zero_point), scheme.rounding)
+        x = round_(x.add_(by.zero_point), mode)
     else:
-        x = round_(x, scheme.rounding).add_(zero_point)
+        x = round_(x, mode).add_(by.zero_point)
     return x.clamp_(fmt.qmin, fmt.qmax)
 
 
-def _from_codes(
-    x: torch.Tensor,
-    scale: torch.Tensor,
-    inverse: torch.Tensor,
-    zero_point: torch.Tensor | None,
-    scheme: Scheme,
-) -> torch.Tensor:
-    return (x if zero_point is None else x.sub_(zero_point)).mul_(scale)
+def _scaled(x: torch.Tensor, by: _Factors, scheme: Scheme) -> torch.Tensor:
+    return (x if by.zero_point is None else x.sub_(by.zero_point)).mul_(by.scale)
 
 
-def _round_trip(
-    x: torch.Tensor,
-    scale: torch.Tensor,
-    inverse: torch.Tensor,
-    zero_point: torch.Tensor | None,
-    scheme: Scheme,
-) -> torch.Tensor:
-    codes = _to_codes(x, scale, inverse, zero_point, scheme)
-    return _from_codes(codes, scale, inverse, zero_point, scheme)
+def _to_codes(x: torch.Tensor, by: _Factors, scheme: Scheme) -> torch.Tensor:
+    x = _rounded(x, by, scheme)
+    return encode(x, scheme.fmt) if scheme.fmt.is_encoded else x
 
 
-def _is_inside(
-    x: torch.Tensor,
-    scale: torch.Tensor,
-    inverse: torch.Tensor,
-    zero_point: torch.Tensor | None,
-    scheme: Scheme,
-) -> torch.Tensor:
+def _from_codes(x: torch.Tensor, by: _Factors, scheme: Scheme) -> torch.Tensor:
+    return _scaled(decode(x, scheme.fmt) if scheme.fmt.is_encoded else x, by, scheme)
+
+
+def _round_trip(x: torch.Tensor, by: _Factors, scheme: Scheme) -> torch.Tensor:
+    return _scaled(_rounded(x, by, scheme), by, scheme)
+
+
+def _is_inside(x: torch.Tensor, by: _Factors, scheme: Scheme) -> torch.Tensor:
     fmt = scheme.fmt
-    x = x.mul_(inverse)
+    x = _divided(x, by, scheme)
     # Half a step beyond the last code still rounds to it; the slack absorbs the reciprocal.
     if fmt.is_float:
-        step = 2.0 ** (math.frexp(fmt.max_value)[1] - 1 - fmt.mantissa_bits)
-        return x.abs_() <= fmt.max_value + 0.501 * step
-    if zero_point is not None:
-        x = x.add_(zero_point)
+        step = 2.0 ** (fmt.max_exponent - fmt.mantissa_bits)
+        limit = fmt.max_value + 0.501 * step
+        return (x <= limit) & (x >= (-limit if fmt.signed else 0.0))
+    if by.zero_point is not None:
+        x = x.add_(by.zero_point)
     return (x >= fmt.qmin - 0.501) & (x <= fmt.qmax + 0.501)
 
 
@@ -215,24 +223,24 @@ def _map(
         raise ValueError(f"{scheme.fmt.name} needs a scale, but none was given.")
     if x.numel() == 0:
         return torch.empty_like(x, dtype=dtype)
+    wide = torch.float32 if scheme.fmt.bits <= 24 else torch.float64
     blocks = scheme.blocks(x.shape)
-    scales = blocks.spread(scale.float())
-    offset = zero_point is not None and not (scheme.symmetric and scheme.fmt.signed)
-    zeros = blocks.spread(zero_point.float()) if offset and zero_point is not None else None
+    scales = blocks.spread(scale.to(wide))
+    zeros = None
+    if zero_point is not None and not (scheme.symmetric and scheme.fmt.signed):
+        zeros = blocks.spread(zero_point.to(wide))
     if out is None or not out.is_contiguous() or blocks.padded != blocks.shape:
         out = torch.empty(blocks.padded, dtype=dtype, device=x.device)
-    inverses = scales.reciprocal()
     views = blocks.split(x), out.view(blocks.view)
-    for src, dst, s, i, z in _pieces(*views, scales, inverses, zeros):
+    for src, dst, by in _pieces(*views, _Factors(scales, scales.reciprocal(), zeros)):
         # Work in place in the result: one buffer less to travel through the cache.
-        in_place = dst.dtype == torch.float32
-        work = dst if in_place else torch.empty(src.shape, dtype=torch.float32, device=src.device)
+        work = dst if dst.dtype == wide else torch.empty(src.shape, dtype=wide, device=src.device)
         if work.data_ptr() != src.data_ptr():
             _load(src, work)
-        done = piece(work, s, i, z, scheme)
+        done = piece(work, by, scheme)
         if done.data_ptr() != dst.data_ptr():
             _store(done, dst)
-    return blocks.join(out)
+    return blocks.join(out).reshape(x.shape)
 
 
 def _load(src: torch.Tensor, work: torch.Tensor) -> None:
@@ -255,19 +263,13 @@ def _store(done: torch.Tensor, dst: torch.Tensor) -> None:
 
 
 def _pieces(
-    src: torch.Tensor,
-    dst: torch.Tensor,
-    scale: torch.Tensor,
-    inverse: torch.Tensor,
-    zero_point: torch.Tensor | None,
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    src: torch.Tensor, dst: torch.Tensor, by: _Factors
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, _Factors]]:
     """Cut along the first axis in pieces of about ``CHUNK`` elements (one piece on a GPU)."""
     rows = max(1, CHUNK * src.shape[0] // max(1, src.numel()))
     if src.device.type != "cpu" or rows >= src.shape[0]:
-        yield src, dst, scale, inverse, zero_point
+        yield src, dst, by
         return
     for start in range(0, src.shape[0], rows):
         cut = slice(start, start + rows)
-        along = cut if scale.shape[0] > 1 else slice(None)
-        zeros = None if zero_point is None else zero_point[along]
-        yield src[cut], dst[cut], scale[along], inverse[along], zeros
+        yield src[cut], dst[cut], by.cut(cut)

@@ -39,7 +39,7 @@ def round_to_grid_(x: torch.Tensor, fmt: Format, mode: RoundType) -> torch.Tenso
     The step of the grid is two to the exponent of x less the mantissa width. The exponent is read
     from the bits: a float32 logarithm is off by one just below a power of two. NaN stays NaN.
     """
-    x.clamp_(-fmt.max_value, fmt.max_value)
+    x.clamp_(-fmt.max_value if fmt.signed else 0.0, fmt.max_value)
     exponent = x.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)  # 2^e
     step = exponent.clamp_(min=2.0**fmt.min_exponent).mul_(2.0**-fmt.mantissa_bits)
     return round_(x.div_(step), mode).mul_(step)

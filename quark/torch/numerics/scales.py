@@ -5,26 +5,22 @@ from __future__ import annotations
 from enum import Enum
 
 import torch
+import torch.nn.functional as F
 
+from quark.torch.numerics.exponents import (
+    block_exponent,
+    micro_exponents,
+    power_of_two,
+    shared_exponent,
+)
+from quark.torch.numerics.formats import Format
+from quark.torch.numerics.rounding import RoundType, round_to_grid_
+from quark.torch.numerics.scale_formats import ScaleFormat
 from quark.torch.numerics.scheme import Scheme
 
 # Smallest scale of an integer format, 2^-23: representable in float16, and the value that
 # checkpoints in this format carry for all-zero tensors.
 EPS = torch.finfo(torch.float32).eps
-
-
-class ScaleType(Enum):
-    """Type in which scales are stored. ``float`` is float32."""
-
-    float = "float"
-    float32 = "float32"
-    float16 = "float16"
-    bfloat16 = "bfloat16"
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The torch type of the scales."""
-        return torch.float32 if self is ScaleType.float else getattr(torch, self.value)
 
 
 class ZeroPointType(Enum):
@@ -42,43 +38,63 @@ def block_range(x: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Te
     blocks = scheme.blocks(x.shape)
     shape = scheme.scale_shape(x.shape)
     view = blocks.split(x)
-    lo, hi = view.amin(blocks.reduced), view.amax(blocks.reduced)
+    lo, hi = _extremes(view, blocks.reduced)
     return lo.float().reshape(shape), hi.float().reshape(shape)
 
 
+def _extremes(view: torch.Tensor, reduced: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    if reduced == (view.dim() - 1,) and view.shape[-1] == 2:  # reducing pairs one by one is slow
+        first, second = view[..., 0], view[..., 1]
+        return torch.minimum(first, second), torch.maximum(first, second)
+    return view.amin(reduced), view.amax(reduced)
+
+
 def qparams_from_range(
-    lo: torch.Tensor, hi: torch.Tensor, scheme: Scheme
+    lo: torch.Tensor, hi: torch.Tensor, scheme: Scheme, tensor_scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Solve for scale and zero point of values in [lo, hi], widened to include zero.
 
     Symmetric integers: amax / ((qmax - qmin) / 2), zero point in the middle of the codes.
     Asymmetric: (hi - lo) / (qmax - qmin), zero point qmin - lo / scale, rounded unless
-    ``scheme.float_zero_point``. Floats: amax / largest value, no zero point.
+    ``scheme.float_zero_point``. Floats: amax / largest value, no zero point. Formats with shared
+    exponents: see ``exponents``.
 
     Args:
         lo: Smallest values, float32.
         hi: Largest values, same shape.
         scheme: How the tensor is quantized.
+        tensor_scale: Scale of the whole tensor where scales have two levels; by default that of
+            the ranges given.
 
     Returns:
-        The scale in ``scheme.scale_dtype`` and the zero point (int32, float32, or None), in the
-        shape of ``lo``.
+        The scale in ``scheme.scale.held_dtype`` and the zero point (int32, float32, or None), in
+        the shape of ``lo``.
     """
     fmt = scheme.fmt
     lo, hi = lo.clamp(max=0), hi.clamp(min=0)
+    if scheme.shares_exponents:
+        return power_of_two(_exponents(lo, hi, scheme)), None
+    if scheme.scale.two_level and tensor_scale is None:
+        tensor_scale = tensor_scale_from_range(lo, hi, scheme)
     amax = torch.maximum(-lo, hi)
     if fmt.is_float:
-        return _store(torch.where(amax == 0, EPS, _divided(amax, fmt.max_value)), scheme), None
+        scale = torch.where(amax == 0, EPS, _divided(amax, fmt.max_value))
+        return round_scale(scale, scheme.scale, tensor_scale), None
     steps = fmt.qmax - fmt.qmin
     scale = _divided(amax, steps / 2) if scheme.symmetric else _divided(hi - lo, steps)
-    scale = _store(scale.clamp(min=EPS), scheme)
+    scale = round_scale(scale.clamp(min=EPS), scheme.scale, tensor_scale)
     if scheme.symmetric:
         middle = (fmt.qmin + fmt.qmax + 1) // 2
         return scale, torch.full_like(scale, middle, dtype=torch.int32)
     if scheme.float_zero_point:
         return scale, fmt.qmin - lo / scale.float()
-    zero_point = fmt.qmin - (lo / scale.float()).round()
+    zero_point = fmt.qmin - (lo / scale.float()).round().double()  # 2^31 - 1 is no float32
     return scale, zero_point.clamp(fmt.qmin, fmt.qmax).to(torch.int32)
+
+
+def _smallest(fmt: Format) -> float:
+    """Return the smallest positive value of a float format."""
+    return 2.0 ** (fmt.min_exponent - fmt.mantissa_bits)
 
 
 def _divided(x: torch.Tensor, by: float) -> torch.Tensor:
@@ -86,9 +102,45 @@ def _divided(x: torch.Tensor, by: float) -> torch.Tensor:
     return x / torch.full_like(x, by)
 
 
-def _store(scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    """Round scales to the type they are stored in; none may become zero or infinite."""
-    limits = torch.finfo(scheme.scale_dtype)
+def tensor_scale_from_range(lo: torch.Tensor, hi: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    """Return the float32 scale [] of a whole tensor whose block scales are relative to it.
+
+    The largest block scale becomes the largest value of the scale format, unless the smallest
+    would be a subnormal number, which has no finite reciprocal.
+    """
+    to = scheme.scale.fmt
+    assert to is not None
+    amax = F.pad(torch.maximum(-lo, hi).flatten(), (0, 1)).amax()  # 0 of an empty tensor
+    largest = scheme.fmt.max_value if scheme.fmt.is_float else scheme.fmt.qmax + 0.5
+    scale = _divided(amax, largest * to.max_value)
+    least = torch.finfo(torch.float32).smallest_normal / _smallest(to)
+    return torch.where(amax == 0, EPS, scale.clamp(min=least))
+
+
+def round_scale(
+    scale: torch.Tensor, to: ScaleFormat, tensor_scale: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Round float32 scales to the format they are stored in; none becomes zero or infinite."""
+    if to.power_of_two:
+        # The nearest exponent: up from the square root of two.
+        bits = scale.clamp(min=torch.finfo(torch.float32).smallest_normal).view(torch.int32)
+        return power_of_two((bits + (0x7FFFFF - 0x3504F3) >> 23 & 0xFF) - 127)
+    if to.fmt is not None:
+        unit = torch.ones_like(scale) if tensor_scale is None else tensor_scale
+        ratio = round_to_grid_(scale / unit, to.fmt, RoundType.half_even)
+        return ratio.clamp_(min=_smallest(to.fmt)) * unit
+    limits = torch.finfo(to.dtype)
     # float16 keeps subnormals down to 2^-24; elsewhere a subnormal has no finite reciprocal.
     smallest = limits.smallest_normal if limits.bits > 16 or limits.max > 1e5 else EPS
-    return scale.clamp(smallest, limits.max).to(scheme.scale_dtype)
+    return scale.clamp(smallest, limits.max).to(to.dtype)
+
+
+def _exponents(lo: torch.Tensor, hi: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    """Return the exponent of the step of each block, or sub-block, within [lo, hi]."""
+    fmt = scheme.fmt
+    amax = torch.maximum(-lo, hi)
+    if fmt.sub_block:
+        return micro_exponents(amax, fmt, scheme.axis)
+    if fmt.block:
+        return block_exponent(lo, hi, fmt)
+    return shared_exponent(amax, fmt, scheme.scale_mode) - fmt.fraction_bits

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 def needs_data(layers: Iterable[Any]) -> bool:
     """Whether a configuration of these layers has ranges that only data can tell."""
     return any(
-        name not in PARAMETERS and not spec.is_dynamic and spec.fmt.scaled
+        name not in PARAMETERS and spec.needs_data
         for layer in layers
         for name, spec in layer.specs()
     )
@@ -41,7 +41,7 @@ def calibrate_parameters(model: nn.Module) -> None:
             value = getattr(layer, tensor)
             quantizer.observer(value)
             try:
-                quantizer.settle()
+                quantizer.settle(value)
                 if not quantizer.scheme.fmt.scaled:
                     _check_finite(value)
             except FloatingPointError:
@@ -96,11 +96,12 @@ def share_scales(model: nn.Module, config: Config) -> None:
     for group in config.shared_scale_groups:
         for members in siblings(layers, group):
             for tensor in ("weight", "input_tensors"):
-                _merge([layers[n].quantizers().get(tensor) for n in members])
+                values = [getattr(layers[n], tensor, None) for n in members]
+                _merge([layers[n].quantizers().get(tensor) for n in members], values)
     cache = config.kv_cache_patterns
     for members in siblings(layers, cache):
         quantizers = [layers[n].quantizers().get("output_tensors") for n in members]
-        _merge(quantizers)
+        _merge(quantizers, [None] * len(quantizers))
         for quantizer in quantizers:
             if quantizer is not None and quantizer.scale is not None:
                 quantizer.scale = quantizer.scale.clamp(min=config.min_kv_scale)
@@ -160,7 +161,14 @@ def run_batch(model: nn.Module, batch: Any) -> None:
         )
 
 
-def _merge(quantizers: list[TensorQuantizer | None]) -> None:
+def _merge(quantizers: list[TensorQuantizer | None], values: Sequence[torch.Tensor | None]) -> None:
+    present = [q for q in quantizers if q is not None and q.scale_2 is not None]
+    if present and len(present) == len(quantizers):
+        if all(q.scheme == present[0].scheme and q.scheme.scale.two_level for q in present):
+            largest = torch.stack([q.scale_2.cpu() for q in present]).amax(0)  # type: ignore[union-attr]
+            for q, value in zip(present, values, strict=True):
+                q.resettle(largest.to(q.scale_2.device, copy=True), value)  # type: ignore[union-attr]
+        return
     scale = merged_scale(quantizers)
     if scale is None:
         return
@@ -174,7 +182,7 @@ def _static_activations(
 ) -> Iterator[tuple[tuple[str, str], TensorQuantizer]]:
     for name, layer in quantized_layers(model):
         for tensor, quantizer in layer.quantizers().items():
-            if tensor not in PARAMETERS and quantizer.is_static:
+            if tensor not in PARAMETERS and quantizer.needs_data:
                 yield (name, tensor), quantizer
 
 

@@ -10,9 +10,9 @@ from torch import nn
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import assign, report_unmatched
 from quark.torch.quantization.config.type import QuantFlow
-from quark.torch.quantization.nn.mixin import PARAMETERS, QuantMixin
-from quark.torch.quantization.nn.operators import OPERATORS
-from quark.torch.quantization.nn.packed import QParamsLinear
+from quark.torch.quantization.nn.mixin import PARAMETERS, QuantMixin, is_transposed
+from quark.torch.quantization.nn.operators import is_operator, operator, operator_names
+from quark.torch.quantization.nn.packed import PackedMixin
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +34,11 @@ def plan(model: nn.Module, config: Config) -> dict[str, QuantizationConfig]:
     _check_config(config)
     names = {name: type(module) for name, module in model.named_modules()}
     for name, kind in names.items():
-        if issubclass(kind, (QuantMixin, QParamsLinear)):
+        if issubclass(kind, (QuantMixin, PackedMixin)):
             raise ValueError(f"{name} is quantized already: load the float model again.")
     _check_layer_types(names, config)
-    candidates = {name: kind for name, kind in names.items() if kind in OPERATORS}
-    supported = ", ".join(kind.__name__ for kind in OPERATORS)
+    candidates = {name: kind for name, kind in names.items() if is_operator(kind)}
+    supported = operator_names()
     if not candidates:
         raise ValueError(
             f"{type(model).__name__} has no module that can be quantized (supported: {supported})."
@@ -63,7 +63,7 @@ def prepare(model: nn.Module, layers: dict[str, QuantizationConfig]) -> None:
     """
     for name, layer in layers.items():
         module = model.get_submodule(name)
-        OPERATORS[type(module)].from_float(module, layer)
+        operator(type(module)).quantized.from_float(module, layer)
 
 
 def restore(model: nn.Module) -> None:
@@ -76,7 +76,7 @@ def _report_left(model: nn.Module) -> None:
     """Warn of modules that cannot be quantized but hold much of the model."""
     sizes: dict[str, int] = {}
     for name, module in model.named_modules():
-        if type(module) in OPERATORS or isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        if is_operator(type(module)):
             continue
         large = [p.numel() for p in module._parameters.values() if p is not None and p.dim() > 1]
         if large:
@@ -106,16 +106,21 @@ def _check_config(config: Config) -> None:
 
 def _check_layer_types(names: dict[str, type[nn.Module]], config: Config) -> None:
     for kind in config.layer_type_quant_config:
-        if kind not in OPERATORS and kind in names.values():
+        if not is_operator(kind) and kind in names.values():
             raise ValueError(
                 f"layer_type_quant_config: {kind.__name__} cannot be quantized "
-                f"(supported: {', '.join(k.__name__ for k in OPERATORS)})."
+                f"(supported: {operator_names()})."
             )
 
 
 def _check_fit(name: str, module: nn.Module, layer: QuantizationConfig) -> None:
+    if layer.input_tensors is not None and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        raise ValueError(
+            f"{name}.input_tensors: the inputs of a {type(module).__name__} are indices and cannot "
+            "be quantized: leave input_tensors out of its configuration."
+        )
     for tensor, spec in layer.specs():
-        value = getattr(module, tensor) if tensor in PARAMETERS else None
+        value = getattr(module, tensor, None) if tensor in PARAMETERS else None
         if value is None:
             continue
         if value.is_meta:
@@ -126,12 +131,13 @@ def _check_fit(name: str, module: nn.Module, layer: QuantizationConfig) -> None:
         if not value.is_floating_point():
             raise ValueError(f"{name}.{tensor} is {value.dtype}; only floats can be quantized.")
         try:
-            blocks = spec.for_parameter().scheme.blocks(value.shape)
+            used = spec.for_parameter(is_transposed(type(module)))
+            blocks = used.coded.scheme.blocks(value.shape)
         except ValueError as error:
             raise ValueError(f"{name}.{tensor}: {error}") from None
-        if blocks.padded != blocks.shape and not spec.fmt.is_float:
-            axis = (spec.ch_axis or 0) % value.dim()
-            size = value.shape[axis]
+        if blocks.padded != blocks.shape and used.scheme.has_zero_point:
+            axis = (used.ch_axis or 0) % len(blocks.shape)
+            size = blocks.shape[axis]
             fits = [g for g in (256, 128, 64, 32, 16, 8) if size % g == 0]
             raise ValueError(
                 f"{name}.{tensor}: group_size={spec.group_size} does not divide its {size} "

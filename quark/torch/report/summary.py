@@ -14,18 +14,33 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from quark.torch.numerics.scale_formats import E8M0, FLOAT32, ScaleFormat
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import config_for, matches
 from quark.torch.quantization.config.spec import QuantizationSpec
-from quark.torch.quantization.config.type import QSchemeType, ScaleType
+from quark.torch.quantization.config.type import QSchemeType
 
 _GRANULARITY = {
     QSchemeType.per_tensor: "per tensor",
     QSchemeType.per_channel: "per channel",
     QSchemeType.per_group: "per group",
+    QSchemeType.per_block: "per block",
 }
-_PARTS = ("weight", "weight_scale", "weight_zero_point")
-_MARKS = ("weight_scale", "input_scale", "output_scale", "bias_scale")
+_PARTS = (
+    "weight",
+    "weight_scale",
+    "weight_zero_point",
+    "weight_scale_2",
+    "weight_zero_point_2",
+)
+_MARKS = (
+    "weight_scale",
+    "input_scale",
+    "output_scale",
+    "bias_scale",
+    "weight_scale_2",
+    "input_scale_2",
+)
 _BESIDE = (*_MARKS, *(mark.replace("scale", "zero_point") for mark in _MARKS))
 
 
@@ -167,19 +182,32 @@ def describe(spec: QuantizationSpec | None, is_weight: bool = False) -> str:
     if spec is None:
         return ""
     spec = spec.for_parameter() if is_weight else spec
-    if not spec.fmt.scaled or spec.qscheme is None:
-        return spec.dtype.name
-    words = [spec.dtype.name]
-    words.append("per token" if spec.scheme.per_token else _GRANULARITY[spec.qscheme])
-    if spec.qscheme is QSchemeType.per_group:
-        words.append("row" if spec.group_size == -1 else str(spec.group_size))
-    if not spec.fmt.is_float:
-        words.append("sym" if spec.scheme.symmetric else "asym")
+    scheme = spec.scheme
+    name = spec.dtype.name if spec.mx_element_dtype is None else f"mx{spec.mx_element_dtype.name}"
+    if not spec.fmt.scaled:
+        return name
+    words = [name, "per token" if scheme.per_token else _GRANULARITY[scheme.qscheme]]
+    if scheme.qscheme is QSchemeType.per_group:
+        words.append("row" if scheme.group == -1 else str(scheme.group))
+    if spec.block_size is not None:
+        words.append("x".join(str(side) for side in spec.block_size))
+    if scheme.has_zero_point:
+        words.append("sym" if scheme.symmetric else "asym")
     if not is_weight:
         words.append("dynamic" if spec.is_dynamic else "static")
-    if spec.scheme.scale_dtype != ScaleType.float.torch_dtype:
-        words.append(f"({type_name(spec.scheme.scale_dtype)} scales)")
+    if spec.quantizes_codes:
+        words.append(f"then {describe(spec.stages[1], is_weight)}")
+    elif scheme.scale != FLOAT32 and not spec.fixes_blocks:
+        words.append(f"({_scale_name(scheme.scale)} scales)")
     return " ".join(words)
+
+
+def _scale_name(scale: ScaleFormat) -> str:
+    if scale == E8M0:
+        return "e8m0"
+    if scale.power_of_two:
+        return "power-of-two"
+    return type_name(scale.dtype) if scale.fmt is None else scale.fmt.name
 
 
 def describe_layer(layer: QuantizationConfig, is_cache: bool = False) -> Scheme:
@@ -261,17 +289,19 @@ def _is_layer(
         return False
     if layer.weight is None:
         return layer.output_tensors is not None
-    kind = layer.weight.fmt.storage_dtype
+    kind = layer.weight.coded.fmt.storage_dtype
     return stored.dtype == kind and type_name(kind) != model_dtype
 
 
 def _count(name: str, spec: QuantizationSpec, entries: Mapping[str, Entry]) -> int:
     """Number of weights whose codes are stored."""
-    stored, fmt = entries[f"{name}.weight"], spec.fmt
+    last = spec.stages[-1] if spec.quantizes_codes else spec
+    stored, last = entries[f"{name}.weight"], last.for_parameter()
+    fmt = last.fmt
     if fmt.word_codes == 1 or stored.dtype != fmt.storage_dtype:
         return math.prod(stored.shape)  # an element each: wide codes, values, or old 2-bit codes
     along = stored.shape[-1] * stored.dtype.itemsize * 8 // fmt.bits
-    if spec.qscheme is QSchemeType.per_group:
+    if last.qscheme is QSchemeType.per_group and last.scheme.has_zero_point:
         along = min(along, entries[f"{name}.weight_scale"].shape[-1])  # stored (in, out)
     return math.prod(stored.shape[:-1]) * along
 

@@ -12,14 +12,17 @@ from quark.torch.quantization.config.config import (
     FP8E4M3PerTensorSpec,
     GPTQConfig,
     Int8PerTensorSpec,
+    ProgressiveSpec,
     QConfig,
     QLayerConfig,
     QuantizationConfig,
+    QuantizationSpec,
     RotationConfig,
+    ScaleQuantSpec,
     SmoothQuantConfig,
     Uint4PerGroupSpec,
 )
-from quark.torch.quantization.config.spec import SPEC_CLASSES
+from quark.torch.quantization.config.spec_classes import SPEC_CLASSES
 from quark.torch.quantization.config.type import DeviceType, QuantFlow, QuantizationMode
 
 INT8 = Int8PerTensorSpec().to_quantization_spec()
@@ -52,7 +55,7 @@ def test_tensors_by_position():
 @pytest.mark.parametrize("tensor", TENSORS)
 @pytest.mark.parametrize("name", SPEC_CLASSES)
 def test_a_helper_without_conversion_is_refused(name, tensor):
-    required = {"ch_axis": -1, "group_size": 32}
+    required = {"ch_axis": -1, "group_size": 32, "block_size": 16}
     fields = SPEC_CLASSES[name].__dataclass_fields__
     helper = SPEC_CLASSES[name](**{k: v for k, v in required.items() if k in fields})
     with pytest.raises(TypeError, match=rf"{tensor}={name}.*call \.to_quantization_spec\(\)"):
@@ -62,12 +65,40 @@ def test_a_helper_without_conversion_is_refused(name, tensor):
 @pytest.mark.parametrize("tensor", TENSORS)
 @pytest.mark.parametrize(
     "wrong",
-    ["int8", 8, {"dtype": "int8"}, [INT8], LAYER],
-    ids=["name", "number", "dict", "list", "layer"],
+    ["int8", 8, {"dtype": "int8"}, LAYER],
+    ids=["name", "number", "dict", "layer"],
 )
 def test_what_is_no_specification_is_refused(wrong, tensor):
     with pytest.raises(TypeError, match=f"{tensor}: expected a QuantizationSpec, got"):
         QuantizationConfig(**{tensor: wrong})
+
+
+@pytest.mark.parametrize("tensor", TENSORS)
+def test_a_list_is_of_one_or_two_stages(tensor):
+    assert getattr(QuantizationConfig(**{tensor: [INT8]}), tensor) == INT8
+    scales = replace(FP8, is_scale_quant=True)
+    dynamic = QuantizationSpec(
+        "fp4", is_dynamic=True, qscheme="per_group", ch_axis=-1, group_size=16
+    )
+    both = getattr(QuantizationConfig(**{tensor: [dynamic, scales]}), tensor)
+    assert both.stages == [dynamic, scales]
+    for wrong in ([], [INT8, INT8, INT8]):
+        with pytest.raises(ValueError, match=f"one or two stages, got {len(wrong)}"):
+            QuantizationConfig(**{tensor: wrong})
+
+
+@pytest.mark.parametrize("tensor", TENSORS)
+@pytest.mark.parametrize("helper", [ProgressiveSpec, ScaleQuantSpec])
+def test_a_helper_of_two_stages_without_conversion_is_refused(helper, tensor):
+    with pytest.raises(TypeError, match=rf"{tensor}={helper.__name__}.*to_quantization_spec\(\)"):
+        QuantizationConfig(**{tensor: helper(FP8, INT8)})
+
+
+@pytest.mark.parametrize("tensor", ["input_tensors", "output_tensors"])
+def test_activations_have_no_second_stage_over_codes(tensor):
+    with pytest.raises(ValueError, match=f"{tensor}: .*second stage.* is for weights only"):
+        QuantizationConfig(**{tensor: [FP8, INT8]})
+    assert QuantizationConfig(weight=[FP8, INT8], bias=[FP8, INT8]).weight.stages == [FP8, INT8]
 
 
 @pytest.mark.parametrize("tensor", ["input_tensors", "output_tensors"])

@@ -19,7 +19,7 @@ from quark.torch.quantization.config.algo import (
 from quark.torch.quantization.config.config import Config, QuantizationConfig, QuantizationSpec
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.presets import KV_CACHE_SCHEMES, scheme, scheme_names
-from quark.torch.quantization.config.spec import SPEC_CLASSES
+from quark.torch.quantization.config.spec_classes import SPEC_CLASSES
 from quark.torch.quantization.config.template import LLMTemplate
 from quark.torch.quantization.config.type import DeviceType, QuantFlow
 
@@ -119,10 +119,13 @@ def test_every_field_survives():
     assert Config.from_dict(through_json(config.to_dict(everything=True))) == config
 
 
+BLOCK = {"group_size": 16, "block_size": 16}
+
+
 @pytest.mark.parametrize("name", SPEC_CLASSES)
 def test_specification_round_trip(name):
     fields = SPEC_CLASSES[name].__dataclass_fields__
-    required = {k: v for k, v in {"ch_axis": 0, "group_size": 16}.items() if k in fields}
+    required = {k: v for k, v in {"ch_axis": 0, **BLOCK}.items() if k in fields}
     spec = SPEC_CLASSES[name](**required).to_quantization_spec()
     data = spec.to_dict()
     assert list(data) == SPEC_KEYS
@@ -307,6 +310,22 @@ def test_a_missing_layer_quantizes_nothing():
     assert read.global_quant_config.is_empty
 
 
+@pytest.mark.parametrize("is_scale_quant", [True, False], ids=["of scales", "of codes"])
+def test_two_stages_are_a_list(is_scale_quant):
+    stages = [
+        QuantizationSpec("fp4", qscheme="per_group", ch_axis=-1, group_size=16, is_dynamic=False),
+        int8(is_scale_quant=is_scale_quant),
+    ]
+    layer = QuantizationConfig(weight=stages)
+    data = through_json(layer.to_dict())["weight"]
+    assert data == [stage.to_dict() for stage in stages]
+    assert [list(stage) for stage in data] == [SPEC_KEYS, SPEC_KEYS]
+    read = Config.from_dict({"global_quant_config": {"weight": data}}).global_quant_config
+    assert read == layer
+    assert read.weight.stages == stages
+    assert read.weight.stages[1].is_scale_quant is is_scale_quant
+
+
 def test_a_single_stage_in_a_list_is_that_stage():
     weight = [int8().to_dict()]
     assert Config.from_dict({"global_quant_config": {"weight": weight}}).global_quant_config == (
@@ -359,11 +378,19 @@ REFUSED = {
     "quant_mode": ({"quant_mode": "eager"}, "quant_mode: 'eager'.*Did you mean 'eager_mode'"),
     "quant_flow": ({"quant_flow": "standart"}, "quant_flow: .*Did you mean 'standard'"),
     "pack_method": ({"export": {"pack_method": "oder"}}, "pack_method: .*Did you mean 'order'"),
-    "two stages": (
-        {"global_quant_config": {"weight": [SPEC, SPEC]}},
-        "A tensor quantized in 2 stages is not supported by this version",
+    "three stages": (
+        {"global_quant_config": {"weight": [SPEC, SPEC, SPEC]}},
+        "A tensor is quantized in one or two stages, got 3",
     ),
-    "no stage": ({"global_quant_config": {"weight": []}}, "in 0 stages is not supported"),
+    "no stage": ({"global_quant_config": {"weight": []}}, "one or two stages, got 0"),
+    "key of the second stage": (
+        {"global_quant_config": {"weight": [SPEC, {**SPEC, "groupsize": 32}]}},
+        "key of tensor specification: 'groupsize'.*Did you mean 'group_size'",
+    ),
+    "format of scales": (
+        {"global_quant_config": {"weight": {**SPEC, "scale_format": "e8m1"}}},
+        "scale_format: 'e8m1' is unknown. Did you mean 'e8m0'",
+    ),
     "no format": ({"global_quant_config": {"weight": {}}}, "dtype is required"),
     "specification by name": (
         {"global_quant_config": {"weight": "int8"}},

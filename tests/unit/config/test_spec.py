@@ -1,8 +1,11 @@
 """Rules on the fields of one specification, and what the arithmetic makes of them."""
 
+import re
+
 import pytest
 import torch
 
+from quark.torch.numerics.scale_formats import E4M3, E5M3, E8M0, FLOAT32, POF2, ScaleFormat
 from quark.torch.quantization.config import spec as spec_module
 from quark.torch.quantization.config.config import QTensorConfig, QuantizationSpec
 from quark.torch.quantization.config.type import (
@@ -58,11 +61,48 @@ BROKEN = {
     ),
     "scales in a format": (
         {"dtype": "int4", **GROUP, "scale_format": "e8m0"},
-        "scale_format='e8m0'.* not supported; use scale_type",
+        "e8m0 scales are for floats and mx: use scale_type='pof2'",
     ),
-    "quantized scales": (
-        {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_scale_quant": True},
-        "is_scale_quant=True.* not supported",
+    "unknown format of scales": (
+        {"dtype": "fp4", **GROUP, "scale_format": "e8m1"},
+        "scale_format: 'e8m1' is unknown. Did you mean 'e8m0'",
+    ),
+    "unknown rounding of exponents": (
+        {"dtype": "fp4", **GROUP, "scale_format": "e8m0", "scale_calculation_mode": "evn"},
+        "scale_calculation_mode: 'evn' is unknown. Did you mean 'even'",
+    ),
+    "blocks without axis": ({"dtype": "mx9"}, "an integer ch_axis is missing, got None"),
+    "blocks of zero": (
+        {"dtype": "mx9", "ch_axis": -1, "group_size": 0},
+        "group_size=0: give the elements of a block",
+    ),
+    "mx without elements": (
+        {"dtype": "mx", "ch_axis": -1},
+        "mx_element_dtype=None: dtype mx needs it",
+    ),
+    "elements without mx": (
+        {"dtype": "fp4", **GROUP, "mx_element_dtype": "fp4"},
+        "mx_element_dtype='fp4': dtype mx needs it, no other has it",
+    ),
+    "mx of another element": (
+        {"dtype": "mx", "ch_axis": -1, "mx_element_dtype": "int4"},
+        "mx_element_dtype='int4': give one of .*'int8'",
+    ),
+    "per block without block": (
+        {"dtype": "int8", "qscheme": "per_block"},
+        r"per_block and block_size=\(rows, columns\) go together, got None",
+    ),
+    "block without per block": (
+        {"dtype": "int8", "qscheme": "per_tensor", "block_size": (2, 2)},
+        r"go together, got \(2, 2\)",
+    ),
+    "blocks with zero point": (
+        {"dtype": "mx9", "ch_axis": -1, "symmetric": False},
+        "no zero point: leave out symmetric=False",
+    ),
+    "mx integers with zero point": (
+        {"dtype": "mx", "mx_element_dtype": "int8", "ch_axis": -1, "symmetric": False},
+        "blocks that share an exponent have no zero point: leave out symmetric=False",
     ),
     "not an observer": (
         {"dtype": "int8", "qscheme": "per_tensor", "observer_cls": int},
@@ -84,20 +124,20 @@ def test_broken_rule(case):
 
 
 def test_every_rule_is_broken_by_a_case(monkeypatch):
-    """With one rule taken away some case above passes: the table has a case for each rule."""
-    for rule in spec_module._RULES:
-        others = [r for r in spec_module._RULES if r is not rule]
+    """With one rule taken away some case is not refused in its words: each rule has a case."""
+    for rule in spec_module.RULES:
+        others = [r for r in spec_module.RULES if r is not rule]
         with monkeypatch.context() as patch:
-            patch.setattr(spec_module, "_RULES", others)
-            assert any(_is_accepted(given) for given, _ in BROKEN.values())
+            patch.setattr(spec_module, "RULES", others)
+            assert not all(_is_refused(given, said) for given, said in BROKEN.values())
 
 
-def _is_accepted(given):
+def _is_refused(given, said):
     try:
         QuantizationSpec(**given)
-    except ValueError:
-        return False
-    return True
+    except (ValueError, KeyError) as error:
+        return re.search(said, str(error)) is not None
+    return False
 
 
 ENUMS = {
@@ -112,7 +152,9 @@ ENUMS = {
     ("field", "member"), [(f, m) for f, enum in ENUMS.items() for m in enum], ids=str
 )
 def test_enums_by_member_or_by_name(field, member):
-    given = {"dtype": "int8", "qscheme": "per_group", "ch_axis": -1, "group_size": 8}
+    given = {"dtype": "fp8_e4m3", "qscheme": "per_group", "ch_axis": -1, "group_size": 8}
+    given |= {Dtype.mx: {"mx_element_dtype": "int8"}}.get(member, {})
+    given |= {QSchemeType.per_block: {"block_size": (8, 8)}}.get(member, {})
     specs = [
         QuantizationSpec(**{**given, field: value})
         for value in (member, member.name, member.name.upper())
@@ -184,7 +226,8 @@ def test_scheme_has_the_defaults_of_what_is_left_out():
     assert scheme.qscheme is QSchemeType.per_tensor
     assert scheme.symmetric and not scheme.per_token and not scheme.float_zero_point
     assert scheme.rounding is RoundType.half_even
-    assert scheme.scale_dtype is torch.float32
+    assert scheme.scale == ScaleFormat(torch.float32) and scheme.scale_mode == "even"
+    assert scheme.block is None and not scheme.flat
 
 
 def test_scheme_takes_every_field():
@@ -199,7 +242,34 @@ def test_scheme_takes_every_field():
     assert scheme.fmt is Dtype.uint4.value
     assert (scheme.qscheme, scheme.axis, scheme.group) == (QSchemeType.per_group, -1, 32)
     assert not scheme.symmetric and scheme.float_zero_point
-    assert (scheme.rounding, scheme.scale_dtype) == (RoundType.floor, torch.float16)
+    assert (scheme.rounding, scheme.scale) == (RoundType.floor, ScaleFormat(torch.float16))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"scale_format": "float32", "scale_type": "float16"}, ScaleFormat(torch.float16)),
+        ({"scale_format": "e8m0", "scale_type": "float16"}, E8M0),
+        ({"scale_format": "e4m3"}, E4M3),
+        ({"scale_format": "e5m3"}, E5M3),
+        ({"scale_type": "pof2"}, POF2),
+        ({}, FLOAT32),
+    ],
+    ids=["float32", "e8m0", "e4m3", "e5m3", "pof2", "none"],
+)
+def test_format_of_scales_precedes_their_type(given, expected):
+    assert QuantizationSpec("fp4", **GROUP, **given).scheme.scale == expected
+
+
+@pytest.mark.parametrize("mode", ["even", "floor", "ceil"])
+def test_scheme_takes_the_rounding_of_exponents(mode):
+    spec = QuantizationSpec("fp4", **GROUP, scale_format="e8m0", scale_calculation_mode=mode)
+    assert spec.scheme.scale_mode == mode
+
+
+def test_scheme_takes_the_block():
+    scheme = QuantizationSpec("int8", qscheme="per_block", block_size=[16, 8]).scheme
+    assert (scheme.qscheme, scheme.block) == (QSchemeType.per_block, (16, 8))
 
 
 def test_per_channel_is_per_token_when_dynamic():
@@ -208,7 +278,8 @@ def test_per_channel_is_per_token_when_dynamic():
     assert not static.scheme.per_token
     assert dynamic.scheme.per_token
     assert dynamic.for_parameter() == static
-    assert static.for_parameter() is static
+    assert static.for_parameter() == static
+    assert static.for_parameter().scheme.flat and not static.scheme.flat
 
 
 @pytest.mark.parametrize("size", [1, 128, -1])

@@ -1,22 +1,40 @@
 """The documented helper classes: arguments, defaults, and the specification each one makes."""
 
 import inspect
+from dataclasses import replace
 
 import pytest
-import torch
 
+from quark.torch.numerics.scale_formats import E5M3, E8M0, FLOAT32
 from quark.torch.quantization.config.config import QuantizationSpec
-from quark.torch.quantization.config.spec import SPEC_CLASSES, DataTypeSpec
-from quark.torch.quantization.config.type import Dtype, QSchemeType, RoundType, ScaleType
+from quark.torch.quantization.config.spec_classes import (
+    SPEC_CLASSES,
+    DataTypeSpec,
+    ProgressiveSpec,
+    ScaleQuantSpec,
+)
+from quark.torch.quantization.config.type import (
+    Dtype,
+    QSchemeType,
+    RoundType,
+    ScaleType,
+    ZeroPointType,
+)
 from quark.torch.quantization.observer import observer
+from quark.torch.quantization.observer.search import PerBlockMXDiffsObserver
 
 SYM = {"symmetric": True, "scale_type": "float", "round_method": "half_even", "is_dynamic": False}
 ASYM = {**SYM, "symmetric": False}
 TENSOR = {"observer_method": "min_max"}
+GROUPED_INT = {k: SYM[k] for k in ("symmetric", "is_dynamic", "scale_type", "round_method")}
+GROUPED_UINT = {**GROUPED_INT, "symmetric": False}
 GROUPED_FLOAT = {"scale_format": "float32", "scale_calculation_mode": None, "is_dynamic": True}
+GROUP = ["ch_axis", "group_size"]
+MICROSCALING = {"is_dynamic": True, "scale_calculation_mode": "even"}
+EVEN = {"scale_calculation_mode": "even"}
 
-# Class -> (format, granularity, required arguments, documented defaults), as the API documents
-# them. Three classes have more arguments, all with the defaults of their siblings.
+# Class -> (format, granularity, required arguments, documented defaults in their order), as the
+# API documents them. MORE_ARGUMENTS follow them: those of earlier versions.
 DOCUMENTED = {
     "Int4PerTensorSpec": ("int4", "per_tensor", [], {**TENSOR, **SYM}),
     "Int8PerTensorSpec": ("int8", "per_tensor", [], {**TENSOR, **SYM}),
@@ -33,12 +51,12 @@ DOCUMENTED = {
         {**ASYM, "zero_point_type": "int32"},
     ),
     "Uint8PerChannelSpec": ("uint8", "per_channel", ["ch_axis"], SYM),
-    "Int2PerGroupSpec": ("int2", "per_group", ["ch_axis", "group_size"], SYM),
-    "Int3PerGroupSpec": ("int3", "per_group", ["ch_axis", "group_size"], SYM),
-    "Int4PerGroupSpec": ("int4", "per_group", ["ch_axis", "group_size"], SYM),
-    "Int8PerGroupSpec": ("int8", "per_group", ["ch_axis", "group_size"], SYM),
-    "Uint4PerGroupSpec": ("uint4", "per_group", ["ch_axis", "group_size"], ASYM),
-    "Uint8PerGroupSpec": ("uint8", "per_group", ["ch_axis", "group_size"], ASYM),
+    "Int2PerGroupSpec": ("int2", "per_group", GROUP, SYM),
+    "Int3PerGroupSpec": ("int3", "per_group", GROUP, SYM),
+    "Int4PerGroupSpec": ("int4", "per_group", GROUP, GROUPED_INT),
+    "Int8PerGroupSpec": ("int8", "per_group", GROUP, SYM),
+    "Uint4PerGroupSpec": ("uint4", "per_group", GROUP, GROUPED_UINT),
+    "Uint8PerGroupSpec": ("uint8", "per_group", GROUP, ASYM),
     "FP8E4M3PerTensorSpec": (
         "fp8_e4m3",
         "per_tensor",
@@ -48,23 +66,65 @@ DOCUMENTED = {
     "FP8E5M2PerTensorSpec": ("fp8_e5m2", "per_tensor", [], {**TENSOR, **SYM}),
     "FP8E4M3PerChannelSpec": ("fp8_e4m3", "per_channel", ["ch_axis"], SYM),
     "FP8E5M2PerChannelSpec": ("fp8_e5m2", "per_channel", ["ch_axis"], SYM),
-    "FP8E4M3PerGroupSpec": ("fp8_e4m3", "per_group", ["ch_axis", "group_size"], GROUPED_FLOAT),
-    "FP8E5M2PerGroupSpec": ("fp8_e5m2", "per_group", ["ch_axis", "group_size"], GROUPED_FLOAT),
+    "FP8E4M3PerGroupSpec": ("fp8_e4m3", "per_group", GROUP, GROUPED_FLOAT),
+    "FP8E5M2PerGroupSpec": ("fp8_e5m2", "per_group", GROUP, GROUPED_FLOAT),
+    "FP8E5M3PerTensorSpec": (
+        "fp8_e5m3",
+        "per_tensor",
+        [],
+        {**TENSOR, "scale_type": None, "is_dynamic": False},
+    ),
+    "FP6E2M3PerGroupSpec": ("fp6_e2m3", "per_group", GROUP, GROUPED_FLOAT),
+    "FP6E3M2PerGroupSpec": ("fp6_e3m2", "per_group", GROUP, GROUPED_FLOAT),
+    "FP4PerGroupSpec": ("fp4", "per_group", GROUP, {**GROUPED_FLOAT, "scale_type": "float"}),
+    "AmdFP4Spec": ("fp4", "per_group", GROUP, {"is_dynamic": True}),
+    "OCP_MXFP8E4M3Spec": ("fp8_e4m3", "per_group", ["ch_axis"], MICROSCALING),
+    "OCP_MXFP8E5M2Spec": ("fp8_e5m2", "per_group", ["ch_axis"], MICROSCALING),
+    "OCP_MXFP6E3M2Spec": ("fp6_e3m2", "per_group", ["ch_axis"], MICROSCALING),
+    "OCP_MXFP6E2M3Spec": ("fp6_e2m3", "per_group", ["ch_axis"], MICROSCALING),
+    "OCP_MXFP4Spec": ("fp4", "per_group", ["ch_axis"], MICROSCALING),
+    "OCP_MXFP4DiffsSpec": ("fp4", "per_group", ["ch_axis"], {**MICROSCALING, "is_dynamic": False}),
+    "OCP_MXINT8Spec": ("mx", None, ["ch_axis"], MICROSCALING),
+    "MXSpec": (
+        "mx",
+        None,
+        [],
+        {"mx_element_dtype": "fp8_e4m3", "ch_axis": -1, "block_size": 32, "is_dynamic": True},
+    ),
+    "MX6Spec": ("mx6", None, ["ch_axis", "block_size"], EVEN),
+    "MX9Spec": ("mx9", None, ["ch_axis", "block_size"], EVEN),
+    "BFP16Spec": ("bfp16", None, ["ch_axis"], EVEN),
     "Float16Spec": ("float16", None, [], {}),
     "Bfloat16Spec": ("bfloat16", None, [], {}),
 }
 MORE_ARGUMENTS = {
     "FP8E4M3PerTensorSpec": {"symmetric": True, "round_method": "half_even"},
-    "FP8E4M3PerGroupSpec": {k: SYM[k] for k in ("symmetric", "scale_type", "round_method")},
-    "FP8E5M2PerGroupSpec": {k: SYM[k] for k in ("symmetric", "scale_type", "round_method")},
+    "FP8E4M3PerGroupSpec": {k: SYM[k] for k in ("scale_type", "symmetric", "round_method")},
+    "FP8E5M2PerGroupSpec": {k: SYM[k] for k in ("scale_type", "symmetric", "round_method")},
+    **{key: {"is_dynamic": True} for key in ("MX6Spec", "MX9Spec", "BFP16Spec")},
 }
-REQUIRED_VALUES = {"ch_axis": -1, "group_size": 32}
+REQUIRED_VALUES = {"ch_axis": -1, "group_size": 32, "block_size": 16}
+# Elements of a group where it is no argument called group_size.
+GROUP_SIZES = {name: 32 for name in DOCUMENTED if name.startswith(("OCP_", "MXSpec"))} | {
+    "MX6Spec": 16,
+    "MX9Spec": 16,
+    "BFP16Spec": 8,
+}
+SHARED = dict.fromkeys(GROUP_SIZES, observer.PerBlockMXObserver) | {
+    "OCP_MXFP4DiffsSpec": PerBlockMXDiffsObserver,
+    **dict.fromkeys(("MX6Spec", "MX9Spec", "BFP16Spec"), observer.PerBlockBFPObserver),
+}
+ELEMENTS = {"OCP_MXINT8Spec": Dtype.int8, "MXSpec": Dtype.fp8_e4m3}
 OBSERVERS = {
     "per_tensor": observer.PerTensorMinMaxObserver,
     "per_channel": observer.PerChannelMinMaxObserver,
     "per_group": observer.PerGroupMinMaxObserver,
     None: observer.PlaceholderObserver,
 }
+
+
+# Formats whose scales are part of the codes.
+SHARES_EXPONENTS_INSIDE = {"MX6Spec", "MX9Spec", "BFP16Spec"}
 
 
 def make(name, **given):
@@ -89,10 +149,11 @@ def test_arguments_without_default_are_the_required_ones(name):
 @pytest.mark.parametrize("name", SPEC_CLASSES)
 def test_defaults(name):
     defaults = {p.name: p.default for p in parameters(name) if p.default is not p.empty}
-    assert defaults == {**DOCUMENTED[name][3], **MORE_ARGUMENTS.get(name, {})}
+    expected = {**DOCUMENTED[name][3], **MORE_ARGUMENTS.get(name, {})}
+    assert list(defaults.items()) == list(expected.items()), "in this order"
 
 
-@pytest.mark.parametrize("name", [name for name, row in DOCUMENTED.items() if row[2]])
+@pytest.mark.parametrize("name", [name for name, row in DOCUMENTED.items() if "ch_axis" in row[2]])
 def test_a_missing_required_argument_is_named(name):
     with pytest.raises(TypeError, match="ch_axis"):
         SPEC_CLASSES[name]()
@@ -105,14 +166,22 @@ def test_specification(name):
     assert isinstance(spec, QuantizationSpec)
     assert spec.dtype is Dtype[dtype]
     assert spec.qscheme is (qscheme and QSchemeType[qscheme])
-    assert spec.observer_cls is OBSERVERS[qscheme]
-    assert spec.ch_axis == (-1 if "ch_axis" in required else None)
-    assert spec.group_size == (32 if "group_size" in required else None)
-    assert spec.is_dynamic == defaults.get("is_dynamic")
-    if qscheme is not None:
-        assert spec.symmetric is defaults.get("symmetric", True)
-        assert spec.round_method is RoundType.half_even
-        assert spec.scheme.scale_dtype is torch.float32
+    assert spec.observer_cls is SHARED.get(name, OBSERVERS[qscheme])
+    assert spec.ch_axis == (-1 if "ch_axis" in [*required, *defaults] else None)
+    assert spec.group_size == (32 if "group_size" in required else GROUP_SIZES.get(name))
+    assert spec.mx_element_dtype is ELEMENTS.get(name)
+    more = MORE_ARGUMENTS.get(name, {})
+    assert spec.is_dynamic == {**defaults, **more}.get("is_dynamic")
+    assert spec.scale_calculation_mode == defaults.get("scale_calculation_mode")
+    assert spec.scheme.symmetric is defaults.get("symmetric", True)
+    assert spec.scheme.rounding is RoundType.half_even
+
+
+@pytest.mark.parametrize("name", [n for n in DOCUMENTED if n not in SHARES_EXPONENTS_INSIDE])
+def test_scales_of_the_specification(name):
+    is_microscaling = name.startswith(("OCP_", "MXSpec"))
+    expected = E8M0 if is_microscaling else E5M3 if name == "AmdFP4Spec" else FLOAT32
+    assert make(name).to_quantization_spec().scheme.scale == expected
 
 
 @pytest.mark.parametrize("name", SPEC_CLASSES)
@@ -126,14 +195,42 @@ def test_is_importable_from_both_documented_paths(name):
     assert DOCUMENTED[name][0] in SPEC_CLASSES[name].__doc__
 
 
-@pytest.mark.parametrize("name", [name for name in DOCUMENTED if DOCUMENTED[name][1]])
-def test_given_arguments_reach_the_specification(name):
-    spec = make(
-        name, scale_type="float16", round_method="floor", is_dynamic=True
-    ).to_quantization_spec()
-    assert spec.scale_type is ScaleType.float16
-    assert spec.round_method is RoundType.floor
-    assert spec.is_dynamic is True
+GIVEN = {
+    "scale_type": ("float16", ScaleType.float16),
+    "round_method": ("floor", RoundType.floor),
+    "is_dynamic": (True, True),
+    "scale_format": ("e8m0", "e8m0"),
+    "scale_calculation_mode": ("ceil", "ceil"),
+    "ch_axis": (0, 0),
+    "group_size": (16, 16),
+    "zero_point_type": ("float32", ZeroPointType.float32),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in DOCUMENTED if DOCUMENTED[name][2:] != ([], {})])
+@pytest.mark.parametrize("is_dynamic", [True, False])
+def test_given_arguments_reach_the_specification(name, is_dynamic):
+    given = {**GIVEN, "is_dynamic": (is_dynamic, is_dynamic)}
+    arguments = {p.name for p in parameters(name)} & set(given)
+    spec = make(name, **{a: given[a][0] for a in arguments}).to_quantization_spec()
+    assert {a: getattr(spec, a) for a in arguments} == {a: given[a][1] for a in arguments}
+
+
+@pytest.mark.parametrize("name", ["MX6Spec", "MX9Spec", "MXSpec"])
+def test_block_size_is_the_group_of_the_format(name):
+    spec = make(name, block_size=64).to_quantization_spec()
+    assert spec.scheme.group == spec.group_size == 64
+    assert spec.block_size is None
+
+
+@pytest.mark.parametrize("given", ["helper", "specification"])
+@pytest.mark.parametrize("kind", [ProgressiveSpec, ScaleQuantSpec])
+def test_two_stages_are_a_list(kind, given):
+    helpers = [make("FP4PerGroupSpec"), make("FP8E4M3PerTensorSpec")]
+    first, second = (helper.to_quantization_spec() for helper in helpers)
+    made = kind(*(helpers if given == "helper" else (first, second))).to_quantization_spec()
+    assert made == [first, replace(second, is_scale_quant=kind is ScaleQuantSpec)]
+    assert not second.is_scale_quant, "what is given stays as it is"
 
 
 def test_arguments_may_be_members():
@@ -168,6 +265,19 @@ def test_arguments_by_position():
 def test_unknown_names_name_the_nearest(given, said):
     with pytest.raises(ValueError, match=said):
         make("Int8PerTensorSpec", **given).to_quantization_spec()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"scale_format": "e8m1"}, "scale_format: 'e8m1'.*Did you mean 'e8m0'"),
+        ({"scale_calculation_mode": "flor"}, "scale_calculation_mode: 'flor'.*Did.*'floor'"),
+    ],
+    ids=["scale_format", "scale_calculation_mode"],
+)
+def test_unknown_names_of_scales_name_the_nearest(given, said):
+    with pytest.raises(ValueError, match=said):
+        make("FP4PerGroupSpec", **given).to_quantization_spec()
 
 
 def test_unknown_argument_is_named():

@@ -182,12 +182,12 @@ class TestPacked:
         for dtype in (F32, BF16):
             value = layout.value(of, shape, stored, dtype)
             assert value.dtype == dtype
-            assert torch.equal(value, dequantize(*state[1:], of.scheme, dtype))
+            assert torch.equal(value, dequantize(*state[1:4], of.scheme, dtype))
 
     def test_values_and_scales_beside_them(self, case):
         of, shape, *_ = case
         state, layout = state_of(of, shape), ValueLayout()
-        value = dequantize(*state[1:], of.scheme)
+        value = dequantize(*state[1:4], of.scheme)
         stored = layout.pack(state, value)
         declared = layout.declare(of, shape, True)
         assert described(stored) == {"": (shape, F32), **declared}
@@ -239,7 +239,7 @@ class TestBits:
             "zero_point": state.zero_point.t().to(I32).contiguous(),
         }
         value = layout.value(of, shape, stored, F32)
-        assert torch.equal(value, dequantize(*state[1:], of.scheme))
+        assert torch.equal(value, dequantize(*state[1:4], of.scheme))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from quark.torch.export.checkpoint import size_of
 from quark.torch.export.reader import format_of
 from quark.torch.quantization.config.config import QuantizationConfig
 from quark.torch.quantization.config.presets import scheme
-from quark.torch.quantization.nn.packed import QParamsLinear
+from quark.torch.quantization.nn.operators import QParamsLinear
 
 LAYER = "model.layers.1.mlp.up_proj"
 
@@ -141,7 +141,7 @@ BAD_CONFIGS = {
     "matches_nothing": (
         lambda p: edit_section(p, lambda s: s.update(exclude=["*"])),
         ValueError,
-        "matches none of the 15 linear layers of LlamaForCausalLM: is this the architecture",
+        "matches none of the 16 layers of LlamaForCausalLM: is this the architecture",
     ),
     "no_tensors": (
         lambda p: (p / "model.safetensors").unlink(),
@@ -195,8 +195,8 @@ class TestBadCheckpoints:
 
     def test_several_stages(self):
         spec = scheme("int8_wo").weight.to_dict()
-        section = {"global_quant_config": {"weight": [spec, spec]}}
-        with pytest.raises(ValueError, match="in 2 stages is not supported"):
+        section = {"global_quant_config": {"weight": [spec, spec, spec]}}
+        with pytest.raises(ValueError, match="in one or two stages, got 3"):
             format_of({"quantization_config": section}, "config.json")
 
 

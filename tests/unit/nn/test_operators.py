@@ -7,14 +7,27 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from quark.torch.quantization.config.config import QuantizationConfig, QuantizationSpec
 from quark.torch.quantization.nn.mixin import QuantMixin
-from quark.torch.quantization.nn.operators import OPERATORS, QuantLinear
+from quark.torch.quantization.nn.operators import QuantLinear, is_operator, operator
+from quark.torch.quantization.nn.packed import PackedMixin
 
 TENSORS = ["weight", "bias", "input_tensors", "output_tensors"]
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 COMBINATIONS = [c for n in range(5) for c in combinations(TENSORS, n)]
+
+FLOAT_CLASSES = [
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose2d,
+    nn.Embedding,
+    nn.EmbeddingBag,
+    Conv1D,
+]
 
 
 def spec(dtype, qscheme, **options):
@@ -77,7 +90,7 @@ def layer_of(linear, seen, specs):
     """A quantized copy of a layer whose static ranges are those of the given tensors."""
     layer = QuantLinear.from_float(copy.deepcopy(linear), QuantizationConfig(**specs))
     for name, quantizer in layer.quantizers().items():
-        if quantizer.is_static:
+        if quantizer.needs_data:
             quantizer.observer(seen[name])
             quantizer.settle()
     return layer
@@ -246,9 +259,21 @@ def test_state_names():
     }
 
 
-@pytest.mark.parametrize("kind", OPERATORS, ids=lambda k: k.__name__)
+@pytest.mark.parametrize("kind", FLOAT_CLASSES, ids=lambda k: k.__name__)
 def test_operators_extend_what_they_replace(kind):
-    operator = OPERATORS[kind]
-    assert issubclass(operator, QuantMixin) and issubclass(operator, kind)
-    assert operator.__name__ == f"Quant{kind.__name__}"
-    assert operator.forward is QuantMixin.forward
+    assert is_operator(kind)
+    made = operator(kind)
+    assert issubclass(made.quantized, QuantMixin) and issubclass(made.quantized, kind)
+    assert issubclass(made.packed, PackedMixin) and issubclass(made.packed, kind)
+    assert made.quantized.__name__ == f"Quant{kind.__name__}"
+    assert made.packed.__name__ == f"QParams{kind.__name__}"
+    assert made.quantized.forward is QuantMixin.forward
+
+
+def test_subclasses_are_no_operators():
+    """Their forward may differ from that of the class they extend."""
+
+    class Other(nn.Linear):
+        pass
+
+    assert not is_operator(Other) and not is_operator(nn.Bilinear)

@@ -11,8 +11,8 @@ from quark.torch.numerics.packing import pack, unpack
 from quark.torch.numerics.qdq import dequantize
 from quark.torch.quantization.config.config import QuantizationConfig, QuantizationSpec
 from quark.torch.quantization.nn.mixin import PARAMETERS
-from quark.torch.quantization.nn.operators import QuantLinear
-from quark.torch.quantization.nn.packed import SHORT_NAMES, QParamsLinear
+from quark.torch.quantization.nn.operators import QParamsLinear, QuantLinear
+from quark.torch.quantization.nn.packed import SHORT_NAMES
 from quark.torch.quantization.nn.quantizer import State
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -64,7 +64,7 @@ class CodesLayout:
         parts = {"": (shape, scheme.fmt.code_dtype)} if is_stored else {}
         if scheme.fmt.scaled and (is_stored or not spec.is_dynamic):
             grid = scheme.scale_shape(shape)
-            parts["scale"] = grid, scheme.scale_dtype
+            parts["scale"] = grid, scheme.scale.held_dtype
             if scheme.has_zero_point:
                 kind = torch.float32 if scheme.float_zero_point else torch.int32
                 parts["zero_point"] = grid, kind
@@ -78,8 +78,8 @@ class CodesLayout:
         return State(spec, stored.get(""), stored.get("scale"), stored.get("zero_point"))
 
     def value(self, spec, shape, stored, dtype):
-        _, codes, *qparams = self.unpack(spec, shape, stored)
-        return dequantize(codes, *qparams, spec.scheme, dtype)
+        state = self.unpack(spec, shape, stored)
+        return dequantize(state.codes, state.scale, state.zero_point, spec.scheme, dtype)
 
 
 LAYOUTS = {
@@ -98,7 +98,7 @@ def frozen(linear, specs):
     data = torch.randn(8, linear.in_features, dtype=linear.weight.dtype)
     seen = {"input_tensors": data, "output_tensors": linear(data)}
     for name, quantizer in layer.quantizers().items():
-        if quantizer.is_static:
+        if quantizer.needs_data:
             quantizer.observer(seen.get(name, getattr(layer, name, None)))
             quantizer.settle()
     for name, quantizer in layer.parameter_quantizers().items():
@@ -261,7 +261,7 @@ def test_shapes_in_full():
     config = QuantizationConfig(weight=WEIGHTS["int3 per channel"])
     target = QParamsLinear.from_module(linear, config, LAYOUTS["reorder"])
     assert target.weight.shape != (13, 41)
-    assert [target.shape_of(name) for name in SHORT_NAMES] == [(13, 41), (13,), (), ()]
+    assert target.shapes == {"weight": (13, 41), "bias": (13,)}
 
 
 @pytest.mark.parametrize("others", ["static", "per token", "dynamic", "cast"])

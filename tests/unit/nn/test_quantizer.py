@@ -42,7 +42,7 @@ def same(a, b):
 @each_spec
 def test_static_without_a_scale(name):
     quantizer = make(name)
-    assert quantizer.is_static and not quantizer.is_dynamic
+    assert quantizer.needs_data and not quantizer.is_dynamic
     assert quantizer.scale is None and quantizer.zero_point is None
     with pytest.raises(RuntimeError, match="A static quantizer has no scale yet"):
         quantizer(torch.randn(4, 32))
@@ -92,7 +92,7 @@ def test_settling_on_nan():
 @each_spec
 def test_dynamic_takes_the_scale_of_each_tensor(name):
     quantizer = make(name, is_dynamic=True)
-    assert quantizer.is_dynamic and not quantizer.is_static
+    assert quantizer.is_dynamic and not quantizer.needs_data
     for magnitude in (1e-3, 1.0, 1e3):
         x = torch.randn(4, 32) * magnitude
         scale, zero_point = dynamic_qparams(x, quantizer.scheme)
@@ -105,7 +105,7 @@ def test_dynamic_takes_the_scale_of_each_tensor(name):
 @pytest.mark.parametrize("is_dynamic", [None, True, False])
 def test_casts_need_no_scale(dtype, is_dynamic):
     quantizer = TensorQuantizer(QuantizationSpec(dtype=dtype, is_dynamic=is_dynamic))
-    assert not quantizer.is_static and not quantizer.is_dynamic
+    assert not quantizer.needs_data and not quantizer.is_dynamic
     x = torch.randn(64)
     assert same(quantizer(x), x.to(getattr(torch, dtype)).float())
     quantizer.settle()

@@ -11,6 +11,14 @@ from quark.torch.numerics.formats import Dtype
 
 # (bits, smallest, largest), from the integer types of others; 3 bits have none.
 INTEGERS = {
+    "int32": (32, torch.iinfo(torch.int32).min, torch.iinfo(torch.int32).max),
+    "int16": (16, torch.iinfo(torch.int16).min, torch.iinfo(torch.int16).max),
+    "uint16": (16, torch.iinfo(torch.uint16).min, torch.iinfo(torch.uint16).max),
+    "uint7": (7, 0, 127),
+    "uint6": (6, 0, 63),
+    "uint5": (5, 0, 31),
+    "uint3": (3, 0, 7),
+    "uint2": (2, ml_dtypes.iinfo(ml_dtypes.uint2).min, ml_dtypes.iinfo(ml_dtypes.uint2).max),
     "int8": (8, torch.iinfo(torch.int8).min, torch.iinfo(torch.int8).max),
     "uint8": (8, torch.iinfo(torch.uint8).min, torch.iinfo(torch.uint8).max),
     "int4": (4, ml_dtypes.iinfo(ml_dtypes.int4).min, ml_dtypes.iinfo(ml_dtypes.int4).max),
@@ -24,8 +32,33 @@ FLOATS = {
     "bfloat16": (torch.bfloat16, ml_dtypes.finfo(ml_dtypes.bfloat16)),
     "float16": (torch.float16, ml_dtypes.finfo(np.float16)),
 }
+# Floats that torch has no type for.
+ENCODED = {
+    "fp6_e3m2": ml_dtypes.finfo(ml_dtypes.float6_e3m2fn),
+    "fp6_e2m3": ml_dtypes.finfo(ml_dtypes.float6_e2m3fn),
+    "fp4": ml_dtypes.finfo(ml_dtypes.float4_e2m1fn),
+}
+# Formats with exponents of their own, and the unsigned float of scales: see test_block_formats.py
+# and test_codec.py. (bits of a code)
+OTHERS = {"mx": 8, "mx6": 5, "mx9": 8, "bfp16": 8, "fp8_e5m3": 8}
 # Packed types that checkpoints hold.
 PACKED = {
+    "int32": torch.int32,
+    "int16": torch.int16,
+    "uint16": torch.uint16,
+    "uint7": torch.uint8,
+    "uint6": torch.uint8,
+    "uint5": torch.uint8,
+    "uint3": torch.uint8,
+    "uint2": torch.uint8,
+    "fp8_e5m3": torch.uint8,
+    "fp6_e3m2": torch.uint8,
+    "fp6_e2m3": torch.uint8,
+    "fp4": torch.uint8,
+    "mx": torch.int8,
+    "mx6": torch.uint8,
+    "mx9": torch.int8,
+    "bfp16": torch.int8,
     "int8": torch.int8,
     "uint8": torch.uint8,
     "int4": torch.int32,
@@ -40,7 +73,7 @@ PACKED = {
 
 
 def test_every_format_is_tested_here():
-    assert {*INTEGERS, *FLOATS} == set(PACKED) == set(Dtype.__members__)
+    assert {*INTEGERS, *FLOATS, *ENCODED, *OTHERS} == set(PACKED) == set(Dtype.__members__)
 
 
 @pytest.mark.parametrize("dtype", Dtype, ids=lambda d: d.name)
@@ -85,6 +118,16 @@ def test_float_fields_fill_the_code(name):
     assert fmt.native == fmt.code_dtype == kind
 
 
+@pytest.mark.parametrize("name", ENCODED)
+def test_limits_of_floats_without_a_torch_type(name):
+    fmt, info = Dtype[name].value, ENCODED[name]
+    assert fmt.is_encoded and fmt.native is None and fmt.code_dtype == torch.uint8
+    assert (fmt.bits, fmt.max_value) == (info.bits, float(info.max))
+    assert 2.0**fmt.min_exponent == float(info.smallest_normal)
+    assert 2.0**fmt.max_exponent <= fmt.max_value < 2.0 ** (fmt.max_exponent + 1)
+    assert (fmt.exponent_bits, fmt.mantissa_bits) == (info.nexp, info.nmant)
+
+
 def test_formats_as_wide_as_bfloat16_are_not_scaled():
     assert {d.name for d in Dtype if not d.value.scaled} == {"bfloat16", "float16"}
 
@@ -102,8 +145,10 @@ def test_packed_words_have_no_spare_bits(dtype):
 
 @pytest.mark.parametrize("dtype", Dtype, ids=lambda d: d.name)
 def test_bitwidth(dtype):
-    width = INTEGERS[dtype.name][0] if dtype.name in INTEGERS else FLOATS[dtype.name][1].bits
-    assert dtype.to_bitwidth() == width
+    widths = {name: limits[0] for name, limits in INTEGERS.items()}
+    widths |= {name: info.bits for name, (_, info) in FLOATS.items()}
+    widths |= {name: info.bits for name, info in ENCODED.items()}
+    assert dtype.to_bitwidth() == {**widths, **OTHERS}[dtype.name]
 
 
 @pytest.mark.parametrize("dtype", Dtype, ids=lambda d: d.name)
@@ -128,6 +173,8 @@ def test_only_names_are_looked_up(value):
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
+        (torch.int32, "int32"),
+        (torch.int16, "int16"),
         (torch.int8, "int8"),
         (torch.uint8, "uint8"),
         (torch.float8_e4m3fn, "fp8_e4m3"),
@@ -141,7 +188,7 @@ def test_from_torch_dtype(kind, name):
     assert Dtype.from_torch_dtype(kind) is Dtype[name]
 
 
-@pytest.mark.parametrize("kind", [torch.float32, torch.int32, torch.bool], ids=str)
+@pytest.mark.parametrize("kind", [torch.float32, torch.int64, torch.bool], ids=str)
 def test_torch_types_that_are_no_format(kind):
     with pytest.raises(ValueError, match=f"No number format is stored as {kind}"):
         Dtype.from_torch_dtype(kind)

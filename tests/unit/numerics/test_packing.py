@@ -12,12 +12,17 @@ from quark.torch.numerics.packing import ORDERS, pack, packed_size, unpack
 
 each_dtype = pytest.mark.parametrize("dtype", Dtype, ids=lambda d: d.name)
 each_method = pytest.mark.parametrize("method", ORDERS)
-WORDS = ["int4", "uint4", "int3", "int2"]
+WORDS = ["int4", "uint4", "int3", "int2", "uint2", "uint3", "uint5", "uint6", "uint7", "mx6"]
 quick = settings(deadline=None, derandomize=True, max_examples=150)
 
 
 def all_codes(fmt):
-    """Every code of a format, as a vector."""
+    """Every code of a format, as a vector; of 32 bits, those at the ends."""
+    if fmt.bits == 32:
+        ends = torch.arange(64, dtype=torch.int64)
+        return torch.cat([fmt.qmin + ends, ends - 32, fmt.qmax - ends]).to(fmt.code_dtype)
+    if fmt.is_encoded:
+        return torch.arange(1 << fmt.bits).to(fmt.code_dtype)
     if fmt.native is not None:
         if fmt.bits == 8:
             return torch.arange(256, dtype=torch.uint8).view(fmt.native)
@@ -86,7 +91,7 @@ def test_any_shape(name, method, data):
 def test_layouts_that_are_not_contiguous(dtype, method, count):
     fmt = dtype.value
     codes = all_codes(fmt)
-    codes = codes[torch.randint(len(codes), (count, 12))]
+    codes = bits(codes)[torch.randint(len(codes), (count, 12))].view(codes.dtype)
     turned = pack(codes.t(), fmt, method)
     strided = pack(codes.t()[::2], fmt, method)
     assert torch.equal(bits(turned), bits(pack(codes.t().contiguous(), fmt, method)))
@@ -103,7 +108,7 @@ def test_layouts_that_are_not_contiguous(dtype, method, count):
 def test_along_any_axis(method, dtype, axis):
     fmt = dtype.value
     codes = all_codes(fmt)
-    codes = codes[torch.randint(len(codes), (9, 11, 13))]
+    codes = bits(codes)[torch.randint(len(codes), (9, 11, 13))].view(codes.dtype)
     count = codes.shape[axis]
     words = pack(codes, fmt, method, axis)
     last = pack(codes.movedim(axis, -1), fmt, method)

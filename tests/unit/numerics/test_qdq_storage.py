@@ -17,6 +17,7 @@ from quark.torch.numerics.qdq import (
     quantize,
 )
 from quark.torch.numerics.rounding import RoundType
+from quark.torch.numerics.scale_formats import ScaleFormat
 from quark.torch.numerics.scheme import Scheme
 
 INTEGERS = ["int8", "uint8", "int4", "uint4", "int3", "int2"]
@@ -61,7 +62,7 @@ def problems(draw, name, granularity):
         group=draw(st.sampled_from([-1, 1, 2, 3, 4, 16])),
         symmetric=symmetric,
         rounding=draw(st.sampled_from(RoundType)),
-        scale_dtype=draw(st.sampled_from(TYPES)),
+        scale=ScaleFormat(draw(st.sampled_from(TYPES))),
         float_zero_point=draw(st.booleans()) and not symmetric,
     )
     magnitude = draw(st.sampled_from([1e-6, 0.02, 1.0, 300.0]))

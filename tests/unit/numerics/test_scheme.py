@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from quark.torch.numerics.blocks import QSchemeType
 from quark.torch.numerics.formats import Dtype
 from quark.torch.numerics.rounding import RoundType
+from quark.torch.numerics.scale_formats import E8M0
 from quark.torch.numerics.scheme import Scheme
 
 INT8 = Dtype.int8.value
@@ -47,7 +48,9 @@ def test_scale_shape(options, shape, expected):
 )
 def test_one_scale_for_each_block(shape, axis, group, qscheme, per_token):
     axis = axis % len(shape) - len(shape) * (axis < 0)
-    scheme = Scheme(INT8, qscheme, axis, group, per_token=per_token)
+    if qscheme is QSchemeType.per_block and len(shape) < 2:
+        shape = [*shape, 3]
+    scheme = Scheme(INT8, qscheme, axis, group, per_token=per_token, block=(2, -1))
     grid = scheme.blocks(tuple(shape)).grid
     assert math.prod(scheme.scale_shape(tuple(shape))) == math.prod(grid)
 
@@ -55,7 +58,9 @@ def test_one_scale_for_each_block(shape, axis, group, qscheme, per_token):
 @pytest.mark.parametrize("dtype", Dtype, ids=lambda d: d.name)
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
 def test_integers_have_a_zero_point(dtype, symmetric):
-    assert Scheme(dtype.value, symmetric=symmetric).has_zero_point == ("int" in dtype.name)
+    scheme = Scheme(dtype.value, symmetric=symmetric)
+    assert scheme.has_zero_point == ("int" in dtype.name or dtype is Dtype.mx)
+    assert not Scheme(Dtype.mx.value, scale=E8M0).has_zero_point
 
 
 def test_axis_that_is_not_there():

@@ -44,7 +44,7 @@ class ExportFormat(ABC):
         """
 
     @abstractmethod
-    def receive(self, linear: nn.Linear, layer: QuantizationConfig) -> nn.Module:
+    def receive(self, module: nn.Module, layer: QuantizationConfig) -> nn.Module:
         """Turn a float layer in place into one ready to take the stored tensors."""
 
     @abstractmethod

@@ -19,7 +19,8 @@ from quark.torch.export.formats.layouts import PackedLayout, ValueLayout
 from quark.torch.numerics.qdq import fake_quantize, quantize
 from quark.torch.quantization.config.config import QuantizationConfig
 from quark.torch.quantization.nn.mixin import QuantMixin
-from quark.torch.quantization.nn.packed import SHORT_NAMES, Layout, QParamsLinear
+from quark.torch.quantization.nn.operators import operator
+from quark.torch.quantization.nn.packed import SHORT_NAMES, Layout, PackedMixin
 
 _SUFFIXES = {
     f"{short}_{part}": f"{short}_quantizer.{part}"
@@ -36,14 +37,14 @@ class QuarkFormat(ExportFormat):
     @property
     def layout(self) -> Layout:
         """Layout of the tensors under the options and the version of the configuration."""
+        is_current = not str(self.config.version or "0").startswith("0")
         if self.options.weight_format == "fake_quantized":
-            return ValueLayout()
-        version = str(self.config.version or "0")
-        return PackedLayout(self.options.pack_method, not version.startswith("0"))
+            return ValueLayout(is_current)
+        return PackedLayout(self.options.pack_method, is_current)
 
     def tensors(self, layer: nn.Module, scales: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return weight, bias, scales and zero points of a layer as they are stored."""
-        assert isinstance(layer, (QuantMixin, QParamsLinear))
+        assert isinstance(layer, (QuantMixin, PackedMixin))
         found: dict[str, torch.Tensor] = {}
         for name, short in SHORT_NAMES.items():
             value = layer.value(name)
@@ -62,9 +63,9 @@ class QuarkFormat(ExportFormat):
                 found[f"{short}_{part}" if part else name] = tensor
         return found
 
-    def receive(self, linear: nn.Linear, layer: QuantizationConfig) -> nn.Module:
+    def receive(self, module: nn.Module, layer: QuantizationConfig) -> nn.Module:
         """Turn a float layer in place into one ready to take the stored tensors."""
-        return QParamsLinear.from_module(linear, layer, self.layout)
+        return operator(type(module)).packed.from_module(module, layer, self.layout)
 
     def state_name(self, key: str) -> str:
         """Return ``….weight_quantizer.scale`` for ``….weight_scale`` and so on."""

@@ -31,12 +31,13 @@ from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.layer import QLayerConfig, QuantizationConfig
 from quark.torch.quantization.config.names import one_of
 from quark.torch.quantization.config.serialize import known, plain
-from quark.torch.quantization.config.spec import (
+from quark.torch.quantization.config.spec import QTensorConfig, QuantizationSpec, member
+from quark.torch.quantization.config.spec_classes import (
     SPEC_CLASSES,
     DataTypeSpec,
-    QTensorConfig,
-    QuantizationSpec,
-    member,
+    ProgressiveSpec,
+    ScaleQuantSpec,
+    TwoStageSpec,
 )
 from quark.torch.quantization.config.type import QuantFlow, QuantizationMode
 
@@ -56,6 +57,7 @@ __all__ = [
     "OnlineRotationConfig",
     "PreQuantOptConfig",
     "QConfig",
+    "ProgressiveSpec",
     "QLayerConfig",
     "QTensorConfig",
     "QronosConfig",
@@ -64,7 +66,9 @@ __all__ = [
     "QuantizationSpec",
     "RotationConfig",
     "SVDQuantConfig",
+    "ScaleQuantSpec",
     "SmoothQuantConfig",
+    "TwoStageSpec",
     "load_pre_optimization_config_from_file",
     "load_quant_algo_config_from_file",
 ]
@@ -74,8 +78,18 @@ _ByName = dict[str, QuantizationConfig]
 # Module types that a file may name: nothing else is ever looked up.
 LAYER_TYPES: dict[str, type[nn.Module]] = {
     cls.__name__: cls
-    for cls in (nn.Linear, nn.Conv2d, nn.ConvTranspose2d, nn.Embedding, nn.EmbeddingBag)
+    for cls in (
+        nn.Linear,
+        nn.Conv1d,
+        nn.Conv2d,
+        nn.Conv3d,
+        nn.ConvTranspose2d,
+        nn.Embedding,
+        nn.EmbeddingBag,
+    )
 }
+# What a global configuration leaves alone: these are quantized where their type or name is given.
+NAMED_ONLY = {nn.Conv1d, nn.Conv3d, nn.Embedding, nn.EmbeddingBag}
 OLDEST = "0.8"  # the last version whose files do not say which they are of
 
 # Fields that the checkpoint layout has no key for: they act before it is written.

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from quark.torch.quantization.config.serialize import known, plain
-from quark.torch.quantization.config.spec import DataTypeSpec, QuantizationSpec, member
+from quark.torch.quantization.config.spec import QuantizationSpec, member
+from quark.torch.quantization.config.spec_classes import DataTypeSpec, TwoStageSpec
 from quark.torch.quantization.config.type import DeviceType, QSchemeType
 
 TENSORS = ("input_tensors", "output_tensors", "weight", "bias")
@@ -16,6 +17,8 @@ TENSORS = ("input_tensors", "output_tensors", "weight", "bias")
 @dataclass(eq=True)
 class QuantizationConfig:
     """Which tensors of a layer are quantized and how. ``QLayerConfig`` is the same class.
+
+    Each tensor may be given one specification, or a list of two stages.
 
     Attributes:
         input_tensors: Specification of the inputs, or None to leave them alone.
@@ -37,18 +40,26 @@ class QuantizationConfig:
 
     def __post_init__(self) -> None:
         self.target_device = member(DeviceType, self.target_device, "target_device")
+        for name in TENSORS:
+            stages = getattr(self, name)
+            if isinstance(stages, (list, tuple)):
+                setattr(self, name, QuantizationSpec.of_stages(list(stages)))
         for name, spec in self.specs():
-            if isinstance(spec, DataTypeSpec):
+            if isinstance(spec, (DataTypeSpec, TwoStageSpec)):
                 raise TypeError(
                     f"{name}={type(spec).__name__}(...) is a helper: "
                     "call .to_quantization_spec() on it."
                 )
             if not isinstance(spec, QuantizationSpec):
                 raise TypeError(f"{name}: expected a QuantizationSpec, got {spec!r}.")
-            grouped = spec.qscheme is QSchemeType.per_group
+            grouped = spec.scheme.qscheme in (QSchemeType.per_group, QSchemeType.per_block)
             if name.endswith("_tensors") and grouped and not spec.is_dynamic:
                 raise ValueError(
                     f"{name}: activations have no static scale per group. Set is_dynamic=True."
+                )
+            if name.endswith("_tensors") and spec.quantizes_codes:
+                raise ValueError(
+                    f"{name}: a second stage over the codes of the first is for weights only."
                 )
 
     def specs(self) -> Iterator[tuple[str, QuantizationSpec]]:

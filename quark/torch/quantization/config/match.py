@@ -9,7 +9,12 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from quark.torch.quantization.config.config import LAYER_TYPES, Config, QuantizationConfig
+from quark.torch.quantization.config.config import (
+    LAYER_TYPES,
+    NAMED_ONLY,
+    Config,
+    QuantizationConfig,
+)
 from quark.torch.quantization.config.names import nearest
 
 logger = logging.getLogger(__name__)
@@ -38,7 +43,7 @@ def config_for(name: str, kind: type[nn.Module], config: Config) -> Quantization
         found = (
             first_match(name, config.layer_quant_config)
             or config.layer_type_quant_config.get(kind)
-            or config.global_quant_config
+            or (QuantizationConfig() if kind in NAMED_ONLY else config.global_quant_config)
         )
     if cache is not None and found.output_tensors is None:
         found = replace(found, output_tensors=cache.output_tensors)
@@ -91,7 +96,7 @@ def without_order(names: dict[str, type[nn.Module]], config: Config) -> Config:
     for pattern in config.exclude:
         hit = [n for n in names if fnmatchcase(n, pattern)]
         exclude += [n for n in (hit or [pattern]) if n not in exclude]
-    operators = {n: kind for n, kind in names.items() if kind in LAYER_TYPES.values()}
+    operators = {n: kind for n, kind in names.items() if kind.__name__ in (*LAYER_TYPES, "Conv1D")}
     layers = {n: _decided(n, kind, config) for n, kind in operators.items()}
     cache = {n: first_match(n, config.kv_cache_quant_config) for n in operators}
     return replace(

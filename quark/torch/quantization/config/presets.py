@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from quark.torch.quantization.config.config import QuantizationConfig
 from quark.torch.quantization.config.names import one_of
 from quark.torch.quantization.config.spec import QuantizationSpec
+from quark.torch.quantization.config.spec_classes import SPEC_CLASSES
 
 GROUP_SIZE = 128
 
@@ -41,6 +43,37 @@ _TENSORS: dict[str, tuple[str, str, bool, bool]] = {
     "float16": ("float16", "", True, False),
 }
 
+# Specification of one tensor by a short name: (helper class, its arguments).
+_GROUP_16: dict[str, Any] = {"ch_axis": -1, "group_size": 16}
+_BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mxfp4": ("OCP_MXFP4Spec", {"ch_axis": -1, "is_dynamic": False}),
+    "mxfp4_diffs": ("OCP_MXFP4DiffsSpec", {"ch_axis": -1}),
+    "mxfp4_dynamic": ("OCP_MXFP4Spec", {"ch_axis": -1}),
+    "mxfp6_e3m2": ("OCP_MXFP6E3M2Spec", {"ch_axis": -1, "is_dynamic": False}),
+    "mxfp6_e3m2_dynamic": ("OCP_MXFP6E3M2Spec", {"ch_axis": -1}),
+    "mxfp6_e2m3": ("OCP_MXFP6E2M3Spec", {"ch_axis": -1, "is_dynamic": False}),
+    "mxfp6_e2m3_dynamic": ("OCP_MXFP6E2M3Spec", {"ch_axis": -1}),
+    "mxfp8": ("OCP_MXFP8E4M3Spec", {"ch_axis": -1, "is_dynamic": False}),
+    "mxfp8_dynamic": ("OCP_MXFP8E4M3Spec", {"ch_axis": -1}),
+    "mxint8": ("OCP_MXINT8Spec", {"ch_axis": -1, "is_dynamic": False}),
+    "mx6": ("MX6Spec", {"ch_axis": -1, "block_size": 16}),
+    "mx9": ("MX9Spec", {"ch_axis": -1, "block_size": 16}),
+    "bfp16": ("BFP16Spec", {"ch_axis": -1}),
+    "amdfp4": ("AmdFP4Spec", _GROUP_16),
+    "amdfp4_g32": ("AmdFP4Spec", {"ch_axis": -1, "group_size": 32}),
+    "fp4_group": ("FP4PerGroupSpec", {"ch_axis": -1, "group_size": 32, "is_dynamic": False}),
+    "fp4_group_dynamic": ("FP4PerGroupSpec", {"ch_axis": -1, "group_size": 32}),
+    "fp4_g16": ("FP4PerGroupSpec", {**_GROUP_16, "is_dynamic": False}),
+    "fp4_g16_dynamic": ("FP4PerGroupSpec", _GROUP_16),
+}
+
+# Two stages by a short name: (first, second, whether the second quantizes the scales).
+_STAGES: dict[str, tuple[str, str, bool]] = {
+    "nvfp4": ("fp4_g16", "fp8", True),
+    "nvfp4_dynamic": ("fp4_g16_dynamic", "fp8", True),
+    "int4_fp8": ("fp8", "int4_channel", False),
+}
+
 # Name of a scheme -> (weight, input, output), each a row above or None.
 _Row = tuple[str | None, str | None, str | None]
 _SCHEMES: dict[str, _Row] = {
@@ -54,6 +87,21 @@ _SCHEMES: dict[str, _Row] = {
     "int4_wo_per_channel": ("int4_channel", None, None),
     "uint4_wo_per_channel": ("uint4_channel_asym", None, None),
     "int3_wo_per_channel": ("int3_channel", None, None),
+    "mxfp4": ("mxfp4", "mxfp4_dynamic", None),
+    "mxfp4_weight_only": ("mxfp4", None, None),
+    "mxfp6_e3m2": ("mxfp6_e3m2", "mxfp6_e3m2_dynamic", None),
+    "mxfp6_e2m3": ("mxfp6_e2m3", "mxfp6_e2m3_dynamic", None),
+    "mxfp4_mxfp6_e2m3": ("mxfp4", "mxfp6_e2m3_dynamic", None),
+    "mxfp4_fp8": ("mxfp4", "fp8", None),
+    "mxfp8": ("mxfp8", "mxfp8_dynamic", None),
+    "nvfp4": ("nvfp4", "nvfp4_dynamic", None),
+    "nvfp4_weight_only": ("nvfp4", None, None),
+    "amdfp4": ("amdfp4", "amdfp4", None),
+    "amdfp4_g32": ("amdfp4_g32", "amdfp4_g32", None),
+    "int4_fp8": ("int4_fp8", "fp8", None),
+    "mx6": ("mx6", "mx6", None),
+    "mx9": ("mx9", "mx9", None),
+    "bfp16": ("bfp16", "bfp16", None),
     "bfloat16": ("bfloat16", None, None),
     "float16": ("float16", None, None),
     # names of earlier versions; "per_group" takes the group size from the caller
@@ -72,6 +120,27 @@ _SCHEMES: dict[str, _Row] = {
     "w_int8_per_channel_a_int8_per_tensor_sym_dynamic": ("int8_channel", "int8_dynamic", None),
     "w_int8_per_group_sym": ("int8_group", None, None),
     "w_int8_per_tensor_sym": ("int8", None, None),
+    "w_bfp16": ("bfp16", None, None),
+    "w_bfp16_a_bfp16": ("bfp16", "bfp16", None),
+    "w_fp4_per_group": ("fp4_group", None, None),
+    "w_fp4_per_group_a_fp4_per_group": ("fp4_group", "fp4_group_dynamic", None),
+    "w_fp4_scale_fp8": ("nvfp4", None, None),
+    "w_fp4_a_fp4_scale_fp8": ("nvfp4", "nvfp4_dynamic", None),
+    "w_mx6": ("mx6", None, None),
+    "w_mx6_a_mx6": ("mx6", "mx6", None),
+    "w_mx9": ("mx9", None, None),
+    "w_mxfp4": ("mxfp4", None, None),
+    "w_mxfp4_diffs": ("mxfp4_diffs", None, None),
+    "w_mxfp4_a_mxfp4": ("mxfp4", "mxfp4_dynamic", None),
+    "w_mxfp4_a_mxfp6": ("mxfp4", "mxfp6_e2m3_dynamic", None),
+    "w_mxfp4_a_mxfp8": ("mxfp4", "mxfp8_dynamic", None),
+    "w_mxfp6_e2m3": ("mxfp6_e2m3", None, None),
+    "w_mxfp6_e2m3_a_mxfp6_e2m3": ("mxfp6_e2m3", "mxfp6_e2m3_dynamic", None),
+    "w_mxfp6_e3m2": ("mxfp6_e3m2", None, None),
+    "w_mxfp6_e3m2_a_mxfp6_e3m2": ("mxfp6_e3m2", "mxfp6_e3m2_dynamic", None),
+    "w_mxfp8": ("mxfp8", None, None),
+    "w_mxfp8_a_mxfp8": ("mxfp8", "mxfp8_dynamic", None),
+    "w_mxint8": ("mxint8", None, None),
     "w_uint4_a_bfloat16_per_group_asym": ("uint4_group_asym", "bfloat16", None),
     "w_uint4_per_channel_a_int8_per_tensor": ("uint4_channel_asym", "int8", None),
     "w_uint4_per_channel_asym": ("uint4_channel_asym", None, None),
@@ -139,6 +208,14 @@ def _layer(row: _Row, group_size: int) -> QuantizationConfig:
 
 
 def _spec(name: str, group_size: int) -> QuantizationSpec:
+    if name in _BLOCKS:
+        helper, arguments = _BLOCKS[name]
+        return SPEC_CLASSES[helper](**arguments).to_quantization_spec()
+    if name in _STAGES:
+        first, second, is_scale_quant = _STAGES[name]
+        stages = [_spec(first, group_size), _spec(second, group_size)]
+        stages[1] = replace(stages[1], is_scale_quant=is_scale_quant)
+        return QuantizationSpec.of_stages(stages)
     dtype, granularity, symmetric, dynamic = _TENSORS[name]
     if not granularity:
         return QuantizationSpec(dtype)  # type: ignore[arg-type]

@@ -1,15 +1,18 @@
-"""Specification of one quantized tensor, and the documented helper classes which make one."""
+"""Specification of one quantized tensor."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, make_dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any, TypeVar
 
+import torch
+
 from quark.torch.numerics.formats import Format
+from quark.torch.numerics.scale_formats import E8M0, SCALE_FORMATS, ScaleFormat
 from quark.torch.numerics.scheme import Scheme
-from quark.torch.quantization.config.names import one_of
+from quark.torch.quantization.config.names import one_of, unknown
 from quark.torch.quantization.config.serialize import known, plain
 from quark.torch.quantization.config.type import (
     Dtype,
@@ -18,14 +21,16 @@ from quark.torch.quantization.config.type import (
     ScaleType,
     ZeroPointType,
 )
-from quark.torch.quantization.observer.observer import (
-    OBSERVER_METHODS,
+from quark.torch.quantization.observer.observer import ObserverBase
+from quark.torch.quantization.observer.registry import (
     OBSERVERS,
-    ObserverBase,
-    PerChannelMinMaxObserver,
-    PerGroupMinMaxObserver,
-    PlaceholderObserver,
+    default_observer,
+    observer_class,
 )
+
+MX_BLOCK = 32
+MX_ELEMENTS = ("int8", "fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4")
+SCALE_MODES = ("even", "floor", "ceil")
 
 E = TypeVar("E", bound=Enum)
 
@@ -60,12 +65,15 @@ class QuantizationSpec:
         round_method: How values between two codes are decided.
         scale_type: Type in which scales are stored.
         zero_point_type: Whether zero points keep their fraction.
-        block_size: Two-dimensional blocks; no format of this version uses it.
-        scale_format: Number format of the scales of block formats; unused in this version.
-        scale_calculation_mode: Rounding of shared exponents; unused in this version.
-        qat_spec: Options of quantization-aware training; unused in this version.
-        mx_element_dtype: Element format of a generic block format; unused in this version.
+        block_size: Rows and columns of a block per block; -1 for all.
+        scale_format: Number format of the scales: float32, e8m0, e4m3 (relative to a scale of the
+            whole tensor) or e5m3. It precedes ``scale_type``.
+        scale_calculation_mode: How shared exponents are rounded: even, floor or ceil.
+        qat_spec: Accepted for compatibility.
+        mx_element_dtype: Format of the elements where ``dtype`` is mx.
         is_scale_quant: Whether this specification quantizes the scales of another one.
+        second_stage: Specification of what this one leaves: its scales if ``is_scale_quant`` is
+            set there, else its codes. Configurations hold both stages as a list.
         enable_buffer_reuse: Accepted for compatibility.
         max_input_numel: Accepted for compatibility.
 
@@ -91,6 +99,9 @@ class QuantizationSpec:
     block_size: tuple[int, int] | None = None
     enable_buffer_reuse: bool = False
     max_input_numel: int = 4194304
+    second_stage: QuantizationSpec | None = None
+
+    is_parameter = False  # no field: set by for_parameter
 
     def __post_init__(self) -> None:
         self.dtype = _required(member(Dtype, self.dtype, "dtype"), "dtype")
@@ -100,45 +111,125 @@ class QuantizationSpec:
         self.zero_point_type = member(ZeroPointType, self.zero_point_type, "zero_point_type")
         self.mx_element_dtype = member(Dtype, self.mx_element_dtype, "mx_element_dtype")
         if isinstance(self.observer_cls, str):
-            self.observer_cls = OBSERVERS[one_of(self.observer_cls, OBSERVERS, "observer_cls")]
-        if self.observer_cls is None:
-            self.observer_cls = _default_observer(self)
-        for broken, message in _RULES:
+            name = one_of(self.observer_cls, OBSERVERS, "observer_cls")
+            self.observer_cls = observer_class(name)
+        if self.block_size is not None:
+            self.block_size = tuple(self.block_size)  # type: ignore[assignment]
+        for broken, message in RULES:
             if broken(self):
                 raise ValueError(f"QuantizationSpec(dtype={self.dtype.name}): {message(self)}")
+        if self.observer_cls is None:
+            self.observer_cls = default_observer(self.scheme)
+
+    @property
+    def fixes_blocks(self) -> bool:
+        """Whether the format itself is one of blocks."""
+        return self.dtype is Dtype.mx or self.dtype.value.block > 0
 
     @property
     def fmt(self) -> Format:
-        """The number format."""
-        return self.dtype.value
+        """The number format of the elements."""
+        element = self.mx_element_dtype
+        if self.dtype is Dtype.mx and element is not None and element is not Dtype.int8:
+            fmt: Format = element.value
+            return fmt
+        fmt = self.dtype.value
+        if fmt.block and self.group_size:
+            return replace(fmt, block=self.group_size)
+        return fmt
 
     @property
     def scheme(self) -> Scheme:
         """The specification as the arithmetic takes it."""
+        fmt = self.fmt
         qscheme = self.qscheme or QSchemeType.per_tensor
+        if fmt.block or self.dtype is Dtype.mx:
+            qscheme = QSchemeType.per_group
         return Scheme(
-            fmt=self.fmt,
+            fmt=fmt,
             qscheme=qscheme,
             axis=0 if self.ch_axis is None else self.ch_axis,
-            group=-1 if self.group_size is None else self.group_size,
+            group=self.group_size or fmt.block or (MX_BLOCK if self.dtype is Dtype.mx else -1),
             symmetric=self.symmetric is not False,
             rounding=self.round_method or RoundType.half_even,
-            scale_dtype=(self.scale_type or ScaleType.float).torch_dtype,
             float_zero_point=self.zero_point_type is ZeroPointType.float32,
             per_token=bool(self.is_dynamic) and qscheme is QSchemeType.per_channel,
+            block=self.block_size,
+            flat=self.is_parameter,
+            scale=self._scale_format(),
+            scale_mode=self.scale_calculation_mode or "even",
         )
 
-    def for_parameter(self) -> QuantizationSpec:
+    def _scale_format(self) -> ScaleFormat:
+        second = self.second_stage
+        if second is not None and second.is_scale_quant:
+            stored = second.fmt.native or torch.uint8
+            return ScaleFormat(stored, second.fmt, two_level=True)
+        if self.dtype is Dtype.mx:
+            return E8M0
+        if self.scale_format is not None and self.scale_format != "float32":
+            return SCALE_FORMATS[self.scale_format]
+        return (self.scale_type or ScaleType.float).format
+
+    @property
+    def quantizes_codes(self) -> bool:
+        """Whether a second stage quantizes the codes of this one."""
+        return self.second_stage is not None and not self.second_stage.is_scale_quant
+
+    @property
+    def coded(self) -> QuantizationSpec:
+        """The specification whose codes are stored: that of the second stage over codes, if any."""
+        return self.stages[1] if self.quantizes_codes else self
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether activations of this specification have a scale that only data can tell."""
+        second = self.second_stage
+        two_level = second is not None and second.is_scale_quant and not second.is_dynamic
+        return self.fmt.scaled and (not self.is_dynamic or two_level)
+
+    @property
+    def stages(self) -> list[QuantizationSpec]:
+        """The specification of each stage on its own."""
+        first = replace(self, second_stage=None)
+        first.is_parameter = self.is_parameter
+        return [first] if self.second_stage is None else [first, self.second_stage]
+
+    @classmethod
+    def of_stages(cls, stages: list[QuantizationSpec]) -> QuantizationSpec:
+        """Join the specifications of one or two stages.
+
+        Raises:
+            ValueError: There are none, or more than two.
+        """
+        if not 1 <= len(stages) <= 2:
+            raise ValueError(f"A tensor is quantized in one or two stages, got {len(stages)}.")
+        second = stages[1] if len(stages) == 2 else None
+        return replace(stages[0], second_stage=second)
+
+    def for_parameter(self, is_transposed: bool = False) -> QuantizationSpec:
         """Return the specification as it applies to a weight or bias.
 
-        Parameters do not change, so a dynamic scale of theirs is a static one.
+        Parameters do not change, so a dynamic scale of theirs is a static one. Groups run over all
+        axes of a weight but the first.
+
+        Args:
+            is_transposed: Whether a matrix has its inputs along axis 0.
         """
-        return replace(self, is_dynamic=False) if self.is_dynamic else self
+        axis = self.ch_axis
+        if is_transposed and axis is not None:
+            axis = 1 - axis % 2
+        second = self.second_stage
+        second = None if second is None else second.for_parameter(is_transposed)
+        dynamic = False if self.is_dynamic else self.is_dynamic
+        made = replace(self, is_dynamic=dynamic, ch_axis=axis, second_stage=second)
+        made.is_parameter = True
+        return made
 
     def make_observer(self) -> ObserverBase:
         """Return a fresh observer for a tensor of this specification."""
-        observer = self.observer_cls if self.fmt.scaled else PlaceholderObserver
-        return (observer or _default_observer(self))(self)
+        assert self.observer_cls is not None
+        return self.observer_cls(self)
 
     def set_group_size(self, group_size: int) -> None:
         """Set the group size: positive, or -1 for the whole axis.
@@ -150,10 +241,13 @@ class QuantizationSpec:
             raise ValueError(f"group_size={group_size}: give a positive number, or -1.")
         self.group_size = group_size
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the specification as plain JSON types."""
+    def to_dict(self) -> dict[str, Any] | list[dict[str, Any]]:
+        """Return the specification as plain JSON types: an object, or a list of two stages."""
+        if self.second_stage is not None:
+            return [stage.to_dict() for stage in self.stages]  # type: ignore[misc]
         data = {f.name: plain(getattr(self, f.name)) for f in fields(self)}
-        del data["qat_spec"]
+        for name in ("qat_spec", "second_stage"):
+            del data[name]
         return dict(sorted(data.items()))
 
     @classmethod
@@ -161,14 +255,10 @@ class QuantizationSpec:
         """Make a specification from what ``to_dict`` gave, here or in an earlier version.
 
         Raises:
-            ValueError: It is a list of several stages, or a key or name is unknown.
+            ValueError: There are more than two stages, or a key or name is unknown.
         """
         if isinstance(data, list):
-            if len(data) != 1:
-                raise ValueError(
-                    f"A tensor quantized in {len(data)} stages is not supported by this version."
-                )
-            data = data[0]
+            return cls.of_stages([cls.from_dict(stage) for stage in data])
         return cls(**{"dtype": None, **known(data, cls, "tensor specification")})
 
 
@@ -178,21 +268,11 @@ def _required(value: Dtype | None, what: str) -> Dtype:
     return value
 
 
-def _default_observer(spec: QuantizationSpec) -> type[ObserverBase]:
-    if not spec.fmt.scaled:
-        return PlaceholderObserver
-    if spec.qscheme is QSchemeType.per_channel:
-        return PerChannelMinMaxObserver
-    if spec.qscheme is QSchemeType.per_group:
-        return PerGroupMinMaxObserver
-    return OBSERVER_METHODS["min_max"]
-
-
 # (is broken, message): every rule on the fields of one specification.
 _Rule = tuple[Callable[[QuantizationSpec], bool], Callable[[QuantizationSpec], str]]
-_RULES: list[_Rule] = [
+RULES: list[_Rule] = [
     (
-        lambda s: s.fmt.scaled and s.qscheme is None,
+        lambda s: s.fmt.scaled and s.qscheme is None and not s.fixes_blocks,
         lambda s: f"qscheme is missing: give one of {[q.name for q in QSchemeType]}.",
     ),
     (
@@ -221,101 +301,50 @@ _RULES: list[_Rule] = [
         lambda s: "a float32 zero point needs symmetric=False.",
     ),
     (
-        lambda s: s.scale_format not in (None, "float32") or s.is_scale_quant,
+        lambda s: s.fixes_blocks and not isinstance(s.ch_axis, int),
+        lambda s: f"an integer ch_axis is missing, got {s.ch_axis!r}.",
+    ),
+    (
+        lambda s: s.fixes_blocks and s.group_size is not None and s.group_size <= 0,
+        lambda s: f"group_size={s.group_size}: give the elements of a block.",
+    ),
+    (
+        lambda s: (s.dtype is Dtype.mx) != (s.mx_element_dtype is not None),
         lambda s: (
-            f"scales in a number format of their own (scale_format={s.scale_format!r}, "
-            f"is_scale_quant={s.is_scale_quant}) are not supported; use scale_type."
+            f"mx_element_dtype={plain(s.mx_element_dtype)!r}: dtype mx needs it, no other has it."
         ),
     ),
     (
+        lambda s: s.mx_element_dtype is not None and s.mx_element_dtype.name not in MX_ELEMENTS,
+        lambda s: f"mx_element_dtype={plain(s.mx_element_dtype)!r}: give one of {MX_ELEMENTS}.",
+    ),
+    (
+        lambda s: (s.qscheme is QSchemeType.per_block) != (s.block_size is not None),
+        lambda s: f"per_block and block_size=(rows, columns) go together, got {s.block_size!r}.",
+    ),
+    (
+        lambda s: s.scale_format not in (None, *SCALE_FORMATS),
+        lambda s: unknown(str(s.scale_format), SCALE_FORMATS, "scale_format"),
+    ),
+    (
+        lambda s: s.scale_calculation_mode not in (None, *SCALE_MODES),
+        lambda s: unknown(str(s.scale_calculation_mode), SCALE_MODES, "scale_calculation_mode"),
+    ),
+    (
+        lambda s: s.scheme.shares_exponents and s.symmetric is False,
+        lambda s: "blocks that share an exponent have no zero point: leave out symmetric=False.",
+    ),
+    (
+        lambda s: s.scheme.scale == E8M0 and not (s.fmt.is_float or s.dtype is Dtype.mx),
+        lambda s: "e8m0 scales are for floats and mx: use scale_type='pof2' with integers.",
+    ),
+    (
         lambda s: (
-            not (isinstance(s.observer_cls, type) and issubclass(s.observer_cls, ObserverBase))
+            s.observer_cls is not None
+            and not (isinstance(s.observer_cls, type) and issubclass(s.observer_cls, ObserverBase))
         ),
         lambda s: f"observer_cls must be an observer class, got {s.observer_cls!r}.",
     ),
 ]
 
 QTensorConfig = QuantizationSpec
-
-
-class DataTypeSpec:
-    """Base of the helper classes below; ``to_quantization_spec`` makes the full specification."""
-
-    _base: dict[str, Any]
-
-    def to_quantization_spec(self) -> QuantizationSpec:
-        """Return the full specification.
-
-        Raises:
-            ValueError: A field contradicts the format, or a name is unknown.
-        """
-        given = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
-        method = given.pop("observer_method", None)
-        if method is not None:
-            methods = OBSERVER_METHODS
-            given["observer_cls"] = methods[one_of(method, methods, "observer_method")]
-        chosen = {name: value for name, value in given.items() if value is not None}
-        return QuantizationSpec(**{**self._base, **chosen})
-
-
-REQUIRED = object()
-_COMMON: dict[str, Any] = {
-    "scale_type": "float",
-    "round_method": "half_even",
-    "is_dynamic": False,
-}
-_SCALE_FORMAT: dict[str, Any] = {"scale_format": "float32", "scale_calculation_mode": None}
-_SCHEME_FIELDS: dict[str, dict[str, Any]] = {
-    "per_tensor": {"observer_method": "min_max"},
-    "per_channel": {"ch_axis": REQUIRED},
-    "per_group": {"ch_axis": REQUIRED, "group_size": REQUIRED},
-}
-
-
-def _row(dtype: str, qscheme: str, **defaults: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    base = {"dtype": dtype, "qscheme": qscheme}
-    return base, {**_SCHEME_FIELDS[qscheme], "symmetric": True, **_COMMON, **defaults}
-
-
-# Name of the class -> (fixed fields, constructor arguments with their defaults).
-_SPECS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "Int4PerTensorSpec": _row("int4", "per_tensor"),
-    "Int8PerTensorSpec": _row("int8", "per_tensor"),
-    "Uint4PerTensorSpec": _row("uint4", "per_tensor", symmetric=False),
-    "Uint8PerTensorSpec": _row("uint8", "per_tensor", symmetric=False),
-    "Int3PerChannelSpec": _row("int3", "per_channel", symmetric=False),
-    "Int4PerChannelSpec": _row("int4", "per_channel"),
-    "Int8PerChannelSpec": _row("int8", "per_channel", symmetric=False),
-    "Uint4PerChannelSpec": _row("uint4", "per_channel", symmetric=False, zero_point_type="int32"),
-    "Uint8PerChannelSpec": _row("uint8", "per_channel"),
-    "Int2PerGroupSpec": _row("int2", "per_group"),
-    "Int3PerGroupSpec": _row("int3", "per_group"),
-    "Int4PerGroupSpec": _row("int4", "per_group"),
-    "Int8PerGroupSpec": _row("int8", "per_group"),
-    "Uint4PerGroupSpec": _row("uint4", "per_group", symmetric=False),
-    "Uint8PerGroupSpec": _row("uint8", "per_group", symmetric=False),
-    "FP8E4M3PerTensorSpec": _row("fp8_e4m3", "per_tensor", scale_type=None),
-    "FP8E5M2PerTensorSpec": _row("fp8_e5m2", "per_tensor"),
-    "FP8E4M3PerChannelSpec": _row("fp8_e4m3", "per_channel"),
-    "FP8E5M2PerChannelSpec": _row("fp8_e5m2", "per_channel"),
-    "FP8E4M3PerGroupSpec": _row("fp8_e4m3", "per_group", is_dynamic=True, **_SCALE_FORMAT),
-    "FP8E5M2PerGroupSpec": _row("fp8_e5m2", "per_group", is_dynamic=True, **_SCALE_FORMAT),
-    "Float16Spec": ({"dtype": "float16"}, {}),
-    "Bfloat16Spec": ({"dtype": "bfloat16"}, {}),
-}
-
-
-def _make(name: str, base: dict[str, Any], arguments: dict[str, Any]) -> type[DataTypeSpec]:
-    what = " ".join(base.values())
-    required = [(f, Any) for f, default in arguments.items() if default is REQUIRED]
-    optional = [
-        (f, Any, field(default=default))
-        for f, default in arguments.items()
-        if default is not REQUIRED
-    ]
-    namespace = {"__doc__": f"Quantization to {what}.", "_base": base, "__module__": __name__}
-    return make_dataclass(name, [*required, *optional], bases=(DataTypeSpec,), namespace=namespace)
-
-
-SPEC_CLASSES: dict[str, type[DataTypeSpec]] = {n: _make(n, *row) for n, row in _SPECS.items()}
-globals().update(SPEC_CLASSES)

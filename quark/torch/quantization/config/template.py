@@ -111,7 +111,8 @@ class LLMTemplate:
             layer_type_config: Module type to scheme.
             exclude_layers: Patterns of layers that stay as they are, instead of the template's.
             algo_configs: Options of algorithms by name.
-            shared_scale_groups: Groups of name endings that share per-tensor scales.
+            shared_scale_groups: Groups of name endings that share per-tensor scales; by default
+                the projections that are served fused, where scales have two levels.
 
         Raises:
             ValueError: A name is unknown; the nearest one is named.
@@ -127,7 +128,7 @@ class LLMTemplate:
             },
             exclude=list(exclude),
             algo_config=_algorithms(algorithm, algo_configs or {}),
-            shared_scale_groups=shared_scale_groups or [],
+            shared_scale_groups=_shared(scheme, shared_scale_groups),
         )
         if kv_cache_scheme is not None:
             config = with_kv_cache(config, self.kv_layers_name, kv_cache_scheme, min_kv_scale)
@@ -159,6 +160,13 @@ def with_kv_cache(
         kv_cache_group=list(patterns),
         min_kv_scale=min_kv_scale,
     )
+
+
+def _shared(scheme: str, groups: list[list[str]] | None) -> list[list[str]]:
+    if groups is not None:
+        return groups
+    is_two_level = scheme.startswith("nvfp4")
+    return [["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]] if is_two_level else []
 
 
 def _algorithms(names: str | list[str] | None, given: dict[str, AlgoConfig]) -> list[AlgoConfig]:

@@ -7,7 +7,8 @@ from enum import Enum
 from quark.torch.numerics.blocks import QSchemeType
 from quark.torch.numerics.formats import Dtype
 from quark.torch.numerics.rounding import RoundType
-from quark.torch.numerics.scales import ScaleType, ZeroPointType
+from quark.torch.numerics.scale_formats import ScaleType
+from quark.torch.numerics.scales import ZeroPointType
 
 __all__ = [
     "DeviceType",

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.torch.numerics.qdq import codes_of, quantize
 from quark.torch.quantization.config.config import QuantizationConfig
 from quark.torch.quantization.nn.quantizer import State, TensorQuantizer
 
@@ -19,6 +18,11 @@ QUANTIZERS = {
     "output_tensors": "_output_quantizer",
 }
 PARAMETERS = ("weight", "bias")
+
+
+def is_transposed(kind: type[nn.Module]) -> bool:
+    """Whether the weight of an operator has its inputs along axis 0: Transformers' Conv1D."""
+    return kind.__qualname__ == "Conv1D"
 
 
 def become(module: nn.Module, cls: type[nn.Module]) -> None:
@@ -65,10 +69,10 @@ class QuantMixin(nn.Module):
         module.frozen = False
         for name, attribute in QUANTIZERS.items():
             spec = getattr(config, name)
-            if spec is None or (name == "bias" and module.bias is None):
+            if spec is None or (name == "bias" and getattr(module, "bias", None) is None):
                 module.add_module(attribute, None)
                 continue
-            used = spec.for_parameter() if name in PARAMETERS else spec
+            used = spec.for_parameter(is_transposed(kind)) if name in PARAMETERS else spec
             module.add_module(attribute, TensorQuantizer(used))
         return module
 
@@ -121,12 +125,8 @@ class QuantMixin(nn.Module):
         quantizer = self.quantizers().get(name)
         if quantizer is None:
             return None
-        scale, zero_point = quantizer.scale, quantizer.zero_point
-        codes = None
-        if name in PARAMETERS:
-            encode = codes_of if self.frozen else quantize
-            codes = encode(getattr(self, name).detach(), scale, zero_point, quantizer.scheme)
-        return State(quantizer.spec, codes, scale, zero_point)
+        value = getattr(self, name).detach() if name in PARAMETERS else None
+        return quantizer.state(value, self.frozen)
 
     def product(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -138,9 +138,8 @@ class QuantMixin(nn.Module):
         """Quantize the input, apply the operator to quantized parameters, quantize the output."""
         weight = self.value("weight")
         assert weight is not None
-        y = self.product(
-            _quantized(self.input_quantizer, input), weight, self.value("bias"), *args, **kwargs
-        )
+        x = _quantized(self.input_quantizer, input) if input.is_floating_point() else input
+        y = self.product(x, weight, self.value("bias"), *args, **kwargs)
         return _quantized(self.output_quantizer, y)
 
 

@@ -1,19 +1,19 @@
-"""Linear layers that hold packed weights, as a checkpoint stores them."""
+"""Operators that hold packed weights, as a checkpoint stores them."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from quark.torch.numerics.qdq import dynamic_qparams, fake_quantize
+from quark.torch.numerics.scale_codec import decode_scale
 from quark.torch.numerics.scheme import Scheme
-from quark.torch.quantization.config.config import QuantizationConfig
+from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.config.spec import QuantizationSpec
-from quark.torch.quantization.nn.mixin import PARAMETERS, become
-from quark.torch.quantization.nn.quantizer import State
+from quark.torch.quantization.nn.mixin import PARAMETERS, become, is_transposed
+from quark.torch.quantization.nn.quantizer import PARTS, State
 
 SHORT_NAMES = {
     "weight": "weight",
@@ -30,7 +30,7 @@ Declared = dict[str, tuple[tuple[int, ...], torch.dtype]]
 class Layout(Protocol):
     """How a checkpoint stores a quantized tensor.
 
-    The stored parts go by three names: "" for codes or values, "scale" and "zero_point".
+    The stored parts go by these names: "" for codes or values, and those of ``PARTS``.
     """
 
     def declare(self, spec: QuantizationSpec, shape: tuple[int, ...], is_stored: bool) -> Declared:
@@ -63,28 +63,24 @@ class PackedQuantizer(nn.Module):
     zero_point: torch.Tensor | None
 
     def __init__(
-        self,
-        spec: QuantizationSpec,
-        stored: dict[str, tuple[tuple[int, ...], torch.dtype]],
-        device: torch.device | None,
+        self, spec: QuantizationSpec, stored: Declared, device: torch.device | None
     ) -> None:
         super().__init__()
         self.spec = spec
         self.scheme: Scheme = spec.scheme
         for name in ("scale", "zero_point"):
-            buffer = None
-            if name in stored:
-                shape, dtype = stored[name]
-                buffer = torch.empty(shape, dtype=dtype, device=device)
-            self.register_buffer(name, buffer)
+            self.register_buffer(name, _empty(stored, name, device))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Quantize and dequantize activations."""
+    def forward(self, x: torch.Tensor, tensor_scale: torch.Tensor | None) -> torch.Tensor:
+        """Quantize and dequantize activations, given the scale of their scales if there is one."""
         if x.numel() == 0:
             return x
         if self.scale is None and self.scheme.fmt.scaled:
-            return fake_quantize(x, *dynamic_qparams(x, self.scheme), self.scheme)
-        return fake_quantize(x, self.scale, self.zero_point, self.scheme)
+            return fake_quantize(x, *dynamic_qparams(x, self.scheme, tensor_scale), self.scheme)
+        scale = self.scale
+        if scale is not None:
+            scale = decode_scale(scale, self.scheme, tuple(x.shape), tensor_scale)
+        return fake_quantize(x, scale, self.zero_point, self.scheme)
 
     def extra_repr(self) -> str:
         """Return format and granularity."""
@@ -92,61 +88,71 @@ class PackedQuantizer(nn.Module):
         return f"{self.spec.dtype.name}{granularity}"
 
 
-class QParamsLinear(nn.Linear):
-    """A linear layer whose weight is stored in packed codes and unpacked for each product.
+def _empty(stored: Declared, name: str, device: torch.device | None) -> torch.Tensor | None:
+    if name not in stored:
+        return None
+    shape, dtype = stored[name]
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+class PackedMixin(nn.Module):
+    """An operator whose weight is stored in packed codes and unpacked for each use.
 
     Attributes:
         weight: Packed codes, or values where the configuration leaves the weight alone.
         weight_quantizer: Scale and zero point of the weight as stored, or None; likewise
             ``bias_quantizer``, ``input_quantizer`` and ``output_quantizer``.
+        weight_scale_2: Scale of the scales or of a second stage, or None; likewise
+            ``weight_zero_point_2`` and those of the other tensors.
         quant_config: Configuration of the layer.
         layout: How the stored tensors lie.
+        shapes: Shapes of weight and bias in full.
         value_dtype: Type of the layer before it was packed.
     """
 
-    weight_quantizer: PackedQuantizer | None
-    bias_quantizer: PackedQuantizer | None
-    input_quantizer: PackedQuantizer | None
-    output_quantizer: PackedQuantizer | None
+    float_class: ClassVar[type[nn.Module]]
+    weight: Any
+    bias: Any
     quant_config: QuantizationConfig
     layout: Layout
+    shapes: dict[str, tuple[int, ...]]
     value_dtype: torch.dtype
 
     @classmethod
     def from_module(
-        cls, linear: nn.Linear, config: QuantizationConfig, layout: Layout
-    ) -> QParamsLinear:
-        """Turn a linear layer in place into one ready to take stored tensors, and return it.
+        cls, module: nn.Module, config: QuantizationConfig, layout: Layout
+    ) -> PackedMixin:
+        """Turn an operator in place into one ready to take stored tensors, and return it.
 
         Its values are dropped: parameters and buffers are left empty, on the device they had.
         """
-        device = linear.weight.device
-        module: nn.Module = linear
+        weight = module.weight
+        assert isinstance(weight, torch.Tensor)
         become(module, cls)
-        assert isinstance(module, QParamsLinear)
+        assert isinstance(module, PackedMixin)
         module.quant_config, module.layout = config, layout
-        module.value_dtype = linear.weight.dtype
-        for name, short in SHORT_NAMES.items():
-            spec = getattr(config, name)
-            is_stored = name in PARAMETERS
-            if spec is None or (name == "bias" and linear.bias is None):
-                module.add_module(f"{short}_quantizer", None)
-                continue
-            spec = spec.for_parameter() if is_stored else spec
-            stored = layout.declare(spec, module.shape_of(name), is_stored)
-            module.add_module(f"{short}_quantizer", PackedQuantizer(spec, stored, device))
-            if "" in stored:
-                shape, kind = stored[""]
-                empty = torch.empty(shape, dtype=kind, device=device)
-                setattr(module, name, nn.Parameter(empty, requires_grad=False))
+        module.value_dtype = weight.dtype
+        parameters = {name: getattr(module, name, None) for name in PARAMETERS}
+        module.shapes = {n: tuple(p.shape) for n, p in parameters.items() if p is not None}
+        for name in SHORT_NAMES:
+            module._declare(name, weight.device)
         return module
 
-    def shape_of(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the weight or the bias in full; [] for activations."""
-        return {
-            "weight": (self.out_features, self.in_features),
-            "bias": (self.out_features,),
-        }.get(name, ())
+    def _declare(self, name: str, device: torch.device) -> None:
+        short, spec = SHORT_NAMES[name], getattr(self.quant_config, name)
+        is_stored = name in PARAMETERS
+        stored: Declared = {}
+        if spec is None or (is_stored and name not in self.shapes):
+            self.add_module(f"{short}_quantizer", None)
+        else:
+            spec = spec.for_parameter(is_transposed(self.float_class)) if is_stored else spec
+            stored = self.layout.declare(spec, self.shapes.get(name, ()), is_stored)
+            self.add_module(f"{short}_quantizer", PackedQuantizer(spec, stored, device))
+        for part in ("scale_2", "zero_point_2"):
+            self.register_buffer(f"{short}_{part}", _empty(stored, part, device))
+        if "" in stored:
+            empty = _empty(stored, "", device)
+            setattr(self, name, nn.Parameter(empty, requires_grad=False))  # type: ignore[arg-type]
 
     def value(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor | None:
         """Return the weight or the bias in full, or None, in ``dtype`` (by default its own)."""
@@ -158,7 +164,7 @@ class QParamsLinear(nn.Linear):
         if quantizer is None:
             return stored.to(dtype)
         parts = self._stored(name, quantizer)
-        return self.layout.value(quantizer.spec, self.shape_of(name), parts, dtype)
+        return self.layout.value(quantizer.spec, self.shapes[name], parts, dtype)
 
     def state(self, name: str) -> State | None:
         """Return a tensor of the configuration in full, or None if it is not quantized."""
@@ -166,23 +172,34 @@ class QParamsLinear(nn.Linear):
         if quantizer is None:
             return None
         parts = self._stored(name, quantizer)
-        return self.layout.unpack(quantizer.spec, self.shape_of(name), parts)
+        return self.layout.unpack(quantizer.spec, self.shapes.get(name, ()), parts)
 
     def _quantizer(self, name: str) -> PackedQuantizer | None:
         found: PackedQuantizer | None = getattr(self, f"{SHORT_NAMES[name]}_quantizer")
         return found
 
     def _stored(self, name: str, quantizer: PackedQuantizer) -> Stored:
-        parts = {"scale": quantizer.scale, "zero_point": quantizer.zero_point}
+        parts = {part: getattr(quantizer, part) for part in PARTS[:2]}
+        parts |= {part: getattr(self, f"{SHORT_NAMES[name]}_{part}") for part in PARTS[2:]}
         if name in PARAMETERS:
             parts[""] = getattr(self, name)
         return {part: tensor for part, tensor in parts.items() if tensor is not None}
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Quantize the input, multiply by the unpacked weight, quantize the output."""
-        if self.input_quantizer is not None:
-            x = self.input_quantizer(x)
-        weight = self.value("weight", x.dtype)
+    def product(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Apply the operator to given tensors."""
+        raise NotImplementedError
+
+    def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Quantize the input, apply the operator to the unpacked weight, quantize the output."""
+        x = input
+        dtype = x.dtype if x.is_floating_point() else self.value_dtype
+        if self.input_quantizer is not None and x.is_floating_point():
+            x = self.input_quantizer(x, self.input_scale_2)  # type: ignore[operator]
+        weight, bias = self.value("weight", dtype), self.value("bias", dtype)
         assert weight is not None
-        y = F.linear(x, weight, self.value("bias", x.dtype))
-        return y if self.output_quantizer is None else self.output_quantizer(y)
+        y = self.product(x, weight, bias, *args, **kwargs)
+        if self.output_quantizer is None:
+            return y
+        return self.output_quantizer(y, self.output_scale_2)  # type: ignore[operator, no-any-return]

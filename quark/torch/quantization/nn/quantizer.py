@@ -2,28 +2,80 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from quark.torch.numerics.qdq import dynamic_qparams, fake_quantize, fake_quantize_
+from quark.torch.numerics.blocks import QSchemeType
+from quark.torch.numerics.qdq import (
+    codes_of,
+    dequantize,
+    dynamic_qparams,
+    fake_quantize,
+    fake_quantize_,
+    quantize,
+)
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.spec import QuantizationSpec
+from quark.torch.quantization.observer.observer import MinMaxObserver
+
+PARTS = ("scale", "zero_point", "scale_2", "zero_point_2")
 
 
 class State(NamedTuple):
-    """A quantized tensor in full: specification, codes (None for activations), scale, offset."""
+    """A quantized tensor in full.
+
+    Attributes:
+        spec: Specification of the tensor.
+        codes: Codes, None for activations.
+        scale: Scale of the codes as they are multiplied, or of the first of two stages.
+        zero_point: Offset of the codes.
+        scale_2: Scale of the scales, or of the second of two stages.
+        zero_point_2: Offset of the second stage.
+    """
 
     spec: QuantizationSpec
     codes: torch.Tensor | None
     scale: torch.Tensor | None
     zero_point: torch.Tensor | None
+    scale_2: torch.Tensor | None = None
+    zero_point_2: torch.Tensor | None = None
 
     @property
     def scheme(self) -> Scheme:
         """The specification as the arithmetic takes it."""
         return self.spec.scheme
+
+    @classmethod
+    def of_values(
+        cls,
+        spec: QuantizationSpec,
+        values: torch.Tensor,
+        scale: torch.Tensor | None,
+        zero_point: torch.Tensor | None,
+        scale_2: torch.Tensor | None = None,
+        zero_point_2: torch.Tensor | None = None,
+    ) -> State:
+        """Return the state of a tensor whose values are quantized already."""
+        if spec.quantizes_codes:
+            assert scale is not None
+            second = spec.stages[1].for_parameter().scheme
+            codes = codes_of(values.float() / scale, scale_2, zero_point_2, second)
+        else:
+            codes = codes_of(values, scale, zero_point, spec.scheme)
+        return cls(spec, codes, scale, zero_point, scale_2, zero_point_2)
+
+    def value(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the values of the codes in ``dtype``."""
+        assert self.codes is not None
+        if not self.spec.quantizes_codes:
+            return dequantize(self.codes, self.scale, self.zero_point, self.scheme, dtype)
+        second = self.spec.stages[1].for_parameter().scheme
+        values = dequantize(self.codes, self.scale_2, self.zero_point_2, second)
+        assert self.scale is not None
+        return values.mul_(self.scale).to(dtype)
 
 
 class TensorQuantizer(nn.Module):
@@ -39,20 +91,26 @@ class TensorQuantizer(nn.Module):
         enabled: Whether anything is done at all.
         scale: Settled scale, [] per tensor, [channels] per channel, a grid per group; or None.
         zero_point: Settled zero point in the same shape, or None.
+        scale_2: Settled scale [] of the scales, or that of a second stage over the codes.
+        zero_point_2: Settled zero point of a second stage.
     """
 
     scale: torch.Tensor | None
     zero_point: torch.Tensor | None
+    scale_2: torch.Tensor | None
+    zero_point_2: torch.Tensor | None
 
     def __init__(self, spec: QuantizationSpec) -> None:
         super().__init__()
         self.spec = spec
         self.scheme = spec.scheme
-        self.observer = spec.make_observer()
+        # Block scales of a dynamic tensor are relative to a settled range of the whole.
+        observed = _whole(spec) if spec.is_dynamic and spec.needs_data else spec
+        self.observer = observed.make_observer()
         self.observing = False
         self.enabled = True
-        self.register_buffer("scale", None)
-        self.register_buffer("zero_point", None)
+        for name in PARTS:
+            self.register_buffer(name, None)
 
     @property
     def is_dynamic(self) -> bool:
@@ -60,20 +118,47 @@ class TensorQuantizer(nn.Module):
         return bool(self.spec.is_dynamic) and self.scheme.fmt.scaled
 
     @property
-    def is_static(self) -> bool:
-        """Whether the quantizer needs a settled scale."""
-        return self.scheme.fmt.scaled and not self.is_dynamic
+    def needs_data(self) -> bool:
+        """Whether anything has to be settled before the quantizer can work."""
+        return self.spec.needs_data
 
-    def settle(self) -> None:
-        """Derive the scale from what was observed and stop observing.
+    def settle(self, x: torch.Tensor | None = None) -> None:
+        """Derive the scales from what was observed and stop observing.
+
+        Args:
+            x: The tensor itself, where it does not change: a weight or bias.
 
         Raises:
             RuntimeError: Nothing was observed.
             FloatingPointError: NaN or infinity was observed.
         """
         self.observing = False
-        if self.is_static:
-            self.scale, self.zero_point = self.observer.calculate_qparams()
+        if not self.needs_data:
+            return
+        if self.scheme.scale.two_level and isinstance(self.observer, MinMaxObserver):
+            self.scale_2 = self.observer.tensor_scale(self.scheme)
+        if self.is_dynamic:
+            return
+        self.scale, self.zero_point = self.observer.calculate_qparams()
+        if self.spec.quantizes_codes and x is not None:
+            second = self._second()
+            observer = second.make_observer()
+            observer(self._values(x))
+            self.scale_2, self.zero_point_2 = observer.calculate_qparams()
+
+    def resettle(self, scale_2: torch.Tensor, x: torch.Tensor | None = None) -> None:
+        """Take another scale of the scales, as tensors that share one do.
+
+        Args:
+            scale_2: Scale [] of the scales.
+            x: The tensor itself, where the ranges of its blocks are needed again.
+        """
+        assert isinstance(self.observer, MinMaxObserver)
+        self.scale_2 = scale_2
+        if not self.is_dynamic and x is not None:
+            self.observer(x)
+            self.scale, self.zero_point = self.observer.qparams(scale_2)
+            self.observer.reset()
 
     def qparams(self, x: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return the scale and zero point that apply to ``x``.
@@ -83,13 +168,14 @@ class TensorQuantizer(nn.Module):
         """
         if not self.scheme.fmt.scaled:
             return None, None
-        if self.is_dynamic:
-            return dynamic_qparams(x, self.scheme)
-        if self.scale is None:
+        settled = self.scale_2 if self.is_dynamic else self.scale
+        if self.needs_data and settled is None:
             raise RuntimeError(
                 "A static quantizer has no scale yet: run ModelQuantizer.quantize_model with a "
                 "dataloader first."
             )
+        if self.is_dynamic:
+            return dynamic_qparams(x, self.scheme, self.scale_2)
         return self.scale, self.zero_point
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -99,11 +185,50 @@ class TensorQuantizer(nn.Module):
         if self.observing:
             result: torch.Tensor = self.observer(x)
             return result
+        if self.spec.quantizes_codes:
+            return x + (self._through_codes(x) - x).detach()  # straight through
         return fake_quantize(x, *self.qparams(x), self.scheme)
 
     def bake_(self, x: torch.Tensor) -> torch.Tensor:
         """Replace the values of ``x`` by what ``forward`` returns for them, without a copy."""
+        if self.spec.quantizes_codes:
+            return x.copy_(self._through_codes(x))
         return fake_quantize_(x, *self.qparams(x), self.scheme)
+
+    def state(self, x: torch.Tensor | None, is_baked: bool) -> State:
+        """Return the tensor in full.
+
+        Args:
+            x: Its values, None for activations.
+            is_baked: Whether these are quantized values already.
+        """
+        settled = self.scale, self.zero_point, self.scale_2, self.zero_point_2
+        if x is None:
+            return State(self.spec, None, *settled)
+        if is_baked:
+            return State.of_values(self.spec, x, *settled)
+        if self.spec.quantizes_codes:
+            second = self._second().scheme
+            codes = quantize(self._values(x), self.scale_2, self.zero_point_2, second)
+        else:
+            codes = quantize(x, self.scale, self.zero_point, self.scheme)
+        return State(self.spec, codes, *settled)
+
+    def _second(self) -> QuantizationSpec:
+        assert self.spec.second_stage is not None
+        return self.spec.second_stage.for_parameter()
+
+    def _values(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the values of the codes of the first stage, without its scale."""
+        codes = quantize(x.detach(), self.scale, self.zero_point, self.scheme)
+        return dequantize(codes, torch.ones_like(self.scale), None, self.scheme)  # type: ignore[arg-type]
+
+    def _through_codes(self, x: torch.Tensor) -> torch.Tensor:
+        values = fake_quantize_(
+            self._values(x), self.scale_2, self.zero_point_2, self._second().scheme
+        )
+        assert self.scale is not None
+        return values.mul_(self.scale).to(x.dtype)
 
     def extra_repr(self) -> str:
         """Return format and granularity."""
@@ -115,4 +240,19 @@ class TensorQuantizer(nn.Module):
             parts.append(f"group_size={spec.group_size}")
         if self.is_dynamic:
             parts.append("dynamic")
+        if spec.second_stage is not None:
+            parts.append(f"then {spec.second_stage.dtype.name}")
         return ", ".join(parts)
+
+
+def _whole(spec: QuantizationSpec) -> QuantizationSpec:
+    """Return a specification whose observer sees the range of a whole tensor."""
+    return replace(
+        spec,
+        qscheme=QSchemeType.per_tensor,
+        observer_cls=None,
+        is_dynamic=False,
+        group_size=None,
+        second_stage=None,
+        scale_format=None,
+    )

@@ -1,16 +1,22 @@
 """Observers keep statistics of what passes by; ``numerics.scales`` solves for scale and zero point.
 
 The documented classes are names for one statistic under one granularity, which the specification
-states too. A new statistic is a subclass of ``ObserverBase`` and a line in ``OBSERVERS``.
+states too. A new statistic is a subclass of ``ObserverBase`` and a line in ``registry``.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
-from quark.torch.numerics.scales import block_range, qparams_from_range
+from quark.torch.numerics.scale_formats import POF2
+from quark.torch.numerics.scales import (
+    block_range,
+    qparams_from_range,
+    tensor_scale_from_range,
+)
 from quark.torch.numerics.scheme import Scheme
 
 
@@ -121,11 +127,55 @@ class MinMaxObserver(ObserverBase):
             raise RuntimeError("No data was observed, so there is no range to derive a scale from.")
         if not bool(torch.isfinite(self.hi - self.lo).all()):
             raise FloatingPointError("NaN or infinite values were observed.")
-        return qparams_from_range(self.lo, self.hi, self.scheme)
+        return self.qparams()
+
+    def qparams(
+        self, tensor_scale: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the scale and zero point of the range, given the scale of the whole tensor."""
+        assert self.lo is not None and self.hi is not None
+        return qparams_from_range(self.lo, self.hi, self.scheme, tensor_scale)
+
+    def tensor_scale(self, scheme: Scheme) -> torch.Tensor:
+        """Return the scale [] that the block scales of ``scheme`` are relative to.
+
+        Raises:
+            RuntimeError: Nothing was observed.
+        """
+        if self.lo is None or self.hi is None:
+            raise RuntimeError("No data was observed, so there is no range to derive a scale from.")
+        return tensor_scale_from_range(self.lo, self.hi, scheme)
 
     def reset(self) -> None:
         """Forget the ranges."""
         self.lo = self.hi = None
+
+
+class MovingAverageMinMaxObserver(MinMaxObserver):
+    """Exponential moving average of the minimum and maximum of each tensor.
+
+    It follows recent data, so it depends on the order of the batches.
+
+    Args:
+        qspec: Specification of the tensor.
+        device: Where statistics are kept.
+        averaging_constant: Weight of a new tensor.
+    """
+
+    def __init__(
+        self,
+        qspec: HasScheme,
+        device: torch.device | None = None,
+        averaging_constant: float = 0.01,
+    ) -> None:
+        super().__init__(qspec, device)
+        self.averaging_constant = averaging_constant
+
+    def widen(self, lo: torch.Tensor, hi: torch.Tensor) -> None:
+        """Move the ranges towards [lo, hi]."""
+        weight = self.averaging_constant
+        self.lo = lo if self.lo is None else torch.lerp(self.lo, lo, weight)
+        self.hi = hi if self.hi is None else torch.lerp(self.hi, hi, weight)
 
 
 class PerTensorMinMaxObserver(MinMaxObserver):
@@ -140,16 +190,29 @@ class PerGroupMinMaxObserver(MinMaxObserver):
     """Minimum and maximum of each group."""
 
 
-# Classes that a configuration may name: nothing else is ever looked up.
-OBSERVERS: dict[str, type[ObserverBase]] = {
-    cls.__name__: cls
-    for cls in (
-        PlaceholderObserver,
-        PerTensorMinMaxObserver,
-        PerChannelMinMaxObserver,
-        PerGroupMinMaxObserver,
-    )
-}
+class PerBlock2DMinMaxObserver(MinMaxObserver):
+    """Minimum and maximum of each two-dimensional block."""
 
-# Documented ``observer_method`` names of per-tensor statistics.
-OBSERVER_METHODS: dict[str, type[ObserverBase]] = {"min_max": PerTensorMinMaxObserver}
+
+class PerBlockMXObserver(MinMaxObserver):
+    """Minimum and maximum of each block that shares an exponent."""
+
+
+class PerBlockMXBufferReuseObserver(PerBlockMXObserver):
+    """Another documented name of the same."""
+
+
+class PerBlockBFPObserver(MinMaxObserver):
+    """Minimum and maximum of each block, or sub-block, of a format with exponents of its own."""
+
+
+class PerTensorPowOf2MinMaxObserver(MinMaxObserver):
+    """Minimum and maximum; the scale is the nearest power of two."""
+
+    def __init__(self, qspec: HasScheme, device: torch.device | None = None) -> None:
+        super().__init__(qspec, device)
+        self.scheme = replace(self.scheme, scale=POF2)
+
+
+class PerChannelPowOf2MinMaxObserver(PerTensorPowOf2MinMaxObserver):
+    """Minimum and maximum of each channel; scales are the nearest powers of two."""

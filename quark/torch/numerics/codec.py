@@ -1,0 +1,37 @@
+"""Codes of floating-point formats that torch has no type for: sign, exponent, mantissa."""
+
+from __future__ import annotations
+
+import torch
+
+from quark.torch.numerics.formats import Format
+
+
+def encode(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Return the codes of float32 values that lie on the grid of ``fmt``, as int32.
+
+    A code is sign, exponent and mantissa from the highest bit down; unsigned formats have no sign.
+    """
+    bits = x.view(torch.int32)
+    magnitude = bits & 0x7FFFFFFF
+    normal = (magnitude >> (23 - fmt.mantissa_bits)) - (_offset(fmt) << fmt.mantissa_bits)
+    small = x.abs().clamp_(max=2.0**fmt.min_exponent)  # what is larger may not fit an integer
+    small = small.mul_(2.0 ** (fmt.mantissa_bits - fmt.min_exponent)).to(torch.int32)
+    codes = torch.where(small < 1 << fmt.mantissa_bits, small, normal)
+    return codes | (bits < 0).to(torch.int32) << (fmt.bits - 1) if fmt.signed else codes
+
+
+def decode(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Return the float32 values of codes: the inverse of ``encode``."""
+    codes = codes.to(torch.int32)
+    sign_bit = 1 << (fmt.bits - 1) if fmt.signed else 0
+    magnitude = codes & ((1 << (fmt.bits - bool(sign_bit))) - 1)
+    normal = (magnitude << (23 - fmt.mantissa_bits)) + (_offset(fmt) << 23)
+    small = magnitude * 2.0 ** (fmt.min_exponent - fmt.mantissa_bits)
+    values = torch.where(magnitude < 1 << fmt.mantissa_bits, small, normal.view(torch.float32))
+    return torch.where(codes & sign_bit != 0, -values, values) if sign_bit else values
+
+
+def _offset(fmt: Format) -> int:
+    """Difference between the exponent bias of float32 and that of ``fmt``."""
+    return 126 + fmt.min_exponent

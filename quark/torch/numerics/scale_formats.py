@@ -1,0 +1,61 @@
+"""Number formats of scales."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from quark.torch.numerics.formats import Dtype, Format
+
+
+@dataclass(frozen=True)
+class ScaleFormat:
+    """How scales are rounded and stored.
+
+    Attributes:
+        dtype: Type of a stored scale.
+        fmt: Float format narrower than ``dtype`` that scales are rounded to, if any.
+        power_of_two: Whether only the exponent is kept.
+        two_level: Whether scales are rounded relative to one float32 scale of the whole tensor.
+    """
+
+    dtype: torch.dtype = torch.float32
+    fmt: Format | None = None
+    power_of_two: bool = False
+    two_level: bool = False
+
+    @property
+    def held_dtype(self) -> torch.dtype:
+        """Type of a scale in memory: the values of narrow formats are held in float32."""
+        return self.dtype if self.dtype.is_floating_point and self.fmt is None else torch.float32
+
+
+FLOAT32 = ScaleFormat()
+POF2 = ScaleFormat(power_of_two=True)
+E8M0 = ScaleFormat(torch.uint8, power_of_two=True)
+E4M3 = ScaleFormat(torch.float8_e4m3fn, Dtype.fp8_e4m3.value, two_level=True)
+E5M3 = ScaleFormat(torch.uint8, Dtype.fp8_e5m3.value)
+
+
+class ScaleType(Enum):
+    """Type in which scales are stored. ``float`` is float32, ``pof2`` a float32 power of two."""
+
+    float = "float"
+    pof2 = "pof2"
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+    float8_e5m3 = "float8_e5m3"
+    float8_e8m0fnu = "float8_e8m0fnu"
+
+    @property
+    def format(self) -> ScaleFormat:
+        """The format of the scales."""
+        named = {"float": FLOAT32, "pof2": POF2, "float8_e5m3": E5M3, "float8_e8m0fnu": E8M0}
+        return named.get(self.value) or ScaleFormat(getattr(torch, self.value))
+
+
+# Names of ``scale_format`` in configurations.
+SCALE_FORMATS = {"float32": FLOAT32, "e8m0": E8M0, "e4m3": E4M3, "e5m3": E5M3}

@@ -1,0 +1,213 @@
+"""Observers that keep a histogram, and clip the range by percentile or by squared error.
+
+Counts are int64 and the width of a bin is a power of two, so that histograms merge exactly and in
+any order: batches give what their concatenation gives.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from quark.torch.numerics.qdq import CHUNK, fake_quantize
+from quark.torch.numerics.scales import qparams_from_range
+from quark.torch.quantization.observer.observer import HasScheme, ObserverBase
+
+BINS = 2048  # on either side of zero
+STEPS = 100  # candidate thresholds of a search, down to a fifth of the range
+PERCENTILE = 99.99
+SMALLEST = -100  # exponent of the narrowest range, whose bins have a width with a reciprocal
+
+
+class HistogramObserver(ObserverBase):
+    """Histogram of a whole tensor over [-limit, limit), with its exact minimum and maximum.
+
+    Attributes:
+        counts: int64, 2 * BINS, the first half for negative values.
+        limit: Power of two above all magnitudes.
+        lo: Smallest value.
+        hi: Largest value.
+    """
+
+    def __init__(self, qspec: HasScheme, device: torch.device | None = None) -> None:
+        super().__init__(qspec, device)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.counts = torch.zeros(2 * BINS, dtype=torch.int64, device=self.device)
+        self.limit = 0.0
+        self.lo, self.hi = math.inf, -math.inf
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has been observed yet."""
+        return self.hi < self.lo
+
+    def observe(self, x: torch.Tensor) -> None:
+        """Count the values of ``x``; an empty tensor changes nothing.
+
+        Raises:
+            FloatingPointError: NaN or infinity was observed.
+        """
+        if x.numel() == 0:
+            return
+        lo, hi = x.aminmax()
+        if not math.isfinite(float(hi - lo)):
+            raise FloatingPointError("NaN or infinite values were observed.")
+        self.lo, self.hi = min(self.lo, float(lo)), max(self.hi, float(hi))
+        amax = max(-self.lo, self.hi)
+        if amax > 0:
+            self._grow(2.0 ** max(math.frexp(amax)[1], SMALLEST))
+        if self.limit == 0.0:  # nothing but zeros so far
+            self.counts[BINS] += x.numel()
+            return
+        counts = self.counts.to(x.device)
+        for piece in torch.split(x.reshape(-1), CHUNK):
+            # Scaling by a power of two is exact, so a value falls into its bin whatever the limit.
+            index = piece.float().mul(BINS / self.limit).floor_().add_(BINS)
+            index = index.clamp_(0, 2 * BINS - 1).to(torch.int32)
+            counts += torch.bincount(index, minlength=2 * BINS)
+        self.counts = counts.to(self.device or x.device)
+
+    def merge(self, other: HistogramObserver) -> None:
+        """Add what another observer has seen."""
+        if other.is_empty:
+            return
+        self.lo, self.hi = min(self.lo, other.lo), max(self.hi, other.hi)
+        self._grow(other.limit)
+        self.counts += _coarser(other.counts, other.limit, self.limit).to(self.counts.device)
+
+    def _grow(self, limit: float) -> None:
+        if limit <= self.limit:
+            return
+        self.counts = _coarser(self.counts, self.limit, limit)
+        self.limit = limit
+
+    def centers(self) -> torch.Tensor:
+        """Return the middle of each bin in float32."""
+        index = torch.arange(2 * BINS, dtype=torch.float32, device=self.counts.device)
+        return (index - BINS + 0.5) * ((self.limit or 1.0) / BINS)
+
+    def clipped(self) -> tuple[float, float]:
+        """Return the range to quantize: all of it, unless a subclass clips."""
+        return self.lo, self.hi
+
+    def calculate_qparams(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the scale and zero point of the range to quantize.
+
+        Raises:
+            RuntimeError: Nothing was observed.
+        """
+        if self.is_empty:
+            raise RuntimeError("No data was observed, so there is no range to derive a scale from.")
+        lo, hi = self.clipped()
+        device = self.counts.device
+        return qparams_from_range(
+            torch.tensor(lo, device=device), torch.tensor(hi, device=device), self.scheme
+        )
+
+
+def _coarser(counts: torch.Tensor, limit: float, wider: float) -> torch.Tensor:
+    """Return counts over [-wider, wider) by adding up neighbouring bins."""
+    if limit in (0.0, wider):
+        return counts
+    ratio = round(wider / limit)
+    halves = counts.reshape(2, BINS)
+    if ratio >= BINS:
+        merged = torch.zeros_like(halves)
+        merged[0, -1], merged[1, 0] = halves[0].sum(), halves[1].sum()
+        return merged.reshape(-1)
+    merged = torch.zeros_like(halves)
+    sums = halves.reshape(2, BINS // ratio, ratio).sum(-1)
+    merged[0, BINS - BINS // ratio :] = sums[0]
+    merged[1, : BINS // ratio] = sums[1]
+    return merged.reshape(-1)
+
+
+class PerTensorPercentileObserver(HistogramObserver):
+    """Clips the range so that a percentage of the values lies inside.
+
+    Symmetric ranges cut the tail of the magnitudes, others half of the rest at either end.
+
+    Args:
+        qspec: Specification of the tensor.
+        device: Where statistics are kept.
+        percentile: Percentage inside, up to 100, which is the minimum and maximum.
+    """
+
+    def __init__(
+        self,
+        qspec: HasScheme,
+        device: torch.device | None = None,
+        percentile: float = PERCENTILE,
+    ) -> None:
+        if not 0 < percentile <= 100:
+            raise ValueError(f"percentile={percentile}: give a number above 0 and up to 100.")
+        super().__init__(qspec, device)
+        self.percentile = percentile
+
+    def clipped(self) -> tuple[float, float]:
+        """Return the range at the percentile."""
+        inside = self.percentile / 100
+        if self.scheme.symmetric:
+            halves = self.counts.reshape(2, BINS)
+            magnitude = self._quantile(halves[0].flip(0) + halves[1], inside, 0.0)
+            return -min(magnitude, -self.lo), min(magnitude, self.hi)
+        tail = (1 - inside) / 2
+        lo = self._quantile(self.counts, tail, -self.limit)
+        hi = self._quantile(self.counts, 1 - tail, -self.limit)
+        return max(lo, self.lo), min(hi, self.hi)
+
+    def _quantile(self, counts: torch.Tensor, share: float, start: float) -> float:
+        """Return the value below which a share of the counts lies, linear inside a bin."""
+        total = counts.double().cumsum(0)
+        target = share * float(total[-1])
+        index = int(torch.searchsorted(total, target).clamp(max=len(counts) - 1))
+        before = float(total[index - 1]) if index else 0.0
+        inside = (target - before) / max(1.0, float(counts[index]))
+        return start + (index + inside) * self.limit / BINS
+
+
+class PerTensorMSEObserver(HistogramObserver):
+    """Clips the range where the squared error of quantization is least.
+
+    Both ends are searched: a symmetric range over ``STEPS`` thresholds, another one over pairs of
+    thresholds, with the values at the middle of the bins.
+    """
+
+    def clipped(self) -> tuple[float, float]:
+        """Return the range of least squared error."""
+        used = self.counts > 0
+        values, weights = self.centers()[used], self.counts[used].double()
+        values = values.clamp(self.lo, self.hi)
+        if self.scheme.symmetric:
+            shrinks = [(s, s) for s in _shrinks(STEPS)]
+        else:
+            coarse = _shrinks(STEPS // 4)
+            shrinks = [(a, b) for a in coarse for b in coarse]
+        ranges = [(self.lo * a, self.hi * b) for a, b in shrinks]
+        losses = [self._loss(lo, hi, values, weights) for lo, hi in ranges]
+        return ranges[losses.index(min(losses))]
+
+    def _loss(self, lo: float, hi: float, values: torch.Tensor, weights: torch.Tensor) -> float:
+        device = values.device
+        qparams = qparams_from_range(
+            torch.tensor(lo, device=device), torch.tensor(hi, device=device), self.scheme
+        )
+        error = fake_quantize(values, *qparams, self.scheme) - values
+        return float((error.double().square() * weights).sum())
+
+
+def _shrinks(steps: int) -> list[float]:
+    """Return factors from 1 down to a fifth."""
+    return [1 - 0.8 * i / steps for i in range(steps + 1)]
+
+
+class PerTensorHistogramObserver(PerTensorMSEObserver):
+    """The documented name of the histogram that is clipped where the squared error is least."""
+
+
+class PerTensorHistogramObserverPro(PerTensorHistogramObserver):
+    """Another documented name of the same."""

@@ -1,0 +1,65 @@
+"""The observers that a configuration may name. Nothing else is ever looked up."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from quark.torch.numerics.blocks import QSchemeType
+from quark.torch.numerics.scheme import Scheme
+from quark.torch.quantization.observer.observer import ObserverBase
+
+_PACKAGE = "quark.torch.quantization.observer"
+
+# Documented name -> module that has it.
+OBSERVERS: dict[str, str] = {
+    "PlaceholderObserver": "observer",
+    "PerTensorMinMaxObserver": "observer",
+    "PerChannelMinMaxObserver": "observer",
+    "PerGroupMinMaxObserver": "observer",
+    "PerBlock2DMinMaxObserver": "observer",
+    "PerBlockMXObserver": "observer",
+    "PerBlockMXBufferReuseObserver": "observer",
+    "PerBlockBFPObserver": "observer",
+    "MovingAverageMinMaxObserver": "observer",
+    "PerTensorPowOf2MinMaxObserver": "observer",
+    "PerChannelPowOf2MinMaxObserver": "observer",
+    "PerTensorHistogramObserver": "histogram",
+    "PerTensorHistogramObserverPro": "histogram",
+    "PerTensorPercentileObserver": "histogram",
+    "PerTensorMSEObserver": "histogram",
+    "PerBlockMXDiffsObserver": "search",
+    "PerChannelMSEObserver": "search",
+    "PerGroupMSEObserver": "search",
+    "PerTensorPowOf2MinMSEObserver": "search",
+    "PerChannelPowOf2MinMSEObserver": "search",
+}
+
+# Documented ``observer_method`` names of per-tensor statistics.
+OBSERVER_METHODS: dict[str, str] = {
+    "min_max": "PerTensorMinMaxObserver",
+    "histogram": "PerTensorHistogramObserver",
+    "histogrampro": "PerTensorHistogramObserverPro",
+    "MSE": "PerTensorMSEObserver",
+    "percentile": "PerTensorPercentileObserver",
+}
+
+
+def observer_class(name: str) -> type[ObserverBase]:
+    """Return the observer called ``name``, one of ``OBSERVERS``."""
+    found: type[ObserverBase] = getattr(import_module(f"{_PACKAGE}.{OBSERVERS[name]}"), name)
+    return found
+
+
+def default_observer(scheme: Scheme) -> type[ObserverBase]:
+    """Return the observer of a scheme that names none: the minimum and maximum."""
+    if not scheme.fmt.scaled:
+        return observer_class("PlaceholderObserver")
+    if scheme.shares_exponents:
+        return observer_class("PerBlockBFPObserver" if scheme.fmt.block else "PerBlockMXObserver")
+    names = {
+        QSchemeType.per_tensor: "PerTensorMinMaxObserver",
+        QSchemeType.per_channel: "PerChannelMinMaxObserver",
+        QSchemeType.per_group: "PerGroupMinMaxObserver",
+        QSchemeType.per_block: "PerBlock2DMinMaxObserver",
+    }
+    return observer_class(names[scheme.qscheme])

@@ -1,0 +1,168 @@
+"""Observers that search the scale of each block of a weight for the least squared error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+
+from quark.torch.numerics.blocks import QSchemeType
+from quark.torch.numerics.exponents import power_of_two, shared_exponent
+from quark.torch.numerics.qdq import CHUNK, QParams, fake_quantize_
+from quark.torch.numerics.scale_formats import POF2
+from quark.torch.numerics.scales import qparams_from_range
+from quark.torch.numerics.scheme import Scheme
+from quark.torch.quantization.observer.observer import HasScheme, ObserverBase
+
+COARSE = 20  # thresholds down to a fifth of the range, then
+FINE = 8  # thresholds around the best of them
+
+# What a search may try for rows of values: from (scheme, lo, hi, error of candidates) to the best.
+_Error = Callable[[QParams], torch.Tensor]
+
+
+class SearchObserver(ObserverBase):
+    """Tries scales for each block and keeps the best.
+
+    Weights are seen once: a further tensor replaces what was found.
+    """
+
+    def __init__(self, qspec: HasScheme, device: torch.device | None = None) -> None:
+        super().__init__(qspec, device)
+        self.found: QParams | None = None
+
+    def candidates(
+        self, scheme: Scheme, lo: torch.Tensor, hi: torch.Tensor, error: _Error
+    ) -> Iterator[QParams]:
+        """Give scales and zero points to try for rows of values within [lo, hi].
+
+        Args:
+            scheme: How a row is quantized.
+            lo: Smallest value of each row.
+            hi: Largest value of each row.
+            error: Squared error of each row under a candidate, for searches in steps.
+        """
+        raise NotImplementedError
+
+    def observe(self, x: torch.Tensor) -> None:
+        """Search the scales of ``x``; an empty tensor changes nothing.
+
+        Raises:
+            FloatingPointError: NaN or infinity was observed.
+        """
+        if x.numel() == 0:
+            return
+        if not bool(torch.isfinite(torch.stack(x.aminmax())).all()):
+            raise FloatingPointError("NaN or infinite values were observed.")
+        blocks = self.scheme.blocks(x.shape)
+        view = blocks.split(x)
+        kept = [i for i in range(view.dim()) if i not in blocks.reduced]
+        rows = view.permute(*kept, *blocks.reduced)
+        count = 1
+        for i in kept:
+            count *= view.shape[i]
+        rows = rows.reshape(count, -1)  # (blocks, elements)
+        scheme = replace(self.scheme, qscheme=QSchemeType.per_channel, axis=0, per_token=False)
+        height = max(1, CHUNK // rows.shape[1])
+        parts = [self._best(piece.float(), scheme) for piece in torch.split(rows, height)]
+        shape = self.scheme.scale_shape(x.shape)
+        scale = torch.cat([part[0] for part in parts]).reshape(shape).to(self.device)
+        zeros = [part[1] for part in parts if part[1] is not None]
+        offset = torch.cat(zeros).reshape(shape).to(self.device) if zeros else None
+        self.found = scale, offset
+
+    def _best(self, rows: torch.Tensor, scheme: Scheme) -> QParams:
+        lo, hi = rows.amin(1), rows.amax(1)
+
+        def error(qparams: QParams) -> torch.Tensor:
+            rounded = fake_quantize_(rows.clone(), *qparams, scheme)
+            return rounded.sub_(rows).square_().sum(1)
+
+        best: QParams | None = None
+        least = torch.full_like(lo, torch.inf)
+        for candidate in self.candidates(scheme, lo, hi, error):
+            loss = error(candidate)
+            better = loss < least
+            least = torch.minimum(least, loss)
+            best = candidate if best is None else _choose(better, candidate, best)
+        assert best is not None
+        return best
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has been observed yet."""
+        return self.found is None
+
+    def calculate_qparams(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the scales and zero points that were found.
+
+        Raises:
+            RuntimeError: Nothing was observed.
+        """
+        if self.found is None:
+            raise RuntimeError("No data was observed, so there is no range to derive a scale from.")
+        return self.found
+
+    def reset(self) -> None:
+        """Forget what was found."""
+        self.found = None
+
+
+def _choose(which: torch.Tensor, one: QParams, other: QParams) -> QParams:
+    zero_point = one[1]
+    if zero_point is not None and other[1] is not None:
+        zero_point = torch.where(which, zero_point, other[1])
+    return torch.where(which, one[0], other[0]), zero_point
+
+
+class PerChannelMSEObserver(SearchObserver):
+    """The range of each block is shrunk to where the squared error is least."""
+
+    def candidates(
+        self, scheme: Scheme, lo: torch.Tensor, hi: torch.Tensor, error: _Error
+    ) -> Iterator[QParams]:
+        """Give ranges from the whole down to a fifth, then finer ones around the best."""
+        step = 0.8 / COARSE
+        best, least = torch.ones_like(lo), torch.full_like(lo, torch.inf)
+        for i in range(COARSE + 1):
+            shrink = 1 - i * step
+            candidate = qparams_from_range(lo * shrink, hi * shrink, scheme)
+            loss = error(candidate)
+            best = torch.where(loss < least, shrink, best)
+            least = torch.minimum(least, loss)
+        for i in range(-FINE // 2, FINE // 2 + 1):
+            shrinks = (best + 2 * i * step / (FINE + 2)).clamp(max=1)
+            yield qparams_from_range(lo * shrinks, hi * shrinks, scheme)
+
+
+class PerGroupMSEObserver(PerChannelMSEObserver):
+    """The same for groups."""
+
+
+class PerTensorPowOf2MinMSEObserver(SearchObserver):
+    """The power-of-two scale of least squared error, of five around the nearest."""
+
+    def candidates(
+        self, scheme: Scheme, lo: torch.Tensor, hi: torch.Tensor, error: _Error
+    ) -> Iterator[QParams]:
+        """Give the nearest power of two, and those up to four times larger and smaller."""
+        scheme = replace(scheme, scale=POF2)
+        for factor in (1.0, 0.5, 2.0, 0.25, 4.0):
+            yield qparams_from_range(lo * factor, hi * factor, scheme)
+
+
+class PerChannelPowOf2MinMSEObserver(PerTensorPowOf2MinMSEObserver):
+    """The same for channels."""
+
+
+class PerBlockMXDiffsObserver(SearchObserver):
+    """The shared exponent of least squared error, of the one rounded up and the one below it."""
+
+    def candidates(
+        self, scheme: Scheme, lo: torch.Tensor, hi: torch.Tensor, error: _Error
+    ) -> Iterator[QParams]:
+        """Give both exponents."""
+        top = shared_exponent(torch.maximum(-lo, hi), scheme.fmt, "ceil")
+        for exponent in (top, (top - 1).clamp(min=-127)):
+            yield power_of_two(exponent - scheme.fmt.fraction_bits), None

@@ -1,0 +1,127 @@
+"""Codes of floats that torch has no type for, each against ml_dtypes or exact fractions."""
+
+from fractions import Fraction
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from quark.torch.numerics.codec import decode, encode
+from quark.torch.numerics.formats import Dtype
+from quark.torch.numerics.qdq import dequantize, fake_quantize, quantize
+from quark.torch.numerics.scheme import Scheme
+
+CASTS = {
+    "fp4": ml_dtypes.float4_e2m1fn,
+    "fp6_e3m2": ml_dtypes.float6_e3m2fn,
+    "fp6_e2m3": ml_dtypes.float6_e2m3fn,
+}
+# Name -> (exponent bits, mantissa bits, signed), written once more.
+FIELDS = {
+    "fp4": (2, 1, True),
+    "fp6_e3m2": (3, 2, True),
+    "fp6_e2m3": (2, 3, True),
+    "fp8_e5m3": (5, 3, False),
+}
+ONE = torch.tensor(1.0)
+
+
+def exact(code, exponent_bits, mantissa_bits, signed):
+    """The value of a code by the definition: (-1)^s 2^(e - bias) (1 + m / 2^M)."""
+    mantissa = Fraction(code % (1 << mantissa_bits), 1 << mantissa_bits)
+    exponent = (code >> mantissa_bits) % (1 << exponent_bits)
+    negative = signed and code >> (mantissa_bits + exponent_bits)
+    bias = (1 << (exponent_bits - 1)) - 1
+    if exponent == 0:
+        magnitude = mantissa * Fraction(2) ** (1 - bias)
+    else:
+        magnitude = (1 + mantissa) * Fraction(2) ** (exponent - bias)
+    return -magnitude if negative else magnitude
+
+
+def finite_codes(name):
+    """All codes up to the largest value: unsigned formats keep the rest for infinity and NaN."""
+    fmt = Dtype[name].value
+    codes = torch.arange(1 << fmt.bits, dtype=torch.int32)
+    return codes[decode(codes, fmt).abs() <= fmt.max_value]
+
+
+def bits(x):
+    return x.view(torch.int32)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_code_by_the_definition(name):
+    codes = range(1 << Dtype[name].value.bits)
+    values = decode(torch.tensor(codes), Dtype[name].value)
+    assert [Fraction(v) for v in values.tolist()] == [exact(c, *FIELDS[name]) for c in codes]
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_every_code_as_ml_dtypes(name):
+    codes = np.arange(1 << Dtype[name].value.bits, dtype=np.uint8)
+    expected = torch.from_numpy(codes.view(CASTS[name]).astype(np.float32))
+    assert torch.equal(bits(decode(torch.from_numpy(codes), Dtype[name].value)), bits(expected))
+
+
+@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("kind", [torch.uint8, torch.int32, torch.float32], ids=str)
+def test_codes_come_back(name, kind):
+    fmt = Dtype[name].value
+    codes = torch.arange(1 << fmt.bits).to(kind)
+    encoded = encode(decode(codes, fmt), fmt)
+    assert encoded.dtype == torch.int32
+    assert torch.equal(encoded, codes.to(torch.int32))
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_codes_of_magnitudes_are_in_order(name):
+    fmt = Dtype[name].value
+    values = decode(torch.arange(1 << (fmt.bits - fmt.signed)), fmt)
+    assert values[0] == 0 and (values.diff() > 0).all()
+
+
+def test_e5m3_saturates_below_its_highest_binade():
+    codes = finite_codes("fp8_e5m3")
+    assert decode(codes, Dtype.fp8_e5m3.value).max() == Dtype.fp8_e5m3.value.max_value == 114688
+    assert len(codes) == 255  # the last one is NaN
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_midpoints_go_to_even_as_ml_dtypes(name):
+    fmt = Dtype[name].value
+    values = decode(torch.arange(1 << (fmt.bits - 1)), fmt)
+    middle = (values[:-1] + values[1:]) / 2
+    ties = torch.cat([middle, -middle])
+    below, above = (torch.nextafter(ties, ties.new_tensor(to)) for to in (-1e9, 1e9))
+    x = torch.cat([ties, below, above])
+    codes = quantize(x, ONE, None, Scheme(fmt))
+    expected = x.numpy().astype(CASTS[name]).view(np.uint8)
+    assert codes.dtype == torch.uint8
+    assert codes.tolist() == expected.tolist()
+    assert (codes[: len(ties)] % 2 == 0).all()
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_random_values_as_ml_dtypes(name):
+    fmt = Dtype[name].value
+    x = torch.randn(20000) * torch.exp2(torch.randint(-6, 7, (20000,)).float())
+    codes = quantize(x, ONE, None, Scheme(fmt))
+    assert codes.tolist() == x.numpy().astype(CASTS[name]).view(np.uint8).tolist()
+
+
+@pytest.mark.parametrize("name", CASTS)
+@pytest.mark.parametrize("value", [1e30, float("inf")])
+def test_saturates(name, value):
+    fmt = Dtype[name].value
+    codes = quantize(torch.tensor([value, -value]), ONE, None, Scheme(fmt))
+    assert decode(codes, fmt).tolist() == [fmt.max_value, -fmt.max_value]
+
+
+def test_unsigned_floats_take_negative_values_for_zero():
+    scheme = Scheme(Dtype.fp8_e5m3.value)
+    x, scale = torch.tensor([-2.0, -0.0, 1.0, 2.0]), torch.tensor(1.0)
+    faked = fake_quantize(x, scale, None, scheme)
+    assert faked.tolist() == [0.0, 0.0, 1.0, 2.0]
+    assert torch.equal(dequantize(quantize(x, scale, None, scheme), scale, None, scheme), faked)
