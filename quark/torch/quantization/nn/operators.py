@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from quark.torch.quantization.config.config import LAYER_TYPES
 from quark.torch.quantization.nn.mixin import QuantMixin
 from quark.torch.quantization.nn.packed import PackedMixin
 
@@ -140,13 +141,5 @@ def __getattr__(name: str) -> Any:
     return globals()[name]
 
 
-for _kind in (
-    nn.Linear,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose2d,
-    nn.Embedding,
-    nn.EmbeddingBag,
-):
+for _kind in LAYER_TYPES.values():
     operator(_kind)
