@@ -355,3 +355,19 @@ class TestCheckpoints:
         for other in (loaded, imported):
             assert type(other.transformer.h[0].mlp.c_fc).__name__ == "QParamsConv1D"
             assert torch.equal(logits(other), expected)
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag], ids=lambda k: k.__name__)
+def test_a_look_up_leaves_the_quantized_weight_alone(kind):
+    """Torch rescales rows above ``max_norm`` in the weight it is given."""
+    layer = kind(20, 8, max_norm=0.5)
+    spec = QuantizationSpec(dtype="int8", qscheme="per_channel", ch_axis=0)
+    config = Config(layer_type_quant_config={kind: QuantizationConfig(weight=spec)})
+    model = ModelQuantizer(config).quantize_model(nn.Sequential(layer))
+    ids = torch.arange(6).view(2, 3)
+    model(ids).sum().backward()
+    ModelQuantizer.freeze(model)
+    before = model[0].weight.detach().clone()
+    with torch.no_grad():
+        model(ids)
+    assert torch.equal(model[0].weight, before)

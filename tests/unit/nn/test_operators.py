@@ -11,7 +11,12 @@ from transformers.pytorch_utils import Conv1D
 
 from quark.torch.quantization.config.config import QuantizationConfig, QuantizationSpec
 from quark.torch.quantization.nn.mixin import QuantMixin
-from quark.torch.quantization.nn.operators import QuantLinear, is_operator, operator
+from quark.torch.quantization.nn.operators import (
+    QuantLinear,
+    is_operator,
+    operator,
+    operator_names,
+)
 from quark.torch.quantization.nn.packed import PackedMixin
 
 TENSORS = ["weight", "bias", "input_tensors", "output_tensors"]
@@ -268,6 +273,10 @@ def test_operators_extend_what_they_replace(kind):
     assert made.quantized.__name__ == f"Quant{kind.__name__}"
     assert made.packed.__name__ == f"QParams{kind.__name__}"
     assert made.quantized.forward is QuantMixin.forward
+
+
+def test_there_are_no_other_operators():
+    assert operator_names().split(", ") == [kind.__name__ for kind in FLOAT_CLASSES]
 
 
 def test_subclasses_are_no_operators():

@@ -36,10 +36,15 @@ def _conv_transpose(
     )
 
 
+def _own(self: Any, weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight that torch may rescale in place, as it does where ``max_norm`` is set."""
+    return weight if self.max_norm is None else weight.clone()
+
+
 def _embedding(self: Any, x: Any, weight: Any, bias: Any) -> torch.Tensor:
     return F.embedding(
         x,
-        weight,
+        _own(self, weight),
         self.padding_idx,
         self.max_norm,
         self.norm_type,
@@ -53,7 +58,7 @@ def _embedding_bag(
 ) -> torch.Tensor:
     return F.embedding_bag(
         x,
-        weight,
+        _own(self, weight),
         offsets,
         self.max_norm,
         self.norm_type,
