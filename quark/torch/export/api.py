@@ -24,6 +24,7 @@ from quark.torch.export.reader import format_of, load, receive, targets
 from quark.torch.export.writer import collect, make_format, write_model_files
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.export import ExporterConfig, JsonExporterConfig
+from quark.torch.quantization.nn.experts import LinearExperts, fuse, unfuse
 
 SHARD_SIZE = "5GB"
 
@@ -223,8 +224,10 @@ def _map_to_quark(
     """Make a float model ready for stored tensors: what Transformers calls before it loads them."""
     options = quantization_config.export or JsonExporterConfig()
     options = replace(options, pack_method=pack_method)
-    receive(
-        model,
-        get_format(custom_mode, quantization_config, options),
-        targets(model, quantization_config),
-    )
+    experts = unfuse(model)
+    layers = targets(model, quantization_config)
+    fuse(experts, keep=layers)
+    receive(model, get_format(custom_mode, quantization_config, options), layers)
+    for module, _ in experts.values():
+        if isinstance(module, LinearExperts):
+            module.expect_stacked()

@@ -17,6 +17,7 @@ from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.match import assign
 from quark.torch.quantization.config.names import nearest
+from quark.torch.quantization.nn.experts import fuse, unfuse
 from quark.torch.quantization.nn.mixin import PARAMETERS, QuantMixin
 from quark.torch.quantization.nn.operators import is_operator
 from quark.torch.quantization.nn.packed import SHORT_NAMES, PackedMixin, PackedQuantizer
@@ -89,15 +90,18 @@ def load(model: nn.Module, fmt: ExportFormat, reader: Reader) -> nn.Module:
     Raises:
         ValueError: Tensors are missing, unexpected, or of the wrong shape or type.
     """
-    layers = targets(model, fmt.config)
-    reader = in_model_names(reader, model)
-    outline = _outline(model, fmt, layers)
-    optional = {f"{n}.{t}" for n, layer in layers.items() for t in _known_offsets(layer, fmt)}
-    tied = {n: s for n, s in _tied(model).items() if n in outline and s in outline}
-    packed = {f"{n}.{t}" for n, layer in layers.items() for t, _ in layer.specs()}
-    optional |= {n for n, source in tied.items() if not packed & {n, source}}
-    _check(model, outline, optional, fmt, reader)
-    _check_buffers(model)
+    experts = unfuse(model)
+    try:
+        layers = targets(model, fmt.config)
+        fuse(experts, keep=layers)
+        reader = in_model_names(reader, model)
+        outline = _outline(model, fmt, layers)
+        tied = {n: s for n, s in _tied(model).items() if n in outline and s in outline}
+        _check(model, outline, _optional(fmt, layers, tied), fmt, reader)
+        _check_buffers(model)
+    except BaseException:
+        fuse(experts)
+        raise
     devices = {n: p.device for n, p in [*model.named_parameters(), *model.named_buffers()]}
     fallback = next((d for d in devices.values() if d.type != "meta"), torch.device("cpu"))
     receive(model, fmt, layers)
@@ -119,6 +123,15 @@ def load(model: nn.Module, fmt: ExportFormat, reader: Reader) -> nn.Module:
             model.config.tie_word_embeddings = False  # type: ignore[union-attr]
     model.quant_config = fmt.config  # type: ignore[assignment]
     return model.eval()
+
+
+def _optional(
+    fmt: ExportFormat, layers: dict[str, QuantizationConfig], tied: dict[str, str]
+) -> set[str]:
+    """Return the names of tensors that need not be stored: they are known, or tied to others."""
+    packed = {f"{n}.{t}" for n, layer in layers.items() for t, _ in layer.specs()}
+    known = {f"{n}.{t}" for n, layer in layers.items() for t in _known_offsets(layer, fmt)}
+    return known | {n for n, source in tied.items() if not packed & {n, source}}
 
 
 def _tied(model: nn.Module) -> dict[str, str]:

@@ -6,7 +6,7 @@ Mixtral become one tensor) and undoes that when it saves; what is exported is in
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -36,6 +36,24 @@ def in_model_names(reader: Any, model: nn.Module) -> Any:
     return ConvertedReader(reader, model, renamings, converters) if transforms else reader
 
 
+def saved_names(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Return module names as a checkpoint has them."""
+    names = list(names)
+    if not hasattr(model, "save_pretrained"):
+        return names
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import PrefixChange, WeightRenaming, apply_renamings
+    except ImportError:
+        return names
+    renamings = [
+        transform.reverse_transform()
+        for transform in reversed(get_model_conversion_mapping(model, add_legacy=False))
+        if isinstance(transform, WeightRenaming) and not isinstance(transform, PrefixChange)
+    ]
+    return [apply_renamings(f"{name}.weight", renamings).removesuffix(".weight") for name in names]
+
+
 class ConvertedReader:
     """Tensors of another reader, renamed and fused for a model of Transformers.
 
@@ -52,12 +70,16 @@ class ConvertedReader:
         self.patterns = {pattern: c for c in converters for pattern in c.source_patterns}
         self.names: dict[str, tuple[str, str | None]] = {}  # stored name -> name, pattern
         self.parts: dict[str, list[str]] = {}  # first name of a fused tensor -> stored names
-        modules = {name for name, _ in model.named_modules()}
+        modules, state = {name for name, _ in model.named_modules()}, set(model.state_dict())
         self.entries: dict[str, Stored] = {}
         for key in sorted(reader.entries, key=dot_natural_key):
             name, pattern = rename_source_key(key, renamings, converters)
             if pattern is None and not {key.rpartition(".")[0]}.isdisjoint(modules):
                 name = key  # it fits as it is
+            elif pattern is not None and name not in state:
+                whole, _ = rename_source_key(key, renamings, [])
+                if whole in state:  # experts that are not stacked in this model
+                    name, pattern = whole, None
             self.names[key] = name, pattern
             if pattern is None:
                 self.entries[name] = reader.entries[key]

@@ -13,11 +13,14 @@ from torch import nn
 
 from quark import __version__
 from quark.torch.export.formats.base import ExportFormat, get_format
+from quark.torch.export.renamed import saved_names
 from quark.torch.quantization.calibrate import merged_scale, siblings
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.export import JsonExporterConfig
-from quark.torch.quantization.config.match import without_order
+from quark.torch.quantization.config.match import config_for, without_order
+from quark.torch.quantization.nn.experts import is_stacked
 from quark.torch.quantization.nn.mixin import QuantMixin
+from quark.torch.quantization.nn.operators import is_operator
 from quark.torch.quantization.nn.packed import PackedMixin
 
 logger = logging.getLogger(__name__)
@@ -63,7 +66,24 @@ def make_format(
     )
     names = {n: _operator(m) for n, m in model.named_modules() if n}
     config = without_order(names, replace(config, version=__version__))
-    return get_format(mode, config, options)
+    return get_format(mode, _naming_all(model, config), options)
+
+
+def _naming_all(model: nn.Module, config: Config) -> Config:
+    """Name what is left in float as other software knows it.
+
+    Some layers are linear elsewhere but not here, such as the routers of experts, or experts that
+    are stacked; some go by another name in the checkpoint.
+    """
+    exclude = list(config.exclude)
+    for name, module in model.named_modules():
+        if is_stacked(module):
+            exclude += [name, f"{name}.*"]
+        weight = module._parameters.get("weight")
+        own = weight is not None and weight.dim() == 2 and not isinstance(module, _QUANTIZED)
+        if own and not is_operator(type(module)) and config_for(name, type(module), config):
+            exclude.append(name)
+    return replace(config, exclude=list(dict.fromkeys([*exclude, *saved_names(model, exclude)])))
 
 
 def _remembered(model: nn.Module) -> Config | None:

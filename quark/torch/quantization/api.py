@@ -17,6 +17,7 @@ from quark.torch.quantization.calibrate import (
     share_scales,
 )
 from quark.torch.quantization.config.config import Config
+from quark.torch.quantization.nn.experts import fuse, unfuse
 from quark.torch.quantization.nn.mixin import QuantMixin
 from quark.torch.quantization.prepare import plan, prepare, quantized_layers, restore
 
@@ -59,14 +60,20 @@ class ModelQuantizer:
                 not finite. The model is then as it was.
         """
         _log_to_terminal(self.config.log_severity_level)
-        layers = plan(model, self.config)
         self._check_algorithms()
-        run_data = needs_data(layers.values())
-        if run_data and dataloader is None:
-            raise ValueError(
-                "The configuration has static activation ranges: pass a dataloader to "
-                "quantize_model, or set is_dynamic=True."
-            )
+        experts = unfuse(model)
+        try:
+            layers = plan(model, self.config)
+            run_data = needs_data(layers.values())
+            if run_data and dataloader is None:
+                raise ValueError(
+                    "The configuration has static activation ranges: pass a dataloader to "
+                    "quantize_model, or set is_dynamic=True."
+                )
+        except BaseException:
+            fuse(experts)
+            raise
+        fuse(experts, keep=layers)
         try:
             prepare(model, layers)
             calibrate_parameters(model)
@@ -75,6 +82,7 @@ class ModelQuantizer:
             share_scales(model, self.config)
         except BaseException:
             restore(model)
+            fuse(experts)
             raise
         model.quant_config = self.config  # type: ignore[assignment]
         logger.info("Model quantization has been completed.")
@@ -131,8 +139,11 @@ def _log_to_terminal(severity: int | None) -> None:
 def _bake(layer: QuantMixin, owners: Counter[int]) -> None:
     for name, quantizer in layer.parameter_quantizers().items():
         parameter = getattr(layer, name)
-        if owners[id(parameter)] > 1:  # tied: the other owner keeps its values
-            parameter = nn.Parameter(parameter.clone(), parameter.requires_grad)
+        is_tied = owners[id(parameter)] > 1  # the other owner keeps its values
+        if is_tied or not parameter.is_contiguous():
+            # Products round as those of what is loaded, which is contiguous.
+            copied = parameter.detach().clone(memory_format=torch.contiguous_format)
+            parameter = nn.Parameter(copied, parameter.requires_grad)
             setattr(layer, name, parameter)
         quantizer.bake_(parameter.data)
     layer.frozen = True

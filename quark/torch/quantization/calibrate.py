@@ -14,8 +14,9 @@ from torch import nn
 from quark.torch.numerics.blocks import QSchemeType
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.match import matches
+from quark.torch.quantization.nn.experts import counterparts
 from quark.torch.quantization.nn.mixin import PARAMETERS
-from quark.torch.quantization.nn.quantizer import State, TensorQuantizer
+from quark.torch.quantization.nn.quantizer import PARTS, State, TensorQuantizer
 from quark.torch.quantization.prepare import quantized_layers
 
 logger = logging.getLogger(__name__)
@@ -69,13 +70,18 @@ def calibrate_activations(model: nn.Module, dataloader: Iterable[Any]) -> None:
             batches += 1
     if not batches:
         raise ValueError("The dataloader is empty: static activation ranges need at least a batch.")
-    unseen = sorted({name for (name, _), q in static.items() if q.observer.is_empty})
+    idle = _idle_experts(model, static)
+    unseen = sorted(
+        {n for (n, t), q in static.items() if q.observer.is_empty and (n, t) not in idle}
+    )
     if unseen:
         raise ValueError(
             f"No data reached {', '.join(unseen[:5])}{' …' if len(unseen) > 5 else ''} in "
             f"{batches} batches. Calibrate with data that uses these layers, or exclude them."
         )
     for (name, tensor), quantizer in static.items():
+        if (name, tensor) in idle:
+            continue
         try:
             quantizer.settle()
         except FloatingPointError:
@@ -83,6 +89,32 @@ def calibrate_activations(model: nn.Module, dataloader: Iterable[Any]) -> None:
                 f"The {tensor.split('_')[0]} of {name} was NaN or infinite in calibration: check "
                 "the data, or calibrate in a wider type than " + str(_dtype(model)) + "."
             ) from None
+    for place, others in idle.items():
+        widest = max(others, key=lambda q: float(q.scale.max()))  # type: ignore[union-attr]
+        for part in PARTS:
+            value = getattr(widest, part)
+            setattr(static[place], part, None if value is None else value.clone())
+    if idle:
+        logger.warning(
+            "No data reached %d tensors of experts, such as %s: they take the widest range among "
+            "the experts beside them. Calibrate with more data to give them their own.",
+            len(idle),
+            ".".join(next(iter(idle))),
+        )
+
+
+def _idle_experts(
+    model: nn.Module, static: dict[tuple[str, str], TensorQuantizer]
+) -> dict[tuple[str, str], list[TensorQuantizer]]:
+    """Return the tensors of experts that saw no data, with those of their counterparts that did."""
+    found: dict[tuple[str, str], list[TensorQuantizer]] = {}
+    for names in counterparts(model):
+        for tensor in ("input_tensors", "output_tensors"):
+            places = [(name, tensor) for name in names if (name, tensor) in static]
+            seen = [static[place] for place in places if not static[place].observer.is_empty]
+            if seen:
+                found |= {p: seen for p in places if static[p].observer.is_empty}
+    return found
 
 
 def share_scales(model: nn.Module, config: Config) -> None:
@@ -90,7 +122,8 @@ def share_scales(model: nn.Module, config: Config) -> None:
 
     Modules of one parent that match a group of ``shared_scale_groups`` share per-tensor scales of
     weight and input; those that match the cache patterns share that of the output, which is also
-    kept from falling below ``min_kv_scale``.
+    kept from falling below ``min_kv_scale``. With ``sync_moe_expert_input_amax`` the experts of a
+    layer share that of the input.
     """
     layers = dict(quantized_layers(model))
     for group in config.shared_scale_groups:
@@ -98,6 +131,10 @@ def share_scales(model: nn.Module, config: Config) -> None:
             for tensor in ("weight", "input_tensors"):
                 values = [getattr(layers[n], tensor, None) for n in members]
                 _merge([layers[n].quantizers().get(tensor) for n in members], values)
+    if config.sync_moe_expert_input_amax:
+        for members in counterparts(model):
+            inputs = [layers[n].quantizers().get("input_tensors") for n in members if n in layers]
+            _merge(inputs, [None] * len(inputs))
     cache = config.kv_cache_patterns
     for members in siblings(layers, cache):
         quantizers = [layers[n].quantizers().get("output_tensors") for n in members]

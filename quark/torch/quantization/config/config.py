@@ -137,7 +137,7 @@ class Config:
             that share one range per tensor within each parent module.
         quant_flow: Accepted for compatibility; the model is held in memory.
         gpu_resident_blocks: Accepted for compatibility.
-        sync_moe_expert_input_amax: Accepted for compatibility.
+        sync_moe_expert_input_amax: Whether the experts of a layer share the scale of their inputs.
         keep_prequantized_layers: Accepted for compatibility.
         export: Options of the export that a checkpoint was written with.
 
