@@ -15,7 +15,8 @@ List the schemes a model can be quantized by.
 
 The columns say what is quantized: the weights of every layer, the tensors that go in, those that
 come out. [cyan]data[/cyan] marks those whose ranges are measured on text beforehand. A name that
-ends in a group size takes any other just as well: [cyan]int4_wo_16[/cyan].
+ends in a group size takes any other just as well: [cyan]int4_wo_16[/cyan]. Longer names of MX
+schemes in version 0.8 are known too: [cyan]w_mx_fp4_per_group_sym[/cyan] is [cyan]w_mxfp4[/cyan].
 
 [bold]Examples[/bold]
 

@@ -1,7 +1,7 @@
 """Parameters of a quantized model beside a description of its structure.
 
-``<model_type>.json`` has the configuration of the model and the tree of its modules with the
-specification of each quantized tensor; ``<model_type>.safetensors`` has the tensors.
+``<model_type>.json`` has the version, the configuration of the model and the tree of its modules
+with the specification of each quantized tensor; ``<model_type>.safetensors`` has the tensors.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark import __version__
 from quark.torch.export.checkpoint import (
     NATIVE,
     CheckpointReader,
@@ -24,8 +25,9 @@ from quark.torch.export.checkpoint import (
 from quark.torch.export.formats.base import get_format
 from quark.torch.export.reader import load
 from quark.torch.export.writer import collect, make_format
-from quark.torch.quantization.config.config import Config, QuantizationConfig
+from quark.torch.quantization.config.config import OLDEST, Config, QuantizationConfig
 from quark.torch.quantization.config.export import JsonExporterConfig
+from quark.torch.quantization.config.match import literal
 from quark.torch.quantization.config.type import QuantizationMode
 from quark.torch.quantization.nn.mixin import QuantMixin
 from quark.torch.quantization.nn.packed import SHORT_NAMES, PackedMixin
@@ -69,6 +71,7 @@ def save_params(
     tensors = {name: t.detach().cpu().contiguous() for name, t in collect(model, fmt).items()}
     config: Any = getattr(model, "config", None)
     described = {
+        "version": __version__,
         "config": config.to_dict() if hasattr(config, "to_dict") else {},
         "structure": _structure(model),
     }
@@ -110,8 +113,11 @@ def load_params(
     described = read_json(json_path)
     if not isinstance(described, dict) or not isinstance(described.get("structure"), dict):
         raise ValueError(f"{json_path} does not describe a model: give what save_params wrote.")
-    layers = {name: _layer_config(leaf) for name, leaf in _leaves(described["structure"])}
-    config = Config(layer_quant_config={n: c for n, c in layers.items() if not c.is_empty})
+    layers = {literal(name): _layer_config(leaf) for name, leaf in _leaves(described["structure"])}
+    config = Config(
+        layer_quant_config={n: c for n, c in layers.items() if not c.is_empty},
+        version=described.get("version", OLDEST),
+    )
     fmt = get_format("quark", config, _options(compressed, reorder))
     path = Path(safetensors_path)
     if not path.is_file():

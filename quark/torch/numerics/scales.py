@@ -81,7 +81,8 @@ def qparams_from_range(
         scale = torch.where(amax == 0, EPS, _divided(amax, fmt.max_value))
         return round_scale(scale, scheme.scale, tensor_scale), None
     steps = fmt.qmax - fmt.qmin
-    scale = _divided(amax, steps / 2) if scheme.symmetric else _divided(hi - lo, steps)
+    reach = amax if scheme.symmetric else hi / 2 - lo / 2  # hi - lo may overflow
+    scale = _divided(reach, steps / 2)
     scale = round_scale(scale.clamp(min=EPS), scheme.scale, tensor_scale)
     if scheme.symmetric:
         middle = (fmt.qmin + fmt.qmax + 1) // 2

@@ -15,6 +15,7 @@ from quark.torch.quantization.config.match import (
     assign,
     config_for,
     first_match,
+    literal,
     matches,
     report_unmatched,
     without_order,
@@ -222,7 +223,25 @@ def test_exclusions_are_written_out():
     assert config.exclude == [DOWN0, "model.layers.1.mlp.down_proj", "absent*", "lm_head"]
 
 
-PARTS = st.sampled_from(["a", "b", "ab", "0", "1", "q_proj", "k_proj"])
+@given(st.text("ab[]!*?.-", max_size=8), st.text("ab[]!*?.-", max_size=8))
+@settings(deadline=None, derandomize=True, max_examples=300)
+def test_a_literal_name_matches_itself_alone(name, other):
+    assert matches(name, [literal(name)])
+    assert matches(other, [literal(name)]) is (other == name)
+
+
+def test_names_with_the_characters_of_patterns():
+    """Written out, each of them is found again, and nothing besides."""
+    kinds = dict.fromkeys(["a[0]", "a0", "b*", "bc", "c?"], nn.Linear)
+    layers = {"*]": NAMED, "*[*]": LATER, "*": layer(6), "*0": layer(7)}
+    config = Config(layer_quant_config=layers, exclude=["c[?]"])
+    written = without_order(kinds, config)
+    assert list(written.layer_quant_config) == ["a[[]0]", "a0", "b[*]", "bc", "c[?]"]
+    assert written.exclude == ["c[?]"]
+    assert assign(kinds, reread(written)) == assign(kinds, config)
+
+
+PARTS = st.sampled_from(["a", "b", "ab", "[ab]", "a*", "0", "1", "q_proj", "k_proj"])
 MODULE_NAMES = st.lists(
     st.lists(PARTS, min_size=1, max_size=4).map(".".join), min_size=1, max_size=8, unique=True
 )

@@ -1,10 +1,14 @@
 """Named schemes say what their names say."""
 
+import json
 import re
 
 import pytest
+import torch
+from torch import nn
 
-from quark.torch.numerics.scale_formats import E4M3, E5M3, E8M0, FLOAT32
+from quark.torch.numerics.formats import Dtype
+from quark.torch.numerics.scale_formats import E4M3, E5M3, E8M0, FLOAT32, ScaleFormat
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.presets import (
     GROUP_SIZES,
@@ -50,8 +54,11 @@ CURRENT = {
     "mxfp8": (MXFP8, dynamic(MXFP8)),
     "nvfp4": (MXFP4, dynamic(MXFP4)),
     "nvfp4_weight_only": (MXFP4, None),
-    "amdfp4": (dynamic(MXFP4), dynamic(MXFP4)),
-    "amdfp4_g32": (dynamic(MXFP4), dynamic(MXFP4)),
+    "fp4_block16_scale_e4m3": (MXFP4, dynamic(MXFP4)),
+    "amdfp4": (MXFP4, dynamic(MXFP4)),
+    "amdfp4_g32": (MXFP4, dynamic(MXFP4)),
+    "amdfp4_global16": (MXFP4, dynamic(MXFP4)),
+    "amdfp4_global32": (MXFP4, dynamic(MXFP4)),
     "int4_fp8": (FP8, FP8),
     "mx6": (("mx6", "per_group", True, True), ("mx6", "per_group", True, True)),
     "mx9": (("mx9", "per_group", True, True), ("mx9", "per_group", True, True)),
@@ -67,9 +74,12 @@ GROUPED = {
 }
 EARLIER = [name for name in scheme_names() if name.startswith("w_")]
 # Formats whose helper is dynamic for weights as well: a parameter has a settled scale all the same.
-DYNAMIC = ("fp4", "mx6", "mx9", "bfp16")
+DYNAMIC = ("mx", "mx6", "mx9", "bfp16")
 # Names that say less than there is.
-HAS_MORE = {"w_fp8_per_channel_sym"}
+HAS_MORE = {
+    "w_fp8_per_channel_sym",
+    *(f"w_{d}_per_tensor_{o}" for d in ("int8", "uint8") for o in ("mse", "percentile")),
+}
 
 
 def described(spec):
@@ -79,7 +89,8 @@ def described(spec):
     return (spec.dtype.name, scheme.qscheme.name, scheme.symmetric, bool(spec.is_dynamic))
 
 
-# Scheme -> elements of a group and scales of the weight.
+# Scheme -> elements of a group and scales of the weight, where the caller says 128.
+E5M3_TWO_LEVEL = ScaleFormat(torch.uint8, Dtype.fp8_e5m3.value, two_level=True)
 BLOCKS = {
     "mxfp4": (32, E8M0),
     "mxfp4_weight_only": (32, E8M0),
@@ -92,7 +103,11 @@ BLOCKS = {
     "nvfp4_weight_only": (16, E4M3),
     "amdfp4": (16, E5M3),
     "amdfp4_g32": (32, E5M3),
-    "w_fp4_per_group": (32, FLOAT32),
+    "fp4_block16_scale_e4m3": (16, E4M3),
+    "amdfp4_global16": (16, E5M3_TWO_LEVEL),
+    "amdfp4_global32": (32, E5M3_TWO_LEVEL),
+    "w_fp4_per_group": (128, FLOAT32),
+    "w_fp6_e2m3_per_group_a_fp6_e2m3_per_group": (128, FLOAT32),
     "w_mxint8": (32, E8M0),
     "w_mxfp4_diffs": (32, E8M0),
 }
@@ -100,8 +115,12 @@ BLOCKS = {
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_blocks_and_their_scales(name):
-    made = scheme(name, group_size=128).weight.scheme
+    layer = scheme(name, group_size=128)
+    made = layer.weight.scheme
     assert (made.group, made.scale) == BLOCKS[name]
+    if layer.input_tensors is not None and layer.input_tensors.fmt == layer.weight.fmt:
+        made = layer.input_tensors.scheme
+        assert (made.group, made.scale) == BLOCKS[name]
 
 
 @pytest.mark.parametrize(("name", "size"), [("mx6", 16), ("mx9", 16), ("bfp16", 8)])
@@ -110,10 +129,22 @@ def test_blocks_of_shared_exponents(name, size):
 
 
 @pytest.mark.parametrize("tensor", ["weight", "input_tensors"])
-def test_scales_of_nvfp4_are_quantized_again(tensor):
-    first, second = getattr(scheme("nvfp4"), tensor).stages
-    assert (first.dtype.name, first.group_size) == ("fp4", 16)
-    assert described(second) == FP8 and second.is_scale_quant
+@pytest.mark.parametrize(
+    ("name", "size", "scales"),
+    [
+        ("nvfp4", 16, "fp8_e4m3"),
+        ("amdfp4_global16", 16, "fp8_e5m3"),
+        ("amdfp4_global32", 32, "fp8_e5m3"),
+    ],
+)
+def test_scales_are_quantized_again(name, size, scales, tensor):
+    first, second = getattr(scheme(name), tensor).stages
+    assert (first.dtype.name, first.group_size) == ("fp4", size)
+    assert described(second) == (scales, "per_tensor", True, False) and second.is_scale_quant
+
+
+def test_two_names_of_one_scheme():
+    assert scheme("fp4_block16_scale_e4m3") == scheme("nvfp4")
 
 
 def test_codes_of_int4_fp8_are_quantized_again():
@@ -172,9 +203,17 @@ def test_casts(name):
 
 
 # What cannot be static for activations: each block has a scale of its own.
-BLOCK_FORMATS = ("bfp16", "fp4", "mx6", "mxfp4", "mxfp6", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8")
-# Names of earlier versions that leave out which 6-bit float is meant.
-SHORT = {("w_mxfp4_a_mxfp6", "mxfp6_e2m3"): "mxfp6"}
+BLOCK_FORMATS = (
+    *("bfp16", "fp4", "fp6_e2m3", "fp6_e3m2", "fp8_e4m3", "mx6"),
+    *("mxfp4", "mxfp6", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8"),
+)
+# Names of earlier versions that leave out which 6-bit float is meant, or name an 8-bit one in full.
+SHORT = {
+    ("w_mxfp4_a_mxfp6", "mxfp6_e2m3"): "mxfp6",
+    ("w_fp4_per_group_a_fp8_e4m3_per_group", "fp8"): "fp8_e4m3",
+}
+# Names that say of the inputs neither that they are dynamic nor per token.
+PER_TOKEN = {"w_uint4_a_uint4_per_channel", "w_uint4_per_token_a_int8_per_channel"}
 
 
 def spelled(spec, name=""):
@@ -200,23 +239,94 @@ def test_earlier_names_spell_the_scheme(name):
     granularity = re.search(r"per_(tensor|channel|group)", weight)
     if "scale_fp8" in name:
         assert layer.weight.scheme.scale == E4M3
-    if granularity:
+    if granularity and not layer.weight.fixes_blocks:
         assert layer.weight.qscheme.name == granularity[0]
     if name.endswith(("_sym", "_asym")):
-        assert layer.weight.symmetric is name.endswith("_sym")
+        assert layer.weight.scheme.symmetric is name.endswith("_sym")
     inputs = layer.input_tensors
-    if formats.get("a") not in BLOCK_FORMATS:
-        assert bool(inputs and inputs.is_dynamic) is name.endswith("_dynamic")
-    else:
+    if formats.get("a") in BLOCK_FORMATS or name in PER_TOKEN:
         assert inputs.is_dynamic
-    if "per_token" in name:
+    else:
+        assert bool(inputs and inputs.is_dynamic) is name.endswith("_dynamic")
+    if "per_token" in name or name in PER_TOKEN:
         assert inputs.qscheme is QSchemeType.per_channel and inputs.is_dynamic
 
 
-@pytest.mark.parametrize("name", [n for n in EARLIER if "per_group" in n and "fp4" not in n])
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+@pytest.mark.parametrize(
+    ("method", "observer"),
+    [("mse", "PerTensorMSEObserver"), ("percentile", "PerTensorPercentileObserver")],
+)
+def test_names_of_observers(dtype, method, observer):
+    """Weights are searched or cut, the inputs beside them have their minimum and maximum."""
+    layer = scheme(f"w_{dtype}_per_tensor_{method}")
+    assert layer.weight.observer_cls.__name__ == observer
+    assert layer.input_tensors.observer_cls.__name__ == "PerTensorMinMaxObserver"
+    assert described(layer.weight) == described(layer.input_tensors)
+    assert described(layer.weight) == (dtype, "per_tensor", True, False)
+
+
+# Names that versions 0.8 and 0.9 documented -> the row each one means.
+SPELLINGS = {
+    "w_mx_fp8": "w_mxfp8",
+    "w_mx_fp8_a_mx_fp8": "w_mxfp8_a_mxfp8",
+    "w_mx_fp4_per_group_sym": "w_mxfp4",
+    "w_mx_fp6_e2m3_per_group_sym": "w_mxfp6_e2m3",
+    "w_mx_fp6_e3m2_per_group_sym": "w_mxfp6_e3m2",
+    "w_mx_int8_per_group_sym": "w_mxint8",
+    "w_mx_fp4_a_fp8_per_group_sym": "w_mxfp4_a_fp8",
+    "w_mx_fp4_a_mx_fp4_per_group_sym": "w_mxfp4_a_mxfp4",
+    "w_mx_fp4_a_mx_fp4_dyn_per_group_sym": "w_mxfp4_a_mxfp4",
+    "w_mx_fp4_a_mx_fp8_per_group_sym": "w_mxfp4_a_mxfp8",
+    "w_mx_fp4_a_mx_fp6e2m3_per_group_sym": "w_mxfp4_a_mxfp6_e2m3",
+    "w_mx_fp4_a_mx_fp6e3m2_per_group_sym": "w_mxfp4_a_mxfp6_e3m2",
+    "w_mx_fp6e2m3_a_mx_fp6e2m3_per_group_sym": "w_mxfp6_e2m3_a_mxfp6_e2m3",
+    "w_mx_fp6e3m2_a_mx_fp6e3m2_per_group_sym": "w_mxfp6_e3m2_a_mxfp6_e3m2",
+    "w_mx_fp4_per_group_a_fp8_per_tensor_static_sym": "w_mxfp4_a_fp8",
+    "w_mx_fp4_per_group_a_fp8_per_tensor_dynamic_sym": "w_mxfp4_a_fp8_dynamic",
+    "w_mx_fp4_a_mx_fp4_sym": "w_mxfp4_a_mxfp4",
+    "w_mxfp4_a_mxfp4_sym": "w_mxfp4_a_mxfp4",
+    "w_mx_fp4_a_mx_fp6_sym": "w_mxfp4_a_mxfp6",
+    "w_mx_fp6_e2m3_sym": "w_mxfp6_e2m3",
+    "w_mx_fp6_e3m2_sym": "w_mxfp6_e3m2",
+    "w_mx_fp6_e2m3_a_mx_fp6_e2m3": "w_mxfp6_e2m3_a_mxfp6_e2m3",
+    "w_mx_fp6_e3m2_a_mx_fp6_e3m2": "w_mxfp6_e3m2_a_mxfp6_e3m2",
+    "w_mxfp4_a_fp8_per_group": "w_mxfp4_a_fp8",
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_spellings_of_earlier_versions(name):
+    assert SPELLINGS[name] in scheme_names() and name not in scheme_names()
+    assert scheme(name) == scheme(name.upper()) == scheme(SPELLINGS[name])
+
+
+@pytest.mark.parametrize("name", [*scheme_names(), *SPELLINGS])
+def test_every_scheme_quantizes_a_layer(name, quantize):
+    """Through JSON, which brings back the same, to a frozen layer that does about the same."""
+    written = json.loads(json.dumps(Config(scheme(name, group_size=32)).to_dict(everything=True)))
+    config = Config.from_dict(written)
+    assert config.global_quant_config == scheme(name, group_size=32)
+    assert json.loads(json.dumps(config.to_dict(everything=True))) == written
+    model, x = nn.Sequential(nn.Linear(128, 16)), torch.randn(2, 3, 128)
+    with torch.no_grad():
+        expected = model(x)
+        found = quantize(model, config, [x])(x)
+    error = (found - expected).norm() / expected.norm()
+    coarsest = min(s.coded.fmt.bits for _, s in config.global_quant_config.specs())
+    assert 0 < error < {2: 0.6, 3: 0.3, 4: 0.25, 6: 0.1}.get(coarsest, 0.06)
+
+
+SIZED = [n for n in EARLIER if "per_group" in n and not scheme(n).weight.fixes_blocks]
+
+
+@pytest.mark.parametrize("name", SIZED)
 def test_group_size_is_of_the_caller_where_the_name_has_none(name):
-    assert scheme(name).weight.group_size == 128
-    assert scheme(name, group_size=64).weight.group_size == 64
+    for size, layer in ((128, scheme(name)), (64, scheme(name, group_size=64))):
+        assert layer.weight.group_size == size
+        inputs = layer.input_tensors
+        if inputs is not None and inputs.qscheme is QSchemeType.per_group:
+            assert inputs.group_size == size
     assert scheme("int4_wo_32", group_size=64).weight.group_size == 32
 
 
@@ -228,7 +338,13 @@ def test_any_group_size():
 
 @pytest.mark.parametrize(
     ("name", "near"),
-    [("int8_w", "int8_wo"), ("fp8_weightonly", None), ("int4_wo_128x", "int4_wo_128"), ("", None)],
+    [
+        ("int8_w", "int8_wo"),
+        ("w_mx_fp5_sym", None),
+        ("fp8_weightonly", None),
+        ("int4_wo_128x", "int4_wo_128"),
+        ("", None),
+    ],
 )
 def test_unknown_scheme(name, near):
     with pytest.raises(ValueError, match=f"quant_scheme: '{name}' is unknown") as raised:
@@ -242,6 +358,14 @@ CACHES = {
     "int8_per_tensor_static": ("int8", "per_tensor", True, False),
     "int8_per_tensor_dynamic": ("int8", "per_tensor", True, True),
     "int8_per_token": ("int8", "per_channel", True, True),
+    "uint4": ("uint4", "per_channel", False, True),
+    "mxfp8": dynamic(MXFP8),
+    "mxfp6_e2m3": dynamic(MXFP6_E2M3),
+    "mxfp6_e3m2": dynamic(MXFP6_E3M2),
+    "mxfp4": dynamic(MXFP4),
+    "fp6e2m3_per_group": dynamic(MXFP6_E2M3),
+    "fp6e3m2_per_group": dynamic(MXFP6_E3M2),
+    "fp4_per_group": dynamic(MXFP4),
 }
 
 
@@ -251,7 +375,9 @@ def test_every_cache_scheme_is_in_the_table():
 
 @pytest.mark.parametrize("name", CACHES)
 def test_cache_scheme(name):
-    assert described(kv_cache_scheme(name)) == CACHES[name]
+    spec = kv_cache_scheme(name)
+    assert described(spec) == CACHES[name]
+    assert (spec.scheme.scale == E8M0) is name.startswith("mx")
 
 
 def test_unknown_cache_scheme():

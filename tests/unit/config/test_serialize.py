@@ -130,8 +130,14 @@ def test_specification_round_trip(name):
     data = spec.to_dict()
     assert list(data) == SPEC_KEYS
     assert data["dtype"] == spec.dtype.name
-    assert data["observer_cls"] == spec.observer_cls.__name__
+    assert data["observer_cls"] == (None if spec.fixes_blocks else spec.observer_cls.__name__)
     assert QuantizationSpec.from_dict(through_json(data)) == spec
+
+
+def test_an_observer_of_ones_choice_is_written():
+    spec = QuantizationSpec("mx9", "PerTensorMSEObserver", ch_axis=-1, group_size=16)
+    assert spec.to_dict()["observer_cls"] == "PerTensorMSEObserver"
+    assert QuantizationSpec.from_dict(spec.to_dict()) == spec
 
 
 def test_key_sets_of_the_checkpoint_layout():

@@ -1,6 +1,7 @@
 """The documented helper classes: arguments, defaults, and the specification each one makes."""
 
 import inspect
+import re
 from dataclasses import replace
 
 import pytest
@@ -97,10 +98,11 @@ DOCUMENTED = {
     "Float16Spec": ("float16", None, [], {}),
     "Bfloat16Spec": ("bfloat16", None, [], {}),
 }
+GROUPED_FP8 = {"scale_type": "float", "symmetric": None, "round_method": "half_even"}
 MORE_ARGUMENTS = {
     "FP8E4M3PerTensorSpec": {"symmetric": True, "round_method": "half_even"},
-    "FP8E4M3PerGroupSpec": {k: SYM[k] for k in ("scale_type", "symmetric", "round_method")},
-    "FP8E5M2PerGroupSpec": {k: SYM[k] for k in ("scale_type", "symmetric", "round_method")},
+    "FP8E4M3PerGroupSpec": GROUPED_FP8,
+    "FP8E5M2PerGroupSpec": GROUPED_FP8,
     **{key: {"is_dynamic": True} for key in ("MX6Spec", "MX9Spec", "BFP16Spec")},
 }
 REQUIRED_VALUES = {"ch_axis": -1, "group_size": 32, "block_size": 16}
@@ -110,7 +112,8 @@ GROUP_SIZES = {name: 32 for name in DOCUMENTED if name.startswith(("OCP_", "MXSp
     "MX9Spec": 16,
     "BFP16Spec": 8,
 }
-SHARED = dict.fromkeys(GROUP_SIZES, observer.PerBlockMXObserver) | {
+GROUPED_FLOATS = [name for name in DOCUMENTED if re.match(r"FP\d.*PerGroup|Amd", name)]
+SHARED = dict.fromkeys([*GROUP_SIZES, *GROUPED_FLOATS], observer.PerBlockMXObserver) | {
     "OCP_MXFP4DiffsSpec": PerBlockMXDiffsObserver,
     **dict.fromkeys(("MX6Spec", "MX9Spec", "BFP16Spec"), observer.PerBlockBFPObserver),
 }
@@ -175,6 +178,61 @@ def test_specification(name):
     assert spec.scale_calculation_mode == defaults.get("scale_calculation_mode")
     assert spec.scheme.symmetric is defaults.get("symmetric", True)
     assert spec.scheme.rounding is RoundType.half_even
+
+
+# Class -> what its specification writes into config.json other than null, as version 0.13 does.
+FLOATS = {"ch_axis": -1, "qscheme": "per_group", "round_method": "half_even"}
+FLOATS |= {"observer_cls": "PerBlockMXObserver", "is_dynamic": True}
+GROUP_32 = {"group_size": 32, "scale_format": "float32", "scale_type": "float"}
+WRITTEN = {
+    "FP4PerGroupSpec": {**FLOATS, **GROUP_32, "dtype": "fp4"},
+    "FP6E2M3PerGroupSpec": {**FLOATS, **GROUP_32, "dtype": "fp6_e2m3"},
+    "FP6E3M2PerGroupSpec": {**FLOATS, **GROUP_32, "dtype": "fp6_e3m2"},
+    "FP8E4M3PerGroupSpec": {**FLOATS, **GROUP_32, "dtype": "fp8_e4m3"},
+    "FP8E5M2PerGroupSpec": {**FLOATS, **GROUP_32, "dtype": "fp8_e5m2"},
+    "OCP_MXFP4Spec": {**FLOATS, **GROUP_32, **EVEN, "dtype": "fp4", "scale_format": "e8m0"},
+    "AmdFP4Spec": {
+        **FLOATS,
+        "dtype": "fp4",
+        "group_size": 32,
+        "scale_format": "e5m3",
+        "scale_type": "float8_e5m3",
+    },
+    "OCP_MXINT8Spec": {
+        **EVEN,
+        "dtype": "mx",
+        "mx_element_dtype": "int8",
+        "ch_axis": -1,
+        "group_size": 32,
+    },
+    "MX6Spec": {**EVEN, "dtype": "mx6", "ch_axis": -1, "group_size": 16},
+    "MX9Spec": {**EVEN, "dtype": "mx9", "ch_axis": -1, "group_size": 16},
+    "BFP16Spec": {**EVEN, "dtype": "bfp16", "ch_axis": -1, "group_size": 8},
+}
+IN_ALL = {
+    "zero_point_type": "int32",
+    "is_scale_quant": False,
+    "enable_buffer_reuse": False,
+    "max_input_numel": 4194304,
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_is_written(name):
+    spec = make(name).to_quantization_spec()
+    written = spec.to_dict()
+    assert {k: v for k, v in written.items() if v is not None} == {**IN_ALL, **WRITTEN[name]}
+    assert QuantizationSpec.from_dict(written) == spec
+
+
+@pytest.mark.parametrize("name", ["MX6Spec", "MX9Spec", "BFP16Spec", "OCP_MXINT8Spec"])
+@pytest.mark.parametrize("is_dynamic", [True, False, None])
+def test_blocks_of_a_format_are_dynamic_unless_said_otherwise(name, is_dynamic):
+    spec = replace(make(name).to_quantization_spec(), is_dynamic=is_dynamic)
+    assert spec.is_dynamic is (is_dynamic is not False)
+    assert spec.to_dict()["is_dynamic"] is (False if is_dynamic is False else None)
+    assert QuantizationSpec.from_dict(spec.to_dict()) == spec
+    assert spec.for_parameter().is_dynamic is False
 
 
 @pytest.mark.parametrize("name", [n for n in DOCUMENTED if n not in SHARES_EXPONENTS_INSIDE])

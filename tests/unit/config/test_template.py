@@ -92,6 +92,16 @@ def test_layers_types_and_exclusions():
     assert LLMTemplate.get("llama").get_config("int8", exclude_layers=[]).exclude == []
 
 
+@pytest.mark.parametrize(
+    ("name", "is_shared"),
+    [("nvfp4", True), ("NVFP4", True), ("fp4_block16_scale_e4m3", True), ("fp8", False)],
+)
+def test_what_is_served_fused_shares_the_scales_of_scales(name, is_shared):
+    groups = [["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]]
+    config = LLMTemplate.get("llama").get_config(name)
+    assert config.shared_scale_groups == (groups if is_shared else [])
+
+
 def test_algorithms_by_name():
     def algorithms(*given, **options):
         return LLMTemplate.get("llama").get_config("int8", *given, **options).algo_config

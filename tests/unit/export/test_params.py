@@ -4,10 +4,13 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
+import quark
 from quark.torch import ModelQuantizer, load_params, save_params
+from quark.torch.quantization.config.config import Config
+from quark.torch.quantization.config.presets import scheme
 
 
 def files(path, name="llama"):
@@ -50,9 +53,47 @@ def test_word_order_of_packed_codes(build, quantize, logits, tmp_path):
     assert not stored[0].equal(stored[1])
 
 
+@pytest.mark.parametrize("version", [None, "0.13"])
+def test_codes_of_two_bits_in_files_before_1_0(quantize, tmp_path, version):
+    """They had no version at first, and one code in each 32-bit word."""
+    model, x = quantize(nn.Sequential(nn.Linear(64, 32)), "int2_wo_32"), torch.randn(2, 64)
+    save_params(model, "net", export_dir=tmp_path / "x", compressed=True)
+    paths = files(tmp_path / "x", "net")
+    described = json.loads(paths["json_path"].read_text())
+    del described["version"]
+    if version is not None:
+        described["version"] = version
+    paths["json_path"].write_text(json.dumps(described))
+    tensors = load_file(paths["safetensors_path"])
+    for name in ("0.weight", "0.weight_zero_point"):
+        codes = torch.stack([tensors[name] >> shift & 3 for shift in (6, 4, 2, 0)], -1).flatten(1)
+        tensors[name] = codes.int() - (codes > 1).int() * 4  # two's complement
+    save_file(tensors, paths["safetensors_path"])
+    found = load_params(nn.Sequential(nn.Linear(64, 32)), **paths, compressed=True)
+    assert torch.equal(found(x), model(x))
+
+
+def test_names_with_the_characters_of_patterns(quantize, tmp_path):
+    def build():
+        return nn.ModuleDict(
+            {"a[0]": nn.Linear(64, 32), "a0": nn.Linear(32, 8), "b*": nn.Linear(8, 8)}
+        )
+
+    model = build()
+    config = Config(layer_quant_config={"a0": scheme("int8_wo"), "*]": scheme("int4_wo_32")})
+    model = quantize(model, config)
+    save_params(model, "net", export_dir=tmp_path / "x", compressed=True)
+    found = load_params(build(), **files(tmp_path / "x", "net"), compressed=True)
+    for name in model:
+        x_in = torch.randn(2, model[name].in_features)
+        assert torch.equal(found[name](x_in), model[name](x_in)), name
+    assert type(found["b*"]) is nn.Linear
+
+
 def test_the_description(build, quantize, tmp_path):
     save_params(quantize(build("opt"), "int8"), "opt", export_dir=tmp_path / "x")
     described = json.loads((tmp_path / "x" / "opt.json").read_text())
+    assert described["version"] == quark.__version__
     assert described["config"]["hidden_size"] == 64
     structure = described["structure"]["model"]["decoder"]
     layer = structure["layers"]["0"]["fc1"]

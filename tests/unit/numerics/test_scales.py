@@ -4,6 +4,7 @@ import itertools
 import math
 from fractions import Fraction
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -17,8 +18,18 @@ from quark.torch.numerics.scale_formats import ScaleFormat, ScaleType
 from quark.torch.numerics.scales import EPS, block_range, qparams_from_range
 from quark.torch.numerics.scheme import Scheme
 
-INTEGERS = ["int8", "uint8", "int4", "uint4", "int3", "int2"]
-SCALED = [*INTEGERS, "fp8_e4m3", "fp8_e5m2"]
+# Float formats: the largest value, and another implementation.
+FLOATS = {
+    "fp8_e4m3": (448, ml_dtypes.float8_e4m3fn),
+    "fp8_e5m2": (57344, ml_dtypes.float8_e5m2),
+    "fp6_e3m2": (28, ml_dtypes.float6_e3m2fn),
+    "fp6_e2m3": (7.5, ml_dtypes.float6_e2m3fn),
+    "fp4": (6, ml_dtypes.float4_e2m1fn),
+}
+# Without a scale, or tested in test_wide_integers.py, test_block_formats.py, test_scale_codec.py.
+OTHERS = ["bfloat16", "float16", "int32", "mx", "mx6", "mx9", "bfp16", "fp8_e5m3"]
+INTEGERS = [n for n in Dtype.__members__ if n not in (*FLOATS, *OTHERS)]
+SCALED = [*INTEGERS, *FLOATS]
 TYPES = [torch.float32, torch.float16, torch.bfloat16]
 each_integer = pytest.mark.parametrize("name", INTEGERS)
 each_symmetry = pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
@@ -89,14 +100,13 @@ def test_asymmetric_formula(name, lo, hi):
     assert zero_point.dtype == torch.int32
 
 
-@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("name", FLOATS)
 @quick
 @given(lo=ordinary, hi=ordinary)
 def test_float_formula(name, lo, hi):
     assume(lo <= hi and max(-lo, hi) > 1e-20)
     scale, zero_point = solve(lo, hi, name)
-    top = {"fp8_e4m3": 448, "fp8_e5m2": 57344}[name]
-    assert scale.item() == in_float32(Fraction(max(-lo, hi)) / top)
+    assert scale.item() == in_float32(Fraction(max(-lo, hi)) / Fraction(FLOATS[name][0]))
     assert zero_point is None
 
 
@@ -179,8 +189,10 @@ def test_range_as_wide_as_float32_allows(name):
     """The sum of both ends overflows, the scale does not."""
     fmt = Dtype[name].value
     top = torch.finfo(torch.float32).max
-    scale, _ = solve(-top, top, name)
-    assert scale.item() == pytest.approx(top / ((fmt.qmax - fmt.qmin) / 2), rel=1e-6)
+    for symmetric in (True, False):
+        scale, zero_point = solve(-top, top, name, symmetric=symmetric)
+        assert scale.item() == in_float32(Fraction(top) * 2 / (fmt.qmax - fmt.qmin))
+        assert zero_point in (0, (fmt.qmin + fmt.qmax) // 2, (fmt.qmin + fmt.qmax + 1) // 2)
 
 
 @each_type
@@ -198,7 +210,10 @@ def test_the_stored_scale_is_the_one_used(name, symmetric, kind):
     x = torch.randn(16, 64)
     scale, zero_point = dynamic_qparams(x, scheme)
     steps = fake_quantize(x, scale, zero_point, scheme) / scale.float()[:, None]
-    codes = steps.round() if name in INTEGERS else steps.to(scheme.fmt.code_dtype).float()
+    if name in INTEGERS:
+        codes = steps.round()
+    else:
+        codes = torch.from_numpy(steps.numpy().astype(FLOATS[name][1]).astype(np.float32))
     assert torch.equal(codes * scale.float()[:, None], steps * scale.float()[:, None])
     assert torch.allclose(codes, steps, rtol=1e-6)
 
@@ -262,19 +277,32 @@ def test_nan_reaches_its_range_alone():
     assert lo.isnan().tolist() == hi.isnan().tolist() == [False, True, False]
 
 
-@pytest.mark.parametrize(
-    ("scale_type", "kind"),
-    [
-        ("float", torch.float32),
-        ("float32", torch.float32),
-        ("float16", torch.float16),
-        ("bfloat16", torch.bfloat16),
-    ],
-)
-def test_scale_types(scale_type, kind):
-    assert ScaleType[scale_type].format == ScaleFormat(kind)
+# Documented name -> type of a scale in memory, all its numbers if they are few, and how far (in the
+# logarithm) a scale is from that of float32 at most.
+POWERS = [2.0**e for e in range(-127, 128)]
+E5M3_NUMBERS = [m * 2.0 ** (e - 3) for e in range(-14, 17) for m in range(8, 16)]
+SCALE_TYPES = {
+    "float": (torch.float32, None, 0),
+    "float32": (torch.float32, None, 0),
+    "float16": (torch.float16, None, 2.0**-10),
+    "bfloat16": (torch.bfloat16, None, 2.0**-7),
+    "pof2": (torch.float32, POWERS, 0.5),
+    "float8_e8m0fnu": (torch.float32, POWERS, 0.78),
+    "float8_e5m3": (torch.float32, E5M3_NUMBERS, 0.1),
+}
 
 
 def test_every_scale_type_is_tested_here():
-    narrow = {"pof2", "float8_e5m3", "float8_e8m0fnu"}  # in test_scale_codec.py
-    assert {*ScaleType.__members__} - narrow == {"float", "float32", "float16", "bfloat16"}
+    assert set(SCALE_TYPES) == set(ScaleType.__members__)
+
+
+@pytest.mark.parametrize("scale_type", SCALE_TYPES)
+def test_scale_types(scale_type):
+    """Scales are numbers of their type, near those of float32."""
+    kind, numbers, bound = SCALE_TYPES[scale_type]
+    amax = torch.exp2(torch.rand(200) * 20 - 10)
+    scheme = Scheme(Dtype.fp4.value, QSchemeType.per_channel, scale=ScaleType[scale_type].format)
+    scale, _ = qparams_from_range(-amax, amax / 3, scheme)
+    assert scale.dtype == kind
+    assert numbers is None or set(scale.tolist()) <= set(numbers)
+    assert (scale.float() / (amax / 6)).log2().abs().max() <= bound

@@ -14,12 +14,17 @@ from quark.torch.numerics.scales import block_range, qparams_from_range
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.observer.observer import (
     MinMaxObserver,
+    MovingAverageMinMaxObserver,
     PerChannelMinMaxObserver,
     PerGroupMinMaxObserver,
     PerTensorMinMaxObserver,
     PlaceholderObserver,
 )
-from quark.torch.quantization.observer.registry import OBSERVER_METHODS, observer_class
+from quark.torch.quantization.observer.registry import (
+    OBSERVER_METHODS,
+    OBSERVERS,
+    observer_class,
+)
 
 # Granularities in which batches along the first axis share their scales, by observer.
 KINDS = {
@@ -152,6 +157,32 @@ def test_a_damaged_value_is_not_forgotten(kind, value):
     assert not observer.is_empty
     with pytest.raises(FloatingPointError, match="NaN or infinite values were observed"):
         observer.calculate_qparams()
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [Dtype.uint8, Dtype.int2, Dtype.fp8_e4m3], ids=lambda d: d.name)
+@pytest.mark.parametrize(
+    "name", [n for n in OBSERVERS if "PerTensor" in n or n == "MovingAverageMinMaxObserver"]
+)
+def test_finite_data_has_finite_scales(name, dtype, kind):
+    """The largest value less the smallest is beyond the type of either."""
+    fmt, top = dtype.value, torch.finfo(kind).max
+    observer = observer_class(name)(SimpleNamespace(scheme=Scheme(fmt, symmetric=fmt.is_float)))
+    observer(torch.tensor([-top, 0.5], dtype=kind))
+    observer(torch.tensor([top, -1.0, -top], dtype=kind))
+    scale, zero_point = observer.calculate_qparams()
+    assert scale.isfinite().all() and (scale > 0).all()
+    assert zero_point is None or zero_point.isfinite().all()
+
+
+def test_a_moving_average_between_distant_numbers():
+    observer = MovingAverageMinMaxObserver(
+        SimpleNamespace(scheme=Scheme(Dtype.int8.value)), averaging_constant=0.25
+    )
+    top = torch.finfo(torch.float32).max
+    observer(torch.tensor([-top]))
+    observer(torch.tensor([top]))
+    assert observer.lo.item() == observer.hi.item() == pytest.approx(-top / 2)  # (-3 + 1) / 4
 
 
 def test_statistics_stay_on_their_device():

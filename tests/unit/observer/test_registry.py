@@ -105,6 +105,10 @@ class TestNames:
                 "PerGroupMinMaxObserver",
             ),
             (
+                {"dtype": "fp4", "qscheme": "per_group", "ch_axis": -1, "group_size": 32},
+                "PerBlockMXObserver",
+            ),
+            (
                 {"dtype": "fp8_e4m3", "qscheme": "per_block", "block_size": (8, 8)},
                 "PerBlock2DMinMaxObserver",
             ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -23,6 +24,11 @@ logger = logging.getLogger(__name__)
 def matches(name: str, patterns: Iterable[str]) -> bool:
     """Whether a module name matches one of the patterns."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def literal(name: str) -> str:
+    """Return the pattern that matches ``name`` alone, whatever characters it has."""
+    return glob.escape(name)
 
 
 def first_match(name: str, patterns: dict[str, QuantizationConfig]) -> QuantizationConfig | None:
@@ -89,13 +95,12 @@ def without_order(names: dict[str, type[nn.Module]], config: Config) -> Config:
     Readers of ``config.json`` see its keys sorted, so where two patterns match one module the
     wrong one could win. Patterns are kept if sorting them changes nothing for this model; else
     each module that a pattern decides, or that writes a key-value cache, is listed by its full
-    name. Wildcards in ``exclude`` are
-    written out as well, for readers that compare names.
+    name. Wildcards in ``exclude`` are written out as well, for readers that compare names.
     """
     exclude: list[str] = []
     for pattern in config.exclude:
         hit = [n for n in names if fnmatchcase(n, pattern)]
-        exclude += [n for n in (hit or [pattern]) if n not in exclude]
+        exclude += [n for n in (map(literal, hit) if hit else [pattern]) if n not in exclude]
     operators = {n: kind for n, kind in names.items() if kind.__name__ in (*LAYER_TYPES, "Conv1D")}
     layers = {n: _decided(n, kind, config) for n, kind in operators.items()}
     cache = {n: first_match(n, config.kv_cache_quant_config) for n in operators}
@@ -121,4 +126,4 @@ def _without_order(
     by_key = dict(sorted(patterns.items()))
     if all(found == first_match(name, by_key) for name, found in exact.items()):
         return patterns
-    return {name: found for name, found in exact.items() if found is not None}
+    return {literal(name): found for name, found in exact.items() if found is not None}

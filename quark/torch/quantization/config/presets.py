@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
 from typing import Any
 
 from quark.torch.quantization.config.config import QuantizationConfig
-from quark.torch.quantization.config.names import one_of
+from quark.torch.quantization.config.names import one_of, unknown
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.config.spec_classes import SPEC_CLASSES
 
@@ -37,44 +38,58 @@ _TENSORS: dict[str, tuple[str, str, bool, bool]] = {
     "uint8_group_asym": ("uint8", "per_group", False, False),
     "fp8": ("fp8_e4m3", "per_tensor", True, False),
     "fp8_dynamic": ("fp8_e4m3", "per_tensor", True, True),
+    "fp8_e5m3": ("fp8_e5m3", "per_tensor", True, False),
     "fp8_channel": ("fp8_e4m3", "per_channel", True, False),
     "fp8_token": ("fp8_e4m3", "per_token", True, True),
     "bfloat16": ("bfloat16", "", True, False),
     "float16": ("float16", "", True, False),
 }
 
-# Specification of one tensor by a short name: (helper class, its arguments).
-_GROUP_16: dict[str, Any] = {"ch_axis": -1, "group_size": 16}
-_BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
-    "mxfp4": ("OCP_MXFP4Spec", {"ch_axis": -1, "is_dynamic": False}),
-    "mxfp4_diffs": ("OCP_MXFP4DiffsSpec", {"ch_axis": -1}),
-    "mxfp4_dynamic": ("OCP_MXFP4Spec", {"ch_axis": -1}),
-    "mxfp6_e3m2": ("OCP_MXFP6E3M2Spec", {"ch_axis": -1, "is_dynamic": False}),
-    "mxfp6_e3m2_dynamic": ("OCP_MXFP6E3M2Spec", {"ch_axis": -1}),
-    "mxfp6_e2m3": ("OCP_MXFP6E2M3Spec", {"ch_axis": -1, "is_dynamic": False}),
-    "mxfp6_e2m3_dynamic": ("OCP_MXFP6E2M3Spec", {"ch_axis": -1}),
-    "mxfp8": ("OCP_MXFP8E4M3Spec", {"ch_axis": -1, "is_dynamic": False}),
-    "mxfp8_dynamic": ("OCP_MXFP8E4M3Spec", {"ch_axis": -1}),
-    "mxint8": ("OCP_MXINT8Spec", {"ch_axis": -1, "is_dynamic": False}),
-    "mx6": ("MX6Spec", {"ch_axis": -1, "block_size": 16}),
-    "mx9": ("MX9Spec", {"ch_axis": -1, "block_size": 16}),
-    "bfp16": ("BFP16Spec", {"ch_axis": -1}),
-    "amdfp4": ("AmdFP4Spec", _GROUP_16),
-    "amdfp4_g32": ("AmdFP4Spec", {"ch_axis": -1, "group_size": 32}),
-    "fp4_group": ("FP4PerGroupSpec", {"ch_axis": -1, "group_size": 32, "is_dynamic": False}),
-    "fp4_group_dynamic": ("FP4PerGroupSpec", {"ch_axis": -1, "group_size": 32}),
-    "fp4_g16": ("FP4PerGroupSpec", {**_GROUP_16, "is_dynamic": False}),
-    "fp4_g16_dynamic": ("FP4PerGroupSpec", _GROUP_16),
+# Specification of one tensor by a short name: (helper class, its arguments). Left out, the axis is
+# the last one and the group size that of the caller.
+_HELPERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "int8_mse": ("Int8PerTensorSpec", {"observer_method": "MSE"}),
+    "int8_percentile": ("Int8PerTensorSpec", {"observer_method": "percentile"}),
+    "uint8": ("Uint8PerTensorSpec", {"symmetric": True}),
+    "uint8_mse": ("Uint8PerTensorSpec", {"symmetric": True, "observer_method": "MSE"}),
+    "uint8_percentile": (
+        "Uint8PerTensorSpec",
+        {"symmetric": True, "observer_method": "percentile"},
+    ),
+    "mxfp4": ("OCP_MXFP4Spec", {"is_dynamic": False}),
+    "mxfp4_diffs": ("OCP_MXFP4DiffsSpec", {}),
+    "mxfp4_dynamic": ("OCP_MXFP4Spec", {}),
+    "mxfp6_e3m2": ("OCP_MXFP6E3M2Spec", {"is_dynamic": False}),
+    "mxfp6_e3m2_dynamic": ("OCP_MXFP6E3M2Spec", {}),
+    "mxfp6_e2m3": ("OCP_MXFP6E2M3Spec", {"is_dynamic": False}),
+    "mxfp6_e2m3_dynamic": ("OCP_MXFP6E2M3Spec", {}),
+    "mxfp8": ("OCP_MXFP8E4M3Spec", {"is_dynamic": False}),
+    "mxfp8_dynamic": ("OCP_MXFP8E4M3Spec", {}),
+    "mxint8": ("OCP_MXINT8Spec", {}),
+    "mx6": ("MX6Spec", {"block_size": 16}),
+    "mx9": ("MX9Spec", {"block_size": 16}),
+    "bfp16": ("BFP16Spec", {}),
+    "amdfp4": ("AmdFP4Spec", {"is_dynamic": False}),
+    "amdfp4_dynamic": ("AmdFP4Spec", {}),
+    "fp4_group": ("FP4PerGroupSpec", {"is_dynamic": False}),
+    "fp4_group_dynamic": ("FP4PerGroupSpec", {}),
+    "fp6_e2m3": ("FP6E2M3PerGroupSpec", {"is_dynamic": False}),
+    "fp6_e2m3_dynamic": ("FP6E2M3PerGroupSpec", {}),
+    "fp6_e3m2": ("FP6E3M2PerGroupSpec", {"is_dynamic": False}),
+    "fp6_e3m2_dynamic": ("FP6E3M2PerGroupSpec", {}),
+    "fp8_group_dynamic": ("FP8E4M3PerGroupSpec", {}),
 }
 
 # Two stages by a short name: (first, second, whether the second quantizes the scales).
 _STAGES: dict[str, tuple[str, str, bool]] = {
-    "nvfp4": ("fp4_g16", "fp8", True),
-    "nvfp4_dynamic": ("fp4_g16_dynamic", "fp8", True),
+    "nvfp4": ("fp4_group@16", "fp8", True),
+    "nvfp4_dynamic": ("fp4_group_dynamic@16", "fp8", True),
+    "amdfp4_global": ("fp4_group", "fp8_e5m3", True),
+    "amdfp4_global_dynamic": ("fp4_group_dynamic", "fp8_e5m3", True),
     "int4_fp8": ("fp8", "int4_channel", False),
 }
 
-# Name of a scheme -> (weight, input, output), each a row above or None.
+# Name of a scheme -> (weight, input, output), each a row above or None. "@" precedes a group size.
 _Row = tuple[str | None, str | None, str | None]
 _SCHEMES: dict[str, _Row] = {
     # current names
@@ -96,8 +111,11 @@ _SCHEMES: dict[str, _Row] = {
     "mxfp8": ("mxfp8", "mxfp8_dynamic", None),
     "nvfp4": ("nvfp4", "nvfp4_dynamic", None),
     "nvfp4_weight_only": ("nvfp4", None, None),
-    "amdfp4": ("amdfp4", "amdfp4", None),
-    "amdfp4_g32": ("amdfp4_g32", "amdfp4_g32", None),
+    "fp4_block16_scale_e4m3": ("nvfp4", "nvfp4_dynamic", None),
+    "amdfp4": ("amdfp4@16", "amdfp4_dynamic@16", None),
+    "amdfp4_g32": ("amdfp4@32", "amdfp4_dynamic@32", None),
+    "amdfp4_global16": ("amdfp4_global@16", "amdfp4_global_dynamic@16", None),
+    "amdfp4_global32": ("amdfp4_global@32", "amdfp4_global_dynamic@32", None),
     "int4_fp8": ("int4_fp8", "fp8", None),
     "mx6": ("mx6", "mx6", None),
     "mx9": ("mx9", "mx9", None),
@@ -118,12 +136,19 @@ _SCHEMES: dict[str, _Row] = {
     "w_int8_a_int8_per_token_dynamic": ("int8", "int8_token", None),
     "w_int8_per_channel_a_int8_per_tensor_sym": ("int8_channel", "int8", None),
     "w_int8_per_channel_a_int8_per_tensor_sym_dynamic": ("int8_channel", "int8_dynamic", None),
+    "w_int8_per_channel_a_int8_per_tensor_dynamic": ("int8_channel", "int8_dynamic", None),
     "w_int8_per_group_sym": ("int8_group", None, None),
+    "w_int8_per_tensor_mse": ("int8_mse", "int8", None),
+    "w_int8_per_tensor_percentile": ("int8_percentile", "int8", None),
     "w_int8_per_tensor_sym": ("int8", None, None),
     "w_bfp16": ("bfp16", None, None),
     "w_bfp16_a_bfp16": ("bfp16", "bfp16", None),
+    "w_bfp16_per_group_sym": ("bfp16", None, None),
     "w_fp4_per_group": ("fp4_group", None, None),
     "w_fp4_per_group_a_fp4_per_group": ("fp4_group", "fp4_group_dynamic", None),
+    "w_fp4_per_group_a_fp8_e4m3_per_group": ("fp4_group", "fp8_group_dynamic", None),
+    "w_fp6_e2m3_per_group_a_fp6_e2m3_per_group": ("fp6_e2m3", "fp6_e2m3_dynamic", None),
+    "w_fp6_e3m2_per_group_a_fp6_e3m2_per_group": ("fp6_e3m2", "fp6_e3m2_dynamic", None),
     "w_fp4_scale_fp8": ("nvfp4", None, None),
     "w_fp4_a_fp4_scale_fp8": ("nvfp4", "nvfp4_dynamic", None),
     "w_mx6": ("mx6", None, None),
@@ -131,8 +156,12 @@ _SCHEMES: dict[str, _Row] = {
     "w_mx9": ("mx9", None, None),
     "w_mxfp4": ("mxfp4", None, None),
     "w_mxfp4_diffs": ("mxfp4_diffs", None, None),
+    "w_mxfp4_a_fp8": ("mxfp4", "fp8", None),
+    "w_mxfp4_a_fp8_dynamic": ("mxfp4", "fp8_dynamic", None),
     "w_mxfp4_a_mxfp4": ("mxfp4", "mxfp4_dynamic", None),
     "w_mxfp4_a_mxfp6": ("mxfp4", "mxfp6_e2m3_dynamic", None),
+    "w_mxfp4_a_mxfp6_e2m3": ("mxfp4", "mxfp6_e2m3_dynamic", None),
+    "w_mxfp4_a_mxfp6_e3m2": ("mxfp4", "mxfp6_e3m2_dynamic", None),
     "w_mxfp4_a_mxfp8": ("mxfp4", "mxfp8_dynamic", None),
     "w_mxfp6_e2m3": ("mxfp6_e2m3", None, None),
     "w_mxfp6_e2m3_a_mxfp6_e2m3": ("mxfp6_e2m3", "mxfp6_e2m3_dynamic", None),
@@ -142,14 +171,18 @@ _SCHEMES: dict[str, _Row] = {
     "w_mxfp8_a_mxfp8": ("mxfp8", "mxfp8_dynamic", None),
     "w_mxint8": ("mxint8", None, None),
     "w_uint4_a_bfloat16_per_group_asym": ("uint4_group_asym", "bfloat16", None),
+    "w_uint4_a_uint4_per_channel": ("uint4_channel_asym", "uint4_token", None),
     "w_uint4_per_channel_a_int8_per_tensor": ("uint4_channel_asym", "int8", None),
     "w_uint4_per_channel_asym": ("uint4_channel_asym", None, None),
     "w_uint4_per_channel_sym": ("uint4_channel", None, None),
     "w_uint4_per_group_a_int8_per_tensor": ("uint4_group_asym", "int8", None),
     "w_uint4_per_group_asym": ("uint4_group_asym", None, None),
     "w_uint4_per_group_sym": ("uint4_group", None, None),
+    "w_uint4_per_token_a_int8_per_channel": ("uint4_channel_asym", "int8_token", None),
     "w_uint8_a_uint8_per_tensor_asym": ("uint8_asym", "uint8_asym", None),
     "w_uint8_per_group_asym": ("uint8_group_asym", None, None),
+    "w_uint8_per_tensor_mse": ("uint8_mse", "uint8", None),
+    "w_uint8_per_tensor_percentile": ("uint8_percentile", "uint8", None),
 }
 
 # Names that end in a group size: prefix -> row.
@@ -163,12 +196,28 @@ _GROUPED: dict[str, _Row] = {
 }
 GROUP_SIZES = (32, 64, 128)
 
+# What the names of version 0.8 say of MX formats beyond their rows: (pattern, what replaces it).
+# "w_mx_fp4_a_mx_fp6e2m3_per_group_sym" is "w_mxfp4_a_mxfp6_e2m3".
+_SPELLINGS = (
+    (r"mx_", "mx"),
+    (r"fp6e", "fp6_e"),
+    (r"_(per_group|per_tensor|static|dyn|sym)(?=_|$)", ""),
+)
+
 KV_CACHE_SCHEMES: dict[str, str] = {
     "fp8": "fp8",
     "fp8_dynamic": "fp8_dynamic",
     "int8_per_tensor_static": "int8",
     "int8_per_tensor_dynamic": "int8_dynamic",
     "int8_per_token": "int8_token",
+    "uint4": "uint4_token",
+    "mxfp8": "mxfp8_dynamic",
+    "mxfp6_e2m3": "mxfp6_e2m3_dynamic",
+    "mxfp6_e3m2": "mxfp6_e3m2_dynamic",
+    "mxfp4": "mxfp4_dynamic",
+    "fp6e2m3_per_group": "fp6_e2m3_dynamic",
+    "fp6e3m2_per_group": "fp6_e3m2_dynamic",
+    "fp4_per_group": "fp4_group_dynamic",
 }
 
 
@@ -181,7 +230,8 @@ def scheme(name: str, group_size: int = GROUP_SIZE) -> QuantizationConfig:
     """Return the configuration of a layer that a scheme stands for.
 
     Args:
-        name: Name of the scheme. One that ends in a number takes it as the group size.
+        name: Name of the scheme. One that ends in a number takes it as the group size. The
+            spellings of version 0.8, such as ``w_mx_fp4_per_group_sym``, are known as well.
         group_size: Elements of a group for the schemes whose name does not say it.
 
     Raises:
@@ -190,7 +240,18 @@ def scheme(name: str, group_size: int = GROUP_SIZE) -> QuantizationConfig:
     prefix, _, size = name.lower().rpartition("_")
     if prefix in _GROUPED and size.isdecimal():
         return _layer(_GROUPED[prefix], int(size))
-    return _layer(_SCHEMES[one_of(name, scheme_names(), "quant_scheme")], group_size)
+    row = _SCHEMES.get(_respelled(name))
+    if row is None:
+        raise ValueError(unknown(name, scheme_names(), "quant_scheme"))
+    return _layer(row, group_size)
+
+
+def _respelled(name: str) -> str:
+    name = name.lower()
+    if name.startswith("w_mx"):
+        for pattern, replacement in _SPELLINGS:
+            name = re.sub(pattern, replacement, name)
+    return name
 
 
 def kv_cache_scheme(name: str) -> QuantizationSpec:
@@ -208,9 +269,14 @@ def _layer(row: _Row, group_size: int) -> QuantizationConfig:
 
 
 def _spec(name: str, group_size: int) -> QuantizationSpec:
-    if name in _BLOCKS:
-        helper, arguments = _BLOCKS[name]
-        return SPEC_CLASSES[helper](**arguments).to_quantization_spec()
+    name, _, own_size = name.partition("@")
+    group_size = int(own_size or group_size)
+    if name in _HELPERS:
+        helper, arguments = _HELPERS[name]
+        made = SPEC_CLASSES[helper]
+        given = {"ch_axis": -1, "group_size": group_size, **arguments}
+        taken = {f.name for f in fields(made)} & given.keys()  # type: ignore[arg-type]
+        return made(**{key: given[key] for key in taken}).to_quantization_spec()
     if name in _STAGES:
         first, second, is_scale_quant = _STAGES[name]
         stages = [_spec(first, group_size), _spec(second, group_size)]
@@ -219,18 +285,18 @@ def _spec(name: str, group_size: int) -> QuantizationSpec:
     dtype, granularity, symmetric, dynamic = _TENSORS[name]
     if not granularity:
         return QuantizationSpec(dtype)  # type: ignore[arg-type]
-    fields: dict[str, Any] = {"qscheme": granularity}
+    blocks: dict[str, Any] = {"qscheme": granularity}
     if granularity == "per_token":
-        fields = {"qscheme": "per_channel", "ch_axis": 1}
+        blocks = {"qscheme": "per_channel", "ch_axis": 1}
     elif granularity == "per_channel":
-        fields["ch_axis"] = 0
+        blocks["ch_axis"] = 0
     elif granularity == "per_group":
-        fields |= {"ch_axis": -1, "group_size": group_size}
+        blocks |= {"ch_axis": -1, "group_size": group_size}
     return QuantizationSpec(
         dtype,  # type: ignore[arg-type]
         symmetric=symmetric,
         is_dynamic=dynamic,
         scale_type="float",  # type: ignore[arg-type]
         round_method="half_even",  # type: ignore[arg-type]
-        **fields,
+        **blocks,
     )

@@ -57,7 +57,8 @@ class QuantizationSpec:
     Attributes:
         dtype: Number format.
         observer_cls: Statistic that ranges come from; by default the minimum and maximum.
-        is_dynamic: Whether ranges are those of each tensor as it passes, without calibration.
+        is_dynamic: Whether ranges are those of each tensor as it passes, without calibration; the
+            default of formats that fix their blocks.
         qscheme: Granularity.
         ch_axis: Channel axis, or the axis that is cut in groups.
         group_size: Elements of a group; -1 for the whole axis.
@@ -115,6 +116,8 @@ class QuantizationSpec:
             self.observer_cls = observer_class(name)
         if self.block_size is not None:
             self.block_size = tuple(self.block_size)  # type: ignore[assignment]
+        if self.fixes_blocks and self.is_dynamic is None:
+            self.is_dynamic = True  # scales are those of each tensor
         for broken, message in RULES:
             if broken(self):
                 raise ValueError(f"QuantizationSpec(dtype={self.dtype.name}): {message(self)}")
@@ -248,6 +251,9 @@ class QuantizationSpec:
         data = {f.name: plain(getattr(self, f.name)) for f in fields(self)}
         for name in ("qat_spec", "second_stage"):
             del data[name]
+        if self.fixes_blocks:  # the format implies these, and no reader expects them
+            implied = {"is_dynamic": True, "observer_cls": default_observer(self.scheme).__name__}
+            data |= {name: None for name, value in implied.items() if data[name] == value}
         return dict(sorted(data.items()))
 
     @classmethod

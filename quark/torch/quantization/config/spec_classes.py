@@ -53,6 +53,7 @@ def _row(dtype: str, qscheme: str, **defaults: Any) -> tuple[dict[str, Any], dic
 
 # What FP8E4M3PerTensorSpec and the grouped 8-bit floats took in earlier versions as well.
 _EARLIER: dict[str, Any] = {"symmetric": True, "round_method": "half_even"}
+_EARLIER_GROUPED: dict[str, Any] = {"scale_type": "float", **_EARLIER, "symmetric": None}
 _MICROSCALING: dict[str, Any] = {
     "ch_axis": REQUIRED,
     "is_dynamic": True,
@@ -61,7 +62,12 @@ _MICROSCALING: dict[str, Any] = {
 
 
 def _grouped(dtype: str, **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    base = {"dtype": dtype, "qscheme": "per_group", "round_method": "half_even"}
+    base = {
+        "dtype": dtype,
+        "qscheme": "per_group",
+        "scale_type": "float",
+        "round_method": "half_even",
+    }
     return base, {
         "ch_axis": REQUIRED,
         "group_size": REQUIRED,
@@ -128,13 +134,19 @@ _SPECS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "FP8E4M3PerChannelSpec": _row("fp8_e4m3", "per_channel"),
     "FP8E5M2PerChannelSpec": _row("fp8_e5m2", "per_channel"),
     "FP8E5M3PerTensorSpec": ({**_FP8, "dtype": "fp8_e5m3"}, _FP8_FIELDS),
-    "FP8E4M3PerGroupSpec": _grouped("fp8_e4m3", scale_type="float", **_EARLIER),
-    "FP8E5M2PerGroupSpec": _grouped("fp8_e5m2", scale_type="float", **_EARLIER),
+    "FP8E4M3PerGroupSpec": _grouped("fp8_e4m3", **_EARLIER_GROUPED),
+    "FP8E5M2PerGroupSpec": _grouped("fp8_e5m2", **_EARLIER_GROUPED),
     "FP6E2M3PerGroupSpec": _grouped("fp6_e2m3"),
     "FP6E3M2PerGroupSpec": _grouped("fp6_e3m2"),
     "FP4PerGroupSpec": _grouped("fp4", scale_type="float"),
     "AmdFP4Spec": (
-        {"dtype": "fp4", "qscheme": "per_group", "scale_format": "e5m3"},
+        {
+            "dtype": "fp4",
+            "qscheme": "per_group",
+            "scale_format": "e5m3",
+            "scale_type": "float8_e5m3",
+            "round_method": "half_even",
+        },
         {"ch_axis": REQUIRED, "group_size": REQUIRED, "is_dynamic": True},
     ),
     "OCP_MXFP8E4M3Spec": _microscaling("fp8_e4m3"),

@@ -165,7 +165,7 @@ def with_kv_cache(
 def _shared(scheme: str, groups: list[list[str]] | None) -> list[list[str]]:
     if groups is not None:
         return groups
-    is_two_level = scheme.startswith("nvfp4")
+    is_two_level = scheme.lower().startswith(("nvfp4", "fp4_block16"))
     return [["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]] if is_two_level else []
 
 

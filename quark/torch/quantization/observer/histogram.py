@@ -53,10 +53,10 @@ class HistogramObserver(ObserverBase):
         """
         if x.numel() == 0:
             return
-        lo, hi = x.aminmax()
-        if not math.isfinite(float(hi - lo)):
+        lo, hi = map(float, x.aminmax())
+        if not (math.isfinite(lo) and math.isfinite(hi)):
             raise FloatingPointError("NaN or infinite values were observed.")
-        self.lo, self.hi = min(self.lo, float(lo)), max(self.hi, float(hi))
+        self.lo, self.hi = min(self.lo, lo), max(self.hi, hi)
         amax = max(-self.lo, self.hi)
         if amax > 0:
             self._grow(2.0 ** max(math.frexp(amax)[1], SMALLEST))

@@ -125,7 +125,7 @@ class MinMaxObserver(ObserverBase):
         """
         if self.lo is None or self.hi is None:
             raise RuntimeError("No data was observed, so there is no range to derive a scale from.")
-        if not bool(torch.isfinite(self.hi - self.lo).all()):
+        if not bool((torch.isfinite(self.lo) & torch.isfinite(self.hi)).all()):
             raise FloatingPointError("NaN or infinite values were observed.")
         return self.qparams()
 
@@ -174,8 +174,9 @@ class MovingAverageMinMaxObserver(MinMaxObserver):
     def widen(self, lo: torch.Tensor, hi: torch.Tensor) -> None:
         """Move the ranges towards [lo, hi]."""
         weight = self.averaging_constant
-        self.lo = lo if self.lo is None else torch.lerp(self.lo, lo, weight)
-        self.hi = hi if self.hi is None else torch.lerp(self.hi, hi, weight)
+        # Halves, because the distance of two numbers may be larger than any.
+        self.lo = lo if self.lo is None else torch.lerp(self.lo / 2, lo / 2, weight) * 2
+        self.hi = hi if self.hi is None else torch.lerp(self.hi / 2, hi / 2, weight) * 2
 
 
 class PerTensorMinMaxObserver(MinMaxObserver):
@@ -187,7 +188,7 @@ class PerChannelMinMaxObserver(MinMaxObserver):
 
 
 class PerGroupMinMaxObserver(MinMaxObserver):
-    """Minimum and maximum of each group."""
+    """Minimum and maximum of each group of an integer format."""
 
 
 class PerBlock2DMinMaxObserver(MinMaxObserver):
@@ -195,7 +196,7 @@ class PerBlock2DMinMaxObserver(MinMaxObserver):
 
 
 class PerBlockMXObserver(MinMaxObserver):
-    """Minimum and maximum of each block that shares an exponent."""
+    """Minimum and maximum of each group of a float, or of each block that shares an exponent."""
 
 
 class PerBlockMXBufferReuseObserver(PerBlockMXObserver):

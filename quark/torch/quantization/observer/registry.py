@@ -54,8 +54,11 @@ def default_observer(scheme: Scheme) -> type[ObserverBase]:
     """Return the observer of a scheme that names none: the minimum and maximum."""
     if not scheme.fmt.scaled:
         return observer_class("PlaceholderObserver")
-    if scheme.shares_exponents:
-        return observer_class("PerBlockBFPObserver" if scheme.fmt.block else "PerBlockMXObserver")
+    if scheme.fmt.block:
+        return observer_class("PerBlockBFPObserver")
+    is_grouped_float = scheme.fmt.is_float and scheme.qscheme is QSchemeType.per_group
+    if scheme.shares_exponents or is_grouped_float:
+        return observer_class("PerBlockMXObserver")
     names = {
         QSchemeType.per_tensor: "PerTensorMinMaxObserver",
         QSchemeType.per_channel: "PerChannelMinMaxObserver",
