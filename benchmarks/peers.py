@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = {
     "llm-compressor": ("llmcompressor==0.14.0.1",),
     "amd-quark": ("amd-quark==0.13", "transformers==5.23.0"),
+    "torchao": ("torchao==0.18.0", "transformers==5.23.0"),
 }
 SCALES, VALUES, PACKED = "scales", "quantized values", "packed codes"
 GROUP = 128
@@ -100,7 +101,22 @@ def amd_quark(model: Any) -> Stages:
     yield VALUES, lambda: quantizer.freeze(model)
 
 
-PEERS = {"quark": quark, "llm-compressor": llm_compressor, "amd-quark": amd_quark}
+def torchao(model: Any) -> Stages:
+    """Quantize by torchao, whose weights become codes of a byte each, with their scales."""
+    import torch
+    from torchao.quantization import IntxWeightOnlyConfig, quantize_
+    from torchao.quantization.granularity import PerGroup
+
+    how = IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(GROUP))
+    yield VALUES, lambda: quantize_(model.model, how)  # without the output head
+
+
+PEERS = {
+    "quark": quark,
+    "llm-compressor": llm_compressor,
+    "amd-quark": amd_quark,
+    "torchao": torchao,
+}
 
 
 def measure_stages(peer: str, size: str) -> list[dict[str, Any]]:

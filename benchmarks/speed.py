@@ -3,6 +3,7 @@
     python benchmarks/speed.py                        # everything, on a model of 254M parameters
     python benchmarks/speed.py --quick                # in two minutes, on a small one
     python benchmarks/speed.py --part tensors --json
+    python benchmarks/speed.py --part operations --peer amd-quark --peer torchao
     python benchmarks/speed.py --part peers --peer llm-compressor
 
 Every figure is of one thread, and the median of several rounds. See README.md for the columns.
@@ -15,13 +16,13 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections import defaultdict
 from statistics import median
 from typing import Any
 
+import operations
 import peers
-from measure import ONE_THREAD, in_fresh_process, machine, markdown, middle, say
+from measure import ONE_THREAD, cpu_seconds, in_fresh_process, machine, markdown, middle, say
 
 SCHEMES = (
     "int8_wo",
@@ -38,7 +39,7 @@ SCHEMES = (
     "fp8",
 )
 WINDOWS = 4  # of data for static ranges
-PARTS = ("weights", "calibration", "tensors", "start", "peers")
+PARTS = ("weights", "calibration", "tensors", "operations", "start", "peers")
 START = {
     "import torch": "import torch",
     "import quark.torch": "import torch, quark.torch",
@@ -110,6 +111,28 @@ def tensors(options: argparse.Namespace) -> list[dict[str, Any]]:
     return in_fresh_process("workers.py", *task, keep_memory=True)
 
 
+def compare_operations(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Time operations on one tensor by this package and by others, in turns."""
+    names = [peer for peer in options.peer if peer in operations.SOFTWARE]
+    pythons = {"quark": sys.executable, **{peer: options.peer_pythons[peer] for peer in names}}
+    runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for i in range(options.rounds):
+        for peer, python in pythons.items():
+            say(f"operations: {peer}, round {i + 1} of {options.rounds}")
+            task = "operations.py", peer, options.edge, options.rounds
+            runs[peer].append(in_fresh_process(*task, python=python, keep_memory=True))
+    ours, *theirs = ((peer, middle(run)) for peer, run in runs.items())
+    copy, fresh = (ours[1][name] for name in (operations.COPY, operations.FRESH_COPY))
+    rows = []
+    for name, ms in ours[1].items():
+        row = {"operation": name, "ms": ms, "copies": ms / copy, "clones": ms / fresh}
+        for peer, found in theirs:
+            other = found.get(name)
+            row |= {f"{peer}, ms": other, f"{peer}: ours": other and other / ms}
+        rows.append(row)
+    return rows
+
+
 def start(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Time fresh interpreters up to a first result, in turns with one that imports torch alone."""
     seconds: dict[str, list[float]] = {name: [] for name in START}
@@ -117,10 +140,10 @@ def start(options: argparse.Namespace) -> list[dict[str, Any]]:
     for i in range(rounds + 1):
         say(f"start: round {i} of {rounds}")
         for name, code in START.items():
-            begin = time.perf_counter()
+            begin = cpu_seconds()
             subprocess.run([sys.executable, "-c", code], env=os.environ | ONE_THREAD, check=True)
             if i:
-                seconds[name].append(time.perf_counter() - begin)
+                seconds[name].append(cpu_seconds() - begin)
     base = median(seconds["import torch"])
     return [
         {"until": name, "seconds": median(values), "beyond_torch_s": median(values) - base}
@@ -146,6 +169,7 @@ MEASURE = {
     "weights": weights,
     "calibration": calibration,
     "tensors": tensors,
+    "operations": compare_operations,
     "start": start,
     "peers": compare_peers,
 }
@@ -153,6 +177,7 @@ TITLES = {
     "weights": "Quantize and freeze a model, against a copy of its weights",
     "calibration": "Static calibration, against plain forward passes of the same data",
     "tensors": "Operations on one tensor, in clones of it",
+    "operations": "Operations on one tensor, by this package and by others",
     "start": "From the start of the process",
     "peers": "The same work by others: int4 weights in groups of 128",
 }
@@ -186,6 +211,12 @@ COLUMNS = {
         "pack": "pack",
         "unpack": "unpack",
     },
+    "operations": {
+        "operation": "operation",
+        "ms": "ms",
+        "copies": "in copies",
+        "clones": "in clones",
+    },
     "start": {"until": "until", "seconds": "s", "beyond_torch_s": "beyond torch, s"},
     "peers": {
         "peer": "software",
@@ -210,6 +241,10 @@ def main() -> None:
     for part in parts:
         results[part] = rows = MEASURE[part](options)
         columns = COLUMNS[part]
+        if part == "operations":
+            columns = columns | {
+                c: c.replace(" ratio", ": ours") for c in [*rows[0]][len(columns) :]
+            }
         if not options.json:
             cells = [[row[column] for column in columns] for row in rows]
             print(markdown(TITLES[part], [*columns.values()], cells), flush=True)

@@ -138,3 +138,18 @@ class Blocks:
                 f"{tuple(scale.shape)} was given."
             )
         return scale.reshape(self.scale_view)
+
+
+def row_pieces(x: torch.Tensor, elements: int) -> list[torch.Tensor]:
+    """Cut along the first axis in pieces of about so many elements, which stay in a CPU's cache.
+
+    A small tensor, or one on another device, is one piece.
+    """
+    if x.device.type != "cpu" or x.numel() <= elements:
+        return [x]
+    return list(torch.split(x, max(1, elements * x.shape[0] // x.numel())))
+
+
+def join_rows(pieces: list[torch.Tensor]) -> torch.Tensor:
+    """Undo ``row_pieces``."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)

@@ -17,13 +17,17 @@ def encode(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     normal = (magnitude >> (23 - fmt.mantissa_bits)) - (_offset(fmt) << fmt.mantissa_bits)
     small = x.abs().clamp_(max=2.0**fmt.min_exponent)  # what is larger may not fit an integer
     small = small.mul_(2.0 ** (fmt.mantissa_bits - fmt.min_exponent)).to(torch.int32)
-    codes = torch.where(small < 1 << fmt.mantissa_bits, small, normal)
-    return codes | (bits < 0).to(torch.int32) << (fmt.bits - 1) if fmt.signed else codes
+    codes = torch.maximum(small, normal)  # ``normal`` is the smaller below the smallest normal
+    return codes.bitwise_or_(bits >> (32 - fmt.bits) & 1 << (fmt.bits - 1)) if fmt.signed else codes
 
 
 def decode(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Return the float32 values of codes: the inverse of ``encode``."""
-    codes = codes.to(torch.int32)
+    """Return the float32 values of codes, looked up among all: the inverse of ``encode``."""
+    table = _values(torch.arange(1 << fmt.bits, dtype=torch.int32, device=codes.device), fmt)
+    return table.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
+
+
+def _values(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
     sign_bit = 1 << (fmt.bits - 1) if fmt.signed else 0
     magnitude = codes & ((1 << (fmt.bits - bool(sign_bit))) - 1)
     normal = (magnitude << (23 - fmt.mantissa_bits)) + (_offset(fmt) << 23)

@@ -11,7 +11,10 @@ from functools import reduce
 import torch
 import torch.nn.functional as F
 
+from quark.torch.numerics.blocks import join_rows, row_pieces
 from quark.torch.numerics.formats import Format
+
+PIECE = 1 << 20  # codes that go through at once
 
 # Position j of a 32-bit word holds the code ORDERS[...][j] (the second is AWQ's interleaving).
 ORDERS = {"order": (0, 1, 2, 3, 4, 5, 6, 7), "reorder": (0, 2, 4, 6, 1, 3, 5, 7)}
@@ -43,6 +46,11 @@ def pack(
     if fmt.word_codes == 1:
         return codes.contiguous()
     axis %= codes.dim()
+    pieces = row_pieces(codes, PIECE) if axis else [codes]
+    return join_rows([_packed(piece, fmt, shifts, axis) for piece in pieces])
+
+
+def _packed(codes: torch.Tensor, fmt: Format, shifts: list[int], axis: int) -> torch.Tensor:
     ragged = -codes.shape[axis] % fmt.word_codes
     if ragged:
         codes = F.pad(codes, [*(0, 0) * (codes.dim() - 1 - axis), 0, ragged])
@@ -78,6 +86,12 @@ def unpack(
     if fmt.word_codes == 1:
         return words
     axis %= words.dim()
+    pieces = row_pieces(words, packed_size(PIECE, fmt)) if axis else [words]
+    codes = join_rows([_unpacked(piece, fmt, shifts, axis) for piece in pieces])
+    return codes.narrow(axis, 0, count).contiguous()
+
+
+def _unpacked(words: torch.Tensor, fmt: Format, shifts: list[int], axis: int) -> torch.Tensor:
     word = words.to(_word_dtype(fmt))
     if _elements(fmt) > 1:
         elements = torch.unflatten(word, axis, (-1, _elements(fmt))).unbind(axis + 1)
@@ -90,7 +104,7 @@ def unpack(
         # Up to the top of the word, then down with or without the sign.
         part = (word << (top - shift)).bitwise_right_shift_(top)
         codes.select(axis + 1, i).copy_(part if extends else part.bitwise_and_((1 << fmt.bits) - 1))
-    return codes.flatten(axis, axis + 1).narrow(axis, 0, count).contiguous()
+    return codes.flatten(axis, axis + 1)
 
 
 def _elements(fmt: Format) -> int:

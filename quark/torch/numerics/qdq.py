@@ -15,12 +15,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from quark.torch.numerics.blocks import join_rows, row_pieces
 from quark.torch.numerics.codec import decode, encode
 from quark.torch.numerics.rounding import RoundType, round_, round_to_grid_
 from quark.torch.numerics.scales import block_range, qparams_from_range
 from quark.torch.numerics.scheme import Scheme
 
 CHUNK = 1 << 18  # elements of a piece: 1 MiB of float32
+RANGE_CHUNK = 1 << 20  # the same where ranges are found, whose results are smaller
 FLOAT16_MAX = torch.finfo(torch.float16).max
 E4M3_VALUES = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()
 
@@ -102,7 +104,15 @@ def dynamic_qparams(
 
     Block scales are relative to ``tensor_scale`` where they have two levels.
     """
-    return qparams_from_range(*block_range(x.detach(), scheme), scheme, tensor_scale)
+    x = x.detach()
+    apart = scheme.blocks(x.shape).grid[:1] == x.shape[:1]  # no block holds values of two rows
+    whole = scheme.scale.two_level and tensor_scale is None
+    pieces = row_pieces(x, RANGE_CHUNK) if apart and not whole else [x]
+    parts = [
+        qparams_from_range(*block_range(piece, scheme), scheme, tensor_scale) for piece in pieces
+    ]
+    zeros = [zero_point for _, zero_point in parts if zero_point is not None]
+    return join_rows([scale for scale, _ in parts]), join_rows(zeros) if zeros else None
 
 
 def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
