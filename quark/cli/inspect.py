@@ -10,6 +10,7 @@ from rich.markup import escape
 
 from quark.cli import console, models
 from quark.cli.options import Json, Verbose, panel
+from quark.cli.structure import as_dict, find_structure, show
 
 if TYPE_CHECKING:
     from quark.torch.report.summary import Scheme, Summary
@@ -30,10 +31,20 @@ zero points.
     [cyan]quark inspect my-model-int4 --layers[/cyan]
 
     [cyan]quark inspect my-model-int4 --json > summary.json[/cyan]
+
+    [cyan]quark inspect my-model --structure[/cyan]
 """
 
 _show = panel("What to show")
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="Directory of the checkpoint.")]
+Structure = Annotated[
+    bool,
+    _show(
+        "--structure",
+        help="Load a float model, run a few random tokens, and show what can be rescaled and "
+        "rotated in it, and what cannot and why.",
+    ),
+]
 Layers = Annotated[bool, _show("--layers", help="List every quantized layer.")]
 
 
@@ -43,9 +54,17 @@ def register(app: typer.Typer) -> None:
 
 
 def inspect(
-    directory: Directory, layers: Layers = False, as_json: Json = False, verbose: Verbose = False
+    directory: Directory,
+    layers: Layers = False,
+    structure: Structure = False,
+    as_json: Json = False,
+    verbose: Verbose = False,
 ) -> None:
-    """Print the summary of a checkpoint."""
+    """Print the summary of a checkpoint, or the structure of a model."""
+    if structure:
+        found = find_structure(directory)
+        console.as_json(as_dict(found)) if as_json else show(found)
+        return
     described = models.read_config(directory, "DIR")
     summary, note = models.read_summary(directory)
     origin = _origin(described)

@@ -27,6 +27,8 @@ LAYERS = {
     "quark.torch.quantization.observer": 1,
     "quark.torch.quantization.config": 2,
     "quark.torch.quantization.nn": 3,
+    "quark.torch.pipeline": 4,
+    "quark.torch.algorithm": 4,
     "quark.torch.quantization.prepare": 5,
     "quark.torch.quantization.calibrate": 5,
     "quark.torch.quantization.api": 5,

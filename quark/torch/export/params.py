@@ -24,6 +24,7 @@ from quark.torch.export.checkpoint import (
 )
 from quark.torch.export.formats.base import get_format
 from quark.torch.export.reader import load
+from quark.torch.export.rotations import naming_rotations
 from quark.torch.export.writer import collect, make_format
 from quark.torch.quantization.config.config import OLDEST, Config, QuantizationConfig
 from quark.torch.quantization.config.export import JsonExporterConfig
@@ -113,16 +114,19 @@ def load_params(
     described = read_json(json_path)
     if not isinstance(described, dict) or not isinstance(described.get("structure"), dict):
         raise ValueError(f"{json_path} does not describe a model: give what save_params wrote.")
-    layers = {literal(name): _layer_config(leaf) for name, leaf in _leaves(described["structure"])}
-    config = Config(
-        layer_quant_config={n: c for n, c in layers.items() if not c.is_empty},
-        version=described.get("version", OLDEST),
-    )
-    fmt = get_format("quark", config, _options(compressed, reorder))
     path = Path(safetensors_path)
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist.")
     reader = CheckpointReader(path.parent, path.name)
+    leaves = dict(_leaves(described["structure"]))
+    layers = {literal(name): _layer_config(leaf) for name, leaf in leaves.items()}
+    config = Config(
+        layer_quant_config={n: c for n, c in layers.items() if not c.is_empty},
+        version=described.get("version", OLDEST),
+    )
+    rotated = [name for name, leaf in leaves.items() if "input_rotation" in leaf]
+    config = naming_rotations(config, {name: _rotation(name, reader) for name in rotated})
+    fmt = get_format("quark", config, _options(compressed, reorder))
     return load(_build(described.get("config")) if model is None else model, fmt, reader)
 
 
@@ -131,6 +135,18 @@ def _options(compressed: bool, reorder: bool) -> JsonExporterConfig:
         weight_format="real_quantized" if compressed else "fake_quantized",
         pack_method="reorder" if reorder else "order",
     )
+
+
+def _rotation(name: str, reader: CheckpointReader) -> torch.Tensor:
+    """Return the rotation of the input of a layer, without values.
+
+    Raises:
+        ValueError: It is not stored.
+    """
+    stored = reader.entries.get(f"{name}.input_rotation")
+    if stored is None:
+        raise ValueError(f"{name}.input_rotation is not stored: the two files differ.")
+    return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
 
 
 def _build(config: Any) -> nn.Module:
@@ -153,6 +169,7 @@ def _structure(model: nn.Module) -> dict[str, Any]:
         if not name or not own:
             continue
         leaf = {"name": name, "type": type(module).__name__}
+        own |= {"input_rotation"} if module._buffers.get("input_rotation") is not None else set()
         leaf |= {n: f"{name}.{n}" for n in sorted(own)}
         for tensor, key in _SPEC_KEYS.items():
             state = module.state(tensor) if quantized else None

@@ -13,6 +13,7 @@ from torch import nn
 from quark.torch.export.checkpoint import Stored
 from quark.torch.export.formats.base import FORMATS, ExportFormat, get_format
 from quark.torch.export.renamed import in_model_names
+from quark.torch.export.rotations import declare_rotation
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.match import assign
@@ -77,7 +78,16 @@ def receive(model: nn.Module, fmt: ExportFormat, layers: dict[str, QuantizationC
     for name, layer in layers.items():
         module = model.get_submodule(name)
         if is_operator(type(module)):
-            fmt.receive(module, layer)
+            _receive(module, name, layer, fmt)
+
+
+def _receive(
+    module: nn.Module, name: str, layer: QuantizationConfig, fmt: ExportFormat
+) -> nn.Module:
+    made = fmt.receive(module, layer)
+    assert isinstance(made, PackedMixin)
+    declare_rotation(made, name, fmt.config)
+    return made
 
 
 def load(model: nn.Module, fmt: ExportFormat, reader: Reader) -> nn.Module:
@@ -164,7 +174,7 @@ def _outline(
     }
     for name, layer in layers.items():
         empty = _on_meta(model.get_submodule(name))
-        for key, tensor in fmt.receive(empty, layer).state_dict().items():
+        for key, tensor in _receive(empty, name, layer, fmt).state_dict().items():
             outline[f"{name}.{key}"] = tensor
     return outline
 

@@ -14,6 +14,7 @@ from torch import nn
 from quark import __version__
 from quark.torch.export.formats.base import ExportFormat, get_format
 from quark.torch.export.renamed import saved_names
+from quark.torch.export.rotations import naming_rotations
 from quark.torch.quantization.calibrate import merged_scale, siblings
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.export import JsonExporterConfig
@@ -65,7 +66,10 @@ def make_format(
         min_kv_scale=max(options.min_kv_scale, config.min_kv_scale),
     )
     names = {n: _operator(m) for n, m in model.named_modules() if n}
-    config = without_order(names, replace(config, version=__version__))
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, _QUANTIZED)}
+    rotations = {n: m.input_rotation for n, m in layers.items() if m.input_rotation is not None}
+    config = naming_rotations(replace(config, version=__version__), rotations)
+    config = without_order(names, config)
     return get_format(mode, _naming_all(model, config), options)
 
 

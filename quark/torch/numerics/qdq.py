@@ -163,6 +163,46 @@ class _Factors(NamedTuple):
         return _Factors(self.scale[rows], self.inverse[rows], zeros)
 
 
+class ColumnRounder:
+    """Rounds a matrix one column at a time, under scales that are settled beforehand.
+
+    Args:
+        scale: One per block.
+        zero_point: Like ``scale``, or None.
+        scheme: How the matrix is quantized.
+        shape: Shape of the matrix.
+        axis: Axis of its columns.
+    """
+
+    def __init__(
+        self,
+        scale: torch.Tensor,
+        zero_point: torch.Tensor | None,
+        scheme: Scheme,
+        shape: tuple[int, ...],
+        axis: int = 1,
+    ) -> None:
+        blocks = scheme.blocks(shape)
+
+        def turned(x: torch.Tensor) -> torch.Tensor:
+            whole = blocks.spread(x.float()).expand(blocks.view)
+            return blocks.join(whole).reshape(shape).movedim(axis, 0).flatten(1).contiguous()
+
+        zeros = None
+        if zero_point is not None and not (scheme.symmetric and scheme.fmt.signed):
+            zeros = turned(zero_point)
+        self._by, self._scheme = (
+            _Factors(turned(scale), turned(scale.float().reciprocal()), zeros),
+            scheme,
+        )
+
+    def __call__(self, x: torch.Tensor, column: int) -> torch.Tensor:
+        """Return the rounded values of a column (rows,) in float32."""
+        scale, inverse, zeros = self._by
+        by = _Factors(scale[column], inverse[column], None if zeros is None else zeros[column])
+        return _round_trip(x.clone(), by, self._scheme)
+
+
 # The maps below work on one piece, in float32 or float64, and may overwrite it.
 _Piece = Callable[[torch.Tensor, _Factors, Scheme], torch.Tensor]
 

@@ -5,17 +5,26 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
+from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from quark.torch.graph.discover import discover
+from quark.torch.graph.structure import Structure
+from quark.torch.pipeline.context import Algorithm, Context
+from quark.torch.pipeline.inference import excerpt, parts, repeatable, run_batch
 from quark.torch.quantization.calibrate import (
     calibrate_activations,
     calibrate_parameters,
     needs_data,
+    observing,
+    settle_weights,
     share_scales,
 )
+from quark.torch.quantization.config.algo import AlgoConfig
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.nn.experts import fuse, unfuse
 from quark.torch.quantization.nn.mixin import QuantMixin
@@ -25,8 +34,13 @@ logger = logging.getLogger("quark")
 
 Model = TypeVar("Model", bound=nn.Module)
 
-# Algorithms by the name of their options: "module:function", loaded on use.
-ALGORITHMS: dict[str, str] = {}
+# Algorithms by the name of their options: "module:attribute", loaded on use.
+ALGORITHMS: dict[str, str] = {
+    "smooth": "quark.torch.algorithm.smoothquant:ALGORITHM",
+    "autosmoothquant": "quark.torch.algorithm.autosmoothquant:ALGORITHM",
+    "awq": "quark.torch.algorithm.awq:ALGORITHM",
+    "gptq": "quark.torch.algorithm.gptq:ALGORITHM",
+}
 
 
 class ModelQuantizer:
@@ -60,25 +74,38 @@ class ModelQuantizer:
                 not finite. The model is then as it was.
         """
         _log_to_terminal(self.config.log_severity_level)
-        self._check_algorithms()
+        algorithms = self._algorithms()
         experts = unfuse(model)
         try:
             layers = plan(model, self.config)
             run_data = needs_data(layers.values())
-            if run_data and dataloader is None:
+            if dataloader is None and (run_data or algorithms):
                 raise ValueError(
-                    "The configuration has static activation ranges: pass a dataloader to "
-                    "quantize_model, or set is_dynamic=True."
+                    f"{'Algorithms need' if algorithms else 'Static activation ranges need'} "
+                    "calibration data: pass a dataloader to quantize_model"
+                    + (", or set is_dynamic=True." if not algorithms else ".")
                 )
+            for algorithm, options in algorithms:
+                algorithm.check(options, layers)
+            fuse(experts, keep=layers)
+            batches = repeatable(dataloader) if algorithms else dataloader or ()
+            structure = _discover(model, batches) if algorithms else None
         except BaseException:
             fuse(experts)
             raise
-        fuse(experts, keep=layers)
         try:
             prepare(model, layers)
+            if structure is not None:
+                quantized = dict(quantized_layers(model))
+                settle = partial(settle_weights, config=self.config)
+                context = Context(model, quantized, structure, batches, self.config, settle)
+                with observing(model, ()):
+                    for algorithm, options in algorithms:
+                        logger.info("%s …", options.name)
+                        algorithm.apply(context, options)
             calibrate_parameters(model)
-            if run_data and dataloader is not None:
-                calibrate_activations(model, dataloader)
+            if run_data:
+                calibrate_activations(model, batches)
             share_scales(model, self.config)
         except BaseException:
             restore(model)
@@ -117,13 +144,26 @@ class ModelQuantizer:
                 _bake(layer, owners)
         return model
 
-    def _check_algorithms(self) -> None:
-        for algorithm in self.config.algo_config or []:
-            if algorithm.name not in ALGORITHMS:
+    def _algorithms(self) -> list[tuple[Algorithm, AlgoConfig]]:
+        """Return each algorithm asked for with its options, in order."""
+        found: list[tuple[Algorithm, AlgoConfig]] = []
+        for options in self.config.algo_config or []:
+            if options.name not in ALGORITHMS:
                 raise ValueError(
-                    f"Algorithm {algorithm.name!r} is not available in this version "
-                    f"(available: {', '.join(ALGORITHMS) or 'none'})."
+                    f"Algorithm {options.name!r} is not available in this version "
+                    f"(available: {', '.join(ALGORITHMS)})."
                 )
+            module, _, attribute = ALGORITHMS[options.name].partition(":")
+            found.append((getattr(import_module(module), attribute), options))
+        return found
+
+
+def _discover(model: nn.Module, batches: Iterable[Any]) -> Structure:
+    """Look at the structure of a model with the first tokens of the data."""
+    first = next(iter(parts(batches)), None)
+    if first is None:
+        raise ValueError("The dataloader is empty: algorithms need at least a batch.")
+    return discover(model, lambda: run_batch(model, excerpt(first)))
 
 
 def _log_to_terminal(severity: int | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from quark.torch.numerics.blocks import QSchemeType
+from quark.torch.pipeline.inference import progress, run_batch
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.match import matches
 from quark.torch.quantization.nn.experts import counterparts
-from quark.torch.quantization.nn.mixin import PARAMETERS
+from quark.torch.quantization.nn.mixin import PARAMETERS, QuantMixin
 from quark.torch.quantization.nn.quantizer import PARTS, State, TensorQuantizer
 from quark.torch.quantization.prepare import quantized_layers
 
@@ -37,7 +38,9 @@ def calibrate_parameters(model: nn.Module) -> None:
     Raises:
         ValueError: A weight or bias has NaN or infinite values; the layer is named.
     """
-    for name, layer in _progress(list(quantized_layers(model)), "weight ranges"):
+    for name, layer in progress(list(quantized_layers(model)), "weight ranges"):
+        if layer.frozen:
+            continue  # an algorithm has settled it
         for tensor, quantizer in layer.parameter_quantizers().items():
             value = getattr(layer, tensor)
             quantizer.observer(value)
@@ -64,8 +67,8 @@ def calibrate_activations(model: nn.Module, dataloader: Iterable[Any]) -> None:
     """
     static = dict(_static_activations(model))
     batches = 0
-    with _observing(model, static.values()):
-        for batch in _progress(dataloader, "calibration"):
+    with observing(model, static.values()):
+        for batch in progress(dataloader, "calibration"):
             run_batch(model, batch)
             batches += 1
     if not batches:
@@ -117,6 +120,17 @@ def _idle_experts(
     return found
 
 
+def settle_weights(layers: Mapping[str, QuantMixin], config: Config) -> None:
+    """Settle the ranges of the weights of some layers, those that they share as well."""
+    for layer in layers.values():
+        quantizer = layer.weight_quantizer
+        if quantizer is not None:
+            quantizer.observer(layer.weight)
+            quantizer.settle(layer.weight)
+            quantizer.observer.reset()
+    _share(layers, config, "weight")
+
+
 def share_scales(model: nn.Module, config: Config) -> None:
     """Give layers that are served together the scale of the widest among them.
 
@@ -126,11 +140,8 @@ def share_scales(model: nn.Module, config: Config) -> None:
     layer share that of the input.
     """
     layers = dict(quantized_layers(model))
-    for group in config.shared_scale_groups:
-        for members in siblings(layers, group):
-            for tensor in ("weight", "input_tensors"):
-                values = [getattr(layers[n], tensor, None) for n in members]
-                _merge([layers[n].quantizers().get(tensor) for n in members], values)
+    _share({n: layer for n, layer in layers.items() if not layer.frozen}, config, "weight")
+    _share(layers, config, "input_tensors")
     if config.sync_moe_expert_input_amax:
         for members in counterparts(model):
             inputs = [layers[n].quantizers().get("input_tensors") for n in members if n in layers]
@@ -142,6 +153,13 @@ def share_scales(model: nn.Module, config: Config) -> None:
         for quantizer in quantizers:
             if quantizer is not None and quantizer.scale is not None:
                 quantizer.scale = quantizer.scale.clamp(min=config.min_kv_scale)
+
+
+def _share(layers: Mapping[str, QuantMixin], config: Config, tensor: str) -> None:
+    for group in config.shared_scale_groups:
+        for members in siblings(layers, group):
+            values = [getattr(layers[n], tensor, None) for n in members]
+            _merge([layers[n].quantizers().get(tensor) for n in members], values)
 
 
 def siblings(names: Iterable[str], patterns: list[str]) -> list[list[str]]:
@@ -180,24 +198,6 @@ def _check_finite(x: torch.Tensor) -> None:
         raise FloatingPointError
 
 
-def run_batch(model: nn.Module, batch: Any) -> None:
-    """Call the model with one batch: a tensor, a mapping of arguments, or a list of either."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    if isinstance(batch, torch.Tensor):
-        model(batch.to(device))
-    elif hasattr(batch, "items"):
-        model(**{key: _to(value, device) for key, value in batch.items()})
-    elif isinstance(batch, (list, tuple)) and batch and isinstance(batch[0], torch.Tensor):
-        model(*(_to(value, device) for value in batch))
-    elif isinstance(batch, (list, tuple)):
-        for part in batch:
-            run_batch(model, part)
-    else:
-        raise TypeError(
-            f"A batch must be a tensor, a mapping of arguments or a list, got {type(batch)}."
-        )
-
-
 def _merge(quantizers: list[TensorQuantizer | None], values: Sequence[torch.Tensor | None]) -> None:
     present = [q for q in quantizers if q is not None and q.scale_2 is not None]
     if present and len(present) == len(quantizers):
@@ -224,7 +224,7 @@ def _static_activations(
 
 
 @contextmanager
-def _observing(model: nn.Module, observers: Iterable[TensorQuantizer]) -> Iterator[None]:
+def observing(model: nn.Module, observers: Iterable[TensorQuantizer]) -> Iterator[None]:
     """Switch the given quantizers to observing, all others off, and the model to evaluation."""
     modes = {module: module.training for module in model.modules()}
     quantizers = [m for m in model.modules() if isinstance(m, TensorQuantizer)]
@@ -240,19 +240,6 @@ def _observing(model: nn.Module, observers: Iterable[TensorQuantizer]) -> Iterat
             module.training = training
         for quantizer in quantizers:
             quantizer.enabled, quantizer.observing = True, False
-
-
-def _progress(items: Any, what: str) -> Any:
-    """Show progress on a terminal once it has taken a second."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return items
-    return tqdm(items, desc=what, delay=1.0, disable=None, leave=False)
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 def _dtype(model: nn.Module) -> torch.dtype:

@@ -6,11 +6,13 @@ import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
+from quark.torch.numerics.hadamard import hadamard, random_hadamard
 from quark.torch.numerics.qdq import dequantize
 from quark.torch.quantization.config.config import QuantizationConfig, QuantizationSpec
 from quark.torch.quantization.nn.mixin import QuantMixin, become
-from quark.torch.quantization.nn.operators import QuantLinear
+from quark.torch.quantization.nn.operators import QuantLinear, operator
 
 INT8 = QuantizationSpec(dtype="int8", qscheme="per_tensor")
 UINT4 = QuantizationSpec(
@@ -217,3 +219,64 @@ def test_the_mixin_has_no_product_of_its_own():
     layer = Bare.from_float(nn.Linear(16, 6), QuantizationConfig())
     with pytest.raises(NotImplementedError):
         layer(torch.randn(1, 16))
+
+
+# ---- rotated inputs -----------------------------------------------------------------------------
+
+SKEW = torch.arange(16 * 16, dtype=torch.float64).sin().view(16, 16)
+ROTATIONS = {
+    "hadamard": hadamard(16),
+    "blocks": random_hadamard(8, torch.Generator().manual_seed(1)),
+    "orthogonal": torch.linalg.matrix_exp(SKEW - SKEW.T),
+}
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Conv1D], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("rotation", ROTATIONS.values(), ids=ROTATIONS)
+def test_a_rotated_input_leaves_the_product(rotation, kind):
+    linear = nn.Linear(16, 6) if kind is nn.Linear else Conv1D(6, 16)
+    x = torch.randn(2, 3, 16)
+    expected, weight = linear(x), linear.weight.detach().clone()
+    layer = operator(kind).quantized.from_float(linear, QuantizationConfig(input_tensors=TOKEN))
+    layer.input_quantizer.enabled = False
+    layer.rotate_input(rotation)
+    torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-5)
+    assert not torch.allclose(layer.weight, weight, atol=1e-2)
+    layer.to_float()
+    torch.testing.assert_close(linear.weight, nn.Parameter(weight))
+
+
+def test_the_input_is_rotated_before_it_is_quantized():
+    layer = quantized(input_tensors=INT8)
+    layer.rotate_input(hadamard(16))
+    quantizer = layer.input_quantizer
+    quantizer.observing = True
+    x = torch.zeros(1, 16)
+    x[0, 3] = 8.0
+    layer(x)
+    quantizer.settle()
+    assert quantizer.scale.item() == pytest.approx(2 / 127.5), (
+        "an outlier of 8 is spread to 16 of 2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("module", "size", "said"),
+    [
+        (nn.Linear(16, 6), 12, "size 12 does not divide"),
+        (nn.Conv2d(4, 4, 1), 4, "of a QuantConv2d cannot be rotated"),
+    ],
+    ids=["size", "operator"],
+)
+def test_rotations_that_do_not_fit(module, size, said):
+    layer = operator(type(module)).quantized.from_float(module, QuantizationConfig())
+    with pytest.raises(ValueError, match=said):
+        layer.rotate_input(hadamard(size))
+    assert layer.input_rotation is None
+
+
+def test_a_second_rotation_is_refused():
+    layer = quantized(weight=INT8)
+    layer.rotate_input(hadamard(16))
+    with pytest.raises(ValueError, match="once"):
+        layer.rotate_input(hadamard(16))

@@ -3,7 +3,8 @@
 Per tensor of a layer: ``weight`` and ``bias`` hold packed codes, ``weight_scale``,
 ``weight_zero_point``, ``input_scale``, … what they need. Scales are [] per tensor, [channels] per
 channel and a grid per group. Integer weights per group are stored transposed, so that one word
-holds neighbouring output channels.
+holds neighbouring output channels. ``input_rotation`` is (n, n) int8 +-1, to be divided by the root
+of n: inputs are multiplied by it, n at a time, before they are quantized.
 """
 
 from __future__ import annotations
@@ -43,9 +44,11 @@ class QuarkFormat(ExportFormat):
         return PackedLayout(self.options.pack_method, is_current)
 
     def tensors(self, layer: nn.Module, scales: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return weight, bias, scales and zero points of a layer as they are stored."""
+        """Return weight, bias, scales, zero points and rotation of a layer as they are stored."""
         assert isinstance(layer, (QuantMixin, PackedMixin))
         found: dict[str, torch.Tensor] = {}
+        if layer.input_rotation is not None:
+            found["input_rotation"] = layer.input_rotation.clone()  # layers may share one
         for name, short in SHORT_NAMES.items():
             value = layer.value(name)
             value = None if value is None else value.detach()

@@ -102,7 +102,9 @@ class AWQConfig(AlgoConfig):
 
 
 @dataclass
-class _SolverConfig(AlgoConfig):
+class SolverConfig(AlgoConfig):
+    """Options of what rounds weights column by column."""
+
     inside_layer_modules: list[str] = field(default_factory=list)
     model_decoder_layers: str = ""
     block_size: int = 128
@@ -118,7 +120,7 @@ class _SolverConfig(AlgoConfig):
 
 
 @dataclass
-class GPTQConfig(_SolverConfig):
+class GPTQConfig(SolverConfig):
     """GPTQ (Frantar et al. 2023)."""
 
     name: str = "gptq"
@@ -135,7 +137,7 @@ class GPTAQConfig(GPTQConfig):
 
 
 @dataclass
-class QronosConfig(_SolverConfig):
+class QronosConfig(SolverConfig):
     """Qronos (Zhang et al. 2025)."""
 
     name: str = "qronos"

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.torch.numerics.hadamard import rotate
 from quark.torch.quantization.config.config import QuantizationConfig
 from quark.torch.quantization.nn.quantizer import State, TensorQuantizer
 
@@ -50,10 +51,13 @@ class QuantMixin(nn.Module):
     Attributes:
         quant_config: Configuration of the layer.
         frozen: Whether weight and bias already hold quantized values.
+        input_rotation: Rotation of the input before it is quantized, undone by the weight: (n, n)
+            int8 +-1 or an orthogonal matrix, for each n inputs; or None.
     """
 
     quant_config: QuantizationConfig
     frozen: bool
+    input_rotation: torch.Tensor | None
     weight: Any
     bias: Any
     float_class: type[nn.Module]
@@ -67,6 +71,7 @@ class QuantMixin(nn.Module):
         module.float_class = kind
         module.quant_config = config
         module.frozen = False
+        module.register_buffer("input_rotation", None)
         for name, attribute in QUANTIZERS.items():
             spec = getattr(config, name)
             if spec is None or (name == "bias" and getattr(module, "bias", None) is None):
@@ -78,11 +83,42 @@ class QuantMixin(nn.Module):
 
     def to_float(self) -> nn.Module:
         """Turn the module back into what ``from_float`` was given and return it."""
+        if self.input_rotation is not None:
+            self._rotate_weight(self.input_rotation.T.contiguous())
         become(self, self.float_class)
         for attribute in QUANTIZERS.values():
             delattr(self, attribute)
-        del self.float_class, self.quant_config, self.frozen
+        del self.float_class, self.quant_config, self.frozen, self.input_rotation
         return self
+
+    @property
+    def input_width(self) -> int:
+        """Number of inputs of a linear layer."""
+        return int(self.weight.shape[0 if is_transposed(self.float_class) else 1])
+
+    def rotate_input(self, rotation: torch.Tensor) -> None:
+        """Rotate every input from now on, and the weight once, so that the product is the same.
+
+        Args:
+            rotation: (n, n) as ``numerics.hadamard.rotate`` takes it; n divides the inputs.
+
+        Raises:
+            ValueError: The layer is no linear one, its inputs are rotated already, or n does not
+                divide them.
+        """
+        is_linear = issubclass(self.float_class, nn.Linear) or is_transposed(self.float_class)
+        if not is_linear or self.input_rotation is not None:
+            raise ValueError(
+                f"The input of a {type(self).__name__} cannot be rotated: only those of linear "
+                "layers can, once."
+            )
+        self._rotate_weight(rotation)
+        self.input_rotation = rotation.to(self.weight.device)
+
+    @torch.no_grad()
+    def _rotate_weight(self, rotation: torch.Tensor) -> None:
+        turned = self.weight.T if is_transposed(self.float_class) else self.weight
+        turned.copy_(rotate(turned.double(), rotation.to(self.weight.device)))
 
     @property
     def weight_quantizer(self) -> TensorQuantizer | None:
@@ -138,7 +174,8 @@ class QuantMixin(nn.Module):
         """Quantize the input, apply the operator to quantized parameters, quantize the output."""
         weight = self.value("weight")
         assert weight is not None
-        x = _quantized(self.input_quantizer, input) if input.is_floating_point() else input
+        x = input if self.input_rotation is None else rotate(input, self.input_rotation)
+        x = _quantized(self.input_quantizer, x) if x.is_floating_point() else x
         y = self.product(x, weight, self.value("bias"), *args, **kwargs)
         return _quantized(self.output_quantizer, y)
 

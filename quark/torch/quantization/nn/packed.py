@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import nn
 
+from quark.torch.numerics.hadamard import rotate
 from quark.torch.numerics.qdq import dynamic_qparams, fake_quantize
 from quark.torch.numerics.scale_codec import decode_scale
 from quark.torch.numerics.scheme import Scheme
@@ -108,6 +109,8 @@ class PackedMixin(nn.Module):
         layout: How the stored tensors lie.
         shapes: Shapes of weight and bias in full.
         value_dtype: Type of the layer before it was packed.
+        input_rotation: Rotation of the input before it is quantized: (n, n) for each n inputs; or
+            None.
     """
 
     float_class: ClassVar[type[nn.Module]]
@@ -117,6 +120,7 @@ class PackedMixin(nn.Module):
     layout: Layout
     shapes: dict[str, tuple[int, ...]]
     value_dtype: torch.dtype
+    input_rotation: torch.Tensor | None
 
     @classmethod
     def from_module(
@@ -134,9 +138,15 @@ class PackedMixin(nn.Module):
         module.value_dtype = weight.dtype
         parameters = {name: getattr(module, name, None) for name in PARAMETERS}
         module.shapes = {n: tuple(p.shape) for n, p in parameters.items() if p is not None}
+        module.register_buffer("input_rotation", None)
         for name in SHORT_NAMES:
             module._declare(name, weight.device)
         return module
+
+    def declare_rotation(self, size: int | None, dtype: torch.dtype) -> None:
+        """Make room for a stored rotation of ``size`` inputs, by default all of them."""
+        size = size or self.shapes["weight"][0 if is_transposed(self.float_class) else 1]
+        self.input_rotation = torch.empty(size, size, dtype=dtype, device=self.weight.device)
 
     def _declare(self, name: str, device: torch.device) -> None:
         short, spec = SHORT_NAMES[name], getattr(self.quant_config, name)
@@ -193,7 +203,7 @@ class PackedMixin(nn.Module):
 
     def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Quantize the input, apply the operator to the unpacked weight, quantize the output."""
-        x = input
+        x = input if self.input_rotation is None else rotate(input, self.input_rotation)
         dtype = x.dtype if x.is_floating_point() else self.value_dtype
         if self.input_quantizer is not None and x.is_floating_point():
             x = self.input_quantizer(x, self.input_scale_2)  # type: ignore[operator]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from quark.torch.numerics.blocks import QSchemeType
 from quark.torch.numerics.qdq import (
+    ColumnRounder,
     codes_of,
     dequantize,
     dynamic_qparams,
@@ -160,6 +162,19 @@ class TensorQuantizer(nn.Module):
             self.scale, self.zero_point = self.observer.qparams(scale_2)
             self.observer.reset()
 
+    def narrow(self, x: torch.Tensor) -> None:
+        """Take the ranges of another weight than the one that is rounded.
+
+        Args:
+            x: A weight of the same shape. The scale of its scales stays as it was settled.
+        """
+        if self.scheme.scale.two_level and self.scale_2 is not None:
+            self.resettle(self.scale_2, x)
+        else:
+            self.observer(x)
+            self.settle(x)
+            self.observer.reset()
+
     def qparams(self, x: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return the scale and zero point that apply to ``x``.
 
@@ -188,6 +203,31 @@ class TensorQuantizer(nn.Module):
         if self.spec.quantizes_codes:
             return x + (self._through_codes(x) - x).detach()  # straight through
         return fake_quantize(x, *self.qparams(x), self.scheme)
+
+    def rounded(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what a weight or bias would become, without settling anything."""
+        other = TensorQuantizer(self.spec)
+        other.observer(x)
+        other.settle(x)
+        return other.bake_(x.clone())
+
+    def column_rounder(
+        self, shape: tuple[int, ...], axis: int
+    ) -> Callable[[torch.Tensor, int], torch.Tensor]:
+        """Return what rounds a column of a weight of this shape, under the settled scales.
+
+        Args:
+            shape: Shape of the weight.
+            axis: Axis of its inputs; a column holds the weights of one input.
+        """
+        assert self.scale is not None
+        if not self.spec.quantizes_codes:
+            return ColumnRounder(self.scale, self.zero_point, self.scheme, shape, axis)
+        assert self.scale_2 is not None
+        scale = self.scale
+        codes = ColumnRounder(torch.ones_like(scale), None, self.scheme, shape, axis)
+        second = ColumnRounder(self.scale_2, self.zero_point_2, self._second().scheme, shape, axis)
+        return lambda x, column: second(codes(x / scale, column), column).mul_(scale)
 
     def bake_(self, x: torch.Tensor) -> torch.Tensor:
         """Replace the values of ``x`` by what ``forward`` returns for them, without a copy."""

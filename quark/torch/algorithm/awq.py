@@ -1,0 +1,179 @@
+"""AWQ (Lin et al. 2024): weights that meet large activations are scaled up before rounding.
+
+The errors of the paper's search are those of outputs over all calibration tokens. They depend on
+the tokens through sums of x xᵀ alone, so data runs once, and every candidate is judged exactly.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from quark.torch.algorithm.clipping import clipped, group_width
+from quark.torch.algorithm.groups import (
+    along,
+    as_rows,
+    block_layers,
+    check_served,
+    consumer_edits,
+    observe_grams,
+    to_channels,
+    to_factors,
+    usable_groups,
+)
+from quark.torch.algorithm.statistics import Gram
+from quark.torch.graph.structure import Edit, ScaleGroup
+from quark.torch.pipeline.context import Algorithm, Context
+from quark.torch.pipeline.runner import run_blocks
+from quark.torch.quantization.config.algo import AWQConfig, SolverConfig
+from quark.torch.quantization.config.layer import QuantizationConfig
+from quark.torch.quantization.nn.mixin import QuantMixin
+
+logger = logging.getLogger(__name__)
+
+EXPONENTS = 20  # strengths of the search: r = 0, 1/20, … 19/20
+
+
+def check(options: AWQConfig, layers: Mapping[str, QuantizationConfig]) -> None:
+    """Raise if the algorithm cannot serve these layers.
+
+    Raises:
+        ValueError: No weight is quantized.
+    """
+    check_served(layers, "awq", has_quantized_weight)
+
+
+def apply(context: Context, options: AWQConfig) -> None:
+    """Rescale and clip weights block by block so that their rounding moves outputs least.
+
+    Raises:
+        ValueError: No input of a quantized weight can be rescaled, or what ``scaling_layers``
+            names cannot.
+    """
+    groups = usable_groups(
+        context, "awq", has_quantized_weight, options.scaling_layers, options.model_decoder_layers
+    )
+    by_block: dict[str, list[ScaleGroup]] = defaultdict(list)
+    for group in groups:
+        by_block[group.block].append(group)
+    if by_block.pop("", None):
+        logger.info("awq leaves what lies outside of decoder blocks as it is.")
+    names = context.structure.blocks
+    # What rounds weights with care afterwards chooses ranges itself, and needs all of the weight.
+    clips = not any(isinstance(a, SolverConfig) for a in context.config.algo_config or [])
+    for block in run_blocks(context.model, names, context.batches, "awq"):
+        layers = block_layers(context, block.name, has_quantized_weight)
+        grams = observe_grams(context, block, layers)
+        for group in by_block[block.name]:
+            _rescale(group, context, grams)
+        for name, layer in layers.items() if clips else ():
+            gram = grams[name]
+            if gram.total is not None:
+                clip_(layer, gram.total)
+
+
+def has_quantized_weight(config: QuantizationConfig) -> bool:
+    """Whether a layer rounds its weight to a format with scales."""
+    return config.weight is not None and config.weight.fmt.scaled
+
+
+def output_error(change: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squared changes of outputs over all tokens, [].
+
+    Args:
+        change: Change of the weight, (outputs, inputs).
+        gram: Sum of x xᵀ, (inputs, inputs).
+    """
+    return (change @ gram).mul_(change).sum()
+
+
+def strengths(magnitude: torch.Tensor, weight: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Iterate over factors to try, (size,) each: section 3.2 of the paper, and a variant.
+
+    Args:
+        magnitude: Mean |x| of each channel, (size,). Where it is zero, the factor is 1.
+        weight: Mean |w| relative to the largest of its group, (size,). The variant divides by
+            its complement power, as SmoothQuant does.
+    """
+    used = magnitude > 0
+    for step in range(EXPONENTS) if bool(used.any()) else ():
+        r = step / EXPONENTS
+        scaled = magnitude[used] ** r
+        for factors in (scaled, scaled / weight[used].clamp(min=1e-4) ** (1 - r)):
+            found = torch.ones_like(magnitude)
+            found[used] = (factors / (factors.max() * factors.min()).sqrt()).clamp(1e-4, 1e4)
+            yield found
+
+
+def _rescale(group: ScaleGroup, context: Context, grams: dict[str, Gram]) -> None:
+    """Apply the factors under which the outputs of all consumers change least."""
+    edits = [(n, layer, edit) for n, layer, edit in consumer_edits(group, context) if n in grams]
+    edits = [e for e in edits if grams[e[0]].total is not None]
+    if not edits:
+        return
+    tokens = sum(grams[n].tokens for n, _, _ in edits)
+    magnitude = torch.zeros(group.size, device=edits[0][1].weight.device)
+    for name, _, edit in edits:
+        total = grams[name].magnitude
+        assert total is not None
+        mean = to_factors(total / grams[name].tokens, edit, group.size, "mean")
+        magnitude += mean * (grams[name].tokens / tokens)
+    weight = torch.stack([_relative(layer, edit, group.size) for _, layer, edit in edits]).mean(0)
+    best = torch.ones_like(magnitude)
+    lowest = _loss(best, edits, grams)
+    for factors in strengths(magnitude, weight):
+        loss = _loss(factors, edits, grams)
+        if loss < lowest:
+            best, lowest = factors, loss
+    group.apply_(context.model, best)
+    for gram, edit in {id(grams[n]): (grams[n], e) for n, _, e in edits}.values():
+        gram.rescale_(to_channels(best, edit))
+
+
+def _loss(
+    factors: torch.Tensor, edits: list[tuple[str, QuantMixin, Edit]], grams: dict[str, Gram]
+) -> float:
+    loss = 0.0
+    for name, layer, edit in edits:
+        weight = layer.weight.detach().float()
+        by = along(to_channels(factors, edit), weight, edit.axis)
+        assert layer.weight_quantizer is not None
+        change = layer.weight_quantizer.rounded(weight * by).div_(by).sub_(weight)
+        gram = grams[name].total
+        assert gram is not None
+        whole = float(output_error(as_rows(weight, edit.axis), gram))
+        loss += float(output_error(as_rows(change, edit.axis), gram)) / max(whole, 1e-30)
+    return loss
+
+
+def _relative(layer: QuantMixin, edit: Edit, size: int) -> torch.Tensor:
+    """Return mean |w| of the columns of each factor, relative to the range they are rounded by."""
+    rows = as_rows(layer.weight.detach(), edit.axis).float().abs()
+    assert layer.weight_quantizer is not None
+    width = group_width(layer.weight_quantizer.scheme, rows.shape[1])
+    padded = torch.nn.functional.pad(rows, (0, -rows.shape[1] % width))
+    blocks = padded.view(len(rows), -1, width)
+    relative = blocks / blocks.amax(-1, keepdim=True).clamp(min=1e-12)
+    mean = relative.flatten(1)[:, : rows.shape[1]].mean(0)
+    return to_factors(mean, edit, size, "mean")
+
+
+@torch.no_grad()
+def clip_(layer: QuantMixin, gram: torch.Tensor) -> None:
+    """Cut off the largest weights of each group where outputs change less for it.
+
+    Section 3.2 of the paper.
+
+    Args:
+        layer: A layer with a quantized weight.
+        gram: Sum of x xᵀ over its inputs, (inputs, inputs).
+    """
+    found = clipped(layer, gram)
+    if found is not None:
+        layer.weight.data.copy_(found)
+
+
+ALGORITHM = Algorithm(check, apply)

@@ -1,0 +1,193 @@
+"""GPTQ (Frantar et al. 2023): each column is rounded, and those after it make up for the error."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from quark.torch.algorithm.awq import has_quantized_weight
+from quark.torch.algorithm.clipping import clipped
+from quark.torch.algorithm.groups import as_rows, block_layers, check_served, observe_grams
+from quark.torch.algorithm.statistics import Gram
+from quark.torch.pipeline.context import Algorithm, Context
+from quark.torch.pipeline.runner import run_blocks
+from quark.torch.quantization.config.algo import GPTQConfig
+from quark.torch.quantization.config.layer import QuantizationConfig
+from quark.torch.quantization.nn.experts import counterparts
+from quark.torch.quantization.nn.mixin import QuantMixin, is_transposed
+
+logger = logging.getLogger(__name__)
+
+Rounding = Callable[[torch.Tensor, int], torch.Tensor]  # (outputs,) of a column -> its values
+
+LEAF = 16  # columns below which they are taken one by one
+DAMPING_TRIES = 4
+
+
+def inverse_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor | None:
+    """Return upper triangular U with Uᵀ U = (H + damping · mean diagonal · I)⁻¹, or None.
+
+    None if that is not positive definite even with a thousand times the damping.
+
+    Args:
+        hessian: Sum of x xᵀ, (inputs, inputs).
+        damping: Share of the mean of its diagonal.
+    """
+    unit = torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)
+    mean = hessian.diagonal().mean()
+    for attempt in range(DAMPING_TRIES):
+        share = min(damping * 10**attempt, 1.0)
+        lower, failed = torch.linalg.cholesky_ex(hessian + share * mean * unit)
+        if failed:
+            continue
+        upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+        if not failed and bool(upper.isfinite().all()):
+            if attempt:
+                logger.warning("A Hessian is ill-conditioned: damped by %g.", share)
+            found: torch.Tensor = upper
+            return found
+    return None
+
+
+def solve(
+    weight: torch.Tensor, upper: torch.Tensor, order: torch.Tensor, rounding: Rounding
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round a weight column by column; what a column loses goes to those that follow.
+
+    Algorithm 1 of the paper, with its blocks halved again and again, which changes nothing but
+    the speed.
+
+    Args:
+        weight: (outputs, inputs) float32.
+        upper: What ``inverse_factor`` returns for the columns in ``order``.
+        order: (inputs,) int64: the column to take first, second, …
+        rounding: Rounds a column.
+
+    Returns:
+        The rounded weight, and the errors e of the columns, (outputs, inputs): the sum of their
+        squares is the damped error of the outputs.
+    """
+    rest = weight.T[order].contiguous()  # (inputs, outputs): columns lie together
+    errors = torch.empty_like(rest)
+    done = torch.empty_like(rest)
+    places = order.tolist()
+
+    def run(start: int, end: int) -> None:
+        if end - start > LEAF:
+            middle = (start + end) // 2
+            run(start, middle)
+            rest[middle:end].addmm_(
+                upper[start:middle, middle:end].T, errors[start:middle], alpha=-1
+            )
+            run(middle, end)
+            return
+        for i in range(start, end):
+            done[i] = rounding(rest[i], places[i])
+            torch.sub(rest[i], done[i], out=errors[i])
+            errors[i].div_(upper[i, i])
+            if i + 1 < end:
+                rest[i + 1 : end].addr_(upper[i, i + 1 : end], errors[i], alpha=-1)
+
+    run(0, len(rest))
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    return done[back].T.contiguous(), errors[back].T.contiguous()
+
+
+def check(options: GPTQConfig, layers: Mapping[str, QuantizationConfig]) -> None:
+    """Raise if the algorithm cannot serve these layers.
+
+    Raises:
+        ValueError: No weight is quantized, or ``damp_percent`` is not between 0 and 1.
+    """
+    if not 0 <= options.damp_percent <= 1:
+        raise ValueError(f"gptq: damp_percent is a share from 0 to 1, got {options.damp_percent}.")
+    check_served(layers, "gptq", has_quantized_weight)
+
+
+def apply(context: Context, options: GPTQConfig) -> None:
+    """Round the weights of each block in turn; later blocks see what became of earlier ones.
+
+    Layers outside of decoder blocks are left to rounding to the nearest.
+    """
+    names = context.structure.blocks
+    for block in run_blocks(context.model, names, context.batches, "gptq"):
+        layers = block_layers(context, block.name, has_quantized_weight)
+        if options.inside_layer_modules:
+            ends = tuple(f".{end}" for end in options.inside_layer_modules)
+            layers = {name: layer for name, layer in layers.items() if name.endswith(ends)}
+        grams = observe_grams(context, block, layers)
+        shrink_to_pool(counterparts(context.model), grams)
+        context.settle(layers)
+        for name, layer in layers.items():
+            round_layer(name, layer, grams[name], options)
+        if block.name != names[-1]:
+            block.run()
+
+
+def shrink_to_pool(peers: Iterable[list[str]], grams: dict[str, Gram]) -> None:
+    """Mix into the statistics of each expert those of all experts beside it.
+
+    An expert that saw n tokens counts them n / (n + inputs / 4).
+    """
+    for names in peers:
+        seen = [grams[n] for n in names if n in grams and grams[n].total is not None]
+        tokens = sum(gram.tokens for gram in seen)
+        if not tokens:
+            continue
+        pool = torch.stack([g.total for g in seen if g.total is not None]).sum(0) / tokens
+        weight = len(pool) / 4
+        for name in names:
+            gram = grams.get(name)
+            if gram is None or gram.is_pooled:
+                continue
+            gram.total = weight * pool + (0 if gram.total is None else gram.total)
+            gram.tokens += weight
+            gram.is_pooled = True
+
+
+def round_layer(name: str, layer: QuantMixin, gram: Gram, options: GPTQConfig) -> None:
+    """Replace the weight of a layer by its rounded values, under scales of the weight as it was."""
+    quantizer = layer.weight_quantizer
+    weight = layer.weight.detach()
+    axis = 0 if is_transposed(layer.float_class) else 1
+    rows = as_rows(weight, axis).float()
+    if gram.total is None or gram.total.shape[0] != rows.shape[1]:
+        logger.warning("%s saw no data it can be solved for: it is rounded to the nearest.", name)
+        return
+    assert quantizer is not None
+    hessian = gram.total / max(gram.tokens, 1)
+    diagonal = hessian.diagonal()
+    dead = diagonal == 0
+    diagonal[dead] = diagonal[~dead].mean() if bool((~dead).any()) else 1.0
+    narrowed = clipped(layer, hessian)
+    if narrowed is not None:
+        quantizer.narrow(narrowed)
+    order = torch.arange(len(hessian), device=weight.device)
+    if options.desc_act:
+        order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
+    upper = inverse_factor(hessian[order][:, order], options.damp_percent)
+    if upper is None:
+        logger.warning("%s: its Hessian cannot be inverted: rounded to the nearest.", name)
+        return
+    rounded, _ = solve(rows, upper, order, quantizer.column_rounder(tuple(weight.shape), axis))
+    if weight.dim() == 2:
+        layer.weight.data.copy_(rounded if axis else rounded.T)
+    else:
+        layer.weight.data.copy_(rounded.reshape(weight.shape))
+    _freeze(layer)
+
+
+def _freeze(layer: QuantMixin) -> None:
+    """Mark a layer whose weight is rounded as frozen, its bias too."""
+    quantizer = layer.bias_quantizer
+    if quantizer is not None:
+        quantizer.observer(layer.bias)
+        quantizer.settle(layer.bias)
+        quantizer.bake_(layer.bias.data)
+    layer.frozen = True
+
+
+ALGORITHM = Algorithm(check, apply)

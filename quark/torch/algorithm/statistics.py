@@ -1,0 +1,146 @@
+"""What is kept of the inputs of layers while data runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from quark.torch.numerics.hadamard import rotate
+from quark.torch.quantization.nn.mixin import QuantMixin
+
+Observe = Callable[[torch.Tensor], None]  # takes (tokens, channels)
+
+
+class ChannelRange:
+    """Smallest and largest value of each channel.
+
+    Attributes:
+        lo: (channels,), or None before any data.
+        hi: Likewise.
+    """
+
+    def __init__(self) -> None:
+        self.lo: torch.Tensor | None = None
+        self.hi: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor) -> None:
+        """Take in (tokens, channels)."""
+        if not len(x):
+            return
+        lo, hi = (r.float() for r in x.aminmax(dim=0))
+        self.lo = lo if self.lo is None else torch.minimum(self.lo, lo)
+        self.hi = hi if self.hi is None else torch.maximum(self.hi, hi)
+
+    @property
+    def amax(self) -> torch.Tensor:
+        """(channels,): largest magnitude."""
+        assert self.lo is not None and self.hi is not None
+        return torch.maximum(-self.lo, self.hi)
+
+
+class Gram:
+    """Sum of x xᵀ and of |x| over tokens: all that errors of linear layers depend on.
+
+    The squared error of outputs under weights W + D is tr(D G Dᵀ) with G the sum of x xᵀ.
+
+    Attributes:
+        total: (channels, channels) float32, or None before any data.
+        magnitude: (channels,) float32, sum of |x|.
+        tokens: Number of tokens.
+        is_pooled: Whether the statistics of other layers were mixed in.
+    """
+
+    def __init__(self) -> None:
+        self.total: torch.Tensor | None = None
+        self.magnitude: torch.Tensor | None = None
+        self.tokens = 0.0
+        self.is_pooled = False
+
+    def __call__(self, x: torch.Tensor) -> None:
+        """Take in (tokens, channels)."""
+        if not len(x):
+            return
+        x = x.float()
+        if self.total is None or self.magnitude is None:
+            self.total = x.new_zeros(x.shape[1], x.shape[1])
+            self.magnitude = x.new_zeros(x.shape[1])
+        self.total.addmm_(x.T, x)
+        self.magnitude += x.abs().sum(0)
+        self.tokens += len(x)
+
+    def rescale_(self, by: torch.Tensor) -> None:
+        """Follow inputs that are divided by ``by`` (channels,) from now on."""
+        assert self.total is not None and self.magnitude is not None
+        self.total.div_(by).div_(by.unsqueeze(1))
+        self.magnitude.div_(by)
+
+
+class Sample:
+    """Some of the tokens, spread evenly over all, and the range of each channel over all.
+
+    Args:
+        size: Number of tokens to keep.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.range = ChannelRange()
+        self.parts: list[torch.Tensor] = []
+        self._step, self._seen = 1, 0
+
+    def __call__(self, x: torch.Tensor) -> None:
+        """Take in (tokens, channels)."""
+        self.range(x)
+        first = -self._seen % self._step
+        self._seen += len(x)
+        if first < len(x):
+            self.parts.append(x[first :: self._step].clone())
+        while sum(len(part) for part in self.parts) > 2 * self.size:
+            self.parts = [torch.cat(self.parts)[::2].clone()]
+            self._step *= 2
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """(tokens, channels): at most twice ``size``."""
+        return torch.cat(self.parts)
+
+    def rescale_(self, by: torch.Tensor) -> None:
+        """Follow inputs that are divided by ``by`` (channels,) from now on."""
+        assert self.range.lo is not None and self.range.hi is not None
+        for x in (*self.parts, self.range.lo, self.range.hi):
+            x.div_(by)
+
+
+@contextmanager
+def observing(
+    observers: Iterable[tuple[QuantMixin, Observe]], mask: Callable[[], torch.Tensor | None]
+) -> Iterator[None]:
+    """Show what layers multiply with their weights to observers while data runs.
+
+    Tokens that are padding are left out, but for those which a router sends to experts.
+
+    Args:
+        observers: Layers, each with what looks at its input.
+        mask: Returns which tokens of the present batch are not padding, or None for all.
+    """
+
+    def watch(observe: Observe) -> Callable[..., None]:
+        def hook(layer: QuantMixin, args: tuple[torch.Tensor, ...]) -> None:
+            x, kept = args[0].detach(), mask()
+            if layer.input_rotation is not None:
+                x = rotate(x, layer.input_rotation)
+            rows = x.reshape(-1, x.shape[-1])
+            if kept is not None and x.shape[:-1] in (kept.shape, (kept.numel(),)):
+                rows = rows[kept.flatten().to(x.device)]
+            observe(rows)
+
+        return hook
+
+    handles = [m.register_forward_pre_hook(watch(o)) for m, o in observers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,150 @@
+"""The residual stream as the ``scaling_layers`` of a documented file of rotations name it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from quark.torch.graph.structure import ResidualStream, StreamNorm, StreamWeight, ValueHeads
+from quark.torch.quantization.config.algo import RotationConfig
+from quark.torch.quantization.config.names import nearest
+from quark.torch.quantization.nn.mixin import QuantMixin, is_transposed
+
+_KEYS = ("prev_modules", "norm_module", "next_modules")
+_Modules = dict[str, nn.Module]
+
+
+def written_stream(model: nn.Module, options: RotationConfig) -> ResidualStream:
+    """Return the residual stream that a file names. What it says is taken for true.
+
+    The file has lists ``first_layer``, ``middle_layers`` and ``last_layer`` of dictionaries with
+    ``prev_modules``, ``norm_module`` and ``next_modules``, in whose names ``layer_id`` and
+    ``pre_layer_id`` stand for numbers of decoder blocks.
+
+    Raises:
+        ValueError: It is of another form, or names what the model does not have.
+    """
+    modules = dict(model.named_modules())
+    entries = list(_entries(options, modules))
+    names = list(dict.fromkeys(name for e in entries for name in e["prev_modules"]))
+    tables = [name for name in names if isinstance(modules[name], nn.Embedding)]
+    writers = [name for name in names if name not in tables]
+    readers = [
+        StreamWeight(f"{name}.weight", _axis(modules[name], 1), e["norm_module"])
+        for e in entries
+        for name in e["next_modules"]
+    ]
+    own = {id(modules[name].weight) for name in tables}
+    heads = [r for r in readers if id(model.get_parameter(r.parameter)) in own]
+    return ResidualStream(
+        size=_gain(entries[0]["norm_module"], modules).numel(),
+        embeddings=tuple(StreamWeight(f"{name}.weight", 1) for name in tables),
+        writers=tuple(StreamWeight(f"{n}.weight", _axis(modules[n], 0)) for n in writers),
+        biases=tuple(StreamWeight(f"{n}.bias", 0) for n in writers if _has_bias(modules[n])),
+        readers=tuple(readers),
+        norms=tuple(_norm(e["norm_module"], modules) for e in entries),
+        head=heads[0].parameter.removesuffix(".weight") if heads else "",
+        tied=bool(heads),
+        values=tuple(_values(options, model, modules) if options.r2 else ()),
+        downs=tuple(name for name in writers if not name.endswith(options.o_proj)),
+    )
+
+
+def _entries(options: RotationConfig, modules: _Modules) -> Iterator[dict[str, Any]]:
+    layers = options.scaling_layers
+    parts = layers if isinstance(layers, dict) else {}
+    if not any(parts.values()) or set(parts) - {"first_layer", "middle_layers", "last_layer"}:
+        raise ValueError(
+            "rotation: scaling_layers must be an object with first_layer, middle_layers and "
+            f"last_layer, got {str(layers)[:80]}."
+        )
+    count = len(_blocks(options, modules))
+    places = [("first_layer", 0), *(("middle_layers", i) for i in range(1, count))]
+    for part, index in [*places, ("last_layer", count - 1)]:
+        for entry in parts.get(part, []):
+            if not set(_KEYS) <= set(entry):
+                raise ValueError(
+                    f"rotation: an entry of {part} needs {', '.join(_KEYS)}, got {list(entry)}."
+                )
+            yield {key: _numbered(entry[key], index, modules) for key in _KEYS}
+
+
+def _numbered(names: Any, index: int, modules: _Modules) -> Any:
+    """Put the number of a block into a name or a list of them."""
+    if isinstance(names, list):
+        return [_numbered(name, index, modules) for name in names]
+    name = str(names).replace("pre_layer_id", str(index - 1)).replace("layer_id", str(index))
+    return _known(name, modules)
+
+
+def _known(name: str, modules: _Modules) -> str:
+    if name not in modules:
+        near = "".join(f" Did you mean {n!r}?" for n in nearest(name, modules, 1))
+        raise ValueError(f"rotation: the model has no module {name!r}.{near}")
+    return name
+
+
+def _blocks(options: RotationConfig, modules: _Modules) -> list[str]:
+    decoder = _known(options.model_decoder_layers, modules)
+    return [f"{decoder}.{name}" for name, _ in modules[decoder].named_children()]
+
+
+def _axis(module: nn.Module, axis: int) -> int:
+    """Return the axis of a weight of (outputs, inputs), 0 or 1, as the module has it."""
+    kind = module.float_class if isinstance(module, QuantMixin) else type(module)
+    return 1 - axis if is_transposed(kind) else axis
+
+
+def _has_bias(module: nn.Module) -> bool:
+    return getattr(module, "bias", None) is not None
+
+
+def _gain(name: str, modules: _Modules) -> torch.Tensor:
+    gain = getattr(modules[name], "weight", None)
+    if not isinstance(gain, torch.Tensor) or gain.dim() != 1:
+        raise ValueError(f"rotation: norm_module {name} has no weight (channels,).")
+    return gain
+
+
+@torch.no_grad()
+def _norm(name: str, modules: _Modules) -> StreamNorm:
+    """Find by trial what a norm adds to its weight, and whether it takes the mean away."""
+    gain, norm = _gain(name, modules), modules[name]
+    trial = copy.deepcopy(norm).float()
+    generator = torch.Generator().manual_seed(0)
+    x = 100 * torch.randn(4, gain.numel(), generator=generator).to(gain.device)  # eps is nothing
+    odd = (trial(x) - trial(-x)) / 2
+    for kind in ("rms", "layer"):
+        vectors = x - x.mean(-1, keepdim=True) if kind == "layer" else x
+        unit = vectors * vectors.square().mean(-1, keepdim=True).rsqrt()
+        for offset in (0.0, 1.0):
+            if torch.allclose(odd, unit * (gain.float() + offset), rtol=1e-3, atol=1e-3):
+                eps = None if kind == "rms" else getattr(norm, "eps", None)
+                bias = f"{name}.bias" if _has_bias(norm) else None
+                return StreamNorm(name, kind, f"{name}.weight", offset, bias, eps)
+    raise ValueError(
+        f"rotation: {name} ({type(norm).__name__}) is neither a root-mean-square nor a layer norm."
+    )
+
+
+def _values(options: RotationConfig, model: nn.Module, modules: _Modules) -> Iterator[ValueHeads]:
+    config: Any = getattr(model, "config", None)
+    size = getattr(config, "head_dim", None)
+    if size is None and hasattr(config, "num_attention_heads"):
+        size = config.hidden_size // config.num_attention_heads
+    if size is None:
+        raise ValueError("rotation: r2 needs a model whose config has head_dim. Set r2=False.")
+    for block in _blocks(options, modules):
+        v, o = (_known(f"{block}.{name}", modules) for name in (options.v_proj, options.o_proj))
+        given, read = _axis(modules[v], 0), _axis(modules[o], 1)
+        sources = [(f"{v}.weight", given)] + [(f"{v}.bias", 0)] * _has_bias(modules[v])
+        widths: list[torch.Tensor] = [
+            torch.arange(model.get_parameter(f"{name}.weight").shape[axis])
+            for name, axis in ((v, given), (o, read))
+        ]
+        rows, columns = (positions.view(-1, size) for positions in widths)
+        yield ValueHeads(block, tuple(sources), (f"{o}.weight", read), rows, columns)

@@ -1,0 +1,61 @@
+"""What the configuration of a checkpoint tells of rotations that stay in the forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+
+import torch
+
+from quark.torch.quantization.config.algo import OnlineRotationConfig, RotationConfig
+from quark.torch.quantization.config.config import Config
+from quark.torch.quantization.nn.packed import PackedMixin
+
+
+def naming_rotations(config: Config, rotations: Mapping[str, torch.Tensor]) -> Config:
+    """Return a configuration that names the layers whose inputs are rotated, as readers need it.
+
+    They look at the first algorithm, and take the matrices for +-1 unless it is ``trainable``. What
+    was learned is part of the weights, so that this says what is stored, not how it came about.
+
+    Args:
+        config: Configuration of the model.
+        rotations: The rotation of the input of each such layer.
+
+    Raises:
+        ValueError: The rotations differ in size or type, which a configuration cannot tell.
+    """
+    algorithms = config.algo_config or []
+    found = next((a for a in algorithms if isinstance(a, RotationConfig)), None)
+    if found is None and not rotations:
+        return config
+    kept = {f.name: getattr(found or RotationConfig(r1=False), f.name) for f in _FIELDS}
+    written = RotationConfig(**{**kept, "name": RotationConfig.name, "r3": False})
+    kinds = {(len(rotation), rotation.is_floating_point()) for rotation in rotations.values()}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"Inputs are rotated by matrices of several kinds {sorted(kinds)}: give rotation_size."
+        )
+    for size, is_float in kinds:
+        written.rotation_size, written.trainable = size, is_float
+        online = written.online_config or OnlineRotationConfig()
+        written.online_config = replace(online, online_rotation_layers=list(rotations))
+    return replace(config, algo_config=[written, *(a for a in algorithms if a is not found)])
+
+
+_FIELDS = fields(RotationConfig)
+
+
+def declare_rotation(layer: PackedMixin, name: str, config: Config) -> None:
+    """Make room for the rotation of the input of a layer if a configuration tells of one."""
+    for options in config.algo_config or []:
+        if isinstance(options, RotationConfig) and _is_rotated(name, options):
+            kind = torch.float64 if options.trainable else torch.int8
+            layer.declare_rotation(options.rotation_size, kind)
+
+
+def _is_rotated(name: str, options: RotationConfig) -> bool:
+    online = options.online_config.online_rotation_layers if options.online_config else None
+    if online is not None:
+        return name in online
+    return options.r4 and name.endswith("down_proj")  # earlier versions do not list them

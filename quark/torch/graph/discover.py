@@ -1,0 +1,104 @@
+"""The structure of a model, found by running it once and proved by running parts of it again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from quark.torch.graph.aliases import Aliases
+from quark.torch.graph.propose import propose, shared_inputs
+from quark.torch.graph.prove import prove
+from quark.torch.graph.prove_stream import prove_stream
+from quark.torch.graph.stream import ObstacleError, expect_read, find_stream
+from quark.torch.graph.structure import ResidualStream, Structure
+from quark.torch.graph.trace import trace
+from quark.torch.graph.unseen import (
+    extended,
+    unread_weights,
+    unseen_siblings,
+    without_unread_readers,
+)
+
+
+def discover(model: nn.Module, inputs: Any) -> Structure:
+    """Find what can be rescaled in a model, whatever its architecture.
+
+    One forward pass is traced, candidates are read off the trace and each is proved. A few dozen
+    tokens are enough; experts that none of them reaches are treated like those of the same layer
+    which are reached.
+
+    Args:
+        model: Any model. It is unchanged in the end, bit by bit.
+        inputs: A tensor, a tuple of arguments, a mapping of keyword arguments, or a function
+            without arguments that runs the model once.
+
+    Raises:
+        ValueError: Nothing was computed with the parameters of the model.
+    """
+    run = _runner(model, inputs)
+    with _as_at_inference(model):
+        seen = trace(model, run)
+        aliases = Aliases(seen)
+        if not aliases.readers:
+            raise ValueError(
+                f"No parameter of {type(model).__name__} was used. Give inputs for the model, or "
+                "a function that runs it."
+            )
+        candidates, rejected = propose(seen, aliases)
+        siblings = unseen_siblings(model, aliases.readers)
+        unread = unread_weights(model, seen.blocks, aliases.readers, siblings)
+        candidates, unclear = without_unread_readers(candidates, unread)
+        proved, failed = prove(model, run, seen.blocks, candidates, siblings)
+        stream: ResidualStream | None = None
+        obstacle = ""
+        try:
+            found, carried = find_stream(model, seen, aliases, siblings)
+            expect_read(found, unread)
+            prove_stream(model, run, seen.blocks, found, carried)
+            stream = found
+        except ObstacleError as error:
+            obstacle = str(error)
+    rejected += [*unclear, *failed]
+    first = {n.rpartition(".")[0]: i[0] for n, i in reversed(aliases.readers.items())}
+    proved.sort(key=lambda group: first[group.producer])
+    return Structure(
+        blocks=tuple(seen.blocks),
+        groups=tuple(more for group in proved for more in extended(group, siblings)),
+        rejected=tuple(sorted(rejected, key=lambda r: first[r.producer])),
+        shared_inputs=shared_inputs(seen, aliases),
+        stream=stream,
+        obstacle=obstacle,
+    )
+
+
+def _runner(model: nn.Module, inputs: Any) -> Callable[[], object]:
+    if isinstance(inputs, torch.Tensor):
+        return lambda: model(inputs)
+    if isinstance(inputs, Mapping):
+        return lambda: model(**inputs)
+    if callable(inputs):
+        return inputs  # type: ignore[no-any-return]
+    return lambda: model(*inputs)
+
+
+@contextmanager
+def _as_at_inference(model: nn.Module) -> Iterator[None]:
+    """Switch off what depends on chance or on earlier calls: dropout and key-value caches."""
+    modes = {module: module.training for module in model.modules()}
+    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    cached = [c for c in configs.values() if getattr(c, "use_cache", False)]
+    model.eval()
+    for config in cached:
+        config.use_cache = False
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+        for config in cached:
+            config.use_cache = True

@@ -1,0 +1,1 @@
+"""Runs data through a model block by block, and algorithms over the blocks."""

@@ -1,0 +1,73 @@
+"""AutoSmoothQuant, against outputs computed from the data itself."""
+
+import pytest
+import torch
+
+from quark.torch.algorithm.autosmoothquant import apply, check, rounded_inputs, strength
+from quark.torch.quantization.config.algo import AutoSmoothQuantConfig
+from quark.torch.quantization.config.presets import scheme
+from tests.models.architectures import build, small_config
+from tests.unit.algorithm.losses import BATCHES, CASES, Judge
+from tests.unit.algorithm.rotating import context_of
+
+LARGEST = torch.tensor([8.0, 0.0, 2.0, 0.5])
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+def test_strength(alpha):
+    used = LARGEST > 0
+    expected = (LARGEST / 2) ** alpha  # the middle of 8 and 0.5 is 2
+    torch.testing.assert_close(strength(LARGEST, alpha)[used], expected[used])
+    assert strength(LARGEST, alpha)[1] == 1
+
+
+def test_no_channel_is_ever_used():
+    assert torch.equal(strength(torch.zeros(3), 0.5), torch.ones(3))
+
+
+@pytest.mark.parametrize(("loss", "serves"), [("mse", True), ("MAE", True), (None, True)])
+def test_losses_that_are_known(loss, serves):
+    check(AutoSmoothQuantConfig(compute_scale_loss=loss), {"a": scheme("int8")})
+
+
+def test_a_loss_that_is_not_known():
+    options = AutoSmoothQuantConfig(compute_scale_loss="MSA")
+    with pytest.raises(ValueError, match="compute_scale_loss='MSA' is unknown: give MSE or MAE"):
+        check(options, {"a": scheme("int8")})
+
+
+def test_weights_alone_are_not_served():
+    with pytest.raises(ValueError, match=r"serves none of the 1 layers.*needs inputs"):
+        check(AutoSmoothQuantConfig(), {"a": scheme("int4_wo_128")})
+
+
+def test_static_ranges_are_those_of_all_tokens():
+    context = context_of(build(small_config("llama"), torch.float32), "int8")
+    layer = context.layers["model.layers.0.mlp.up_proj"]
+    x = torch.randn(20, 64)
+    lo, hi = x.amin(0) - 1, x.amax(0) + torch.arange(64)
+    scale = float(torch.maximum(-lo, hi).max()) / 127.5
+    expected = torch.fake_quantize_per_tensor_affine(x, scale, 0, -128, 127)
+    torch.testing.assert_close(rounded_inputs(layer, x, lo, hi), expected)
+
+
+@pytest.mark.parametrize(("loss", "power"), [("MSE", 2), ("MAE", 1)])
+@pytest.mark.parametrize(
+    ("name", "kind", "readers"),
+    [
+        *(("w_int8_a_int8_per_tensor_sym", *case) for case in CASES),
+        ("w_int8_per_channel_a_int8_per_tensor_sym_dynamic", "llama", "attention"),
+        ("ptpc_int8", "llama", "into the mlp"),
+        ("mxfp4", "llama", "out of the mlp"),
+    ],
+)
+def test_outputs_lose_less_than_without(name, kind, readers, loss, power):
+    """With one rescaling of a block, judged by the outputs of the layers it serves."""
+    context = context_of(build(small_config(kind), torch.float32), name, batches=BATCHES)
+    judge = Judge(context, readers)
+    plain = judge.losses(power)
+    apply(context, AutoSmoothQuantConfig(compute_scale_loss=loss))
+    found = judge.losses(power)
+    assert plain.keys() == found.keys() and len(plain) == 2
+    assert all(found[block] <= plain[block] * (1 + 1e-4) for block in plain)
+    assert sum(found.values()) < sum(plain.values())

@@ -1,0 +1,87 @@
+"""AWQ, against outputs computed from the data itself."""
+
+import pytest
+import torch
+
+from quark.torch.algorithm import awq
+from quark.torch.algorithm.awq import apply, check, output_error, strengths
+from quark.torch.quantization.config.algo import AWQConfig
+from quark.torch.quantization.config.presets import scheme
+from tests.models.architectures import build, small_config
+from tests.unit.algorithm.losses import BATCHES, CASES, Judge
+from tests.unit.algorithm.rotating import context_of
+
+X = torch.randn(200, 12, generator=torch.Generator().manual_seed(1))
+
+
+def test_errors_of_outputs():
+    change = torch.randn(5, 12)
+    expected = (X @ change.T).square().sum()
+    torch.testing.assert_close(output_error(change, X.T @ X), expected)
+
+
+def test_strengths():
+    magnitude, weight = X.abs().mean(0), torch.rand(12) + 0.1
+    found = list(strengths(magnitude, weight))
+    assert len(found) == 40
+    for step, (plain, divided) in enumerate(zip(found[::2], found[1::2], strict=True)):
+        r = step / 20
+        for factors, expected in (
+            (plain, magnitude**r),
+            (divided, magnitude**r / weight ** (1 - r)),
+        ):
+            torch.testing.assert_close(factors / factors[0], expected / expected[0])
+            torch.testing.assert_close(factors.max() * factors.min(), torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("dead", [0, 5, 11])
+def test_a_channel_that_is_always_zero_does_not_count(dead):
+    alive = torch.arange(12) != dead
+    magnitude, weight = X.abs().mean(0) * alive, torch.rand(12) + 0.1
+    others = strengths(magnitude[alive], weight[alive])
+    for found, expected in zip(strengths(magnitude, weight), others, strict=True):
+        assert found[dead] == 1
+        torch.testing.assert_close(found[alive], expected)
+
+
+def test_no_channel_is_ever_used():
+    assert list(strengths(torch.zeros(4), torch.ones(4))) == []
+
+
+def test_factors_stay_within_bounds():
+    for factors in strengths(torch.logspace(-30, 8, 12), torch.ones(12)):
+        assert float(factors.min()) >= 0.99e-4 and float(factors.max()) <= 1.01e4
+
+
+@pytest.mark.parametrize(
+    ("name", "serves"),
+    [("int4_wo_32", True), ("mxfp4", True), ("fp8", True), ("bfloat16", False)],
+)
+def test_formats_it_serves(name, serves):
+    layers = {"a": scheme("bfloat16"), "b": scheme(name, 32)}
+    if serves:
+        check(AWQConfig(), layers)
+    else:
+        with pytest.raises(ValueError, match="awq serves none of the 2 layers.*needs weights"):
+            check(AWQConfig(), layers)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "readers"),
+    [
+        *((name, *case) for name in ("int4_wo_32", "mxfp4_weight_only") for case in CASES),
+        ("int3_wo_per_channel", "llama", "into the mlp"),
+        ("nvfp4_weight_only", "llama", "attention"),
+    ],
+)
+def test_outputs_lose_less_than_by_rounding(name, kind, readers, monkeypatch):
+    """With one rescaling of a block, judged by the outputs of the layers it serves."""
+    monkeypatch.setattr(awq, "clip_", lambda *_: None)
+    context = context_of(build(small_config(kind), torch.float32), name, batches=BATCHES)
+    judge = Judge(context, readers)
+    plain = judge.losses(relative=True)
+    apply(context, AWQConfig())
+    found = judge.losses(relative=True)
+    assert plain.keys() == found.keys() and len(plain) == 2
+    assert all(found[block] <= plain[block] * (1 + 1e-4) for block in plain)
+    assert sum(found.values()) < 0.999 * sum(plain.values())

@@ -1,0 +1,142 @@
+"""Clipped weights, against an exhaustive search and against the data itself."""
+
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from quark.torch.algorithm.clipping import SHARES, clipped
+from quark.torch.quantization.config.config import (
+    Config,
+    Int4PerChannelSpec,
+    Int4PerGroupSpec,
+    Int8PerTensorSpec,
+    MX6Spec,
+    QuantizationConfig,
+    QuantizationSpec,
+)
+from quark.torch.quantization.config.presets import scheme, scheme_names
+from quark.torch.quantization.config.type import QSchemeType
+from quark.torch.quantization.prepare import plan, prepare
+
+INPUTS, OUTPUTS = 256, 6
+BLOCKS = QuantizationSpec(
+    dtype="fp8_e4m3", qscheme="per_block", block_size=(32, 32), is_dynamic=False
+)
+
+
+def made(layer_config, kind=nn.Linear, inputs=INPUTS, outputs=OUTPUTS, seed=0):
+    """A quantized layer with a few large weights, and correlated inputs for it."""
+    generator = torch.Generator().manual_seed(seed)
+    linear = nn.Linear(inputs, outputs) if kind is nn.Linear else Conv1D(outputs, inputs)
+    values = torch.randn(outputs, inputs, generator=generator)
+    values[torch.rand(values.shape, generator=generator) < 0.03] *= 4
+    with torch.no_grad():
+        linear.weight.copy_(values if kind is nn.Linear else values.T)
+    model = nn.Sequential(linear)
+    prepare(model, plan(model, Config(layer_config)))
+    x = torch.randn(400, inputs, generator=generator)
+    mix = torch.randn(inputs, inputs, generator=generator) / inputs**0.5
+    return model[0], x @ (torch.eye(inputs) + mix)
+
+
+def int4(x):
+    """Symmetric int4 of each row."""
+    scale, zeros = x.abs().amax(1) / 7.5, torch.zeros(len(x), dtype=torch.int32)
+    return torch.fake_quantize_per_channel_affine(x, scale, zeros, 0, -8, 7)
+
+
+def errors_of(change, x, width):
+    """Squared changes of outputs that each group of each row causes by itself."""
+    pieces = change.double().view(len(change), -1, width)
+    inputs = x.double().view(len(x), -1, width)
+    return torch.einsum("tgi,ogi->otg", inputs, pieces).square().sum(1)
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Conv1D], ids=["rows", "transposed"])
+@pytest.mark.parametrize("width", [32, INPUTS])
+def test_an_exhaustive_search_finds_the_same(kind, width):
+    spec = Int4PerGroupSpec(ch_axis=-1, group_size=width).to_quantization_spec()
+    layer, x = made(QuantizationConfig(weight=spec), kind)
+    weight = (layer.weight if kind is nn.Linear else layer.weight.T).detach()
+    found = clipped(layer, x.T @ x)
+    found = found if kind is nn.Linear else found.T
+
+    groups = weight.reshape(-1, width)
+    candidates = [groups]
+    for share in SHARES:
+        bound = share * groups.abs().amax(1, keepdim=True)
+        candidates.append(groups.clamp(-bound, bound))
+    losses = torch.stack(
+        [errors_of((int4(c) - groups).view(weight.shape), x, width) for c in candidates]
+    )
+    best = losses.argmin(0).flatten()
+    expected = torch.stack([candidates[int(b)][i] for i, b in enumerate(best)])
+    assert bool((best > 0).any())
+    torch.testing.assert_close(found, expected.view(weight.shape))
+
+
+WEIGHTS = {str(scheme(name, 32).weight): name for name in scheme_names()}  # each format once
+GROUPED = [
+    name
+    for name in WEIGHTS.values()
+    if (spec := scheme(name, 32).weight) is not None and spec.qscheme is QSchemeType.per_group
+]
+PER_ROW = ["int8_wo", "fp8_wo", "int4_wo_per_channel", "uint4_wo_per_channel"]
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Conv1D], ids=["rows", "transposed"])
+@pytest.mark.parametrize("name", [*GROUPED, *PER_ROW])
+def test_never_worse_whatever_the_format(name, kind):
+    layer, x = made(scheme(name, 32), kind)
+    weight, quantizer = layer.weight.detach(), layer.weight_quantizer
+    width = quantizer.scheme.fmt.block or quantizer.scheme.group
+    width = width if width > 0 else INPUTS
+
+    def loss(candidate):
+        change = quantizer.rounded(candidate) - weight
+        return float(errors_of(change if kind is nn.Linear else change.T, x, width).sum())
+
+    before, after = loss(weight), loss(clipped(layer, x.T @ x))
+    assert after < before if quantizer.scheme.fmt.bits <= 4 else after <= before * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_scale_of_the_scales_may_shrink(seed):
+    """Clipping the largest group changes the scales of all others."""
+    layer, x = made(scheme("nvfp4"), seed=seed)
+    with torch.no_grad():
+        layer.weight[2, :16] *= 30
+    weight, quantizer = layer.weight.detach(), layer.weight_quantizer
+
+    def loss(candidate):
+        return float(errors_of(quantizer.rounded(candidate) - weight, x, 16).sum())
+
+    assert loss(clipped(layer, x.T @ x)) <= loss(weight)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Int8PerTensorSpec().to_quantization_spec(),
+        Int4PerChannelSpec(ch_axis=1).to_quantization_spec(),
+        Int4PerGroupSpec(ch_axis=0, group_size=2).to_quantization_spec(),
+        MX6Spec(ch_axis=0, block_size=16).to_quantization_spec(),
+        BLOCKS,
+        scheme("int4_fp8").weight,
+    ],
+    ids=["tensor", "columns", "groups of rows", "shared exponents", "blocks", "two stages"],
+)
+def test_rows_that_share_a_range_are_left_alone(spec):
+    layer, x = made(QuantizationConfig(weight=spec), outputs=64)
+    assert clipped(layer, x.T @ x) is None
+
+
+def test_groups_that_are_cut_short_are_left_alone():
+    layer, x = made(scheme("mxfp4"), inputs=48)
+    assert clipped(layer, x.T @ x) is None
+
+
+def test_inputs_that_are_always_zero_ask_for_nothing():
+    layer, x = made(scheme("int4_wo_32"))
+    assert torch.equal(clipped(layer, torch.zeros(INPUTS, INPUTS)), layer.weight)

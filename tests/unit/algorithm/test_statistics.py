@@ -1,0 +1,124 @@
+"""What is kept of inputs: the same however the data is cut, and against the data itself."""
+
+import pytest
+import torch
+from torch import nn
+
+from quark.torch.algorithm.statistics import ChannelRange, Gram, Sample, observing
+from quark.torch.numerics.hadamard import hadamard
+from quark.torch.quantization.config.config import Config
+from quark.torch.quantization.config.presets import scheme
+from quark.torch.quantization.prepare import plan, prepare
+
+X = torch.randn(50, 8, generator=torch.Generator().manual_seed(5)) * torch.logspace(-1, 2, 8)
+CUTS = {"whole": [50], "one by one": [1] * 50, "uneven": [7, 0, 30, 13], "end": [0, 49, 1]}
+
+
+def fed(kept, x=X, cut="whole"):
+    for part in x.split(CUTS[cut]):
+        kept(part)
+    return kept
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_ranges(cut):
+    kept = fed(ChannelRange(), cut=cut)
+    assert torch.equal(kept.lo, X.amin(0)) and torch.equal(kept.hi, X.amax(0))
+    assert torch.equal(kept.amax, X.abs().amax(0))
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_sums_of_products(cut):
+    kept = fed(Gram(), cut=cut)
+    assert kept.tokens == 50
+    exact = X.double()
+    torch.testing.assert_close(kept.total, (exact.T @ exact).float(), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(kept.magnitude, exact.abs().sum(0).float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sums_are_single_precision(dtype):
+    x = X.to(dtype)
+    kept, expected = Gram(), fed(Gram(), x.float())
+    fed(kept, x)
+    assert kept.total.dtype is kept.magnitude.dtype is torch.float32
+    assert torch.equal(kept.total, expected.total)
+
+
+@pytest.mark.parametrize("make", [ChannelRange, Gram], ids=["range", "gram"])
+def test_no_token_is_no_data(make):
+    kept = make()
+    kept(X[:0])
+    assert getattr(kept, "lo", None) is None and getattr(kept, "total", None) is None
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(("size", "step"), [(50, 1), (25, 1), (24, 2), (12, 4), (3, 16), (1, 32)])
+def test_a_sample_is_spread_evenly(cut, size, step):
+    kept = fed(Sample(size), cut=cut)
+    assert torch.equal(kept.tokens, X[::step])
+    assert torch.equal(kept.range.amax, X.abs().amax(0))
+
+
+def test_a_sample_owns_its_tokens():
+    x = X.clone()
+    kept = fed(Sample(10), x)
+    x.zero_()
+    assert torch.equal(kept.tokens, X[::4])
+
+
+@pytest.mark.parametrize("make", [Gram, lambda: Sample(10)], ids=["gram", "sample"])
+def test_rescaled_inputs_are_followed(make):
+    by = torch.logspace(-2, 2, 8)
+    kept, expected = fed(make()), fed(make(), X / by)
+    kept.rescale_(by)
+    names = ["total", "magnitude"] if isinstance(kept, Gram) else ["tokens"]
+    for name in names:
+        torch.testing.assert_close(getattr(kept, name), getattr(expected, name))
+    if isinstance(kept, Sample):
+        torch.testing.assert_close(kept.range.lo, expected.range.lo)
+        torch.testing.assert_close(kept.range.hi, expected.range.hi)
+
+
+# ---- what layers see ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def layer():
+    """A quantized linear layer of 8 inputs, switched off."""
+    model = nn.Sequential(nn.Linear(8, 4))
+    prepare(model, plan(model, Config(scheme("int8_wo"))))
+    model[0].weight_quantizer.enabled = False
+    return model[0]
+
+
+def seen(layer, x, mask=None):
+    found = []
+    with observing([(layer, found.append)], lambda: mask):
+        layer(x)
+    layer(x)  # is not looked at any more
+    (tokens,) = found
+    return tokens
+
+
+@pytest.mark.parametrize("shape", [(50, 8), (5, 10, 8), (1, 5, 10, 8)], ids=str)
+def test_all_tokens_are_seen(layer, shape):
+    assert torch.equal(seen(layer, X.view(shape)), X)
+
+
+@pytest.mark.parametrize("shape", [(5, 10, 8), (50, 8)], ids=["batch", "flat"])
+def test_padding_is_not_seen(layer, shape):
+    mask = torch.rand(5, 10, generator=torch.Generator().manual_seed(0)) < 0.5
+    assert torch.equal(seen(layer, X.view(shape), mask), X[mask.flatten()])
+
+
+def test_tokens_that_were_picked_are_all_seen(layer):
+    mask = torch.zeros(5, 10, dtype=torch.bool)
+    assert torch.equal(seen(layer, X[:30], mask), X[:30])
+
+
+def test_rotated_inputs_are_seen_rotated(layer):
+    layer.rotate_input(hadamard(4))
+    unit = hadamard(4).float() / 2
+    expected = (X.view(50, 2, 4) @ unit).view(50, 8)
+    torch.testing.assert_close(seen(layer, X), expected)

@@ -1,0 +1,143 @@
+"""Batches of every documented kind: how they run, what is padding, and what is a beginning."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import BatchEncoding
+
+from quark.torch.pipeline.inference import (
+    at_inference,
+    excerpt,
+    padding_mask,
+    parts,
+    repeatable,
+    run_batch,
+)
+
+IDS = torch.arange(3, 83).view(2, 40)
+ONES = torch.ones(2, 40, dtype=torch.long)
+
+
+class Listener(nn.Module):
+    """Remembers what it was called with."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def forward(self, *args, **kwargs):
+        self.calls.append((args, kwargs))
+
+
+def called(batch):
+    model = Listener()
+    run_batch(model, batch)
+    return model.calls
+
+
+def test_how_a_model_is_called():
+    assert called(IDS) == [((IDS,), {})]
+    assert called({"input_ids": IDS, "n": 3}) == [((), {"input_ids": IDS, "n": 3})]
+    assert called(BatchEncoding({"input_ids": IDS})) == [((), {"input_ids": IDS})]
+    assert called([IDS, ONES]) == called((IDS, ONES)) == [((IDS, ONES), {})]
+    assert called([{"x": IDS}, {"x": ONES}]) == [((), {"x": IDS}), ((), {"x": ONES})]
+
+
+@pytest.mark.parametrize("batch", ["text", 3, None, ["text"]], ids=str)
+def test_what_is_no_batch(batch):
+    with pytest.raises(TypeError, match="A batch must be a tensor, a mapping"):
+        run_batch(Listener(), batch)
+
+
+def test_parts_are_what_the_model_is_called_with_once():
+    batches = [IDS, {"x": IDS}, [IDS, ONES], [{"x": IDS}, [{"x": ONES}]], (IDS,)]
+    found = list(parts(batches))
+    assert [len(called(part)) for part in found] == [1] * 6
+    assert [call for part in found for call in called(part)] == [
+        call for batch in batches for call in called(batch)
+    ]
+
+
+@pytest.mark.parametrize("make", [iter, lambda x: (b for b in x)], ids=["iterator", "generator"])
+def test_an_iterator_is_kept(make):
+    batches = repeatable(make([1, 2]))
+    assert list(batches) == list(batches) == [1, 2]
+
+
+def test_a_loader_is_taken_as_it_is():
+    loader = torch.utils.data.DataLoader(IDS)
+    assert repeatable(loader) is loader
+    assert list(repeatable(None)) == []
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        (IDS, IDS[:1, :32]),
+        (IDS[:, :5], IDS[:1, :5]),
+        ({"input_ids": IDS, "flag": True}, {"input_ids": IDS[:1, :32], "flag": True}),
+        ([IDS, ONES], [IDS[:1, :32], ONES[:1, :32]]),
+        ([{"x": IDS}, {"x": ONES}], {"x": IDS[:1, :32]}),
+        ({"x": torch.ones(2, 3, 4)}, {"x": torch.ones(1, 3, 4)}),
+        (torch.ones(2, 40), torch.ones(1, 32)),
+    ],
+    ids=["ids", "short", "mapping", "arguments", "several", "three axes", "floats"],
+)
+def test_an_excerpt_is_the_beginning_of_the_first_sequence(batch, expected):
+    torch.testing.assert_close(excerpt(batch), expected, rtol=0, atol=0)
+
+
+def padded(left):
+    ids, mask = IDS.clone(), ONES.clone()
+    ids[0, :left], mask[0, :left] = 0, 0
+    return ids, mask
+
+
+@pytest.mark.parametrize(("left", "start"), [(0, 0), (1, 0), (2, 2), (30, 30), (40, 0)])
+def test_padding_in_front_is_left_out(left, start):
+    ids, _ = padded(left)
+    expected = ids[:1, start : start + 32]
+    assert torch.equal(excerpt(ids), expected)
+    assert torch.equal(excerpt({"input_ids": ids})["input_ids"], expected)
+    assert torch.equal(excerpt([ids, ONES])[0], expected)
+
+
+def test_the_mask_says_where_padding_ends():
+    ids, mask = padded(9)
+    ids[0, 9] = 0  # a token like those of the padding
+    found = excerpt({"input_ids": ids, "attention_mask": mask})
+    assert torch.equal(found["input_ids"], ids[:1, 9:])
+    assert bool(found["attention_mask"].all())
+
+
+def test_padding_is_what_the_mask_says():
+    ids, mask = padded(9)
+    found = padding_mask({"input_ids": ids, "attention_mask": mask})
+    assert found.dtype is torch.bool and torch.equal(found, mask != 0)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        IDS,
+        [IDS, ONES],
+        {"input_ids": IDS},
+        {"attention_mask": ONES},
+        {"attention_mask": torch.zeros(2, 1, 40, 40)},
+    ],
+    ids=["ids", "arguments", "none", "all", "four axes"],
+)
+def test_without_a_mask_nothing_is_padding(batch):
+    assert padding_mask(batch) is None
+
+
+def test_chance_and_caches_are_off_for_a_while(build):
+    model = build("opt").train()
+    model.model.decoder.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    with pytest.raises(RuntimeError, match="inside"), at_inference(model):
+        assert not any(module.training for module in model.modules())
+        assert not model.config.use_cache
+        raise RuntimeError("inside")
+    assert [module.training for module in model.modules()] == modes
+    assert model.config.use_cache

@@ -1,0 +1,163 @@
+"""Data through a model block by block, against the model as a whole."""
+
+import pytest
+import torch
+from torch import nn
+
+from quark.torch.pipeline.runner import run_blocks
+
+KINDS = {
+    "llama": {},
+    "opt": {},
+    "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64},
+    "gemma3_text": {"head_dim": 16, "sliding_window": 4, "layer_types": None},  # masks differ
+    "mixtral": {"num_local_experts": 4},
+    "bloom": {"n_head": 4, "n_layer": 2},
+    "falcon": {"bos_token_id": 1},
+}
+LIMITS = [0, 1 << 30]
+
+
+def blocks_of(model):
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    longest = next(m for m in lists if len(m) == max(map(len, lists)))
+    inside = set(map(id, longest))
+    return [name for name, module in model.named_modules() if id(module) in inside]
+
+
+def seen_by(model, names, batches):
+    """Outputs of blocks when the whole model runs."""
+    seen = {name: [] for name in names}
+
+    def watch(name):
+        def hook(module, args, output):
+            seen[name].append(output if isinstance(output, torch.Tensor) else output[0])
+
+        return hook
+
+    handles = [model.get_submodule(n).register_forward_hook(watch(n)) for n in names]
+    with torch.no_grad():
+        for batch in batches:
+            model(**batch) if isinstance(batch, dict) else model(batch)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+def run(model, names, batches, **options):
+    found = {}
+    for block in run_blocks(model, names, batches, "test", **options):
+        block.run()
+        found[block.name] = [block.outputs(i).clone() for i in range(len(block))]
+    return found
+
+
+def equal(found, expected):
+    assert found.keys() == expected.keys()
+    for name, outputs in expected.items():
+        for got, output in zip(found[name], outputs, strict=True):
+            torch.testing.assert_close(got, output, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("limit", LIMITS)
+def test_blocks_give_what_they_give_in_the_model(build, batches, kind, limit):
+    model = build(kind, **KINDS[kind])
+    names = blocks_of(model)
+    equal(run(model, names, batches, limit=limit), seen_by(model, names, batches))
+
+
+def test_padded_batches(build):
+    model = build()
+    names = blocks_of(model)
+    ids = torch.randint(3, 64, (2, 9))
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[0, :4] = 0
+    batches = [{"input_ids": ids, "attention_mask": mask}, {"input_ids": ids}]
+    equal(run(model, names, batches), seen_by(model, names, batches))
+    masks = []
+    for block in run_blocks(model, names[:1], batches, "test"):
+        hook = block.module.register_forward_pre_hook(
+            lambda *_, block=block: masks.append(block.mask)
+        )
+        block.run()
+        hook.remove()
+        assert block.mask is None
+    assert torch.equal(masks[0], mask.bool()) and masks[1] is None
+
+
+def test_the_next_block_sees_the_last_run(build, batches):
+    """The two passes of a sequential method: observe, change, run again."""
+    model, changed = build(), build()
+    names = blocks_of(model)
+    with torch.no_grad():
+        for block in run_blocks(changed, names, batches, "test"):
+            block.run()
+            block.module.mlp.down_proj.weight.mul_(0.5)
+            block.run()
+            last = [block.outputs(i).clone() for i in range(len(block))]
+        expected = seen_by(changed, names, batches)[names[-1]]
+    for got, output in zip(last, expected, strict=True):
+        torch.testing.assert_close(got, output, rtol=0, atol=0)
+
+
+def test_a_block_that_is_not_run_is_run(build, batches):
+    model = build()
+    names = blocks_of(model)
+    expected = seen_by(model, names, batches)
+    for block in run_blocks(model, names, batches, "test"):
+        if block.name == names[-1]:
+            block.run()
+            got = block.outputs(0).clone()
+    assert torch.equal(got, expected[names[-1]][0])
+
+
+def test_the_model_is_left_as_it_was(build, batches, unchanged):
+    model = build("opt").train()  # with dropout
+    with unchanged(model):
+        run(model, blocks_of(model), batches)
+    assert model.config.use_cache
+
+
+def test_an_abandoned_run_leaves_the_model(build, batches, unchanged):
+    model = build().train()
+    with unchanged(model):
+        for block in run_blocks(model, blocks_of(model), batches, "test"):
+            block.run()
+            break
+
+
+def test_gradients_through_a_block(build, batches):
+    model = build()
+    names = blocks_of(model)
+    for block in run_blocks(model, names, batches, "test"):
+        block.call(0).square().sum().backward()
+    assert all(p.grad is not None for p in model.model.layers.parameters())
+
+
+def test_no_data(build):
+    model = build()
+    with pytest.raises(ValueError, match="at least one batch"):
+        next(run_blocks(model, blocks_of(model), [], "test"))
+
+
+def test_a_block_that_runs_twice_is_refused():
+    class Looped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.block(self.block(x))
+
+    with pytest.raises(ValueError, match="block runs more than once"):
+        next(run_blocks(Looped(), ["block"], [torch.randn(2, 4)], "test"))
+
+
+def test_equal_arguments_of_batches_are_kept_once(build):
+    model = build()
+    names = blocks_of(model)
+    same = [torch.randint(3, 64, (1, 12)) for _ in range(4)]
+    block = next(run_blocks(model, names, same, "test"))
+    cosines = {calls[names[0]][1]["position_embeddings"][0].data_ptr() for calls in block._calls}
+    assert len(cosines) == 1

@@ -1,0 +1,371 @@
+"""Algorithms through the public face: what models compute, errors, checkpoints."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from quark.torch import ModelImporter, ModelQuantizer
+from quark.torch.algorithm import awq
+from quark.torch.quantization.config.config import (
+    AutoSmoothQuantConfig,
+    AWQConfig,
+    Config,
+    QuantizationConfig,
+    SmoothQuantConfig,
+)
+from quark.torch.quantization.config.presets import scheme
+from quark.torch.quantization.nn.experts import unfuse
+from quark.torch.quantization.nn.quantizer import TensorQuantizer
+from tests.models.architectures import InDouble, build, small_config, tokens
+
+MODELS = {
+    "llama": ("llama", {}),
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "opt": ("opt", {}),
+    "mixtral": ("mixtral", {}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "gemma": ("gemma", {}),
+    "nemotron": ("nemotron", {}),
+    "gpt2": ("gpt2", {}),
+    "gpt_neox": ("gpt_neox", {}),
+}
+ALGORITHMS = {  # options, and a scheme that they serve
+    "smooth": (SmoothQuantConfig(alpha=0.5), "int8"),
+    "autosmoothquant": (AutoSmoothQuantConfig(), "int8"),
+    "awq": (AWQConfig(), "uint4_wo_32"),
+}
+
+
+def made(name, dtype=torch.float32):
+    kind, changes = MODELS[name]
+    return build(small_config(kind, **changes), dtype)
+
+
+def config_of(name, *algorithms, exclude=("lm_head", "embed_out")):
+    return Config(scheme(name, 32), exclude=list(exclude), algo_config=list(algorithms) or None)
+
+
+def quantized(model, name, *algorithms, data=None, frozen=True):
+    data = [tokens(40), tokens(60)] if data is None else data
+    model = ModelQuantizer(config_of(name, *algorithms)).quantize_model(model, data)
+    return ModelQuantizer.freeze(model) if frozen else model
+
+
+@torch.no_grad()
+def logits_of(model):
+    return model(tokens(20)).logits
+
+
+def as_float(model):
+    """Switch all quantizers off."""
+    for module in model.modules():
+        if isinstance(module, TensorQuantizer):
+            module.enabled = False
+    return model
+
+
+def parameters_of(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def changed(model, before):
+    return {n for n, p in model.named_parameters() if n in before and not torch.equal(p, before[n])}
+
+
+# ---- what models compute ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_float_model_computes_the_same(name, algorithm, monkeypatch):
+    monkeypatch.setattr(awq, "clip_", lambda *_: None)
+    options, kind = ALGORITHMS[algorithm]
+    model = made(name, torch.float64)
+    unfuse(model)
+    with InDouble():
+        expected = logits_of(model)
+    quantized(model, kind, options, frozen=False)
+    with InDouble():
+        found = logits_of(as_float(model))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_block_is_rescaled(name, algorithm):
+    options, kind = ALGORITHMS[algorithm]
+    model = made(name)
+    before = parameters_of(model)
+    quantized(model, kind, options, frozen=False)
+    moved = {n for n in changed(model, before) if n.endswith(("norm.weight", "ln_1.weight"))}
+    assert all(any(f".{block}." in n for n in moved) for block in (0, 1))
+
+
+def test_experts_that_no_token_reaches_are_rescaled_with_the_others():
+    """Whatever token comes later, its experts expect the inputs that the norm gives now."""
+    model = made("mixtral", torch.float64)
+    unfuse(model)
+    with InDouble():
+        expected = logits_of(model)
+    reached = set()
+    for name, module in model.named_modules():
+        if name.endswith(".w2"):
+            module.register_forward_pre_hook(lambda m, x, name=name: reached.add(name))
+    config = config_of("ptpc_int8", SmoothQuantConfig())
+    ModelQuantizer(config).quantize_model(model, [torch.full((1, 1), 7)])
+    assert len(reached) == 4  # two of the four in each block
+    with InDouble():
+        found = logits_of(as_float(model))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9 * float(expected.abs().max()))
+
+
+def outliers(factor=60.0):
+    """A model with channels of norms turned up, and what reads them turned down."""
+    model = made("llama")
+    channels = torch.tensor([3, 17, 40])
+    with torch.no_grad():
+        for layer in model.model.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            for norm, readers in (
+                (layer.input_layernorm, [attention.q_proj, attention.k_proj, attention.v_proj]),
+                (layer.post_attention_layernorm, [mlp.gate_proj, mlp.up_proj]),
+            ):
+                norm.weight[channels] *= factor
+                for reader in readers:
+                    reader.weight[:, channels] /= factor
+    return model
+
+
+def error(model, name, *algorithms):
+    expected = logits_of(model)
+    return float((logits_of(quantized(model, name, *algorithms)) - expected).norm())
+
+
+def test_outliers_cost_nothing_in_float():
+    torch.testing.assert_close(logits_of(outliers()), logits_of(made("llama")), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [SmoothQuantConfig(alpha=0.5), SmoothQuantConfig(alpha=0.8), AutoSmoothQuantConfig()],
+    ids=["0.5", "0.8", "auto"],
+)
+def test_smoothing_recovers_what_outliers_cost(options):
+    without, with_outliers = error(made("llama"), "int8"), error(outliers(), "int8")
+    smoothed = error(outliers(), "int8", options)
+    assert with_outliers > 3 * without
+    assert smoothed - without < 0.2 * (with_outliers - without)
+
+
+@pytest.mark.parametrize("name", ["int4_wo_32", "uint4_wo_32", "mxfp4_weight_only"])
+def test_awq_recovers_what_outliers_cost(name):
+    plain, found = error(outliers(), name), error(outliers(), name, AWQConfig())
+    assert found < (0.75 if name.startswith("mx") else 0.5) * plain  # scales are powers of two
+
+
+def test_awq_beats_rounding_where_nothing_stands_out():
+    for name in ("int4_wo_32", "int3_wo_32"):
+        assert error(made("llama"), name, AWQConfig()) < error(made("llama"), name)
+
+
+def test_algorithms_follow_each_other():
+    model = made("llama")
+    found = error(model, "w_uint4_per_group_a_int8_per_tensor", SmoothQuantConfig(), AWQConfig())
+    assert found < error(made("llama"), "w_uint4_per_group_a_int8_per_tensor")
+    assert [options.name for options in model.quant_config.algo_config] == ["smooth", "awq"]
+
+
+def test_quantized_caches_stay_what_they_are():
+    """Values that are quantized as they leave the projection are not rescaled."""
+    config = config_of("int8", SmoothQuantConfig(alpha=0.5))
+    layer = scheme("int8")
+    layer.output_tensors = scheme("int8").input_tensors
+    config.kv_cache_quant_config = {"*v_proj": layer}
+    config.layer_quant_config = {"*v_proj": layer}
+    model = made("llama")
+    before = parameters_of(model)
+    ModelQuantizer(config).quantize_model(model, [tokens()])
+    assert not {n for n in changed(model, before) if n.endswith("o_proj.weight")}
+    assert {n for n in changed(model, before) if n.endswith("v_proj.weight")}  # its columns
+
+
+# ---- data ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def outcome(monkeypatch):
+    """What an algorithm makes of data: weights, or what it judges by if rounding is decisive.
+
+    AWQ compares roundings of weights, where the last bit of a sum may turn the scales.
+    """
+
+    def outcome(algorithm, data, name="llama"):
+        options, kind = ALGORITHMS[algorithm]
+        seen = []
+        if algorithm == "awq":
+            monkeypatch.setattr(awq, "strengths", lambda *_: ())
+            monkeypatch.setattr(awq, "clip_", lambda layer, gram: seen.append(gram))
+        model = quantized(made(name), kind, options, data=data, frozen=False)
+        return dict(enumerate(seen)) if algorithm == "awq" else parameters_of(model)
+
+    return outcome
+
+
+def close(found, expected):
+    for name, weight in expected.items():
+        atol = 1e-5 * float(weight.abs().max())
+        torch.testing.assert_close(found[name], weight, rtol=1e-4, atol=atol)
+
+
+LONG = torch.randint(3, 64, (4, 24), generator=torch.Generator().manual_seed(6))
+ONES = torch.ones_like(LONG)
+KINDS = {
+    "mappings": lambda: [{"input_ids": LONG, "attention_mask": ONES}],
+    "several mappings": lambda: [[{"input_ids": LONG[:2]}, {"input_ids": LONG[2:]}]],
+    "arguments": lambda: [[LONG, ONES]],
+    "generator": lambda: (part for part in LONG.split(1)),
+    "iterator": lambda: iter([LONG]),
+    "loader": lambda: torch.utils.data.DataLoader(LONG, batch_size=3),
+}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_how_data_comes_changes_nothing(algorithm, kind, outcome):
+    close(outcome(algorithm, KINDS[kind]()), outcome(algorithm, [LONG]))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("name", ["llama", "opt", "gpt2"])
+def test_padding_changes_nothing(algorithm, name, outcome):
+    """Sequences of their own length, and the same padded behind to one length."""
+    lengths = [24, 9, 17, 5]
+    apart = [row[:n].unsqueeze(0) for row, n in zip(LONG, lengths, strict=True)]
+    mask = torch.arange(24) < torch.tensor(lengths).unsqueeze(1)
+    padded = {"input_ids": LONG.where(mask, torch.tensor(0)), "attention_mask": mask.long()}
+    expected = outcome(algorithm, apart, name)
+    close(outcome(algorithm, [padded], name), expected)
+    # Without the mask it is data like any other: the sequences above do differ from it.
+    unmasked = outcome(algorithm, [padded["input_ids"]], name)
+    assert any(not torch.allclose(unmasked[n], w, rtol=1e-3) for n, w in expected.items())
+
+
+def test_padding_in_front_is_no_obstacle():
+    """The structure is looked at with tokens, even where padding stands before them."""
+    model = made("llama")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[0] = 0  # of which nothing can be seen
+    before = parameters_of(model)
+    ids = torch.cat([torch.zeros(1, 40, dtype=torch.long), LONG[:1]], 1)
+    quantized(model, "int4_wo_32", AWQConfig(), data=[ids], frozen=False)
+    assert len({n for n in changed(model, before) if "norm" in n}) == 4
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_same_each_time(algorithm):
+    options, kind = ALGORITHMS[algorithm]
+    first, second = (
+        parameters_of(quantized(made("mixtral"), kind, options, frozen=False)) for _ in range(2)
+    )
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision(algorithm, dtype):
+    options, kind = ALGORITHMS[algorithm]
+    model = made("llama", dtype)
+    expected = logits_of(model).float()
+    found = logits_of(quantized(model, kind, options)).float()
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    assert float((found - expected).norm()) < 0.5 * float(expected.norm())
+
+
+def test_training_mode_and_caches_are_left_alone(unchanged):
+    model = made("opt").train()
+    config = model.config.to_dict()
+    quantized(model, "int8", AutoSmoothQuantConfig(), frozen=False)
+    assert all(module.training for module in model.modules() if not list(module.children()))
+    assert model.config.to_dict() == config
+
+
+# ---- errors -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def refused(unchanged):
+    """Quantize, which must fail, leave the model as it was, and not run it before."""
+
+    def refused(config, said, data=(LONG,), name="llama", error=ValueError, runs=0):
+        model = made(name)
+        count = []
+        model.register_forward_pre_hook(lambda *_: count.append(1))
+        with unchanged(model), pytest.raises(error, match=said):
+            ModelQuantizer(config).quantize_model(model, data)
+        assert runs is None or len(count) == runs
+
+    return refused
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize(
+    ("scheme_name", "options", "said"),
+    [
+        ("int4_wo_32", SmoothQuantConfig(), "smooth serves none of .* needs inputs"),
+        ("int4_wo_32", AutoSmoothQuantConfig(), "autosmoothquant serves none of .* needs inputs"),
+        ("bfloat16", AWQConfig(), "awq serves none of .* needs weights"),
+        ("int8", SmoothQuantConfig(alpha=1.5), "alpha must be between 0 and 1, got 1.5"),
+        ("int8", AutoSmoothQuantConfig(compute_scale_loss="RMS"), "'RMS' is unknown"),
+    ],
+    ids=["smooth", "auto", "awq", "alpha", "loss"],
+)
+def test_refused_before_the_model_runs(refused, name, scheme_name, options, said):
+    refused(config_of(scheme_name, options), said, name=name)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_data_that_is_missing(refused, algorithm):
+    options, kind = ALGORITHMS[algorithm]
+    refused(config_of(kind, options), r"Algorithms need calibration data: pass a data", data=None)
+    refused(config_of(kind, options), r"The dataloader is empty: algorithms need", data=[])
+    refused(config_of(kind, options), r"The dataloader is empty: algorithms need", data=iter([]))
+
+
+@pytest.mark.parametrize("cls", [SmoothQuantConfig, AutoSmoothQuantConfig, AWQConfig])
+def test_layers_that_are_named_wrongly(refused, cls):
+    written = [{"prev_op": "input_layernorm", "layers": ["self_attn.qkv_proj"]}]
+    options = cls(scaling_layers=written, model_decoder_layers="model.layers")
+    refused(config_of("int8", options), "which cannot be rescaled: no decoder block", runs=None)
+
+
+def test_a_model_without_anything_to_rescale(refused):
+    """The output of the second layer of this architecture goes through a GELU."""
+    config = Config(QuantizationConfig(), layer_quant_config={"*mlp.c_proj": scheme("int8")})
+    config.algo_config = [SmoothQuantConfig()]
+    refused(config, r"smooth found nothing to rescale \(", name="gpt2", runs=None)
+
+
+def test_data_that_the_model_cannot_take(refused):
+    config = config_of("int8", SmoothQuantConfig())
+    refused(config, "out of range", data=[torch.full((1, 4), 64)], error=IndexError, runs=1)
+
+
+# ---- to a checkpoint and back -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("name", ["llama", "tied", "opt", "qwen3_moe", "gpt2"])
+def test_a_model_comes_back_bit_by_bit(name, algorithm, export):
+    options, kind = ALGORITHMS[algorithm]
+    model = quantized(made(name), kind, options)
+    expected, path = logits_of(model), export(model)
+    fresh = ModelImporter(path).import_model_info(made(name))
+    assert torch.equal(logits_of(fresh), expected)
+    loaded = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    assert torch.equal(logits_of(loaded), expected)
+    said = json.loads((path / "config.json").read_text())["quantization_config"]["algo_config"]
+    assert said == [asdict(options)]
