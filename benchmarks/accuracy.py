@@ -86,13 +86,14 @@ class Material:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         directory = model or model_directory()
-        tokenizer = AutoTokenizer.from_pretrained(directory)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(directory)
         self.model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto").eval()
         length = min(LENGTH, getattr(self.model.config, "max_position_embeddings", LENGTH))
         documents = load_documents(text) if text else evaluation_documents()
-        self.evaluation = token_windows(documents, tokenizer, length, windows)
-        calibration = token_windows(calibration_documents(), tokenizer, length, CALIBRATION_WINDOWS)
-        self.calibration = list(calibration.split(1))
+        self.evaluation = token_windows(documents, self.tokenizer, length, windows)
+        calibration = calibration_documents()
+        data = token_windows(calibration, self.tokenizer, length, CALIBRATION_WINDOWS)
+        self.calibration = list(data.split(1))
 
 
 def measure(name: str, config: Config, material: Material, original: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from quark.cli.request import Request
 if TYPE_CHECKING:
     from torch import nn
 
+    from quark.torch.quantization.config.algo import AlgoConfig
     from quark.torch.quantization.config.config import Config, QuantizationConfig
 
 
@@ -23,6 +24,7 @@ def make_config(request: Request, model_type: str) -> Config:
         typer.BadParameter: A name is unknown, or flags do not fit the schemes.
     """
     config = _from_file(request.config) if request.config else _from_schemes(request, model_type)
+    check_algorithms(config)
     if request.weight_matrix_merge and not any(_shares(layer) for layer in layer_configs(config)):
         raise wrong(
             "--weight_matrix_merge",
@@ -40,10 +42,10 @@ def layer_configs(config: Config) -> Iterator[QuantizationConfig]:
 
 
 def needs_data(config: Config) -> bool:
-    """Whether a configuration has ranges that only data can tell."""
+    """Whether a configuration has algorithms, or ranges that only data can tell."""
     from quark.torch.quantization import calibrate
 
-    return calibrate.needs_data(layer_configs(config))
+    return bool(config.algo_config) or calibrate.needs_data(layer_configs(config))
 
 
 def _shares(layer: QuantizationConfig) -> bool:
@@ -89,12 +91,76 @@ def _from_schemes(request: Request, model_type: str) -> Config:
         global_quant_config=layers[0],
         layer_quant_config=dict(zip(patterns, layers[1:], strict=True)),
         exclude=request.excluded or [],
+        algo_config=_algorithms(request),
     )
     if request.kv_cache_dtype is not None:
         projections = LLMTemplate.get(model_type).kv_layers_name
         floor = request.min_kv_scale or 0.0
         config = with_kv_cache(config, projections, request.kv_cache_dtype, floor)
     return config
+
+
+def _algorithms(request: Request) -> list[AlgoConfig]:
+    """Return the options of the algorithms that were asked for, in order."""
+    from quark.torch.quantization.config.template import algorithms
+
+    given = _algorithm_files(request)
+    try:
+        found = algorithms(request.algorithms, given)
+    except ValueError as error:
+        raise wrong("--quant_algo", str(error)) from None
+    for name in given.keys() - {options.name for options in found}:
+        raise wrong(
+            "--quant_algo_config_file", f"{name} is not asked for. Add --quant_algo {name}."
+        )
+    return found
+
+
+def _algorithm_files(request: Request) -> dict[str, AlgoConfig]:
+    """Return the options that files hold, by the name of the algorithm.
+
+    Files come as ``FILE``, ``NAME=FILE`` or ``NAME FILE``.
+    """
+    from quark.torch.quantization.config.algo import load_quant_algo_config_from_file
+    from quark.torch.quantization.config.template import algorithms
+
+    flag, given = "--quant_algo_config_file", {}
+    name: str | None = None
+    for value in request.quant_algo_config_file or []:
+        path = value
+        if name is None and not Path(value).is_file():
+            name, _, path = value.partition("=")
+        if not path:
+            continue  # its file comes next
+        if not Path(path).is_file():
+            raise wrong(flag, f"there is no file {path}.")
+        try:
+            expected = algorithms(name, {})
+            options = load_quant_algo_config_from_file(path)
+        except ValueError as error:
+            raise wrong(flag, str(error)) from None
+        if expected and expected[0].name != options.name:
+            raise wrong(flag, f"{path} has the options of {options.name}, not of {name}.")
+        given[options.name], name = options, None
+    if name is not None:
+        raise wrong(flag, f"there is no file {name!r}.")
+    return given
+
+
+def check_algorithms(config: Config) -> None:
+    """Check that every algorithm is there and serves some layer of the configuration.
+
+    Raises:
+        typer.BadParameter: One is not, or does not.
+    """
+    from quark.torch.quantization.api import find_algorithms
+
+    layers = {str(number): layer for number, layer in enumerate(layer_configs(config))}
+    try:
+        for algorithm, options in find_algorithms(config):
+            algorithm.check(options, layers)
+    except ValueError as error:
+        raise wrong("--quant_algo", str(error)) from None
 
 
 def layer_scheme(flag: str, name: str, group_size: int | None = None) -> QuantizationConfig:

@@ -54,7 +54,11 @@ class Program(TyperGroup):
         return code if isinstance(code, int) else 0
 
 
-ALIASES = {"kv_cache_quant_scheme": "kv_cache_dtype"}
+ALIASES = {
+    "kv_cache_quant_scheme": "kv_cache_dtype",
+    "quant_algo_config_file_path": "quant_algo_config_file",
+    "pre_optimization_config_file_path": "quant_algo_config_file",
+}
 
 
 def normalize(name: str) -> str:

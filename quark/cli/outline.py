@@ -43,13 +43,14 @@ def show_plan(request: Request, config: Config, described: dict[str, Any], lengt
     rows["  cache"] = "" if cache is None else describe(cache.output_tensors)
     for pattern, scheme in request.layer_schemes:
         rows[f"  {pattern}"] = scheme
+    rows["algorithms"] = ", ".join(options.name for options in config.algo_config or [])
     head = request.config is None and request.exclude_layers is None
     rows["left alone"] = "the output head" if head else ", ".join(config.exclude) or "nothing"
     source = request.dataset or models.EMBEDDED
     rows["calibration"] = (
         f"up to {request.num_calib_data} windows of {length} tokens: {source}"
         if needs_data(config)
-        else "none needed: no static ranges of activations"
+        else "none needed: no algorithms, no static ranges of activations"
     )
     rows["evaluation"] = (
         ""

@@ -46,6 +46,11 @@ The output head stays as it is unless [cyan]--exclude_layers[/cyan] says otherwi
       --quant_scheme fp8 --kv_cache_dtype fp8 --dataset my.txt \\
       --weight_matrix_merge[/cyan]
 
+  4-bit weights, rounded with regard to the activations that meet them:
+
+    [cyan]quark quantize --model_dir llama --output_dir llama-awq \\
+      --quant_scheme uint4_wo_128 --quant_algo awq[/cyan]
+
   4 bits, but 8 for the layers that matter most, and all layers but one block:
 
     [cyan]quark quantize --model_dir llama --output_dir mixed \\
@@ -56,11 +61,12 @@ Flags can be written with dashes as well ([cyan]--model-dir[/cyan]).
 """
 
 _model, _scheme = panel("Model"), panel("What is quantized how")
+_algorithm = panel("Algorithms")
 _data, _output, _evaluation = panel("Calibration"), panel("Output"), panel("Evaluation")
 
 
 class _Command(ManyValues):
-    many = ("exclude_layers", "layer_quant_scheme")
+    many = ("exclude_layers", "layer_quant_scheme", "quant_algo_config_file")
 
 
 def register(app: typer.Typer) -> None:
@@ -130,13 +136,40 @@ WeightMatrixMerge = Annotated[
         "scales, as software that fuses them expects.",
     ),
 ]
+PreOptimization = Annotated[
+    list[str] | None,
+    _algorithm(
+        "--pre_quantization_optimization",
+        metavar="NAME,…",
+        help="What precedes the algorithms of --quant_algo: rotation, quarot, smoothquant; "
+        "repeatable.",
+    ),
+]
+QuantAlgo = Annotated[
+    list[str] | None,
+    _algorithm(
+        "--quant_algo",
+        metavar="NAME,…",
+        help="Algorithms in order: smoothquant, autosmoothquant, awq, gptq, rotation, quarot.",
+    ),
+]
+AlgoConfigFile = Annotated[
+    list[str] | None,
+    _algorithm(
+        "--quant_algo_config_file",
+        metavar="[NAME] FILE",
+        help="Options of one of these as JSON, by its fields; without the name, the file has it "
+        "as 'name'. Repeatable (--quant_algo_config_file_path and "
+        "--pre_optimization_config_file_path are the same).",
+    ),
+]
 Dataset = Annotated[
     str | None,
     _data(
         "--dataset",
         metavar="FILE",
-        help="Text that static ranges are measured on: a .txt, .jsonl, .json, .csv or .parquet "
-        f"file, or the name of a dataset. Without it: {EMBEDDED}.",
+        help="Text that algorithms and static ranges look at: a .txt, .jsonl, .json, .csv or "
+        f".parquet file, or the name of a dataset. Without it: {EMBEDDED}.",
     ),
 ]
 NumCalibData = Annotated[
@@ -209,6 +242,9 @@ def quantize(
     layer_quant_scheme: LayerQuantScheme = None,
     exclude_layers: ExcludeLayers = None,
     weight_matrix_merge: WeightMatrixMerge = False,
+    pre_quantization_optimization: PreOptimization = None,
+    quant_algo: QuantAlgo = None,
+    quant_algo_config_file: AlgoConfigFile = None,
     dataset: Dataset = None,
     num_calib_data: NumCalibData = 128,
     seq_len: SeqLen = None,

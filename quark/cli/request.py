@@ -23,6 +23,9 @@ class Request:
     layer_quant_scheme: list[str] | None
     exclude_layers: list[str] | None
     weight_matrix_merge: bool
+    pre_quantization_optimization: list[str] | None
+    quant_algo: list[str] | None
+    quant_algo_config_file: list[str] | None
     dataset: str | None
     num_calib_data: int
     seq_len: int | None
@@ -43,6 +46,12 @@ class Request:
         """Pairs of a pattern of layer names and a scheme."""
         values = self.layer_quant_scheme or []
         return list(zip(values[::2], values[1::2], strict=True))
+
+    @property
+    def algorithms(self) -> list[str]:
+        """Names of algorithms in the order in which they are applied."""
+        lists = [*(self.pre_quantization_optimization or []), *(self.quant_algo or [])]
+        return [name.strip() for names in lists for name in names.split(",") if name.strip()]
 
     @property
     def excluded(self) -> list[str] | None:
@@ -99,6 +108,9 @@ def check_flags(request: Request) -> None:
         "--kv_cache_dtype": request.kv_cache_dtype,
         "--layer_quant_scheme": request.layer_quant_scheme,
         "--exclude_layers": request.exclude_layers,
+        "--quant_algo": request.quant_algo,
+        "--pre_quantization_optimization": request.pre_quantization_optimization,
+        "--quant_algo_config_file": request.quant_algo_config_file,
     }
     for flag, value in scheme_flags.items():
         if request.config is not None and value is not None:

@@ -1,13 +1,46 @@
 """FP8 weights, activations and key-value cache, exported with the tokenizer."""
 
+import json
+
 import pytest
 import torch
 from safetensors import safe_open
 
+AUTOSMOOTHQUANT = {
+    "name": "autosmoothquant",
+    "model_decoder_layers": "model.layers",
+    "compute_scale_loss": "MAE",
+    "scaling_layers": [
+        {
+            "prev_op": "input_layernorm",
+            "layers": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+            "inp": "self_attn.q_proj",
+            "module2inspect": "self_attn",
+        },
+        {
+            "prev_op": "self_attn.v_proj",
+            "layers": ["self_attn.o_proj"],
+            "inp": "self_attn.o_proj",
+        },
+        {
+            "prev_op": "post_attention_layernorm",
+            "layers": ["mlp.gate_proj", "mlp.up_proj"],
+            "inp": "mlp.gate_proj",
+            "module2inspect": "mlp",
+        },
+        {"prev_op": "mlp.up_proj", "layers": ["mlp.down_proj"], "inp": "mlp.down_proj"},
+    ],
+}
 
-@pytest.mark.parametrize("algo_config", [None, []], ids=["no_algorithm", "empty_list"])
-def test_fp8_with_kv_cache(llama_dir, tmp_path, monkeypatch, logits, algo_config):
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [None, [], {"name": "autosmoothquant"}, AUTOSMOOTHQUANT],
+    ids=["no algorithm", "empty list", "autosmoothquant", "autosmoothquant with layers"],
+)
+def test_fp8_with_kv_cache(llama_dir, tmp_path, monkeypatch, logits, algorithm):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama_autosmoothquant_config.json").write_text(json.dumps(algorithm))
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     MODEL_ID = str(llama_dir)
@@ -32,7 +65,12 @@ def test_fp8_with_kv_cache(llama_dir, tmp_path, monkeypatch, logits, algo_config
         tokenized_outputs["input_ids"], batch_size=BATCH_SIZE, drop_last=True
     )
 
-    from quark.torch.quantization import Config, FP8E4M3PerTensorSpec, QuantizationConfig
+    from quark.torch.quantization import (
+        Config,
+        FP8E4M3PerTensorSpec,
+        QuantizationConfig,
+        load_quant_algo_config_from_file,
+    )
 
     FP8_PER_TENSOR_SPEC = FP8E4M3PerTensorSpec(
         observer_method="min_max", is_dynamic=False
@@ -51,6 +89,10 @@ def test_fp8_with_kv_cache(llama_dir, tmp_path, monkeypatch, logits, algo_config
         for name in kv_cache_layer_names_for_llama
     }
     layer_quant_config = kv_cache_quant_config.copy()
+    LLAMA_AUTOSMOOTHQUANT_CONFIG_FILE = "./llama_autosmoothquant_config.json"
+    algo_config = algorithm
+    if algorithm:
+        algo_config = load_quant_algo_config_from_file(LLAMA_AUTOSMOOTHQUANT_CONFIG_FILE)
     EXCLUDE_LAYERS = ["lm_head"]
 
     quant_config = Config(
@@ -65,7 +107,10 @@ def test_fp8_with_kv_cache(llama_dir, tmp_path, monkeypatch, logits, algo_config
     from quark.torch.export import ExporterConfig, JsonExporterConfig
 
     quantizer = ModelQuantizer(quant_config)
+    gains = model.model.layers[0].input_layernorm.weight.detach().clone()
     quantizer.quantize_model(model, calib_dataloader)
+    is_smoothed = not torch.equal(model.model.layers[0].input_layernorm.weight, gains)
+    assert is_smoothed == bool(algorithm)
     freezed_model = quantizer.freeze(model)
     frozen = logits(freezed_model)
 

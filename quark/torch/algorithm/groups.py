@@ -30,8 +30,8 @@ def check_served(
     """
     if not any(wanted(layer) for layer in layers.values()):
         raise ValueError(
-            f"{what} serves none of the {len(layers)} layers to be quantized: it needs "
-            + ("weights" if what == "awq" else "inputs (input_tensors)")
+            f"{what} serves none of the layers to be quantized: it needs "
+            + ("inputs (input_tensors)" if "smooth" in what else "weights")
             + " in a format with scales. Change the scheme, or leave the algorithm out."
         )
 

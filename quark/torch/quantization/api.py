@@ -39,6 +39,8 @@ ALGORITHMS: dict[str, str] = {
     "smooth": "quark.torch.algorithm.smoothquant:ALGORITHM",
     "autosmoothquant": "quark.torch.algorithm.autosmoothquant:ALGORITHM",
     "awq": "quark.torch.algorithm.awq:ALGORITHM",
+    "rotation": "quark.torch.algorithm.rotation:ALGORITHM",
+    "quarot": "quark.torch.algorithm.rotation:ALGORITHM",
     "gptq": "quark.torch.algorithm.gptq:ALGORITHM",
 }
 
@@ -74,7 +76,7 @@ class ModelQuantizer:
                 not finite. The model is then as it was.
         """
         _log_to_terminal(self.config.log_severity_level)
-        algorithms = self._algorithms()
+        algorithms = find_algorithms(self.config)
         experts = unfuse(model)
         try:
             layers = plan(model, self.config)
@@ -144,18 +146,23 @@ class ModelQuantizer:
                 _bake(layer, owners)
         return model
 
-    def _algorithms(self) -> list[tuple[Algorithm, AlgoConfig]]:
-        """Return each algorithm asked for with its options, in order."""
-        found: list[tuple[Algorithm, AlgoConfig]] = []
-        for options in self.config.algo_config or []:
-            if options.name not in ALGORITHMS:
-                raise ValueError(
-                    f"Algorithm {options.name!r} is not available in this version "
-                    f"(available: {', '.join(ALGORITHMS)})."
-                )
-            module, _, attribute = ALGORITHMS[options.name].partition(":")
-            found.append((getattr(import_module(module), attribute), options))
-        return found
+
+def find_algorithms(config: Config) -> list[tuple[Algorithm, AlgoConfig]]:
+    """Return each algorithm that a configuration asks for with its options, in order.
+
+    Raises:
+        ValueError: One is not available.
+    """
+    found: list[tuple[Algorithm, AlgoConfig]] = []
+    for options in config.algo_config or []:
+        if options.name not in ALGORITHMS:
+            raise ValueError(
+                f"Algorithm {options.name!r} is not available in this version "
+                f"(available: {', '.join(ALGORITHMS)})."
+            )
+        module, _, attribute = ALGORITHMS[options.name].partition(":")
+        found.append((getattr(import_module(module), attribute), options))
+    return found
 
 
 def _discover(model: nn.Module, batches: Iterable[Any]) -> Structure:

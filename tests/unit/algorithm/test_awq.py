@@ -62,7 +62,7 @@ def test_formats_it_serves(name, serves):
     if serves:
         check(AWQConfig(), layers)
     else:
-        with pytest.raises(ValueError, match="awq serves none of the 2 layers.*needs weights"):
+        with pytest.raises(ValueError, match=r"awq serves none of the layers.*needs weights"):
             check(AWQConfig(), layers)
 
 

@@ -138,5 +138,5 @@ def test_groups_that_are_cut_short_are_left_alone():
 
 
 def test_inputs_that_are_always_zero_ask_for_nothing():
-    layer, x = made(scheme("int4_wo_32"))
+    layer, _ = made(scheme("int4_wo_32"))
     assert torch.equal(clipped(layer, torch.zeros(INPUTS, INPUTS)), layer.weight)

@@ -86,23 +86,15 @@ def test_the_float_model_computes_the_same(name, algorithm, monkeypatch):
     options, kind = ALGORITHMS[algorithm]
     model = made(name, torch.float64)
     unfuse(model)
+    before = parameters_of(model)
     with InDouble():
         expected = logits_of(model)
     quantized(model, kind, options, frozen=False)
     with InDouble():
         found = logits_of(as_float(model))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9 * float(expected.abs().max()))
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("name", MODELS)
-def test_every_block_is_rescaled(name, algorithm):
-    options, kind = ALGORITHMS[algorithm]
-    model = made(name)
-    before = parameters_of(model)
-    quantized(model, kind, options, frozen=False)
-    moved = {n for n in changed(model, before) if n.endswith(("norm.weight", "ln_1.weight"))}
-    assert all(any(f".{block}." in n for n in moved) for block in (0, 1))
+    gains = {n for n in changed(model, before) if n.endswith(("norm.weight", "ln_1.weight"))}
+    assert all(any(f".{block}." in n for n in gains) for block in (0, 1))
 
 
 def test_experts_that_no_token_reaches_are_rescaled_with_the_others():
@@ -111,13 +103,13 @@ def test_experts_that_no_token_reaches_are_rescaled_with_the_others():
     unfuse(model)
     with InDouble():
         expected = logits_of(model)
-    reached = set()
+    one, reached = torch.full((1, 1), 7), []
     for name, module in model.named_modules():
         if name.endswith(".w2"):
-            module.register_forward_pre_hook(lambda m, x, name=name: reached.add(name))
-    config = config_of("ptpc_int8", SmoothQuantConfig())
-    ModelQuantizer(config).quantize_model(model, [torch.full((1, 1), 7)])
+            module.register_forward_pre_hook(lambda *_, name=name: reached.append(name))
+    model(one)
     assert len(reached) == 4  # two of the four in each block
+    quantized(model, "ptpc_int8", SmoothQuantConfig(), data=[one], frozen=False)
     with InDouble():
         found = logits_of(as_float(model))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9 * float(expected.abs().max()))

@@ -186,7 +186,8 @@ class TestBadData:
         with (
             unchanged(model),
             pytest.raises(
-                ValueError, match=r"Static activation ranges need .* pass a dataloader .* is_dynamic=True"
+                ValueError,
+                match=r"Static activation ranges need .* pass a dataloader .* is_dynamic=True",
             ),
         ):
             ModelQuantizer(STATIC).quantize_model(model)

@@ -127,7 +127,7 @@ class LLMTemplate:
                 kind: self._scheme(s) for kind, s in (layer_type_config or {}).items()
             },
             exclude=list(exclude),
-            algo_config=_algorithms(algorithm, algo_configs or {}),
+            algo_config=algorithms(algorithm, algo_configs or {}),
             shared_scale_groups=_shared(scheme, shared_scale_groups),
         )
         if kv_cache_scheme is not None:
@@ -169,7 +169,16 @@ def _shared(scheme: str, groups: list[list[str]] | None) -> list[list[str]]:
     return [["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]] if is_two_level else []
 
 
-def _algorithms(names: str | list[str] | None, given: dict[str, AlgoConfig]) -> list[AlgoConfig]:
+def algorithms(names: str | list[str] | None, given: dict[str, AlgoConfig]) -> list[AlgoConfig]:
+    """Return the options of algorithms by their documented names, in order.
+
+    Args:
+        names: Name or names.
+        given: Options by name, instead of the default ones.
+
+    Raises:
+        ValueError: A name is unknown; the nearest one is named.
+    """
     names = [names] if isinstance(names, str) else names or []
     aliases = {"smoothquant": "smooth"}
     found = []

@@ -1,0 +1,195 @@
+"""What algorithms win back of the accuracy that schemes cost, and what they take.
+
+    python benchmarks/algorithms.py                   # the model in the package, and its twin
+    python benchmarks/algorithms.py --rows int4_wo_128,mxfp4 --json
+    python benchmarks/algorithms.py --model MODEL --text FILE
+
+The twin computes the same, but a few channels behind each norm are many times larger, and the
+weights that read them as much smaller: what outliers do to large models. Seconds are in passes: how
+long the float model takes for the calibration data once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import accuracy
+import torch
+from measure import Meter, cpu_seconds, machine, markdown, say
+
+from quark.demo.text import calibration_documents
+from quark.torch import ModelQuantizer
+from quark.torch.evaluation.perplexity import perplexity, token_windows
+from quark.torch.graph.discover import discover
+from quark.torch.numerics.formats import Dtype
+from quark.torch.quantization.config import presets
+from quark.torch.quantization.config.algo import algo_config_from_dict
+from quark.torch.quantization.config.config import Config, QuantizationConfig
+
+CALIBRATION_WINDOWS = 64
+OUTLIERS = 4  # channels behind each norm
+STRENGTH = 24.0
+COLUMNS = {
+    "model": "model",
+    "scheme": "scheme",
+    "algorithm": "algorithm",
+    "perplexity": "perplexity",
+    "increase": "increase",
+    "kl": "KL, millinats",
+    "passes": "passes",
+    "added": "added, MiB",
+}
+_W8A8 = "w_int8_per_channel_a_int8_per_tensor_sym"
+_W4A4 = "w_int4_per_channel_a_int4_per_token"
+_AUTO = {"name": "autosmoothquant"}
+_R1R2: dict[str, Any] = {"name": "rotation", "r2": True}
+_R1R2R4: dict[str, Any] = {**_R1R2, "r4": True}
+_LEARNED: dict[str, Any] = {**_R1R2, "trainable": True}
+_GPTQ = {"name": "gptq"}
+# Schemes without a preset -> the preset they are like, and the format instead of its own.
+OTHERS = {"int3_wo_128": ("int4_wo_128", Dtype.int3), _W4A4: ("ptpc_int8", Dtype.int4)}
+# Scheme -> what to try, by a name for the table.
+ROWS: dict[str, dict[str, list[dict[str, Any]]]] = {
+    _W8A8: {
+        "": [],
+        "smooth, alpha 0.8": [{"name": "smooth", "alpha": 0.8}],
+        "smooth, alpha 1": [{"name": "smooth", "alpha": 1}],
+        "autosmoothquant": [_AUTO],
+    },
+    "int4_wo_128": {
+        "": [],
+        "awq": [{"name": "awq"}],
+        "gptq": [_GPTQ],
+        "rotation R1 R2, gptq": [_R1R2, _GPTQ],
+    },
+    "int4_wo_32": {"": [], "awq": [{"name": "awq"}], "gptq": [_GPTQ]},
+    "uint4_wo_128": {"": [], "awq": [{"name": "awq"}], "gptq": [_GPTQ]},
+    "int3_wo_128": {"": [], "awq": [{"name": "awq"}], "gptq": [_GPTQ]},
+    "w_int2_per_group_asym": {"": [], "awq": [{"name": "awq"}], "gptq": [_GPTQ]},
+    "mxfp4": {
+        "": [],
+        "rotation R1 R2": [_R1R2],
+        "rotation R1 R2 R4": [_R1R2R4],
+        "learned R1 R2": [_LEARNED],
+        "gptq": [_GPTQ],
+        "rotation R1 R2, gptq": [_R1R2, _GPTQ],
+        "learned R1 R2, gptq": [_LEARNED, _GPTQ],
+    },
+    _W4A4: {
+        "": [],
+        "rotation R1 R2": [_R1R2],
+        "rotation R1 R2 R4": [_R1R2R4],
+        "learned R1 R2": [_LEARNED],
+        "rotation R1 R2 R4, gptq": [_R1R2R4, _GPTQ],
+    },
+}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, help="directory of another model")
+    parser.add_argument("--text", help="file or dataset to evaluate on, instead of docstrings")
+    parser.add_argument("--windows", type=int, default=64, help="to evaluate on: 64")
+    parser.add_argument("--rows", help="some schemes, with commas between")
+    parser.add_argument("--models", default="plain,twin", help="plain,twin")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    return parser.parse_args()
+
+
+def layer_config(scheme: str) -> QuantizationConfig:
+    """Return the configuration of a layer, for the schemes without a preset too."""
+    like, dtype = OTHERS.get(scheme, (scheme, None))
+    layer = presets.scheme(like)
+    for _, spec in layer.specs() if dtype else ():
+        spec.dtype = dtype
+    return layer
+
+
+@torch.no_grad()
+def plant_outliers(model: Any, batch: torch.Tensor) -> Any:
+    """Make a few channels behind each norm larger and the weights that read them smaller."""
+    generator = torch.Generator().manual_seed(0)
+    for group in discover(model, batch[:1, :32]).groups:
+        if group.kind == "norm":
+            factors = torch.ones(group.size)
+            factors[torch.randperm(group.size, generator=generator)[:OUTLIERS]] = 1 / STRENGTH
+            group.apply_(model, factors)
+    return model
+
+
+def plain_pass(model: Any, batches: list[torch.Tensor]) -> float:
+    """Return the CPU seconds of the float model for all calibration data."""
+    start = cpu_seconds()
+    with torch.inference_mode():
+        for batch in batches:
+            model(batch)
+    return cpu_seconds() - start
+
+
+def measure(
+    model: Any, scheme: str, algorithms: list[dict[str, Any]], data: list[torch.Tensor]
+) -> tuple[Any, Meter]:
+    """Quantize a copy of a model and return it with what that took."""
+    config = Config(
+        global_quant_config=layer_config(scheme),
+        exclude=["lm_head"],
+        algo_config=[algo_config_from_dict(options) for options in algorithms] or None,
+    )
+    quantized = copy.deepcopy(model)
+    with Meter() as meter:
+        quantized = ModelQuantizer(config).quantize_model(quantized, data)
+        ModelQuantizer.freeze(quantized)
+    return quantized, meter
+
+
+def main() -> None:
+    options = arguments()
+    logging.basicConfig()
+    torch.set_num_threads(1)
+    material = accuracy.Material(options.model, options.text, options.windows)
+    original = material.model.float()
+    tokenizer, length = material.tokenizer, material.evaluation.shape[1]
+    calibration = token_windows(calibration_documents(), tokenizer, length, CALIBRATION_WINDOWS)
+    data = list(calibration.split(8))
+    base, rows = perplexity(original, material.evaluation), []
+    once = plain_pass(original, data)
+    wanted = options.rows.split(",") if options.rows else list(ROWS)
+    for kind in options.models.split(","):
+        model = original
+        if kind == "twin":
+            model = plant_outliers(copy.deepcopy(original), calibration)
+        for scheme in wanted:
+            for label, algorithms in ROWS[scheme].items():
+                say(f"{kind} {scheme} {label}")
+                quantized, meter = measure(model, scheme, algorithms, data)
+                found = perplexity(quantized, material.evaluation)
+                rows.append(
+                    {
+                        "model": kind,
+                        "scheme": scheme,
+                        "algorithm": label or None,
+                        "perplexity": found,
+                        "increase": found - base,
+                        "kl": 1000 * accuracy.divergence(original, quantized, material.evaluation),
+                        "passes": meter.cpu / once,
+                        "added": meter.added,
+                    }
+                )
+    if options.json:
+        print(json.dumps({"machine": machine(), "float": base, "rows": rows}, indent=2))
+        return
+    print(machine(), end="\n\n")
+    print(f"Float: {base:.3f}. A plain pass of the calibration data: {once:.1f} CPU s.\n")
+    title = f"Perplexity on {options.windows} windows of {length} tokens"
+    print(markdown(title, [*COLUMNS.values()], [[row[c] for c in COLUMNS] for row in rows]))
+
+
+if __name__ == "__main__":
+    main()
