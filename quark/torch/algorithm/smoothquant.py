@@ -15,9 +15,10 @@ from quark.torch.algorithm.groups import (
     usable_groups,
 )
 from quark.torch.algorithm.statistics import ChannelRange, observing
+from quark.torch.graph.inference import at_inference
 from quark.torch.graph.structure import ScaleGroup
 from quark.torch.pipeline.context import Algorithm, Context
-from quark.torch.pipeline.inference import at_inference, padding_mask, parts, progress, run_batch
+from quark.torch.pipeline.inference import padding_mask, parts, progress, run_batch
 from quark.torch.quantization.config.algo import SmoothQuantConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
 

@@ -20,9 +20,10 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from quark.torch.algorithm.turns import STREAM, Turns
+from quark.torch.graph.inference import at_inference
 from quark.torch.numerics.qdq import dynamic_qparams, fake_quantize
 from quark.torch.pipeline.context import Context
-from quark.torch.pipeline.inference import at_inference, padding_mask, parts, progress, run_batch
+from quark.torch.pipeline.inference import padding_mask, parts, progress, run_batch
 from quark.torch.quantization.nn.quantizer import TensorQuantizer
 
 logger = logging.getLogger(__name__)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from quark.torch.graph.aliases import Aliases
+from quark.torch.graph.inference import at_inference
 from quark.torch.graph.propose import propose, shared_inputs
 from quark.torch.graph.prove import prove
 from quark.torch.graph.prove_stream import prove_stream
@@ -40,7 +40,7 @@ def discover(model: nn.Module, inputs: Any) -> Structure:
         ValueError: Nothing was computed with the parameters of the model.
     """
     run = _runner(model, inputs)
-    with _as_at_inference(model):
+    with at_inference(model), torch.no_grad():
         seen = trace(model, run)
         aliases = Aliases(seen)
         if not aliases.readers:
@@ -83,22 +83,3 @@ def _runner(model: nn.Module, inputs: Any) -> Callable[[], object]:
     if callable(inputs):
         return inputs  # type: ignore[no-any-return]
     return lambda: model(*inputs)
-
-
-@contextmanager
-def _as_at_inference(model: nn.Module) -> Iterator[None]:
-    """Switch off what depends on chance or on earlier calls: dropout and key-value caches."""
-    modes = {module: module.training for module in model.modules()}
-    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
-    cached = [c for c in configs.values() if getattr(c, "use_cache", False)]
-    model.eval()
-    for config in cached:
-        config.use_cache = False
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
-        for config in cached:
-            config.use_cache = True

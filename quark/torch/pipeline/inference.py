@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -89,24 +88,6 @@ def padding_mask(batch: Any) -> torch.Tensor | None:
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or bool(mask.all()):
         return None
     return mask.bool()
-
-
-@contextmanager
-def at_inference(model: nn.Module) -> Iterator[None]:
-    """Switch off what depends on chance or on earlier calls: dropout and key-value caches."""
-    modes = {module: module.training for module in model.modules()}
-    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
-    cached = [c for c in configs.values() if getattr(c, "use_cache", False)]
-    model.eval()
-    for config in cached:
-        config.use_cache = False
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
-        for config in cached:
-            config.use_cache = True
 
 
 def progress(items: Any, what: str) -> Any:

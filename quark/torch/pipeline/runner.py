@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.torch.graph.inference import at_inference
 from quark.torch.pipeline.inference import (
-    at_inference,
     padding_mask,
     parts,
     progress,

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from transformers import BatchEncoding
 
+from quark.torch.graph.inference import at_inference
 from quark.torch.pipeline.inference import (
-    at_inference,
     excerpt,
     padding_mask,
     parts,
