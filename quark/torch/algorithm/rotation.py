@@ -180,4 +180,4 @@ def _online_size(context: Context, options: RotationConfig, names: list[str]) ->
     return size
 
 
-ALGORITHM = Algorithm(check, apply)
+ALGORITHM = Algorithm(check, apply, lambda options: bool(options.trainable))

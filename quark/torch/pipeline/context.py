@@ -42,7 +42,9 @@ class Algorithm(NamedTuple):
         check: Given the options and the configuration of every layer to be quantized, raises
             ``ValueError`` if the algorithm cannot serve them. Nothing has been done by then.
         apply: Given the context and the options, changes the model.
+        needs_data: Given the options, tells whether calibration data is needed.
     """
 
     check: Callable[[Any, Mapping[str, QuantizationConfig]], None]
     apply: Callable[[Context, Any], None]
+    needs_data: Callable[[Any], bool] = lambda options: True

@@ -81,17 +81,19 @@ class ModelQuantizer:
         try:
             layers = plan(model, self.config)
             run_data = needs_data(layers.values())
-            if dataloader is None and (run_data or algorithms):
+            learns = any(algorithm.needs_data(options) for algorithm, options in algorithms)
+            if dataloader is None and (run_data or learns):
                 raise ValueError(
-                    f"{'Algorithms need' if algorithms else 'Static activation ranges need'} "
+                    f"{'Algorithms need' if learns else 'Static activation ranges need'} "
                     "calibration data: pass a dataloader to quantize_model"
-                    + (", or set is_dynamic=True." if not algorithms else ".")
+                    + ("." if learns else ", or set is_dynamic=True.")
                 )
             for algorithm, options in algorithms:
                 algorithm.check(options, layers)
             fuse(experts, keep=layers)
             batches = repeatable(dataloader) if algorithms else dataloader or ()
-            structure = _discover(model, batches) if algorithms else None
+            looked_at = None if dataloader is None else batches
+            structure = _discover(model, looked_at) if algorithms else None
         except BaseException:
             fuse(experts)
             raise
@@ -165,11 +167,20 @@ def find_algorithms(config: Config) -> list[tuple[Algorithm, AlgoConfig]]:
     return found
 
 
-def _discover(model: nn.Module, batches: Iterable[Any]) -> Structure:
-    """Look at the structure of a model with the first tokens of the data."""
-    first = next(iter(parts(batches)), None)
-    if first is None:
-        raise ValueError("The dataloader is empty: algorithms need at least a batch.")
+def _discover(model: nn.Module, batches: Iterable[Any] | None) -> Structure:
+    """Look at the structure of a model with the first tokens of the data, or with any."""
+    if batches is not None:
+        first = next(iter(parts(batches)), None)
+        if first is None:
+            raise ValueError("The dataloader is empty: algorithms need at least a batch.")
+    else:
+        words = getattr(getattr(model, "config", None), "vocab_size", None)
+        if not words:
+            raise ValueError(
+                f"{type(model).__name__} does not tell the size of its vocabulary: pass a dataloader "
+                "with a batch, to see the model run."
+            )
+        first = torch.arange(32).unsqueeze(0) % words
     return discover(model, lambda: run_batch(model, excerpt(first)))
 
 
