@@ -42,10 +42,12 @@ def layer_configs(config: Config) -> Iterator[QuantizationConfig]:
 
 
 def needs_data(config: Config) -> bool:
-    """Whether a configuration has algorithms, or ranges that only data can tell."""
+    """Whether a configuration has algorithms or ranges that need data."""
     from quark.torch.quantization import calibrate
+    from quark.torch.quantization.api import find_algorithms
 
-    return bool(config.algo_config) or calibrate.needs_data(layer_configs(config))
+    learns = any(algorithm.needs_data(options) for algorithm, options in find_algorithms(config))
+    return learns or calibrate.needs_data(layer_configs(config))
 
 
 def _shares(layer: QuantizationConfig) -> bool:

@@ -50,7 +50,7 @@ def show_plan(request: Request, config: Config, described: dict[str, Any], lengt
     rows["calibration"] = (
         f"up to {request.num_calib_data} windows of {length} tokens: {source}"
         if needs_data(config)
-        else "none needed: no algorithms, no static ranges of activations"
+        else "none needed: no static ranges of activations"
     )
     rows["evaluation"] = (
         ""

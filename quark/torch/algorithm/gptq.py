@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
+from torch import nn
 
 from quark.torch.algorithm.awq import has_quantized_weight
 from quark.torch.algorithm.clipping import clipped
@@ -13,7 +14,7 @@ from quark.torch.algorithm.groups import as_rows, block_layers, check_served, ob
 from quark.torch.algorithm.statistics import Gram
 from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.pipeline.runner import run_blocks
-from quark.torch.quantization.config.algo import GPTQConfig
+from quark.torch.quantization.config.algo import GPTQConfig, SolverConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.nn.experts import counterparts
 from quark.torch.quantization.nn.mixin import QuantMixin, is_transposed
@@ -23,13 +24,14 @@ logger = logging.getLogger(__name__)
 Rounding = Callable[[torch.Tensor, int], torch.Tensor]  # (outputs,) of a column -> its values
 
 LEAF = 16  # columns below which they are taken one by one
-DAMPING_TRIES = 4
+LEAST_DAMPING = 1e-6  # what rounding in float32 leaves of the smallest eigenvalues
 
 
 def inverse_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor | None:
     """Return upper triangular U with Uᵀ U = (H + damping · mean diagonal · I)⁻¹, or None.
 
-    None if that is not positive definite even with a thousand times the damping.
+    The damping grows until float32 can tell that the sum is positive definite; None if nothing
+    helps.
 
     Args:
         hessian: Sum of x xᵀ, (inputs, inputs).
@@ -37,17 +39,18 @@ def inverse_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor | None
     """
     unit = torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)
     mean = hessian.diagonal().mean()
-    for attempt in range(DAMPING_TRIES):
-        share = min(damping * 10**attempt, 1.0)
+    share = first = max(damping, LEAST_DAMPING)
+    while share <= 1:
         lower, failed = torch.linalg.cholesky_ex(hessian + share * mean * unit)
-        if failed:
-            continue
-        upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-        if not failed and bool(upper.isfinite().all()):
-            if attempt:
-                logger.warning("A Hessian is ill-conditioned: damped by %g.", share)
-            found: torch.Tensor = upper
-            return found
+        if not failed:
+            inverse = torch.cholesky_inverse(lower)
+            upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
+            if not failed and bool(upper.isfinite().all()):
+                if share > first:
+                    logger.warning("A Hessian is ill-conditioned: damped by %g.", share)
+                found: torch.Tensor = upper
+                return found
+        share *= 10
     return None
 
 
@@ -113,18 +116,38 @@ def apply(context: Context, options: GPTQConfig) -> None:
     Layers outside of decoder blocks are left to rounding to the nearest.
     """
     names = context.structure.blocks
-    for block in run_blocks(context.model, names, context.batches, "gptq"):
-        layers = block_layers(context, block.name, has_quantized_weight)
-        if options.inside_layer_modules:
-            ends = tuple(f".{end}" for end in options.inside_layer_modules)
-            layers = {name: layer for name, layer in layers.items() if name.endswith(ends)}
+    last = max((i for i, n in enumerate(names) if solved_layers(context, n, options)), default=-1)
+    if last < 0:
+        raise ValueError(
+            f"gptq: no linear layer with a quantized weight in the {len(names)} decoder blocks "
+            f"that were found is named by model_decoder_layers={options.model_decoder_layers!r} "
+            f"and inside_layer_modules={options.inside_layer_modules}. Leave both empty for all."
+        )
+    for block in run_blocks(context.model, names[: last + 1], context.batches, "gptq"):
+        layers = solved_layers(context, block.name, options)
+        if not layers:
+            continue
         grams = observe_grams(context, block, layers)
         shrink_to_pool(counterparts(context.model), grams)
         context.settle(layers)
         for name, layer in layers.items():
             round_layer(name, layer, grams[name], options)
-        if block.name != names[-1]:
+        if block.name != names[last]:
             block.run()
+
+
+def solved_layers(context: Context, block: str, options: SolverConfig) -> dict[str, QuantMixin]:
+    """Return the linear layers of a block to be solved for, by name: all that options leave."""
+    if not block.startswith(options.model_decoder_layers):
+        return {}
+    layers = block_layers(context, block, has_quantized_weight)
+    ends = tuple(f".{end}" for end in options.inside_layer_modules) or ("",)
+    return {n: m for n, m in layers.items() if is_linear(m) and n.endswith(ends)}
+
+
+def is_linear(layer: QuantMixin) -> bool:
+    """Whether outputs of a layer are the product of a matrix and its last axis of inputs."""
+    return isinstance(layer, nn.Linear) or is_transposed(layer.float_class)
 
 
 def shrink_to_pool(peers: Iterable[list[str]], grams: dict[str, Gram]) -> None:
@@ -154,8 +177,8 @@ def round_layer(name: str, layer: QuantMixin, gram: Gram, options: GPTQConfig) -
     weight = layer.weight.detach()
     axis = 0 if is_transposed(layer.float_class) else 1
     rows = as_rows(weight, axis).float()
-    if gram.total is None or gram.total.shape[0] != rows.shape[1]:
-        logger.warning("%s saw no data it can be solved for: it is rounded to the nearest.", name)
+    if gram.total is None:
+        logger.warning("No data reached %s: it is rounded to the nearest.", name)
         return
     assert quantizer is not None
     hessian = gram.total / max(gram.tokens, 1)
@@ -173,10 +196,7 @@ def round_layer(name: str, layer: QuantMixin, gram: Gram, options: GPTQConfig) -
         logger.warning("%s: its Hessian cannot be inverted: rounded to the nearest.", name)
         return
     rounded, _ = solve(rows, upper, order, quantizer.column_rounder(tuple(weight.shape), axis))
-    if weight.dim() == 2:
-        layer.weight.data.copy_(rounded if axis else rounded.T)
-    else:
-        layer.weight.data.copy_(rounded.reshape(weight.shape))
+    layer.weight.data.copy_(rounded if axis else rounded.T)
     _freeze(layer)
 
 

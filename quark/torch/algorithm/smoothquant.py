@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 import torch
@@ -17,12 +18,16 @@ from quark.torch.algorithm.groups import (
 from quark.torch.algorithm.statistics import ChannelRange, observing
 from quark.torch.graph.inference import at_inference
 from quark.torch.graph.structure import ScaleGroup
+from quark.torch.numerics.blocks import QSchemeType
 from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.pipeline.inference import padding_mask, parts, progress, run_batch
 from quark.torch.quantization.config.algo import SmoothQuantConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
 
+logger = logging.getLogger(__name__)
+
 WEIGHT_FLOOR = 1e-5
+STRONG = 0.8  # alpha above which weights per tensor suffer
 
 
 def smoothing_factors(
@@ -49,6 +54,14 @@ def check(options: SmoothQuantConfig, layers: Mapping[str, QuantizationConfig]) 
     if not 0 <= options.alpha <= 1:
         raise ValueError(f"smooth: alpha must be between 0 and 1, got {options.alpha}.")
     check_served(layers, "smooth", has_quantized_input)
+    whole = [c for c in layers.values() if c.weight and c.weight.qscheme is QSchemeType.per_tensor]
+    if options.alpha > STRONG and whole:
+        logger.warning(
+            "smooth: alpha=%g makes the rows of weights very different, where one scale serves a "
+            "whole weight. Expect better of 0.5 to %g, of autosmoothquant, or of weights per channel.",
+            options.alpha,
+            STRONG,
+        )
 
 
 def apply(context: Context, options: SmoothQuantConfig) -> None:

@@ -24,7 +24,7 @@ from quark.torch.quantization.calibrate import (
     settle_weights,
     share_scales,
 )
-from quark.torch.quantization.config.algo import AlgoConfig
+from quark.torch.quantization.config.algo import AlgoConfig, SolverConfig
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.nn.experts import fuse, unfuse
 from quark.torch.quantization.nn.mixin import QuantMixin
@@ -65,7 +65,7 @@ class ModelQuantizer:
         Args:
             model: A float model, in any of float32, bfloat16 and float16, on any device.
             dataloader: Batches for the model: tensors, mappings of arguments, or lists of these.
-                Needed for static activation ranges only.
+                Needed by most algorithms and for static activation ranges.
 
         Returns:
             The same model. Its forward pass now computes with quantized values; weights stay in
@@ -73,7 +73,8 @@ class ModelQuantizer:
 
         Raises:
             ValueError: The configuration does not fit the model, data is missing, or a range is
-                not finite. The model is then as it was.
+                not finite. The model is then as it was, but for weights that an algorithm had
+                already rescaled.
         """
         _log_to_terminal(self.config.log_severity_level)
         algorithms = find_algorithms(self.config)
@@ -153,10 +154,16 @@ def find_algorithms(config: Config) -> list[tuple[Algorithm, AlgoConfig]]:
     """Return each algorithm that a configuration asks for with its options, in order.
 
     Raises:
-        ValueError: One is not available.
+        ValueError: One is not available, or follows one that rounds weights.
     """
     found: list[tuple[Algorithm, AlgoConfig]] = []
     for options in config.algo_config or []:
+        before = found[-1][1] if found else None
+        if isinstance(before, SolverConfig):
+            raise ValueError(
+                f"algo_config: {options.name} follows {before.name}, which rounds weights for "
+                f"good. Put {before.name} last."
+            )
         if options.name not in ALGORITHMS:
             raise ValueError(
                 f"Algorithm {options.name!r} is not available in this version "
@@ -177,8 +184,8 @@ def _discover(model: nn.Module, batches: Iterable[Any] | None) -> Structure:
         words = getattr(getattr(model, "config", None), "vocab_size", None)
         if not words:
             raise ValueError(
-                f"{type(model).__name__} does not tell the size of its vocabulary: pass a dataloader "
-                "with a batch, to see the model run."
+                f"{type(model).__name__} does not tell the size of its vocabulary: pass a "
+                "dataloader with a batch, to see the model run."
             )
         first = torch.arange(32).unsqueeze(0) % words
     return discover(model, lambda: run_batch(model, excerpt(first)))

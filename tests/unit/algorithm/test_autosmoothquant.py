@@ -1,13 +1,23 @@
 """AutoSmoothQuant, against outputs computed from the data itself."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from quark.torch import ModelQuantizer
+from quark.torch.algorithm import autosmoothquant
 from quark.torch.algorithm.autosmoothquant import apply, check, rounded_inputs, strength
-from quark.torch.quantization.config.algo import AutoSmoothQuantConfig
+from quark.torch.quantization.config.config import (
+    AutoSmoothQuantConfig,
+    Config,
+    Int8PerTensorSpec,
+    QuantizationConfig,
+    SmoothQuantConfig,
+)
 from quark.torch.quantization.config.presets import scheme
-from tests.models.architectures import build, small_config
-from tests.unit.algorithm.losses import BATCHES, CASES, Judge
+from tests.models.architectures import build, small_config, tokens
+from tests.unit.algorithm.losses import BATCHES, CASES, Judge, watch
 from tests.unit.algorithm.rotating import context_of
 
 LARGEST = torch.tensor([8.0, 0.0, 2.0, 0.5])
@@ -71,3 +81,45 @@ def test_outputs_lose_less_than_without(name, kind, readers, loss, power):
     assert plain.keys() == found.keys() and len(plain) == 2
     assert all(found[block] <= plain[block] * (1 + 1e-4) for block in plain)
     assert sum(found.values()) < sum(plain.values())
+
+
+def test_the_layer_before_is_judged_by_the_inputs_it_has_now(monkeypatch):
+    """Its own inputs have been rescaled when its outputs are."""
+    seen = {}
+
+    def record(layer, edit, factors, x):
+        seen[edit.parameter] = x
+        return torch.zeros_like(factors)
+
+    monkeypatch.setattr(autosmoothquant, "_relative_error", record)
+    model = build(small_config("llama"), torch.float32)
+    apply(context_of(model, "int8", batches=BATCHES), AutoSmoothQuantConfig())
+    inputs = []
+    name = "model.layers.0.self_attn.v_proj"
+    watch(model, [name], lambda n, x, y: inputs.append(x))
+    torch.testing.assert_close(seen[f"{name}.weight"], torch.cat(inputs))
+
+
+def test_the_layer_before_is_not_sacrificed():
+    """Rows that give large outputs because their inputs agree, not because they are large."""
+    weight = Int8PerTensorSpec().to_quantization_spec()
+    into = QuantizationConfig(weight=weight)
+    out = QuantizationConfig(weight=weight, input_tensors=replace(weight, is_dynamic=True))
+    layers = {"*up_proj": into, "*down_proj": out}
+
+    @torch.no_grad()
+    def error(*algorithms):
+        model = build(small_config("llama"), torch.float32)
+        model.model.embed_tokens.weight += 1
+        for layer in model.model.layers:
+            rows = layer.mlp.up_proj.weight[:8]
+            rows.copy_(rows.abs() * layer.post_attention_layernorm.weight.sign())
+        expected = model(tokens(20)).logits
+        config = Config(QuantizationConfig(), layer_quant_config=layers)
+        config.algo_config = list(algorithms)
+        ModelQuantizer.freeze(ModelQuantizer(config).quantize_model(model, [tokens(60)]))
+        return float((model(tokens(20)).logits - expected).norm())
+
+    plain = error()
+    assert error(SmoothQuantConfig(alpha=1)) > 10 * plain  # which looks at inputs alone
+    assert error(AutoSmoothQuantConfig()) < plain

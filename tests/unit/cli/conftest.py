@@ -4,7 +4,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from quark.cli import console
+from quark.cli import console, job
 from quark.cli.main import app
 from quark.demo.text import model_directory
 
@@ -91,3 +91,17 @@ def refused(quark):
         return lines[0]
 
     return refused
+
+
+@pytest.fixture
+def request_of(quark, monkeypatch):
+    """What the flags of a call come to, without the work."""
+
+    def request_of(*flags):
+        seen = []
+        monkeypatch.setattr(job, "run", seen.append)
+        result = quark("quantize", "--model_dir", "in", *flags)
+        assert result.exit_code == 0, result.output
+        return seen[0]
+
+    return request_of

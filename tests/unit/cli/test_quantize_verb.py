@@ -7,23 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quark.cli import job, models
+from quark.cli import models
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.presets import scheme
-
-
-@pytest.fixture
-def request_of(quark, monkeypatch):
-    """What the flags of a call come to, without the work."""
-
-    def request_of(*flags):
-        seen = []
-        monkeypatch.setattr(job, "run", seen.append)
-        result = quark("quantize", "--model_dir", "in", *flags)
-        assert result.exit_code == 0, result.output
-        return seen[0]
-
-    return request_of
 
 
 def section(path):
@@ -83,57 +69,6 @@ def test_excluded_layers(flags, excluded, request_of):
     assert request_of("--quant_scheme", "fp8", *flags).excluded == excluded
 
 
-@pytest.mark.parametrize(
-    ("flags", "names"),
-    [
-        (["--quant_algo", "smoothquant,awq"], ["smoothquant", "awq"]),
-        (
-            ["--quant-algo", "smoothquant, awq", "--quant_algo", "gptq"],
-            ["smoothquant", "awq", "gptq"],
-        ),
-        (
-            [
-                *("--quant_algo", "awq", "--pre_quantization_optimization", "rotation"),
-                *("--pre-quantization-optimization", "smoothquant"),
-            ],
-            ["rotation", "smoothquant", "awq"],
-        ),
-    ],
-    ids=["list", "lists", "before"],
-)
-def test_algorithms_in_order(flags, names, request_of):
-    assert request_of("--quant_scheme", "fp8", *flags).algorithms == names
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["--quant_algo_config_file", "awq", "a.json", "smooth", "b.json"],
-        [
-            "--quant-algo-config-file",
-            "awq",
-            "a.json",
-            "--quant_algo_config_file",
-            "smooth",
-            "b.json",
-        ],
-        [
-            *("--quant_algo_config_file_path", "awq", "--quant_algo_config_file", "a.json"),
-            *(
-                "--quant_algo_config_file",
-                "smooth",
-                "--pre_optimization_config_file_path",
-                "b.json",
-            ),
-        ],
-    ],
-    ids=["pairs", "repeated", "earlier names"],
-)
-def test_files_of_options(flags, request_of):
-    wanted = request_of("--quant_scheme", "fp8", *flags)
-    assert wanted.quant_algo_config_file == ["awq", "a.json", "smooth", "b.json"]
-
-
 def test_schemes_of_layers(request_of):
     flags = ["--layer_quant_scheme", "*.0.*", "fp8", "--layer-quant-scheme", "*up", "int8"]
     wanted = request_of("--quant_scheme", "fp8", *flags)
@@ -160,15 +95,6 @@ def test_schemes_of_layers(request_of):
         (["--quant_scheme", "fp8", "--layer_quant_scheme", "a"], "a pattern and a scheme"),
         (["--quant_scheme", "fp8", "--layer_quant_scheme", "a", "fp"], "'fp' is unknown"),
         (["--quant_scheme", "int4_wo_32", "--weight_matrix_merge"], "per-tensor scales"),
-        (["--quant_scheme", "fp8", "--quant_algo", "smothquant"], "Did you mean 'smoothquant'?"),
-        (["--quant_scheme", "fp8", "--quant_algo", "awq,svdquant"], "'svdquant' is not available"),
-        (["--quant_scheme", "int4_wo_32", "--quant_algo", "smoothquant"], "smooth serves none of"),
-        (["--config", "x.json", "--quant_algo", "awq"], "the file of --config says this"),
-        (["--config", "x.json", "--quant_algo_config_file", "a"], "the file of --config says"),
-        (["--quant_scheme", "fp8", "--quant_algo_config_file", "a.json"], "there is no file 'a"),
-        (["--quant_scheme", "fp8", "--quant_algo_config_file", "awq", "a"], "there is no file a"),
-        (["--quant_scheme", "fp8", "--quant_algo_config_file", "awq=a"], "there is no file a"),
-        (["--quant_scheme", "fp8", "--quant_algo_config_file"], "there is no file ''"),
         (["--quant_scheme", "fp8", "--skip_evaluation", "--eval_data", "x"], "nothing is evalu"),
         (["--quant_scheme", "fp8", "--data_type", "int7"], "'int7' is not one of"),
         (["--quant_scheme", "fp8", "--num_calib_data", "0"], "--num_calib_data"),
@@ -321,56 +247,6 @@ def test_calibration_runs_on_the_given_text(quantize, quark, model_dir, tmp_path
     embedded = input_scales(path)
     assert given.keys() == embedded.keys() != set()
     assert any(not torch.equal(given[name], embedded[name]) for name in given)
-
-
-@pytest.mark.parametrize("how", ["{file}", "smooth={file}", "smoothquant {file}"])
-def test_an_algorithm_and_its_options(how, quantize, tmp_path):
-    file = tmp_path / "smooth.json"
-    file.write_text(json.dumps({"name": "smooth", "alpha": 0.25}))
-    flags = ["--quant_algo_config_file", *how.format(file=file).split()]
-    path, said = quantize("--quant_scheme", "int8", "--quant_algo", "smoothquant", *flags)
-    assert re.search(r"algorithms +smooth\n", said)
-    (options,) = section(path)["algo_config"]
-    assert (options["name"], options["alpha"]) == ("smooth", 0.25)
-    plain = tensors(quantize("--quant_scheme", "int8")[0])
-    name = "model.layers.0.input_layernorm.weight"
-    assert not torch.equal(tensors(path)[name], plain[name])
-
-
-def test_algorithms_ask_for_text_where_ranges_do_not(quantize):
-    path, said = quantize("--quant_scheme", "uint4_wo_32", "--quant_algo", "awq")
-    assert re.search(r"calibration +up to 128 windows", said)
-    assert section(path)["algo_config"][0]["name"] == "awq"
-
-
-def test_the_documented_combination(quantize):
-    """Int8 with an int8 cache, rotated and smoothed before."""
-    path, _ = quantize(
-        *("--quant_scheme", "w_int8_per_channel_a_int8_per_tensor_sym"),
-        *("--kv_cache_dtype", "int8_per_tensor_static"),
-        *("--pre_quantization_optimization", "rotation"),
-        *("--pre_quantization_optimization", "smoothquant"),
-        *("--num_calib_data", 8, "--model_export", "hf_format"),
-    )
-    assert [one["name"] for one in section(path)["algo_config"]] == ["rotation", "smooth"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--quant_algo_config_file", "{file}"], "smooth is not asked for. Add --quant_algo smo"),
-        (["--quant_algo", "awq", "--quant_algo_config_file", "awq={file}"], "options of smooth, "),
-        (["--quant_algo", "smooth", "--quant_algo_config_file", "smoth", "{file}"], "'smooth'?"),
-        (["--quant_algo", "smooth", "--quant_algo_config_file", "{file}"], "got 2"),
-    ],
-    ids=["not asked for", "of another", "name", "option"],
-)
-def test_options_that_cannot_be(flags, said, refused, model_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr(models, "load_model", None)
-    file = tmp_path / "smooth.json"
-    file.write_text(json.dumps({"name": "smooth", "alpha": 2}))
-    place = ["--model_dir", model_dir, "--output_dir", tmp_path / "out", "--quant_scheme", "int8"]
-    assert said in refused("quantize", *place, *(flag.format(file=file) for flag in flags))
 
 
 def test_a_config_instead_of_a_scheme(quantize, tmp_path):

@@ -13,8 +13,11 @@ from quark.torch.quantization.config.config import (
     AutoSmoothQuantConfig,
     AWQConfig,
     Config,
+    GPTQConfig,
     QuantizationConfig,
+    RotationConfig,
     SmoothQuantConfig,
+    SVDQuantConfig,
 )
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.nn.experts import unfuse
@@ -171,6 +174,28 @@ def test_algorithms_follow_each_other():
     assert [options.name for options in model.quant_config.algo_config] == ["smooth", "awq"]
 
 
+ROTATIONS = {
+    "R1": RotationConfig(),
+    "R1R2R4": RotationConfig(r2=True, r4=True),
+    "online R1": RotationConfig(online_r1_rotation=True, rotation_size=16),
+}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("rotation", ROTATIONS)
+@pytest.mark.parametrize("name", ["llama", "opt"])
+def test_rotations_and_rescalings_go_together(name, rotation, algorithm, monkeypatch):
+    monkeypatch.setattr(awq, "clip_", lambda *_: None)
+    options, kind = ALGORITHMS[algorithm]
+    model = made(name, torch.float64)
+    with InDouble():
+        expected = logits_of(model)
+    quantized(model, kind, ROTATIONS[rotation], options, frozen=False)
+    with InDouble():
+        found = logits_of(as_float(model))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9 * float(expected.abs().max()))
+
+
 def test_quantized_caches_stay_what_they_are():
     """Values that are quantized as they leave the projection are not rescaled."""
     config = config_of("int8", SmoothQuantConfig(alpha=0.5))
@@ -312,11 +337,17 @@ def refused(unchanged):
         ("bfloat16", AWQConfig(), "awq serves none of .* needs weights"),
         ("int8", SmoothQuantConfig(alpha=1.5), "alpha must be between 0 and 1, got 1.5"),
         ("int8", AutoSmoothQuantConfig(compute_scale_loss="RMS"), "'RMS' is unknown"),
+        ("int4_wo_32", SVDQuantConfig(), "'svdquant' is not available in this version"),
     ],
-    ids=["smooth", "auto", "awq", "alpha", "loss"],
+    ids=["smooth", "auto", "awq", "alpha", "loss", "not there"],
 )
 def test_refused_before_the_model_runs(refused, name, scheme_name, options, said):
     refused(config_of(scheme_name, options), said, name=name)
+
+
+def test_what_rounds_comes_last(refused):
+    config = config_of("int4_wo_32", GPTQConfig(), AWQConfig())
+    refused(config, "awq follows gptq, which rounds weights for good. Put gptq last")
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

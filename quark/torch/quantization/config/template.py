@@ -183,6 +183,7 @@ def algorithms(names: str | list[str] | None, given: dict[str, AlgoConfig]) -> l
     aliases = {"smoothquant": "smooth"}
     found = []
     for name in names:
-        key = one_of(aliases.get(name, name), [*ALGO_CONFIGS, *given], "algorithm")
+        key = one_of(name, [*ALGO_CONFIGS, *aliases, *given], "algorithm")
+        key = aliases.get(key, key)
         found.append(given.get(name) or given.get(key) or ALGO_CONFIGS[key]())
     return found

@@ -1,0 +1,334 @@
+"""GPTQ, against what its mathematics says of one matrix."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from quark.torch.algorithm import gptq
+from quark.torch.algorithm.gptq import inverse_factor, round_layer, shrink_to_pool, solve
+from quark.torch.algorithm.statistics import Gram
+from quark.torch.quantization.config.algo import GPTQConfig
+from quark.torch.quantization.config.config import (
+    Config,
+    Int8PerTensorSpec,
+    QuantizationConfig,
+    QuantizationSpec,
+)
+from quark.torch.quantization.config.presets import scheme, scheme_names
+from quark.torch.quantization.prepare import plan, prepare
+
+INPUTS, OUTPUTS, TOKENS = 128, 24, 512
+DAMPING = 0.01
+EACH_ONCE = {  # each format of weights
+    str(spec): name for name in scheme_names() if (spec := scheme(name, 32).weight).fmt.scaled
+}
+WEIGHTS = {
+    **{name: scheme(name, 32).weight for name in EACH_ONCE.values()},
+    "int4 per tensor": QuantizationSpec(
+        dtype="int4", qscheme="per_tensor", is_dynamic=False, symmetric=True
+    ),
+    "int8 per tensor": Int8PerTensorSpec().to_quantization_spec(),
+    "fp8 blocks": QuantizationSpec(
+        dtype="fp8_e4m3", qscheme="per_block", block_size=(8, 32), is_dynamic=False
+    ),
+    "groups of rows": QuantizationSpec(
+        dtype="int4", qscheme="per_group", ch_axis=0, group_size=8, is_dynamic=False
+    ),
+}
+FEW_BITS = {name: spec for name, spec in WEIGHTS.items() if spec.coded.fmt.bits <= 4}
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def correlated(tokens=TOKENS, inputs=INPUTS):
+    """Inputs that depend on each other, of which some are much larger than others."""
+    mix = torch.randn(inputs, inputs, generator=generator(1)) / inputs**0.5
+    x = torch.randn(tokens, inputs, generator=generator(2)) @ (torch.eye(inputs) + mix)
+    return x * torch.logspace(-1, 1, inputs)[torch.randperm(inputs, generator=generator(3))]
+
+
+def gram_of(x):
+    gram = Gram()
+    gram(x)
+    return gram
+
+
+def layer_of(spec, kind=nn.Linear, bias=None, inputs=INPUTS):
+    """A quantized layer with the same weight each time."""
+    linear = nn.Linear(inputs, OUTPUTS) if kind is nn.Linear else Conv1D(OUTPUTS, inputs)
+    values = torch.randn(OUTPUTS, inputs, generator=generator())
+    with torch.no_grad():
+        linear.weight.copy_(values if kind is nn.Linear else values.T)
+    model = nn.Sequential(linear)
+    prepare(model, plan(model, Config(QuantizationConfig(weight=spec, bias=bias))))
+    settle(model[0])
+    return model[0]
+
+
+def settle(layer):
+    layer.weight_quantizer.observer(layer.weight)
+    layer.weight_quantizer.settle(layer.weight)
+    layer.weight_quantizer.observer.reset()
+
+
+def rows_of(layer):
+    return (layer.weight.T if isinstance(layer, Conv1D) else layer.weight).detach().clone()
+
+
+def rounded(layer, gram, **options):
+    """Return the rows of a layer after GPTQ."""
+    round_layer("layer", layer, gram, GPTQConfig(**options))
+    return rows_of(layer)
+
+
+def quarters(x, column):
+    return (x * 4).round() / 4
+
+
+def problem(inputs=INPUTS, dtype=torch.float64):
+    """A weight, a Hessian, and the Hessian with damping."""
+    weight = torch.randn(OUTPUTS, inputs, generator=generator(), dtype=dtype)
+    x = correlated(inputs=inputs).to(dtype)
+    hessian = x.T @ x / len(x)
+    damped = hessian + DAMPING * hessian.diagonal().mean() * torch.eye(inputs, dtype=dtype)
+    return weight, hessian, damped
+
+
+# ---- one matrix ---------------------------------------------------------------------------------
+
+
+def test_the_factor_is_that_of_the_damped_inverse():
+    _, hessian, damped = problem()
+    upper = inverse_factor(hessian, DAMPING)
+    assert torch.equal(upper, upper.triu())
+    torch.testing.assert_close(upper.T @ upper @ damped, torch.eye(INPUTS, dtype=torch.float64))
+
+
+def test_each_column_makes_up_for_those_before_as_well_as_it_can():
+    """Given the columns that are rounded, the others are those of least squares."""
+    weight, hessian, damped = problem()
+    shown = []
+
+    def watch(x, column):
+        shown.append(x.clone())
+        return quarters(x, column)
+
+    found, _ = solve(weight, inverse_factor(hessian, DAMPING), torch.arange(INPUTS), watch)
+    for column in range(1, INPUTS):
+        lost = (weight - found)[:, :column]
+        rest = torch.linalg.solve(damped[column:, column:], damped[column:, :column] @ lost.T)
+        torch.testing.assert_close(shown[column], weight[:, column] + rest[0])
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("kind", [nn.Linear, Conv1D], ids=["rows", "transposed"])
+def test_errors_add_up_to_the_damped_error_of_outputs(name, kind, monkeypatch):
+    kept = []
+
+    def watched(*args):
+        kept.append((args[1], args[2], *solve(*args)))
+        return kept[-1][2:]
+
+    monkeypatch.setattr(gptq, "solve", watched)
+    layer, x = layer_of(WEIGHTS[name], kind), correlated()
+    before = rows_of(layer).double()
+    after = rounded(layer, gram_of(x)).double()
+    hessian = x.double().T @ x.double() / len(x)
+    damped = hessian + DAMPING * hessian.diagonal().mean() * torch.eye(INPUTS)
+    lost = before - after
+    expected = ((lost @ damped) * lost).sum(1)
+    torch.testing.assert_close(kept[0][3].double().square().sum(1), expected, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("leaf", [1, 5, 1000])
+@pytest.mark.parametrize("inputs", [7, 64, 100])
+def test_halving_changes_nothing(leaf, inputs, monkeypatch):
+    weight, hessian, _ = problem(inputs)
+    given = weight, inverse_factor(hessian, DAMPING), torch.arange(inputs), quarters
+    expected = solve(*given)
+    monkeypatch.setattr(gptq, "LEAF", leaf)
+    for found, wanted in zip(solve(*given), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_rows_do_not_depend_on_each_other():
+    weight, hessian, _ = problem()
+    upper, order = inverse_factor(hessian, DAMPING), torch.arange(INPUTS)
+    turned = torch.randperm(OUTPUTS, generator=generator(5))
+    found, _ = solve(weight[turned], upper, order, quarters)
+    torch.testing.assert_close(found, solve(weight, upper, order, quarters)[0][turned])
+
+
+def test_an_order_is_that_of_turned_columns():
+    weight, hessian, _ = problem()
+    order = torch.randperm(INPUTS, generator=generator(5))
+    upper = inverse_factor(hessian[order][:, order], DAMPING)
+    found, errors = solve(weight, upper, order, quarters)
+    turned, turned_errors = solve(weight[:, order], upper, torch.arange(INPUTS), quarters)
+    assert torch.equal(found[:, order], turned) and torch.equal(errors[:, order], turned_errors)
+
+
+# ---- one layer ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("kind", [nn.Linear, Conv1D], ids=["rows", "transposed"])
+def test_inputs_without_correlation_ask_for_rounding_to_nearest(name, kind, monkeypatch):
+    monkeypatch.setattr(gptq, "clipped", lambda *_: None)
+    layer = layer_of(WEIGHTS[name], kind)
+    expected = layer.weight_quantizer.bake_(layer.weight.detach().clone())
+    gram = gram_of(torch.diag(torch.linspace(0.5, 2, INPUTS)))
+    round_layer("layer", layer, gram, GPTQConfig())
+    assert torch.equal(layer.weight, expected)
+
+
+def loss(change, x):
+    return float((x.double() @ change.double().T).square().sum())
+
+
+@pytest.mark.parametrize("name", FEW_BITS)
+@pytest.mark.parametrize("kind", [nn.Linear, Conv1D], ids=["rows", "transposed"])
+@pytest.mark.parametrize("desc_act", [True, False])
+def test_outputs_lose_less_than_by_rounding(name, kind, desc_act):
+    layer, x = layer_of(WEIGHTS[name], kind), correlated()
+    before = rows_of(layer)
+    nearest = layer.weight_quantizer.rounded(layer.weight.detach())
+    nearest = nearest if kind is nn.Linear else nearest.T
+    after = rounded(layer, gram_of(x), desc_act=desc_act)
+    assert loss(after - before, x) < (0.5 if desc_act else 0.75) * loss(nearest - before, x)
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_values_are_those_of_codes(name):
+    layer = layer_of(WEIGHTS[name])
+    after = rounded(layer, gram_of(correlated()))
+    assert layer.frozen
+    assert torch.equal(layer.state("weight").value(torch.float32), after)
+
+
+def test_inputs_that_are_always_zero_are_rounded_to_nearest(monkeypatch):
+    monkeypatch.setattr(gptq, "clipped", lambda *_: None)
+    layer, x = layer_of(scheme("int4_wo_32").weight), correlated()
+    dead = torch.tensor([0, 17, 127])
+    x[:, dead] = 0
+    nearest = layer.weight_quantizer.rounded(layer.weight.detach())
+    after = rounded(layer, gram_of(x))
+    assert torch.equal(after[:, dead], nearest[:, dead])
+    assert not torch.equal(after, nearest)
+
+
+def test_no_input_is_ever_used(monkeypatch):
+    monkeypatch.setattr(gptq, "clipped", lambda *_: None)
+    layer = layer_of(scheme("int4_wo_32").weight)
+    nearest = layer.weight_quantizer.rounded(layer.weight.detach())
+    assert torch.equal(rounded(layer, gram_of(torch.zeros(8, INPUTS))), nearest)
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
+@pytest.mark.parametrize("damp_percent", [0.0, 1e-9, 0.01])
+@pytest.mark.parametrize(
+    "x",
+    [
+        correlated(tokens=3),
+        torch.ones(9, INPUTS),
+        correlated() * torch.logspace(-12, 0, INPUTS),
+        torch.eye(INPUTS)[:1] * 1e6 + 1e-6,
+    ],
+    ids=["few tokens", "one token", "far apart", "an outlier"],
+)
+def test_hessians_that_can_hardly_be_inverted(x, damp_percent, scale):
+    layer = layer_of(scheme("int4_wo_32").weight)
+    before = rows_of(layer)
+    nearest = layer.weight_quantizer.rounded(layer.weight.detach())
+    round_layer("layer", layer, gram_of(x * scale), GPTQConfig(damp_percent=damp_percent))
+    after = layer.weight_quantizer.bake_(layer.weight.detach().clone())
+    assert bool(after.isfinite().all())
+    assert loss(after - before, x) <= loss(nearest - before, x) * (1 + 1e-4)
+
+
+def test_a_hessian_that_is_damaged_is_reported(caplog):
+    layer = layer_of(scheme("int4_wo_32").weight)
+    gram = gram_of(correlated())
+    gram.total = -gram.total
+    before = rows_of(layer)
+    with caplog.at_level(logging.WARNING):
+        after = rounded(layer, gram)
+    assert "layer: its Hessian cannot be inverted" in caplog.text
+    assert torch.equal(after, before) and not layer.frozen
+
+
+def test_damping_that_grows_is_reported(caplog):
+    x = torch.ones(3, INPUTS) * 1e3
+    with caplog.at_level(logging.WARNING):
+        upper = inverse_factor(x.T @ x - 10 * torch.eye(INPUTS), 0.0)
+    assert "ill-conditioned: damped by" in caplog.text and bool(upper.isfinite().all())
+
+
+def test_a_layer_without_data_is_left_to_rounding(caplog):
+    layer = layer_of(scheme("int4_wo_32").weight)
+    before = rows_of(layer)
+    with caplog.at_level(logging.WARNING):
+        assert torch.equal(rounded(layer, Gram()), before)
+    assert "No data reached layer" in caplog.text and not layer.frozen
+
+
+def test_biases_are_rounded_too():
+    spec = Int8PerTensorSpec().to_quantization_spec()
+    layer = layer_of(scheme("int4_wo_32").weight, bias=spec)
+    expected = layer.bias_quantizer.rounded(layer.bias.detach())
+    assert not torch.equal(expected, layer.bias)
+    rounded(layer, gram_of(correlated()))
+    assert torch.equal(layer.bias, expected)
+
+
+def test_cutting_data_changes_nothing():
+    x = correlated().double().mul(8).round().div(8).float()  # sums that are exact in any order
+    cut = Gram()
+    for part in x.split([1, 200, 0, 311]):
+        cut(part)
+    first, second = (layer_of(scheme("int4_wo_32").weight) for _ in range(2))
+    assert torch.equal(rounded(first, gram_of(x)), rounded(second, cut))
+
+
+# ---- experts ------------------------------------------------------------------------------------
+
+
+def test_experts_lean_on_those_beside_them():
+    many, few, none = gram_of(correlated(4096)), gram_of(correlated(4)), Gram()
+    alone = {"many": many.total / 4096, "few": few.total / 4}
+    pool = (many.total + few.total) / 4100
+    shrink_to_pool([["many", "few", "none"]], {"many": many, "few": few, "none": none})
+
+    def close(gram, expected, share):
+        return float((gram.total / gram.tokens - expected).norm() / expected.norm()) < share
+
+    assert close(many, alone["many"], 0.01) and not close(many, alone["few"], 0.1)
+    assert close(few, pool, 0.4) and not close(few, pool, 0.01)
+    torch.testing.assert_close(none.total / none.tokens, pool)
+
+
+def test_an_expert_that_saw_nothing_is_solved_for_by_the_others():
+    gram = Gram()
+    shrink_to_pool([["a", "b"]], {"a": gram_of(correlated()), "b": gram})
+    layer = layer_of(scheme("int4_wo_32").weight)
+    before, x = rows_of(layer), correlated()
+    nearest = layer.weight_quantizer.rounded(layer.weight.detach())
+    assert loss(rounded(layer, gram) - before, x) < 0.6 * loss(nearest - before, x)
+
+
+def test_statistics_that_experts_share_are_mixed_once():
+    shared, other = gram_of(correlated()), gram_of(correlated(64))
+    grams = {"0.gate": shared, "0.up": shared, "1.gate": other, "1.up": other}
+    shrink_to_pool([["0.gate", "1.gate"], ["0.up", "1.up"]], grams)
+    assert shared.tokens == TOKENS + INPUTS / 4 and other.tokens == 64 + INPUTS / 4
+
+
+def test_no_expert_saw_anything():
+    gram = Gram()
+    shrink_to_pool([["a"]], {"a": gram})
+    assert gram.total is None

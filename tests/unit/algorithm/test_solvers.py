@@ -1,0 +1,258 @@
+"""What rounds weights with care, through the public face: models, options, checkpoints."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from quark.torch import ModelImporter, ModelQuantizer
+from quark.torch.quantization.config.algo import AWQConfig, GPTQConfig
+from quark.torch.quantization.config.config import Config, QuantizationSpec
+from quark.torch.quantization.config.presets import scheme
+from quark.torch.quantization.prepare import quantized_layers
+from tests.models.architectures import build, small_config
+
+SOLVERS = {"gptq": GPTQConfig}
+MODELS = {
+    "llama": ("llama", {}),
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "opt": ("opt", {}),
+    "mixtral": ("mixtral", {}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "nemotron": ("nemotron", {}),
+    "gpt2": ("gpt2", {}),
+    "gpt_neox": ("gpt_neox", {}),
+}
+SCHEMES = ["int4_wo_32", "uint4_wo_32", "int2_wo_32", "mxfp4_weight_only", "nvfp4_weight_only"]
+DATA = torch.randint(3, 64, (32, 24), generator=torch.Generator().manual_seed(6))
+
+
+def made(name, dtype=torch.float32):
+    kind, changes = MODELS[name]
+    return build(small_config(kind, **changes), dtype)
+
+
+def config_of(name, *algorithms, exclude=("lm_head", "embed_out"), **rest):
+    layers = scheme(name, 32) if isinstance(name, str) else name
+    return Config(layers, exclude=list(exclude), algo_config=list(algorithms) or None, **rest)
+
+
+def quantized(model, name, *algorithms, data=(DATA,), frozen=True, **rest):
+    config = config_of(name, *algorithms, **rest)
+    model = ModelQuantizer(config).quantize_model(model, list(data))
+    return ModelQuantizer.freeze(model) if frozen else model
+
+
+@torch.no_grad()
+def logits_of(model, ids=DATA):
+    return model(ids).logits
+
+
+def weights_of(model):
+    return {name: layer.weight.detach().clone() for name, layer in quantized_layers(model)}
+
+
+def error(model, name, *algorithms, **rest):
+    """Change of the logits of the calibration data."""
+    expected = logits_of(model)
+    return float((logits_of(quantized(model, name, *algorithms, **rest)) - expected).norm())
+
+
+# ---- what models compute ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("name", MODELS)
+def test_models_lose_less_than_by_rounding(name, solver):
+    plain = error(made(name), "int4_wo_32")
+    assert error(made(name), "int4_wo_32", SOLVERS[solver]()) < 0.85 * plain
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("name", SCHEMES)
+def test_formats_lose_less_than_by_rounding(name, solver):
+    plain = error(made("llama"), name)
+    assert error(made("llama"), name, SOLVERS[solver]()) < 0.85 * plain
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_it_goes_together_with_awq(solver):
+    alone = error(made("llama"), "int4_wo_32", SOLVERS[solver]())
+    both = error(made("llama"), "int4_wo_32", AWQConfig(), SOLVERS[solver]())
+    assert both < 1.1 * alone < error(made("llama"), "int4_wo_32", AWQConfig())
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_the_same_each_time(name, solver):
+    first, second = (
+        weights_of(quantized(made(name), "int4_wo_32", SOLVERS[solver]())) for _ in range(2)
+    )
+    assert all(torch.equal(first[n], second[n]) for n in first)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision(dtype, solver):
+    plain = error(made("llama", dtype), "int4_wo_32")
+    model = made("llama", dtype)
+    assert error(model, "int4_wo_32", SOLVERS[solver]()) < 0.85 * plain
+    assert {p.dtype for p in model.parameters()} == {dtype}
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_experts_that_saw_few_tokens_or_none(name, solver):
+    few = torch.tensor([[7, 9, 7]])
+    model = quantized(made(name), "int4_wo_32", SOLVERS[solver](), data=[few])
+    plain = quantized(made(name), "int4_wo_32")
+    expected = logits_of(made(name))
+    found, nearest = logits_of(model) - expected, logits_of(plain) - expected
+    assert float(found.norm()) < 1.5 * float(nearest.norm())
+
+
+# ---- what is left of it -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_values_and_scales_are_kept(solver):
+    """Neither calibration nor freezing touches what was solved for."""
+    model = made("llama")
+    model = quantized(model, "w_uint4_per_group_a_int8_per_tensor", SOLVERS[solver](), frozen=False)
+    layers = dict(quantized_layers(model))
+    assert all(layer.frozen for layer in layers.values())
+    for layer in layers.values():
+        assert torch.equal(layer.state("weight").value(torch.float32), layer.weight)
+        assert layer.input_quantizer.scale is not None
+    before = weights_of(model)
+    after = weights_of(ModelQuantizer.freeze(model))
+    assert all(torch.equal(after[n], before[n]) for n in before)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("name", ["nvfp4_weight_only", "int8_tensor"])
+def test_layers_that_are_served_together_share_a_scale(name, solver):
+    weight = QuantizationSpec(dtype="int8", qscheme="per_tensor", symmetric=True, is_dynamic=False)
+    layers = scheme("nvfp4_weight_only")
+    layers.weight = weight if name == "int8_tensor" else layers.weight
+    groups = [["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]]
+    model = quantized(made("llama"), layers, SOLVERS[solver](), shared_scale_groups=groups)
+    part = "scale" if name == "int8_tensor" else "scale_2"
+    for block in model.model.layers:
+        for parent, names in zip((block.self_attn, block.mlp), groups, strict=True):
+            scales = {float(getattr(getattr(parent, n).weight_quantizer, part)) for n in names}
+            assert len(scales) == 1
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("kind", ["int4_wo_32", "nvfp4_weight_only"])
+@pytest.mark.parametrize("name", ["llama", "tied", "opt", "qwen3_moe", "gpt2"])
+def test_a_model_comes_back_bit_by_bit(name, kind, solver, export):
+    options = SOLVERS[solver]()
+    model = quantized(made(name), kind, options)
+    expected, path = logits_of(model), export(model)
+    fresh = ModelImporter(path).import_model_info(made(name))
+    assert torch.equal(logits_of(fresh), expected)
+    loaded = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    assert torch.equal(logits_of(loaded), expected)
+    said = json.loads((path / "config.json").read_text())["quantization_config"]["algo_config"]
+    assert said == [asdict(options)]
+
+
+def test_embeddings_that_are_tied_stay_what_they_are():
+    model = made("tied")
+    table = model.model.embed_tokens.weight.detach().clone()
+    quantized(model, "int4_wo_32", GPTQConfig())
+    assert torch.equal(model.model.embed_tokens.weight, table)
+
+
+# ---- options ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_layers_that_are_named(solver):
+    options = SOLVERS[solver](
+        inside_layer_modules=["self_attn.q_proj", "mlp.down_proj", "other"],
+        model_decoder_layers="model.layers",
+    )
+    model = quantized(made("llama"), "int4_wo_32", options, frozen=False)
+    frozen = {n.split(".", 3)[-1] for n, layer in quantized_layers(model) if layer.frozen}
+    assert frozen == {"self_attn.q_proj", "mlp.down_proj"}
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize(
+    "written",
+    [{"inside_layer_modules": ["proj"]}, {"model_decoder_layers": "transformer.h"}],
+    ids=["layers", "blocks"],
+)
+def test_names_that_lead_nowhere(written, solver, unchanged):
+    model = made("llama")
+    with unchanged(model), pytest.raises(ValueError, match="Leave both empty for all"):
+        quantized(model, "int4_wo_32", SOLVERS[solver](**written))
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("share", [-0.1, 1.5])
+def test_damping_is_a_share(share, solver, unchanged):
+    options = SOLVERS[solver](damp_percent=share)
+    model = made("llama")
+    with unchanged(model), pytest.raises(ValueError, match=f"from 0 to 1, got {share}"):
+        quantized(model, "int4_wo_32", options)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_formats_without_scales(solver, unchanged):
+    model = made("llama")
+    with unchanged(model), pytest.raises(ValueError, match=r"serves none of .* needs weights"):
+        quantized(model, "bfloat16", SOLVERS[solver]())
+
+
+# ---- other modules ------------------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """A block with a convolution and a look-up beside a linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Conv1d(32, 32, 3, padding=1)
+        self.table = nn.Embedding(8, 32)
+        self.out = nn.Linear(32, 32)
+
+    def forward(self, hidden_states):
+        mixed = self.mix(hidden_states.transpose(1, 2)).transpose(1, 2)
+        ids = torch.zeros(hidden_states.shape[:2], dtype=torch.long)
+        return hidden_states + self.out(mixed + self.table(ids))
+
+
+class Model(nn.Module):
+    """Two such blocks on top of an embedding."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(64, 32)
+        self.layers = nn.ModuleList(Mixed() for _ in range(2))
+        self.head = nn.Linear(32, 64)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_convolutions_and_look_ups_are_left_to_rounding(solver):
+    ids = DATA[:4].repeat(1, 2)[:, :32]  # as many tokens as channels
+    others = {"*mix": scheme("int8_wo"), "*table": scheme("int8_wo")}
+    rest = {"data": [ids], "exclude": ["head", "embed"], "layer_quant_config": others}
+    found = weights_of(quantized(Model(), "int8_wo", SOLVERS[solver](), **rest))
+    expected = weights_of(quantized(Model(), "int8_wo", **rest))
+    same = {n.split(".")[-1] for n in expected if torch.equal(found[n], expected[n])}
+    assert same == {"mix", "table"} and len(found) == 6
