@@ -99,6 +99,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--windows", type=int, default=64, help="to evaluate on: 64")
     parser.add_argument("--rows", help="some schemes, with commas between")
     parser.add_argument("--models", default="plain,twin", help="plain,twin")
+    parser.add_argument("--quick", action="store_true", help="leave out rotations that learn")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     return parser.parse_args()
 
@@ -167,6 +168,8 @@ def main() -> None:
             model = plant_outliers(copy.deepcopy(original), calibration)
         for scheme in wanted:
             for label, algorithms in ROWS[scheme].items():
+                if options.quick and any(a.get("trainable") for a in algorithms):
+                    continue
                 say(f"{kind} {scheme} {label}")
                 quantized, meter = measure(model, scheme, algorithms, data)
                 found = perplexity(quantized, material.evaluation)

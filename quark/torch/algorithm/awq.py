@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
@@ -122,29 +122,51 @@ def _rescale(group: ScaleGroup, context: Context, grams: dict[str, Gram]) -> Non
         mean = to_factors(total / grams[name].tokens, edit, group.size, "mean")
         magnitude += mean * (grams[name].tokens / tokens)
     weight = torch.stack([_relative(layer, edit, group.size) for _, layer, edit in edits]).mean(0)
-    best = torch.ones_like(magnitude)
-    lowest = _loss(best, edits, grams)
-    for factors in strengths(magnitude, weight):
-        loss = _loss(factors, edits, grams)
-        if loss < lowest:
-            best, lowest = factors, loss
+    wholes = [_whole(layer, edit, grams[name]) for name, layer, edit in edits]
+    best = _best(
+        [torch.ones_like(magnitude), *strengths(magnitude, weight)],
+        lambda factors: _loss(factors, edits, wholes, grams),
+    )
     group.apply_(context.model, best)
     for gram, edit in {id(grams[n]): (grams[n], e) for n, _, e in edits}.values():
         gram.rescale_(to_channels(best, edit))
 
 
+def _best(candidates: list[torch.Tensor], loss: Callable[[torch.Tensor], float]) -> torch.Tensor:
+    """Return the best of no change and of what ``strengths`` gives, looking at some first.
+
+    Every fourth strength of both kinds is tried, then those beside the best.
+    """
+    losses = {0: loss(candidates[0])}
+    first = [i for i in range(1, len(candidates)) if (i - 1) // 2 % 4 == 0]
+    losses |= {i: loss(candidates[i]) for i in first}
+    near = min(first, key=lambda i: losses[i], default=0)
+    for i in (near - 4, near - 2, near + 2, near + 4) if near else ():
+        if 0 < i < len(candidates) and i not in losses:
+            losses[i] = loss(candidates[i])
+    return candidates[min(losses, key=lambda i: losses[i])]
+
+
+def _whole(layer: QuantMixin, edit: Edit, gram: Gram) -> float:
+    """Return the sum of squared outputs, which errors are relative to."""
+    assert gram.total is not None
+    return float(output_error(as_rows(layer.weight.detach().float(), edit.axis), gram.total))
+
+
 def _loss(
-    factors: torch.Tensor, edits: list[tuple[str, QuantMixin, Edit]], grams: dict[str, Gram]
+    factors: torch.Tensor,
+    edits: list[tuple[str, QuantMixin, Edit]],
+    wholes: list[float],
+    grams: dict[str, Gram],
 ) -> float:
     loss = 0.0
-    for name, layer, edit in edits:
+    for (name, layer, edit), whole in zip(edits, wholes, strict=True):
         weight = layer.weight.detach().float()
         by = along(to_channels(factors, edit), weight, edit.axis)
         assert layer.weight_quantizer is not None
         change = layer.weight_quantizer.rounded(weight * by).div_(by).sub_(weight)
         gram = grams[name].total
         assert gram is not None
-        whole = float(output_error(as_rows(weight, edit.axis), gram))
         loss += float(output_error(as_rows(change, edit.axis), gram)) / max(whole, 1e-30)
     return loss
 

@@ -58,7 +58,7 @@ def check(options: SmoothQuantConfig, layers: Mapping[str, QuantizationConfig]) 
     if options.alpha > STRONG and whole:
         logger.warning(
             "smooth: alpha=%g makes the rows of weights very different, where one scale serves a "
-            "whole weight. Expect better of 0.5 to %g, of autosmoothquant, or of weights per channel.",
+            "whole weight. Expect better of 0.5 to %g, autosmoothquant, or weights per channel.",
             options.alpha,
             STRONG,
         )
