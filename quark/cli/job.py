@@ -10,7 +10,7 @@ import typer
 
 from quark.cli import console, models
 from quark.cli.configs import excluding_head, make_config, needs_data
-from quark.cli.options import EVAL_WINDOWS, SEQ_LEN
+from quark.cli.options import EVAL_WINDOWS, GGUF_NAME, SEQ_LEN
 from quark.cli.outline import Outcome, show_outcome, show_plan
 from quark.cli.request import Request, check_flags, check_places
 
@@ -156,7 +156,10 @@ def _export(request: Request, model: nn.Module, tokenizer: Any) -> None:
         weight_format=request.export_weight_format, pack_method=request.pack_method
     )
     exporter = ModelExporter(options, request.output_dir, request.overwrite)
-    if request.model_export == "quark_format":
-        exporter.export_quark_model(model)
+    mode = request.custom_mode
+    if request.model_export == "gguf":
+        exporter.export_gguf_model(model, request.model_dir, GGUF_NAME)
+    elif request.model_export == "quark_format":
+        exporter.export_quark_model(model, custom_mode=mode)
     else:
-        exporter.export_safetensors_model(model, tokenizer=tokenizer)
+        exporter.export_safetensors_model(model, custom_mode=mode, tokenizer=tokenizer)

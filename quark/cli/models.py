@@ -169,7 +169,7 @@ def weight_bytes(directory: Path) -> int:
 
     Of several forms of the same weights only the one that is loaded counts.
     """
-    for pattern in ("*.safetensors", "*.pth", "*.bin"):
+    for pattern in ("*.safetensors", "*.pth", "*.bin", "*.gguf"):
         sizes = [file.stat().st_size for file in directory.glob(pattern)]
         if sizes:
             return sum(sizes)
@@ -208,7 +208,9 @@ def read_summary(directory: Path) -> tuple[Summary, str]:
     config, note = None, ""
     if "quantization_config" in described:
         try:
-            config = format_of(described, str(path)).config
+            found = format_of(described, str(path))
+            config = found.config if found.name == "quark" else None
+            note = "" if config else f"layers are not told apart in the format {found.name!r}"
         except (TypeError, ValueError) as error:
             note = f"layers are not told apart: {error}"
     dtype = described.get("dtype") or described.get("torch_dtype")

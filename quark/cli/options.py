@@ -12,6 +12,7 @@ from quark.cli.console import set_verbose
 
 SEQ_LEN = 512
 EVAL_WINDOWS = 16
+GGUF_NAME = "model"
 
 
 class DataType(str, Enum):
@@ -36,6 +37,17 @@ class ModelExport(str, Enum):
 
     hf_format = "hf_format"
     quark_format = "quark_format"
+    gguf = "gguf"
+
+
+class CustomMode(str, Enum):
+    """Tool whose layout tensors and configuration have."""
+
+    quark = "quark"
+    awq = "awq"
+    gptq = "gptq"
+    compressed_tensors = "compressed-tensors"
+    fp8 = "fp8"
 
 
 class WeightFormat(str, Enum):

@@ -11,7 +11,7 @@ from rich.markup import escape
 from quark import __version__
 from quark.cli import console, models
 from quark.cli.configs import needs_data
-from quark.cli.options import EVAL_WINDOWS
+from quark.cli.options import EVAL_WINDOWS, GGUF_NAME
 from quark.cli.request import Request
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ def show_plan(request: Request, config: Config, described: dict[str, Any], lengt
         else f"up to {request.num_eval_data or EVAL_WINDOWS} windows of {length} tokens: "
         + (request.eval_data or f"held-out {models.EMBEDDED}")
     )
-    how = f"{request.model_export}, {request.export_weight_format}"
+    layout = "" if request.custom_mode == "quark" else f" as {request.custom_mode}"
+    how = f"{request.model_export}{layout}, {request.export_weight_format}"
     rows["output"] = f"{request.output_dir}  ({how})"
     console.out.print(f"\n[bold]quark {__version__}[/] quantize")
     console.out.print(console.facts({k: escape(v) for k, v in rows.items() if v}))
@@ -67,17 +68,17 @@ def show_plan(request: Request, config: Config, described: dict[str, Any], lengt
 
 def show_outcome(request: Request, outcome: Outcome) -> None:
     """Say what came of it, and how to load it."""
-    summary, _ = models.read_summary(request.output_dir)
     before = models.weight_bytes(request.model_dir)
     after = models.weight_bytes(request.output_dir)
-    left = outcome.linears - len(summary.layers)
-    rows = {
-        "layers": f"{len(summary.layers)} quantized, {left} left alone",
-        "bits per weight": console.in_bits(summary.bits_per_weight),
-        "size on disk": f"{console.in_bytes(before)} → {console.in_bytes(after)} "
-        f"({100 * after / before:.0f} %)",
-        "calibration": f"{outcome.seconds:.1f} s",
-    }
+    rows = {}
+    if request.model_export != "gguf" and request.custom_mode == "quark":
+        summary, _ = models.read_summary(request.output_dir)
+        left = outcome.linears - len(summary.layers)
+        rows["layers"] = f"{len(summary.layers)} quantized, {left} left alone"
+        rows["bits per weight"] = console.in_bits(summary.bits_per_weight)
+    share = f"{100 * after / before:.0f} %"
+    rows["size on disk"] = f"{console.in_bytes(before)} → {console.in_bytes(after)} ({share})"
+    rows["calibration"] = f"{outcome.seconds:.1f} s"
     if outcome.shared:
         rows["shared scales"] = f"{outcome.shared} groups of layers"
     if outcome.before is not None and outcome.after is not None:
@@ -85,7 +86,10 @@ def show_outcome(request: Request, outcome: Outcome) -> None:
         rows["perplexity"] = f"{outcome.before:.2f} → {outcome.after:.2f} ({change})"
     console.out.print("", console.facts(rows), "\n  Load it:\n", sep="\n")
     where = json.dumps(str(request.output_dir))
-    if request.model_export == "quark_format":
+    if request.model_export == "gguf":
+        file = json.dumps(str(request.output_dir / f"{GGUF_NAME}.gguf"))
+        console.show_code(f"model = llama_cpp.Llama(model_path={file})")
+    elif request.model_export == "quark_format":
         line = f"quark.torch.ModelImporter({where}).import_model_info(model)"
         console.show_code(f"model = {line}  # model: the architecture, empty")
     else:

@@ -12,6 +12,7 @@ from quark.cli.models import EMBEDDED
 from quark.cli.options import (
     EVAL_WINDOWS,
     SEQ_LEN,
+    CustomMode,
     DataType,
     DataTypeFlag,
     Device,
@@ -192,7 +193,15 @@ ModelExportFlag = Annotated[
     _output(
         "--model_export",
         metavar="FORMAT",
-        help="hf_format (safetensors) or quark_format (the native format).",
+        help="hf_format (safetensors), quark_format (the native format) or gguf (for llama.cpp).",
+    ),
+]
+CustomModeFlag = Annotated[
+    CustomMode,
+    _output(
+        "--custom_mode",
+        metavar="NAME",
+        help="Tool whose layout is written: quark, awq, gptq, compressed-tensors or fp8.",
     ),
 ]
 WeightFormatFlag = Annotated[
@@ -253,6 +262,7 @@ def quantize(
     device: DeviceFlag = Device.auto,
     trust_remote_code: TrustRemoteCode = False,
     model_export: ModelExportFlag = ModelExport.hf_format,
+    custom_mode: CustomModeFlag = CustomMode.quark,
     export_weight_format: WeightFormatFlag = WeightFormat.real_quantized,
     pack_method: PackMethodFlag = PackMethod.reorder,
     overwrite: Overwrite = False,

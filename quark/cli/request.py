@@ -34,6 +34,7 @@ class Request:
     device: str
     trust_remote_code: bool
     model_export: str
+    custom_mode: str
     export_weight_format: str
     pack_method: str
     overwrite: bool
@@ -119,6 +120,8 @@ def check_flags(request: Request) -> None:
         raise wrong("--min_kv_scale", "there is no cache to scale without --kv_cache_dtype.")
     if len(request.layer_quant_scheme or []) % 2:
         raise wrong("--layer_quant_scheme", "expected a pattern and a scheme, as in '*.0.*' fp8.")
+    if request.model_export == "gguf" and request.custom_mode != "quark":
+        raise wrong("--custom_mode", "a GGUF file has one layout. Leave it out.")
     given = {"--eval_data": request.eval_data, "--num_eval_data": request.num_eval_data}
     for flag, value in given.items():
         if request.skip_evaluation and value is not None:

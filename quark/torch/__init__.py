@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from quark.torch.export.api import ModelExporter as ModelExporter
     from quark.torch.export.api import ModelImporter as ModelImporter
+    from quark.torch.export.api import export_gguf as export_gguf
     from quark.torch.export.api import export_safetensors as export_safetensors
     from quark.torch.export.api import (
         import_model_from_safetensors as import_model_from_safetensors,
@@ -23,6 +24,7 @@ _NAMES = {
     "ModelImporter": "export.api",
     "ModelQuantizer": "quantization.api",
     "QuantFlow": "quantization.config.type",
+    "export_gguf": "export.api",
     "export_safetensors": "export.api",
     "import_model_from_safetensors": "export.api",
     "load_params": "export.params",

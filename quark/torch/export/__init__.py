@@ -10,6 +10,7 @@ _NAMES = {
     "OnnxExporterConfig": "config.config",
     "ModelExporter": "api",
     "ModelImporter": "api",
+    "export_gguf": "api",
     "export_safetensors": "api",
     "import_model_from_safetensors": "api",
     "load_params": "params",

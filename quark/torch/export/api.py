@@ -20,6 +20,7 @@ from quark.torch.export.checkpoint import (
     write_tensors,
 )
 from quark.torch.export.formats.base import get_format
+from quark.torch.export.gguf_writer import write_gguf
 from quark.torch.export.reader import format_of, load, receive, targets
 from quark.torch.export.writer import collect, make_format, write_model_files
 from quark.torch.quantization.config.config import Config
@@ -73,13 +74,14 @@ class ModelExporter:
         Args:
             model: A frozen model, or one that was imported. It is not changed.
             quant_config: How it was quantized; by default what the model remembers.
-            custom_mode: Checkpoint format.
+            custom_mode: Checkpoint format: quark, awq, gptq, compressed-tensors or fp8.
             tokenizer: Tokenizer to write beside the model.
             max_shard_size: Size above which tensors are spread over several files.
 
         Raises:
             FileExistsError: The directory is in use and ``overwrite`` is off.
-            ValueError: The model is not quantized or not frozen, or the format is unknown.
+            ValueError: The model is not quantized or not frozen, or the format is unknown or cannot
+                hold it.
             OSError: The disk is too full. Nothing is left behind.
         """
         check_vacant(self.export_dir, self.overwrite)
@@ -107,6 +109,28 @@ class ModelExporter:
         with fresh_directory(self.export_dir, self.overwrite, size_of(tensors)) as directory:
             torch.save(tensors, directory / NATIVE)
             write_model_files(model, fmt.section(), directory, None)
+
+    def export_gguf_model(
+        self, model: nn.Module, tokenizer_path: str | Path, model_type: str
+    ) -> None:
+        """Write ``<model_type>.gguf``: weights in blocks, the rest in float, and the tokens.
+
+        Integer weights become Q4_0, Q4_1 or Q8_0 with the codes they have, so that they keep their
+        values up to the rounding of scales to float16. Other matrices are F32, F16 or BF16 as in
+        the model. Needs the package gguf.
+
+        Args:
+            model: A frozen model of the Llama, Mistral, Qwen, Gemma or Phi family. It is not
+                changed.
+            tokenizer_path: Directory of its tokenizer.
+            model_type: Name of the file.
+
+        Raises:
+            FileExistsError: The directory is in use and ``overwrite`` is off.
+            ImportError: The package gguf is missing.
+            ValueError: The family, the tokenizer or the scheme of a layer has no place in GGUF.
+        """
+        write_gguf(model, self.export_dir, model_type, tokenizer_path, self.overwrite)
 
 
 class ModelImporter:
@@ -178,6 +202,17 @@ def export_safetensors(
     )
     exporter = ModelExporter(ExporterConfig(options), output_dir, overwrite)
     exporter.export_safetensors_model(model, custom_mode=custom_mode, tokenizer=tokenizer)
+
+
+def export_gguf(
+    model: nn.Module,
+    output_dir: str | Path,
+    model_type: str,
+    tokenizer_path: str | Path,
+    overwrite: bool = False,
+) -> None:
+    """Write a frozen model as GGUF; see ``ModelExporter.export_gguf_model``."""
+    ModelExporter(None, output_dir, overwrite).export_gguf_model(model, tokenizer_path, model_type)
 
 
 def import_model_from_safetensors(

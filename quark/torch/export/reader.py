@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from quark.torch.export.checkpoint import Stored
-from quark.torch.export.formats.base import FORMATS, ExportFormat, get_format
+from quark.torch.export.formats.base import FORMATS, ExportFormat, format_class, get_format
 from quark.torch.export.renamed import in_model_names
 from quark.torch.export.rotations import declare_rotation
 from quark.torch.quantization.config.config import Config, QuantizationConfig
@@ -51,7 +51,7 @@ def format_of(config_json: dict[str, Any], where: str) -> ExportFormat:
         raise ValueError(
             f"{where}: quant_method={method!r} is not read here (known: {', '.join(FORMATS)})."
         )
-    config = Config.from_dict(section)
+    config = format_class(method).read(section)
     return get_format(method, config, config.export or JsonExporterConfig())
 
 
@@ -119,8 +119,8 @@ def load(model: nn.Module, fmt: ExportFormat, reader: Reader) -> nn.Module:
     for key, tensor in reader.tensors():
         name = fmt.state_name(key)
         if absent.pop(name, None) is not None:
-            device = devices.get(name, fallback)
-            _assign(model, name, tensor.to(fallback if device.type == "meta" else device))
+            device, taken = devices.get(name, fallback), fmt.taken(key, tensor)
+            _assign(model, name, taken.to(fallback if device.type == "meta" else device))
     for name, expected in absent.items():
         if name.endswith(".zero_point"):
             _assign(model, name, _zeros(model, name, expected, fallback))
@@ -200,7 +200,7 @@ def _check(
     reader: Reader,
 ) -> None:
     """Compare the headers with what the model needs."""
-    stored = {fmt.state_name(key): entry for key, entry in reader.entries.items()}
+    stored = {n: entry for key, entry in reader.entries.items() if (n := fmt.state_name(key))}
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
     missing = [n for n in outline if n not in stored and n not in optional]
     extra = [n for n in stored if n not in outline and not _may_ignore(n, outline, ignored)]

@@ -30,14 +30,11 @@ Scales = dict[str, dict[str, torch.Tensor]]  # layer -> tensor of the configurat
 _QUANTIZED = (QuantMixin, PackedMixin)
 
 
-def make_format(
-    model: nn.Module, config: Config | None, options: JsonExporterConfig, mode: str
-) -> ExportFormat:
-    """Return the format that writes ``model``, under its configuration made order-free.
+def check_exportable(model: nn.Module) -> None:
+    """Raise if a model has no quantized values to be written.
 
     Raises:
-        ValueError: The model is not quantized, no configuration is given or remembered, or the
-            format is unknown.
+        ValueError: It is not quantized or not frozen, or tensors are on the meta device.
     """
     if not any(isinstance(m, _QUANTIZED) for m in model.modules()):
         raise ValueError(
@@ -56,6 +53,18 @@ def make_format(
             f"{absent[0]} and {len(absent) - 1} more tensors are on the meta device and have no "
             "values: move the model to memory before an export (accelerate may have offloaded it)."
         )
+
+
+def make_format(
+    model: nn.Module, config: Config | None, options: JsonExporterConfig, mode: str
+) -> ExportFormat:
+    """Return the format that writes ``model``, under its configuration made order-free.
+
+    Raises:
+        ValueError: The model is not quantized, no configuration is given or remembered, or the
+            format is unknown.
+    """
+    check_exportable(model)
     config = config or _remembered(model)
     if config is None:
         raise ValueError("Pass quant_config: the model does not remember how it was quantized.")
@@ -70,7 +79,20 @@ def make_format(
     rotations = {n: m.input_rotation for n, m in layers.items() if m.input_rotation is not None}
     config = naming_rotations(replace(config, version=__version__), rotations)
     config = without_order(names, config)
-    return get_format(mode, _naming_all(model, config), options)
+    fmt = get_format(mode, _naming_all(model, config), options)
+    saved = dict(zip(saved_names(model, layers), layers.values(), strict=True))
+    fmt.admit({**layers, **saved}, _left(model))
+    return fmt
+
+
+def _left(model: nn.Module) -> list[str]:
+    """Return the names of what other software may take for linear layers, but stays in float."""
+    known = (*_QUANTIZED, nn.Embedding)
+    modules = {n: m for n, m in model.named_modules() if not isinstance(m, known)}
+    weights = {n: m._parameters.get("weight") for n, m in modules.items()}
+    matrices = {n for n, weight in weights.items() if weight is not None and weight.dim() == 2}
+    names = [n for n, m in modules.items() if n in matrices or is_stacked(m)]
+    return list(dict.fromkeys([*names, *saved_names(model, names)]))
 
 
 def _naming_all(model: nn.Module, config: Config) -> Config:
@@ -122,7 +144,7 @@ def collect(model: nn.Module, fmt: ExportFormat) -> dict[str, torch.Tensor]:
     }
     for name, layer in layers.items():
         for part, tensor in fmt.tensors(layer, scales.get(name, {})).items():
-            state[f"{name}.{part}"] = tensor
+            state[fmt.stored_name(f"{name}.{part}")] = tensor
     return _original_names(model, _untie(model, state))
 
 

@@ -116,7 +116,7 @@ def test_the_layout_of_version_0_8(inspect, quantize):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda section: {"quant_method": "awq", "bits": 4}, "'awq' is not read here"),
+        (lambda section: {"quant_method": "other", "bits": 4}, "'other' is not read here"),
         (lambda section: {**section, "unknown_key": 1}, "'unknown_key' is unknown"),
         (lambda section: {**section, "export": 3}, "expected an object"),
     ],

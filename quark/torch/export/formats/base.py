@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -14,7 +15,13 @@ from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.names import one_of
 
 # Name given as ``custom_mode`` -> "module:class", loaded on use.
-FORMATS: dict[str, str] = {"quark": "quark.torch.export.formats.quark:QuarkFormat"}
+FORMATS: dict[str, str] = {
+    "quark": "quark.torch.export.formats.quark:QuarkFormat",
+    "awq": "quark.torch.export.formats.awq:AwqFormat",
+    "gptq": "quark.torch.export.formats.gptq:GptqFormat",
+    "compressed-tensors": "quark.torch.export.formats.compressed_tensors:CompressedTensorsFormat",
+    "fp8": "quark.torch.export.formats.fp8:Fp8Format",
+}
 
 
 class ExportFormat(ABC):
@@ -34,6 +41,26 @@ class ExportFormat(ABC):
         self.config = config
         self.options = options
 
+    @classmethod
+    def read(cls, section: dict[str, Any]) -> Config:
+        """Return the configuration that a ``quantization_config`` stands for.
+
+        Raises:
+            ValueError: It says something that is not understood.
+        """
+        return Config.from_dict(section)
+
+    def admit(self, layers: Mapping[str, Any], left: Sequence[str]) -> None:  # noqa: B027
+        """Look at all that will be written before anything is.
+
+        Args:
+            layers: The quantized layers, by their names in the model and in the checkpoint.
+            left: Names of the layers that stay in float, likewise.
+
+        Raises:
+            ValueError: The format cannot hold them.
+        """
+
     @abstractmethod
     def tensors(self, layer: nn.Module, scales: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return what is stored for a quantized layer, by the part of the name behind the layer's.
@@ -49,7 +76,15 @@ class ExportFormat(ABC):
 
     @abstractmethod
     def state_name(self, key: str) -> str:
-        """Return the name in the state of the model of a tensor stored as ``key``."""
+        """Return the name in the state of a tensor stored as ``key``, empty if nothing needs it."""
+
+    def taken(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what the state of the model takes for a tensor stored as ``key``."""
+        return tensor
+
+    def stored_name(self, key: str) -> str:
+        """Return the name in the checkpoint of what ``tensors`` calls ``key``, layer included."""
+        return key
 
     @abstractmethod
     def section(self) -> dict[str, Any]:
@@ -62,6 +97,15 @@ def get_format(name: str, config: Config, options: JsonExporterConfig) -> Export
     Raises:
         ValueError: No format has that name.
     """
+    return format_class(name)(config, options)
+
+
+def format_class(name: str) -> type[ExportFormat]:
+    """Return the class of the checkpoint format called ``name``.
+
+    Raises:
+        ValueError: No format has that name.
+    """
     module, _, attribute = FORMATS[one_of(name, FORMATS, "custom_mode")].partition(":")
-    made: ExportFormat = getattr(import_module(module), attribute)(config, options)
-    return made
+    found: type[ExportFormat] = getattr(import_module(module), attribute)
+    return found

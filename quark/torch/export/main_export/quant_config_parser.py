@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from quark.torch.export.formats.base import format_class
 from quark.torch.quantization.config.config import Config
 
 
@@ -20,9 +21,7 @@ class QuantConfigParser:
         """Return the configuration that a custom section stands for.
 
         Raises:
-            ValueError: Always in this version: only ``quant_method`` "quark" is read.
+            ValueError: The method, or something the section says, is not read by this version.
         """
-        raise ValueError(
-            f"quant_method={custom_config.get('quant_method')!r} is not read by this version, "
-            "only 'quark'. Load the checkpoint through Transformers' own support for it."
-        )
+        method = str(custom_config.get("quant_method"))
+        return format_class(method).read(custom_config)

@@ -1,0 +1,142 @@
+"""Specifications as the arguments of compressed-tensors, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quark.torch.export.formats.foreign import integer_problem
+from quark.torch.numerics.blocks import QSchemeType
+from quark.torch.numerics.scale_formats import E8M0
+from quark.torch.quantization.config.config import QuantizationConfig
+from quark.torch.quantization.config.spec import MX_BLOCK, QuantizationSpec
+from quark.torch.quantization.config.type import Dtype
+
+NVFP4_BLOCK = 16
+PER = QSchemeType
+_PLAIN = {PER.per_tensor: "tensor", PER.per_channel: "channel", PER.per_block: "block"}
+
+
+def format_name(config: QuantizationConfig) -> str | None:
+    """Return the name of the format that holds a layer, None if there is none."""
+    weight, inputs = config.weight, config.input_tensors
+    kind = None if weight is None else _kind(weight)
+    reads = None if inputs is None else _input_kind(inputs)
+    if weight is None or kind is None or (inputs is not None and reads is None):
+        return None
+    if weight.scheme.qscheme is PER.per_channel and weight.scheme.axis not in (0, -2):
+        return None
+    if kind == "int":
+        is_int8 = weight.dtype is Dtype.int8 and weight.scheme.symmetric
+        if reads == "int" and is_int8 and weight.qscheme is not PER.per_group:
+            return "int-quantized"
+        packs = reads is None or (reads == "int" and weight.fmt.bits < 8)
+        return "pack-quantized" if packs and not integer_problem(weight, range(2, 9)) else None
+    if kind == "float":
+        return "float-quantized" if reads in (None, "float") else None
+    return f"{kind}-pack-quantized" if reads in (None, kind) else None
+
+
+def _kind(spec: QuantizationSpec) -> str | None:
+    """Return int, float, mxfp4 or nvfp4, None for other formats."""
+    scheme, second = spec.scheme, spec.second_stage
+    if spec.fmt == Dtype.fp4.value and scheme.axis in (-1, 1):
+        if second is not None and second.is_scale_quant and scheme.group == NVFP4_BLOCK:
+            return "nvfp4" if second.dtype is Dtype.fp8_e4m3 else None
+        return "mxfp4" if scheme.scale == E8M0 and scheme.group == MX_BLOCK else None
+    if second is not None or scheme.scale == E8M0 or scheme.float_zero_point:
+        return None
+    if spec.dtype is Dtype.fp8_e4m3:
+        grouped = scheme.qscheme is PER.per_group and not spec.is_dynamic
+        return None if grouped else "float"
+    return "int" if scheme.has_zero_point and spec.fmt.bits <= 8 else None
+
+
+def _input_kind(spec: QuantizationSpec) -> str | None:
+    """Return what ``_kind`` does, None also for inputs that compressed-tensors has no words for."""
+    kind, per_channel = _kind(spec), spec.scheme.qscheme is PER.per_channel
+    if (kind == "int" and spec.dtype is not Dtype.int8) or (per_channel and not spec.is_dynamic):
+        return None
+    return kind
+
+
+def arguments(spec: QuantizationSpec, is_input: bool) -> dict[str, Any]:
+    """Return the arguments of a tensor."""
+    scheme, kind = spec.scheme, _kind(spec)
+    found: dict[str, Any] = {
+        "dynamic": bool(is_input and spec.is_dynamic),
+        "group_size": None,
+        "num_bits": spec.fmt.bits,
+        "symmetric": scheme.symmetric,
+        "type": "int" if kind == "int" else "float",
+    }
+    if scheme.qscheme is PER.per_group and scheme.group > 0:
+        found |= {"strategy": "group", "group_size": scheme.group}
+    else:
+        found["strategy"] = "token" if scheme.per_token and is_input else _whole(spec)
+    if scheme.qscheme is PER.per_block:
+        found["block_structure"] = list(scheme.block or ())
+    if kind == "mxfp4":
+        found["scale_dtype"] = "torch.uint8"
+    if kind == "nvfp4":
+        found |= {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"}
+        found["dynamic"] = "local" if is_input else False
+    return found
+
+
+def _whole(spec: QuantizationSpec) -> str:
+    """Return the strategy of scales that are not per group."""
+    return _PLAIN.get(spec.scheme.qscheme, "channel")
+
+
+def specification(
+    args: dict[str, Any] | None, is_input: bool, form: str | None
+) -> QuantizationSpec | None:
+    """Return the specification of a tensor from its arguments, None for none.
+
+    Args:
+        args: Arguments of compressed-tensors.
+        is_input: Whether the tensor is an activation.
+        form: Format of the group.
+
+    Raises:
+        ValueError: They are not understood.
+    """
+    if args is None:
+        return None
+    bits, is_int = args.get("num_bits", 8), args.get("type", "int") == "int"
+    strategy, group = args.get("strategy") or "tensor", args.get("group_size")
+    if (bits, is_int) == (4, False):
+        return _fp4(strategy, is_input)
+    name = {True: f"int{bits}", False: "fp8_e4m3"}[is_int]
+    if is_int and not is_input and form == "pack-quantized":
+        name = f"uint{bits}"
+    where = {
+        "tensor": {"qscheme": PER.per_tensor},
+        "channel": {"qscheme": PER.per_channel, "ch_axis": 0},
+        "token": {"qscheme": PER.per_channel, "ch_axis": 1},
+        "group": {"qscheme": PER.per_group, "ch_axis": -1, "group_size": group},
+        "block": {"qscheme": PER.per_block, "block_size": args.get("block_structure")},
+    }
+    is_known = name in Dtype.__members__ and strategy in where
+    if not is_known or args.get("dynamic") not in (True, False, None):
+        raise ValueError(
+            f"compressed-tensors: {bits} bits of type {args.get('type')!r} with strategy "
+            f"{strategy!r} are not read here. Load the checkpoint with compressed-tensors."
+        )
+    return QuantizationSpec(
+        Dtype[name],
+        is_dynamic=bool(args.get("dynamic")),
+        symmetric=bool(args.get("symmetric", True)),
+        **where[strategy],  # type: ignore[arg-type]
+    )
+
+
+def _fp4(strategy: str, is_input: bool) -> QuantizationSpec:
+    """Return the specification of NVFP4 (blocks within a tensor) or MXFP4."""
+    blocks = {"qscheme": PER.per_group, "ch_axis": -1, "is_dynamic": is_input}
+    if strategy != "tensor_group":
+        return QuantizationSpec(Dtype.fp4, group_size=MX_BLOCK, scale_format="e8m0", **blocks)  # type: ignore[arg-type]
+    scales = QuantizationSpec(
+        Dtype.fp8_e4m3, qscheme=PER.per_tensor, is_dynamic=False, is_scale_quant=True
+    )
+    return QuantizationSpec(Dtype.fp4, group_size=NVFP4_BLOCK, second_stage=scales, **blocks)  # type: ignore[arg-type]

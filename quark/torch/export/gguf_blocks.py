@@ -1,0 +1,82 @@
+"""Quantized weights as the blocks of ggml: 32 neighbours of a row with one float16 scale."""
+
+from __future__ import annotations
+
+import torch
+
+from quark.torch.export.formats.foreign import unsigned
+from quark.torch.numerics.blocks import QSchemeType
+from quark.torch.quantization.config.spec import QuantizationSpec
+from quark.torch.quantization.nn.quantizer import State
+
+BLOCK = 32
+HOLDS = (
+    "integer weights: up to 4 bits (Q4_0 symmetric, Q4_1 asymmetric) and symmetric ones up to 8 "
+    "bits (Q8_0), with one scale per tensor, per output channel or per group of a multiple of 32 "
+    "inputs"
+)
+
+
+def block_type(spec: QuantizationSpec, columns: int) -> str | None:
+    """Return Q4_0, Q4_1 or Q8_0, whichever holds a weight, or None if none does.
+
+    Args:
+        spec: Specification of the weight.
+        columns: Inputs of a row.
+    """
+    scheme = spec.scheme
+    group = columns if scheme.group == -1 else scheme.group
+    fits = {
+        QSchemeType.per_tensor: columns % BLOCK == 0,
+        QSchemeType.per_channel: columns % BLOCK == 0 and scheme.axis in (0, -2),
+        QSchemeType.per_group: group % BLOCK == columns % group == 0 and scheme.axis in (1, -1),
+    }
+    if not scheme.has_zero_point or scheme.float_zero_point or spec.second_stage is not None:
+        return None
+    if not fits.get(scheme.qscheme) or spec.fmt.bits > (8 if scheme.symmetric else 4):
+        return None
+    return "Q8_0" if spec.fmt.bits > 4 else "Q4_0" if scheme.symmetric else "Q4_1"
+
+
+def to_blocks(state: State, kind: str) -> torch.Tensor:
+    """Return a weight as rows of blocks.
+
+    The scale of a block, and in Q4_1 the value of code 0, are rounded to float16; codes stay.
+
+    Args:
+        state: Codes (N, K) and their scales and zero points.
+        kind: What ``block_type`` returned.
+
+    Returns:
+        (N, K / 32 * bytes of a block) uint8.
+
+    Raises:
+        ValueError: A scale is too large for float16, or a symmetric weight has another zero point
+            than the middle code.
+    """
+    state = unsigned(state)
+    codes, scale, zeros = state.codes, state.scale, state.zero_point
+    assert codes is not None and scale is not None and zeros is not None
+    rows, columns = codes.shape
+    scale, zeros = (_per_block(part.float(), rows, columns) for part in (scale, zeros))
+    blocks = codes.to(torch.int16).reshape(rows, -1, BLOCK)
+    head = [scale]
+    if kind == "Q4_1":
+        head.append(-scale * zeros)
+    else:
+        blocks = blocks - zeros.to(torch.int16).unsqueeze(-1) + (8 if kind == "Q4_0" else 0)
+    halves = torch.stack(head, -1).half()
+    if not halves.isfinite().all():
+        raise ValueError("GGUF stores scales as float16, but a scale of the model exceeds 65504.")
+    if kind == "Q8_0":
+        body = blocks.to(torch.int8).view(torch.uint8)
+    else:
+        low, high = blocks.to(torch.uint8).chunk(2, -1)
+        body = low | high << 4
+    return torch.cat([halves.view(torch.uint8), body], -1).reshape(rows, -1)
+
+
+def _per_block(parts: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Return scales or zero points of any granularity as (rows, columns / 32)."""
+    parts = parts.expand(rows).unsqueeze(-1) if parts.dim() == 0 else parts.reshape(rows, -1)
+    return parts.repeat_interleave(columns // BLOCK // parts.shape[1], 1)

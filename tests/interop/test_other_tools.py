@@ -1,0 +1,94 @@
+"""Checkpoints in the formats of other tools, through Transformers and what it loads them with."""
+
+import pytest
+import torch
+
+from quark.torch.quantization.config.config import Config, QuantizationConfig
+from quark.torch.quantization.config.presets import scheme
+from quark.torch.quantization.config.spec import QuantizationSpec
+from quark.torch.quantization.nn.mixin import QuantMixin
+
+# Widths that the kernels of the clients take.
+WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2}
+
+
+def group(dtype, symmetric=True, size=32):
+    return QuantizationSpec(
+        dtype,
+        qscheme="per_group",
+        ch_axis=-1,
+        group_size=size,
+        symmetric=symmetric,
+        is_dynamic=False,
+    )
+
+
+def config(weight, inputs=None):
+    layer = QuantizationConfig(weight=weight, input_tensors=inputs)
+    return Config(layer, exclude=["lm_head", "model.layers.1.mlp.down_proj"])
+
+
+@pytest.fixture
+def load():
+    from transformers import AutoModelForCausalLM
+
+    def load(path):
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path, dtype="auto", output_loading_info=True
+        )
+        assert not any(report.values()), report  # nothing missing, unexpected or mismatched
+        return model
+
+    return load
+
+
+def test_fp8_blocks_on_a_cpu(build, quantize, export, load):
+    """Transformers has no kernel there and multiplies weights by their scales."""
+    weight = QuantizationSpec(
+        "fp8_e4m3", qscheme="per_block", block_size=(32, 32), is_dynamic=False
+    )
+    inputs = QuantizationSpec(
+        "fp8_e4m3", qscheme="per_group", ch_axis=-1, group_size=32, is_dynamic=True
+    )
+    model = quantize(build(), config(weight, inputs))
+    loaded = load(export(model, custom_mode="fp8"))
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, QuantMixin)}
+    assert len(layers) == 13
+    for name, layer in layers.items():
+        assert loaded.get_submodule(name).weight.equal(layer.weight), name
+
+
+@pytest.mark.parametrize(
+    "configuration",
+    [
+        *(config(group(dtype)) for dtype in ("int3", "int4", "int8")),
+        *(Config(scheme(name, 32), exclude=["lm_head"]) for name in ("int8", "fp8", "ptpc_fp8")),
+    ],
+    ids=["int3", "int4", "int8 weights", "int8", "fp8", "ptpc_fp8"],
+)
+def test_compressed_tensors(build, quantize, export, load, logits, configuration):
+    pytest.importorskip("compressed_tensors")
+    model = quantize(build(), configuration)
+    loaded = load(export(model, custom_mode="compressed-tensors"))
+    assert logits(loaded).equal(logits(model))
+
+
+@pytest.mark.parametrize(
+    ("mode", "dtype", "symmetric"),
+    [
+        ("awq", "uint4", False),
+        ("awq", "int4", True),
+        ("gptq", "int4", True),
+        ("gptq", "uint4", False),
+        ("gptq", "int3", True),
+        ("gptq", "int8", True),
+    ],
+)
+def test_gptqmodel(build, quantize, export, load, logits, mode, dtype, symmetric):
+    """Its kernels compute in float16 and bfloat16."""
+    pytest.importorskip("gptqmodel")
+    model = quantize(build(**WIDE), config(group(dtype, symmetric)))
+    loaded = load(export(model, custom_mode=mode))
+    assert type(loaded.model.layers[1].mlp.down_proj) is torch.nn.Linear
+    assert type(loaded.model.layers[0].mlp.down_proj) is not torch.nn.Linear
+    torch.testing.assert_close(logits(loaded), logits(model), rtol=0, atol=0.05)
