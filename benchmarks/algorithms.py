@@ -51,6 +51,7 @@ _R1R2: dict[str, Any] = {"name": "rotation", "r2": True}
 _R1R2R4: dict[str, Any] = {**_R1R2, "r4": True}
 _LEARNED: dict[str, Any] = {**_R1R2, "trainable": True}
 _GPTQ = {"name": "gptq"}
+_QRONOS = {"name": "qronos"}
 # Schemes without a preset -> the preset they are like, and the format instead of its own.
 OTHERS = {"int3_wo_128": ("int4_wo_128", Dtype.int3), _W4A4: ("ptpc_int8", Dtype.int4)}
 # Scheme -> what to try, by a name for the table.
@@ -65,12 +66,14 @@ ROWS: dict[str, dict[str, list[dict[str, Any]]]] = {
         "": [],
         "awq": [{"name": "awq"}],
         "gptq": [_GPTQ],
+        "gptaq": [{"name": "gptaq"}],
+        "qronos": [_QRONOS],
         "rotation R1 R2, gptq": [_R1R2, _GPTQ],
     },
     "int4_wo_32": {"": [], "awq": [{"name": "awq"}], "gptq": [_GPTQ]},
     "uint4_wo_128": {"": [], "awq": [{"name": "awq"}], "gptq": [_GPTQ]},
-    "int3_wo_128": {"": [], "awq": [{"name": "awq"}], "gptq": [_GPTQ]},
-    "w_int2_per_group_asym": {"": [], "awq": [{"name": "awq"}], "gptq": [_GPTQ]},
+    "int3_wo_128": {"": [], "awq": [{"name": "awq"}], "gptq": [_GPTQ], "qronos": [_QRONOS]},
+    "w_int2_per_group_asym": {"": [], "gptq": [_GPTQ], "qronos": [_QRONOS]},
     "mxfp4": {
         "": [],
         "rotation R1 R2": [_R1R2],

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
 
 from quark.torch.algorithm.awq import has_quantized_weight
 from quark.torch.algorithm.clipping import clipped
-from quark.torch.algorithm.groups import as_rows, block_layers, check_served, observe_grams
+from quark.torch.algorithm.groups import as_rows, block_layers, check_served
+from quark.torch.algorithm.inputs import in_turn, observe_inputs
 from quark.torch.algorithm.statistics import Gram
 from quark.torch.pipeline.context import Algorithm, Context
-from quark.torch.pipeline.runner import run_blocks
+from quark.torch.pipeline.runner import Block, run_blocks
 from quark.torch.quantization.config.algo import GPTQConfig, SolverConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.nn.experts import counterparts
@@ -115,25 +116,39 @@ def apply(context: Context, options: GPTQConfig) -> None:
 
     Layers outside of decoder blocks are left to rounding to the nearest.
     """
+    for block, layers in solved_blocks(context, options):
+        for turn in in_turn(context, layers) if options.true_sequential else [layers]:
+            grams, _ = observe_inputs(context, block, turn)
+            shrink_to_pool(counterparts(context.model), grams)
+            context.settle(turn)
+            for name, layer in turn.items():
+                round_layer(name, layer, grams[name], options.damp_percent, options.desc_act)
+
+
+def solved_blocks(
+    context: Context, options: SolverConfig, compare: bool = False
+) -> Iterator[tuple[Block, dict[str, QuantMixin]]]:
+    """Iterate over the blocks to be solved for, with their layers and the data; see ``run_blocks``.
+
+    Raises:
+        ValueError: No layer is left by the options.
+    """
     names = context.structure.blocks
-    last = max((i for i, n in enumerate(names) if solved_layers(context, n, options)), default=-1)
-    if last < 0:
+    found = {name: layers for name in names if (layers := solved_layers(context, name, options))}
+    if not found:
         raise ValueError(
-            f"gptq: no linear layer with a quantized weight in the {len(names)} decoder blocks "
-            f"that were found is named by model_decoder_layers={options.model_decoder_layers!r} "
-            f"and inside_layer_modules={options.inside_layer_modules}. Leave both empty for all."
+            f"{options.name}: no linear layer with a quantized weight in the {len(names)} decoder "
+            f"blocks that were found is named by model_decoder_layers="
+            f"{options.model_decoder_layers!r} and inside_layer_modules="
+            f"{options.inside_layer_modules}. Leave both empty for all."
         )
-    for block in run_blocks(context.model, names[: last + 1], context.batches, "gptq"):
-        layers = solved_layers(context, block.name, options)
-        if not layers:
-            continue
-        grams = observe_grams(context, block, layers)
-        shrink_to_pool(counterparts(context.model), grams)
-        context.settle(layers)
-        for name, layer in layers.items():
-            round_layer(name, layer, grams[name], options)
-        if block.name != names[last]:
-            block.run()
+    last = list(found)[-1]
+    needed = names[: names.index(last) + 1]
+    for block in run_blocks(context.model, needed, context.batches, options.name, compare=compare):
+        if block.name in found:
+            yield block, found[block.name]
+        if block.name == last:
+            return  # what it gives is of no interest
 
 
 def solved_layers(context: Context, block: str, options: SolverConfig) -> dict[str, QuantMixin]:
@@ -171,15 +186,29 @@ def shrink_to_pool(peers: Iterable[list[str]], grams: dict[str, Gram]) -> None:
             gram.is_pooled = True
 
 
-def round_layer(name: str, layer: QuantMixin, gram: Gram, options: GPTQConfig) -> None:
-    """Replace the weight of a layer by its rounded values, under scales of the weight as it was."""
+def round_layer(
+    name: str, layer: QuantMixin, gram: Gram, damping: float, by_size: bool
+) -> torch.Tensor | None:
+    """Replace the weight of a layer by its rounded values, under scales of the weight as it was.
+
+    Args:
+        name: Its name, for messages.
+        layer: A layer whose scales are settled. It is frozen, unless nothing can be done.
+        gram: Statistics of its inputs.
+        damping: Share of the mean square of inputs that is added to all.
+        by_size: Whether columns that meet the largest inputs come first.
+
+    Returns:
+        The weight before rounding: each column as those before left it, float32. None if nothing
+        can be done.
+    """
     quantizer = layer.weight_quantizer
     weight = layer.weight.detach()
     axis = 0 if is_transposed(layer.float_class) else 1
     rows = as_rows(weight, axis).float()
     if gram.total is None:
         logger.warning("No data reached %s: it is rounded to the nearest.", name)
-        return
+        return None
     assert quantizer is not None
     hessian = gram.total / max(gram.tokens, 1)
     diagonal = hessian.diagonal()
@@ -189,15 +218,18 @@ def round_layer(name: str, layer: QuantMixin, gram: Gram, options: GPTQConfig) -
     if narrowed is not None:
         quantizer.narrow(narrowed)
     order = torch.arange(len(hessian), device=weight.device)
-    if options.desc_act:
+    if by_size:
         order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
-    upper = inverse_factor(hessian[order][:, order], options.damp_percent)
+    upper = inverse_factor(hessian[order][:, order], damping)
     if upper is None:
         logger.warning("%s: its Hessian cannot be inverted: rounded to the nearest.", name)
-        return
-    rounded, _ = solve(rows, upper, order, quantizer.column_rounder(tuple(weight.shape), axis))
+        return None
+    rounding = quantizer.column_rounder(tuple(weight.shape), axis)
+    rounded, errors = solve(rows, upper, order, rounding)
     layer.weight.data.copy_(rounded if axis else rounded.T)
     _freeze(layer)
+    before = torch.addcmul(rounded, errors, upper.diagonal()[torch.argsort(order)])
+    return before if axis else before.T
 
 
 def _freeze(layer: QuantMixin) -> None:

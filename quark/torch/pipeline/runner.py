@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,12 +21,27 @@ from quark.torch.pipeline.store import LIMIT, ActivationStore
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # what a block is called with besides hidden states
 
 
-class _Stop(Exception):
+class Enough(Exception):
     """Ends a forward pass whose rest is not needed."""
+
+
+class Stream(NamedTuple):
+    """Hidden states that enter a block, by batch, and what it returned for them."""
+
+    inputs: ActivationStore
+    outputs: ActivationStore
+
+    def onward(self) -> Stream:
+        """Return the stream as the next block sees it."""
+        self.inputs.clear()
+        return Stream(self.outputs, self.inputs)
 
 
 class Block:
     """A block of the model and the data that reaches it.
+
+    There may be a second stream beside that of the model as it becomes: what reaches the block in
+    the model as it was, to compare with.
 
     Attributes:
         name: Full name of the module.
@@ -38,33 +53,62 @@ class Block:
         self,
         name: str,
         module: nn.Module,
-        inputs: ActivationStore,
-        outputs: ActivationStore,
+        stream: Stream,
+        reference: Stream | None,
         calls: list[dict[str, Call]],
         masks: list[torch.Tensor | None],
     ) -> None:
         self.name, self.module = name, module
-        self._inputs, self._outputs = inputs, outputs
+        self._stream, self._reference = stream, reference
         self._calls, self._masks = calls, masks
         self.mask: torch.Tensor | None = None
 
     @torch.no_grad()
     def run(self) -> None:
         """Send all data through the block; the next block gets what the last run returned."""
-        for index, calls in enumerate(self._calls):
-            args, kwargs = calls[self.name]
-            self.mask = self._masks[index]
-            self._outputs[index] = _hidden(self.module(self._inputs[index], *args, **kwargs))
-        self.mask = None
+        for index in range(len(self)):
+            self._stream.outputs[index] = self.call(index)
+
+    @torch.no_grad()
+    def look(self, index: int) -> None:
+        """Send a batch through the block for hooks to see, which may raise ``Enough``."""
+        with suppress(Enough):
+            self.call(index)
+
+    @torch.no_grad()
+    def refer(self, index: int) -> None:
+        """Send a batch of the second stream through the block, whose weights must be as they were.
+
+        Hooks may raise ``Enough``; the last time for each batch they must not.
+        """
+        assert self._reference is not None
+        with suppress(Enough):
+            x = self._reference.inputs[index]
+            self._reference.outputs[index] = self._pass(index, x)
 
     def outputs(self, index: int) -> torch.Tensor:
         """Return what the last run returned for a batch."""
-        return self._outputs[index]
+        return self._stream.outputs[index]
 
     def call(self, index: int) -> torch.Tensor:
         """Return what the block returns for a batch now, gradients included."""
+        return self._pass(index, self._stream.inputs[index])
+
+    def _pass(self, index: int, x: torch.Tensor) -> torch.Tensor:
         args, kwargs = self._calls[index][self.name]
-        return _hidden(self.module(self._inputs[index], *args, **kwargs))
+        self.mask = self._masks[index]
+        try:
+            return _hidden(self.module(x, *args, **kwargs))
+        finally:
+            self.mask = None
+
+    def finish(self) -> None:
+        """Run what was not run."""
+        if self._reference is not None:
+            for index in range(len(self._reference.outputs), len(self)):
+                self.refer(index)
+        if len(self._stream.outputs) < len(self):
+            self.run()
 
     def __len__(self) -> int:
         """Return the number of batches."""
@@ -77,6 +121,7 @@ def run_blocks(
     batches: Iterable[Any],
     what: str,
     limit: int = LIMIT,
+    compare: bool = False,
 ) -> Iterator[Block]:
     """Iterate over blocks with the data that reaches each; the caller runs it.
 
@@ -90,23 +135,26 @@ def run_blocks(
         batches: Data for the model.
         what: What is done, for the display of progress.
         limit: Bytes of hidden states to hold in memory.
+        compare: Whether to keep the second stream, of the model as it was.
 
     Raises:
         ValueError: There are no batches.
     """
     names = list(names)
     with ExitStack() as stack:
-        inputs = stack.enter_context(ActivationStore(limit // 2))
-        outputs = stack.enter_context(ActivationStore(limit // 2))
+        share = limit // (4 if compare else 2)
+        stores = [stack.enter_context(ActivationStore(share)) for _ in range(4)]
+        stream, reference = Stream(*stores[:2]), Stream(*stores[2:]) if compare else None
         stack.enter_context(at_inference(model))
-        calls, masks = _capture(model, names, batches, inputs)
+        calls, masks = _capture(model, names, batches, stream.inputs)
+        if reference is not None:
+            for index in range(len(calls)):
+                reference.inputs[index] = stream.inputs[index]
         for name in progress(names, what):
-            block = Block(name, model.get_submodule(name), inputs, outputs, calls, masks)
+            block = Block(name, model.get_submodule(name), stream, reference, calls, masks)
             yield block
-            if len(outputs) < len(calls):
-                block.run()
-            inputs, outputs = outputs, inputs
-            outputs.clear()
+            block.finish()
+            stream, reference = stream.onward(), reference and reference.onward()
 
 
 def _hidden(output: Any) -> torch.Tensor:
@@ -133,7 +181,7 @@ def _capture(
             with _watching(model, names, returned):
                 run_batch(model, batch)
         seen: dict[str, Call] = {}
-        with _looking(model, names, returned, seen, inputs, len(calls)), suppress(_Stop):
+        with _looking(model, names, returned, seen, inputs, len(calls)), suppress(Enough):
             run_batch(model, batch)
         calls.append({name: _shared(call, kept, name) for name, call in seen.items()})
         masks.append(padding_mask(batch))
@@ -183,7 +231,7 @@ def _looking(
                 inputs[index] = x
             seen[name] = args, kwargs
             if name == names[-1]:
-                raise _Stop
+                raise Enough
             like = returned[name]
             return x if isinstance(like, torch.Tensor) else type(like)((x, *like[1:]))
 

@@ -42,6 +42,8 @@ ALGORITHMS: dict[str, str] = {
     "rotation": "quark.torch.algorithm.rotation:ALGORITHM",
     "quarot": "quark.torch.algorithm.rotation:ALGORITHM",
     "gptq": "quark.torch.algorithm.gptq:ALGORITHM",
+    "gptaq": "quark.torch.algorithm.qronos:ALGORITHM",
+    "qronos": "quark.torch.algorithm.qronos:ALGORITHM",
 }
 
 

@@ -10,7 +10,6 @@ from transformers.pytorch_utils import Conv1D
 from quark.torch.algorithm import gptq
 from quark.torch.algorithm.gptq import inverse_factor, round_layer, shrink_to_pool, solve
 from quark.torch.algorithm.statistics import Gram
-from quark.torch.quantization.config.algo import GPTQConfig
 from quark.torch.quantization.config.config import (
     Config,
     Int8PerTensorSpec,
@@ -80,9 +79,9 @@ def rows_of(layer):
     return (layer.weight.T if isinstance(layer, Conv1D) else layer.weight).detach().clone()
 
 
-def rounded(layer, gram, **options):
+def rounded(layer, gram, damping=DAMPING, by_size=True):
     """Return the rows of a layer after GPTQ."""
-    round_layer("layer", layer, gram, GPTQConfig(**options))
+    round_layer("layer", layer, gram, damping, by_size)
     return rows_of(layer)
 
 
@@ -183,7 +182,7 @@ def test_inputs_without_correlation_ask_for_rounding_to_nearest(name, kind, monk
     layer = layer_of(WEIGHTS[name], kind)
     expected = layer.weight_quantizer.bake_(layer.weight.detach().clone())
     gram = gram_of(torch.diag(torch.linspace(0.5, 2, INPUTS)))
-    round_layer("layer", layer, gram, GPTQConfig())
+    rounded(layer, gram)
     assert torch.equal(layer.weight, expected)
 
 
@@ -193,14 +192,14 @@ def loss(change, x):
 
 @pytest.mark.parametrize("name", FEW_BITS)
 @pytest.mark.parametrize("kind", [nn.Linear, Conv1D], ids=["rows", "transposed"])
-@pytest.mark.parametrize("desc_act", [True, False])
-def test_outputs_lose_less_than_by_rounding(name, kind, desc_act):
+@pytest.mark.parametrize("by_size", [True, False])
+def test_outputs_lose_less_than_by_rounding(name, kind, by_size):
     layer, x = layer_of(WEIGHTS[name], kind), correlated()
     before = rows_of(layer)
     nearest = layer.weight_quantizer.rounded(layer.weight.detach())
     nearest = nearest if kind is nn.Linear else nearest.T
-    after = rounded(layer, gram_of(x), desc_act=desc_act)
-    assert loss(after - before, x) < (0.5 if desc_act else 0.75) * loss(nearest - before, x)
+    after = rounded(layer, gram_of(x), by_size=by_size)
+    assert loss(after - before, x) < (0.5 if by_size else 0.75) * loss(nearest - before, x)
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
@@ -230,7 +229,7 @@ def test_no_input_is_ever_used(monkeypatch):
 
 
 @pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
-@pytest.mark.parametrize("damp_percent", [0.0, 1e-9, 0.01])
+@pytest.mark.parametrize("damping", [0.0, 1e-9, 0.01])
 @pytest.mark.parametrize(
     "x",
     [
@@ -241,11 +240,11 @@ def test_no_input_is_ever_used(monkeypatch):
     ],
     ids=["few tokens", "one token", "far apart", "an outlier"],
 )
-def test_hessians_that_can_hardly_be_inverted(x, damp_percent, scale):
+def test_hessians_that_can_hardly_be_inverted(x, damping, scale):
     layer = layer_of(scheme("int4_wo_32").weight)
     before = rows_of(layer)
     nearest = layer.weight_quantizer.rounded(layer.weight.detach())
-    round_layer("layer", layer, gram_of(x * scale), GPTQConfig(damp_percent=damp_percent))
+    rounded(layer, gram_of(x * scale), damping)
     after = layer.weight_quantizer.bake_(layer.weight.detach().clone())
     assert bool(after.isfinite().all())
     assert loss(after - before, x) <= loss(nearest - before, x) * (1 + 1e-4)

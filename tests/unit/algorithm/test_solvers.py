@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from functools import partial
 
 import pytest
 import torch
@@ -9,13 +10,22 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from quark.torch import ModelImporter, ModelQuantizer
-from quark.torch.quantization.config.algo import AWQConfig, GPTQConfig
+from quark.torch.quantization.config.algo import (
+    AWQConfig,
+    GPTAQConfig,
+    GPTQConfig,
+    QronosConfig,
+)
 from quark.torch.quantization.config.config import Config, QuantizationSpec
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.prepare import quantized_layers
 from tests.models.architectures import build, small_config
 
-SOLVERS = {"gptq": GPTQConfig}
+SOLVERS = {
+    "gptq": GPTQConfig,
+    "qronos": QronosConfig,
+}
+VARIANTS = SOLVERS | {"gptaq": GPTAQConfig, "in turn": partial(GPTQConfig, true_sequential=True)}
 MODELS = {
     "llama": ("llama", {}),
     "tied": ("llama", {"tie_word_embeddings": True}),
@@ -65,11 +75,13 @@ def error(model, name, *algorithms, **rest):
 # ---- what models compute ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "solver"),
+    [*((name, "gptq") for name in MODELS), *(("llama", solver) for solver in VARIANTS)],
+)
 def test_models_lose_less_than_by_rounding(name, solver):
     plain = error(made(name), "int4_wo_32")
-    assert error(made(name), "int4_wo_32", SOLVERS[solver]()) < 0.85 * plain
+    assert error(made(name), "int4_wo_32", VARIANTS[solver]()) < 0.85 * plain
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -149,8 +161,13 @@ def test_layers_that_are_served_together_share_a_scale(name, solver):
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-@pytest.mark.parametrize("kind", ["int4_wo_32", "nvfp4_weight_only"])
-@pytest.mark.parametrize("name", ["llama", "tied", "opt", "qwen3_moe", "gpt2"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("llama", "nvfp4_weight_only"),
+        *((name, "int4_wo_32") for name in ("tied", "opt", "qwen3_moe", "gpt2")),
+    ],
+)
 def test_a_model_comes_back_bit_by_bit(name, kind, solver, export):
     options = SOLVERS[solver]()
     model = quantized(made(name), kind, options)
@@ -196,12 +213,18 @@ def test_names_that_lead_nowhere(written, solver, unchanged):
         quantized(model, "int4_wo_32", SOLVERS[solver](**written))
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-@pytest.mark.parametrize("share", [-0.1, 1.5])
-def test_damping_is_a_share(share, solver, unchanged):
-    options = SOLVERS[solver](damp_percent=share)
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (GPTQConfig(damp_percent=-0.1), "gptq: damp_percent is a share from 0 to 1, got -0.1"),
+        (GPTAQConfig(damp_percent=1.5), "gptaq: damp_percent is a share from 0 to 1, got 1.5"),
+        (GPTAQConfig(alpha=-1.0), "gptaq: alpha is a share from 0 to 1, got -1.0"),
+    ],
+    ids=lambda value: value.name if hasattr(value, "name") else None,
+)
+def test_options_out_of_range(options, said, unchanged):
     model = made("llama")
-    with unchanged(model), pytest.raises(ValueError, match=f"from 0 to 1, got {share}"):
+    with unchanged(model), pytest.raises(ValueError, match=said):
         quantized(model, "int4_wo_32", options)
 
 

@@ -125,7 +125,7 @@ class GPTQConfig(SolverConfig):
 
     name: str = "gptq"
     damp_percent: float = 0.01
-    true_sequential: bool = True
+    true_sequential: bool = False
 
 
 @dataclass
