@@ -116,7 +116,7 @@ def _quiet_transformers() -> None:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    # It was imported before this session perhaps, and has read its own setting then.
+    # It was imported before perhaps, and has read its own setting then.
     logging.getLogger("transformers").setLevel(logging.ERROR)
 
 

@@ -123,9 +123,8 @@ def _norm(name: str, modules: _Modules) -> StreamNorm:
         unit = vectors * vectors.square().mean(-1, keepdim=True).rsqrt()
         for offset in (0.0, 1.0):
             if torch.allclose(odd, unit * (gain.float() + offset), rtol=1e-3, atol=1e-3):
-                eps = None if kind == "rms" else getattr(norm, "eps", None)
                 bias = f"{name}.bias" if _has_bias(norm) else None
-                return StreamNorm(name, kind, f"{name}.weight", offset, bias, eps)
+                return StreamNorm(name, kind, f"{name}.weight", offset, bias)
     raise ValueError(
         f"rotation: {name} ({type(norm).__name__}) is neither a root-mean-square nor a layer norm."
     )

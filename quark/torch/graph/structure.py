@@ -133,7 +133,6 @@ class StreamNorm:
         weight: Parameter that it multiplies by, if any.
         offset: What it adds to the parameter before: 1.0 for (1 + w).
         bias: Parameter that it adds, if any.
-        eps: What it adds to the variance, where that is known.
     """
 
     module: str
@@ -141,7 +140,6 @@ class StreamNorm:
     weight: str | None
     offset: float
     bias: str | None
-    eps: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
