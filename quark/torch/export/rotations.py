@@ -29,7 +29,8 @@ def naming_rotations(config: Config, rotations: Mapping[str, torch.Tensor]) -> C
     found = next((a for a in algorithms if isinstance(a, RotationConfig)), None)
     if found is None and not rotations:
         return config
-    kept = {f.name: getattr(found or RotationConfig(r1=False), f.name) for f in _FIELDS}
+    like = found or RotationConfig(r1=False)
+    kept = {f.name: getattr(like, f.name) for f in fields(RotationConfig)}
     written = RotationConfig(**{**kept, "name": RotationConfig.name, "r3": False})
     kinds = {(len(rotation), rotation.is_floating_point()) for rotation in rotations.values()}
     if len(kinds) > 1:
@@ -41,9 +42,6 @@ def naming_rotations(config: Config, rotations: Mapping[str, torch.Tensor]) -> C
         online = written.online_config or OnlineRotationConfig()
         written.online_config = replace(online, online_rotation_layers=list(rotations))
     return replace(config, algo_config=[written, *(a for a in algorithms if a is not found)])
-
-
-_FIELDS = fields(RotationConfig)
 
 
 def declare_rotation(layer: PackedMixin, name: str, config: Config) -> None:

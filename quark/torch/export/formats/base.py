@@ -51,7 +51,7 @@ class ExportFormat(ABC):
         return Config.from_dict(section)
 
     def admit(self, layers: Mapping[str, Any], left: Sequence[str]) -> None:  # noqa: B027
-        """Look at all that will be written before anything is.
+        """Look at all that will be written before anything is; a format that holds all need not.
 
         Args:
             layers: The quantized layers, by their names in the model and in the checkpoint.

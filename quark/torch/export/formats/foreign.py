@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
@@ -80,9 +81,9 @@ class ForeignFormat(QuarkFormat):
             return "its output is quantized"
         return None
 
+    @abstractmethod
     def problem(self, name: str, layer: Any) -> str | None:
         """Return why a linear layer with a quantized weight cannot be held, or None."""
-        raise NotImplementedError
 
     def one_of_all(self, kinds: Mapping[str, K]) -> K:
         """Return what all layers have in common.
