@@ -71,12 +71,12 @@ class ModelQuantizer:
 
         Returns:
             The same model. Its forward pass now computes with quantized values; weights stay in
-            float until ``freeze``.
+            float until ``freeze``, but for those that an algorithm such as GPTQ has rounded.
 
         Raises:
             ValueError: The configuration does not fit the model, data is missing, or a range is
                 not finite. The model is then as it was, but for weights that an algorithm had
-                already rescaled.
+                already rescaled, rotated or rounded.
         """
         _log_to_terminal(self.config.log_severity_level)
         algorithms = find_algorithms(self.config)
