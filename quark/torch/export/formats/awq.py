@@ -6,14 +6,12 @@ Per layer: ``qweight`` int32 [K, N/8] with codes in the interleaved order, ``qze
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from quark.torch.export.formats.foreign import (
-    IN_BLOCKS,
     ForeignFormat,
     group_of,
     integer_problem,
@@ -22,6 +20,7 @@ from quark.torch.export.formats.foreign import (
     shape_of,
     unsigned,
     unsigned_spec,
+    weight_only_problem,
 )
 from quark.torch.export.formats.layouts import PackedLayout
 from quark.torch.quantization.config.config import Config, QuantizationConfig
@@ -76,11 +75,7 @@ class AwqFormat(ForeignFormat):
     def problem(self, name: str, layer: Any) -> str | None:
         """Return why a layer cannot be held, or None."""
         config = layer.quant_config
-        if config.input_tensors is not None:
-            return "its input is quantized"
-        if not fnmatch.fnmatchcase(name, IN_BLOCKS):
-            return "it is outside of the blocks"
-        problem = integer_problem(config.weight, (4,))
+        problem = weight_only_problem(name, config) or integer_problem(config.weight, (4,))
         if problem is None and group_of(config.weight) <= 0:
             problem = "its weight has no groups"
         if problem is None and shape_of(layer)[0] % 8:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from abc import abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -246,3 +247,10 @@ def required(section: Mapping[str, Any], key: str, known: Sequence[Any], default
             f"(known: {', '.join(map(repr, known))})."
         )
     return value
+
+
+def weight_only_problem(name: str, config: QuantizationConfig) -> str | None:
+    """Return why a format of weights within blocks alone cannot hold a layer, or None."""
+    if config.input_tensors is not None:
+        return "its input is quantized"
+    return None if fnmatch.fnmatchcase(name, IN_BLOCKS) else "it is outside of the blocks"

@@ -27,6 +27,7 @@ from quark.torch.export.formats.foreign import (
     to_words,
     unsigned,
     unsigned_spec,
+    weight_only_problem,
 )
 from quark.torch.numerics.scale_codec import stored_dtype
 from quark.torch.quantization.config.config import Config, QuantizationConfig
@@ -127,13 +128,10 @@ class GptqFormat(ForeignFormat):
     def problem(self, name: str, layer: Any) -> str | None:
         """Return why a layer cannot be held, or None."""
         config = layer.quant_config
-        if config.input_tensors is not None:
-            return "its input is quantized"
-        if not fnmatch.fnmatchcase(name, IN_BLOCKS):
-            return "it is outside of the blocks"
-        if any(size % 32 for size in shape_of(layer)):
-            return f"its weight has the shape {shape_of(layer)}"
-        return integer_problem(config.weight, BITS)
+        problem = weight_only_problem(name, config)
+        if problem is None and any(size % 32 for size in shape_of(layer)):
+            problem = f"its weight has the shape {shape_of(layer)}"
+        return problem or integer_problem(config.weight, BITS)
 
     def tensors(self, layer: nn.Module, scales: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the tensors of a layer and the group of each input."""
