@@ -15,6 +15,7 @@ import argparse
 import copy
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from quark.torch.graph.discover import discover
 from quark.torch.numerics.formats import Dtype
 from quark.torch.quantization.config import presets
 from quark.torch.quantization.config.algo import algo_config_from_dict
-from quark.torch.quantization.config.config import Config, QuantizationConfig
+from quark.torch.quantization.config.config import Config, QuantizationConfig, QuantizationSpec
 
 CALIBRATION_WINDOWS = 64
 OUTLIERS = 4  # channels behind each norm
@@ -50,10 +51,20 @@ _AUTO = {"name": "autosmoothquant"}
 _R1R2: dict[str, Any] = {"name": "rotation", "r2": True}
 _R1R2R4: dict[str, Any] = {**_R1R2, "r4": True}
 _LEARNED: dict[str, Any] = {**_R1R2, "trainable": True}
+_R3: dict[str, Any] = {"name": "rotation", "r1": False, "r3": True}
 _GPTQ = {"name": "gptq"}
 _QRONOS = {"name": "qronos"}
 # Schemes without a preset -> the preset they are like, and the format instead of its own.
 OTHERS = {"int3_wo_128": ("int4_wo_128", Dtype.int3), _W4A4: ("ptpc_int8", Dtype.int4)}
+# Keys and values alone, quantized so, before or after rotary embedding.
+CACHES = {
+    "int4 cache per token": QuantizationSpec(
+        dtype="int4", qscheme="per_channel", ch_axis=1, is_dynamic=True
+    ),
+    "int8 cache": presets.kv_cache_scheme("int8_per_tensor_static"),
+    "fp8 cache": presets.kv_cache_scheme("fp8"),
+}
+_BEFORE, _AFTER = " before rotary embedding", " after rotary embedding"
 # Scheme -> what to try, by a name for the table.
 ROWS: dict[str, dict[str, list[dict[str, Any]]]] = {
     _W8A8: {
@@ -90,6 +101,8 @@ ROWS: dict[str, dict[str, list[dict[str, Any]]]] = {
         "learned R1 R2": [_LEARNED],
         "rotation R1 R2 R4, gptq": [_R1R2R4, _GPTQ],
     },
+    **{f"{cache}{_BEFORE}": {"": []} for cache in CACHES},
+    **{f"{cache}{_AFTER}": {"": [], "rotation R3": [_R3]} for cache in CACHES},
 }
 
 
@@ -107,13 +120,21 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def layer_config(scheme: str) -> QuantizationConfig:
-    """Return the configuration of a layer, for the schemes without a preset too."""
+def model_config(scheme: str) -> Config:
+    """Return the configuration of a model, for the schemes without a preset too."""
+    cache = scheme.removesuffix(_BEFORE).removesuffix(_AFTER)
+    if cache in CACHES:
+        cached = QuantizationConfig(output_tensors=CACHES[cache])
+        return Config(
+            kv_cache_quant_config={"*k_proj": cached, "*v_proj": cached},
+            kv_cache_post_rope=scheme.endswith(_AFTER),
+            kv_cache_group=["*k_proj"],
+        )
     like, dtype = OTHERS.get(scheme, (scheme, None))
     layer = presets.scheme(like)
     for _, spec in layer.specs() if dtype else ():
         spec.dtype = dtype
-    return layer
+    return Config(global_quant_config=layer, exclude=["lm_head"])
 
 
 @torch.no_grad()
@@ -141,11 +162,8 @@ def measure(
     model: Any, scheme: str, algorithms: list[dict[str, Any]], data: list[torch.Tensor]
 ) -> tuple[Any, Meter]:
     """Quantize a copy of a model and return it with what that took."""
-    config = Config(
-        global_quant_config=layer_config(scheme),
-        exclude=["lm_head"],
-        algo_config=[algo_config_from_dict(options) for options in algorithms] or None,
-    )
+    options = [algo_config_from_dict(given) for given in algorithms]
+    config = replace(model_config(scheme), algo_config=options or None)
     quantized = copy.deepcopy(model)
     with Meter() as meter:
         quantized = ModelQuantizer(config).quantize_model(quantized, data)

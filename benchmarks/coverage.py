@@ -4,9 +4,9 @@
     python benchmarks/coverage.py llama mixtral --json
 
 Models are tiny and random, and experts have linear layers of their own. *Groups* can be rescaled
-and are proved, *rejected* are outputs that cannot be, *change* is the largest relative change of
-the logits after all groups were rescaled at random, in double precision but for what a model itself
-computes in single. The last column says whether the residual stream can be rotated, or why not.
+and are proved, *rejected* are outputs that cannot be, *change* is the relative change of the logits
+after all groups were rescaled at random, in double precision, or single for the few models that run
+in nothing else. The last column says whether the residual stream can be rotated, or why not.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import json
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,7 @@ from quark.torch.quantization.nn.experts import unfuse
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from tests.models.architectures import (
-    build,
-    parameter_count,
-    small_config,
-    tokens,
-)
+from tests.models.architectures import InDouble, build, inputs, parameter_count, small_config
 
 LARGEST = 5_000_000  # parameters; configurations of parts that keep their size are left out
 COLUMNS = ("architecture", "groups", "rejected", "change", "ms", "rotation")
@@ -53,16 +49,34 @@ def make(name: str) -> torch.nn.Module | str:
     try:
         config = small_config(name)
         count = parameter_count(config)
-        if count > LARGEST:
-            return f"not built: {count:.0e} parameters at least"
-        model = build(config)
-        unfuse(model)
-        model.config.use_cache = False
-        with torch.no_grad():
-            model(tokens())
     except Exception as error:  # any of many ways in which a configuration can be unfit
-        return f"not built: {type(error).__name__}"
-    return model
+        return f"not built: {_first_line(error)}"
+    if count > LARGEST:
+        return f"not built: {count:.0e} parameters at least"
+    reason = ""
+    for dtype in (torch.float64, torch.float32):
+        try:
+            model = build(config, dtype)
+            unfuse(model)
+            model.config.use_cache = False
+            with torch.no_grad(), precision(model):
+                model(**inputs(model))
+        except Exception as error:  # the same
+            reason = f"not run: {_first_line(error)}"
+        else:
+            return model
+    return reason
+
+
+def _first_line(error: Exception) -> str:
+    cause = error.__cause__ or error
+    text = str(cause).strip().partition("\n")[0]
+    return f"{type(cause).__name__}: {text[:100]}"
+
+
+def precision(model: torch.nn.Module) -> AbstractContextManager[object]:
+    """Return what lets a model of double precision compute in nothing else."""
+    return InDouble() if next(model.parameters()).dtype is torch.float64 else nullcontext()
 
 
 def measure(name: str) -> dict[str, Any]:
@@ -70,14 +84,15 @@ def measure(name: str) -> dict[str, Any]:
     model = make(name)
     if isinstance(model, str):
         return {"architecture": name, "rotation": model}
-    with torch.no_grad():
-        before = model(tokens()).logits
+    given = inputs(model)
+    with torch.no_grad(), precision(model):
+        before = model(**given).logits
         start = time.perf_counter()
-        structure = discover(model, tokens())
+        structure = discover(model, given)
         seconds = time.perf_counter() - start
         for group in structure.groups:
             group.apply_(model, torch.rand(group.size) * 1.5 + 0.5)
-        after = model(tokens()).logits
+        after = model(**given).logits
     return {
         "architecture": name,
         "groups": len(structure.groups),

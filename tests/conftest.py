@@ -144,3 +144,25 @@ def unchanged():
             torch.testing.assert_close(tensors_now[name][1], value, rtol=0, atol=0, equal_nan=True)
 
     return unchanged
+
+
+@pytest.fixture(scope="session")
+def run_onnx():
+    """Run an exported graph in ONNX Runtime, on inputs in its order, and return its outputs.
+
+    Integer kernels add up in float and do not saturate there, unless told otherwise.
+    """
+    exact = {"session.qdq_matmulnbits_accuracy_level": "1", "session.x64quantprecision": "1"}
+
+    def run_onnx(directory, *inputs, entries=exact):
+        runtime = pytest.importorskip("onnxruntime")
+        options = runtime.SessionOptions()
+        options.intra_op_num_threads = 1
+        for key, value in entries.items():
+            options.add_session_config_entry(key, value)
+        session = runtime.InferenceSession(str(directory / "quark_model.onnx"), options)
+        names = [i.name for i in session.get_inputs()]
+        arrays = {n: x.numpy() for n, x in zip(names, inputs, strict=True)}
+        return [torch.from_numpy(y) for y in session.run(None, arrays)]
+
+    return run_onnx

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quark.cli.console import wrong
 from quark.cli.request import Request
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from quark.torch.quantization.config.algo import AlgoConfig
     from quark.torch.quantization.config.config import Config, QuantizationConfig
+    from quark.torch.quantization.config.spec import QuantizationSpec
 
 
 def make_config(request: Request, model_type: str) -> Config:
@@ -23,14 +24,27 @@ def make_config(request: Request, model_type: str) -> Config:
     Raises:
         typer.BadParameter: A name is unknown, or flags do not fit the schemes.
     """
+    if request.recipe is not None:
+        request = replace(request, quant_scheme=_recipe(request.recipe)[0])
     config = _from_file(request.config) if request.config else _from_schemes(request, model_type)
     check_algorithms(config)
+    if request.statistics is not None:
+        _check_statistics(config)
     if request.weight_matrix_merge and not any(_shares(layer) for layer in layer_configs(config)):
         raise wrong(
             "--weight_matrix_merge",
             "only per-tensor scales of symmetric weights can be shared, and there are none here.",
         )
     return config
+
+
+def _check_statistics(config: Config) -> None:
+    from quark.torch.quantization.api import check_from_statistics, find_algorithms
+
+    try:
+        check_from_statistics(find_algorithms(config))
+    except ValueError as error:
+        raise wrong("--statistics", str(error)) from None
 
 
 def layer_configs(config: Config) -> Iterator[QuantizationConfig]:
@@ -41,13 +55,18 @@ def layer_configs(config: Config) -> Iterator[QuantizationConfig]:
     yield from config.layer_type_quant_config.values()
 
 
-def needs_data(config: Config) -> bool:
-    """Whether a configuration has algorithms or ranges that need data."""
+def needs_data(config: Config, has_statistics: bool = False) -> bool:
+    """Whether a configuration has algorithms or ranges that need data.
+
+    Args:
+        config: The configuration.
+        has_statistics: Whether algorithms have statistics instead.
+    """
     from quark.torch.quantization import calibrate
     from quark.torch.quantization.api import find_algorithms
 
     learns = any(algorithm.needs_data(options) for algorithm, options in find_algorithms(config))
-    return learns or calibrate.needs_data(layer_configs(config))
+    return (learns and not has_statistics) or calibrate.needs_data(layer_configs(config))
 
 
 def _shares(layer: QuantizationConfig) -> bool:
@@ -80,18 +99,16 @@ def _from_schemes(request: Request, model_type: str) -> Config:
     if request.kv_cache_dtype is not None:
         check_name("--kv_cache_dtype", request.kv_cache_dtype, KV_CACHE_SCHEMES)
     assert request.quant_scheme is not None
-    named = [("--quant_scheme", request.quant_scheme)]
-    named += [("--layer_quant_scheme", name) for _, name in request.layer_schemes]
-    layers = [layer_scheme(flag, name, request.group_size) for flag, name in named]
-    if request.group_size is not None and not any(_is_sized(name) for _, name in named):
-        raise wrong(
-            "--group_size",
-            f"{request.quant_scheme} has no groups, or names their size itself. Leave it out.",
-        )
-    patterns = [pattern for pattern, _ in request.layer_schemes]
+    main, size = request.quant_scheme, request.group_size
+    whole = layer_scheme("--quant_scheme", main, size)
+    layers = {p: layer_scheme("--quant_scheme", main, n) for p, n in request.layer_group_sizes}
+    for pattern, name in request.layer_schemes:
+        layers.setdefault(pattern, layer_scheme("--layer_quant_scheme", name, size))
+    _check_sizes(request, main)
+    _check_scales(request, [whole, *layers.values()])
     config = Config(
-        global_quant_config=layers[0],
-        layer_quant_config=dict(zip(patterns, layers[1:], strict=True)),
+        global_quant_config=_with_scales(whole, request),
+        layer_quant_config={p: _with_scales(layer, request) for p, layer in layers.items()},
         exclude=request.excluded or [],
         algo_config=_algorithms(request),
     )
@@ -99,13 +116,55 @@ def _from_schemes(request: Request, model_type: str) -> Config:
         projections = LLMTemplate.get(model_type).kv_layers_name
         floor = request.min_kv_scale or 0.0
         config = with_kv_cache(config, projections, request.kv_cache_dtype, floor)
+        config = replace(config, kv_cache_post_rope=request.kv_cache_post_rope)
     return config
+
+
+def _check_sizes(request: Request, main: str) -> None:
+    """Check that there are groups to take the sizes that are given."""
+    names = [main, *(name for _, name in request.layer_schemes)]
+    sized = [name for name in names if _is_sized(name)]
+    fits = {"group_size": bool(sized), "group_size_per_layer": main in sized}
+    for flag, fit in fits.items():
+        if getattr(request, flag) is not None and not fit:
+            raise wrong(
+                f"--{flag}", f"{main} has no groups, or names their size itself. Leave it out."
+            )
+
+
+# Field of a specification that a flag gives -> whether a specification leaves it open.
+_SCALE_FIELDS: dict[str, Callable[[QuantizationSpec], bool]] = {
+    "scale_format": lambda spec: spec.scale_format == "float32" and spec.second_stage is None,
+    "scale_calculation_mode": lambda spec: spec.scale_calculation_mode is not None,
+}
+
+
+def _check_scales(request: Request, layers: list[QuantizationConfig]) -> None:
+    """Check that scales that are asked for on the command line are those of some tensor."""
+    specs = [spec for layer in layers for _, spec in layer.specs()]
+    for flag, is_open in _SCALE_FIELDS.items():
+        if flag in request.given and not any(map(is_open, specs)):
+            raise wrong(f"--{flag}", f"{request.quant_scheme} leaves no choice. Leave it out.")
+
+
+def _with_scales(layer: QuantizationConfig, request: Request) -> QuantizationConfig:
+    """Return the configuration of a layer with the scales that are asked for."""
+    for flag, is_open in _SCALE_FIELDS.items():
+        value = getattr(request, flag)
+        if value is not None:
+            specs: dict[str, Any] = {
+                n: replace(s, **{flag: value}) for n, s in layer.specs() if is_open(s)
+            }
+            layer = replace(layer, **specs)
+    return layer
 
 
 def _algorithms(request: Request) -> list[AlgoConfig]:
     """Return the options of the algorithms that were asked for, in order."""
     from quark.torch.quantization.config.template import algorithms
 
+    if request.recipe is not None:
+        return _recipe(request.recipe)[1]
     given = _algorithm_files(request)
     try:
         found = algorithms(request.algorithms, given)
@@ -116,6 +175,15 @@ def _algorithms(request: Request) -> list[AlgoConfig]:
             "--quant_algo_config_file", f"{name} is not asked for. Add --quant_algo {name}."
         )
     return found
+
+
+def _recipe(name: str) -> tuple[str, list[AlgoConfig]]:
+    from quark.torch.quantization.config.recipes import recipe
+
+    try:
+        return recipe(name)
+    except ValueError as error:
+        raise wrong("--recipe", str(error)) from None
 
 
 def _algorithm_files(request: Request) -> dict[str, AlgoConfig]:

@@ -13,13 +13,15 @@ from quark.cli.options import Json, Verbose, panel
 from quark.cli.structure import as_dict, find_structure, show
 
 if TYPE_CHECKING:
+    from quark.torch.export.contents import Part
     from quark.torch.report.summary import Scheme, Summary
 
 HELP = """
 Show what is quantized how in a checkpoint, and what it takes on disk.
 
 Only [cyan]config.json[/cyan] and the headers of the files of tensors are read, so this takes a
-second however large the model is. Float models and checkpoints of earlier versions are fine.
+second however large the model is. Float models, checkpoints of earlier versions, those of AWQ,
+GPTQ, compressed-tensors and fp8, and GGUF files are fine.
 
 Bits per weight count everything stored for the weights of quantized layers: codes, scales and
 zero points.
@@ -36,7 +38,9 @@ zero points.
 """
 
 _show = panel("What to show")
-Directory = Annotated[Path, typer.Argument(metavar="DIR", help="Directory of the checkpoint.")]
+Directory = Annotated[
+    Path, typer.Argument(metavar="DIR", help="Directory of the checkpoint, or a GGUF file.")
+]
 Structure = Annotated[
     bool,
     _show(
@@ -65,8 +69,7 @@ def inspect(
         found = find_structure(directory)
         console.as_json(as_dict(found)) if as_json else show(found)
         return
-    described = models.read_config(directory, "DIR")
-    summary, note = models.read_summary(directory)
+    described, summary, note = _read(directory)
     origin = _origin(described)
     if as_json:
         facts = {"directory": str(directory), "model_type": described.get("model_type"), **origin}
@@ -87,6 +90,59 @@ def inspect(
             f"{console.in_bits(summary.bits_per_parameter)} per parameter over the whole model."
         )
     console.out.print()
+
+
+def _read(place: Path) -> tuple[dict[str, Any], Summary, str]:
+    """Return what a checkpoint says of itself, what it holds, and what is not told apart."""
+    from quark.torch.export.checkpoint import CheckpointReader
+    from quark.torch.export.contents import contents, gguf_contents
+    from quark.torch.export.gguf_file import GgufFile
+    from quark.torch.export.reader import format_of
+
+    files = [place] if place.is_file() else sorted(place.glob("*.gguf"))
+    if len(files) == 1 and not (place / "config.json").is_file():
+        file = GgufFile(files[0])
+        method = {"quant_method": "gguf", "version": file.version}
+        kind = file.values.get("general.architecture", "unknown type")
+        described = {"model_type": kind, "quantization_config": method}
+        return described, _summary(gguf_contents(file)), ""
+    described = models.read_config(place, "DIR")
+    section = described.get("quantization_config")
+    if isinstance(section, dict) and section.get("quant_method", "quark") != "quark":
+        try:
+            fmt = format_of(described, str(place / "config.json"))
+        except ValueError:
+            return described, *models.read_summary(place)  # which says why
+        return described, _summary(contents(CheckpointReader(place).entries, fmt)), ""
+    return described, *models.read_summary(place)
+
+
+def _summary(parts: list[Part]) -> Summary:
+    from quark.torch.report.summary import (
+        LayerSummary,
+        Scheme,
+        Summary,
+        TypeSummary,
+        describe_layer,
+    )
+
+    layers, rest = [], dict[str, list[Any]]()
+    for part in parts:
+        if part.is_layer:
+            kind = part.kind
+            scheme = (
+                Scheme(weight=kind)
+                if isinstance(kind, str)
+                else describe_layer(kind, is_cache=True)
+            )
+            layers.append(LayerSummary(part.name, scheme, part.elements, 8 * part.bytes))
+        else:
+            rest.setdefault(str(part.kind), []).append(part)
+    kinds = [
+        TypeSummary(kind, len(found), sum(x.elements for x in found), sum(x.bytes for x in found))
+        for kind, found in sorted(rest.items())
+    ]
+    return Summary(tuple(layers), tuple(kinds), sum(part.all_bytes for part in parts))
 
 
 def _origin(described: dict[str, Any]) -> dict[str, Any]:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+from rich.markup import escape
 
 from quark.cli import console, models
+from quark.cli.collect import load_kept
 from quark.cli.configs import excluding_head, make_config, needs_data
-from quark.cli.options import EVAL_WINDOWS, GGUF_NAME, SEQ_LEN
+from quark.cli.measures import Figures, Measures, prepare_measures, show_scores, write_metrics
+from quark.cli.options import GGUF_NAME, SEQ_LEN
 from quark.cli.outline import Outcome, show_outcome, show_plan
 from quark.cli.request import Request, check_flags, check_places
 
@@ -18,6 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from quark.torch.algorithm.kept import Statistics
     from quark.torch.quantization.config.config import Config
 
 
@@ -28,52 +33,102 @@ def run(request: Request) -> None:
         typer.BadParameter: What was asked for cannot be done; found before the model is loaded.
         ValueError: The model cannot be quantized like that. Nothing is written.
     """
-    check_places(request)
     check_flags(request)
+    found = models.find_model(request.model_dir, "--model_dir", request.revision)
+    request = replace(request, model_dir=found)
+    check_places(request)
     described = models.read_config(request.model_dir, "--model_dir")
+    if request.quantizes:
+        _quantize(request, described)
+    else:
+        _reuse(request, described)
+
+
+def _quantize(request: Request, described: dict[str, Any]) -> None:
     if "quantization_config" in described:
         raise console.wrong(
             "--model_dir", f"{request.model_dir} is quantized already. Give the float model."
         )
     config = make_config(request, str(described.get("model_type", "")))
+    statistics = load_kept(request.statistics)
     device = models.pick_device(request.device)
     length = models.window_length(described, request.seq_len, SEQ_LEN)
     show_plan(request, config, described, length)
-    tokenizer, calibration, evaluation = _read_text(request, config, length)
-    with console.stage("loading the model", spinner=True):
-        model = models.load_model(
-            request.model_dir, request.data_type, device, request.trust_remote_code
-        )
-    outcome = _work(request, model, config, calibration, evaluation)
-    with console.stage("writing the checkpoint"):
-        _export(request, model, tokenizer)
+    tokenizer, calibration, measures = _read_text(request, config, described, length)
+    model = _load(request, request.model_dir, device)
+    outcome = _work(request, model, config, calibration, measures, statistics)
+    _write(request, model, tokenizer, str(described.get("model_type", "model")))
     show_outcome(request, outcome)
+    _tell(request, outcome.after)
+
+
+def _reuse(request: Request, described: dict[str, Any]) -> None:
+    """Measure a model as it is, or one that was quantized before, and write it if asked for."""
+    if request.model_reload:
+        described = models.read_config(request.reload_dir, "--import_model_dir")
+    device = models.pick_device(request.device)
+    tokenizer = _tokenizer(request, is_needed=not request.skip_evaluation)
+    measures = prepare_measures(request, described, tokenizer)
+    if request.params_load:
+        model = _load_params(request, device)
+    else:
+        source = request.reload_dir if request.model_reload else request.model_dir
+        model = _load(request, source, device)
+    figures = None if measures is None else measures.figures(model, "the model")
+    _write(request, model, tokenizer, str(described.get("model_type", "model")))
+    if figures is not None:
+        console.out.print("", console.facts({"perplexity": f"{figures.perplexity:.2f}"}))
+    _tell(request, figures)
+
+
+def _load(request: Request, source: Path, device: str) -> nn.Module:
+    with console.stage("loading the model", spinner=True):
+        return models.load_model(
+            source,
+            request.data_type,
+            device,
+            request.trust_remote_code,
+            request.model_attn_implementation,
+        )
+
+
+def _load_params(request: Request, device: str) -> nn.Module:
+    from quark.torch.export.params import load_params
+
+    assert request.json_path is not None
+    assert request.safetensors_path is not None
+    with console.stage("loading the model", spinner=True):
+        model = models.empty_model(
+            request.model_dir, request.trust_remote_code, request.model_attn_implementation
+        )
+        model = load_params(model, request.json_path, request.safetensors_path)
+    return model.to(device).eval()
+
+
+def _tokenizer(request: Request, is_needed: bool) -> Any:
+    """Return the tokenizer of the model; None if it has none and it is not needed."""
+    try:
+        return models.load_tokenizer(request.model_dir, "--model_dir", request.trust_remote_code)
+    except typer.BadParameter:
+        if is_needed:
+            raise
+        return None
 
 
 def _read_text(
-    request: Request, config: Config, length: int
-) -> tuple[Any, torch.Tensor | None, torch.Tensor | None]:
-    """Return tokenizer, windows to calibrate on and windows to evaluate on, where needed."""
-    is_calibrated = needs_data(config)
-    trust = request.trust_remote_code
-    if not is_calibrated and request.skip_evaluation:
-        try:  # only to be written beside the model
-            return models.load_tokenizer(request.model_dir, "--model_dir", trust), None, None
-        except typer.BadParameter:
-            return None, None, None
-    calibration = evaluation = None
+    request: Request, config: Config, described: dict[str, Any], length: int
+) -> tuple[Any, torch.Tensor | None, Measures | None]:
+    """Return tokenizer, windows to calibrate on and what to evaluate on, where needed."""
+    is_calibrated = needs_data(config, request.statistics is not None)
+    calibration = None
     with console.stage("reading text"):
-        tokenizer = models.load_tokenizer(request.model_dir, "--model_dir", trust)
+        tokenizer = _tokenizer(request, is_calibrated or not request.skip_evaluation)
         if is_calibrated:
             calibration = models.text_windows(
                 request.dataset, "--dataset", tokenizer, length, request.num_calib_data, False
             )
-        if not request.skip_evaluation:
-            limit = request.num_eval_data or EVAL_WINDOWS
-            evaluation = models.text_windows(
-                request.eval_data, "--eval_data", tokenizer, length, limit, True
-            )
-    return tokenizer, calibration, evaluation
+        measures = prepare_measures(request, described, tokenizer)
+    return tokenizer, calibration, measures
 
 
 def _work(
@@ -81,7 +136,8 @@ def _work(
     model: nn.Module,
     config: Config,
     calibration: torch.Tensor | None,
-    evaluation: torch.Tensor | None,
+    measures: Measures | None,
+    statistics: Statistics | None,
 ) -> Outcome:
     """Quantize and freeze the model in place, and measure it before and after."""
     import torch
@@ -103,15 +159,17 @@ def _work(
         seconds=0.0,
         shared=len(config.shared_scale_groups),
     )
-    if evaluation is not None:
-        outcome.before = _perplexity(model, evaluation, "perplexity of the original")
+    if measures is not None:
+        outcome.before = measures.perplexity(model, "perplexity of the original")
     batches = None if calibration is None else [*torch.split(calibration, request.batch_size)]
     start = time.monotonic()
     with console.stage("quantizing"):
-        model = ModelQuantizer.freeze(ModelQuantizer(config).quantize_model(model, batches))
+        quantizer = ModelQuantizer(config)
+        model = quantizer.quantize_model(model, batches, statistics)
+        model = ModelQuantizer.freeze(model)
     outcome.seconds = time.monotonic() - start
-    if evaluation is not None:
-        outcome.after = _perplexity(model, evaluation, "perplexity when quantized")
+    if measures is not None:
+        outcome.after = measures.figures(model, "the quantized model")
     return outcome
 
 
@@ -141,25 +199,56 @@ def _siblings(model: nn.Module) -> list[list[str]]:
     return groups
 
 
-def _perplexity(model: nn.Module, windows: torch.Tensor, title: str) -> float:
-    from quark.torch.evaluation.perplexity import perplexity
+def _write(request: Request, model: nn.Module, tokenizer: Any, model_type: str) -> None:
+    """Write all that is asked for, each directory when it is complete."""
+    from quark.torch.export.checkpoint import fresh_directory
+    from quark.torch.export.params import save_params
 
-    with console.stage(title):
-        return perplexity(model, windows, progress=title)
+    formats = request.exports
+    if formats:
+        with console.stage("writing the checkpoint"):
+            if len(formats) == 1:
+                _export(request, model, tokenizer, formats[0], request.output_dir)
+            else:
+                with fresh_directory(request.output_dir, request.overwrite) as directory:
+                    for name in formats:
+                        _export(request, model, tokenizer, name, directory / name)
+                        _move_up(directory / name)
+    if request.params_save:
+        with console.stage("writing parameters"):
+            save_params(model, model_type, export_dir=request.save_dir, overwrite=request.overwrite)
 
 
-def _export(request: Request, model: nn.Module, tokenizer: Any) -> None:
+def _export(request: Request, model: nn.Module, tokenizer: Any, name: str, directory: Path) -> None:
     from quark.torch.export.api import ModelExporter
     from quark.torch.quantization.config.export import JsonExporterConfig
 
     options = JsonExporterConfig(
         weight_format=request.export_weight_format, pack_method=request.pack_method
     )
-    exporter = ModelExporter(options, request.output_dir, request.overwrite)
+    exporter = ModelExporter(options, directory, request.overwrite)
     mode = request.custom_mode
-    if request.model_export == "gguf":
+    if name == "gguf":
         exporter.export_gguf_model(model, request.model_dir, GGUF_NAME)
-    elif request.model_export == "quark_format":
+    elif name == "quark_format":
         exporter.export_quark_model(model, custom_mode=mode)
     else:
         exporter.export_safetensors_model(model, custom_mode=mode, tokenizer=tokenizer)
+
+
+def _move_up(directory: Path) -> None:
+    """Move what a directory holds to its parent, and remove it."""
+    for file in directory.iterdir():
+        file.rename(directory.parent / file.name)
+    directory.rmdir()
+
+
+def _tell(request: Request, figures: Figures | None) -> None:
+    """Show the scores in tasks, and write a file of figures if asked for."""
+    if figures is None:
+        return
+    if figures.scores:
+        show_scores({"the model" if not request.quantizes else "quantized": figures.scores})
+    if request.save_metrics_to_csv:
+        path = write_metrics(request.metrics_output_dir, figures)
+        console.out.print(f"  metrics: {escape(str(path))}")

@@ -10,7 +10,18 @@ import typer
 from typer.core import TyperGroup
 
 from quark import __version__
-from quark.cli import console, demo, evaluate, inspect, quantize, schemes
+from quark.cli import (
+    collect,
+    console,
+    convert,
+    demo,
+    evaluate,
+    inspect,
+    quantize,
+    recipes,
+    schemes,
+    search,
+)
 
 HELP = """
 Make a Hugging Face model smaller, see what it costs, and load it anywhere.
@@ -58,6 +69,8 @@ ALIASES = {
     "kv_cache_quant_scheme": "kv_cache_dtype",
     "quant_algo_config_file_path": "quant_algo_config_file",
     "pre_optimization_config_file_path": "quant_algo_config_file",
+    "evaluation_dataset": "eval_data",
+    "eval_data_dir": "eval_data",
 }
 
 
@@ -100,16 +113,23 @@ def _program(context: typer.Context, version: Version = False) -> None:
         typer.echo(context.get_help())
 
 
-for verb in (demo, quantize, evaluate, inspect, schemes):
+for verb in (demo, quantize, collect, search, convert, evaluate, inspect, schemes, recipes):
     verb.register(app)
 
 
-def main() -> None:
-    """Run the command line."""
+def main(
+    args: Sequence[str] | None = None, defaults: dict[str, dict[str, Any]] | None = None
+) -> None:
+    """Run the command line.
+
+    Args:
+        args: Verb and flags, None for those that the process was started with.
+        defaults: Verb to flag to value, instead of what the help says where a flag is not given.
+    """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a sign that the terminal lacks must not stop the work
             stream.reconfigure(errors="replace")
-    app()
+    app(args=args, default_map=defaults)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quark.cli.console import wrong
+from quark.cli.console import stage, wrong
 
 if TYPE_CHECKING:
     import torch
@@ -16,7 +17,34 @@ if TYPE_CHECKING:
 
 EMBEDDED = "docstrings of the standard library"
 CHARACTERS_PER_TOKEN = 8  # of English text in any vocabulary, at most
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+NOT_LOADED = ["original/*", "*.gguf", "*.onnx", "*.msgpack", "*.h5"]  # other forms of the weights
 UNBOUNDED = 1 << 20  # tokenizers say a huge number where there is no bound
+
+
+def find_model(given: Path, flag: str, revision: str | None = None) -> Path:
+    """Return the directory of a model, which comes from the Hub where there is none.
+
+    Raises:
+        typer.BadParameter: There is neither a directory nor a model of the Hub of that name.
+    """
+    if given.is_dir() or not HUB_NAME.fullmatch(given.as_posix()):
+        return given
+    from huggingface_hub import snapshot_download
+
+    try:
+        with stage(f"finding {given}"):
+            found = snapshot_download(
+                given.as_posix(), revision=revision, ignore_patterns=NOT_LOADED
+            )
+    except (OSError, ValueError) as error:  # includes those of the Hub and of the network
+        first = str(error).strip().split("\n")[0]
+        raise wrong(
+            flag,
+            f"there is no directory {given}, and no model of that name can be reached on the "
+            f"Hugging Face Hub ({first}). Give the directory of a model.",
+        ) from None
+    return Path(found)
 
 
 def read_config(directory: Path, flag: str) -> dict[str, Any]:
@@ -58,37 +86,56 @@ def pick_device(name: str) -> str:
 
 
 def load_model(
-    directory: Path, dtype: str = "auto", device: str = "cpu", trust_remote_code: bool = False
+    directory: Path,
+    dtype: str = "auto",
+    device: str = "cpu",
+    trust_remote_code: bool = False,
+    attention: str | None = None,
 ) -> nn.Module:
-    """Return the causal language model of a directory, quantized or not, in evaluation mode."""
+    """Return the causal language model of a directory, quantized or not, in evaluation mode.
+
+    Args:
+        directory: Directory of the model.
+        dtype: Type to load it in, or auto for that it has.
+        device: Device to put it on.
+        trust_remote_code: Whether code that comes with it may run.
+        attention: How attention is computed, None for what Transformers takes.
+    """
     from transformers import AutoModelForCausalLM
 
+    from quark.torch.export.api import ModelImporter
     from quark.torch.export.checkpoint import NATIVE
 
     _quiet_transformers()
     model: nn.Module
     if (directory / NATIVE).is_file():
-        model = _load_native(directory, trust_remote_code)
+        model = empty_model(directory, trust_remote_code, attention)
+        model = ModelImporter(directory).import_model_info(model)
     else:
         model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, trust_remote_code=trust_remote_code
+            directory,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            attn_implementation=attention,
         )
     return model.to(device).eval()
 
 
-def _load_native(directory: Path, trust_remote_code: bool) -> nn.Module:
-    """Return the model of a directory in Quark's native format, which Transformers cannot read."""
+def empty_model(
+    directory: Path, trust_remote_code: bool = False, attention: str | None = None
+) -> nn.Module:
+    """Return the float architecture that a directory describes, on the meta device."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
-
-    from quark.torch.export.api import ModelImporter
 
     config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    return ModelImporter(directory).import_model_info(model)
+        model: nn.Module = AutoModelForCausalLM.from_config(
+            config, trust_remote_code=trust_remote_code, attn_implementation=attention
+        )
+    return model
 
 
 def load_tokenizer(directory: Path, flag: str, trust_remote_code: bool = False) -> Any:
@@ -120,7 +167,9 @@ def _quiet_transformers() -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
-def window_length(config: dict[str, Any], wanted: int | None, default: int) -> int:
+def window_length(
+    config: dict[str, Any], wanted: int | None, default: int, flag: str = "--seq_len"
+) -> int:
     """Return the tokens of a window: what is wanted, or what the model can take of the default.
 
     Raises:
@@ -130,7 +179,7 @@ def window_length(config: dict[str, Any], wanted: int | None, default: int) -> i
     config = {**(inner if isinstance(inner, dict) else {}), **config}
     most = config.get("max_position_embeddings") or UNBOUNDED
     if wanted is not None and wanted > most:
-        raise wrong("--seq_len", f"{wanted} is more than the {most} tokens the model can take.")
+        raise wrong(flag, f"{wanted} is more than the {most} tokens the model can take.")
     return wanted or min(default, most)
 
 
@@ -145,17 +194,18 @@ def text_windows(
         tokenizer: Tokenizer of the model.
         length: Tokens of a window.
         limit: Most windows; 0 for all, which a source or held-out text must have an end for.
-        held_out: Whether the text that comes with Python is that which no model is calibrated on.
+        held_out: Whether text of a name, or without one, is that which no model is calibrated on.
 
     Raises:
         typer.BadParameter: There is no such text, or too little of it.
     """
     from quark.demo.text import calibration_documents, evaluation_documents
-    from quark.torch.evaluation.perplexity import load_documents, token_windows
+    from quark.torch.evaluation.named import named_documents
+    from quark.torch.evaluation.perplexity import token_windows
 
     try:
         if source is not None:
-            documents = load_documents(source)
+            documents = named_documents(source, held_out)
         else:
             enough = CHARACTERS_PER_TOKEN * length * limit
             documents = evaluation_documents() if held_out else calibration_documents(enough)

@@ -1,9 +1,13 @@
-"""Flags that several verbs share, and flags that take several values."""
+"""Flags that several verbs share, flags that take several values, and verbs made of a dataclass."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import copy
+from dataclasses import MISSING, fields
 from enum import Enum
-from typing import Annotated, Any
+from inspect import Parameter, Signature
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 import typer
 from typer.core import TyperCommand
@@ -13,23 +17,12 @@ from quark.cli.console import set_verbose
 SEQ_LEN = 512
 EVAL_WINDOWS = 16
 GGUF_NAME = "model"
+TYPED = "COMMANDLINE"  # where the value of a flag comes from, among others
 
+DataType = Literal["auto", "float16", "bfloat16", "float32"]
+Device = Literal["auto", "cpu", "cuda"]
 
-class DataType(str, Enum):
-    """Type in which the model is loaded."""
-
-    auto = "auto"
-    float16 = "float16"
-    bfloat16 = "bfloat16"
-    float32 = "float32"
-
-
-class Device(str, Enum):
-    """Device on which the model runs."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
+T = TypeVar("T")
 
 
 class ModelExport(str, Enum):
@@ -38,30 +31,6 @@ class ModelExport(str, Enum):
     hf_format = "hf_format"
     quark_format = "quark_format"
     gguf = "gguf"
-
-
-class CustomMode(str, Enum):
-    """Tool whose layout tensors and configuration have."""
-
-    quark = "quark"
-    awq = "awq"
-    gptq = "gptq"
-    compressed_tensors = "compressed-tensors"
-    fp8 = "fp8"
-
-
-class WeightFormat(str, Enum):
-    """What is stored of quantized weights."""
-
-    real_quantized = "real_quantized"
-    fake_quantized = "fake_quantized"
-
-
-class PackMethod(str, Enum):
-    """How 4-bit codes lie in a word."""
-
-    reorder = "reorder"
-    order = "order"
 
 
 def panel(name: str) -> Any:
@@ -73,7 +42,7 @@ def panel(name: str) -> Any:
     return option
 
 
-_model, _other = panel("Model"), panel("Other")
+_model, _evaluation, _other = panel("Model"), panel("Evaluation"), panel("Other")
 
 DataTypeFlag = Annotated[
     DataType,
@@ -88,7 +57,32 @@ DeviceFlag = Annotated[
     _model("--device", metavar="DEVICE", help="cpu, cuda, or auto: on a GPU if there is one."),
 ]
 TrustRemoteCode = Annotated[
-    bool, _model("--trust_remote_code", help="Run Python code that comes with the model.")
+    bool,
+    _model(
+        "--trust_remote_code/--no_trust_remote_code",
+        help="Run Python code that comes with the model.",
+        show_default=False,
+    ),
+]
+Tasks = Annotated[
+    str | None,
+    _evaluation(
+        "--tasks",
+        metavar="NAME,…",
+        help="Tasks of lm-evaluation-harness to score as well, such as gsm8k,wikitext.",
+    ),
+]
+IncludePath = Annotated[
+    str | None,
+    _evaluation("--include_path", metavar="DIR", help="Directory of task files of your own."),
+]
+NumFewshot = Annotated[
+    int | None,
+    _evaluation("--num_fewshot", metavar="N", min=0, help="Examples before each question."),
+]
+ChatTemplate = Annotated[
+    bool,
+    _evaluation("--apply_chat_template", help="Put questions of tasks in the model's chat format."),
 ]
 Json = Annotated[bool, _other("--json", help="Print JSON for programs instead of tables.")]
 Verbose = Annotated[
@@ -101,6 +95,42 @@ Verbose = Annotated[
         help="Show more on the way, and a traceback if something fails.",
     ),
 ]
+
+
+def verb(flags: type[T], run: Callable[[T], None]) -> Callable[..., None]:
+    """Return a function for typer whose flags are the fields of a dataclass, by their names.
+
+    Args:
+        flags: The dataclass. Its field ``given``, which is no flag, receives the names of the flags
+            that stand on the command line.
+        run: What is called with an instance.
+    """
+
+    def command(context: typer.Context, **values: Any) -> None:
+        sources = {name: context.get_parameter_source(name) for name in values}
+        given = {name for name, source in sources.items() if source and source.name == TYPED}
+        run(flags(**values, given=frozenset(given)))  # type: ignore[call-arg]
+
+    hints = get_type_hints(flags, include_extras=True)
+    parameters = [Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context)]
+    for field in fields(flags):  # type: ignore[arg-type]
+        if field.name != "given":
+            default = Parameter.empty if field.default is MISSING else field.default
+            flag = _named(hints[field.name], field.name)
+            parameters.append(
+                Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=flag)
+            )
+    command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    return command
+
+
+def _named(flag: Any, name: str) -> Any:
+    """Return an annotation whose option, if it has no spelling, has that of a name."""
+    kind, option = get_args(flag)
+    option = copy(option)
+    if option.default is ...:
+        option.default = f"--{name}"
+    return Annotated[kind, option]
 
 
 class ManyValues(TyperCommand):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
@@ -11,7 +12,8 @@ from rich.markup import escape
 from quark import __version__
 from quark.cli import console, models
 from quark.cli.configs import needs_data
-from quark.cli.options import EVAL_WINDOWS, GGUF_NAME
+from quark.cli.measures import Figures
+from quark.cli.options import GGUF_NAME
 from quark.cli.request import Request
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ class Outcome:
     seconds: float
     shared: int
     before: float | None = None
-    after: float | None = None
+    after: Figures | None = None
 
 
 def show_plan(request: Request, config: Config, described: dict[str, Any], length: int) -> None:
@@ -37,7 +39,7 @@ def show_plan(request: Request, config: Config, described: dict[str, Any], lengt
     kind = described.get("model_type", "unknown type")
     main = describe_layer(config.global_quant_config)
     rows = {"model": f"{request.model_dir}  ({kind}, {size})"}
-    rows["scheme"] = str(request.quant_scheme or request.config)
+    rows["scheme"] = str(request.quant_scheme or request.recipe or request.config)
     rows |= {"  weights": main.weight, "  inputs": main.input, "  outputs": main.output}
     cache = next(iter(config.kv_cache_quant_config.values()), None)
     rows["  cache"] = "" if cache is None else describe(cache.output_tensors)
@@ -49,18 +51,20 @@ def show_plan(request: Request, config: Config, described: dict[str, Any], lengt
     source = request.dataset or models.EMBEDDED
     rows["calibration"] = (
         f"up to {request.num_calib_data} windows of {length} tokens: {source}"
-        if needs_data(config)
+        if needs_data(config, request.statistics is not None)
         else "none needed: no static ranges of activations"
     )
-    rows["evaluation"] = (
-        ""
-        if request.skip_evaluation
-        else f"up to {request.num_eval_data or EVAL_WINDOWS} windows of {length} tokens: "
-        + (request.eval_data or f"held-out {models.EMBEDDED}")
-    )
+    if not request.skip_evaluation:
+        text = request.eval_data or f"held-out {models.EMBEDDED}"
+        rows["evaluation"] = f"perplexity on {text}"
+        rows["  tasks"] = request.tasks or ""
     layout = "" if request.custom_mode == "quark" else f" as {request.custom_mode}"
-    how = f"{request.model_export}{layout}, {request.export_weight_format}"
-    rows["output"] = f"{request.output_dir}  ({how})"
+    how = f"{', '.join(request.exports)}{layout}, {request.export_weight_format}"
+    rows["output"] = (
+        f"{request.output_dir}  ({how})"
+        if request.exports
+        else "no checkpoint: --model_export hf_format writes one"
+    )
     console.out.print(f"\n[bold]quark {__version__}[/] quantize")
     console.out.print(console.facts({k: escape(v) for k, v in rows.items() if v}))
     console.out.print()
@@ -68,30 +72,40 @@ def show_plan(request: Request, config: Config, described: dict[str, Any], lengt
 
 def show_outcome(request: Request, outcome: Outcome) -> None:
     """Say what came of it, and how to load it."""
-    before = models.weight_bytes(request.model_dir)
-    after = models.weight_bytes(request.output_dir)
+    formats = request.exports
     rows = {}
-    if request.model_export != "gguf" and request.custom_mode == "quark":
+    if {"hf_format", "quark_format"} & set(formats) and request.custom_mode == "quark":
         summary, _ = models.read_summary(request.output_dir)
         left = outcome.linears - len(summary.layers)
         rows["layers"] = f"{len(summary.layers)} quantized, {left} left alone"
         rows["bits per weight"] = console.in_bits(summary.bits_per_weight)
-    share = f"{100 * after / before:.0f} %"
-    rows["size on disk"] = f"{console.in_bytes(before)} → {console.in_bytes(after)} ({share})"
+    if formats:
+        before = models.weight_bytes(request.model_dir)
+        after = models.weight_bytes(request.output_dir)
+        share = f"{100 * after / before:.0f} %"
+        rows["size on disk"] = f"{console.in_bytes(before)} → {console.in_bytes(after)} ({share})"
     rows["calibration"] = f"{outcome.seconds:.1f} s"
     if outcome.shared:
         rows["shared scales"] = f"{outcome.shared} groups of layers"
     if outcome.before is not None and outcome.after is not None:
-        change = console.in_percent(outcome.after, outcome.before)
-        rows["perplexity"] = f"{outcome.before:.2f} → {outcome.after:.2f} ({change})"
-    console.out.print("", console.facts(rows), "\n  Load it:\n", sep="\n")
-    where = json.dumps(str(request.output_dir))
-    if request.model_export == "gguf":
-        file = json.dumps(str(request.output_dir / f"{GGUF_NAME}.gguf"))
-        console.show_code(f"model = llama_cpp.Llama(model_path={file})")
-    elif request.model_export == "quark_format":
-        line = f"quark.torch.ModelImporter({where}).import_model_info(model)"
-        console.show_code(f"model = {line}  # model: the architecture, empty")
-    else:
-        console.show_code(f"model = transformers.AutoModelForCausalLM.from_pretrained({where})")
+        found = outcome.after.perplexity
+        change = console.in_percent(found, outcome.before)
+        rows["perplexity"] = f"{outcome.before:.2f} → {found:.2f} ({change})"
+    console.out.print("", console.facts(rows), sep="\n")
+    if formats:
+        console.out.print("\n  Load it:\n")
+        for name in formats:
+            console.show_code(_loading(name, request.output_dir))
     console.out.print()
+
+
+def _loading(name: str, directory: Path) -> str:
+    """Return the line that loads what was written in a format."""
+    where = json.dumps(str(directory))
+    if name == "gguf":
+        file = json.dumps(str(directory / f"{GGUF_NAME}.gguf"))
+        return f"model = llama_cpp.Llama(model_path={file})"
+    if name == "quark_format":
+        line = f"quark.torch.ModelImporter({where}).import_model_info(model)"
+        return f"model = {line}  # model: the architecture, empty"
+    return f"model = transformers.AutoModelForCausalLM.from_pretrained({where})"

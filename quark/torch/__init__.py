@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from quark.torch.export.api import ModelExporter as ModelExporter
     from quark.torch.export.api import ModelImporter as ModelImporter
     from quark.torch.export.api import export_gguf as export_gguf
+    from quark.torch.export.api import export_onnx as export_onnx
     from quark.torch.export.api import export_safetensors as export_safetensors
     from quark.torch.export.api import (
         import_model_from_safetensors as import_model_from_safetensors,
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from quark.torch.quantization.api import ModelQuantizer as ModelQuantizer
     from quark.torch.quantization.config.template import LLMTemplate as LLMTemplate
     from quark.torch.quantization.config.type import QuantFlow as QuantFlow
+    from quark.torch.statistics.collect import collect_statistics as collect_statistics
+    from quark.torch.statistics.files import load_statistics as load_statistics
+    from quark.torch.statistics.files import save_statistics as save_statistics
 
 _NAMES = {
     "LLMTemplate": "quantization.config.template",
@@ -24,11 +28,15 @@ _NAMES = {
     "ModelImporter": "export.api",
     "ModelQuantizer": "quantization.api",
     "QuantFlow": "quantization.config.type",
+    "collect_statistics": "statistics.collect",
     "export_gguf": "export.api",
+    "export_onnx": "export.api",
     "export_safetensors": "export.api",
     "import_model_from_safetensors": "export.api",
     "load_params": "export.params",
+    "load_statistics": "statistics.files",
     "save_params": "export.params",
+    "save_statistics": "statistics.files",
 }
 __all__ = sorted(_NAMES)
 

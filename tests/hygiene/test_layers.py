@@ -34,6 +34,8 @@ LAYERS = {
     "quark.torch.quantization.api": 5,
     "quark.torch.export": 6,
     "quark.torch.evaluation": 6,
+    "quark.torch.statistics": 6,
+    "quark.torch.search": 6,
     "quark.torch.report": 7,
     "quark.cli": 7,
     "quark.demo": 7,

@@ -6,7 +6,7 @@ from torch import nn
 
 from quark.torch.graph.discover import discover
 from quark.torch.quantization.nn.experts import unfuse
-from tests.models.architectures import InDouble, build, small_config, tokens
+from tests.models.architectures import InDouble, build, inputs, small_config
 
 # Architecture -> kind of its norms, whether its head is tied, (key-value heads, heads).
 ROTATING = {
@@ -36,6 +36,11 @@ ROTATING = {
     "qwen3_next": ("rms", False, None),
     "mamba": ("rms", True, None),
     "jamba": ("rms", False, (2, 4)),
+    "dbrx": ("layer", False, (2, 4)),
+    "deepseek_v4": ("rms", False, None),  # several streams, which are read as one
+    "megatron-bert": ("layer", True, (4, 4)),  # its head reads what is not of the stream
+    "pegasus": ("layer", True, (4, 4)),  # attends to an encoder as well
+    "whisper": ("layer", True, (4, 4)),
 }
 REFUSED = {
     "gemma2": "is added to the output of model.layers.0.post_attention_layernorm",
@@ -47,14 +52,17 @@ REFUSED = {
     "rwkv": "goes through native_layer_norm in rwkv.blocks.0.ln1",
     "gemma3n_text": "goes through bmm",
     "bert": "is added to the output of bert.embeddings.LayerNorm",
+    "ctrl": "is added to something else in transformer",
 }
+# Those of them that have heads of values, which may be rotated all the same.
+VALUES = ("gemma2", "gemma3_text", "olmo2", "glm4", "bloom", "bert", "ctrl")
 
 
 def structure_of(name):
     model = build(small_config(name, use_cache=False))
     unfuse(model)
     with InDouble():
-        return model, discover(model, tokens())
+        return model, discover(model, inputs(model))
 
 
 def rotate_(model, stream, rotation):
@@ -83,7 +91,8 @@ def rotate_(model, stream, rotation):
     for part in (stream.embeddings, stream.writers, stream.biases, stream.readers):
         for weight in part:
             vectors = model.get_parameter(weight.parameter).data.movedim(weight.axis, -1)
-            vectors.copy_(vectors @ rotation)
+            turned = vectors.unflatten(-1, (-1, len(rotation))) @ rotation
+            vectors.copy_(turned.flatten(-2))
 
 
 def random_rotation(size, keeps_mean):
@@ -109,18 +118,19 @@ def test_a_rotated_stream_gives_the_same_logits(name):
     shapes = {(len(found.rows), len(found.columns)) for found in stream.values}
     assert shapes == ({heads} if heads else set())
     with InDouble(), torch.no_grad():
-        before = model(tokens()).logits
+        before = model(**inputs(model)).logits
         rotate_(model, stream, random_rotation(64, kind == "layer"))
-        after = model(tokens()).logits
+        after = model(**inputs(model)).logits
     torch.testing.assert_close(after, before, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", [name for name in ROTATING if ROTATING[name][2]])
+@pytest.mark.parametrize("name", [*(name for name in ROTATING if ROTATING[name][2]), *VALUES])
 def test_rotated_values_give_the_same_logits(name):
     model, structure = structure_of(name)
+    assert len(structure.values) >= len(structure.blocks)
     with InDouble(), torch.no_grad():
-        before = model(tokens()).logits
-        for heads in structure.stream.values:
+        before = model(**inputs(model)).logits
+        for heads in structure.values:
             rotation = random_rotation(heads.rows.shape[1], False)
             for (parameter, axis), places in [
                 *((source, heads.rows) for source in heads.sources),
@@ -128,7 +138,7 @@ def test_rotated_values_give_the_same_logits(name):
             ]:
                 vectors = model.get_parameter(parameter).data.movedim(axis, -1)
                 vectors[..., places] = vectors[..., places] @ rotation
-        after = model(tokens()).logits
+        after = model(**inputs(model)).logits
     torch.testing.assert_close(after, before, rtol=1e-9, atol=1e-9)
 
 
@@ -139,10 +149,23 @@ def test_what_stands_in_the_way_is_told(name):
     assert REFUSED[name] in structure.obstacle
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen2_moe", "deepseek_v3"])
-def test_online_rotations_may_be_put_before_what_ends_an_mlp(name):
+@pytest.mark.parametrize(
+    ("name", "ends"),
+    [
+        ("llama", "down_proj"),
+        ("mixtral", "w2"),
+        ("qwen2_moe", "down_proj"),
+        ("deepseek_v3", "down_proj"),
+        ("gemma2", "down_proj"),
+        ("bloom", "dense_4h_to_h"),
+        ("bert", "output.dense"),
+        ("ctrl", "ffn.2"),
+    ],
+)
+def test_online_rotations_may_be_put_before_what_ends_an_mlp(name, ends):
     model, structure = structure_of(name)
-    ends = {n for n, m in model.named_modules() if n.endswith(("down_proj", ".w2"))}
-    assert set(structure.stream.downs) == {
-        n for n in ends if hasattr(model.get_submodule(n), "weight")
+    assert set(structure.downs) == {
+        n
+        for n, m in model.named_modules()
+        if n.endswith(f".{ends}") and "attention.output" not in n and hasattr(m, "weight")
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -48,6 +48,16 @@ def check(options: AutoSmoothQuantConfig, layers: Mapping[str, QuantizationConfi
     check_served(layers, "autosmoothquant", has_quantized_input)
 
 
+def resolve(context: Context, options: AutoSmoothQuantConfig) -> Collection[str]:
+    """Raise if nothing can be rescaled.
+
+    Raises:
+        ValueError: As of ``apply``.
+    """
+    _groups(context, options)
+    return ()
+
+
 def apply(context: Context, options: AutoSmoothQuantConfig) -> None:
     """Choose the strength of every rescaling by the outputs of the layers it feeds.
 
@@ -57,13 +67,7 @@ def apply(context: Context, options: AutoSmoothQuantConfig) -> None:
     Raises:
         ValueError: No quantized input can be rescaled, or what ``scaling_layers`` names cannot.
     """
-    groups = usable_groups(
-        context,
-        "autosmoothquant",
-        has_quantized_input,
-        options.scaling_layers,
-        options.model_decoder_layers,
-    )
+    groups = _groups(context, options)
     by_block: dict[str, list[ScaleGroup]] = defaultdict(list)
     for group in groups:
         by_block[group.block].append(group)
@@ -205,4 +209,14 @@ def rounded_weight(layer: QuantMixin, weight: torch.Tensor) -> torch.Tensor:
     return weight if layer.weight_quantizer is None else layer.weight_quantizer.rounded(weight)
 
 
-ALGORITHM = Algorithm(check, apply)
+def _groups(context: Context, options: AutoSmoothQuantConfig) -> list[ScaleGroup]:
+    return usable_groups(
+        context,
+        "autosmoothquant",
+        has_quantized_input,
+        options.scaling_layers,
+        options.model_decoder_layers,
+    )
+
+
+ALGORITHM = Algorithm(check, apply, resolve=resolve)

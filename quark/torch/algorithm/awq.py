@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 
@@ -46,6 +46,16 @@ def check(options: AWQConfig, layers: Mapping[str, QuantizationConfig]) -> None:
     check_served(layers, "awq", has_quantized_weight)
 
 
+def resolve(context: Context, options: AWQConfig) -> Collection[str]:
+    """Raise if nothing can be rescaled.
+
+    Raises:
+        ValueError: As of ``apply``.
+    """
+    _groups(context, options)
+    return ()
+
+
 def apply(context: Context, options: AWQConfig) -> None:
     """Rescale and clip weights block by block so that their rounding moves outputs least.
 
@@ -53,9 +63,7 @@ def apply(context: Context, options: AWQConfig) -> None:
         ValueError: No input of a quantized weight can be rescaled, or what ``scaling_layers``
             names cannot.
     """
-    groups = usable_groups(
-        context, "awq", has_quantized_weight, options.scaling_layers, options.model_decoder_layers
-    )
+    groups = _groups(context, options)
     by_block: dict[str, list[ScaleGroup]] = defaultdict(list)
     for group in groups:
         by_block[group.block].append(group)
@@ -198,4 +206,10 @@ def clip_(layer: QuantMixin, gram: torch.Tensor) -> None:
         layer.weight.data.copy_(found)
 
 
-ALGORITHM = Algorithm(check, apply)
+def _groups(context: Context, options: AWQConfig) -> list[ScaleGroup]:
+    return usable_groups(
+        context, "awq", has_quantized_weight, options.scaling_layers, options.model_decoder_layers
+    )
+
+
+ALGORITHM = Algorithm(check, apply, resolve=resolve)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 
 import torch
-from torch import nn
 
 from quark.torch.algorithm.awq import has_quantized_weight
 from quark.torch.algorithm.clipping import clipped
 from quark.torch.algorithm.groups import as_rows, block_layers, check_served
-from quark.torch.algorithm.inputs import in_turn, observe_inputs
+from quark.torch.algorithm.inputs import in_turn, observe_inputs, rounding_inputs
 from quark.torch.algorithm.statistics import Gram
+from quark.torch.numerics.qdq import ColumnRounding
 from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.pipeline.runner import Block, run_blocks
 from quark.torch.quantization.config.algo import GPTQConfig, SolverConfig
@@ -22,7 +23,9 @@ from quark.torch.quantization.nn.mixin import QuantMixin, is_transposed
 
 logger = logging.getLogger(__name__)
 
-Rounding = Callable[[torch.Tensor, int], torch.Tensor]  # (outputs,) of a column -> its values
+Solver = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, ColumnRounding], tuple[torch.Tensor, torch.Tensor]
+]
 
 LEAF = 16  # columns below which they are taken one by one
 LEAST_DAMPING = 1e-6  # what rounding in float32 leaves of the smallest eigenvalues
@@ -56,7 +59,7 @@ def inverse_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor | None
 
 
 def solve(
-    weight: torch.Tensor, upper: torch.Tensor, order: torch.Tensor, rounding: Rounding
+    weight: torch.Tensor, upper: torch.Tensor, order: torch.Tensor, rounding: ColumnRounding
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Round a weight column by column; what a column loses goes to those that follow.
 
@@ -111,6 +114,16 @@ def check(options: GPTQConfig, layers: Mapping[str, QuantizationConfig]) -> None
     check_served(layers, "gptq", has_quantized_weight)
 
 
+def resolve(context: Context, options: SolverConfig) -> Collection[str]:
+    """Raise if the options leave no layer.
+
+    Raises:
+        ValueError: As of ``solved_blocks``.
+    """
+    _solved(context, options)
+    return ()
+
+
 def apply(context: Context, options: GPTQConfig) -> None:
     """Round the weights of each block in turn; later blocks see what became of earlier ones.
 
@@ -130,8 +143,29 @@ def solved_blocks(
 ) -> Iterator[tuple[Block, dict[str, QuantMixin]]]:
     """Iterate over the blocks to be solved for, with their layers and the data; see ``run_blocks``.
 
+    The data meets what inputs are rounded to, where that needs no settled ranges.
+
     Raises:
         ValueError: No layer is left by the options.
+    """
+    names, found = context.structure.blocks, _solved(context, options)
+    last = list(found)[-1]
+    needed = names[: names.index(last) + 1]
+    blocks = run_blocks(context.model, needed, context.batches, options.name, compare=compare)
+    with ExitStack() as stack:
+        for block in blocks:
+            if block.name in found:
+                stack.enter_context(rounding_inputs(context, block.name))
+                yield block, found[block.name]
+            if block.name == last:
+                return  # what it gives is of no interest
+
+
+def _solved(context: Context, options: SolverConfig) -> dict[str, dict[str, QuantMixin]]:
+    """Return the layers to be solved for, by name of their block and their own.
+
+    Raises:
+        ValueError: There is none.
     """
     names = context.structure.blocks
     found = {name: layers for name in names if (layers := solved_layers(context, name, options))}
@@ -142,13 +176,7 @@ def solved_blocks(
             f"{options.model_decoder_layers!r} and inside_layer_modules="
             f"{options.inside_layer_modules}. Leave both empty for all."
         )
-    last = list(found)[-1]
-    needed = names[: names.index(last) + 1]
-    for block in run_blocks(context.model, needed, context.batches, options.name, compare=compare):
-        if block.name in found:
-            yield block, found[block.name]
-        if block.name == last:
-            return  # what it gives is of no interest
+    return found
 
 
 def solved_layers(context: Context, block: str, options: SolverConfig) -> dict[str, QuantMixin]:
@@ -157,12 +185,7 @@ def solved_layers(context: Context, block: str, options: SolverConfig) -> dict[s
         return {}
     layers = block_layers(context, block, has_quantized_weight)
     ends = tuple(f".{end}" for end in options.inside_layer_modules) or ("",)
-    return {n: m for n, m in layers.items() if is_linear(m) and n.endswith(ends)}
-
-
-def is_linear(layer: QuantMixin) -> bool:
-    """Whether outputs of a layer are the product of a matrix and its last axis of inputs."""
-    return isinstance(layer, nn.Linear) or is_transposed(layer.float_class)
+    return {n: m for n, m in layers.items() if m.is_linear and n.endswith(ends)}
 
 
 def shrink_to_pool(peers: Iterable[list[str]], grams: dict[str, Gram]) -> None:
@@ -187,8 +210,13 @@ def shrink_to_pool(peers: Iterable[list[str]], grams: dict[str, Gram]) -> None:
 
 
 def round_layer(
-    name: str, layer: QuantMixin, gram: Gram, damping: float, by_size: bool
-) -> torch.Tensor | None:
+    name: str,
+    layer: QuantMixin,
+    gram: Gram,
+    damping: float,
+    by_size: bool,
+    solver: Solver = solve,
+) -> None:
     """Replace the weight of a layer by its rounded values, under scales of the weight as it was.
 
     Args:
@@ -197,10 +225,7 @@ def round_layer(
         gram: Statistics of its inputs.
         damping: Share of the mean square of inputs that is added to all.
         by_size: Whether columns that meet the largest inputs come first.
-
-    Returns:
-        The weight before rounding: each column as those before left it, float32. None if nothing
-        can be done.
+        solver: Rounds the weight: ``solve``, or what takes the same.
     """
     quantizer = layer.weight_quantizer
     weight = layer.weight.detach()
@@ -208,7 +233,7 @@ def round_layer(
     rows = as_rows(weight, axis).float()
     if gram.total is None:
         logger.warning("No data reached %s: it is rounded to the nearest.", name)
-        return None
+        return
     assert quantizer is not None
     hessian = gram.total / max(gram.tokens, 1)
     diagonal = hessian.diagonal()
@@ -223,13 +248,11 @@ def round_layer(
     upper = inverse_factor(hessian[order][:, order], damping)
     if upper is None:
         logger.warning("%s: its Hessian cannot be inverted: rounded to the nearest.", name)
-        return None
+        return
     rounding = quantizer.column_rounder(tuple(weight.shape), axis)
-    rounded, errors = solve(rows, upper, order, rounding)
+    rounded, _ = solver(rows, upper, order, rounding)
     layer.weight.data.copy_(rounded if axis else rounded.T)
     _freeze(layer)
-    before = torch.addcmul(rounded, errors, upper.diagonal()[torch.argsort(order)])
-    return before if axis else before.T
 
 
 def _freeze(layer: QuantMixin) -> None:
@@ -242,4 +265,4 @@ def _freeze(layer: QuantMixin) -> None:
     layer.frozen = True
 
 
-ALGORITHM = Algorithm(check, apply)
+ALGORITHM = Algorithm(check, apply, resolve=resolve)

@@ -138,11 +138,11 @@ def _gains(context: Context, group: ScaleGroup, wanted: Callable[[Any], bool]) -
     if producer is not None and producer.output_quantizer is not None:
         logger.info("%s is left alone: its quantized outputs would change.", group.producer)
         return False
-    layers = [context.layers[n] for n in group.consumers if n in context.layers]
-    if any(layer.input_rotation is not None for layer in layers):
+    layers = {n: context.layers[n] for n in group.consumers if n in context.layers}
+    if any(n in context.rotated or m.input_rotation is not None for n, m in layers.items()):
         logger.info("%s is left alone: what it gives is rotated.", group.producer)
         return False
-    return any(wanted(layer.quant_config) for layer in layers)
+    return any(wanted(layer.quant_config) for layer in layers.values())
 
 
 def _named(
@@ -200,8 +200,10 @@ def observe_grams(
 ) -> dict[str, Gram]:
     """Run the data through a block once and return the statistics of the inputs of its layers.
 
-    Layers that read the same tensor share them.
+    Layers that read the same tensor share them. Where statistics were kept, nothing runs.
     """
+    if context.grams is not None:
+        return context.grams(layers)
     grams: dict[str, Gram] = {}
     observers = []
     for name in layers:

@@ -40,8 +40,10 @@ def observe_inputs(
     Returns:
         Statistics of the inputs x of each layer; and, with two streams, the sum of (r - x) xᵀ with
         the inputs r of the float model, (inputs, inputs) float32. Experts have none: a router may
-        send them other tokens.
+        send them other tokens. Where statistics were kept, they are returned and nothing runs.
     """
+    if context.grams is not None:
+        return context.grams(layers), {}
     firsts = {name: first_reader(name, layers, context) for name in layers}
     routed = {name for names in counterparts(context.model) for name in names}
     seen = _Seen(dict.fromkeys(firsts.values()), routed)
@@ -50,7 +52,7 @@ def observe_inputs(
         for index in range(len(block)):
             if floats is not None:
                 seen.begin(is_reference=True, to_the_end=to_the_end)
-                with _holding(context, floats):
+                with _holding(context, floats), rounding_inputs(context, block.name, False):
                     block.refer(index)
             seen.begin(is_reference=False)
             block.look(index)
@@ -103,6 +105,24 @@ def in_turn(context: Context, layers: Mapping[str, QuantMixin]) -> list[dict[str
         first = first_reader(name, layers, context)
         turns.setdefault(routed.get(first, first), {})[name] = layer
     return list(turns.values())
+
+
+@contextmanager
+def rounding_inputs(context: Context, block: str, wanted: bool = True) -> Iterator[None]:
+    """Let the layers of a block quantize their inputs for a while, or not.
+
+    Those that are quantized by settled ranges are not: these are settled later.
+    """
+    inside = (m for name, m in context.layers.items() if name.startswith(f"{block}."))
+    quantizers = [q for m in inside if (q := m.input_quantizer) is not None and not q.needs_data]
+    before = [q.enabled for q in quantizers]
+    for quantizer in quantizers:
+        quantizer.enabled = wanted
+    try:
+        yield
+    finally:
+        for quantizer, enabled in zip(quantizers, before, strict=True):
+            quantizer.enabled = enabled
 
 
 @contextmanager

@@ -8,12 +8,20 @@ GPTAQ (Li et al. 2025) and Qronos (Zhang et al. 2025) aim at the same error, col
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 from quark.torch.algorithm.awq import has_quantized_weight
-from quark.torch.algorithm.gptq import inverse_factor, round_layer, shrink_to_pool, solved_blocks
+from quark.torch.algorithm.gptq import (
+    Solver,
+    inverse_factor,
+    resolve,
+    round_layer,
+    shrink_to_pool,
+    solve,
+    solved_blocks,
+)
 from quark.torch.algorithm.groups import as_rows, check_served
 from quark.torch.algorithm.inputs import in_turn, observe_inputs
 from quark.torch.algorithm.statistics import Gram
@@ -58,8 +66,9 @@ def round_block(
     share: float = 1.0,
     damping: float = DAMPING,
     by_size: bool = True,
-) -> dict[str, torch.Tensor]:
-    """Correct and round the layers of a block; return their weights as they were before rounding.
+    solver_of: Callable[[str], Solver] = lambda name: solve,
+) -> None:
+    """Correct and round the layers of a block.
 
     Args:
         context: The model.
@@ -68,8 +77,8 @@ def round_block(
         share: How far to correct, see ``correct_``.
         damping: See ``round_layer``, as ``by_size``.
         by_size: Whether columns that meet the largest inputs come first.
+        solver_of: Returns what rounds the weight of a layer.
     """
-    found: dict[str, torch.Tensor] = {}
     floats = {name: layer.weight.detach().clone() for name, layer in layers.items()}
     turns = in_turn(context, layers)
     for turn in turns:
@@ -80,10 +89,7 @@ def round_block(
             correct_(layers[name], grams[name], cross, share)
         context.settle(turn)
         for name, layer in turn.items():
-            before = round_layer(name, layer, grams[name], damping, by_size)
-            if before is not None:
-                found[name] = before
-    return found
+            round_layer(name, layer, grams[name], damping, by_size, solver_of(name))
 
 
 @torch.no_grad()
@@ -106,4 +112,4 @@ def correct_(layer: QuantMixin, gram: Gram, cross: torch.Tensor, share: float = 
     layer.weight.data.copy_(rows if axis else rows.T)
 
 
-ALGORITHM = Algorithm(check, apply)
+ALGORITHM = Algorithm(check, apply, resolve=resolve)

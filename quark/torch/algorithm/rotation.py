@@ -1,7 +1,8 @@
 """Rotations that spread outliers: QuaRot (Ashkboos et al. 2024), SpinQuant (Liu et al. 2024).
 
 R1 rotates the residual stream and R2 the values of each attention head, both within the weights.
-R4 rotates the inputs of down projections as they pass. Where the stream is normalized by layer
+R3 rotates queries and keys after rotary embedding, R4 the inputs of down projections, as they pass.
+Where the stream is normalized by layer
 norms, R1 keeps the mean: then LayerNorm(x R) = LayerNorm(x) R, and the architecture stays.
 """
 
@@ -9,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -21,6 +23,7 @@ from quark.torch.numerics.hadamard import hadamard, largest_order, random_hadama
 from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.quantization.config.algo import RotationConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
+from quark.torch.quantization.nn.attention import key_routes
 
 logger = logging.getLogger(__name__)
 
@@ -35,14 +38,42 @@ def check(options: RotationConfig, layers: Mapping[str, QuantizationConfig]) -> 
             not the order of a Hadamard matrix.
     """
     online = options.online_config
-    if not (options.r1 or options.r2 or options.r4 or (online and online.online_rotation_layers)):
-        raise ValueError("rotation: nothing is to be rotated. Set r1, r2 or r4.")
+    wanted = (options.r1, options.r2, options.r3, options.r4)
+    if not (any(wanted) or (online and online.online_rotation_layers)):
+        raise ValueError("rotation: nothing is to be rotated. Set r1, r2, r3 or r4.")
     if options.train_smooth or options.smooth_positions:
         raise ValueError("rotation: train_smooth is not supported. Use smoothing as well instead.")
     if online is not None and online.use_input_prescale:
         raise ValueError("rotation: use_input_prescale is not supported. Leave it out.")
     if options.rotation_size is not None:
         hadamard(options.rotation_size)
+
+
+class _Plan(NamedTuple):
+    """What is to be done.
+
+    Attributes:
+        stream: The residual stream, or None if no option asks for it.
+        turns: Changes of its parameters.
+        rotations: The rotations by name.
+        online: Names of the layers whose inputs are rotated as they pass.
+        size: Size of the rotation of these.
+    """
+
+    stream: ResidualStream | None
+    turns: Turns
+    rotations: dict[str, torch.Tensor]
+    online: list[str]
+    size: int
+
+
+def resolve(context: Context, options: RotationConfig) -> Collection[str]:
+    """Return the names of the layers whose inputs are to be rotated as they pass.
+
+    Raises:
+        ValueError: As of ``apply``.
+    """
+    return _plan(context, options).online
 
 
 def apply(context: Context, options: RotationConfig) -> None:
@@ -52,27 +83,31 @@ def apply(context: Context, options: RotationConfig) -> None:
         ValueError: The model has a structure that cannot be rotated, or a size does not divide a
             width. The model is then unchanged.
     """
+    plan = _plan(context, options)
+    stream, rotations = plan.stream, plan.rotations
     if options.r3:
-        logger.warning(
-            "rotation: r3 is skipped. It rotates queries and keys after rotary embedding, where "
-            "nothing is quantized here."
-        )
-    listed = _listed(context, options)
-    stream = _stream(context, options) if options.r1 or options.r2 or not listed else None
-    turns, rotations = Turns(), {}
-    if stream is not None:
-        rotations = _plan(turns, context.model, stream, options)
-        listed = listed or _online_layers(context, options, stream)
-    size = _online_size(context, options, listed)
+        _rotate_keys(context.model)
     if stream is not None and STREAM in rotations:
         untie(context.model, stream)
-    for name in listed:
-        context.layers[name].rotate_input(hadamard(size))
+    for name in plan.online:
+        context.layers[name].rotate_input(hadamard(plan.size))
     if options.trainable and stream is not None:
         from quark.torch.algorithm.spinquant import learn
 
-        rotations = learn(context, turns, rotations, _takes_mean(stream))
-    turns.apply_(context.model, rotations)
+        rotations = learn(context, plan.turns, rotations, _takes_mean(stream))
+    plan.turns.apply_(context.model, rotations)
+
+
+def _rotate_keys(model: nn.Module) -> None:
+    """Rotate queries and keys where keys are quantized after rotary embedding."""
+    routes = key_routes(model)
+    for route in routes:
+        route.rotates = True
+    if not routes:
+        logger.warning(
+            "rotation: r3 is skipped. It rotates queries and keys after rotary embedding, where "
+            "nothing is quantized: set kv_cache_post_rope=True and kv_cache_quant_config."
+        )
 
 
 def keeping_ones(rotation: torch.Tensor) -> torch.Tensor:
@@ -104,7 +139,30 @@ def _stream(context: Context, options: RotationConfig) -> ResidualStream:
     return context.structure.stream
 
 
-def _plan(
+def _plan(context: Context, options: RotationConfig) -> _Plan:
+    """Return what is to be done, and change nothing.
+
+    Raises:
+        ValueError: It cannot be done.
+    """
+    online = _listed(context, options)
+    is_read = options.r1 or options.r2 or (options.r4 and not online)
+    stream = _stream(context, options) if is_read else None
+    turns, rotations = Turns(), {}
+    if stream is not None:
+        rotations = _plan_stream(turns, context.model, stream, options)
+        online = online or _online_layers(context, options, stream)
+    for name in online:
+        layer = context.layers[name]
+        if not layer.is_linear or layer.input_rotation is not None or name in context.rotated:
+            raise ValueError(
+                f"rotation: the inputs of {name} cannot be rotated: only those of linear layers "
+                "can, once."
+            )
+    return _Plan(stream, turns, rotations, online, _online_size(context, options, online))
+
+
+def _plan_stream(
     turns: Turns, model: nn.Module, stream: ResidualStream, options: RotationConfig
 ) -> dict[str, torch.Tensor]:
     """Plan R1 and R2, and return the rotations."""
@@ -180,4 +238,4 @@ def _online_size(context: Context, options: RotationConfig, names: list[str]) ->
     return size
 
 
-ALGORITHM = Algorithm(check, apply, lambda options: bool(options.trainable))
+ALGORITHM = Algorithm(check, apply, lambda options: bool(options.trainable), resolve)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -64,15 +64,23 @@ def check(options: SmoothQuantConfig, layers: Mapping[str, QuantizationConfig]) 
         )
 
 
+def resolve(context: Context, options: SmoothQuantConfig) -> Collection[str]:
+    """Raise if nothing can be rescaled.
+
+    Raises:
+        ValueError: As of ``apply``.
+    """
+    _groups(context, options)
+    return ()
+
+
 def apply(context: Context, options: SmoothQuantConfig) -> None:
     """Smooth the inputs of all layers whose inputs are quantized, in one pass over the data.
 
     Raises:
         ValueError: No quantized input can be rescaled, or what ``scaling_layers`` names cannot.
     """
-    groups = usable_groups(
-        context, "smooth", has_quantized_input, options.scaling_layers, options.model_decoder_layers
-    )
+    groups = _groups(context, options)
     ranges = {name: ChannelRange() for group in groups for name in readers(group, context)}
     observers = [(context.layers[name], found) for name, found in ranges.items()]
     present: list[torch.Tensor | None] = [None]
@@ -109,4 +117,10 @@ def largest_weights(group: ScaleGroup, context: Context) -> torch.Tensor:
     return torch.stack([f.to(found[0].device) for f in found]).amax(0)
 
 
-ALGORITHM = Algorithm(check, apply)
+def _groups(context: Context, options: SmoothQuantConfig) -> list[ScaleGroup]:
+    return usable_groups(
+        context, "smooth", has_quantized_input, options.scaling_layers, options.model_decoder_layers
+    )
+
+
+ALGORITHM = Algorithm(check, apply, resolve=resolve)

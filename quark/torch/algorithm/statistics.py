@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import torch
 
-from quark.torch.numerics.hadamard import rotate
 from quark.torch.quantization.nn.mixin import QuantMixin
 
 Observe = Callable[[torch.Tensor], None]  # takes (tokens, channels)
@@ -70,6 +69,15 @@ class Gram:
         self.magnitude += x.abs().sum(0)
         self.tokens += len(x)
 
+    def to(self, device: torch.device | str, copy: bool = False) -> Gram:
+        """Return the same on a device."""
+        moved = Gram()
+        moved.tokens, moved.is_pooled = self.tokens, self.is_pooled
+        if self.total is not None and self.magnitude is not None:
+            moved.total = self.total.to(device, copy=copy)
+            moved.magnitude = self.magnitude.to(device, copy=copy)
+        return moved
+
     def rescale_(self, by: torch.Tensor) -> None:
         """Follow inputs that are divided by ``by`` (channels,) from now on."""
         assert self.total is not None and self.magnitude is not None
@@ -128,9 +136,7 @@ def observing(
 
     def watch(observe: Observe) -> Callable[..., None]:
         def hook(layer: QuantMixin, args: tuple[torch.Tensor, ...]) -> None:
-            x, kept = args[0].detach(), mask()
-            if layer.input_rotation is not None:
-                x = rotate(x, layer.input_rotation)
+            x, kept = layer.quantized_input(args[0].detach()), mask()
             rows = x.reshape(-1, x.shape[-1])
             if kept is not None and x.shape[:-1] in (kept.shape, (kept.numel(),)):
                 rows = rows[kept.flatten().to(x.device)]

@@ -14,7 +14,7 @@ from quark.torch.quantization.config.algo import RotationConfig
 from quark.torch.quantization.config.names import nearest
 from quark.torch.quantization.nn.mixin import QuantMixin, is_transposed
 
-_KEYS = ("prev_modules", "norm_module", "next_modules")
+_KEYS = {"prev_modules": list, "norm_module": str, "next_modules": list}
 _Modules = dict[str, nn.Module]
 
 
@@ -30,6 +30,8 @@ def written_stream(model: nn.Module, options: RotationConfig) -> ResidualStream:
     """
     modules = dict(model.named_modules())
     entries = list(_entries(options, modules))
+    if not entries:
+        raise ValueError("rotation: scaling_layers names nothing for a model of so few blocks.")
     names = list(dict.fromkeys(name for e in entries for name in e["prev_modules"]))
     tables = [name for name in names if isinstance(modules[name], nn.Embedding)]
     writers = [name for name in names if name not in tables]
@@ -40,7 +42,7 @@ def written_stream(model: nn.Module, options: RotationConfig) -> ResidualStream:
     ]
     own = {id(modules[name].weight) for name in tables}
     heads = [r for r in readers if id(model.get_parameter(r.parameter)) in own]
-    return ResidualStream(
+    stream = ResidualStream(
         size=_gain(entries[0]["norm_module"], modules).numel(),
         embeddings=tuple(StreamWeight(f"{name}.weight", 1) for name in tables),
         writers=tuple(StreamWeight(f"{n}.weight", _axis(modules[n], 0)) for n in writers),
@@ -52,6 +54,18 @@ def written_stream(model: nn.Module, options: RotationConfig) -> ResidualStream:
         values=tuple(_values(options, model, modules) if options.r2 else ()),
         downs=tuple(name for name in writers if not name.endswith(options.o_proj)),
     )
+    _check_sizes(model, stream)
+    return stream
+
+
+def _check_sizes(model: nn.Module, stream: ResidualStream) -> None:
+    for weight in (*stream.embeddings, *stream.writers, *stream.biases, *stream.readers):
+        shape = tuple(model.get_parameter(weight.parameter).shape)
+        if shape[weight.axis] != stream.size:
+            raise ValueError(
+                f"rotation: {weight.parameter} of shape {shape} does not fit the residual stream: "
+                f"axis {weight.axis} should have the {stream.size} channels of its norms."
+            )
 
 
 def _entries(options: RotationConfig, modules: _Modules) -> Iterator[dict[str, Any]]:
@@ -65,12 +79,19 @@ def _entries(options: RotationConfig, modules: _Modules) -> Iterator[dict[str, A
     count = len(_blocks(options, modules))
     places = [("first_layer", 0), *(("middle_layers", i) for i in range(1, count))]
     for part, index in [*places, ("last_layer", count - 1)]:
-        for entry in parts.get(part, []):
-            if not set(_KEYS) <= set(entry):
+        for entry in parts.get(part) or ():
+            given = entry if isinstance(entry, dict) else {}
+            if not all(isinstance(given.get(key), kind) for key, kind in _KEYS.items()):
                 raise ValueError(
-                    f"rotation: an entry of {part} needs {', '.join(_KEYS)}, got {list(entry)}."
+                    f"rotation: an entry of {part} needs prev_modules and next_modules (lists of "
+                    f"names) and norm_module (a name), got {str(entry)[:80]}."
                 )
-            yield {key: _numbered(entry[key], index, modules) for key in _KEYS}
+            named = {key: _numbered(entry[key], index, modules) for key in _KEYS}
+            for name in (*named["prev_modules"], *named["next_modules"]):
+                weight = getattr(modules[name], "weight", None)
+                if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
+                    raise ValueError(f"rotation: {name} in {part} has no weight of two axes.")
+            yield named
 
 
 def _numbered(names: Any, index: int, modules: _Modules) -> Any:
@@ -145,5 +166,10 @@ def _values(options: RotationConfig, model: nn.Module, modules: _Modules) -> Ite
             torch.arange(model.get_parameter(f"{name}.weight").shape[axis])
             for name, axis in ((v, given), (o, read))
         ]
+        if any(len(positions) % size for positions in widths):
+            raise ValueError(
+                f"rotation: {v} and {o} have no heads of {size} channels, as the config says. Set "
+                "r2=False."
+            )
         rows, columns = (positions.view(-1, size) for positions in widths)
         yield ValueHeads(block, tuple(sources), (f"{o}.weight", read), rows, columns)

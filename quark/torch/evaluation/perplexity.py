@@ -97,7 +97,11 @@ def _document_tokens(text: str, tokenizer: Tokenizer) -> torch.Tensor:
 
 
 def perplexity(
-    model: nn.Module, windows: torch.Tensor, batch_size: int = 8, progress: str | None = None
+    model: nn.Module,
+    windows: torch.Tensor,
+    batch_size: int = 8,
+    progress: str | None = None,
+    context: int = 1,
 ) -> float:
     """Exponential of the mean negative log-likelihood of every token given those before it.
 
@@ -114,23 +118,25 @@ def perplexity(
         batch_size: Windows in one forward pass.
         progress: Title of a progress bar, which appears on a terminal if the work lasts more
             than a second; None for no bar.
+        context: Tokens at the beginning of each window that are read but not scored.
 
     Returns:
         The perplexity: at least 1, the vocabulary's size for a model that knows nothing, infinite
         where float64 cannot hold it.
 
     Raises:
-        ValueError: The windows are empty, too short or not integers, or ``batch_size`` is below 1.
+        ValueError: The windows are empty, too short or not integers, or ``batch_size`` or
+            ``context`` is below 1.
         FloatingPointError: The likelihood of a window is not a finite number.
     """
-    _check_windows(windows, batch_size)
+    _check_windows(windows, batch_size, context)
     options = {"use_cache": False} if _takes_use_cache(model) else {}
     device = _input_device(model, default=windows.device)
     total = torch.zeros((), dtype=torch.float64)
     with torch.inference_mode(), _evaluating(model):
         for start in _steps(len(windows), batch_size, progress):
             tokens = windows[start : start + batch_size].to(device, torch.int64)
-            losses = _window_losses(_logits(model(tokens, **options)), tokens)  # (batch,)
+            losses = _window_losses(_logits(model(tokens, **options)), tokens, context)
             if not losses.isfinite().all():
                 bad = int((~losses.isfinite()).nonzero()[0])
                 raise FloatingPointError(
@@ -138,15 +144,17 @@ def perplexity(
                     f"{float(losses[bad])}; look for nan, inf or overflow in the model's logits"
                 )
             total += losses.sum()
-    scored = len(windows) * (windows.shape[1] - 1)
+    scored = len(windows) * (windows.shape[1] - context)
     return float(torch.exp(total / scored))
 
 
-def _check_windows(windows: torch.Tensor, batch_size: int) -> None:
-    if windows.ndim != 2 or windows.shape[0] < 1 or windows.shape[1] < 2:
+def _check_windows(windows: torch.Tensor, batch_size: int, context: int) -> None:
+    if context < 1:
+        raise ValueError(f"context must be at least 1, got {context}")
+    if windows.ndim != 2 or windows.shape[0] < 1 or windows.shape[1] <= context:
         raise ValueError(
             f"windows has shape {tuple(windows.shape)}; expected (windows, length) with at least "
-            "one window and two tokens in it"
+            f"one window and {context + 1} tokens in it"
         )
     if windows.is_floating_point() or windows.is_complex() or windows.dtype == torch.bool:
         raise ValueError(f"windows holds {windows.dtype}; expected integer token identifiers")
@@ -201,13 +209,13 @@ def _logits(output: Any) -> torch.Tensor:
     return logits
 
 
-def _window_losses(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+def _window_losses(logits: torch.Tensor, tokens: torch.Tensor, context: int) -> torch.Tensor:
     """Sum of the next-token negative log-likelihoods of each window, (batch,) float64, on the CPU.
 
     Converts a few hundred positions at a time: a float32 copy of all logits of a batch would take
     twice the memory of the logits themselves.
     """
-    targets = tokens[:, 1:].to(logits.device)
+    targets = tokens[:, context:].to(logits.device)
     losses = [
         torch.cat(
             [
@@ -217,7 +225,7 @@ def _window_losses(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
                 )
             ]
         )
-        for rows, wanted in zip(logits[:, :-1], targets, strict=True)
+        for rows, wanted in zip(logits[:, context - 1 : -1], targets, strict=True)
     ]
     return torch.stack(losses).cpu().double().sum(-1)  # float64 is not on every device
 
@@ -249,7 +257,8 @@ def load_documents(
         text_field: Field that holds the text.
 
     Returns:
-        The documents in their order. A record without text gives an empty one.
+        The documents in their order. A record without text gives an empty one, and a chat, a list
+        of messages, what its messages say, one after another.
 
     Raises:
         FileNotFoundError: Nothing of that name is here or can be reached.
@@ -339,6 +348,8 @@ def _record_text(record: Mapping[str, Any], text_field: str, source: str | Path)
         fields = ", ".join(record)
         raise ValueError(f"{source} has no field {text_field!r}; its fields are {fields}")
     text = record[text_field]
+    if isinstance(text, list) and all(isinstance(part, Mapping) for part in text):  # a chat
+        text = "\n\n".join(str(part.get("content") or "") for part in text)
     if text is not None and not isinstance(text, str):
         raise ValueError(f"{text_field!r} of {source} holds {type(text).__name__}, expected text")
     return text or ""

@@ -10,11 +10,14 @@ _NAMES = {
     "OnnxExporterConfig": "config.config",
     "ModelExporter": "api",
     "ModelImporter": "api",
+    "convert": "conversion",
     "export_gguf": "api",
+    "export_onnx": "api",
     "export_safetensors": "api",
     "import_model_from_safetensors": "api",
     "load_params": "params",
     "save_params": "params",
+    "verify": "verification",
 }
 __all__ = sorted(_NAMES)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.torch.export.audit import check_written
 from quark.torch.export.checkpoint import (
     NATIVE,
     CheckpointReader,
@@ -21,7 +23,9 @@ from quark.torch.export.checkpoint import (
 )
 from quark.torch.export.formats.base import get_format
 from quark.torch.export.gguf_writer import write_gguf
+from quark.torch.export.onnx_writer import LARGEST_FILE, OnnxOptions, write_onnx
 from quark.torch.export.reader import format_of, load, receive, targets
+from quark.torch.export.verification import Verdict, verify
 from quark.torch.export.writer import collect, make_format, write_model_files
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.export import ExporterConfig, JsonExporterConfig
@@ -40,6 +44,11 @@ class ModelExporter:
         config: Options, or the directory.
         export_dir: Directory to write. It is written beside and renamed when complete.
         overwrite: Whether an existing directory may be replaced.
+        verify: Whether what is written is opened again, by other software where it is installed,
+            and its predictions compared with those of the model, before it takes its place.
+
+    Attributes:
+        verdict: What came of that at the last export, None if it was not asked for.
 
     Raises:
         ValueError: No directory is given.
@@ -50,6 +59,7 @@ class ModelExporter:
         config: ExporterConfig | JsonExporterConfig | str | Path | None = None,
         export_dir: str | Path | None = None,
         overwrite: bool = False,
+        verify: bool = False,
     ) -> None:
         if isinstance(config, (str, Path)):
             config, export_dir = None, config
@@ -60,6 +70,8 @@ class ModelExporter:
         self.config = config or ExporterConfig()
         self.export_dir = Path(export_dir)
         self.overwrite = overwrite
+        self.verify = verify
+        self.verdict: Verdict | None = None
 
     def export_safetensors_model(
         self,
@@ -91,6 +103,8 @@ class ModelExporter:
         with fresh_directory(self.export_dir, self.overwrite, size_of(tensors)) as directory:
             write_tensors(tensors, directory, max_shard_size)
             write_model_files(model, fmt.section(), directory, tokenizer)
+            check_written(tensors, CheckpointReader(directory))
+            self._judge(directory, model)
 
     def export_quark_model(
         self,
@@ -109,6 +123,8 @@ class ModelExporter:
         with fresh_directory(self.export_dir, self.overwrite, size_of(tensors)) as directory:
             torch.save(tensors, directory / NATIVE)
             write_model_files(model, fmt.section(), directory, None)
+            check_written(tensors, NativeReader(directory))
+            self._judge(directory, model)
 
     def export_gguf_model(
         self, model: nn.Module, tokenizer_path: str | Path, model_type: str
@@ -130,7 +146,66 @@ class ModelExporter:
             ImportError: The package gguf is missing.
             ValueError: The family, the tokenizer or the scheme of a layer has no place in GGUF.
         """
-        write_gguf(model, self.export_dir, model_type, tokenizer_path, self.overwrite)
+        write_gguf(model, self.export_dir, model_type, tokenizer_path, self.overwrite, self._judge)
+
+    def export_onnx_model(
+        self,
+        model: nn.Module,
+        input_args: Any,
+        input_names: Sequence[str] = (),
+        output_names: Sequence[str] = (),
+        verbose: bool = False,
+        opset_version: int | None = None,
+        do_constant_folding: bool = True,
+        operator_export_type: Any = None,
+        uint4_int4_flag: bool = False,
+        dynamic_shapes: Mapping[str, Mapping[int, str]] | None = None,
+        matmul_nbits: bool = False,
+        max_file_size: int = LARGEST_FILE,
+    ) -> None:
+        """Write ``quark_model.onnx``: QuantizeLinear and DequantizeLinear, weights as codes.
+
+        Needs the package onnxscript. Caches of keys and values are left out of the graph.
+
+        Args:
+            model: A frozen model, or one that was imported. It is not changed.
+            input_args: Example inputs: a tensor, a tuple of arguments or a mapping of them.
+            input_names: Names of the inputs in the graph; by default those of ``forward``.
+            output_names: Names of the outputs; by default those that the model gives them.
+            verbose: Passed to ``torch.onnx.export``.
+            opset_version: Version of the operators; by default 20, or 21 where blocks, 4-bit or
+                16-bit codes need it.
+            do_constant_folding: Whether the graph is simplified.
+            operator_export_type: Accepted for compatibility.
+            uint4_int4_flag: Accepted for compatibility: 4-bit codes always have a type of their
+                own.
+            dynamic_shapes: Axes of each input that may have any size, with names for them, such as
+                ``{"x": {0: "batch"}}``. By default the first axis of every input, and the second
+                of integers and flags such as token ids.
+            matmul_nbits: Whether linear layers of which only the weight is quantized, to integers
+                of up to 8 bits, become the MatMulNBits of ONNX Runtime.
+            max_file_size: Bytes above which weights go to ``quark_model.onnx.data``.
+
+        Raises:
+            FileExistsError: The directory is in use and ``overwrite`` is off.
+            ImportError: A package is missing.
+            ValueError: The model does not take the inputs, is quantized in a way that no graph
+                computes, or cannot be traced.
+        """
+        options = OnnxOptions(
+            input_names,
+            output_names,
+            verbose,
+            opset_version,
+            do_constant_folding,
+            dynamic_shapes,
+            matmul_nbits,
+            max_file_size,
+        )
+        write_onnx(model, self.export_dir, input_args, options, self.overwrite)
+
+    def _judge(self, directory: Path, model: nn.Module) -> None:
+        self.verdict = verify(directory, model) if self.verify else None
 
 
 class ModelImporter:
@@ -213,6 +288,50 @@ def export_gguf(
 ) -> None:
     """Write a frozen model as GGUF; see ``ModelExporter.export_gguf_model``."""
     ModelExporter(None, output_dir, overwrite).export_gguf_model(model, tokenizer_path, model_type)
+
+
+def export_onnx(
+    model: nn.Module,
+    output_dir: str | Path,
+    input_args: Any,
+    opset_version: int | None = None,
+    input_names: Sequence[str] = (),
+    output_names: Sequence[str] = (),
+    verbose: bool = False,
+    do_constant_folding: bool = True,
+    operator_export_type: Any = None,
+    uint4_int4_flag: bool = False,
+    dynamo: bool = True,
+    overwrite: bool = False,
+    **options: Any,
+) -> None:
+    """Write a frozen model as ONNX; see ``ModelExporter.export_onnx_model``.
+
+    Args:
+        model: A frozen model.
+        output_dir: Directory to write.
+        input_args: Example inputs.
+        opset_version: Version of the operators.
+        input_names: Names of the inputs.
+        output_names: Names of the outputs.
+        verbose: Passed to ``torch.onnx.export``.
+        do_constant_folding: Whether the graph is simplified.
+        operator_export_type: Accepted for compatibility.
+        uint4_int4_flag: Accepted for compatibility.
+        dynamo: Accepted for compatibility.
+        overwrite: Whether an existing directory may be replaced.
+        **options: ``dynamic_shapes``, ``matmul_nbits`` and ``max_file_size`` of that method.
+    """
+    ModelExporter(None, output_dir, overwrite).export_onnx_model(
+        model,
+        input_args,
+        input_names,
+        output_names,
+        verbose,
+        opset_version,
+        do_constant_folding,
+        **options,
+    )
 
 
 def import_model_from_safetensors(

@@ -150,7 +150,10 @@ class CheckpointReader:
         self.directory = Path(directory)
         self.entries: dict[str, Stored] = {}
         for name in [file] if file else self._files():
-            self.entries.update(self._header(name))
+            for key, entry in self._header(name):
+                if key in self.entries:
+                    raise ValueError(f"{self.directory}: {key} is there twice, again in {name}.")
+                self.entries[key] = entry
 
     def _files(self) -> list[str]:
         index = self.directory / INDEX
@@ -170,12 +173,19 @@ class CheckpointReader:
 
     def _header(self, file: str) -> Iterator[tuple[str, Stored]]:
         with self._open(file) as opened:
+            self._check_names(file)
             for key in opened.keys():  # noqa: SIM118 - not a mapping
                 entry = opened.get_slice(key)
                 dtype = _DTYPES.get(entry.get_dtype())
                 if dtype is None:
                     raise ValueError(f"{file}: {key} has the unknown type {entry.get_dtype()}.")
                 yield key, Stored(file, tuple(entry.get_shape()), dtype)
+
+    def _check_names(self, file: str) -> None:
+        """Raise if a sound header has a name twice: readers differ in which they take."""
+        with (self.directory / file).open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            _parse(opened.read(size), self.directory / file)
 
     def _open(self, file: str) -> Any:
         from safetensors import SafetensorError, safe_open
@@ -187,6 +197,12 @@ class CheckpointReader:
                 f"{self.directory / file} is damaged or not a safetensors file ({error}): "
                 "copy or export it again."
             ) from None
+
+    def tensor(self, key: str) -> torch.Tensor:
+        """Return one tensor."""
+        with self._open(self.entries[key].file) as opened:
+            found: torch.Tensor = opened.get_tensor(key)
+        return found
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Iterate over all tensors, file by file."""
@@ -227,6 +243,10 @@ class NativeReader:
             for key, value in self._state.items()
         }
 
+    def tensor(self, key: str) -> torch.Tensor:
+        """Return one tensor."""
+        return self._state[key]
+
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Iterate over all tensors."""
         yield from self._state.items()
@@ -245,14 +265,26 @@ def read_json(path: str | Path) -> Any:
 
     Raises:
         FileNotFoundError: It is missing.
-        ValueError: It is not JSON.
+        ValueError: It is not JSON, or has a name twice.
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"{path} does not exist.")
+    return _parse(Path(path).read_bytes(), path)
+
+
+def _parse(data: bytes, path: str | Path) -> Any:
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        return json.loads(data, object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} is there twice")
+    return found
 
 
 def size_of(tensors: dict[str, torch.Tensor]) -> int:

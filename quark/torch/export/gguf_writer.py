@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.torch.export.audit import check_state
 from quark.torch.export.checkpoint import check_vacant, fresh_directory, size_of
-from quark.torch.export.formats.foreign import shape_of
+from quark.torch.export.formats.foreign import refusals, shape_of
 from quark.torch.export.gguf_blocks import HOLDS, block_type, to_blocks
 from quark.torch.export.gguf_metadata import (
     Architecture,
@@ -21,7 +22,7 @@ from quark.torch.export.gguf_metadata import (
     rope_factors,
 )
 from quark.torch.export.gguf_tokens import add_tokens
-from quark.torch.export.writer import check_exportable
+from quark.torch.export.writer import check_exportable, check_present
 from quark.torch.quantization.nn.mixin import QuantMixin
 from quark.torch.quantization.nn.packed import PackedMixin
 
@@ -35,14 +36,22 @@ Tensors = dict[str, tuple[torch.Tensor, str]]  # name in GGUF -> values or block
 
 
 def write_gguf(
-    model: nn.Module, directory: Path, model_type: str, tokenizer_path: str | Path, overwrite: bool
+    model: nn.Module,
+    directory: Path,
+    model_type: str,
+    tokenizer_path: str | Path,
+    overwrite: bool,
+    judge: Callable[[Path, nn.Module], None],
 ) -> None:
-    """Write ``<model_type>.gguf``; see ``ModelExporter.export_gguf_model``."""
+    """Write ``<model_type>.gguf``; see ``ModelExporter.export_gguf_model``.
+
+    ``judge`` sees the directory and the model before the directory takes its place.
+    """
     gguf = _package()
     check_vacant(directory, overwrite)
-    check_exportable(model)
-    config: Any = getattr(model, "config", None)
-    architecture = architecture_of(config)
+    architecture = check_holds(model)
+    check_present(model)
+    config: Any = model.config
     tensors = _collect(model, architecture)
     used = [kind for tensor, kind in tensors.values() if tensor.dim() > 1]
     most = max(_FILE_TYPES, key=lambda kind: (kind.startswith("Q") and kind in used, kind in used))
@@ -61,6 +70,7 @@ def write_gguf(
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
+        judge(partial, model)
 
 
 def _package() -> Any:
@@ -88,14 +98,10 @@ def _collect(model: nn.Module, architecture: Architecture) -> Tensors:
     """Return every tensor under its name in GGUF.
 
     Raises:
-        ValueError: A layer is quantized in a way that no block holds, or has no place there.
+        ValueError: A tensor has no place there, or values that no block holds.
     """
     quantized = (QuantMixin, PackedMixin)
     layers = {n: m for n, m in model.named_modules() if isinstance(m, quantized)}
-    for name, layer in layers.items():
-        problem = _problem(layer)
-        if problem:
-            raise ValueError(f"GGUF cannot hold {name}: {problem}. It holds {HOLDS}.")
     modules = model.named_modules(remove_duplicate=False)
     every_name = {n for n, m in modules if isinstance(m, quantized)}
     tied = getattr(model, "all_tied_weights_keys", None) or {}
@@ -110,10 +116,25 @@ def _collect(model: nn.Module, architecture: Architecture) -> Tensors:
         parts[f"{name}.weight"], bias = layer, layer.value("bias")
         if bias is not None:
             parts[f"{name}.bias"] = bias
-    names = _names(architecture, model.config)
+    names = tensor_names(architecture, model.config)
     placed = {names(key): _stored(key, part, architecture, model) for key, part in parts.items()}
     factors = rope_factors(model, model.config)
     return placed if factors is None else {**placed, "rope_freqs.weight": (factors, "F32")}
+
+
+def check_holds(model: nn.Module) -> Architecture:
+    """Return how a model is stored in GGUF.
+
+    Raises:
+        ValueError: Its family or the scheme of a layer has no place there.
+    """
+    check_exportable(model)
+    architecture = architecture_of(getattr(model, "config", None))
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, (QuantMixin, PackedMixin))}
+    said = refusals({name: _problem(layer) for name, layer in layers.items()})
+    if said:
+        raise ValueError(f"GGUF cannot hold {said}. It holds {HOLDS}.")
+    return architecture
 
 
 def _problem(layer: QuantMixin | PackedMixin) -> str | None:
@@ -147,14 +168,19 @@ def _stored(
             stored = stored + architecture.norm_offset
     else:
         kind = block_type(part.quant_config.weight, shape_of(part)[1]) or ""
-        stored = to_blocks(part.state("weight"), kind)
+        state = part.state("weight")
+        try:
+            check_state(state, "weight")
+            stored = to_blocks(state, kind)
+        except ValueError as error:
+            raise ValueError(f"{key} cannot be written: {error}") from None
     if architecture.interleaves and key.split(".")[-2] in ("q_proj", "k_proj"):
         order = interleaved_rows(len(stored), head_size(model.config))
         stored = stored[order.to(stored.device)]
     return stored, kind
 
 
-def _names(architecture: Architecture, config: Any) -> Callable[[str], str]:
+def tensor_names(architecture: Architecture, config: Any) -> Callable[[str], str]:
     """Return what gives the name in GGUF of a tensor."""
     gguf = _package()
     arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture.name)

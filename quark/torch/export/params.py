@@ -30,6 +30,7 @@ from quark.torch.quantization.config.config import OLDEST, Config, QuantizationC
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.match import literal
 from quark.torch.quantization.config.type import QuantizationMode
+from quark.torch.quantization.nn.attention import key_routes
 from quark.torch.quantization.nn.mixin import QuantMixin
 from quark.torch.quantization.nn.packed import SHORT_NAMES, PackedMixin
 
@@ -61,13 +62,19 @@ def save_params(
         overwrite: Whether an existing directory may be replaced.
 
     Raises:
-        ValueError: No directory is given, or the model is not quantized or not frozen.
+        ValueError: No directory is given, the model is not quantized or not frozen, or its keys
+            are quantized after rotary embedding.
         FileExistsError: The directory is in use.
     """
     from safetensors.torch import save_file
 
     if export_dir is None:
         raise ValueError("Give export_dir, the directory to write.")
+    if key_routes(model):
+        raise ValueError(
+            "These files cannot tell that keys are quantized after rotary embedding: use "
+            "ModelExporter, or quantize with kv_cache_post_rope=False."
+        )
     fmt = make_format(model, None, _options(compressed, reorder), "quark")
     tensors = {name: t.detach().cpu().contiguous() for name, t in collect(model, fmt).items()}
     config: Any = getattr(model, "config", None)

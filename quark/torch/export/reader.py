@@ -5,19 +5,20 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from typing import Any, Protocol
+from math import prod
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from quark.torch.export.checkpoint import Stored
-from quark.torch.export.formats.base import FORMATS, ExportFormat, format_class, get_format
+from quark.torch.export.formats.base import FORMATS, ExportFormat, format_class
 from quark.torch.export.renamed import in_model_names
-from quark.torch.export.rotations import declare_rotation
+from quark.torch.export.rotations import declare_rotation, rotates_keys
 from quark.torch.quantization.config.config import Config, QuantizationConfig
-from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.match import assign
 from quark.torch.quantization.config.names import nearest
+from quark.torch.quantization.nn.attention import check_routes, key_projections, route_keys
 from quark.torch.quantization.nn.experts import fuse, unfuse
 from quark.torch.quantization.nn.mixin import PARAMETERS, QuantMixin
 from quark.torch.quantization.nn.operators import is_operator
@@ -30,6 +31,10 @@ class Reader(Protocol):
     """Where tensors come from."""
 
     entries: dict[str, Stored]
+
+    def tensor(self, key: str) -> torch.Tensor:
+        """Return one tensor."""
+        ...
 
     def tensors(self) -> Any:
         """Iterate over (name, tensor)."""
@@ -47,19 +52,24 @@ def format_of(config_json: dict[str, Any], where: str) -> ExportFormat:
     if not isinstance(section, dict):
         raise ValueError(f"{where} has no quantization_config: this is not a quantized checkpoint.")
     method = section.get("quant_method", "quark")
-    if method not in FORMATS:
+    if not isinstance(method, str) or method not in FORMATS:
         raise ValueError(
             f"{where}: quant_method={method!r} is not read here (known: {', '.join(FORMATS)})."
         )
-    config = format_class(method).read(section)
-    return get_format(method, config, config.export or JsonExporterConfig())
+    try:
+        return format_class(method).of_section(section)
+    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError) as error:
+        raise ValueError(
+            f"{where}: the quantization_config of {method!r} is malformed ({error})."
+        ) from None
 
 
 def targets(model: nn.Module, config: Config) -> dict[str, QuantizationConfig]:
     """Return the configuration of each layer that a checkpoint stores quantized.
 
     Raises:
-        ValueError: The model is quantized already, or nothing matches.
+        ValueError: The model is quantized already, nothing matches, or keys are quantized after
+            rotary embedding, but not in this architecture.
     """
     if any(isinstance(m, (QuantMixin, PackedMixin)) for m in model.modules()):
         raise ValueError("The model is quantized already: give the float architecture.")
@@ -70,6 +80,7 @@ def targets(model: nn.Module, config: Config) -> dict[str, QuantizationConfig]:
             f"The quantization_config matches none of the {len(operators)} layers of "
             f"{type(model).__name__}: is this the architecture that was exported?"
         )
+    check_routes(model, key_projections(layers, config))
     return layers
 
 
@@ -79,6 +90,7 @@ def receive(model: nn.Module, fmt: ExportFormat, layers: dict[str, QuantizationC
         module = model.get_submodule(name)
         if is_operator(type(module)):
             _receive(module, name, layer, fmt)
+    route_keys(model, key_projections(layers, fmt.config), rotates_keys(fmt.config))
 
 
 def _receive(
@@ -88,6 +100,76 @@ def _receive(
     assert isinstance(made, PackedMixin)
     declare_rotation(made, name, fmt.config)
     return made
+
+
+class Loading(NamedTuple):
+    """A model that is ready for the tensors of a checkpoint, all checked but none read.
+
+    Attributes:
+        model: The model, its quantized layers replaced by empty ones.
+        fmt: Format of the checkpoint.
+        reader: Its tensors, under the names of the model.
+        outline: The state the model will have, on the meta device.
+        tied: Names of tensors that are the same as others, and of these.
+        devices: Where parameters and buffers were.
+    """
+
+    model: nn.Module
+    fmt: ExportFormat
+    reader: Reader
+    outline: dict[str, torch.Tensor]
+    tied: dict[str, str]
+    devices: dict[str, torch.device]
+
+    def fill(self) -> nn.Module:
+        """Read the tensors into the model and return it."""
+        model, fmt, devices = self.model, self.fmt, self.devices
+        fallback = next((d for d in devices.values() if d.type != "meta"), torch.device("cpu"))
+        absent = dict(self.outline)
+        for key, tensor in self.reader.tensors():
+            name = fmt.state_name(key)
+            expected = absent.pop(name, None)
+            if expected is not None:
+                device = devices.get(name, fallback)
+                taken = fmt.taken(key, tensor).reshape(expected.shape)
+                _assign(model, name, taken.to(fallback if device.type == "meta" else device))
+        for name, expected in absent.items():
+            if name.endswith(".zero_point"):
+                _assign(model, name, _zeros(model, name, expected, fallback))
+        _compute_buffers(model, fallback)
+        for name, source in self.tied.items():
+            if name in absent:
+                _share(model, name, source)
+            elif hasattr(model, "config"):
+                # Stored apart, so what the architecture ties is not tied in this model.
+                model.config.tie_word_embeddings = False  # type: ignore[union-attr]
+        return model.eval()
+
+
+def ready(model: nn.Module, fmt: ExportFormat, reader: Reader) -> Loading:
+    """Check the headers of a checkpoint and make ``model`` ready for its tensors, in place.
+
+    Everything is checked before the model is touched. Values of quantized layers are dropped.
+
+    Raises:
+        ValueError: Tensors are missing, unexpected, or of the wrong shape or type.
+    """
+    experts = unfuse(model)
+    try:
+        layers = fmt.found(targets(model, fmt.config), reader)
+        fuse(experts, keep=layers)
+        reader = in_model_names(reader, model)
+        outline = _outline(model, fmt, layers)
+        tied = {n: s for n, s in _tied(model).items() if n in outline and s in outline}
+        _check(model, outline, _optional(fmt, layers, tied), fmt, reader)
+        _check_buffers(model)
+    except BaseException:
+        fuse(experts)
+        raise
+    devices = {n: p.device for n, p in [*model.named_parameters(), *model.named_buffers()]}
+    receive(model, fmt, layers)
+    model.quant_config = fmt.config  # type: ignore[assignment]
+    return Loading(model, fmt, reader, outline, tied, devices)
 
 
 def load(model: nn.Module, fmt: ExportFormat, reader: Reader) -> nn.Module:
@@ -100,39 +182,7 @@ def load(model: nn.Module, fmt: ExportFormat, reader: Reader) -> nn.Module:
     Raises:
         ValueError: Tensors are missing, unexpected, or of the wrong shape or type.
     """
-    experts = unfuse(model)
-    try:
-        layers = targets(model, fmt.config)
-        fuse(experts, keep=layers)
-        reader = in_model_names(reader, model)
-        outline = _outline(model, fmt, layers)
-        tied = {n: s for n, s in _tied(model).items() if n in outline and s in outline}
-        _check(model, outline, _optional(fmt, layers, tied), fmt, reader)
-        _check_buffers(model)
-    except BaseException:
-        fuse(experts)
-        raise
-    devices = {n: p.device for n, p in [*model.named_parameters(), *model.named_buffers()]}
-    fallback = next((d for d in devices.values() if d.type != "meta"), torch.device("cpu"))
-    receive(model, fmt, layers)
-    absent = dict(outline)
-    for key, tensor in reader.tensors():
-        name = fmt.state_name(key)
-        if absent.pop(name, None) is not None:
-            device, taken = devices.get(name, fallback), fmt.taken(key, tensor)
-            _assign(model, name, taken.to(fallback if device.type == "meta" else device))
-    for name, expected in absent.items():
-        if name.endswith(".zero_point"):
-            _assign(model, name, _zeros(model, name, expected, fallback))
-    _compute_buffers(model, fallback)
-    for name, source in tied.items():
-        if name in absent:
-            _share(model, name, source)
-        elif hasattr(model, "config"):
-            # Stored apart, so what the architecture ties is not tied in this model.
-            model.config.tie_word_embeddings = False  # type: ignore[union-attr]
-    model.quant_config = fmt.config  # type: ignore[assignment]
-    return model.eval()
+    return ready(model, fmt, reader).fill()
 
 
 def _optional(
@@ -224,8 +274,11 @@ def _check(
 
 
 def _fits(entry: Stored, expected: torch.Tensor, is_offset: bool) -> bool:
-    """Whether shapes agree, and types do or are both wide floats (or both integer offsets)."""
-    if entry.shape != tuple(expected.shape):
+    """Whether shapes agree, and types do or are both wide floats (or both integer offsets).
+
+    A single number has any shape of one element: tools differ in that.
+    """
+    if entry.shape != tuple(expected.shape) and not prod(entry.shape) == expected.numel() == 1:
         return False
     both = (entry.dtype, expected.dtype)
     wide = all(d.is_floating_point and d.itemsize > 1 for d in both)

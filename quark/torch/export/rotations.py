@@ -12,7 +12,9 @@ from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.nn.packed import PackedMixin
 
 
-def naming_rotations(config: Config, rotations: Mapping[str, torch.Tensor]) -> Config:
+def naming_rotations(
+    config: Config, rotations: Mapping[str, torch.Tensor], has_keys: bool = False
+) -> Config:
     """Return a configuration that names the layers whose inputs are rotated, as readers need it.
 
     They look at the first algorithm, and take the matrices for +-1 unless it is ``trainable``. What
@@ -21,17 +23,18 @@ def naming_rotations(config: Config, rotations: Mapping[str, torch.Tensor]) -> C
     Args:
         config: Configuration of the model.
         rotations: The rotation of the input of each such layer.
+        has_keys: Whether queries and keys are rotated (R3).
 
     Raises:
         ValueError: The rotations differ in size or type, which a configuration cannot tell.
     """
     algorithms = config.algo_config or []
     found = next((a for a in algorithms if isinstance(a, RotationConfig)), None)
-    if found is None and not rotations:
+    if found is None and not rotations and not has_keys:
         return config
     like = found or RotationConfig(r1=False)
     kept = {f.name: getattr(like, f.name) for f in fields(RotationConfig)}
-    written = RotationConfig(**{**kept, "name": RotationConfig.name, "r3": False})
+    written = RotationConfig(**{**kept, "name": RotationConfig.name, "r3": has_keys})
     kinds = {(len(rotation), rotation.is_floating_point()) for rotation in rotations.values()}
     if len(kinds) > 1:
         raise ValueError(
@@ -42,6 +45,11 @@ def naming_rotations(config: Config, rotations: Mapping[str, torch.Tensor]) -> C
         online = written.online_config or OnlineRotationConfig()
         written.online_config = replace(online, online_rotation_layers=list(rotations))
     return replace(config, algo_config=[written, *(a for a in algorithms if a is not found)])
+
+
+def rotates_keys(config: Config) -> bool:
+    """Whether a configuration tells of queries and keys that are rotated."""
+    return any(isinstance(a, RotationConfig) and a.r3 for a in config.algo_config or [])
 
 
 def declare_rotation(layer: PackedMixin, name: str, config: Config) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from quark import __version__
+from quark.torch.export.audit import check_rest
 from quark.torch.export.formats.base import ExportFormat, get_format
 from quark.torch.export.renamed import saved_names
 from quark.torch.export.rotations import naming_rotations
@@ -19,6 +20,7 @@ from quark.torch.quantization.calibrate import merged_scale, siblings
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.match import config_for, without_order
+from quark.torch.quantization.nn.attention import key_routes
 from quark.torch.quantization.nn.experts import is_stacked
 from quark.torch.quantization.nn.mixin import QuantMixin
 from quark.torch.quantization.nn.operators import is_operator
@@ -34,7 +36,7 @@ def check_exportable(model: nn.Module) -> None:
     """Raise if a model has no quantized values to be written.
 
     Raises:
-        ValueError: It is not quantized or not frozen, or tensors are on the meta device.
+        ValueError: It is not quantized or not frozen.
     """
     if not any(isinstance(m, _QUANTIZED) for m in model.modules()):
         raise ValueError(
@@ -47,6 +49,14 @@ def check_exportable(model: nn.Module) -> None:
             f"{unfrozen[0]} and {len(unfrozen) - 1} more modules are not frozen: "
             "call ModelQuantizer.freeze(model) before an export."
         )
+
+
+def check_present(model: nn.Module) -> None:
+    """Raise if a model has no values.
+
+    Raises:
+        ValueError: Tensors are on the meta device.
+    """
     absent = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
     if absent:
         raise ValueError(
@@ -62,7 +72,7 @@ def make_format(
 
     Raises:
         ValueError: The model is not quantized, no configuration is given or remembered, or the
-            format is unknown.
+            format is unknown or cannot hold it.
     """
     check_exportable(model)
     config = config or _remembered(model)
@@ -77,8 +87,15 @@ def make_format(
     names = {n: _operator(m) for n, m in model.named_modules() if n}
     layers = {n: m for n, m in model.named_modules() if isinstance(m, _QUANTIZED)}
     rotations = {n: m.input_rotation for n, m in layers.items() if m.input_rotation is not None}
-    config = naming_rotations(replace(config, version=__version__), rotations)
-    config = without_order(names, config)
+    routes = key_routes(model)
+    has_keys = any(route.rotates for route in routes)
+    if has_keys and mode != "quark":
+        raise ValueError(
+            f"custom_mode={mode!r} cannot tell that keys are rotated before they are quantized: "
+            "quantize without r3, or use custom_mode='quark'."
+        )
+    config = replace(config, version=__version__, kv_cache_post_rope=bool(routes))
+    config = without_order(names, naming_rotations(config, rotations, has_keys))
     fmt = get_format(mode, _naming_all(model, config), options)
     saved = dict(zip(saved_names(model, layers), layers.values(), strict=True))
     fmt.admit({**layers, **saved}, _left(model))
@@ -130,7 +147,11 @@ def collect(model: nn.Module, fmt: ExportFormat) -> dict[str, torch.Tensor]:
     """Return the tensors of a checkpoint under the names it stores them by.
 
     The model is not changed. Tied tensors appear once.
+
+    Raises:
+        ValueError: The model has no values, or such as no reader can make sense of.
     """
+    check_present(model)
     layers = {n: m for n, m in model.named_modules() if isinstance(m, _QUANTIZED)}
     scales = _merged_scales(layers, fmt.options)
     every_name = {
@@ -142,8 +163,13 @@ def collect(model: nn.Module, fmt: ExportFormat) -> dict[str, torch.Tensor]:
         for key, tensor in model.state_dict().items()
         if not {key.rsplit(".", 1)[0], key.rsplit(".", 2)[0]} & every_name
     }
+    check_rest(model, fmt.config, layers)
     for name, layer in layers.items():
-        for part, tensor in fmt.tensors(layer, scales.get(name, {})).items():
+        try:
+            found = fmt.tensors(layer, scales.get(name, {}))
+        except ValueError as error:
+            raise ValueError(f"{name} cannot be written: {error}") from None
+        for part, tensor in found.items():
             state[fmt.stored_name(f"{name}.{part}")] = tensor
     return _original_names(model, _untie(model, state))
 

@@ -12,8 +12,15 @@ from quark.torch.graph.aliases import Aliases
 from quark.torch.graph.inference import at_inference
 from quark.torch.graph.propose import propose, shared_inputs
 from quark.torch.graph.prove import prove
-from quark.torch.graph.prove_stream import prove_stream
-from quark.torch.graph.stream import ObstacleError, expect_read, find_stream
+from quark.torch.graph.prove_stream import prove_stream, prove_values
+from quark.torch.graph.stream import (
+    ObstacleError,
+    Seen,
+    expect_read,
+    find_ends,
+    find_stream,
+    find_values,
+)
 from quark.torch.graph.structure import ResidualStream, Structure
 from quark.torch.graph.trace import trace
 from quark.torch.graph.unseen import (
@@ -22,6 +29,7 @@ from quark.torch.graph.unseen import (
     unseen_siblings,
     without_unread_readers,
 )
+from quark.torch.graph.vectors import Follower
 
 
 def discover(model: nn.Module, inputs: Any) -> Structure:
@@ -53,15 +61,17 @@ def discover(model: nn.Module, inputs: Any) -> Structure:
         unread = unread_weights(model, seen.blocks, aliases.readers, siblings)
         candidates, unclear = without_unread_readers(candidates, unread)
         proved, failed = prove(model, run, seen.blocks, candidates, siblings)
+        whole = Seen(seen, aliases, Follower(seen, aliases), siblings)
         stream: ResidualStream | None = None
         obstacle = ""
         try:
-            found, carried = find_stream(model, seen, aliases, siblings)
+            found, carried = find_stream(whole)
             expect_read(found, unread)
             prove_stream(model, run, seen.blocks, found, carried)
             stream = found
         except ObstacleError as error:
             obstacle = str(error)
+        values = stream.values if stream else prove_values(model, seen.blocks, find_values(whole))
     rejected += [*unclear, *failed]
     first = {n.rpartition(".")[0]: i[0] for n, i in reversed(aliases.readers.items())}
     proved.sort(key=lambda group: first[group.producer])
@@ -72,6 +82,8 @@ def discover(model: nn.Module, inputs: Any) -> Structure:
         shared_inputs=shared_inputs(seen, aliases),
         stream=stream,
         obstacle=obstacle,
+        values=values,
+        downs=find_ends(whole, values),
     )
 
 

@@ -131,7 +131,14 @@ class Spread:
             return self._norm
         if op.name.startswith(ATTENTION):
             return self._attention
-        rules = {"mul": self._mul, "div": self._div, "add": self._add, "pow": self._pow}
+        rules = {
+            "mul": self._mul,
+            "div": self._div,
+            "add": self._add,
+            "sub": self._add,
+            "pow": self._pow,
+            "convolution": self._convolution,
+        }
         return rules.get(op.name, self._unknown)
 
     def _flow(self, value: Any) -> Flow | None:
@@ -157,7 +164,7 @@ class Spread:
         shape, both = op.outputs[0].shape, [self._flow(a) for a in op.args[:2]]
         flows = [Flow(f.labels.expand(shape), f.power) for f in both if f is not None]
         if len(flows) == 2 and not torch.equal(flows[0].labels, flows[1].labels):
-            return self._stop_all(op, "is multiplied with what it affects itself")
+            self._stop_flow(flows.pop(0), f"is multiplied with what it affects itself {op.where}")
         return [Flow(flows[0].labels, sum(flow.power for flow in flows))]
 
     def _div(self, index: int, op: Op) -> list[Flow | None]:
@@ -172,6 +179,24 @@ class Spread:
         if flow is None or not isinstance(exponent, int) or exponent < 1:
             return self._unknown(index, op)
         return [Flow(flow.labels, flow.power * exponent)]
+
+    def _convolution(self, index: int, op: Op) -> list[Flow | None]:
+        x, weight, bias = op.args[:3]  # (batch, channels, …), (channels out, …)
+        is_transposed, groups = op.args[6], op.args[8]
+        flows, channels = (self._flow(x), self._flow(weight)), op.outputs[0].shape[1]
+        is_depthwise = groups == x.shape[1] == channels
+        flow = flows[0] or flows[1]
+        if flow is None or all(flows) or is_transposed or not (is_depthwise or flows[1]):
+            return self._unknown(index, op)
+        vector = along(flow.labels, 1 if flows[0] else 0)
+        if vector is None:
+            return self._unknown(index, op)
+        batch, _, *places = op.outputs[0].shape
+        out: Flow | None = Flow(vector.expand(batch, *places, channels), flow.power)
+        if bias is not None:
+            assert out is not None
+            out = self._join(index, op, out, bias)
+        return [out and out._replace(labels=out.labels.movedim(-1, 1))]
 
     def _add(self, index: int, op: Op) -> list[Flow | None]:
         (first, second), shape = op.args[:2], op.outputs[0].shape

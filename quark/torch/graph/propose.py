@@ -12,7 +12,7 @@ from quark.torch.graph.flow import Spread, Taken, operands
 from quark.torch.graph.structure import Edit, Rejected, ScaleGroup
 from quark.torch.graph.trace import Trace
 
-_ORIGIN = {"view", "_unsafe_view", "reshape", "clone", "alias", "detach"}
+ORIGIN = {"view", "_unsafe_view", "reshape", "clone", "alias", "detach"}
 
 
 def propose(trace: Trace, aliases: Aliases) -> tuple[list[ScaleGroup], list[Rejected]]:
@@ -126,15 +126,22 @@ def _read_otherwise(
     return None
 
 
-def shared_inputs(trace: Trace, aliases: Aliases) -> tuple[tuple[str, ...], ...]:
-    """Return the modules whose weights multiply the very same tensor, in the order of execution."""
+def origins(trace: Trace) -> dict[int, int]:
+    """Return the number of the tensor that each other form of it was made of."""
     origin: dict[int, int] = {}
-    found: dict[int, dict[str, None]] = defaultdict(dict)
     for op in trace.ops:
-        if op.name in _ORIGIN:
+        if op.name in ORIGIN:
             number = op.inputs[0].number
             for value in op.outputs:
                 origin.setdefault(value.number, origin.get(number, number))
+    return origin
+
+
+def shared_inputs(trace: Trace, aliases: Aliases) -> tuple[tuple[str, ...], ...]:
+    """Return the modules whose weights multiply the very same tensor, in the order of execution."""
+    origin = origins(trace)
+    found: dict[int, dict[str, None]] = defaultdict(dict)
+    for op in trace.ops:
         factors = operands(op)
         if factors is not None:
             _, other, right = factors

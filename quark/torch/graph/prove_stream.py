@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from quark.torch.graph.prove import TOLERANCE, distance, floats, lifted
 from quark.torch.graph.stream import ObstacleError
-from quark.torch.graph.structure import ResidualStream, StreamWeight
+from quark.torch.graph.structure import ResidualStream, StreamWeight, ValueHeads
 from quark.torch.graph.trace import Call, tensors
 
 _SEED = 21
@@ -77,6 +77,40 @@ def prove_stream(
             )
 
 
+@torch.no_grad()
+def prove_values(
+    model: nn.Module, blocks: dict[str, list[Call]], values: Iterable[ValueHeads]
+) -> tuple[ValueHeads, ...]:
+    """Keep the heads of values that can be rotated at random, and their block gives the same.
+
+    It must give something else if the output projection is left as it is.
+
+    Args:
+        model: The model. It is unchanged in the end, bit by bit.
+        blocks: The recorded calls of each block in one run.
+        values: What is to be proved.
+    """
+    generator = torch.Generator().manual_seed(_SEED)
+    proved = []
+    for heads in values:
+        module = model.get_submodule(heads.block)
+        turn = _random_turn(heads.rows.shape[1], False, generator)
+        attempt = _Block(module, blocks[heads.block], set(), turn)
+        try:
+            with _changeable(module.modules()):
+                expected = attempt(False)
+                for parameter, axis in heads.sources:
+                    _rotate(model, parameter, axis, turn, heads.rows)
+                control = distance(attempt(True), expected)
+                _rotate(model, *heads.output, turn, heads.columns)
+                error = distance(attempt(True), expected)
+        except Exception:  # anything that a model can raise
+            continue
+        if error <= TOLERANCE * control and control > 0:
+            proved.append(heads)
+    return tuple(proved)
+
+
 def _random_rotation(size: int, generator: torch.Generator) -> torch.Tensor:
     normal = torch.randn(size, size, dtype=torch.float64, generator=generator)
     rotation: torch.Tensor = torch.linalg.qr(normal)[0]
@@ -86,6 +120,8 @@ def _random_rotation(size: int, generator: torch.Generator) -> torch.Tensor:
 def _random_turn(size: int, keeps_ones: bool, generator: torch.Generator) -> _Turn:
     """Return a rotation of vectors: of random groups of up to 64 entries, which is enough to tell.
 
+    It turns every vector of those that lie along the last axis of a tensor.
+
     Args:
         size: Length of the vectors.
         keeps_ones: Let it keep the vector of ones: a reflection brings that back.
@@ -94,21 +130,21 @@ def _random_turn(size: int, keeps_ones: bool, generator: torch.Generator) -> _Tu
     width = next(n for n in range(min(64, size), 0, -1) if size % n == 0)
     block = _random_rotation(width if width > 8 else size, generator)
     order = torch.randperm(size, generator=generator)
+    mirror: torch.Tensor | None = None
 
     def turn(x: torch.Tensor) -> torch.Tensor:
-        groups = x[..., order.to(x.device)].view(*x.shape[:-1], -1, len(block))
-        return torch.matmul(groups, block.to(x)).flatten(-2)
+        vectors = x.unflatten(-1, (-1, size))[..., order.to(x.device)]
+        groups = vectors.unflatten(-1, (-1, len(block)))
+        turned = torch.matmul(groups, block.to(x)).flatten(-2)
+        if mirror is not None:
+            across = mirror.to(x)
+            turned = turned - 2 * (turned @ across).unsqueeze(-1) * across
+        return turned.flatten(-2)
 
-    if not keeps_ones:
-        return turn
-    ones = torch.ones(size, dtype=torch.float64)
-    mirror = torch.nn.functional.normalize(turn(ones) - ones, dim=0)
-
-    def turn_back(x: torch.Tensor) -> torch.Tensor:
-        turned, across = turn(x), mirror.to(x)
-        return turned - 2 * (turned @ across).unsqueeze(-1) * across
-
-    return turn_back
+    if keeps_ones:
+        ones = torch.ones(size, dtype=torch.float64)
+        mirror = torch.nn.functional.normalize(turn(ones) - ones, dim=0)
+    return turn
 
 
 def _part(stream: ResidualStream, block: str, blocks: Iterable[str]) -> ResidualStream:

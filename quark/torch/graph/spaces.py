@@ -57,6 +57,22 @@ class Space:
         return not bool((self.parts != self.parts[0]).any())
 
 
+class Vectors(NamedTuple):
+    """A tensor that holds vectors of a space.
+
+    Attributes:
+        labels: int64 in the shape of the tensor: entry of the space, -1 for none.
+        space: The space.
+        gain: The norm whose output this is. What it multiplies by is yet to be undone.
+        is_square: Whether these are the squares of vectors.
+    """
+
+    labels: torch.Tensor
+    space: Space
+    gain: Gain | None = None
+    is_square: bool = False
+
+
 class Spaces:
     """The spaces of a model: one for each axis of a parameter, until they turn out to be one."""
 

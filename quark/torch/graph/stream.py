@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from quark.torch.graph.aliases import Aliases
+from quark.torch.graph.flow import operands
+from quark.torch.graph.propose import ORIGIN, origins
 from quark.torch.graph.spaces import Gain, Side, Space
 from quark.torch.graph.structure import ResidualStream, StreamNorm, StreamWeight, ValueHeads
-from quark.torch.graph.trace import Trace
+from quark.torch.graph.trace import Trace, tensors
 from quark.torch.graph.unseen import Siblings
 from quark.torch.graph.vectors import Follower
 
@@ -21,20 +23,16 @@ class ObstacleError(Exception):
     """The residual stream cannot be rotated; the message says why."""
 
 
-@dataclass(frozen=True)
-class _Pass:
-    """What was seen of a model."""
+class Seen(NamedTuple):
+    """What was seen of a model in one pass."""
 
-    model: nn.Module
     trace: Trace
     aliases: Aliases
     follower: Follower
     siblings: Siblings
 
 
-def find_stream(
-    model: nn.Module, trace: Trace, aliases: Aliases, siblings: Siblings
-) -> tuple[ResidualStream, set[int]]:
+def find_stream(seen: Seen) -> tuple[ResidualStream, set[int]]:
     """Find what touches the residual stream.
 
     Returns:
@@ -43,9 +41,12 @@ def find_stream(
     Raises:
         ObstacleError: It cannot be rotated.
     """
-    seen = _Pass(model, trace, aliases, Follower(trace, aliases), siblings)
+    aliases, trace, siblings = seen.aliases, seen.trace, seen.siblings
     space = _space_of_blocks(seen)
-    gains = _gains(seen, space)
+    sources = [(side, _how_read(seen, side)) for side in space.sources]
+    embeddings = [StreamWeight(*side) for side, how in sources if how == "embedding"]
+    head, tied = _head(seen, space, {weight.parameter for weight in embeddings})
+    gains = _gains(seen, space, tied)
     names = {side[0] for side in [*space.sources, *space.readers]}
     for gain in gains.values():
         names |= {name for name in (gain.weight, gain.bias) if name}
@@ -54,12 +55,8 @@ def find_stream(
             if index not in seen.follower.understood[name]:
                 op = trace.ops[index]
                 raise ObstacleError(f"{name} is also read by {op.name} {op.where}")
-    sources = [(side, _how_read(seen, side)) for side in space.sources]
-    embeddings = [StreamWeight(*side) for side, how in sources if how == "embedding"]
-    head, tied = _head(seen, space, {weight.parameter for weight in embeddings})
     writers = [StreamWeight(*side) for side, how in sources if how == "weight"]
-    values = tuple(_values(seen))
-    outputs = {heads.output[0] for heads in values}
+    values = find_values(seen)
     stream = ResidualStream(
         size=len(space.parts),
         embeddings=tuple(embeddings),
@@ -67,19 +64,15 @@ def find_stream(
         biases=tuple(
             _with_unseen([StreamWeight(*s) for s, how in sources if how == "added"], siblings)
         ),
-        readers=tuple(_with_unseen(_readers(space, head if tied else ""), siblings)),
+        readers=tuple(_with_unseen(_readers(space, head, tied), siblings)),
         norms=tuple(
             StreamNorm(g.module, "layer" if g.takes_mean else "rms", g.weight, g.offset, g.bias)
             for g in gains.values()
         ),
         head=head,
-        tied=tied,
+        tied=bool(tied),
         values=values,
-        downs=tuple(
-            w.parameter.rpartition(".")[0]
-            for w in _with_unseen(writers, siblings)
-            if w.parameter not in outputs
-        ),
+        downs=find_ends(seen, values),
     )
     find = seen.follower.spaces.find
     held = seen.follower.held.items()
@@ -97,8 +90,8 @@ def expect_read(stream: ResidualStream, unread: dict[str, list[tuple[str, torch.
             raise ObstacleError(f"{name} was not read: it may belong to the stream")
 
 
-def _space_of_blocks(seen: _Pass) -> Space:
-    """Return the space of the vectors that all blocks get and give."""
+def _spaces_of_stream(seen: Seen) -> dict[Space | None, str]:
+    """Return the spaces of the vectors that blocks get and give, and the first block of each."""
     found: dict[Space | None, str] = {}
     for block, calls in seen.trace.blocks.items():
         for call in calls:
@@ -106,9 +99,20 @@ def _space_of_blocks(seen: _Pass) -> Space:
                 held = seen.follower.held.get(number)
                 space = None if held is None else seen.follower.spaces.find(held.space)
                 found.setdefault(space, block)
+    return found
+
+
+def _space_of_blocks(seen: Seen) -> Space:
+    """Return the space of the vectors that all blocks get and give."""
+    found = _spaces_of_stream(seen)
     if not found:
         raise ObstacleError("there are no repeated blocks")
-    broken = next((s for s in found if s is not None and not s.is_whole), None)
+    tables = (
+        space
+        for space in seen.follower.spaces.all()
+        if any(s[1] and _how_read(seen, s) == "embedding" for s in space.sources)
+    )
+    broken = next((s for s in [*found, *tables] if s is not None and not s.is_whole), None)
     if broken is not None:
         raise ObstacleError(f"the stream {broken.reason}")
     space = next(iter(found))
@@ -118,21 +122,25 @@ def _space_of_blocks(seen: _Pass) -> Space:
     return space
 
 
-def _gains(seen: _Pass, space: Space) -> dict[str, Gain]:
+def _gains(seen: Seen, space: Space, tied: str) -> dict[str, Gain]:
     """Return the norms in front of readers, by module."""
     gains: dict[str, Gain] = {}
+    whole = torch.arange(len(space.parts))
     for side, (entries, gain) in space.readers.items():
-        if not torch.equal(entries, torch.arange(len(space.parts))):
+        copies = len(entries) // len(whole)
+        if not copies or not torch.equal(entries, whole.repeat(copies)):
             raise ObstacleError(f"{side[0]} reads a part of the stream only")
+        if copies > 1 and gain is not None and (gain.weight or gain.bias or gain.takes_mean):
+            raise ObstacleError(f"{side[0]} reads several vectors that {gain.module} scaled")
         if gain is not None and gains.setdefault(gain.module, gain) != gain:
             raise ObstacleError(f"{gain.module} is not the same norm each time it runs")
-    _expect_apart(seen, space, {gain.weight for gain in gains.values() if gain.weight})
+    _expect_apart(seen, space, {gain.weight for gain in gains.values() if gain.weight}, tied)
     return gains
 
 
-def _expect_apart(seen: _Pass, space: Space, weights: set[str]) -> None:
-    """Expect that parameters of the stream do not serve elsewhere."""
-    own = space.sources.keys() | space.readers.keys()
+def _expect_apart(seen: Seen, space: Space, weights: set[str], tied: str) -> None:
+    """Expect that parameters of the stream do not serve elsewhere, but for a head to be untied."""
+    own = {side for side in space.sources.keys() | space.readers.keys() if side[0] != tied}
     for other in seen.follower.spaces.all():
         if other is space:
             continue
@@ -143,30 +151,32 @@ def _expect_apart(seen: _Pass, space: Space, weights: set[str]) -> None:
                 raise ObstacleError(f"{gain.weight} also scales what {side[0]} reads")
 
 
-def _how_read(seen: _Pass, side: Side) -> str:
+def _how_read(seen: Seen, side: Side) -> str:
     """Return what a source of the stream is: "embedding", "weight" or "added"."""
     names = {seen.trace.ops[index].name for index in seen.aliases.readers[side[0]]}
     if "embedding" in names:
         return "embedding"
-    is_added = len(seen.aliases.shapes[side[0]]) == 1 or "add" in names
+    is_added = len(seen.aliases.shapes[side[0]]) == 1 or not names.isdisjoint(("add", "index"))
     return "added" if is_added else "weight"
 
 
-def _head(seen: _Pass, space: Space, embeddings: set[str]) -> tuple[str, bool]:
-    """Return the module that reads the stream last, outside of blocks, and whether it is tied."""
+def _head(seen: Seen, space: Space, embeddings: set[str]) -> tuple[str, str]:
+    """Return the module that makes logits, and the embedding that its weight is too, if it is one.
+
+    It lies outside of blocks, and multiplies with an embedding or is the last to read the stream.
+    """
     last = ("", "")
-    for parameter, _ in space.readers:
+    for parameter in [*(side[0] for side in space.readers), *sorted(embeddings)]:
         for index in seen.aliases.readers[parameter]:
             op = seen.trace.ops[index]
             if not op.block and op.name != "embedding":
                 last = (op.module, parameter)
-    return last[0], last[1] in embeddings
+    return last[0], last[1] if last[1] in embeddings else ""
 
 
-def _readers(space: Space, tied_head: str) -> Iterator[StreamWeight]:
+def _readers(space: Space, head: str, tied: str) -> Iterator[StreamWeight]:
     for (parameter, axis), (_, gain) in space.readers.items():
-        is_source = (parameter, axis) in space.sources
-        name = f"{tied_head}.weight" if tied_head and is_source else parameter
+        name = f"{head}.weight" if parameter == tied else parameter
         yield StreamWeight(name, axis, gain.module if gain else "")
 
 
@@ -180,8 +190,49 @@ def _with_unseen(weights: Iterable[StreamWeight], siblings: Siblings) -> Iterato
                 yield StreamWeight(name, weight.axis, weight.norm)
 
 
-def _values(seen: _Pass) -> Iterator[ValueHeads]:
-    """Iterate over values whose heads may be rotated."""
+def find_ends(seen: Seen, values: Iterable[ValueHeads]) -> tuple[str, ...]:
+    """Return the modules that end a branch of a block, but for those that read heads of values.
+
+    They alone read what cannot be rotated, and give what is as wide as the stream.
+    """
+    outputs = {heads.output for heads in values}
+    known = {*outputs, *(s for space in _spaces_of_stream(seen) if space for s in space.readers)}
+    broken = (space for space in seen.follower.spaces.all() if not space.is_whole)
+    sides = {side for space in broken for side in space.readers} | seen.follower.foreign
+    widths = {b: next(tensors(calls[0].output)).shape[-1] for b, calls in seen.trace.blocks.items()}
+    alone = _read_alone(seen)
+    found: dict[str, None] = {}
+    for name, readers in seen.aliases.readers.items():
+        shape = seen.aliases.shapes[name]
+        wide = {widths.get(seen.trace.ops[index].block) for index in readers}
+        for axis in range(len(shape)) if len(shape) == 2 and alone.issuperset(readers) else ():
+            if wide == {shape[1 - axis]} and (name, axis) in sides - known:
+                found[name] = None
+    named = _with_unseen((StreamWeight(name, 0) for name in found), seen.siblings)
+    return tuple(dict.fromkeys(weight.parameter.rpartition(".")[0] for weight in named))
+
+
+def _read_alone(seen: Seen) -> set[int]:
+    """Return the matrix products whose first factor nothing else reads."""
+    origin = origins(seen.trace)
+    factors: dict[int, int] = {}
+    times: Counter[int] = Counter()
+    for index, op in enumerate(seen.trace.ops):
+        product = operands(op)
+        if product is not None:
+            number = product[1].number
+            factors[index] = origin.get(number, number)
+        if op.name not in ORIGIN:
+            times.update({origin.get(v.number, v.number) for v in op.inputs})
+    return {index for index, number in factors.items() if times[number] == 1}
+
+
+def find_values(seen: Seen) -> tuple[ValueHeads, ...]:
+    """Return the values whose heads may be rotated, whatever becomes of the stream."""
+    return tuple(_values(seen))
+
+
+def _values(seen: Seen) -> Iterator[ValueHeads]:
     for space in seen.follower.spaces.all():
         readers = [(s, e) for s, (e, gain) in space.readers.items() if gain is None]
         if not space.is_attended or len(readers) != 1 or len(space.readers) != 1:

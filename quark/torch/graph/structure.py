@@ -175,7 +175,7 @@ class ResidualStream:
         head: Module that makes logits of the stream.
         tied: Whether the weight of the head is an embedding too.
         values: Heads of values that may be rotated besides.
-        downs: Writers whose inputs are not heads of values: an online rotation may be put there.
+        downs: Modules that end other branches: an online rotation may be put before them.
     """
 
     size: int
@@ -200,7 +200,9 @@ class Structure:
         rejected: What cannot, or could not be proved, with the reasons.
         shared_inputs: Modules whose weights multiply the very same tensor.
         stream: The residual stream, if it may be rotated, proved.
-        obstacle: What stands in the way of rotations, empty if nothing does.
+        obstacle: What stands in the way of rotating it, empty if nothing does.
+        values: Heads of values that may be rotated whatever becomes of the stream, proved.
+        downs: Modules before which an online rotation may be put, whatever becomes of the stream.
     """
 
     blocks: tuple[str, ...]
@@ -209,3 +211,5 @@ class Structure:
     shared_inputs: tuple[tuple[str, ...], ...]
     stream: ResidualStream | None
     obstacle: str
+    values: tuple[ValueHeads, ...]
+    downs: tuple[str, ...]

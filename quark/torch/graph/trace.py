@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
@@ -103,7 +104,7 @@ class Trace:
 def trace(model: nn.Module, run: Callable[[], object]) -> Trace:
     """Write down one forward pass.
 
-    All tensors of the pass are kept until it ends, so a short input is best.
+    What blocks get and give is kept, and so are indices and masks; a short input is best.
 
     Args:
         model: The model. It is not changed.
@@ -139,7 +140,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._blocks = [""]
         self._count = 0
         self._places: dict[int, dict[_Place, int]] = defaultdict(dict)  # storage -> numbers
-        self._kept: list[torch.Tensor] = []  # memory is not used again, so a place means a tensor
+        # What has a weak reference keeps its address when it is freed, so a place means a tensor.
+        self._known: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(
         self,
@@ -182,9 +184,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _value(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        numbers, place = self._places[leaf.untyped_storage()._cdata], _place(leaf)
+        storage, place = leaf.untyped_storage(), _place(leaf)
+        numbers = self._places[storage._cdata]
         if place not in numbers:
-            self._kept.append(leaf)
+            if storage._cdata not in self._known:
+                self._known[storage._cdata] = StorageWeakRef(storage)
             self._count += 1
             numbers[place] = self._count
             if place in self._names:

@@ -11,31 +11,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from quark.torch.graph.aliases import Alias, Aliases
 from quark.torch.graph.flow import ATTENTION, FACTORIES, operands
 from quark.torch.graph.moves import along, is_move, replay, varies
-from quark.torch.graph.spaces import Gain, Side, Space, Spaces
+from quark.torch.graph.spaces import Gain, Side, Spaces, Vectors
 from quark.torch.graph.trace import Op, Trace, Value
-
-
-class Vectors(NamedTuple):
-    """A tensor that holds vectors of a space.
-
-    Attributes:
-        labels: int64 in the shape of the tensor: entry of the space, -1 for none.
-        space: The space.
-        gain: The norm whose output this is. What it multiplies by is yet to be undone.
-        is_square: Whether these are the squares of vectors.
-    """
-
-    labels: torch.Tensor
-    space: Space
-    gain: Gain | None = None
-    is_square: bool = False
 
 
 class Follower:
@@ -69,6 +53,8 @@ class Follower:
     def _rule(self, op: Op) -> Callable[[int, Op], list[Vectors | None]]:
         if op.name in FACTORIES:
             return self._factory
+        if op.name == "index" and self._plain(op.args[0]):
+            return self._embedding
         if is_move(op):
             return self._move
         if operands(op) is not None:
@@ -148,7 +134,8 @@ class Follower:
     def _embedding(self, index: int, op: Op) -> list[Vectors | None]:
         alias = self._plain(op.args[0])
         place = None if alias is None else alias.axis_along(-1)
-        if alias is None or place is None:
+        is_row = op.name == "embedding" or len(op.args[1]) < len(op.args[0].shape)
+        if alias is None or place is None or not is_row:
             return self._unknown(index, op)
         return [self._given(index, alias, place, -1, op.outputs[0])]
 

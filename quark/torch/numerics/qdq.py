@@ -163,6 +163,9 @@ class _Factors(NamedTuple):
         return _Factors(self.scale[rows], self.inverse[rows], zeros)
 
 
+ColumnRounding = Callable[..., torch.Tensor]  # what a ColumnRounder is called with -> its values
+
+
 class ColumnRounder:
     """Rounds a matrix one column at a time, under scales that are settled beforehand.
 
@@ -196,10 +199,19 @@ class ColumnRounder:
             scheme,
         )
 
-    def __call__(self, x: torch.Tensor, column: int) -> torch.Tensor:
-        """Return the rounded values of a column (rows,) in float32."""
+    def __call__(
+        self, x: torch.Tensor, column: int, rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the rounded values of a column, or of some rows of it, in float32.
+
+        Args:
+            x: (rows,) values.
+            column: Which column.
+            rows: (rows,) int64: which rows; None for all.
+        """
         scale, inverse, zeros = self._by
-        by = _Factors(scale[column], inverse[column], None if zeros is None else zeros[column])
+        place = column if rows is None else (column, rows)
+        by = _Factors(scale[place], inverse[place], None if zeros is None else zeros[place])
         return _round_trip(x.clone(), by, self._scheme)
 
 

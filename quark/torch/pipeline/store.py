@@ -5,10 +5,24 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 import torch
 
 LIMIT = 1 << 30  # bytes held in memory
+
+
+class _File(NamedTuple):
+    """A tensor in a file."""
+
+    path: str
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def open(self) -> torch.Tensor:
+        """Return the tensor, mapped to memory for as long as it is in use."""
+        size = self.shape.numel()
+        return torch.from_file(self.path, True, size, dtype=self.dtype).view(self.shape)
 
 
 class ActivationStore:
@@ -20,7 +34,7 @@ class ActivationStore:
 
     def __init__(self, limit: int = LIMIT) -> None:
         self.limit = limit
-        self.held: dict[int, torch.Tensor] = {}
+        self.held: dict[int, torch.Tensor | _File] = {}
         self.places: dict[int, torch.device] = {}
         self._size = 0
         self._directory: tempfile.TemporaryDirectory[str] | None = None
@@ -41,15 +55,15 @@ class ActivationStore:
 
     def __getitem__(self, index: int) -> torch.Tensor:
         """Return a tensor on the device it came from."""
-        return self.held[index].to(self.places[index])
+        return self._read(index).to(self.places[index])
 
     def __setitem__(self, index: int, x: torch.Tensor) -> None:
         """Keep a copy of ``x``; another of the same size takes the place of an earlier one."""
         self.places[index] = x.device
         old = self.held.get(index)
         if old is None or old.shape != x.shape or old.dtype != x.dtype:
-            old = self.held[index] = self._make(index, x)
-        old.copy_(x)
+            self.held[index] = self._make(index, x)
+        self._read(index).copy_(x)
 
     def clear(self) -> None:
         """Forget everything and remove the files."""
@@ -59,7 +73,11 @@ class ActivationStore:
             self._directory.cleanup()
             self._directory = None
 
-    def _make(self, index: int, x: torch.Tensor) -> torch.Tensor:
+    def _read(self, index: int) -> torch.Tensor:
+        held = self.held[index]
+        return held.open() if isinstance(held, _File) else held
+
+    def _make(self, index: int, x: torch.Tensor) -> torch.Tensor | _File:
         size = x.numel() * x.element_size()
         if self._size + size <= self.limit or not size:
             self._size += size
@@ -68,6 +86,4 @@ class ActivationStore:
             self._directory = tempfile.TemporaryDirectory(
                 prefix="quark-activations-", ignore_cleanup_errors=True
             )
-        path = Path(self._directory.name) / str(index)
-        mapped = torch.from_file(str(path), shared=True, size=x.numel(), dtype=x.dtype)
-        return mapped.view(x.shape)
+        return _File(str(Path(self._directory.name) / str(index)), x.shape, x.dtype)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import Any, TypeVar
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from quark.torch.algorithm.kept import Statistics
 from quark.torch.graph.discover import discover
 from quark.torch.graph.structure import Structure
 from quark.torch.pipeline.context import Algorithm, Context
@@ -26,6 +28,8 @@ from quark.torch.quantization.calibrate import (
 )
 from quark.torch.quantization.config.algo import AlgoConfig, SolverConfig
 from quark.torch.quantization.config.config import Config
+from quark.torch.quantization.config.layer import QuantizationConfig
+from quark.torch.quantization.nn.attention import key_projections, prove_keys, route_keys
 from quark.torch.quantization.nn.experts import fuse, unfuse
 from quark.torch.quantization.nn.mixin import QuantMixin
 from quark.torch.quantization.prepare import plan, prepare, quantized_layers, restore
@@ -44,7 +48,9 @@ ALGORITHMS: dict[str, str] = {
     "gptq": "quark.torch.algorithm.gptq:ALGORITHM",
     "gptaq": "quark.torch.algorithm.qronos:ALGORITHM",
     "qronos": "quark.torch.algorithm.qronos:ALGORITHM",
+    "yaqa": "quark.torch.algorithm.yaqa:ALGORITHM",
 }
+FROM_STATISTICS = ("awq", "gptq")  # what can do with statistics of the float model alone
 
 
 class ModelQuantizer:
@@ -61,13 +67,20 @@ class ModelQuantizer:
         self.config = config
         self.multi_device = multi_device
 
-    def quantize_model(self, model: Model, dataloader: Iterable[Any] | None = None) -> Model:
+    def quantize_model(
+        self,
+        model: Model,
+        dataloader: Iterable[Any] | None = None,
+        statistics: Statistics | None = None,
+    ) -> Model:
         """Replace modules of ``model`` in place by quantized ones and settle their ranges.
 
         Args:
             model: A float model, in any of float32, bfloat16 and float16, on any device.
             dataloader: Batches for the model: tensors, mappings of arguments, or lists of these.
                 Needed by most algorithms and for static activation ranges.
+            statistics: What ``collect_statistics`` returned for the model: the one algorithm of the
+                configuration, AWQ or GPTQ, takes them instead of running data.
 
         Returns:
             The same model. Its forward pass now computes with quantized values; weights stay in
@@ -75,41 +88,34 @@ class ModelQuantizer:
 
         Raises:
             ValueError: The configuration does not fit the model, data is missing, or a range is
-                not finite. The model is then as it was, but for weights that an algorithm had
-                already rescaled, rotated or rounded.
+                not finite. The model is then as it was, unless data fails it after an algorithm
+                has rescaled, rotated or rounded weights.
         """
         _log_to_terminal(self.config.log_severity_level)
         algorithms = find_algorithms(self.config)
+        if statistics is not None:
+            dataloader = None if dataloader is None else repeatable(dataloader)
+            statistics.check(model, dataloader)
         experts = unfuse(model)
         try:
             layers = plan(model, self.config)
             run_data = needs_data(layers.values())
-            learns = any(algorithm.needs_data(options) for algorithm, options in algorithms)
-            if dataloader is None and (run_data or learns):
-                raise ValueError(
-                    f"{'Algorithms need' if learns else 'Static activation ranges need'} "
-                    "calibration data: pass a dataloader to quantize_model"
-                    + ("." if learns else ", or set is_dynamic=True.")
-                )
-            for algorithm, options in algorithms:
-                algorithm.check(options, layers)
+            _check_algorithms(algorithms, layers, dataloader, statistics)
             fuse(experts, keep=layers)
-            batches = repeatable(dataloader) if algorithms else dataloader or ()
+            keys = key_projections(layers, self.config)
+            batches = repeatable(dataloader) if algorithms or keys else dataloader or ()
             looked_at = None if dataloader is None else batches
-            structure = _discover(model, looked_at) if algorithms else None
+            if keys:
+                prove_keys(model, keys, _trial_run(model, looked_at))
+            structure = discover(model, _trial_run(model, looked_at)) if algorithms else None
         except BaseException:
             fuse(experts)
             raise
         try:
             prepare(model, layers)
+            route_keys(model, keys)
             if structure is not None:
-                quantized = dict(quantized_layers(model))
-                settle = partial(settle_weights, config=self.config)
-                context = Context(model, quantized, structure, batches, self.config, settle)
-                with observing(model, ()):
-                    for algorithm, options in algorithms:
-                        logger.info("%s …", options.name)
-                        algorithm.apply(context, options)
+                _apply(algorithms, model, structure, batches, self.config, statistics)
             calibrate_parameters(model)
             if run_data:
                 calibrate_activations(model, batches)
@@ -176,8 +182,70 @@ def find_algorithms(config: Config) -> list[tuple[Algorithm, AlgoConfig]]:
     return found
 
 
-def _discover(model: nn.Module, batches: Iterable[Any] | None) -> Structure:
-    """Look at the structure of a model with the first tokens of the data, or with any."""
+def _check_algorithms(
+    algorithms: list[tuple[Algorithm, AlgoConfig]],
+    layers: Mapping[str, QuantizationConfig],
+    dataloader: Iterable[Any] | None,
+    statistics: Statistics | None,
+) -> None:
+    """Raise if an algorithm does not serve the layers, or what it needs is not given."""
+    if statistics is not None:
+        check_from_statistics(algorithms)
+    learns = statistics is None and any(a.needs_data(options) for a, options in algorithms)
+    if dataloader is None and (learns or needs_data(layers.values())):
+        raise ValueError(
+            f"{'Algorithms need' if learns else 'Static activation ranges need'} "
+            "calibration data: pass a dataloader to quantize_model"
+            + ("." if learns else ", or set is_dynamic=True.")
+        )
+    for algorithm, options in algorithms:
+        algorithm.check(options, layers)
+
+
+def check_from_statistics(algorithms: list[tuple[Algorithm, AlgoConfig]]) -> None:
+    """Raise if algorithms are not one that can do with statistics of the float model.
+
+    Raises:
+        ValueError: They are not.
+    """
+    names = [options.name for _, options in algorithms]
+    if len(names) != 1 or names[0] not in FROM_STATISTICS:
+        raise ValueError(
+            f"statistics serve one algorithm, {' or '.join(FROM_STATISTICS)}, got "
+            f"{', '.join(names) or 'none'}: others change what they are of, or look at the data "
+            "itself. Pass a dataloader instead."
+        )
+    if getattr(algorithms[0][1], "true_sequential", False):
+        raise ValueError(
+            "gptq: true_sequential=True looks at layers in turn, which statistics of the float "
+            "model cannot. Leave it out, or pass a dataloader instead."
+        )
+
+
+def _apply(
+    algorithms: list[tuple[Algorithm, AlgoConfig]],
+    model: nn.Module,
+    structure: Structure,
+    batches: Iterable[Any],
+    config: Config,
+    statistics: Statistics | None,
+) -> None:
+    """Apply algorithms in order, once none of them has anything against it."""
+    layers = dict(quantized_layers(model))
+    settle = partial(settle_weights, config=config)
+    runs, grams = (batches, None) if statistics is None else ((), statistics.grams)
+    context = Context(model, layers, structure, runs, config, settle, grams=grams)
+    with observing(model, ()):
+        rotated: frozenset[str] = frozenset()
+        for algorithm, options in algorithms:
+            rotated |= set(algorithm.resolve(replace(context, rotated=rotated), options))
+        for algorithm, options in algorithms:
+            logger.info("%s …", options.name)
+            algorithm.apply(context, options)
+
+
+def _trial_run(model: nn.Module, batches: Iterable[Any] | None) -> Callable[[], None]:
+    """Return what runs a model on the first tokens of the data, or on any."""
     if batches is not None:
         first = next(iter(parts(batches)), None)
         if first is None:
@@ -190,7 +258,7 @@ def _discover(model: nn.Module, batches: Iterable[Any] | None) -> Structure:
                 "dataloader with a batch, to see the model run."
             )
         first = torch.arange(32).unsqueeze(0) % words
-    return discover(model, lambda: run_batch(model, excerpt(first)))
+    return lambda: run_batch(model, excerpt(first))
 
 
 def _log_to_terminal(severity: int | None) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import assign, report_unmatched
 from quark.torch.quantization.config.type import QuantFlow
+from quark.torch.quantization.nn.attention import unroute_keys
 from quark.torch.quantization.nn.mixin import PARAMETERS, QuantMixin, is_transposed
 from quark.torch.quantization.nn.operators import is_operator, operator, operator_names
 from quark.torch.quantization.nn.packed import PackedMixin
@@ -67,7 +68,8 @@ def prepare(model: nn.Module, layers: dict[str, QuantizationConfig]) -> None:
 
 
 def restore(model: nn.Module) -> None:
-    """Undo ``prepare``, as long as nothing is frozen."""
+    """Undo ``prepare``, as long as nothing is frozen, and what lets attention quantize keys."""
+    unroute_keys(model)
     for _, layer in list(quantized_layers(model)):
         layer.to_float()
 
@@ -95,11 +97,13 @@ def _report_left(model: nn.Module) -> None:
 
 
 def _check_config(config: Config) -> None:
-    if config.softmax_quant_spec is not None or config.kv_cache_post_rope:
+    if config.softmax_quant_spec is not None:
         raise ValueError(
-            "softmax_quant_spec and kv_cache_post_rope are not supported: leave them out. Outputs "
-            "of the key and value projections can be quantized by kv_cache_quant_config."
+            "softmax_quant_spec is not supported: leave it out. Keys and values can be quantized "
+            "by kv_cache_quant_config."
         )
+    if config.kv_cache_post_rope and not config.kv_cache_quant_config:
+        logger.warning("kv_cache_post_rope changes nothing without kv_cache_quant_config.")
     if config.quant_flow is not QuantFlow.standard:
         raise ValueError(f"quant_flow={config.quant_flow.name}: only standard is supported.")
 

@@ -15,6 +15,7 @@ from quark.torch.quantization.config.algo import (
     GPTAQConfig,
     GPTQConfig,
     QronosConfig,
+    YaqaConfig,
 )
 from quark.torch.quantization.config.config import Config, QuantizationSpec
 from quark.torch.quantization.config.presets import scheme
@@ -24,6 +25,7 @@ from tests.models.architectures import build, small_config
 SOLVERS = {
     "gptq": GPTQConfig,
     "qronos": QronosConfig,
+    "yaqa": YaqaConfig,
 }
 VARIANTS = SOLVERS | {"gptaq": GPTAQConfig, "in turn": partial(GPTQConfig, true_sequential=True)}
 MODELS = {

@@ -49,7 +49,7 @@ def test_documented_spellings(request_of):
 def test_defaults(request_of):
     wanted = request_of("--quant_scheme", "fp8")
     assert str(wanted.output_dir) == "exported_model"
-    assert (wanted.pack_method, wanted.model_export) == ("reorder", "hf_format")
+    assert (wanted.pack_method, wanted.exports) == ("reorder", ["hf_format"])
     assert (wanted.excluded, wanted.layer_schemes, wanted.seq_len) == (None, [], None)
 
 
@@ -83,7 +83,7 @@ def test_schemes_of_layers(request_of):
     [
         ([], "give the name of a scheme"),
         (["--quant_scheme", "int4_wo_12x"], "Did you mean 'int4_wo_128'?"),
-        (["--quant_scheme", "fp8", "--config", "x.json"], "or else --config"),
+        (["--quant_scheme", "fp8", "--config", "x.json"], "or --config FILE"),
         (["--config", "x.json"], "there is no file x.json"),
         (["--config", "x.json", "--kv_cache_dtype", "fp8"], "--kv_cache_dtype"),
         (["--config", "x.json", "--exclude_layers"], "--exclude_layers"),

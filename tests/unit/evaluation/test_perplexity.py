@@ -130,6 +130,20 @@ class TestPerplexity:
         assert sum(model.sizes) == 7
         assert max(model.sizes) == min(batch_size, 7)
 
+    @pytest.mark.parametrize("context", [1, 2, 7])
+    def test_a_context_is_read_and_not_scored(self, windows: torch.Tensor, context: int) -> None:
+        """A bigram model sees one token only: the same as windows that begin with the last one."""
+        model = Bigram()
+        expected = slow_perplexity(model.table.weight.tolist(), windows[:, context - 1 :].tolist())
+        assert perplexity(model, windows, context=context) == pytest.approx(expected, rel=1e-6)
+
+    @pytest.mark.parametrize(("context", "said"), [(0, "at least 1, got 0"), (13, "14 tokens")])
+    def test_a_context_that_leaves_nothing(
+        self, context: int, said: str, windows: torch.Tensor
+    ) -> None:
+        with pytest.raises(ValueError, match=said):
+            perplexity(Fixed(), windows, context=context)
+
     def test_half_precision_logits_are_accumulated_in_more(self) -> None:
         windows = torch.zeros(64, 257, dtype=torch.int32)
         found = perplexity(Fixed(lambda logits: logits.bfloat16()), windows)
@@ -196,7 +210,7 @@ class TestPerplexity:
         ids=["no window", "one token", "one axis"],
     )
     def test_empty_windows(self, bad: torch.Tensor) -> None:
-        with pytest.raises(ValueError, match=r"at least one window and two tokens"):
+        with pytest.raises(ValueError, match=r"at least one window and 2 tokens"):
             perplexity(Fixed(), bad)
 
     def test_other_wrong_arguments(self, windows: torch.Tensor) -> None:

@@ -40,10 +40,10 @@ def test_copies_are_kept(limit):
 def test_a_place_is_used_again(limit):
     with ActivationStore(limit) as store:
         store[0] = made(torch.float32, 4, 4)
-        place = store.held[0].data_ptr()
+        place = store.held[0]
         second = made(torch.float32, 4, 4)
         store[0] = second
-        assert store.held[0].data_ptr() == place and torch.equal(store[0], second)
+        assert store.held[0] is place and torch.equal(store[0], second)
         wider = made(torch.float32, 2, 9)
         store[0] = wider
         assert torch.equal(store[0], wider)
@@ -57,6 +57,16 @@ def test_memory_stays_below_the_limit_and_files_go(tmp_path, monkeypatch):
         files = [path for path in tmp_path.rglob("*") if path.is_file()]
         assert len(files) == 6 and sum(path.stat().st_size for path in files) == 2400
     assert list(Path(tmp_path).iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system does not tell")
+def test_what_waits_on_disk_takes_no_memory():
+    with ActivationStore(limit=0) as store:
+        for index in range(4):
+            store[index] = made(torch.float32, 100)
+        read = store[0]
+        mapped = Path("/proc/self/maps").read_text().count("quark-activations-")
+        assert mapped == 1 and len(read) == 100
 
 
 def test_clearing_makes_room():

@@ -14,6 +14,8 @@ from quark.torch.quantization.config.config import (
     AWQConfig,
     Config,
     GPTQConfig,
+    OnlineRotationConfig,
+    QronosConfig,
     QuantizationConfig,
     RotationConfig,
     SmoothQuantConfig,
@@ -363,6 +365,38 @@ def test_layers_that_are_named_wrongly(refused, cls):
     written = [{"prev_op": "input_layernorm", "layers": ["self_attn.qkv_proj"]}]
     options = cls(scaling_layers=written, model_decoder_layers="model.layers")
     refused(config_of("int8", options), "which cannot be rescaled: no decoder block", runs=None)
+
+
+_WRONG = {"scaling_layers": [{"prev_op": "no", "layers": ["x"]}]}
+_ONLINE = OnlineRotationConfig(online_rotation_layers=["model.layers.1.mlp.down_proj"])
+LATER = {  # what is wrong with the second algorithm, and what is said of it
+    "smooth": (SmoothQuantConfig(alpha=0.5, **_WRONG), "smooth: .* cannot be rescaled"),
+    "autosmoothquant": (AutoSmoothQuantConfig(**_WRONG), "autosmoothquant: .* cannot be rescaled"),
+    "awq": (AWQConfig(**_WRONG), "awq: .* cannot be rescaled"),
+    "gptq blocks": (GPTQConfig(model_decoder_layers="model.no"), "model_decoder_layers='model.no'"),
+    "qronos layers": (QronosConfig(inside_layer_modules=["no"]), r"inside_layer_modules=\['no'\]"),
+    "rotation file": (RotationConfig(scaling_layers={"layers": []}), "must be an object with"),
+    "rotation size": (RotationConfig(rotation_size=28), "28 does not divide the width 64"),
+    "rotated twice": (RotationConfig(r4=True), "layers.0.mlp.down_proj cannot be rotated"),
+    "listed twice": (RotationConfig(online_config=_ONLINE), "layers.1.mlp.down_proj cannot be rot"),
+}
+
+
+@pytest.mark.parametrize(("options", "said"), LATER.values(), ids=LATER)
+def test_a_later_algorithm_is_refused_before_the_first_is_applied(refused, options, said):
+    config = config_of("int8", RotationConfig(r2=True, r4=True), options)
+    refused(config, said, runs=None)
+
+
+def test_nothing_is_left_to_rescale_once_all_is_rotated(refused):
+    """Inputs that the first algorithm is going to rotate count for the second."""
+    options = AWQConfig(
+        scaling_layers=[{"prev_op": "mlp.up_proj", "layers": ["mlp.down_proj"]}],
+        model_decoder_layers="model.layers",
+    )
+    quantized(made("llama"), "int4_wo_32", options, frozen=False)
+    config = config_of("int4_wo_32", RotationConfig(r4=True), options)
+    refused(config, r"awq found nothing to rescale", runs=None)
 
 
 def test_a_model_without_anything_to_rescale(refused):

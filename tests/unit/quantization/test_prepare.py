@@ -148,7 +148,7 @@ BAD = {
     "softmax": (
         lambda: linears(8),
         Config(INT8, softmax_quant_spec=FP8.weight),
-        "softmax_quant_spec .* not supported: leave them out",
+        "softmax_quant_spec is not supported: leave it out",
     ),
     "file_to_file": (
         lambda: linears(8),

@@ -15,17 +15,25 @@ from quark.torch.export.formats.foreign import (
     ForeignFormat,
     group_of,
     integer_problem,
-    named_config,
-    required,
     shape_of,
     unsigned,
-    unsigned_spec,
     weight_only_problem,
+    with_weight,
+    with_weights,
 )
 from quark.torch.export.formats.layouts import PackedLayout
+from quark.torch.export.formats.sections import (
+    group_size,
+    named_config,
+    names_in,
+    required,
+    unsigned_spec,
+)
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.nn.packed import Layout, Stored
 from quark.torch.quantization.nn.quantizer import State
+
+MIDDLES = -0x77777778  # eight codes of 8
 
 
 class AwqLayout(PackedLayout):
@@ -93,12 +101,23 @@ class AwqFormat(ForeignFormat):
             "zero_point": True,
         }
 
+    def found(
+        self, layers: dict[str, QuantizationConfig], reader: Any
+    ) -> dict[str, QuantizationConfig]:
+        """Return the layers whose codes are stored, symmetric if all zero points are the middle."""
+        layers = super().found(layers, reader)
+        zeros = (reader.tensor(key) for key in reader.entries if key.endswith(".qzeros"))
+        if not all((words == MIDDLES).all() for words in zeros):
+            return layers
+        self.config = with_weights(self.config, symmetric=True)
+        return {name: with_weight(layer, symmetric=True) for name, layer in layers.items()}
+
     @classmethod
     def read(cls, section: dict[str, Any]) -> Config:
         """Return uint4 per group for all layers but those named."""
         required(section, "bits", (4,), 4)
         required(section, "version", ("gemm", "GEMM"), "gemm")
-        group = int(section.get("group_size", 128))
-        weight = unsigned_spec(4, group, symmetric=False)
-        left = section.get("modules_to_not_convert")
+        required(section, "zero_point", (True,), True)
+        weight = unsigned_spec(4, group_size(section, 128), symmetric=False)
+        left = names_in(section, "modules_to_not_convert")
         return named_config(QuantizationConfig(weight=weight), left or None)

@@ -50,6 +50,33 @@ class ExportFormat(ABC):
         """
         return Config.from_dict(section)
 
+    @classmethod
+    def of_section(cls, section: dict[str, Any]) -> ExportFormat:
+        """Return the format that a ``quantization_config`` stands for.
+
+        Raises:
+            ValueError: It says something that is not understood.
+        """
+        config = cls.read(section)
+        return cls(config, config.export or JsonExporterConfig())
+
+    def found(
+        self, layers: dict[str, QuantizationConfig], reader: Any
+    ) -> dict[str, QuantizationConfig]:
+        """Look at what is stored before a model takes it.
+
+        Args:
+            layers: Layers that the configuration calls quantized.
+            reader: Tensors by the names of the checkpoint.
+
+        Returns:
+            The layers that are stored quantized.
+
+        Raises:
+            ValueError: Something is stored that a model cannot take.
+        """
+        return layers
+
     def admit(self, layers: Mapping[str, Any], left: Sequence[str]) -> None:  # noqa: B027
         """Look at all that will be written before anything is; a format that holds all need not.
 

@@ -117,7 +117,7 @@ def specification(
         "group": {"qscheme": PER.per_group, "ch_axis": -1, "group_size": group},
         "block": {"qscheme": PER.per_block, "block_size": args.get("block_structure")},
     }
-    is_known = name in Dtype.__members__ and strategy in where
+    is_known = name in Dtype.__members__ and strategy in where and type(bits) is int
     if not is_known or args.get("dynamic") not in (True, False, None):
         raise ValueError(
             f"compressed-tensors: {bits} bits of type {args.get('type')!r} with strategy "

@@ -18,6 +18,7 @@ from torch import nn
 from quark.torch.export.formats.compressed_layout import CompressedLayout
 from quark.torch.export.formats.compressed_specs import arguments, format_name, specification
 from quark.torch.export.formats.foreign import FP8, ForeignFormat, is_static_fp8, shape_of
+from quark.torch.export.formats.sections import names_in
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.match import literal
@@ -38,7 +39,8 @@ class CompressedTensorsFormat(ForeignFormat):
         "weight_scale_2": "weight_global_scale",
         "input_scale_2": "input_global_scale",
     }
-    unneeded = ("weight_shape",)
+    unneeded = ("weight_shape", "weight_g_idx")
+    order = "weight_g_idx"
     has_cache = True
 
     def __init__(self, config: Config, options: JsonExporterConfig) -> None:
@@ -127,6 +129,7 @@ class CompressedTensorsFormat(ForeignFormat):
     @classmethod
     def read(cls, section: dict[str, Any]) -> Config:
         """Return the configuration that the groups stand for."""
+        _check_dense(section)
         whole = QuantizationConfig()
         layers: dict[str, QuantizationConfig] = {}
         for group in dict(section.get("config_groups") or {}).values():
@@ -140,7 +143,7 @@ class CompressedTensorsFormat(ForeignFormat):
                     f"compressed-tensors: {group} in the format {form!r} is not read here. Load "
                     "the checkpoint with compressed-tensors."
                 )
-            for target in group["targets"]:
+            for target in names_in(group, "targets"):
                 if target == "Linear":
                     whole = layer
                 else:
@@ -154,9 +157,20 @@ class CompressedTensorsFormat(ForeignFormat):
         cached = QuantizationConfig(output_tensors=cache)
         return Config(
             whole,
-            exclude=[_pattern(name) for name in section.get("ignore") or []],
+            exclude=[_pattern(name) for name in names_in(section, "ignore")],
             layer_quant_config=layers,
             kv_cache_quant_config={} if cache is None else {"*k_proj": cached, "*v_proj": cached},
+        )
+
+
+def _check_dense(section: dict[str, Any]) -> None:
+    """Raise if a model computes with more than what is read here."""
+    sparsity = section.get("sparsity_config") or {}
+    if sparsity.get("format", "dense") != "dense":
+        raise ValueError("compressed-tensors: sparse weights (sparsity_config) are not read here.")
+    if (section.get("transform_config") or {}).get("config_groups"):
+        raise ValueError(
+            "compressed-tensors: transforms of inputs (transform_config) are not read here."
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import logging
 from abc import abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -11,22 +12,25 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import nn
 
+from quark.torch.export.checkpoint import Stored
 from quark.torch.export.formats.quark import QuarkFormat
+from quark.torch.export.formats.sections import IN_BLOCKS
 from quark.torch.numerics.blocks import QSchemeType
 from quark.torch.numerics.packing import pack, unpack
 from quark.torch.quantization.config.config import Config, QuantizationConfig
-from quark.torch.quantization.config.match import literal
+from quark.torch.quantization.config.match import config_for, literal
 from quark.torch.quantization.config.spec import QuantizationSpec
-from quark.torch.quantization.config.type import Dtype
+from quark.torch.quantization.config.type import Dtype, ScaleType
 from quark.torch.quantization.nn.mixin import QuantMixin
 from quark.torch.quantization.nn.packed import PackedMixin
 from quark.torch.quantization.nn.quantizer import State
 
-IN_BLOCKS = "*.[0-9]*.*"  # names of layers inside of numbered blocks
 CACHE = {"k_proj": "k_scale", "v_proj": "v_scale"}
+SCALES = {torch.float16: ScaleType.float16, torch.bfloat16: ScaleType.bfloat16}
 FP8 = QuantizationSpec(Dtype.fp8_e4m3, qscheme=QSchemeType.per_tensor, is_dynamic=False)
 
 K = TypeVar("K", bound=Hashable)
+logger = logging.getLogger(__name__)
 
 
 class ForeignFormat(QuarkFormat):
@@ -36,6 +40,7 @@ class ForeignFormat(QuarkFormat):
         holds: What it can hold, for messages.
         renamed: Last part of a name here -> in the checkpoint.
         unneeded: Last parts of names in the checkpoint that tell nothing new.
+        order: Last part of the name of the group of each input, where it is stored.
         has_cache: Whether it can hold scales of an fp8 key-value cache.
         left: Names of layers in float.
         cache: Whether there are scales of a cache.
@@ -44,6 +49,7 @@ class ForeignFormat(QuarkFormat):
     holds: ClassVar[str]
     renamed: ClassVar[dict[str, str]] = {}
     unneeded: ClassVar[tuple[str, ...]] = ()
+    order: ClassVar[str] = ""
     has_cache: ClassVar[bool] = False
     left: Sequence[str] = ()
     cache: bool = False
@@ -55,15 +61,16 @@ class ForeignFormat(QuarkFormat):
                 f"custom_mode={self.name!r} stores codes: leave out "
                 f"weight_format={self.options.weight_format!r}."
             )
-        for name, layer in layers.items():
-            assert isinstance(layer, (QuantMixin, PackedMixin))
-            problem = self._common_problem(name, layer) or self.problem(name, layer)
-            if problem:
-                raise ValueError(
-                    f"custom_mode={self.name!r} cannot hold {name}: {problem}. It holds "
-                    f"{self.holds}. Exclude the layer, quantize it otherwise, or use "
-                    "custom_mode='quark'."
-                )
+        problems = {
+            name: self._common_problem(name, layer) or self.problem(name, layer)
+            for name, layer in layers.items()
+        }
+        said = refusals(problems)
+        if said:
+            raise ValueError(
+                f"custom_mode={self.name!r} cannot hold {said}. It holds {self.holds}. Exclude "
+                "such layers, quantize them otherwise, or use custom_mode='quark'."
+            )
         self.left = left
         self.cache = any(layer.quant_config.output_tensors is not None for layer in layers.values())
 
@@ -107,6 +114,50 @@ class ForeignFormat(QuarkFormat):
         found = super().tensors(layer, scales)
         return {self.renamed.get(name, name): tensor for name, tensor in found.items()}
 
+    def found(
+        self, layers: dict[str, QuantizationConfig], reader: Any
+    ) -> dict[str, QuantizationConfig]:
+        """Return the layers whose codes are stored, and take the type of their scales as it is.
+
+        Raises:
+            ValueError: No layer has codes, or groups are not those of neighbouring inputs.
+        """
+        entries: dict[str, Stored] = reader.entries
+        plain = [n for n in layers if _is_wide(entries.get(f"{n}.weight"))]
+        if len(plain) == len(layers):
+            raise ValueError(f"quant_method={self.name!r}, but every weight is stored in float.")
+        if plain:
+            logger.warning(
+                "%d layers stay in float, such as %s: the checkpoint has no codes for them.",
+                len(plain),
+                plain[0],
+            )
+        self._check_order(reader)
+        kinds = {
+            entry.dtype
+            for key, entry in entries.items()
+            if self.state_name(key).endswith(".weight_quantizer.scale")
+        }
+        held = SCALES.get(kinds.pop()) if len(kinds) == 1 else None
+        config = self.config if held is None else with_weights(self.config, scale_type=held)
+        self.config = replace(config, exclude=[*config.exclude, *map(literal, plain)])
+        kept = {n: config_for(n, nn.Linear, self.config) for n in layers if n not in plain}
+        return {n: layer for n, layer in kept.items() if layer is not None}
+
+    def _check_order(self, reader: Any) -> None:
+        keys = [key for key in reader.entries if self.order and key.endswith(f".{self.order}")]
+        configs = (self.config.global_quant_config, *self.config.layer_quant_config.values())
+        sizes = {group_of(c.weight) for c in configs if c.weight is not None}
+        for key in keys:
+            groups = reader.tensor(key).flatten().long()
+            places = torch.arange(len(groups))
+            size = [len(groups) if size < 0 else size for size in sizes]
+            if not any(groups.equal(places // s) for s in size):
+                raise ValueError(
+                    f"{key}: inputs are grouped in another order than they come in (act order), "
+                    "which is not read here. Quantize without it, or with static groups."
+                )
+
     def stored_name(self, key: str) -> str:
         """Return ``….k_scale`` for ``….k_proj.output_scale``, other names as they are."""
         head, _, last = key.rpartition(".")
@@ -123,6 +174,35 @@ class ForeignFormat(QuarkFormat):
             return f"{head}.{layers[last]}.output_quantizer.scale"
         own = {stored: name for name, stored in self.renamed.items()}
         return super().state_name(f"{head}.{own.get(last, last)}")
+
+
+def _is_wide(entry: Stored | None) -> bool:
+    """Whether a tensor is stored, and as floats wider than codes."""
+    return entry is not None and entry.dtype.is_floating_point and entry.dtype.itemsize > 1
+
+
+def with_weight(layer: QuantizationConfig, **fields: Any) -> QuantizationConfig:
+    """Return a layer whose weight, if it is quantized, has other fields."""
+    return layer if layer.weight is None else replace(layer, weight=replace(layer.weight, **fields))
+
+
+def with_weights(config: Config, **fields: Any) -> Config:
+    """Return a configuration whose weights have other fields."""
+    layers = {n: with_weight(layer, **fields) for n, layer in config.layer_quant_config.items()}
+    whole = with_weight(config.global_quant_config, **fields)
+    return replace(config, global_quant_config=whole, layer_quant_config=layers)
+
+
+def refusals(problems: Mapping[str, str | None]) -> str:
+    """Say which layers cannot be held and why, those alike together; "" if all can."""
+    alike: dict[str, list[str]] = {}
+    for name, problem in problems.items():
+        if problem:
+            alike.setdefault(problem, []).append(name)
+    return "; ".join(
+        f"{names[0]}{f' and {len(names) - 1} more' * (len(names) > 1)}: {problem}"
+        for problem, names in alike.items()
+    )
 
 
 def is_static_fp8(spec: QuantizationSpec) -> bool:
@@ -154,19 +234,6 @@ def integer_problem(spec: QuantizationSpec, bits: Sequence[int]) -> str | None:
 def group_of(spec: QuantizationSpec) -> int:
     """Inputs that share a scale, -1 for all of them."""
     return spec.scheme.group if spec.scheme.qscheme is QSchemeType.per_group else -1
-
-
-def unsigned_spec(bits: int, group: int, symmetric: bool, **fields: Any) -> QuantizationSpec:
-    """Return the specification of a weight of unsigned integers per group of inputs."""
-    return QuantizationSpec(
-        Dtype[f"uint{bits}"],
-        qscheme=QSchemeType.per_group,
-        ch_axis=-1,
-        group_size=group,
-        symmetric=symmetric,
-        is_dynamic=False,
-        **fields,
-    )
 
 
 def unsigned(state: State) -> State:
@@ -222,31 +289,6 @@ def _bytes(bits: int) -> Any:
     return replace(
         Dtype[f"uint{bits}"].value, word_codes=8, word_dtype=torch.uint8, first_high=False
     )
-
-
-def named_config(layer: QuantizationConfig, left: Sequence[str] | None) -> Config:
-    """Return the configuration of all layers but those whose names contain one of ``left``.
-
-    Without names to leave out it is that of the layers inside of numbered blocks.
-    """
-    if left is None:
-        return Config(QuantizationConfig(), layer_quant_config={IN_BLOCKS: layer})
-    return Config(layer, exclude=[f"*{literal(name)}*" for name in left])
-
-
-def required(section: Mapping[str, Any], key: str, known: Sequence[Any], default: Any) -> Any:
-    """Return the value of a key of a ``quantization_config``.
-
-    Raises:
-        ValueError: It is not one of ``known``.
-    """
-    value = section.get(key, default)
-    if value not in known:
-        raise ValueError(
-            f"quant_method={section.get('quant_method')!r}: {key}={value!r} is not read here "
-            f"(known: {', '.join(map(repr, known))})."
-        )
-    return value
 
 
 def weight_only_problem(name: str, config: QuantizationConfig) -> str | None:

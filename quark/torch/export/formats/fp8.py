@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.torch.export.formats.foreign import FP8, ForeignFormat, required
+from quark.torch.export.formats.foreign import FP8, ForeignFormat
 from quark.torch.export.formats.layouts import PackedLayout
+from quark.torch.export.formats.sections import names_in, required
 from quark.torch.numerics.blocks import QSchemeType
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import literal
@@ -96,12 +97,14 @@ class Fp8Format(ForeignFormat):
         """Return fp8 weights and inputs for all layers but those named."""
         is_dynamic = required(section, "activation_scheme", SCHEMES, "dynamic") == "dynamic"
         required(section, "scale_fmt", (None, "float"), None)
+        required(section, "fmt", (None, "e4m3", "float8_e4m3fn"), None)
         cache = required(section, "kv_cache_scheme", (None, "static"), None)
         weight, block = FP8, section.get("weight_block_size")
         inputs = QuantizationSpec(
             Dtype.fp8_e4m3, qscheme=QSchemeType.per_tensor, is_dynamic=is_dynamic
         )
         if block is not None:
+            _check_block(block)
             weight = QuantizationSpec(
                 Dtype.fp8_e4m3, qscheme=QSchemeType.per_block, block_size=block, is_dynamic=False
             )
@@ -112,10 +115,18 @@ class Fp8Format(ForeignFormat):
                 group_size=block[1],
                 is_dynamic=True,
             )
-        left = section.get("ignored_layers") or section.get("modules_to_not_convert") or []
+        left = names_in(section, "ignored_layers") or names_in(section, "modules_to_not_convert")
         cached = QuantizationConfig(output_tensors=FP8)
         return Config(
             QuantizationConfig(weight=weight, input_tensors=inputs),
             exclude=[literal(name) for name in left],
             kv_cache_quant_config={"*k_proj": cached, "*v_proj": cached} if cache else {},
+        )
+
+
+def _check_block(block: Any) -> None:
+    sides = block if isinstance(block, list) else []
+    if len(sides) != 2 or not all(type(side) is int and side > 0 for side in sides):
+        raise ValueError(
+            f"quant_method='fp8': weight_block_size={block!r} is no pair of positive integers."
         )

@@ -15,19 +15,24 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from quark.torch.export.formats.base import ExportFormat
 from quark.torch.export.formats.foreign import (
-    IN_BLOCKS,
     ForeignFormat,
     from_words,
     group_of,
     integer_problem,
-    named_config,
-    required,
     shape_of,
     to_words,
     unsigned,
-    unsigned_spec,
     weight_only_problem,
+)
+from quark.torch.export.formats.sections import (
+    IN_BLOCKS,
+    group_size,
+    named_config,
+    names_in,
+    required,
+    unsigned_spec,
 )
 from quark.torch.numerics.scale_codec import stored_dtype
 from quark.torch.quantization.config.config import Config, QuantizationConfig
@@ -104,17 +109,49 @@ class GptqFormat(ForeignFormat):
         "weight_zero_point": "qzeros",
     }
     unneeded = ("g_idx",)
+    order = "g_idx"
 
     def __init__(self, config: Config, options: JsonExporterConfig) -> None:
         super().__init__(config, options)
         layers = (config.global_quant_config, *config.layer_quant_config.values())
         weights = [layer.weight for layer in layers if layer.weight is not None]
         self.symmetric = all(weight.symmetric is not False for weight in weights)
+        self.zero_offset = int(self.symmetric)
+
+    @classmethod
+    def of_section(cls, section: dict[str, Any]) -> ExportFormat:
+        """Return the format of a checkpoint, by the zero points that it says it has."""
+        made = cls(cls.read(section), JsonExporterConfig())
+        made.zero_offset = int(section.get("checkpoint_format", CLASSIC) == CLASSIC)
+        return made
 
     @property
     def layout(self) -> Layout:
         """Layout of the tensors."""
-        return GptqLayout(zero_offset=1 if self.symmetric else 0)
+        return GptqLayout(self.zero_offset)
+
+    def found(
+        self, layers: dict[str, QuantizationConfig], reader: Any
+    ) -> dict[str, QuantizationConfig]:
+        """Return the layers whose codes are stored, and check what is known to be lost.
+
+        Raises:
+            ValueError: Zero points less one are those of no code, or groups are out of order.
+        """
+        layers = super().found(layers, reader)
+        if self.symmetric or not self.zero_offset:
+            return layers
+        bits = next(layer.weight.fmt.bits for layer in layers.values() if layer.weight)
+        for key in reader.entries:
+            if key.endswith(".qzeros"):
+                words = reader.tensor(key)
+                zeros = from_words(words, bits, words.shape[-1] * 32 // bits)
+                if (zeros == (1 << bits) - 1).any():
+                    raise ValueError(
+                        f"{key}: zero points less one, as checkpoint_format={CLASSIC!r} stores "
+                        "them, have lost 0 here. Convert the checkpoint to gptq_v2 with its tool."
+                    )
+        return layers
 
     def admit(self, layers: Mapping[str, Any], left: Sequence[str]) -> None:
         """Check the layers, and note which they are where the blocks hold others too."""
@@ -122,6 +159,7 @@ class GptqFormat(ForeignFormat):
         weights = {name: layer.quant_config.weight for name, layer in layers.items()}
         kinds = {n: (w.fmt.bits, group_of(w), w.symmetric is not False) for n, w in weights.items()}
         self.bits, self.group, self.symmetric = self.one_of_all(kinds)
+        self.zero_offset = int(self.symmetric)
         apart = any(fnmatch.fnmatchcase(name, IN_BLOCKS) for name in left)
         self.names = list(layers) if apart else None
 
@@ -159,19 +197,21 @@ class GptqFormat(ForeignFormat):
     def read(cls, section: dict[str, Any]) -> Config:
         """Return unsigned integers for the layers named, or those inside of blocks."""
         bits = required(section, "bits", BITS, 4)
-        required(section, "desc_act", (False,), False)
-        required(section, "lm_head", (False,), False)
+        required(section, "desc_act", (True, False), False)  # the stored order tells
+        required(section, "checkpoint_format", (CLASSIC, SECOND), CLASSIC)
         symmetric = required(section, "sym", (True, False), True)
-        found = required(section, "checkpoint_format", (CLASSIC, SECOND), CLASSIC)
-        if (found == CLASSIC) is not symmetric:
-            raise ValueError(
-                f"checkpoint_format={found!r} with sym={symmetric} is not read here: zero points "
-                "are ambiguous. Convert the checkpoint with gptqmodel."
-            )
-        weight = unsigned_spec(bits, int(section.get("group_size", 128)), symmetric)
+        head = required(section, "lm_head", (True, False), False)
+        required(section, "dynamic", (None, {}), None)
+        weight = unsigned_spec(bits, group_size(section, 128), symmetric)
         layer = QuantizationConfig(weight=weight)
-        names = section.get("modules_in_block_to_quantize")
-        if not names:
-            return named_config(layer, None)
-        patterns = {f"*{literal(name)}": layer for group in names for name in group}
-        return Config(QuantizationConfig(), layer_quant_config=patterns)
+        config = named_config(layer, None)
+        key = "modules_in_block_to_quantize"
+        groups = section.get(key)
+        if groups:
+            lists = [group if isinstance(group, list) else [group] for group in groups]
+            names = names_in({key: [name for names in lists for name in names]}, key)
+            patterns = {f"*{literal(name)}": layer for name in names}
+            config = Config(QuantizationConfig(), layer_quant_config=patterns)
+        if head:
+            config.layer_quant_config["lm_head"] = layer
+        return config

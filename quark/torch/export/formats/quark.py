@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.torch.export.audit import check_state
 from quark.torch.export.formats.base import ExportFormat
 from quark.torch.export.formats.layouts import PackedLayout, ValueLayout
+from quark.torch.export.formats.sections import names_in
 from quark.torch.numerics.qdq import fake_quantize, quantize
-from quark.torch.quantization.config.config import QuantizationConfig
+from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.nn.mixin import QuantMixin
 from quark.torch.quantization.nn.operators import operator
 from quark.torch.quantization.nn.packed import SHORT_NAMES, Layout, PackedMixin
@@ -34,6 +36,14 @@ class QuarkFormat(ExportFormat):
     """Quark's own checkpoint, read by Transformers, vLLM and this package."""
 
     name = "quark"
+
+    @classmethod
+    def read(cls, section: dict[str, Any]) -> Config:
+        """Return the configuration, its patterns checked."""
+        for key in ("exclude", "kv_cache_group"):
+            if not isinstance(section.get(key), str):
+                names_in(section, key)
+        return Config.from_dict(section)
 
     @property
     def layout(self) -> Layout:
@@ -62,6 +72,7 @@ class QuarkFormat(ExportFormat):
                 if value is not None:
                     value, codes = fake_quantize(value, *how), quantize(value, *how)
                 state = state._replace(scale=scales[name], codes=codes)
+            check_state(state, name.removesuffix("_tensors"))
             for part, tensor in self.layout.pack(state, value).items():
                 found[f"{short}_{part}" if part else name] = tensor
         return found

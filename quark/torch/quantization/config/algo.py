@@ -146,6 +146,15 @@ class QronosConfig(SolverConfig):
 
 
 @dataclass
+class YaqaConfig(SolverConfig):
+    """YAQA (Tseng et al. 2025): rounding that knows which errors of outputs matter."""
+
+    name: str = "yaqa"
+    damp_percent: float = 0.01
+    output_damp_percent: float = 0.1
+
+
+@dataclass
 class AutoRoundConfig(AlgoConfig):
     """AutoRound (Cheng et al. 2024): rounding learned by signed gradient descent."""
 
@@ -191,6 +200,7 @@ ALGO_CONFIGS: dict[str, type[AlgoConfig]] = {
         GPTQConfig,
         GPTAQConfig,
         QronosConfig,
+        YaqaConfig,
         AutoRoundConfig,
         SVDQuantConfig,
     )

@@ -132,7 +132,8 @@ class Config:
         version: Version that wrote the configuration.
         kv_cache_group: Patterns of the layers of one attention block that share one scale.
         min_kv_scale: Smallest scale of the key-value cache.
-        kv_cache_post_rope: Accepted for compatibility.
+        kv_cache_post_rope: Whether keys of the cache are quantized after rotary embedding, as
+            attention takes them, instead of where their projection gives them.
         shared_scale_groups: Groups of name endings, such as ``[["q_proj", "k_proj", "v_proj"]]``,
             that share one range per tensor within each parent module.
         quant_flow: Accepted for compatibility; the model is held in memory.

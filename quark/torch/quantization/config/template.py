@@ -12,6 +12,7 @@ from quark.torch.quantization.config.algo import ALGO_CONFIGS, AlgoConfig
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import config_for
 from quark.torch.quantization.config.names import one_of
+from quark.torch.quantization.config.recipes import recipe
 
 
 class LLMTemplate:
@@ -133,6 +134,18 @@ class LLMTemplate:
         if kv_cache_scheme is not None:
             config = with_kv_cache(config, self.kv_layers_name, kv_cache_scheme, min_kv_scale)
         return config
+
+    def get_recipe(self, name: str) -> Config:
+        """Return the configuration of a recipe: a scheme with the algorithms that serve it best.
+
+        Args:
+            name: Name of the recipe, such as ``w4``.
+
+        Raises:
+            ValueError: No recipe has that name; the nearest one is named.
+        """
+        scheme, options = recipe(name)
+        return replace(self.get_config(scheme), algo_config=options)
 
 
 def with_kv_cache(

@@ -53,11 +53,13 @@ class QuantMixin(nn.Module):
         frozen: Whether weight and bias already hold quantized values.
         input_rotation: Rotation of the input before it is quantized, undone by the weight: (n, n)
             int8 +-1 or an orthogonal matrix, for each n inputs; or None.
+        quantizes_output: Whether the output is quantized here. If not, attention does it later.
     """
 
     quant_config: QuantizationConfig
     frozen: bool
     input_rotation: torch.Tensor | None
+    quantizes_output = True
     weight: Any
     bias: Any
     float_class: type[nn.Module]
@@ -92,9 +94,19 @@ class QuantMixin(nn.Module):
         return self
 
     @property
+    def is_linear(self) -> bool:
+        """Whether outputs are the product of a matrix and the last axis of inputs."""
+        return issubclass(self.float_class, nn.Linear) or is_transposed(self.float_class)
+
+    @property
     def input_width(self) -> int:
         """Number of inputs of a linear layer."""
         return int(self.weight.shape[0 if is_transposed(self.float_class) else 1])
+
+    @property
+    def output_width(self) -> int:
+        """Number of outputs of a linear layer."""
+        return int(self.weight.shape[1 if is_transposed(self.float_class) else 0])
 
     def rotate_input(self, rotation: torch.Tensor) -> None:
         """Rotate every input from now on, and the weight once, so that the product is the same.
@@ -106,8 +118,7 @@ class QuantMixin(nn.Module):
             ValueError: The layer is no linear one, its inputs are rotated already, or n does not
                 divide them.
         """
-        is_linear = issubclass(self.float_class, nn.Linear) or is_transposed(self.float_class)
-        if not is_linear or self.input_rotation is not None:
+        if not self.is_linear or self.input_rotation is not None:
             raise ValueError(
                 f"The input of a {type(self).__name__} cannot be rotated: only those of linear "
                 "layers can, once."
@@ -174,9 +185,17 @@ class QuantMixin(nn.Module):
         """Quantize the input, apply the operator to quantized parameters, quantize the output."""
         weight = self.value("weight")
         assert weight is not None
-        x = input if self.input_rotation is None else rotate(input, self.input_rotation)
-        x = _quantized(self.input_quantizer, x) if x.is_floating_point() else x
-        y = self.product(x, weight, self.value("bias"), *args, **kwargs)
+        y = self.product(self.quantized_input(input), weight, self.value("bias"), *args, **kwargs)
+        return self.quantized_output(y) if self.quantizes_output else y
+
+    def quantized_input(self, x: torch.Tensor) -> torch.Tensor:
+        """Rotate and quantize an input: what the weight is multiplied with."""
+        if self.input_rotation is not None:
+            x = rotate(x, self.input_rotation)
+        return _quantized(self.input_quantizer, x) if x.is_floating_point() else x
+
+    def quantized_output(self, y: torch.Tensor) -> torch.Tensor:
+        """Quantize the output."""
         return _quantized(self.output_quantizer, y)
 
 

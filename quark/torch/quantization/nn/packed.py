@@ -111,6 +111,7 @@ class PackedMixin(nn.Module):
         value_dtype: Type of the layer before it was packed.
         input_rotation: Rotation of the input before it is quantized: (n, n) for each n inputs; or
             None.
+        quantizes_output: Whether the output is quantized here. If not, attention does it later.
     """
 
     float_class: ClassVar[type[nn.Module]]
@@ -121,6 +122,7 @@ class PackedMixin(nn.Module):
     shapes: dict[str, tuple[int, ...]]
     value_dtype: torch.dtype
     input_rotation: torch.Tensor | None
+    quantizes_output = True
 
     @classmethod
     def from_module(
@@ -142,6 +144,11 @@ class PackedMixin(nn.Module):
         for name in SHORT_NAMES:
             module._declare(name, weight.device)
         return module
+
+    @property
+    def output_width(self) -> int:
+        """Number of outputs of a linear layer."""
+        return self.shapes["weight"][1 if is_transposed(self.float_class) else 0]
 
     def declare_rotation(self, size: int | None, dtype: torch.dtype) -> None:
         """Make room for a stored rotation of ``size`` inputs, by default all of them."""
@@ -210,6 +217,10 @@ class PackedMixin(nn.Module):
         weight, bias = self.value("weight", dtype), self.value("bias", dtype)
         assert weight is not None
         y = self.product(x, weight, bias, *args, **kwargs)
+        return self.quantized_output(y) if self.quantizes_output else y
+
+    def quantized_output(self, y: torch.Tensor) -> torch.Tensor:
+        """Quantize the output."""
         if self.output_quantizer is None:
             return y
         return self.output_quantizer(y, self.output_scale_2)  # type: ignore[operator, no-any-return]

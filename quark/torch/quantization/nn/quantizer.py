@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -12,6 +11,7 @@ from torch import nn
 from quark.torch.numerics.blocks import QSchemeType
 from quark.torch.numerics.qdq import (
     ColumnRounder,
+    ColumnRounding,
     codes_of,
     dequantize,
     dynamic_qparams,
@@ -211,9 +211,7 @@ class TensorQuantizer(nn.Module):
         other.settle(x)
         return other.bake_(x.clone())
 
-    def column_rounder(
-        self, shape: tuple[int, ...], axis: int
-    ) -> Callable[[torch.Tensor, int], torch.Tensor]:
+    def column_rounder(self, shape: tuple[int, ...], axis: int) -> ColumnRounding:
         """Return what rounds a column of a weight of this shape, under the settled scales.
 
         Args:
@@ -227,7 +225,13 @@ class TensorQuantizer(nn.Module):
         scale = self.scale
         codes = ColumnRounder(torch.ones_like(scale), None, self.scheme, shape, axis)
         second = ColumnRounder(self.scale_2, self.zero_point_2, self._second().scheme, shape, axis)
-        return lambda x, column: second(codes(x / scale, column), column).mul_(scale)
+
+        def round_twice(
+            x: torch.Tensor, column: int, rows: torch.Tensor | None = None
+        ) -> torch.Tensor:
+            return second(codes(x / scale, column, rows), column, rows).mul_(scale)
+
+        return round_twice
 
     def bake_(self, x: torch.Tensor) -> torch.Tensor:
         """Replace the values of ``x`` by what ``forward`` returns for them, without a copy."""

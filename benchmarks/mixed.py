@@ -1,0 +1,125 @@
+"""What formats chosen layer by layer lose, beside one format for all, and what recipes lose.
+
+    python benchmarks/mixed.py                        # the model that comes with the package
+    python benchmarks/mixed.py --targets 3.28,4.28 --json
+    python benchmarks/mixed.py --part recipes --recipes w4,w3
+    python benchmarks/mixed.py --model MODEL --text FILE
+
+Statistics are collected once. Each mixture is the best of its size for them; uniform formats stand
+beside it. Both are rounded to the nearest, and by algorithms that run data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import accuracy
+import torch
+from measure import Meter, machine, markdown, say
+
+from quark.demo.text import calibration_documents
+from quark.torch import LLMTemplate, ModelQuantizer, collect_statistics
+from quark.torch.evaluation.perplexity import perplexity, token_windows
+from quark.torch.quantization.config import presets
+from quark.torch.quantization.config.algo import algo_config_from_dict
+from quark.torch.quantization.config.config import Config
+from quark.torch.quantization.config.recipes import RECIPES
+from quark.torch.search.choices import Mixture, mixed_config, weigh
+
+CALIBRATION_WINDOWS = 64
+FORMATS = "int2_wo_128,int2_wo_64,int3_wo_128,int3_wo_64,int4_wo_128,int4_wo_32,int8_wo"
+ALGORITHMS = ("", "gptq", "qronos")
+COLUMNS = ["formats", "bits/weight", "predicted", "algorithm", "perplexity", "KL, millinats", "s"]
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, help="directory of another model")
+    parser.add_argument("--text", help="file or dataset to evaluate on, instead of docstrings")
+    parser.add_argument("--windows", type=int, default=16, help="to evaluate on: 16")
+    parser.add_argument("--part", choices=("mixtures", "recipes"), default="mixtures")
+    parser.add_argument("--formats", default=FORMATS, help="to choose from")
+    parser.add_argument("--targets", default="3.28,3.5,4.29", help="bits per weight")
+    parser.add_argument("--recipes", default=",".join(RECIPES), help="names of recipes")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    return parser.parse_args()
+
+
+class Bench:
+    """The float model, its data, and what quantizing a copy of it does."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.material = accuracy.Material(options.model, options.text, options.windows)
+        self.model: Any = self.material.model.float()
+        length = self.material.evaluation.shape[1]
+        tokenizer = self.material.tokenizer
+        windows = token_windows(calibration_documents(), tokenizer, length, CALIBRATION_WINDOWS)
+        self.data = list(windows.split(8))
+
+    def row(self, name: str, bits: float | None, loss: float | None, config: Config) -> list[Any]:
+        """Quantize a copy of the model and compare it with the float model."""
+        words = ", ".join(options.name for options in config.algo_config or [])
+        say(f"{name} {words}")
+        model = copy.deepcopy(self.model)
+        with Meter() as meter:
+            model = ModelQuantizer(config).quantize_model(model, self.data)
+            ModelQuantizer.freeze(model)
+        found = perplexity(model, self.material.evaluation)
+        lost = 1000 * accuracy.divergence(self.model, model, self.material.evaluation)
+        predicted = None if loss is None else 1000 * loss
+        return [name, bits, predicted, words or None, found, lost, meter.cpu]
+
+
+def mixtures(bench: Bench, names: list[str], targets: list[float]) -> list[list[Any]]:
+    formats = {name: presets.scheme(name) for name in names}
+    with Meter() as meter:
+        statistics = collect_statistics(bench.model, bench.data, probes=1)
+    say(f"statistics: {meter.cpu:.0f} CPU s")
+    mixture = Mixture(weigh(bench.model, statistics, formats))
+    layers = [layer for unit in mixture.units for layer in unit.layers]
+    chosen = {name: dict.fromkeys(layers, name) for name in names}
+    chosen |= {f"mixed, {target:g}": mixture.choose(target) for target in targets}
+    rows = []
+    for name, choice in chosen.items():
+        config = mixed_config(bench.model, choice, formats)
+        for algorithm in ALGORITHMS:
+            algorithms = [algo_config_from_dict({"name": algorithm})] if algorithm else None
+            given = replace(config, algo_config=algorithms)
+            rows.append(bench.row(name, *mixture.cost(choice), given))
+    return rows
+
+
+def recipes(bench: Bench, names: list[str]) -> list[list[Any]]:
+    template = LLMTemplate.get(bench.model.config.model_type)
+    return [bench.row(name, None, None, template.get_recipe(name)) for name in names]
+
+
+def main() -> None:
+    options = arguments()
+    torch.set_num_threads(1)
+    bench = Bench(options)
+    if options.part == "recipes":
+        rows = recipes(bench, options.recipes.split(","))
+    else:
+        targets = [float(target) for target in options.targets.split(",")]
+        rows = mixtures(bench, options.formats.split(","), targets)
+    if options.json:
+        found = [dict(zip(COLUMNS, row, strict=True)) for row in rows]
+        print(json.dumps({"machine": machine(), "rows": found}, indent=2))
+        return
+    windows, length = bench.material.evaluation.shape
+    base = perplexity(bench.model, bench.material.evaluation)
+    print(machine(), end="\n\n")
+    title = f"Perplexity on {windows} windows of {length} tokens, {base:.2f} in float"
+    print(markdown(title, COLUMNS, rows))
+
+
+if __name__ == "__main__":
+    main()

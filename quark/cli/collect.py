@@ -1,0 +1,160 @@
+"""``quark collect``: statistics of a float model and its data, for any number of quantizations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quark.cli import console, models
+from quark.cli.flags import CalibrationFlags, ModelFlags
+from quark.cli.options import SEQ_LEN, Verbose, panel, verb
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from quark.torch.algorithm.kept import Statistics
+
+HELP = """
+Run data through a float model once and write what quantizing its weights asks of the data.
+
+Afterwards [cyan]quark quantize --statistics[/cyan] applies AWQ or GPTQ in any format, and
+[cyan]quark search --statistics[/cyan] mixes formats to any size, without data and without running
+the model. Statistics belong to one model in one type: with other weights they are refused.
+
+[bold]Example[/bold]
+
+    [cyan]quark collect --model_dir llama --output_dir llama-statistics --dataset my.txt[/cyan]
+
+    [cyan]quark quantize --model_dir llama --output_dir llama-int3 --quant_scheme int3_wo_128 \\
+      --quant_algo gptq --statistics llama-statistics[/cyan]
+
+They take 4 bytes for each pair of inputs of a layer: up to twice the model in 16 bits.
+"""
+
+_output, _data = panel("Output"), panel("Calibration")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFlags(CalibrationFlags, ModelFlags):
+    """A model, and text for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectRequest(DataFlags):
+    """The flags of ``quark collect``; see its help."""
+
+    output_dir: Annotated[Path, _output(metavar="DIR", help="Directory to write.")]
+    probes: Annotated[
+        int,
+        _data(
+            metavar="N",
+            min=0,
+            help="Batches on which each layer is rounded alone, to see what predictions make of "
+            "it; 0 leaves that out, which 'quark search' needs.",
+        ),
+    ] = 8
+    overwrite: Annotated[bool, _output(help="Replace the directory, once all went well.")] = False
+    verbose: Verbose = False
+    given: frozenset[str] = frozenset()
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the command line."""
+    app.command("collect", help=HELP)(verb(CollectRequest, _collect))
+
+
+def _collect(request: CollectRequest) -> None:
+    from quark.torch.export.checkpoint import check_vacant
+    from quark.torch.statistics.files import save_statistics
+
+    try:
+        check_vacant(request.output_dir, request.overwrite)
+    except FileExistsError as error:
+        raise console.wrong("--output_dir", str(error)) from None
+    source = find_float(request)
+    windows = read_windows(request, source)
+    model = load_float(request, source)
+    statistics = collect(model, windows, request.batch_size, request.probes)
+    with console.stage("writing statistics"):
+        save_statistics(statistics, request.output_dir, request.overwrite)
+    size = sum(file.stat().st_size for file in request.output_dir.iterdir())
+    rows = {
+        "layers": str(len(statistics.readers)),
+        "tensors they read": str(len(statistics.inputs)),
+        "size on disk": console.in_bytes(size),
+    }
+    console.out.print("", console.facts(rows), "")
+
+
+def find_float(request: ModelFlags) -> Path:
+    """Return the directory of the float model that was asked for.
+
+    Raises:
+        typer.BadParameter: There is none, or it is quantized.
+    """
+    directory = models.find_model(request.model_dir, "--model_dir", request.revision)
+    if "quantization_config" in models.read_config(directory, "--model_dir"):
+        raise console.wrong(
+            "--model_dir", f"{directory} is quantized. Give the float model that it was made of."
+        )
+    return directory
+
+
+def load_float(request: ModelFlags, directory: Path) -> nn.Module:
+    """Return the model of a directory."""
+    device = models.pick_device(request.device)
+    with console.stage("loading the model", spinner=True):
+        return models.load_model(
+            directory,
+            request.data_type,
+            device,
+            request.trust_remote_code,
+            request.model_attn_implementation,
+        )
+
+
+def read_windows(request: DataFlags, directory: Path, held_out: bool = False) -> torch.Tensor:
+    """Return windows of the text that was asked for, (windows, length).
+
+    Args:
+        request: Flags of calibration and model.
+        directory: Directory of the model.
+        held_out: Whether text of a name, or without one, is that which no model is calibrated on.
+    """
+    described = models.read_config(directory, "--model_dir")
+    length = models.window_length(described, request.seq_len, SEQ_LEN)
+    with console.stage("reading text"):
+        tokenizer = models.load_tokenizer(directory, "--model_dir", request.trust_remote_code)
+        return models.text_windows(
+            request.dataset, "--dataset", tokenizer, length, request.num_calib_data, held_out
+        )
+
+
+def collect(model: nn.Module, windows: torch.Tensor, batch_size: int, probes: int) -> Statistics:
+    """Return statistics of a model on windows of text; see ``collect_statistics``."""
+    import torch
+
+    from quark.torch.statistics.collect import collect_statistics
+
+    with console.stage("collecting statistics"):
+        return collect_statistics(model, [*torch.split(windows, batch_size)], probes)
+
+
+def load_kept(directory: Path | None) -> Statistics | None:
+    """Return the statistics in a directory, None for none.
+
+    Raises:
+        typer.BadParameter: There are none, or they are damaged.
+    """
+    from quark.torch.statistics.files import load_statistics
+
+    if directory is None:
+        return None
+    try:
+        return load_statistics(directory)
+    except (OSError, ValueError) as error:
+        raise console.wrong("--statistics", str(error)) from None

@@ -1,0 +1,50 @@
+"""``quark recipes``: schemes together with the algorithms that serve them best."""
+
+from __future__ import annotations
+
+import typer
+
+from quark.cli import console
+from quark.cli.options import Json
+
+HELP = """
+List the recipes of [cyan]quark quantize --recipe[/cyan].
+
+A recipe is a scheme together with the algorithms that serve it best, in their order.
+
+[bold]Examples[/bold]
+
+    [cyan]quark recipes[/cyan]
+
+    [cyan]quark quantize --model_dir llama --output_dir llama-w4 --recipe w4[/cyan]
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the command line."""
+    app.command("recipes", help=HELP)(recipes)
+
+
+def recipes(as_json: Json = False) -> None:
+    """Print all recipes."""
+    from quark.torch.quantization.config.recipes import RECIPES
+
+    rows = [
+        {"name": name, "quant_scheme": scheme, "algorithms": list(algorithms)}
+        for name, (scheme, algorithms) in RECIPES.items()
+    ]
+    if as_json:
+        console.as_json({"recipes": rows})
+        return
+    table = console.table()
+    for column in ("--recipe", "--quant_scheme", "algorithms"):
+        table.add_column(column, no_wrap=True)
+    for name, (scheme, algorithms) in RECIPES.items():
+        table.add_row(name, scheme, ", ".join(_words(options) for options in algorithms))
+    console.out.print("", table)
+
+
+def _words(options: dict[str, object]) -> str:
+    """Say the name of an algorithm with its options: ``smooth (alpha 0.8)``."""
+    given = [name if v is True else f"{name} {v}" for name, v in options.items() if name != "name"]
+    return f"{options['name']} ({', '.join(given)})" if given else str(options["name"])

@@ -1,0 +1,319 @@
+"""``quark search``: a format for each layer, so that a model of a given size loses least."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from quark.cli import console
+from quark.cli.collect import DataFlags, collect, find_float, load_float, load_kept, read_windows
+from quark.cli.configs import check_algorithms, layer_scheme
+from quark.cli.options import EVAL_WINDOWS, ManyValues, Verbose, panel, verb
+from quark.cli.request import names_in
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from quark.torch.quantization.config.algo import AlgoConfig
+    from quark.torch.quantization.config.config import Config
+    from quark.torch.quantization.config.layer import QuantizationConfig
+    from quark.torch.search.choices import Mixture
+
+FORMATS = ("int2_wo_64", "int3_wo_128", "int4_wo_128", "int4_wo_32", "int8_wo")
+PROBES = 8  # calls that sensitivities are measured on
+GRID = 64  # steps of size among which a perplexity is looked for
+TOLERANCE = 0.005  # by which sizes that count as equal may differ
+
+HELP = f"""
+Choose a format for each layer so that the model loses least at a given size.
+
+How much the predictions of the model mind an error in each layer is measured once
+([cyan]quark collect[/cyan]); every format is then weighed without running the model, and the best
+mixture found for every size at once. The result is a file for [cyan]quark quantize --config[/cyan].
+
+[bold]Examples[/bold]
+
+    [cyan]quark search --model_dir llama --target_bits 3.5 --output mixed.json \\
+      --quant_algo qronos[/cyan]
+
+    [cyan]quark quantize --model_dir llama --output_dir llama-mixed --config mixed.json[/cyan]
+
+  The smallest mixture that keeps the perplexity within 2 %, from statistics that are there:
+
+    [cyan]quark search --model_dir llama --statistics llama-statistics \\
+      --max_perplexity_increase 2 --output mixed.json --picture mixed.svg[/cyan]
+
+Formats by default: [cyan]{", ".join(FORMATS)}[/cyan].
+"""
+
+_search, _output, _evaluation = panel("Search"), panel("Output"), panel("Evaluation")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchRequest(DataFlags):
+    """The flags of ``quark search``; see its help."""
+
+    target_bits: Annotated[
+        float | None,
+        _search(metavar="X", min=1.0, help="Bits per weight at most, scales included."),
+    ] = None
+    max_perplexity_increase: Annotated[
+        float | None,
+        _search(
+            metavar="X",
+            min=0.0,
+            help="Instead: the smallest model whose perplexity, rounded to the nearest, is at most "
+            "so many percent higher.",
+        ),
+    ] = None
+    formats: Annotated[
+        str | None,
+        _search(metavar="A,B,C", help="Weight-only schemes to choose from, with commas between."),
+    ] = None
+    together: Annotated[
+        bool,
+        _search(
+            help="Give layers that read the same input (query, key, value; gate, up) one format, "
+            "as software that fuses them expects.",
+        ),
+    ] = False
+    exclude_layers: Annotated[
+        list[str] | None, _search(metavar="PATTERN …", help="Layers to leave in float.")
+    ] = None
+    statistics: Annotated[
+        Path | None,
+        _search(metavar="DIR", help="What 'quark collect' wrote, instead of collecting now."),
+    ] = None
+    quant_algo: Annotated[
+        list[str] | None,
+        _search(metavar="NAME,…", help="Algorithms to name in the file, such as qronos."),
+    ] = None
+    output: Annotated[Path, _output(metavar="FILE", help="Configuration to write.")] = Path(
+        "mixed.json"
+    )
+    picture: Annotated[
+        Path | None, _output(metavar="FILE", help="Loss over size as an SVG to write.")
+    ] = None
+    overwrite: Annotated[bool, _output(help="Replace these files.")] = False
+    eval_data: Annotated[
+        str | None,
+        _evaluation(
+            metavar="FILE|NAME", help="Text to measure perplexity on, as for --dataset; held-out."
+        ),
+    ] = None
+    num_eval_data: Annotated[int, _evaluation(metavar="N", min=1, help="Most windows of it.")] = (
+        EVAL_WINDOWS
+    )
+    skip_evaluation: Annotated[bool, _evaluation(help="Measure nothing.")] = False
+    verbose: Verbose = False
+    given: frozenset[str] = frozenset()
+
+
+class _Command(ManyValues):
+    many = ("exclude_layers",)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the command line."""
+    app.command("search", cls=_Command, help=HELP)(verb(SearchRequest, _search_formats))
+
+
+def _search_formats(request: SearchRequest) -> None:
+    from quark.torch.search.choices import Mixture, mixed_config, weigh
+
+    _check(request)
+    formats = {name: layer_scheme("--formats", name) for name in _names(request)}
+    algorithms = _algorithms(request, formats)
+    source = find_float(request)
+    statistics = load_kept(request.statistics)
+    windows = read_windows(request, source) if statistics is None else None
+    evaluation = None if request.skip_evaluation else _evaluation_windows(request, source)
+    model = load_float(request, source)
+    if windows is not None:
+        statistics = collect(model, windows, request.batch_size, PROBES)
+    assert statistics is not None
+    with console.stage("weighing formats"):
+        excluded = request.exclude_layers or ()
+        units = weigh(model, statistics, formats, excluded, request.together)
+        mixture = Mixture(units)
+    measure = _Measure(model, evaluation, lambda chosen: mixed_config(model, chosen, formats))
+    chosen = _choose(request, mixture, measure)
+    _write(request, replace(measure.configure(chosen), algo_config=algorithms), mixture, chosen)
+    _show(request, mixture, chosen, measure)
+
+
+@dataclass(frozen=True)
+class _Measure:
+    """Measures mixtures whose weights are rounded to the nearest."""
+
+    model: nn.Module
+    windows: torch.Tensor | None
+    configure: Callable[[Mapping[str, str]], Config]
+
+    def perplexity(self, title: str, chosen: Mapping[str, str] | None = None) -> float | None:
+        """Return the perplexity of a mixture, or of the model as it is; None without text."""
+        from quark.torch.evaluation.perplexity import perplexity
+        from quark.torch.search.choices import rounded_as
+
+        if self.windows is None:
+            return None
+        rounding = (
+            nullcontext() if chosen is None else rounded_as(self.model, self.configure(chosen))
+        )
+        with console.stage(f"perplexity of {title}"), rounding:
+            return perplexity(self.model, self.windows, progress=title)
+
+
+def _check(request: SearchRequest) -> None:
+    """Check flags against each other, and the places to write to.
+
+    Raises:
+        typer.BadParameter: Something cannot be.
+    """
+    if (request.target_bits is None) == (request.max_perplexity_increase is None):
+        raise console.wrong("--target_bits", "give this, or else --max_perplexity_increase.")
+    if request.max_perplexity_increase is not None and request.skip_evaluation:
+        raise console.wrong("--skip_evaluation", "the perplexity has to be measured. Leave it out.")
+    for name in ("dataset", "num_calib_data"):
+        if request.statistics is not None and name in request.given:
+            raise console.wrong(f"--{name}", "--statistics says this already. Leave one out.")
+    for flag, path in {"--output": request.output, "--picture": request.picture}.items():
+        if path is not None and path.exists() and not (path.is_file() and request.overwrite):
+            raise console.wrong(flag, f"{path} exists. Choose another name, or give --overwrite.")
+        if path is not None and not path.parent.is_dir():
+            raise console.wrong(flag, f"there is no directory {path.parent}. Make it first.")
+
+
+def _names(request: SearchRequest) -> list[str]:
+    names = list(FORMATS) if request.formats is None else names_in([request.formats])
+    if not names:
+        raise console.wrong("--formats", "name one or more weight-only schemes.")
+    return list(dict.fromkeys(names))
+
+
+def _algorithms(
+    request: SearchRequest, formats: Mapping[str, QuantizationConfig]
+) -> list[AlgoConfig]:
+    from quark.torch.quantization.config.config import Config
+    from quark.torch.quantization.config.template import algorithms
+
+    try:
+        found = algorithms(names_in(request.quant_algo or []), {})
+    except ValueError as error:
+        raise console.wrong("--quant_algo", str(error)) from None
+    check_algorithms(Config(layer_quant_config=dict(formats), algo_config=found))
+    return found
+
+
+def _evaluation_windows(request: SearchRequest, source: Path) -> torch.Tensor:
+    held_out = replace(request, dataset=request.eval_data, num_calib_data=request.num_eval_data)
+    return read_windows(held_out, source, held_out=True)
+
+
+def _choose(request: SearchRequest, mixture: Mixture, measure: _Measure) -> dict[str, str]:
+    """Return the format of each layer: the best of a size, or the smallest that is good enough."""
+    if request.target_bits is not None:
+        return mixture.choose(request.target_bits)
+    limit = request.max_perplexity_increase
+    assert limit is not None
+    original = measure.perplexity("the original")
+    assert original is not None
+    bits = [bits for bits, _ in mixture.points()]
+    steps = [bits[0] + (bits[-1] - bits[0]) * step / GRID for step in range(GRID + 1)]
+
+    def is_within(step: int) -> bool:
+        found = measure.perplexity(f"{steps[step]:.2f} bits", mixture.choose(steps[step]))
+        assert found is not None
+        return found <= original * (1 + limit / 100)
+
+    low, high = -1, GRID  # too small, good enough
+    if not is_within(high):
+        raise ValueError(
+            f"Even the largest mixture, of {bits[-1]:.2f} bits per weight, raises the perplexity "
+            f"by more than {limit:g} %: allow more, or larger formats."
+        )
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_within(middle) else (middle, high)
+    return mixture.choose(steps[high])
+
+
+def _write(
+    request: SearchRequest, config: Config, mixture: Mixture, chosen: Mapping[str, str]
+) -> None:
+    from quark.torch.export.checkpoint import write_json
+    from quark.torch.search.picture import picture
+
+    write_json(request.output, config.to_dict(everything=True))
+    if request.picture is not None:
+        marked = {**mixture.uniform(), "chosen": mixture.cost(chosen)}
+        request.picture.write_text(picture(mixture.points(), marked), encoding="utf-8")
+
+
+def _show(
+    request: SearchRequest, mixture: Mixture, chosen: Mapping[str, str], measure: _Measure
+) -> None:
+    """Say what each layer got, and what that costs beside one format for all."""
+    console.out.print("", _layers(mixture, chosen), _sizes(mixture, chosen, measure))
+    console.out.print(
+        "  Losses are predicted, in thousandths of a nat per token; perplexities are those of "
+        "rounding to the nearest.\n",
+        style="dim",
+    )
+    console.say(f"Written to {escape(str(request.output))}. Go on with:\n")
+    model, output = escape(str(request.model_dir)), escape(str(request.output))
+    console.show_code(f"quark quantize --model_dir {model} --output_dir OUTPUT --config {output}")
+    console.out.print()
+
+
+def _layers(mixture: Mixture, chosen: Mapping[str, str]) -> Table:
+    table = console.table()
+    table.add_column("layer", overflow="fold")
+    table.add_column("format", no_wrap=True)
+    for column in ("weights", "bits/weight", "loss"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for unit in mixture.units:
+        name = chosen[unit.layers[0]]
+        more = f" and {len(unit.layers) - 1} more" if len(unit.layers) > 1 else ""
+        table.add_row(
+            escape(unit.layers[0] + more),
+            name,
+            console.in_count(unit.weights),
+            console.in_bits(unit.bits[name] / unit.weights),
+            f"{1000 * unit.losses[name]:.2f}",
+        )
+    return table
+
+
+def _sizes(mixture: Mixture, chosen: Mapping[str, str], measure: _Measure) -> Table:
+    """Return the mixture beside one format for all, the largest that is no larger measured too."""
+    table = console.table()
+    table.add_column("", no_wrap=True)
+    for column in ("bits/weight", "loss", "perplexity", "change"):
+        table.add_column(column, justify="right", no_wrap=True)
+    reference = measure.perplexity("the original")
+    mixed, rows = mixture.cost(chosen), mixture.uniform()
+    fitting = [name for name, (bits, _) in rows.items() if bits <= mixed[0] * (1 + TOLERANCE)]
+    beside = max(fitting, key=lambda name: rows[name][0], default=None)
+    found = {"mixed": measure.perplexity("the mixture", chosen)}
+    if beside is not None:
+        found[beside] = measure.perplexity(beside, dict.fromkeys(chosen, beside))
+    for name, (bits, loss) in sorted({**rows, "mixed": mixed}.items(), key=lambda row: row[1]):
+        value = found.get(name)
+        change = "" if value is None or reference is None else console.in_percent(value, reference)
+        table.add_row(
+            name,
+            console.in_bits(bits),
+            f"{1000 * loss:.2f}",
+            "" if value is None else f"{value:.2f}",
+            change,
+        )
+    return table

@@ -1,0 +1,63 @@
+"""Data sets by the names that they are known by for calibration and evaluation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from quark.torch.evaluation.perplexity import load_documents
+
+_PILE = "mit-han-lab/pile-val-backup"
+_WIKITEXT = "Salesforce/wikitext:wikitext-2-raw-v1"
+_ULTRACHAT = "HuggingFaceH4/ultrachat_200k"
+
+
+class NamedSet(NamedTuple):
+    """Where a data set lies, and which of its records are taken."""
+
+    source: str
+    calibration: str  # split
+    evaluation: str
+    field: str = "text"
+    is_one_text: bool = False  # records are lines of one text
+
+
+_PILEVAL = NamedSet(_PILE, "validation[:20000]", "validation[-2000:]")
+_WIKITEXT2 = NamedSet(_WIKITEXT, "train", "test", is_one_text=True)
+NAMED_SETS = {
+    "pileval": _PILEVAL,
+    "pileval_for_awq_benchmark": _PILEVAL,
+    "wikitext": _WIKITEXT2,
+    "wikitext_for_gptq_benchmark": _WIKITEXT2,
+    "cnn_dailymail": NamedSet(
+        "abisee/cnn_dailymail:3.0.0", "train[:20000]", "test[:2000]", "article"
+    ),
+    _ULTRACHAT: NamedSet(_ULTRACHAT, "train_sft[:20000]", "test_sft[:2000]", "messages"),
+    "HelpSteer": NamedSet("nvidia/HelpSteer", "train", "validation", "response"),
+}
+_OTHER_THAN_TEXT = {"ScienceQA": "questions about pictures"}
+
+
+def named_documents(name: str, held_out: bool) -> list[str]:
+    """Return the documents of a file, a directory or a data set, which may be a named one.
+
+    Args:
+        name: File, directory, one of ``NAMED_SETS``, or what ``load_documents`` takes.
+        held_out: Whether records of a named set are those to evaluate on, or to calibrate on.
+
+    Raises:
+        FileNotFoundError: Nothing of that name is here or can be reached.
+        ImportError: The ``datasets`` library is needed and missing.
+        ValueError: There is no text of that name.
+    """
+    if name in _OTHER_THAN_TEXT:
+        raise ValueError(
+            f"{name} holds {_OTHER_THAN_TEXT[name]}, and models are given text alone: choose one "
+            f"of {', '.join(NAMED_SETS)}, or a local file"
+        )
+    if name not in NAMED_SETS or Path(name).exists():
+        return load_documents(name)
+    chosen = NAMED_SETS[name]
+    split = chosen.evaluation if held_out else chosen.calibration
+    documents = load_documents(chosen.source, split, chosen.field)
+    return ["\n\n".join(documents)] if chosen.is_one_text else documents

@@ -1,0 +1,154 @@
+"""From one checkpoint format to another: the same codes and scales, or an error."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from quark.torch.export.build import empty_model, read_config
+from quark.torch.export.checkpoint import (
+    NATIVE,
+    CheckpointReader,
+    NativeReader,
+    check_vacant,
+    read_json,
+)
+from quark.torch.export.formats.base import FORMATS
+from quark.torch.export.gguf_import import open_gguf
+from quark.torch.export.gguf_writer import check_holds
+from quark.torch.export.reader import Loading, format_of, ready
+from quark.torch.export.verification import Verdict
+from quark.torch.export.writer import make_format
+from quark.torch.quantization.config.export import JsonExporterConfig
+from quark.torch.quantization.config.names import one_of
+
+GGUF = "gguf"
+TARGETS = (*FORMATS, GGUF)
+_BESIDE = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")
+_OF_WEIGHTS = ("config.json", ".index.json", "quantize_config.json", "quant_config.json")
+
+
+def convert(
+    source: str | Path,
+    target: str | Path,
+    to: str,
+    overwrite: bool = False,
+    verify: bool = False,
+    trust_remote_code: bool = False,
+) -> Verdict | None:
+    """Write a quantized checkpoint again in another format, with the codes and scales it has.
+
+    Nothing is rounded anew: what the other format cannot hold is an error before tensors are read.
+    Only scales of GGUF are float16 whatever they were.
+
+    Args:
+        source: Directory of a checkpoint of any method that is read here, or a GGUF file.
+        target: Directory to write.
+        to: Format: quark, awq, gptq, compressed-tensors, fp8 or gguf.
+        overwrite: Whether an existing directory may be replaced.
+        verify: Whether the result is opened again and compared before it takes its place.
+        trust_remote_code: Passed to Transformers.
+
+    Returns:
+        What came of opening it, None if it was not asked for.
+
+    Raises:
+        FileExistsError: The target is in use.
+        FileNotFoundError: Files of the source are missing.
+        ValueError: The source is damaged, or the format unknown or unable to hold it.
+    """
+    from quark.torch.export.api import ModelExporter
+
+    source, target = Path(source), Path(target)
+    one_of(to, TARGETS, "to")
+    if target.resolve() in (source.resolve(), *source.resolve().parents):
+        raise ValueError(f"{target} holds the checkpoint itself: choose another directory.")
+    if to == GGUF and _gguf_of(source):
+        raise ValueError(f"{source} is GGUF already.")
+    check_vacant(target, overwrite)
+    loading = open_checkpoint(source, trust_remote_code)
+    if to == GGUF:
+        check_holds(loading.model)
+    else:
+        make_format(loading.model, None, JsonExporterConfig(), to)
+    model = loading.fill()
+    exporter = ModelExporter(None, target, overwrite, verify=verify)
+    if to == GGUF:
+        exporter.export_gguf_model(model, source, "model")
+    else:
+        tokenizer = _tokenizer_of(source) if _gguf_of(source) else Beside(source)
+        exporter.export_safetensors_model(model, custom_mode=to, tokenizer=tokenizer)
+    return exporter.verdict
+
+
+def open_checkpoint(source: str | Path, trust_remote_code: bool = False) -> Loading:
+    """Return a model that is ready for the tensors of a checkpoint, headers checked.
+
+    Args:
+        source: Directory of a checkpoint, or a GGUF file.
+        trust_remote_code: Passed to Transformers.
+
+    Raises:
+        FileNotFoundError: Files are missing.
+        ValueError: A file is damaged, or says something that is not understood.
+    """
+    source = Path(source)
+    file = _gguf_of(source)
+    if file is not None:
+        return ready(*open_gguf(file))
+    path = source / "config.json"
+    fmt = format_of(read_json(path), str(path))
+    native = (source / NATIVE).is_file() and not any(source.glob("*.safetensors"))
+    reader = (NativeReader if native else CheckpointReader)(source)
+    config = read_config(source, trust_remote_code)
+    return ready(
+        empty_model(config, reader.entries, source, trust_remote_code=trust_remote_code),
+        fmt,
+        reader,
+    )
+
+
+class Beside:
+    """The small files of a checkpoint that say nothing of its weights: tokenizer, code, template.
+
+    Args:
+        directory: Where they are.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Copy them as they are; what is there already stays."""
+        for file in sorted(self.directory.iterdir()):
+            is_other = file.is_file() and file.suffix in _BESIDE
+            place = Path(directory) / file.name
+            if is_other and not file.name.endswith(_OF_WEIGHTS) and not place.exists():
+                shutil.copyfile(file, place)
+
+
+def _gguf_of(source: Path) -> Path | None:
+    """Return the GGUF file that is meant by a path, None if it means something else.
+
+    Raises:
+        ValueError: A directory has several.
+    """
+    if source.is_file() or source.suffix == ".gguf":
+        return source
+    files = sorted(source.glob("*.gguf")) if not (source / "config.json").is_file() else []
+    if len(files) > 1:
+        raise ValueError(f"{source} has {len(files)} GGUF files: name one of them.")
+    return files[0] if files else None
+
+
+def _tokenizer_of(source: Path) -> Any:
+    """Return the tokenizer of a GGUF file, None if Transformers cannot make it."""
+    from transformers import AutoTokenizer
+
+    file = _gguf_of(source)
+    assert file is not None
+    try:
+        return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    except Exception:
+        return None

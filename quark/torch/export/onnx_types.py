@@ -1,0 +1,152 @@
+"""Quantized tensors as DequantizeLinear takes them: codes, scale and zero point of ONNX types."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from quark.torch.numerics.blocks import QSchemeType
+from quark.torch.numerics.codec import decode
+from quark.torch.numerics.formats import Format
+from quark.torch.numerics.scheme import GROUPED, Scheme
+from quark.torch.quantization.config.spec import QuantizationSpec
+from quark.torch.quantization.nn.quantizer import State
+
+HOLDS = (
+    "weights of integers up to 16 bits, fp8, fp6, fp4 and MX blocks of 32; inputs and outputs of "
+    "integers up to 16 bits and fp8, static per tensor or channel, or dynamic with float scales"
+)
+# Width of integer codes -> the narrowest type that holds them.
+_WIDTHS = (4, 8, 16)
+_OPSETS = {"INT8": 13, "UINT8": 13, "FLOAT8E4M3FN": 19, "FLOAT8E5M2": 19}
+_NATIVE = {torch.float8_e4m3fn: "FLOAT8E4M3FN", torch.float8_e5m2: "FLOAT8E5M2"}
+BLOCKED_OPSET = 21
+BYTES = ("INT8", "UINT8")
+
+
+class Held(NamedTuple):
+    """A quantized parameter as it is stored.
+
+    Attributes:
+        codes: Codes in the shape that is stored; 4-bit ones fill a byte each here.
+        scale: float32: [] per tensor, [channels], or of the rank of ``codes``; None for casts.
+        zero_point: Like ``scale``, in the type of ``codes``; or None for zero.
+        kind: Name of the ONNX type of the codes.
+        axis: Axis of the channels or blocks, None per tensor.
+        block: Elements of a block along ``axis``, 0 per tensor and per channel.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor | None
+    zero_point: torch.Tensor | None
+    kind: str
+    axis: int | None = None
+    block: int = 0
+
+    @property
+    def is_pairable(self) -> bool:
+        """Whether ONNX Runtime loads a product of two DequantizeLinear of which this is one.
+
+        It makes an integer product of them even where it has none: for floats and, once it runs,
+        for blocks of bytes.
+        """
+        return "INT" in self.kind and not (self.block and self.kind in BYTES)
+
+    @property
+    def opset(self) -> int:
+        """Lowest opset in which DequantizeLinear takes them."""
+        return BLOCKED_OPSET if self.block else _OPSETS.get(self.kind, BLOCKED_OPSET)
+
+    def transposed(self) -> Held:
+        """Return a matrix with its axes exchanged."""
+        scale, zero_point = self.scale, self.zero_point
+        if self.block:
+            assert scale is not None
+            scale = scale.T.contiguous()
+            zero_point = None if zero_point is None else zero_point.T.contiguous()
+        axis = None if self.axis is None else 1 - self.axis
+        codes = self.codes.T.contiguous()
+        return self._replace(codes=codes, scale=scale, zero_point=zero_point, axis=axis)
+
+
+def kind_of(fmt: Format) -> str | None:
+    """Return the name of the ONNX type that holds the codes of a format exactly, or None."""
+    if fmt.native is not None:
+        return _NATIVE.get(fmt.native)
+    if fmt.is_float:
+        return "FLOAT8E4M3FN" if fmt.signed and fmt.bits < 8 else None
+    width = next((w for w in _WIDTHS if w >= fmt.bits), None)
+    return width and f"{'' if fmt.signed else 'U'}INT{width}"  # type: ignore[return-value]
+
+
+def weight_problem(spec: QuantizationSpec) -> str | None:
+    """Return why no type of ONNX holds a parameter, or None."""
+    scheme = spec.coded.scheme
+    fmt = scheme.fmt
+    if not fmt.scaled:
+        return None
+    if fmt.block or kind_of(fmt) is None:
+        return f"has no type for {spec.coded.dtype.name}"
+    if scheme.float_zero_point:
+        return "has no float zero points"
+    if spec.quantizes_codes and spec.scheme.qscheme is not QSchemeType.per_tensor:
+        return "has one scale per code, but both stages have several"
+    return None
+
+
+def held(state: State) -> Held:
+    """Return a parameter as ONNX stores it. Its values do not change.
+
+    A scale per block of rows and columns is repeated for each row. Where a second stage quantizes
+    the codes of a first one, the scales are multiplied.
+
+    Args:
+        state: A parameter that ``weight_problem`` has nothing against.
+    """
+    codes, scale, zeros = state.codes, state.scale, state.zero_point
+    scheme = state.scheme
+    if state.spec.quantizes_codes:
+        assert scale is not None and state.scale_2 is not None
+        scheme = state.spec.stages[1].for_parameter().scheme
+        scale, zeros = scale * state.scale_2, state.zero_point_2
+    assert codes is not None
+    fmt = scheme.fmt
+    if not fmt.scaled:
+        return Held(codes, None, None, fmt.name.upper())
+    kind = kind_of(fmt)
+    assert kind is not None and scale is not None
+    if fmt.is_encoded:
+        codes = decode(codes, fmt).to(torch.float8_e4m3fn)
+    if scheme.symmetric and fmt.signed:  # ONNX Runtime makes up wrong ones for bytes without
+        zeros = torch.zeros_like(scale) if kind in BYTES else None
+    if scheme.flat and scheme.qscheme in GROUPED and codes.dim() > 2:
+        codes = codes.flatten(1)
+    scale = _placed(scale.float(), scheme, codes.shape)
+    zeros = None if zeros is None else _placed(zeros, scheme, codes.shape).to(codes.dtype)
+    axis, block = _where(scheme, codes.shape)
+    return Held(codes.contiguous(), scale, zeros, kind, axis, block)
+
+
+def _where(scheme: Scheme, shape: torch.Size) -> tuple[int | None, int]:
+    """Return the axis of channels or blocks, and the elements of a block along it."""
+    if scheme.qscheme is QSchemeType.per_tensor:
+        return None, 0
+    if scheme.block is not None:
+        columns = scheme.block[1]
+        return len(shape) - 1, shape[-1] if columns == -1 else columns
+    axis = scheme.axis % len(shape)
+    if scheme.qscheme is QSchemeType.per_channel:
+        return axis, 0
+    return axis, shape[axis] if scheme.group == -1 else scheme.group
+
+
+def _placed(parts: torch.Tensor, scheme: Scheme, shape: torch.Size) -> torch.Tensor:
+    """Return scales or zero points in the shape that DequantizeLinear takes."""
+    if scheme.qscheme not in GROUPED:
+        return parts.reshape(scheme.scale_shape(shape))
+    parts = parts.reshape(scheme.blocks(shape).grid)
+    if scheme.block is not None and scheme.block[0] != 1:
+        rows = shape[-2] if scheme.block[0] == -1 else scheme.block[0]
+        parts = parts.repeat_interleave(rows, -2).narrow(-2, 0, shape[-2])
+    return parts.contiguous()

@@ -1,0 +1,216 @@
+"""Models in one ONNX file, for ONNX Runtime and what else reads it."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quark import __version__
+from quark.torch.export.checkpoint import check_vacant, fresh_directory
+from quark.torch.export.onnx_call import Call, Entry
+from quark.torch.export.onnx_layers import KIND, OnnxLayer, activation_problem
+from quark.torch.export.onnx_types import HOLDS, weight_problem
+from quark.torch.export.writer import check_exportable, check_present
+from quark.torch.graph.inference import at_inference
+from quark.torch.quantization.nn.experts import LinearExperts
+from quark.torch.quantization.nn.mixin import PARAMETERS, QUANTIZERS, QuantMixin
+from quark.torch.quantization.nn.packed import PackedMixin
+
+FILE = "quark_model.onnx"
+LEAST_OPSET = 20
+LARGEST_FILE = 2_000_000_000  # bytes: a message of protobuf ends at 2^31
+_LAYERS = (QuantMixin, PackedMixin)
+
+
+@dataclass(frozen=True)
+class OnnxOptions:
+    """How an ONNX file is written; see ``ModelExporter.export_onnx_model``."""
+
+    input_names: Sequence[str] = ()
+    output_names: Sequence[str] = ()
+    verbose: bool = False
+    opset_version: int | None = None
+    do_constant_folding: bool = True
+    dynamic_shapes: Mapping[str, Any] | None = None
+    matmul_nbits: bool = False
+    max_file_size: int = LARGEST_FILE
+
+
+def write_onnx(
+    model: nn.Module, directory: Path, input_args: Any, options: OnnxOptions, overwrite: bool
+) -> None:
+    """Write ``quark_model.onnx``; see ``ModelExporter.export_onnx_model``."""
+    _check_packages()
+    check_vacant(directory, overwrite)
+    check_exportable(model)
+    check_present(model)
+    _check_layers(model)
+    call = Call.of(model, input_args)
+    shapes = call.shapes(options.dynamic_shapes)
+    with at_inference(model):
+        outputs = list(options.output_names) or call.run(model)
+        twin = _twin(model, options.matmul_nbits)
+        opset = _opset(twin, options.opset_version)
+        graph = _traced(Entry(twin, call).eval(), call, shapes, outputs, opset, options)
+    _finish(graph, options.do_constant_folding)
+    _save(graph, directory, options.max_file_size, overwrite)
+
+
+def _traced(
+    entry: Entry,
+    call: Call,
+    shapes: list[Mapping[int, str]],
+    outputs: list[str],
+    opset: int,
+    options: OnnxOptions,
+) -> Any:
+    """Return the graph of a model as the exporter of torch makes it.
+
+    Raises:
+        ValueError: The model cannot be traced.
+    """
+    try:
+        with _quiet():
+            program: Any = torch.onnx.export(
+                entry,
+                call.repeated(shapes),
+                input_names=list(options.input_names) or list(call.inputs),
+                output_names=outputs or None,
+                opset_version=opset,
+                dynamic_shapes=(tuple(shapes),),
+                dynamo=True,
+                optimize=False,
+                verbose=options.verbose,
+            )
+            return program.model
+    except torch.onnx.OnnxExporterError as error:
+        cause = str(error.__cause__ or error).strip()
+        raise ValueError(
+            f"torch.onnx.export cannot trace {type(entry.model).__name__}: {cause}\nIf an axis has "
+            "to keep its size, leave it out of dynamic_shapes; {} keeps those of input_args."
+        ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave out what the exporter says of packages it does not need and of its own code."""
+    log = logging.getLogger("torch.onnx")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)
+
+
+def _check_packages() -> None:
+    try:
+        import onnxscript  # noqa: F401 - torch exports with it
+        import torch.onnx.ops  # noqa: F401
+    except ImportError:
+        raise ImportError(
+            "ONNX export needs torch 2.8 or later and the package onnxscript: pip install "
+            "'quark[onnx]' or pip install onnxscript."
+        ) from None
+
+
+def _check_layers(model: nn.Module) -> None:
+    """Raise if a layer is quantized in a way that no graph computes.
+
+    Raises:
+        ValueError: One is.
+    """
+    for name, layer in model.named_modules():
+        if isinstance(layer, LinearExperts):
+            raise ValueError(
+                f"ONNX cannot hold {name}: which experts run depends on values. Exclude its layers."
+            )
+        if not isinstance(layer, _LAYERS):
+            continue
+        for tensor in QUANTIZERS:
+            spec = getattr(layer.quant_config, tensor)
+            find = weight_problem if tensor in PARAMETERS else activation_problem
+            problem = None if spec is None else find(spec)
+            if problem:
+                raise ValueError(
+                    f"ONNX cannot hold {name}: for its {tensor} it {problem}. It holds {HOLDS}. "
+                    "Exclude the layer or quantize it otherwise."
+                )
+
+
+def _twin(model: nn.Module, matmul_nbits: bool) -> nn.Module:
+    """Return a model with the same tensors whose quantized layers can be traced."""
+    tensors = [*model.parameters(), *model.buffers()]
+    twin: nn.Module = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    made: dict[nn.Module, OnnxLayer] = {}
+    for name, layer in list(twin.named_modules(remove_duplicate=False)):
+        if isinstance(layer, _LAYERS):
+            made.setdefault(layer, OnnxLayer(layer, matmul_nbits))
+            if not name:
+                return made[layer]
+            twin.set_submodule(name, made[layer])
+    return twin
+
+
+def _opset(twin: nn.Module, wanted: int | None) -> int:
+    """Return the opset to write.
+
+    Raises:
+        ValueError: The one that is wanted lacks a type.
+    """
+    layers = {name: m.opset for name, m in twin.named_modules() if isinstance(m, OnnxLayer)}
+    name = max(layers, key=lambda n: layers[n])
+    if wanted is not None and wanted < layers[name]:
+        raise ValueError(
+            f"opset_version={wanted} has no type for {name}: give {layers[name]} or more, or leave "
+            "it out."
+        )
+    return wanted or max(LEAST_OPSET, layers[name])
+
+
+def _finish(model: Any, folds: bool) -> None:
+    """Give 4-bit codes, which were traced as bytes, their type, and tensors the names of the model.
+
+    What the exporter notes of the source code of the model is left out.
+    """
+    import ml_dtypes
+    import onnx_ir as ir
+    from onnxscript import optimizer
+
+    if folds:
+        optimizer.fold_constants(model)
+        optimizer.remove_unused_nodes(model)
+    narrow = {"INT4": ml_dtypes.int4, "UINT4": ml_dtypes.uint4}
+    for node in model.graph:
+        kind = narrow.get(node.metadata_props.get(KIND))
+        node.metadata_props.clear()
+        for value in node.inputs[::2] if kind else ():  # codes, scale, zero point
+            codes = ir.Tensor(value.const_value.numpy().astype(kind), name=value.name)
+            value.const_value, value.dtype = codes, codes.dtype
+    for value in [*model.graph.inputs, *model.graph.outputs]:
+        value.metadata_props.clear()
+    for value in list(model.graph.initializers.values()):
+        value.metadata_props.clear()
+        value.name = value.name.removeprefix("model.")
+    model.graph.metadata_props.clear()
+    model.producer_name, model.producer_version = "quark", __version__
+
+
+def _save(model: Any, directory: Path, max_file_size: int, overwrite: bool) -> None:
+    import onnx_ir as ir
+
+    size = sum(value.const_value.nbytes for value in model.graph.initializers.values())
+    external = f"{FILE}.data" if size > max_file_size else None
+    with fresh_directory(directory, overwrite, size) as partial:
+        ir.save(model, partial / FILE, external_data=external)

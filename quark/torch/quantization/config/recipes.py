@@ -1,0 +1,34 @@
+"""Named combinations of a scheme and the algorithms that serve it best."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quark.torch.quantization.config.algo import AlgoConfig, algo_config_from_dict
+from quark.torch.quantization.config.names import one_of
+
+_QRONOS = {"name": "qronos"}
+_ROTATION = {"name": "rotation", "r1": True, "r2": True, "r4": True}
+
+# Name -> (scheme, options of algorithms in order); docs/mixed-precision.md says why.
+RECIPES: dict[str, tuple[str, tuple[dict[str, Any], ...]]] = {
+    "w8": ("int8_wo", ()),
+    "w4": ("int4_wo_128", (_QRONOS,)),
+    "w3": ("int3_wo_128", (_QRONOS,)),
+    "w2": ("w_int2_per_group_asym", (_QRONOS,)),
+    "w8a8": ("w_int8_per_channel_a_int8_per_tensor_sym", ({"name": "smooth", "alpha": 0.8},)),
+    "w4a4": ("int4_wa_128", (_ROTATION, _QRONOS)),
+    "fp8": ("ptpc_fp8", ()),
+    "mxfp4": ("mxfp4", (_ROTATION, _QRONOS)),
+    "nvfp4": ("nvfp4", (_QRONOS,)),
+}
+
+
+def recipe(name: str) -> tuple[str, list[AlgoConfig]]:
+    """Return the name of the scheme of a recipe, and the options of its algorithms in order.
+
+    Raises:
+        ValueError: No recipe has that name; the nearest one is named.
+    """
+    scheme, algorithms = RECIPES[one_of(name, RECIPES, "recipe")]
+    return scheme, [algo_config_from_dict(options) for options in algorithms]

@@ -1,0 +1,1 @@
+"""Which layer gets which format, when not all get the same."""

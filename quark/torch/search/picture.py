@@ -1,0 +1,79 @@
+"""The sizes and losses of mixtures as a picture that any browser shows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from xml.sax.saxutils import escape
+
+WIDTH, HEIGHT, LEFT, BOTTOM, MARGIN = 760, 460, 70, 50, 20
+
+Point = tuple[float, float]  # bits per weight, loss in nats per token
+
+
+def picture(points: Iterable[Point], marked: Mapping[str, Point]) -> str:
+    """Return an SVG of loss over size, the loss on a logarithmic axis.
+
+    Args:
+        points: The mixtures that no other one beats.
+        marked: Others to show, by name.
+    """
+    curve = [(bits, loss) for bits, loss in points if loss > 0]
+    marks = {name: point for name, point in marked.items() if point[1] > 0}
+    shown = [*curve, *marks.values()]
+    scale = _Scale(shown)
+    places = " ".join("{:.1f},{:.1f}".format(*scale(point)) for point in curve)
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
+        'font-family="sans-serif" font-size="12">',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
+        *scale.axes(),
+        f'<polyline points="{places}" fill="none" stroke="#1f6feb" stroke-width="2"/>',
+        *(_mark(name, point, scale(point)) for name, point in marks.items()),
+        "</svg>",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+class _Scale:
+    """Where a point lies in the picture."""
+
+    def __init__(self, points: list[Point]) -> None:
+        self.low = math.floor(min(bits for bits, _ in points))
+        self.high = math.ceil(max(bits for bits, _ in points))
+        self.least = math.floor(math.log10(min(loss for _, loss in points)))
+        self.most = max(math.ceil(math.log10(max(loss for _, loss in points))), self.least + 1)
+
+    def __call__(self, point: Point) -> Point:
+        across = (point[0] - self.low) / (self.high - self.low)
+        up = (math.log10(point[1]) - self.least) / (self.most - self.least)
+        width, height = WIDTH - LEFT - MARGIN, HEIGHT - BOTTOM - MARGIN
+        return LEFT + across * width, MARGIN + (1 - up) * height
+
+    def axes(self) -> Iterator[str]:
+        """Iterate over lines of the grid with their numbers."""
+        for bits in range(self.low, self.high + 1):
+            x, y = self((bits, 10**self.least))
+            yield f'<line x1="{x:.1f}" y1="{MARGIN}" x2="{x:.1f}" y2="{y:.1f}" stroke="#ddd"/>'
+            yield f'<text x="{x:.1f}" y="{y + 18:.1f}" text-anchor="middle">{bits}</text>'
+        for power in range(self.least, self.most + 1):
+            x, y = self((self.low, 10**power))
+            end = WIDTH - MARGIN
+            yield f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{end}" y2="{y:.1f}" stroke="#ddd"/>'
+            yield f'<text x="{x - 8:.1f}" y="{y + 4:.1f}" text-anchor="end">{10.0**power:g}</text>'
+        middle = HEIGHT / 2
+        yield f'<text x="{WIDTH / 2}" y="{HEIGHT - 10}" text-anchor="middle">bits per weight</text>'
+        yield (
+            f'<text x="16" y="{middle}" text-anchor="middle" transform="rotate(-90 16 {middle})">'
+            "predicted loss, nats per token</text>"
+        )
+
+
+def _mark(name: str, point: Point, place: Point) -> str:
+    x, y = place
+    text = escape(name)
+    return (
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="#d1242f">'
+        f"<title>{text}: {point[0]:.3f} bits, {point[1]:.4g} nats</title></circle>"
+        f'<text x="{x + 7:.1f}" y="{y - 5:.1f}">{text}</text>'
+    )

@@ -1,0 +1,67 @@
+"""Checkpoints verified with the software they are for, where it is installed."""
+
+import pytest
+
+from quark.torch import ModelExporter
+from quark.torch.export import convert
+from quark.torch.quantization.config.config import Config, QuantizationConfig
+from quark.torch.quantization.config.spec import QuantizationSpec
+
+WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2}
+CT = "compressed-tensors"
+
+
+def config(dtype, symmetric=True):
+    weight = QuantizationSpec(
+        dtype,
+        qscheme="per_group",
+        ch_axis=-1,
+        group_size=32,
+        symmetric=symmetric,
+        is_dynamic=False,
+        scale_type="float16",
+    )
+    return Config(QuantizationConfig(weight=weight), exclude=["lm_head"])
+
+
+PACKAGES = {"awq": "gptqmodel", "gptq": "gptqmodel", CT: "compressed_tensors"}
+CASES = [
+    ("awq", "uint4", False),
+    ("awq", "int4", True),
+    ("gptq", "uint4", False),
+    ("gptq", "int3", True),
+    ("gptq", "int8", True),
+    (CT, "int4", True),
+    (CT, "int8", True),
+]
+
+
+@pytest.mark.parametrize(("mode", "dtype", "symmetric"), CASES)
+def test_exports(build, quantize, tmp_path, mode, dtype, symmetric):
+    pytest.importorskip(PACKAGES[mode])
+    exporter = ModelExporter(None, tmp_path / "out", verify=True)
+    model = quantize(build(**WIDE), config(dtype, symmetric))
+    exporter.export_safetensors_model(model, custom_mode=mode)
+    verdict = exporter.verdict
+    assert PACKAGES[mode].replace("_", "-") in verdict.reader and not verdict.note
+    assert verdict.difference < 0.1 * verdict.spread
+
+
+@pytest.mark.parametrize(("mode", "dtype", "symmetric"), CASES)
+def test_conversions(build, quantize, tmp_path, mode, dtype, symmetric):
+    pytest.importorskip(PACKAGES[mode])
+    model = quantize(build(**WIDE), config(dtype, symmetric))
+    ModelExporter(tmp_path / "in").export_safetensors_model(model)
+    verdict = convert(tmp_path / "in", tmp_path / "out", mode, verify=True)
+    assert PACKAGES[mode].replace("_", "-") in verdict.reader and not verdict.note
+
+
+def test_what_the_software_cannot_load_is_read_here_and_said(build, quantize, tmp_path):
+    """compressed-tensors 0.20 in Transformers does not load packed zero points."""
+    pytest.importorskip("compressed_tensors")
+    exporter = ModelExporter(None, tmp_path / "out", verify=True)
+    exporter.export_safetensors_model(
+        quantize(build(**WIDE), config("uint4", False)), custom_mode=CT
+    )
+    assert exporter.verdict.reader == "this package" and exporter.verdict.difference == 0
+    assert "Transformers does not open it" in exporter.verdict.note

@@ -1,0 +1,169 @@
+"""Rounding for the sake of predictions, against what its mathematics says."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from quark.torch import ModelQuantizer
+from quark.torch.algorithm import yaqa
+from quark.torch.algorithm.gptq import inverse_factor, solve
+from quark.torch.algorithm.yaqa import Surprise, observe_gradients, solve_both
+from quark.torch.pipeline.store import ActivationStore
+from quark.torch.quantization.config.algo import YaqaConfig
+from quark.torch.quantization.config.config import Config
+from quark.torch.quantization.config.presets import scheme
+from tests.models.architectures import build, small_config
+from tests.unit.algorithm.rotating import context_of
+from tests.unit.algorithm.test_gptq import DAMPING, INPUTS, OUTPUTS, correlated, problem
+
+IDS = torch.randint(3, 64, (6, 16), generator=torch.Generator().manual_seed(4))
+STRONG = 0.1
+
+
+def quarters(x, column, rows=None):
+    return (x * 4).round() / 4
+
+
+def gradients():
+    """Sum of g gᵀ, and the same with damping."""
+    g = correlated(tokens=400, inputs=OUTPUTS).double()
+    total = g.T @ g
+    mean = total.diagonal().mean()
+    return total, total + STRONG * mean * torch.eye(OUTPUTS, dtype=total.dtype)
+
+
+def both(outputs, rounding=quarters):
+    weight, hessian, _ = problem()
+    order = torch.arange(INPUTS)
+    return solve_both(weight, inverse_factor(hessian, DAMPING), order, rounding, outputs, STRONG)
+
+
+def weighted(error, outputs, inputs):
+    return float(torch.trace(outputs @ error @ inputs @ error.T))
+
+
+def test_errors_add_up_to_what_they_do_to_predictions(monkeypatch):
+    monkeypatch.setattr(yaqa, "PIECES", OUTPUTS)
+    weight, _, damped = problem()
+    outputs, strong = gradients()
+    found, errors = both(outputs)
+    expected = weighted(found - weight, strong, damped)
+    assert float(errors.square().sum()) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("pieces", [3, 5, OUTPUTS])
+def test_predictions_lose_less_than_by_gptq(monkeypatch, pieces):
+    monkeypatch.setattr(yaqa, "PIECES", pieces)
+    weight, hessian, damped = problem()
+    outputs, strong = gradients()
+    plain, _ = solve(weight, inverse_factor(hessian, DAMPING), torch.arange(INPUTS), quarters)
+    found, _ = both(outputs)
+    before = weighted(plain - weight, strong, damped)
+    assert weighted(found - weight, strong, damped) < 0.9 * before
+
+
+def test_rows_make_up_for_those_before_as_well_as_they_can(monkeypatch):
+    """Given the first piece of rows, the others aim at what is best for them all."""
+    monkeypatch.setattr(yaqa, "PIECES", 2)
+    weight, hessian, _ = problem()
+    outputs, strong = gradients()
+    order = torch.argsort(outputs.diagonal(), descending=True)
+    first, rest = order[: OUTPUTS // 2], order[OUTPUTS // 2 :]
+    aims = {}
+
+    def exact(x, column, rows):
+        if torch.equal(rows, rest):  # rounding that loses nothing shows where the aim was
+            aims[column] = x.clone()
+            return x
+        return quarters(x, column)
+
+    found, _ = both(outputs, exact)
+    lost = (found - weight)[first]
+    best = weight[rest] - torch.linalg.solve(strong[rest][:, rest], strong[rest][:, first] @ lost)
+    torch.testing.assert_close(torch.stack(list(aims.values()), 1), best)
+
+
+def test_outputs_that_matter_alike_are_rounded_as_by_gptq():
+    weight, hessian, _ = problem()
+    alike = 3 * torch.eye(OUTPUTS, dtype=weight.dtype)
+    expected, _ = solve(weight, inverse_factor(hessian, DAMPING), torch.arange(INPUTS), quarters)
+    assert torch.equal(both(alike)[0], expected)
+
+
+def test_gradients_that_tell_nothing():
+    outputs = torch.full((OUTPUTS, OUTPUTS), torch.nan, dtype=torch.float64)
+    weight, hessian, _ = problem()
+    expected, _ = solve(weight, inverse_factor(hessian, DAMPING), torch.arange(INPUTS), quarters)
+    assert torch.equal(both(outputs)[0], expected)
+
+
+# ---- gradients ----------------------------------------------------------------------------------
+
+
+def observed(name, batches, options=None):
+    context = context_of(build(small_config(name)), "int4_wo_32", batches=batches)
+    with ActivationStore() as store:
+        places = observe_gradients(context, options or YaqaConfig(), store)
+        return context.model, {name: store[place].clone() for name, place in places.items()}
+
+
+def close(found, expected):
+    least = 1e-5 * float(expected.abs().max())
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=least)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_gradients_are_those_of_the_loss_of_the_whole_model(name):
+    model, found = observed(name, [{"input_ids": IDS}])
+    expected = {}
+
+    def watch(layer, name):
+        def hook(module, args, y):
+            y.register_hook(lambda g: expected.__setitem__(name, g.flatten(0, 1)))
+
+        layer.register_forward_hook(hook)
+
+    for layer in found:
+        watch(model.get_submodule(layer), layer)
+    Surprise()(model(IDS, use_cache=False).logits, None).backward()
+    assert len(found) == len(expected) > 4
+    for layer, g in expected.items():
+        close(found[layer], (g.T @ g).float())
+
+
+def test_the_split_into_batches_is_of_no_consequence():
+    _, whole = observed("llama", [{"input_ids": IDS}])
+    _, split = observed("llama", [{"input_ids": IDS[:1]}, {"input_ids": IDS[1:]}])
+    for layer, total in whole.items():
+        close(split[layer], total)
+
+
+def test_padding_does_not_count():
+    _, plain = observed("llama", [{"input_ids": IDS[:2]}])
+    padded = F.pad(IDS[:2], (0, 5))
+    mask = F.pad(torch.ones_like(IDS[:2]), (0, 5))
+    _, found = observed("llama", [{"input_ids": padded, "attention_mask": mask}])
+    for layer, total in plain.items():
+        close(found[layer], total)
+
+
+def test_experts_have_none():
+    _, found = observed("mixtral", [{"input_ids": IDS}])
+    assert found and not any(".experts." in name for name in found)
+
+
+def test_labels_are_drawn_from_the_predictions():
+    chances = torch.tensor([0.5, 0.2, 0.3])
+    logits = chances.log().expand(1, 20_000, 3).clone().requires_grad_()
+    Surprise()(logits, None).backward()
+    # The gradient of a token is its predictions less one at the label.
+    labels = (chances - logits.grad[0]).argmax(-1)
+    shares = labels.bincount(minlength=3) / len(labels)
+    torch.testing.assert_close(shares, chances, rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("option", ["damp_percent", "output_damp_percent"])
+def test_shares_that_are_none(option):
+    config = Config(scheme("int4_wo_32"), algo_config=[YaqaConfig(**{option: 1.5})])
+    with pytest.raises(ValueError, match=f"yaqa: {option} is a share from 0 to 1, got 1.5"):
+        ModelQuantizer(config).quantize_model(build(small_config("llama")), [IDS])

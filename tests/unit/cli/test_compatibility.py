@@ -1,0 +1,41 @@
+"""Flags of the documented script that have no counterpart: told of, or refused with a reason."""
+
+import pytest
+
+from quark.cli.compatibility import NOTED, REFUSED
+
+VALUES = {
+    "import_file_format": ["hf_format"],
+    "quant_flow": ["file2file"],
+    "gpu_resident_blocks": ["2"],
+    "attention_dtype": ["fp8"],
+    "moe_experts_second_step_config": ["w_int4_per_channel_sym"],
+    "native_linear_mode": ["fp8_per_tensor"],
+}
+
+
+@pytest.fixture
+def place(model_dir, tmp_path):
+    return ["--model_dir", model_dir, "--output_dir", tmp_path / "out", "--skip_evaluation"]
+
+
+@pytest.mark.parametrize("flag", NOTED)
+def test_a_flag_without_effect_is_told_of(flag, quark, place):
+    flags = [f"--{flag}", *VALUES.get(flag, []), "--quant_scheme", "int8_wo"]
+    result = quark("quantize", *place, *flags)
+    assert result.exit_code == 0, result.output
+    assert f"warning: --{flag}: {NOTED[flag]}." in result.stderr
+
+
+@pytest.mark.parametrize("flag", REFUSED)
+def test_a_flag_that_cannot_be_followed_is_refused(flag, refused, place):
+    flags = [f"--{flag}", *VALUES.get(flag, []), "--quant_scheme", "int8_wo"]
+    said = refused("quantize", *place, *flags)
+    assert f"--{flag}: {REFUSED[flag]}" in said
+
+
+@pytest.mark.parametrize("flags", [["--quant_flow", "standard"], ["--native_linear_mode", "auto"]])
+def test_what_is_done_anyway_is_not_told_of(flags, quark, place):
+    result = quark("quantize", *place, *flags, "--quant_scheme", "int8_wo")
+    assert result.exit_code == 0, result.output
+    assert "warning" not in result.stderr

@@ -1,0 +1,45 @@
+"""Recipes on the command line."""
+
+import json
+
+import pytest
+
+from quark.torch.quantization.config.recipes import RECIPES
+
+
+def test_all_are_listed(quark):
+    rows = json.loads(quark("recipes", "--json").stdout)["recipes"]
+    printed = quark("recipes").stdout
+    assert {"w4", "w8a8", "mxfp4"} <= {row["name"] for row in rows}
+    for row in rows:
+        assert row["name"] in printed
+        assert row["quant_scheme"] in printed
+
+
+def test_a_recipe_is_its_scheme_with_its_algorithms(quantize, tmp_path):
+    data = ("--num_calib_data", 4, "--seq_len", 32)
+    scheme, algorithms = RECIPES["w8a8"]
+    flags = ["--quant_scheme", scheme]
+    for options in algorithms:
+        path = tmp_path / f"{options['name']}.json"
+        path.write_text(json.dumps(options), "utf-8")
+        flags += ["--quant_algo", options["name"], "--quant_algo_config_file", path]
+    found, _ = quantize("--recipe", "w8a8", *data)
+    expected, _ = quantize(*flags, *data)
+    for name in ("model.safetensors", "config.json"):
+        assert (found / name).read_bytes() == (expected / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--recipe", "w5"), "w4"),
+        (("--recipe", "w4", "--quant_scheme", "fp8"), "--recipe NAME"),
+        (("--recipe", "w4", "--quant_algo", "awq"), "names its algorithms"),
+    ],
+    ids=["unknown", "two ways", "algorithm"],
+)
+def test_wrong_calls(flags, said, quark, model_dir, tmp_path):
+    result = quark("quantize", "--model_dir", model_dir, "--output_dir", tmp_path / "out", *flags)
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.split())

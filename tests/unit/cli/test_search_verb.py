@@ -1,0 +1,144 @@
+"""``quark collect``, ``quark search`` and what ``quark quantize`` makes of their results."""
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+from safetensors.torch import load_file
+
+from quark.torch import load_statistics
+from quark.torch.quantization.config.config import Config
+
+FORMATS = "int2_wo_32,int4_wo_32,int8_wo"
+DATA = ("--num_calib_data", 4, "--seq_len", 32)
+
+
+@pytest.fixture
+def collected(quark, model_dir, text, tmp_path):
+    path = tmp_path / "statistics"
+    result = quark(
+        *("collect", "--model_dir", model_dir, "--output_dir", path, "--dataset", text, *DATA)
+    )
+    assert result.exit_code == 0, result.output
+    return path
+
+
+@pytest.fixture
+def search(quark, model_dir, text, tmp_path):
+    """Search from statistics and return the result and the configuration file."""
+
+    def search(*flags):
+        path = tmp_path / "mixed.json"
+        given = ("--model_dir", model_dir, "--output", path, "--formats", FORMATS)
+        return quark("search", *given, "--eval_data", text, "--seq_len", 32, *flags), path
+
+    return search
+
+
+def test_collect_writes_statistics(collected, quark, model_dir):
+    statistics = load_statistics(collected)
+    assert len(statistics.readers) == 14
+    assert all(value > 0 for value in statistics.sensitivities.values())
+    again = quark("collect", "--model_dir", model_dir, "--output_dir", collected)
+    assert again.exit_code == 2
+    assert "overwrite" in again.output
+
+
+def test_quantizing_from_statistics_takes_no_text(collected, quantize, quark, model_dir, tmp_path):
+    flags = ("--quant_scheme", "int4_wo_32", "--quant_algo", "awq")
+    expected, _ = quantize(*flags, *DATA)
+    path = tmp_path / "from-statistics"
+    given = ("--model_dir", model_dir, "--output_dir", path, "--skip_evaluation")
+    result = quark("quantize", *given, *flags, "--statistics", collected)
+    assert result.exit_code == 0, result.output
+    assert "none needed" in result.output
+    found, other = (load_file(p / "model.safetensors") for p in (path, expected))
+    assert [name for name, tensor in other.items() if not tensor.equal(found[name])] == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--quant_algo", "qronos"), "got qronos"),
+        ((), "got none"),
+        (("--quant_algo", "gptq", "--statistics", "nowhere"), "nowhere"),
+    ],
+    ids=["algorithm", "no algorithm", "no statistics"],
+)
+def test_statistics_that_do_not_serve(flags, said, collected, quark, model_dir, tmp_path):
+    given = ("--model_dir", model_dir, "--output_dir", tmp_path / "out", "--skip_evaluation")
+    kept = () if "--statistics" in flags else ("--statistics", collected)
+    result = quark("quantize", *given, "--quant_scheme", "int4_wo_32", *kept, *flags)
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.split())
+
+
+def test_search_writes_a_configuration_that_quantize_takes(search, quantize, text, tmp_path):
+    picture = tmp_path / "mixed.svg"
+    result, path = search(
+        *("--dataset", text, *DATA, "--target_bits", 5.5, "--quant_algo", "gptq"),
+        *("--picture", picture, "--skip_evaluation"),
+    )
+    assert result.exit_code == 0, result.output
+    config = Config.from_dict(json.loads(path.read_text("utf-8")))
+    assert [options.name for options in config.algo_config] == ["gptq"]
+    assert config.exclude == ["lm_head"]
+    assert ElementTree.parse(picture).getroot().tag.endswith("svg")
+    out, printed = quantize("--config", path, *DATA)
+    (bits,) = (line.split()[-1] for line in printed.splitlines() if "bits per weight" in line)
+    assert 4 < float(bits) <= 5.5
+    assert (out / "config.json").is_file()
+
+
+def test_search_shows_each_layer_and_one_format_for_all(search, collected):
+    result, _ = search("--statistics", collected, "--target_bits", 5.5, "--num_eval_data", 2)
+    assert result.exit_code == 0, result.output
+    rows = {line.split()[0]: line.split() for line in result.stdout.splitlines() if line.split()}
+    assert sum(name.startswith("model.layers.") for name in rows) == 14
+    assert {"int2_wo_32", "int4_wo_32", "int8_wo", "mixed"} <= set(rows)
+    assert float(rows["mixed"][1]) <= 5.5
+    assert float(rows["mixed"][2]) <= float(rows["int4_wo_32"][2])
+    assert rows["mixed"][-1] == "%"
+
+
+def test_search_for_a_perplexity(search, collected):
+    sizes = []
+    for percent in (0.5, 20):
+        result, _ = search(
+            *("--statistics", collected, "--max_perplexity_increase", percent),
+            *("--num_eval_data", 2, "--overwrite"),
+        )
+        assert result.exit_code == 0, result.output
+        (row,) = (line.split() for line in result.stdout.splitlines() if " mixed " in line)
+        assert float(row[-2]) <= percent
+        sizes.append(float(row[1]))
+    assert sizes[1] < sizes[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ((), "--max_perplexity_increase"),
+        (("--target_bits", 4, "--max_perplexity_increase", 2), "--target_bits"),
+        (("--max_perplexity_increase", 2, "--skip_evaluation"), "has to be measured"),
+        (("--target_bits", 4, "--formats", "int9"), "'int9' is unknown"),
+        (("--target_bits", 4, "--formats", ","), "one or more"),
+        (("--target_bits", 4, "--quant_algo", "smoothquant"), "smooth"),
+        (("--target_bits", 4, "--statistics", "nowhere"), "nowhere"),
+        (("--target_bits", 4, "--statistics", "x", "--num_calib_data", 4), "says this already"),
+        (("--target_bits", 4, "--output", "nowhere/mixed.json"), "no directory nowhere"),
+        (("--target_bits", 4, "--output", "/"), "exists"),
+    ],
+)
+def test_wrong_calls(flags, said, search):
+    result, path = search(*flags)
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.split())
+    assert not path.exists()
+
+
+def test_too_few_bits_are_an_error(search, collected):
+    result, path = search("--statistics", collected, "--target_bits", 2, "--skip_evaluation")
+    assert result.exit_code == 1
+    assert "smaller formats" in result.output
+    assert not path.exists()

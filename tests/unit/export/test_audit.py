@@ -1,0 +1,132 @@
+"""What is wrong with a model is said before it is written, and what was there stays."""
+
+import pytest
+import torch
+
+from quark.torch import ModelExporter, export_gguf
+from quark.torch.export.audit import check_written
+from quark.torch.export.checkpoint import CheckpointReader, write_tensors
+from quark.torch.quantization.config.config import Config, QuantizationConfig
+from quark.torch.quantization.config.spec import QuantizationSpec
+
+LAYER = "model.layers.1.self_attn.k_proj"
+SCHEMES = ("int8", "w_uint4_per_group_asym", "fp8")
+
+
+def part(tensor, name):
+    """Set one element of a part of a quantizer."""
+
+    def change(model, value):
+        getattr(getattr(model.get_submodule(LAYER), f"{tensor}_quantizer"), name).flatten()[0] = (
+            value
+        )
+
+    return change
+
+
+SCALE, INPUT, OFFSET = part("weight", "scale"), part("input", "scale"), part("weight", "zero_point")
+
+
+@pytest.fixture
+def refused(build, quantize, tmp_path):
+    """Change a frozen model and export it over an earlier one, which must stay."""
+
+    def refused(scheme, change, said, **options):
+        model = quantize(build(), scheme)
+        exporter = ModelExporter(None, tmp_path / "out", overwrite=True)
+        exporter.export_safetensors_model(model, **options)
+        before = {f.name: f.read_bytes() for f in (tmp_path / "out").iterdir()}
+        with torch.no_grad():
+            change(model)
+        with pytest.raises(ValueError, match=said):
+            exporter.export_safetensors_model(model, **options)
+        assert {f.name: f.read_bytes() for f in (tmp_path / "out").iterdir()} == before
+        assert [f.name for f in tmp_path.iterdir()] == ["out"]
+
+    return refused
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_scales_that_are_no_numbers(refused, scheme, value):
+    said = rf"^{LAYER} cannot be written: the scale of its weight is NaN or infinite in 1 of"
+    refused(scheme, lambda m: SCALE(m, value), said)
+
+
+@pytest.mark.parametrize("mode", ["awq", "gptq", "compressed-tensors"])
+def test_formats_of_other_tools_are_looked_at_too(refused, mode):
+    said = rf"^{LAYER} cannot be written: the scale of its weight is NaN"
+    change = lambda m: SCALE(m, float("nan"))  # noqa: E731
+    refused("w_uint4_per_group_asym", change, said, custom_mode=mode)
+
+
+def test_negative_scales(refused):
+    refused("int8", lambda m: SCALE(m, -1.0), "the scale of its weight is negative")
+
+
+def test_scales_of_inputs_that_vanished(refused):
+    refused("int8", lambda m: INPUT(m, 0.0), "the scale of its input is 0")
+
+
+def test_weights_whose_scale_vanished(refused):
+    refused("w_uint4_per_group_asym", lambda m: SCALE(m, 0.0), r"\d+ codes of its weight have the")
+
+
+def test_zero_points_that_are_no_codes(refused):
+    said = r"zero points of its weight reach from \d+ to 16, codes only from 0 to 15"
+    refused("w_uint4_per_group_asym", lambda m: OFFSET(m, 16), said)
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "lm_head.weight"])
+def test_broken_values_of_what_is_not_quantized(refused, name):
+    def change(model):
+        model.get_parameter(name).flatten()[3] = float("nan")
+
+    refused("int8", change, rf"^{name} is NaN or infinite in 1 of")
+
+
+def test_a_layer_that_was_replaced_after_quantization(refused):
+    def change(model):
+        model.model.layers[0].mlp.up_proj = torch.nn.Linear(64, 96, bias=False)
+
+    refused("int8", change, r"mlp\.up_proj and 0 more layers are in float, but the configuration")
+
+
+def test_a_scale_of_0_where_all_weights_are_0(build, quantize, tmp_path, logits):
+    model = quantize(build(), "w_uint4_per_group_asym")
+    quantizer = model.get_submodule(LAYER).weight_quantizer
+    with torch.no_grad():
+        model.get_submodule(LAYER).weight[0, :32] = 0
+        quantizer.scale[0, 0] = 0
+        quantizer.zero_point[0, 0] = 0
+    ModelExporter(tmp_path / "out").export_safetensors_model(model)
+
+
+def test_gguf(build, quantize, tmp_path):
+    pytest.importorskip("gguf")
+    weight = QuantizationSpec(
+        "int4", qscheme="per_group", ch_axis=-1, group_size=32, is_dynamic=False
+    )
+    layer = QuantizationConfig(weight=weight)
+    model = quantize(build(), Config(layer, exclude=["lm_head"]), None)
+    SCALE(model, float("nan"))
+    with pytest.raises(ValueError, match=rf"^{LAYER}\.weight cannot be written: the scale"):
+        export_gguf(model, tmp_path / "out", "small", tmp_path)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "expected",
+    [
+        {"a": torch.ones(2), "b": torch.ones(1)},
+        {"a": torch.ones(1, 2)},
+        {"a": torch.ones(2, dtype=torch.float16)},
+    ],
+    ids=["missing", "shape", "type"],
+)
+def test_files_are_compared_with_what_was_to_be_written(tmp_path, expected):
+    write_tensors({"a": torch.ones(2)}, tmp_path, "1GB")
+    reader = CheckpointReader(tmp_path)
+    check_written({"a": torch.zeros(2)}, reader)
+    with pytest.raises(OSError, match="not in the files as it was written"):
+        check_written(expected, reader)

@@ -1,0 +1,161 @@
+"""GGUF files read back: the codes of the blocks, and what the package of llama.cpp reads."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from quark.cli.main import app
+from quark.demo.text import model_directory
+from quark.torch import ModelExporter
+from quark.torch.export import convert
+from quark.torch.export.conversion import open_checkpoint
+from quark.torch.export.gguf_blocks import from_blocks, spec_of, to_blocks
+from quark.torch.quantization.config.config import Config, QuantizationConfig
+from quark.torch.quantization.config.spec import QuantizationSpec
+
+gguf = pytest.importorskip("gguf")
+VOCABULARY = 2048  # of the tokenizer
+
+
+def spec(dtype, symmetric=True):
+    return QuantizationSpec(
+        dtype,
+        qscheme="per_group",
+        ch_axis=-1,
+        group_size=32,
+        symmetric=symmetric,
+        is_dynamic=False,
+        scale_type="float16",
+    )
+
+
+def config(weight, exclude=("lm_head",), **rest):
+    return Config(QuantizationConfig(weight=weight), exclude=list(exclude), **rest)
+
+
+KINDS = {"Q4_0": spec("int4"), "Q4_1": spec("uint4", False), "Q8_0": spec("int8")}
+
+
+@pytest.fixture
+def made(build, quantize, tmp_path):
+    def made(configuration, kind="llama", dtype=torch.float32, **changes):
+        model = quantize(build(kind, dtype, vocab_size=VOCABULARY, **changes), configuration, None)
+        ModelExporter(tmp_path / "gguf").export_gguf_model(model, model_directory(), "small")
+        return model, tmp_path / "gguf" / "small.gguf"
+
+    return made
+
+
+class TestBlocks:
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_random_blocks_have_the_values_that_the_package_reads(self, kind):
+        generator = torch.Generator().manual_seed(0)
+        values = torch.randn(8, 128, generator=generator)
+        values[3, 32:64] = 0
+        values[4, 32:64] = 2.5  # one value: Q4_1 has the scale 0 and keeps it as the least
+        number = gguf.GGMLQuantizationType[kind]
+        stored = gguf.quantize(values.numpy(), number)
+        expected = torch.from_numpy(gguf.dequantize(stored, number))
+        blocks = torch.from_numpy(stored)
+        state = from_blocks(blocks, spec_of(kind, blocks, "layer"), kind)
+        torch.testing.assert_close(state.value(torch.float32), expected, rtol=1e-6, atol=1e-6)
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_blocks_of_whole_offsets_come_back_bit_for_bit(self, quantize, kind):
+        model = quantize(torch.nn.Sequential(torch.nn.Linear(128, 8)), config(KINDS[kind]), None)
+        blocks = to_blocks(model[0].state("weight"), kind)
+        found = spec_of(kind, blocks, "layer")
+        assert found.zero_point_type.name == "int32"
+        assert to_blocks(from_blocks(blocks, found, kind), kind).equal(blocks)
+
+    @pytest.mark.parametrize(("kind", "shape"), [("Q6_K", (2, 210)), ("Q4_0", (1, 2, 18))])
+    def test_other_types(self, kind, shape):
+        with pytest.raises(ValueError, match=f"layer is {kind} with {len(shape)} axes"):
+            spec_of(kind, torch.zeros(shape, dtype=torch.uint8), "layer")
+
+
+class TestModel:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_the_same_bits(self, made, logits, kind, dtype):
+        model, path = made(config(KINDS[kind]), dtype=dtype)
+        loaded = open_checkpoint(path).fill()
+        assert loaded.dtype == dtype
+        assert logits(loaded).equal(logits(model))
+
+    @pytest.mark.parametrize(
+        ("kind", "changes"),
+        [("mistral", {}), ("qwen2", {}), ("gemma2", {"head_dim": 256}), ("tied", {})],
+    )
+    def test_families(self, made, logits, kind, changes):
+        model, path = made(config(KINDS["Q4_0"]), kind, **changes)
+        loaded = open_checkpoint(path.parent).fill()
+        torch.testing.assert_close(logits(loaded), logits(model), rtol=1e-5, atol=1e-5)
+
+    def test_several_types_and_a_quantized_embedding(self, made, logits):
+        layers = {
+            "*embed_tokens": QuantizationConfig(weight=KINDS["Q8_0"]),
+            "*down_proj": QuantizationConfig(weight=KINDS["Q4_1"]),
+        }
+        whole = config(KINDS["Q4_0"], ["*.0.mlp.up_proj"], layer_quant_config=layers)
+        model, path = made(whole)
+        loaded = open_checkpoint(path).fill()
+        assert loaded.model.embed_tokens.quant_config.weight.dtype.name == "int8"
+        assert loaded.model.layers[1].mlp.down_proj.quant_config.weight.dtype.name == "uint4"
+        assert type(loaded.model.layers[0].mlp.up_proj) is torch.nn.Linear
+        assert logits(loaded).equal(logits(model))
+
+    @pytest.mark.parametrize("context", [8192, 1024])
+    def test_frequencies_of_llama3(self, made, logits, context):
+        rope = {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": context,
+        }
+        model, path = made(config(KINDS["Q4_0"]), rope_parameters=rope, head_dim=64)
+        if context != 8192:
+            with pytest.raises(ValueError, match="not those of Llama 3"):
+                open_checkpoint(path)
+            return
+        loaded = open_checkpoint(path).fill()
+        torch.testing.assert_close(logits(loaded), logits(model), rtol=1e-5, atol=1e-5)
+
+    def test_linear_scaling(self, made, logits):
+        rope = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+        model, path = made(config(KINDS["Q4_0"]), rope_parameters=rope)
+        torch.testing.assert_close(
+            logits(open_checkpoint(path).fill()), logits(model), rtol=1e-5, atol=1e-5
+        )
+
+    @pytest.mark.parametrize("to", ["quark", "awq", "gptq", "compressed-tensors"])
+    def test_converted(self, made, logits, tmp_path, to):
+        model, path = made(config(KINDS["Q4_1"]))
+        convert(path, tmp_path / "out", to, verify=True)
+        assert logits(open_checkpoint(tmp_path / "out").fill()).equal(logits(model))
+        assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+    def test_from_other_formats(self, build, quantize, logits, tmp_path):
+        from transformers import AutoTokenizer
+
+        model = quantize(build(vocab_size=VOCABULARY), config(KINDS["Q4_1"]), None)
+        tokenizer = AutoTokenizer.from_pretrained(model_directory())
+        exporter = ModelExporter(tmp_path / "in")
+        exporter.export_safetensors_model(model, custom_mode="awq", tokenizer=tokenizer)
+        convert(tmp_path / "in", tmp_path / "out", "gguf", verify=True)
+        assert logits(open_checkpoint(tmp_path / "out").fill()).equal(logits(model))
+
+    def test_gguf_to_gguf(self, made, tmp_path):
+        with pytest.raises(ValueError, match="is GGUF already"):
+            convert(made(config(KINDS["Q4_0"]))[1], tmp_path / "out", "gguf")
+
+    def test_inspect(self, made):
+        _, path = made(config(KINDS["Q4_1"]))
+        for place in (path, path.parent):
+            found = json.loads(CliRunner().invoke(app, ["inspect", str(place), "--json"]).stdout)
+            assert found["bits_per_weight"] == 8 * 20 / 32 and found["quant_method"] == "gguf"
+            assert len(found["layers"]) == 14

@@ -1,0 +1,196 @@
+"""ONNX files run by ONNX Runtime: every format, granularity and operator, codes bit for bit."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from quark.torch import ModelQuantizer, export_onnx
+from quark.torch.export.onnx_types import kind_of
+from quark.torch.numerics.codec import decode
+from quark.torch.quantization.config.config import Config, QuantizationConfig
+from quark.torch.quantization.config.presets import scheme
+from quark.torch.quantization.config.spec import QuantizationSpec
+from quark.torch.quantization.config.type import QSchemeType
+
+onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+
+def spec(dtype, qscheme="per_tensor", **rest):
+    where = {
+        "per_channel": {"ch_axis": 0},
+        "per_group": {"ch_axis": 1, "group_size": 8},
+        "per_block": {"block_size": (8, 8)},
+    }
+    return QuantizationSpec(
+        dtype, qscheme=qscheme, **{"is_dynamic": False, **where.get(qscheme, {}), **rest}
+    )
+
+
+GRANULARITIES = ["per_tensor", "per_channel", "per_group", "per_block"]
+SYMMETRIC = ["int2", "int3", "int4", "uint4", "uint5", "int8", "uint8", "int16", "uint16"]
+SYMMETRIC += ["fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4"]
+ASYMMETRIC = ["int3", "int4", "uint4", "int8", "uint8", "uint16"]
+SAMPLE = ["int3", "uint4", "int8", "uint16", "fp8_e5m2", "fp4"]  # one for each type of ONNX
+WEIGHTS = {
+    **{f"{d} {q}": spec(d, q) for d in SYMMETRIC for q in GRANULARITIES},
+    **{
+        f"{d} {q} asymmetric": spec(d, q, symmetric=False)
+        for d in ASYMMETRIC
+        for q in GRANULARITIES
+    },
+    "int8 whole axis": spec("int8", "per_group", group_size=-1),
+    "int8 float16 scales": spec("int8", "per_channel", scale_type="float16"),
+    "uint8 powers of two": spec("uint8", "per_channel", scale_type="pof2"),
+    "mx fp4": QuantizationSpec("mx", mx_element_dtype="fp4", ch_axis=-1),
+    "mx int8": QuantizationSpec("mx", mx_element_dtype="int8", ch_axis=-1),
+    "bfloat16": QuantizationSpec("bfloat16"),
+    "nvfp4": scheme("nvfp4_weight_only").weight,
+    "two stages": scheme("int4_fp8").weight,
+}
+PER_TOKEN = {"qscheme": "per_channel", "ch_axis": -1, "is_dynamic": True}
+PER_GROUP = {"qscheme": "per_group", "ch_axis": -1, "group_size": 4, "is_dynamic": True}
+ACTIVATIONS = {
+    **{d: spec(d) for d in ("int4", "int8", "uint8", "int16", "uint16", "fp8_e4m3", "fp8_e5m2")},
+    **{
+        f"{d} {name}": spec(d, **how)
+        for d in ("int4", "int8", "uint8", "fp8_e4m3")
+        for name, how in (
+            ("dynamic", {"is_dynamic": True}),
+            ("per token", PER_TOKEN),
+            ("per group", PER_GROUP),
+        )
+    },
+    "int8 asymmetric": spec("int8", symmetric=False),
+    "uint8 asymmetric": spec("uint8", symmetric=False),
+    "uint8 asymmetric per token": spec("uint8", symmetric=False, **PER_TOKEN),
+    "int8 float zero point": spec("int8", symmetric=False, zero_point_type="float32"),
+    "int8 powers of two": spec("int8", scale_type="pof2"),
+    "int8 per channel": spec("int8", "per_channel", ch_axis=1),
+    "bfloat16": QuantizationSpec("bfloat16"),
+    "float16": QuantizationSpec("float16"),
+}
+PARTNERS = {
+    "int8": spec("int8", "per_channel"),
+    "bytes in groups": spec("uint8", "per_group"),
+    "int4": spec("int4", "per_group"),
+    "fp8": spec("fp8_e4m3"),
+    "floats": None,
+}
+CASES = {
+    **{f"weight {n}": QuantizationConfig(weight=s) for n, s in WEIGHTS.items()},
+    **{
+        f"input {n} by {p}": QuantizationConfig(input_tensors=s, weight=w)
+        for n, s in ACTIVATIONS.items()
+        for p, w in PARTNERS.items()
+        if p in ("int8", "fp8") or n in ("int8", "uint8", "int16")
+    },
+    **{
+        f"output {n}": QuantizationConfig(weight=PARTNERS["int8"], output_tensors=s)
+        for n, s in ACTIVATIONS.items()
+        if n != "int8 per channel"
+    },
+    "bias of 8 bits": QuantizationConfig(weight=spec("int8"), bias=spec("int8")),
+    "bias of 16 bits": QuantizationConfig(weight=spec("fp8_e4m3"), bias=spec("int16")),
+}
+OPERATORS = {
+    "Linear": (lambda: nn.Linear(24, 16), lambda n: torch.randn(n, 5, 24)),
+    "Conv2d": (
+        lambda: nn.Conv2d(8, 16, 2, stride=2, padding=1),
+        lambda n: torch.randn(n, 8, 8, 8),
+    ),
+    "Embedding": (lambda: nn.Embedding(40, 16), lambda n: torch.randint(0, 40, (n, 6))),
+}
+
+
+def fits(operator, case):
+    """Everything goes through linear layers, a sample of it through the others."""
+    kind, dtype = case.split()[:2]
+    sample = {"weight": SAMPLE, "input": ("int8", "fp8_e4m3"), "bias": ("of",)}
+    return operator == "Linear" or (
+        dtype in sample.get(kind, ()) and (operator == "Conv2d" or kind == "weight")
+    )
+
+
+ALL = [(operator, case) for operator in OPERATORS for case in CASES if fits(operator, case)]
+
+
+class Rack(nn.Module):
+    """Layers side by side."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x):
+        return tuple(layer(x) for layer in self.layers)
+
+
+def quantized(model, config, data=None):
+    return ModelQuantizer.freeze(ModelQuantizer(config).quantize_model(model.eval(), data))
+
+
+def tensors_of(path):
+    return {i.name: i for i in onnx.load(path / "quark_model.onnx").graph.initializer}
+
+
+def numbers(tensor):
+    return torch.from_numpy(onnx.numpy_helper.to_array(tensor).astype(np.float64))
+
+
+@pytest.fixture(scope="module")
+def racks(tmp_path_factory, run_onnx):
+    """By operator: layers, what they return for an input, what the file returns, and its tensors."""
+    made = {}
+
+    def rack(operator):
+        if operator not in made:
+            build, example = OPERATORS[operator]
+            names = [case for kind, case in ALL if kind == operator]
+            model = Rack([build() for _ in names])
+            layers = {f"layers.{i}": CASES[case] for i, case in enumerate(names)}
+            config = Config(QuantizationConfig(), layer_quant_config=layers)
+            model = quantized(model, config, [example(4) for _ in range(2)])
+            path = tmp_path_factory.mktemp(operator) / "model"
+            export_onnx(model, path, example(1), do_constant_folding=False)
+            x = example(3)
+            with torch.no_grad():
+                expected = model(x)
+            found = zip(model.layers, expected, run_onnx(path, x), strict=True)
+            made[operator] = dict(zip(names, found, strict=True)), tensors_of(path)
+        return made[operator]
+
+    return rack
+
+
+@pytest.mark.parametrize(("operator", "case"), ALL)
+def test_the_runtime_computes_what_the_model_does(racks, operator, case):
+    _, expected, found = racks(operator)[0][case]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("operator", "case"), [(o, case) for o, case in ALL if case.startswith("weight")]
+)
+def test_codes_and_scales_are_those_of_the_model(racks, operator, case):
+    layers, tensors = racks(operator)
+    names = [name for kind, name in ALL if kind == operator]
+    state = layers[case][0].state("weight")
+    prefix = f"layers.{names.index(case)}.weight"
+    kind = kind_of(state.spec.coded.fmt) or state.spec.dtype.name.upper()
+    codes = tensors[f"{prefix}.codes"]
+    assert onnx.TensorProto.DataType.Name(codes.data_type) == kind
+    found = numbers(codes)
+    found = found.T if operator == "Linear" else found.reshape(state.codes.shape)
+    fmt = state.spec.coded.fmt
+    wanted = decode(state.codes, fmt) if fmt.is_encoded else state.codes
+    assert found.equal(wanted.double())
+    if state.spec.quantizes_codes or not fmt.scaled:
+        return
+    scale = numbers(tensors[f"{prefix}.scale"])
+    scale = scale.T if operator == "Linear" and scale.dim() == 2 else scale
+    if state.spec.qscheme is QSchemeType.per_block:
+        scale = scale[::8]
+    assert scale.flatten().equal(state.scale.double().flatten())

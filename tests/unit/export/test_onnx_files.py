@@ -1,0 +1,305 @@
+"""Calls, files, options and errors of an ONNX export, on small modules."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from quark.torch import ModelExporter, ModelImporter, ModelQuantizer, export_onnx
+from quark.torch.export.onnx_call import Call
+from quark.torch.quantization.config.config import Config, QuantizationConfig
+from quark.torch.quantization.config.presets import scheme
+from quark.torch.quantization.config.spec import QuantizationSpec
+
+onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+
+class Network(nn.Module):
+    """Convolutions and a linear layer, as networks for images have them."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.deep = nn.Conv2d(8, 16, 3, stride=2, groups=2)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, image):
+        x = torch.relu(self.norm(self.stem(image)))
+        x = torch.relu(self.deep(x)).mean((2, 3))
+        return self.head(x)
+
+
+class Pair(nn.Module):
+    """Two inputs, an option and named outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.mix = nn.Embedding(20, 16), nn.Linear(16, 8)
+
+    def forward(self, ids, weights, doubled=False):
+        x = self.mix((self.words(ids) * weights.unsqueeze(-1)).sum(1))
+        return {"mixed": 2 * x if doubled else x, "total": x.sum(-1)}
+
+
+def quantized(model, name="int8", data=None, **rest):
+    config = Config(scheme(name, 8) if isinstance(name, str) else name, **rest)
+    return ModelQuantizer.freeze(ModelQuantizer(config).quantize_model(model.eval(), data))
+
+
+def linear(name="int4_wo_32", width=64):
+    return quantized(nn.Sequential(nn.Linear(width, 8)), name, [torch.randn(4, width)])
+
+
+def read(path):
+    return onnx.load(path / "quark_model.onnx")
+
+
+def axes(value):
+    return [axis.dim_param or axis.dim_value for axis in value.type.tensor_type.shape.dim]
+
+
+def operators(path):
+    return [node.op_type for node in read(path).graph.node]
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_network_of_convolutions(tmp_path, run_onnx):
+    model = quantized(Network(), data=[torch.randn(2, 3, 8, 8)])
+    ModelExporter(tmp_path / "out").export_onnx_model(model, torch.randn(1, 3, 8, 8))
+    assert axes(read(tmp_path / "out").graph.input[0]) == ["batch", 3, 8, 8]
+    assert operators(tmp_path / "out").count("QuantizeLinear") == 3
+    for batch in (1, 5):
+        image = torch.randn(batch, 3, 8, 8)
+        close(run_onnx(tmp_path / "out", image)[0], model(image))
+
+
+@torch.no_grad()
+def test_several_inputs_by_name(tmp_path, run_onnx):
+    model = quantized(Pair(), "int8_wo")
+    args = {"weights": torch.rand(2, 4), "ids": torch.randint(0, 20, (2, 4)), "doubled": True}
+    shapes = {"ids": {0: "rows", 1: "words"}, "weights": {0: "rows", 1: "words"}}
+    export_onnx(model, tmp_path / "out", args, dynamic_shapes=shapes)
+    graph = read(tmp_path / "out").graph
+    assert [(i.name, axes(i)) for i in graph.input] == [
+        ("ids", ["rows", "words"]),
+        ("weights", ["rows", "words"]),
+    ]
+    assert [(o.name, axes(o)) for o in graph.output] == [
+        ("mixed", ["rows", 8]),
+        ("total", ["rows"]),
+    ]
+    ids, weights = torch.randint(0, 20, (3, 7)), torch.rand(3, 7)
+    expected = model(ids, weights, doubled=True)
+    for found, name in zip(run_onnx(tmp_path / "out", ids, weights), expected, strict=True):
+        close(found, expected[name])
+
+
+def test_names_of_inputs_and_outputs_can_be_given(tmp_path):
+    exporter = ModelExporter(tmp_path / "out")
+    exporter.export_onnx_model(linear(), (torch.randn(2, 64),), ["a"], ["b"], dynamic_shapes={})
+    graph = read(tmp_path / "out").graph
+    assert [(v.name, axes(v)) for v in (*graph.input, *graph.output)] == [
+        ("a", [2, 64]),
+        ("b", [2, 8]),
+    ]
+
+
+@torch.no_grad()
+def test_large_models_have_a_file_of_weights(tmp_path, run_onnx):
+    model, x = linear(width=512), torch.randn(3, 512)
+    export_onnx(model, tmp_path / "one", x)
+    export_onnx(model, tmp_path / "two", x, max_file_size=1000)
+    assert [f.name for f in (tmp_path / "one").iterdir()] == ["quark_model.onnx"]
+    files = sorted((tmp_path / "two").iterdir())
+    assert [f.name for f in files] == ["quark_model.onnx", "quark_model.onnx.data"]
+    assert files[0].stat().st_size < 2000
+    assert 2048 <= files[1].stat().st_size < 3000  # 8 * 512 codes of four bits
+    (tmp_path / "two").rename(tmp_path / "moved")
+    assert run_onnx(tmp_path / "moved", x)[0].equal(run_onnx(tmp_path / "one", x)[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("weight", "bits"),
+    [("int2_wo_32", 2), ("int3_wo_32", 4), ("int4_wo_32", 4), ("uint4_wo_32", 4)]
+    + [("int4_wo_per_channel", 4), ("uint4_wo_per_channel", 4), ("int8_wo_32", 8), ("int8_wo", 8)],
+)
+@pytest.mark.parametrize("width", [64, 96])
+def test_products_of_the_runtime(tmp_path, run_onnx, weight, bits, width):
+    model, x = linear(weight, width), torch.randn(3, width)
+    export_onnx(model, tmp_path / "out", x, matmul_nbits=True)
+    graph = read(tmp_path / "out").graph
+    (node,) = (node for node in graph.node if node.op_type == "MatMulNBits")
+    assert {a.name: a.i for a in node.attribute} == {
+        "K": width,
+        "N": 8,
+        "bits": bits,
+        "block_size": 32,
+    }
+    close(run_onnx(tmp_path / "out", x, entries={})[0], model(x))
+
+
+def test_products_of_the_runtime_leave_out_what_they_cannot_do(tmp_path):
+    group = {"qscheme": "per_group", "ch_axis": 1, "is_dynamic": False}
+    layers = {
+        "0": QuantizationConfig(weight=QuantizationSpec("int4", group_size=8, **group)),
+        "1": QuantizationConfig(weight=QuantizationSpec("fp8_e4m3", group_size=32, **group)),
+        "2": QuantizationConfig(weight=QuantizationSpec("int4", group_size=32, **group)),
+    }
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in layers))
+    model = quantized(model, QuantizationConfig(), layer_quant_config=layers)
+    export_onnx(model, tmp_path / "out", torch.randn(2, 64), matmul_nbits=True)
+    kinds = [kind for kind in operators(tmp_path / "out") if kind != "Add"]
+    assert kinds == ["DequantizeLinear", "MatMul", "DequantizeLinear", "MatMul", "MatMulNBits"]
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted", "found"),
+    [("int8", None, 20), ("int4_wo_32", None, 21), ("int8", 18, 18), ("fp8", 19, 19)]
+    + [("int4_wo_32", 23, 23)],
+)
+def test_operators_are_as_old_as_they_can_be(tmp_path, name, wanted, found):
+    export_onnx(linear(name), tmp_path / "out", torch.randn(2, 64), opset_version=wanted)
+    onnx.checker.check_model(str(tmp_path / "out" / "quark_model.onnx"))
+    assert {o.domain: o.version for o in read(tmp_path / "out").opset_import}[""] == found
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_imported_models(tmp_path, build, quantize, export, logits, run_onnx, dtype):
+    model = quantize(build(dtype=dtype), "uint4_wo_32")
+    loaded = ModelImporter(export(model), "safetensors").import_model_info(build(dtype=dtype))
+    ids = torch.randint(3, 64, (2, 10), generator=torch.Generator().manual_seed(2))
+    export_onnx(loaded, tmp_path / "out", ids)
+    tolerance = 1e-4 if dtype == torch.float32 else 0.02
+    found = run_onnx(tmp_path / "out", ids)[0]
+    torch.testing.assert_close(found, logits(model), rtol=0, atol=tolerance)
+
+
+def test_a_model_is_left_as_it_was(tmp_path, unchanged):
+    model = quantized(
+        Pair(), "int8", [{"ids": torch.ones(2, 3).long(), "weights": torch.rand(2, 3)}]
+    )
+    model.train()
+    with unchanged(model):
+        export_onnx(
+            model, tmp_path / "out", (torch.ones(2, 3).long(), torch.rand(2, 3)), dynamic_shapes={}
+        )
+
+
+def test_a_file_tells_nothing_of_where_it_was_made(tmp_path):
+    export_onnx(linear(), tmp_path / "out", torch.randn(2, 64))
+    text = (tmp_path / "out" / "quark_model.onnx").read_bytes()
+    for path in (Path(torch.__file__).parent, Path(__file__).parents[3]):
+        assert str(path).encode() not in text
+
+
+def test_earlier_files_stay_when_an_export_fails(tmp_path, monkeypatch):
+    model, x = linear(), torch.randn(2, 64)
+    export_onnx(model, tmp_path / "out", x)
+    before = (tmp_path / "out" / "quark_model.onnx").read_bytes()
+    with pytest.raises(FileExistsError):
+        export_onnx(model, tmp_path / "out", x)
+
+    def fail(*args, **rest):
+        Path(args[1]).write_bytes(b"half")
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr("onnx_ir.save", fail)
+    with pytest.raises(OSError, match="the disk is gone"):
+        export_onnx(model, tmp_path / "out", x, overwrite=True)
+    assert [f.name for f in tmp_path.iterdir()] == ["out"]
+    assert (tmp_path / "out" / "quark_model.onnx").read_bytes() == before
+
+
+def spec(dtype, qscheme="per_tensor", **rest):
+    return QuantizationSpec(dtype, qscheme=qscheme, **{"is_dynamic": False, **rest})
+
+
+BLOCKS = {"qscheme": "per_block", "block_size": (4, 8)}
+REFUSED = {
+    "mx6": (scheme("mx6"), "no type for mx6"),
+    "fp8_e5m3": (QuantizationConfig(weight=spec("fp8_e5m3")), "no type for fp8_e5m3"),
+    "int32": (QuantizationConfig(weight=spec("int32")), "no type for int32"),
+    "float zero points": (
+        QuantizationConfig(weight=spec("int8", symmetric=False, zero_point_type="float32")),
+        "no float zero points",
+    ),
+    "mx activations": (scheme("mxfp4"), "input_tensors it cannot compute fp4"),
+    "mx fp8 activations": (scheme("mxfp8"), "share exponents"),
+    "other rounding": (
+        QuantizationConfig(input_tensors=spec("int8", round_method="floor")),
+        "rounds half to even, not by floor",
+    ),
+    "blocks of inputs": (
+        QuantizationConfig(input_tensors=spec("int8", is_dynamic=True, **BLOCKS)),
+        "cannot settle scales per_block",
+    ),
+    "dynamic powers of two": (
+        QuantizationConfig(output_tensors=spec("int8", is_dynamic=True, scale_type="pof2")),
+        "cannot round dynamic scales",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_graph_computes_is_said_before_any_work(tmp_path, name):
+    config, said = REFUSED[name]
+    model = quantized(nn.Sequential(nn.Linear(64, 64)), config, [torch.randn(8, 64)])
+    with pytest.raises(ValueError, match="ONNX cannot hold 0: .*It holds weights of") as error:
+        export_onnx(model, tmp_path / "out", torch.randn(2, 64))
+    assert said in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_experts_are_refused(tmp_path, build, quantize):
+    model = quantize(build("mixtral", num_local_experts=2), "int4_wo_32")
+    with pytest.raises(ValueError, match=r"cannot hold model\.layers\.0\.mlp\.experts"):
+        export_onnx(model, tmp_path / "out", torch.ones(1, 4).long())
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "said"),
+    [
+        ((torch.ones(2, 64), 1, 2), {}, "does not take input_args"),
+        ({"y": torch.ones(2, 64)}, {}, "does not take input_args"),
+        ((None,), {}, "no tensor among"),
+        (torch.ones(2, 64), {"dynamic_shapes": {"y": {0: "a"}}}, "the inputs are ['input']"),
+        (torch.ones(2, 64), {"dynamic_shapes": {"input": {2: "a"}}}, "has 2 axes"),
+        (torch.ones(2, 64), {"dynamic_shapes": {"input": {1: "a"}}}, "cannot trace Sequential"),
+        (torch.ones(2, 64), {"opset_version": 20}, "opset_version=20 has no type for"),
+    ],
+)
+def test_calls_that_make_no_sense(tmp_path, args, options, said):
+    with pytest.raises(ValueError) as error:
+        export_onnx(linear(), tmp_path / "out", args, **options)
+    assert said in str(error.value)
+
+
+def test_a_model_that_is_not_frozen(tmp_path):
+    model = ModelQuantizer(Config(scheme("int8_wo"))).quantize_model(nn.Sequential(nn.Linear(8, 8)))
+    with pytest.raises(ValueError, match="not frozen"):
+        export_onnx(model, tmp_path / "out", torch.ones(1, 8))
+
+
+def test_any_number_of_inputs_have_no_names():
+    class Any(nn.Module):
+        def forward(self, *xs):
+            return xs[0]
+
+    with pytest.raises(ValueError, match="takes any number of inputs"):
+        Call.of(Any(), (torch.ones(1), torch.ones(1)))
+
+
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "onnxscript", None)
+    with pytest.raises(ImportError, match=r"pip install 'quark\[onnx\]'"):
+        export_onnx(linear(), tmp_path / "out", torch.ones(1, 64))

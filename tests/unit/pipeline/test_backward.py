@@ -1,0 +1,96 @@
+"""Gradients block by block, against those through the model as a whole."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from quark.torch.pipeline.backward import run_blocks_back
+from tests.models.architectures import build, small_config
+from tests.unit.pipeline.test_runner import KINDS, LIMITS, blocks_of
+
+IDS = torch.randint(3, 64, (4, 12), generator=torch.Generator().manual_seed(2))
+MASK = torch.ones_like(IDS)
+MASK[1, :5] = 0
+
+
+def squares(logits, mask):
+    kept = logits if mask is None else logits[mask]
+    return kept.square().sum()
+
+
+def watch(model, names, kept):
+    """Keep gradients by what linear layers of blocks return."""
+
+    def look(name):
+        def hook(module, args, y):
+            if y.requires_grad:
+                y.register_hook(lambda g: kept.setdefault(name, []).append(g.clone()))
+
+        return hook
+
+    return [
+        m.register_forward_hook(look(n))
+        for n, m in model.named_modules()
+        if isinstance(m, (nn.Linear, Conv1D)) and n.startswith(tuple(f"{name}." for name in names))
+    ]
+
+
+def through_the_whole(model, names, batches):
+    kept = {}
+    handles = watch(model, names, kept)
+    for batch in batches:
+        mask = batch.get("attention_mask")
+        logits = model(**batch, use_cache=False).logits
+        squares(logits, None if mask is None else mask.bool()).backward()
+    for handle in handles:
+        handle.remove()
+    model.zero_grad()
+    return kept
+
+
+def through_blocks(model, names, batches, **options):
+    kept, order = {}, []
+    for block, back in run_blocks_back(model, names, batches, "test", squares, **options):
+        order.append(block.name)
+        handles = watch(model, [block.name], kept)
+        for index in range(len(block)):
+            back(index)
+        for handle in handles:
+            handle.remove()
+    assert order == names[::-1]
+    return kept
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("name", KINDS)
+def test_gradients_are_those_through_the_whole_model(name, limit):
+    model = build(small_config(name, **KINDS[name])).eval()
+    names = blocks_of(model)
+    batches = [{"input_ids": IDS[:1]}, {"input_ids": IDS, "attention_mask": MASK}]
+    expected = through_the_whole(model, names, batches)
+    found = through_blocks(model, names, batches, limit=limit)
+    assert expected and found.keys() == expected.keys()
+    for layer, gradients in expected.items():
+        for got, gradient in zip(found[layer], gradients, strict=True):
+            torch.testing.assert_close(got, gradient, rtol=1e-9, atol=1e-12)
+
+
+def test_the_model_is_as_it_was():
+    model = build(small_config("llama"))
+    model.lm_head.weight.requires_grad_(False)
+    through_blocks(model, blocks_of(model), [{"input_ids": IDS}])
+    asked = {name for name, p in model.named_parameters() if not p.requires_grad}
+    assert asked == {"lm_head.weight"}
+    assert all(p.grad is None for p in model.parameters())
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert model.config.use_cache
+
+
+def test_a_model_without_logits():
+    model = build(small_config("llama"))
+    model.register_forward_hook(lambda module, args, output: SimpleNamespace(hidden=1))
+    with pytest.raises(ValueError, match="need a model that returns logits, got SimpleNamespace"):
+        through_blocks(model, blocks_of(model), [{"input_ids": IDS}])

@@ -1,0 +1,198 @@
+"""Statistics of a float model: what they hold, and what is solved with them alone."""
+
+import copy
+
+import pytest
+import torch
+
+from quark.torch import ModelQuantizer
+from quark.torch.quantization.config.algo import (
+    AWQConfig,
+    GPTQConfig,
+    QronosConfig,
+    SmoothQuantConfig,
+)
+from quark.torch.quantization.config.presets import scheme
+from quark.torch.quantization.nn.quantizer import TensorQuantizer
+from quark.torch.statistics.collect import collect_statistics
+
+
+@pytest.fixture(scope="module")
+def collected(build, batches):
+    """Statistics of a model, by its name."""
+    found = {name: collect_statistics(build(name), batches) for name in ("llama", "opt")}
+    return found.__getitem__
+
+
+def seen_by(model, batches):
+    """Layer -> what went into it, (tokens, inputs), when the whole model runs."""
+    seen = {}
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    for name, layer in layers.items():
+        layer.register_forward_pre_hook(
+            lambda module, args, name=name: seen.setdefault(name, []).append(args[0].flatten(0, -2))
+        )
+    with torch.no_grad():
+        for batch in batches:
+            model(batch)
+    return {name: torch.cat(rows) for name, rows in seen.items()}
+
+
+@pytest.mark.parametrize("name", ["llama", "opt"])
+def test_sums_are_those_of_the_inputs(name, build, batches, collected):
+    expected = seen_by(build(name), batches)
+    found = collected(name)
+    assert set(found.readers) == {layer for layer in expected if "layers." in layer}
+    for layer, first in found.readers.items():
+        x, gram = expected[layer], found.inputs[first]
+        torch.testing.assert_close(gram.total, x.T @ x, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(gram.magnitude, x.abs().sum(0), rtol=1e-4, atol=1e-4)
+        assert gram.tokens == len(x)
+
+
+def test_layers_that_read_the_same_share_sums(collected):
+    readers = collected("llama").readers
+    block = "model.layers.1"
+    q, k, v = (readers[f"{block}.self_attn.{name}_proj"] for name in "qkv")
+    gate, up = (readers[f"{block}.mlp.{name}_proj"] for name in ("gate", "up"))
+    assert q == k == v
+    assert gate == up != q
+
+
+def test_collecting_leaves_no_trace(build, batches, unchanged):
+    model = build("tied")
+    with unchanged(model):
+        collect_statistics(model, batches)
+
+
+def test_the_sensitivity_is_divergence_over_error(build, batches, collected):
+    """Round one layer by hand and look at the predictions of the whole model."""
+    model, name = build("llama"), "model.layers.0.mlp.up_proj"
+    x = seen_by(copy.deepcopy(model), batches)[name]
+    with torch.no_grad():
+        before = torch.cat([model(b).logits.flatten(0, 1).log_softmax(-1) for b in batches])
+        weight = model.get_submodule(name).weight
+        spec = scheme("int2_wo_64").weight.for_parameter()
+        change = TensorQuantizer(spec).rounded(weight) - weight
+        weight += change
+        after = torch.cat([model(b).logits.flatten(0, 1).log_softmax(-1) for b in batches])
+    lost = (before.exp() * (before - after)).sum(-1).mean()
+    error = (x @ change.T).square().sum()
+    assert collected("llama").sensitivities[name] == pytest.approx(float(lost / error), rel=1e-3)
+
+
+def test_no_probes_no_sensitivities(build, batches):
+    assert collect_statistics(build(), batches, probes=0).sensitivities == {}
+
+
+def test_padding_does_not_count(build, batches):
+    ids = batches[0]
+    padded = torch.cat([torch.full((len(ids), 3), 2), ids], 1)
+    mask = torch.cat([torch.zeros(len(ids), 3), torch.ones_like(ids)], 1).long()
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    batch = {"input_ids": padded, "attention_mask": mask, "position_ids": positions}
+    found = collect_statistics(build(), [batch])
+    expected = collect_statistics(build(), [ids])
+    for name, gram in expected.inputs.items():
+        torch.testing.assert_close(found.inputs[name].total, gram.total, rtol=1e-3, atol=1e-3)
+    for name, value in expected.sensitivities.items():
+        assert found.sensitivities[name] == pytest.approx(value, rel=1e-2)
+
+
+def test_experts_are_one_unit(build, batches):
+    model = build("mixtral", num_local_experts=4)
+    found = collect_statistics(model, batches)
+    sizes = sorted(len(unit) for unit in found.units)
+    assert sizes == [1] * 8 + [12, 12]  # q, k, v, o; experts × (gate, up, down)
+    assert not any(".experts.0." in name for name, _ in model.named_modules())
+
+
+@pytest.mark.parametrize("data", [[], iter([])], ids=["list", "iterator"])
+def test_no_data_is_an_error(build, data):
+    with pytest.raises(ValueError, match="at least a batch"):
+        collect_statistics(build(), data)
+
+
+def quantized(model, config, **given):
+    return ModelQuantizer.freeze(ModelQuantizer(config).quantize_model(model, **given)).state_dict()
+
+
+def differing(found, expected):
+    return [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
+
+
+@pytest.mark.parametrize("scheme", ["int4_wo_32", "uint4_wo_32", "int8_wo"])
+def test_awq_does_the_same_without_data(scheme, build, batches, config_of, collected):
+    config = config_of(scheme, algo_config=[AWQConfig()])
+    expected = quantized(build(), config, dataloader=batches)
+    assert differing(quantized(build(), config, statistics=collected("llama")), expected) == []
+
+
+def test_gptq_does_the_same_in_the_first_block(build, batches, config_of, collected):
+    """Later blocks see inputs that earlier ones have changed, unless statistics tell."""
+    config = config_of("int3_wo_32", algo_config=[GPTQConfig()])
+    expected = quantized(build(), config, dataloader=batches)
+    found = quantized(build(), config, statistics=collected("llama"))
+    other = differing(found, expected)
+    assert other
+    assert all(name.startswith("model.layers.1.") for name in other)
+
+
+def test_statistics_serve_again_and_again(build, batches, config_of, collected):
+    config = config_of("int4_wo_32", algo_config=[AWQConfig()])
+    first, second = (quantized(build(), config, statistics=collected("llama")) for _ in range(2))
+    assert differing(second, first) == []
+
+
+def test_static_ranges_still_take_data(build, batches, config_of, collected):
+    config = config_of("w_uint4_per_group_a_int8_per_tensor", algo_config=[GPTQConfig()])
+    with pytest.raises(ValueError, match="Static activation ranges need"):
+        quantized(build(), config, statistics=collected("llama"))
+    state = quantized(build(), config, statistics=collected("llama"), dataloader=iter(batches))
+    assert any("_input_quantizer.scale" in name for name in state)
+
+
+REFUSED = {
+    "none": ([], "got none"),
+    "two": ([AWQConfig(), GPTQConfig()], "got awq, gptq"),
+    "looks at data": ([QronosConfig()], "got qronos"),
+    "moves inputs": ([SmoothQuantConfig()], "got smooth"),
+    "in turn": ([GPTQConfig(true_sequential=True)], "true_sequential"),
+}
+
+
+@pytest.mark.parametrize(("algorithms", "said"), REFUSED.values(), ids=REFUSED)
+def test_what_statistics_cannot_serve_is_refused(
+    algorithms, said, build, config_of, collected, unchanged
+):
+    model = build()
+    config = config_of("int4_wo_32", algo_config=algorithms)
+    with unchanged(model), pytest.raises(ValueError, match=said):
+        quantized(model, config, statistics=collected("llama"))
+
+
+def test_statistics_of_another_model_are_refused(build, config_of, collected):
+    model = build()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 5] += 1e-3
+    config = config_of("int4_wo_32", algo_config=[GPTQConfig()])
+    with pytest.raises(ValueError, match=r"1 of its \d+ tensors .*layers.1.mlp.up_proj.weight"):
+        quantized(model, config, statistics=collected("llama"))
+    with pytest.raises(ValueError, match="of another model"):
+        quantized(build(dtype=torch.bfloat16), config, statistics=collected("llama"))
+
+
+def test_statistics_of_other_data_are_refused(build, batches, config_of, collected):
+    config = config_of("int4_wo_32", algo_config=[GPTQConfig()])
+    with pytest.raises(ValueError, match="of other data"):
+        quantized(build(), config, dataloader=batches[:1], statistics=collected("llama"))
+
+
+def test_a_layer_without_statistics_is_named(build, batches, config_of, collected):
+    config = config_of("int4_wo_32", exclude=(), algo_config=[GPTQConfig()])
+    state = quantized(build(), config, statistics=collected("llama"))  # the head is in no block
+    assert "lm_head._weight_quantizer.scale" in state
+    model, found = build(), collected("llama")
+    layers = {"lm_head": model.lm_head}
+    with pytest.raises(ValueError, match="nothing of lm_head"):
+        found.grams(layers)

@@ -1,0 +1,95 @@
+"""Statistics come back from files as they were, or not at all."""
+
+import json
+
+import pytest
+import torch
+
+from quark.torch import ModelQuantizer, collect_statistics, load_statistics, save_statistics
+from quark.torch.quantization.config.algo import AWQConfig, GPTQConfig
+from quark.torch.statistics.files import HEADER, TENSORS
+
+
+@pytest.fixture(scope="module")
+def statistics(build, batches):
+    return collect_statistics(build(), batches)
+
+
+@pytest.fixture
+def stored(statistics, tmp_path):
+    save_statistics(statistics, tmp_path / "kept")
+    return tmp_path / "kept"
+
+
+def test_everything_comes_back(statistics, stored):
+    found = load_statistics(stored)
+    for field in ("model", "data", "readers", "units", "sensitivities"):
+        assert getattr(found, field) == getattr(statistics, field)
+    assert list(found.inputs) == list(statistics.inputs)
+    for name, gram in statistics.inputs.items():
+        assert torch.equal(found.inputs[name].total, gram.total)
+        assert torch.equal(found.inputs[name].magnitude, gram.magnitude)
+        assert found.inputs[name].tokens == gram.tokens
+
+
+@pytest.mark.parametrize("algorithm", [AWQConfig(), GPTQConfig()], ids=["awq", "gptq"])
+def test_results_are_the_same_bits(algorithm, statistics, stored, build, config_of):
+    config = config_of("int4_wo_32", algo_config=[algorithm])
+    states = [
+        ModelQuantizer.freeze(
+            ModelQuantizer(config).quantize_model(build(), statistics=given)
+        ).state_dict()
+        for given in (statistics, load_statistics(stored))
+    ]
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+
+
+def test_experts_without_data_come_back_empty(build, tmp_path):
+    model = build("mixtral", num_local_experts=8, num_experts_per_tok=1)
+    statistics = collect_statistics(model, [torch.tensor([[5, 5]])])
+    idle = {name for name, gram in statistics.inputs.items() if gram.total is None}
+    assert idle
+    save_statistics(statistics, tmp_path / "kept")
+    found = load_statistics(tmp_path / "kept")
+    assert {name for name, gram in found.inputs.items() if gram.total is None} == idle
+
+
+def test_what_stands_there_is_kept_unless_told(statistics, stored):
+    with pytest.raises(FileExistsError):
+        save_statistics(statistics, stored)
+    (stored / "other").touch()
+    save_statistics(statistics, stored, overwrite=True)
+    assert sorted(file.name for file in stored.iterdir()) == [HEADER, TENSORS]
+
+
+def test_nothing_there_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        load_statistics(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"layout": 2}, {"tokens": None}, {"inputs": {}}],
+    ids=["layout", "no tokens", "other keys"],
+)
+def test_another_header_is_refused(change, stored):
+    header = json.loads((stored / HEADER).read_text("utf-8"))
+    header = {"inputs": {}} if "inputs" in change else {**header, **change}
+    (stored / HEADER).write_text(json.dumps(header), "utf-8")
+    with pytest.raises(ValueError, match="collect them anew"):
+        load_statistics(stored)
+
+
+def test_damaged_tensors_are_refused(stored):
+    data = (stored / TENSORS).read_bytes()
+    (stored / TENSORS).write_bytes(data[: len(data) // 2])
+    with pytest.raises(ValueError, match="damaged"):
+        load_statistics(stored)
+
+
+def test_missing_tensors_are_refused(stored):
+    header = json.loads((stored / HEADER).read_text("utf-8"))
+    header["tokens"]["model.layers.7.mlp.up_proj"] = 3
+    (stored / HEADER).write_text(json.dumps(header), "utf-8")
+    with pytest.raises(ValueError, match="lacks tensors"):
+        load_statistics(stored)
