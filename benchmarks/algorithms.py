@@ -54,6 +54,7 @@ _LEARNED: dict[str, Any] = {**_R1R2, "trainable": True}
 _R3: dict[str, Any] = {"name": "rotation", "r1": False, "r3": True}
 _GPTQ = {"name": "gptq"}
 _QRONOS = {"name": "qronos"}
+_YAQA = {"name": "yaqa"}
 # Schemes without a preset -> the preset they are like, and the format instead of its own.
 OTHERS = {"int3_wo_128": ("int4_wo_128", Dtype.int3), _W4A4: ("ptpc_int8", Dtype.int4)}
 # Keys and values alone, quantized so, before or after rotary embedding.
@@ -79,12 +80,19 @@ ROWS: dict[str, dict[str, list[dict[str, Any]]]] = {
         "gptq": [_GPTQ],
         "gptaq": [{"name": "gptaq"}],
         "qronos": [_QRONOS],
+        "yaqa": [_YAQA],
         "rotation R1 R2, gptq": [_R1R2, _GPTQ],
     },
     "int4_wo_32": {"": [], "awq": [{"name": "awq"}], "gptq": [_GPTQ]},
-    "uint4_wo_128": {"": [], "awq": [{"name": "awq"}], "gptq": [_GPTQ]},
-    "int3_wo_128": {"": [], "awq": [{"name": "awq"}], "gptq": [_GPTQ], "qronos": [_QRONOS]},
-    "w_int2_per_group_asym": {"": [], "gptq": [_GPTQ], "qronos": [_QRONOS]},
+    "uint4_wo_128": {"": [], "awq": [{"name": "awq"}], "gptq": [_GPTQ], "yaqa": [_YAQA]},
+    "int3_wo_128": {
+        "": [],
+        "awq": [{"name": "awq"}],
+        "gptq": [_GPTQ],
+        "qronos": [_QRONOS],
+        "yaqa": [_YAQA],
+    },
+    "w_int2_per_group_asym": {"": [], "gptq": [_GPTQ], "qronos": [_QRONOS], "yaqa": [_YAQA]},
     "mxfp4": {
         "": [],
         "rotation R1 R2": [_R1R2],
@@ -92,6 +100,7 @@ ROWS: dict[str, dict[str, list[dict[str, Any]]]] = {
         "learned R1 R2": [_LEARNED],
         "gptq": [_GPTQ],
         "rotation R1 R2, gptq": [_R1R2, _GPTQ],
+        "rotation R1 R2 R4, yaqa": [_R1R2R4, _YAQA],
         "learned R1 R2, gptq": [_LEARNED, _GPTQ],
     },
     _W4A4: {
@@ -100,6 +109,7 @@ ROWS: dict[str, dict[str, list[dict[str, Any]]]] = {
         "rotation R1 R2 R4": [_R1R2R4],
         "learned R1 R2": [_LEARNED],
         "rotation R1 R2 R4, gptq": [_R1R2R4, _GPTQ],
+        "rotation R1 R2 R4, yaqa": [_R1R2R4, _YAQA],
     },
     **{f"{cache}{_BEFORE}": {"": []} for cache in CACHES},
     **{f"{cache}{_AFTER}": {"": [], "rotation R3": [_R3]} for cache in CACHES},

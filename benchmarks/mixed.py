@@ -66,13 +66,13 @@ class Bench:
     def row(self, name: str, bits: float | None, loss: float | None, config: Config) -> list[Any]:
         """Quantize a copy of the model and compare it with the float model."""
         words = ", ".join(options.name for options in config.algo_config or [])
-        say(f"{name} {words}")
         model = copy.deepcopy(self.model)
         with Meter() as meter:
             model = ModelQuantizer(config).quantize_model(model, self.data)
             ModelQuantizer.freeze(model)
         found = perplexity(model, self.material.evaluation)
         lost = 1000 * accuracy.divergence(self.model, model, self.material.evaluation)
+        say(f"{name} {words}: {found:.3f}, {lost:.1f} millinats")
         predicted = None if loss is None else 1000 * loss
         return [name, bits, predicted, words or None, found, lost, meter.cpu]
 
@@ -97,8 +97,15 @@ def mixtures(bench: Bench, names: list[str], targets: list[float]) -> list[list[
 
 
 def recipes(bench: Bench, names: list[str]) -> list[list[Any]]:
+    """Return rows of recipes, each behind one of its scheme alone."""
     template = LLMTemplate.get(bench.model.config.model_type)
-    return [bench.row(name, None, None, template.get_recipe(name)) for name in names]
+    configs = {name: template.get_recipe(name) for name in names}
+    return [
+        bench.row(name, None, None, given)
+        for name, config in configs.items()
+        for given in (replace(config, algo_config=None), config)
+        if given.algo_config or given is not config
+    ]
 
 
 def main() -> None:

@@ -239,6 +239,13 @@ class OutputFlags:
     save_dir: Annotated[Path, _output(metavar="DIR", help="Directory of --params_save.")] = Path(
         "model_params"
     )
+    verify: Annotated[
+        bool,
+        _output(
+            help="Open the result with the tool it is for, where that is installed, and compare "
+            "predictions before it takes its place."
+        ),
+    ] = False
     overwrite: Annotated[
         bool, _output(help="Replace the output directory, once all went well.")
     ] = False

@@ -226,7 +226,7 @@ def _export(request: Request, model: nn.Module, tokenizer: Any, name: str, direc
     options = JsonExporterConfig(
         weight_format=request.export_weight_format, pack_method=request.pack_method
     )
-    exporter = ModelExporter(options, directory, request.overwrite)
+    exporter = ModelExporter(options, directory, request.overwrite, request.verify)
     mode = request.custom_mode
     if name == "gguf":
         exporter.export_gguf_model(model, request.model_dir, GGUF_NAME)
@@ -234,6 +234,8 @@ def _export(request: Request, model: nn.Module, tokenizer: Any, name: str, direc
         exporter.export_quark_model(model, custom_mode=mode)
     else:
         exporter.export_safetensors_model(model, custom_mode=mode, tokenizer=tokenizer)
+    if exporter.verdict is not None:
+        console.out.print(f"  verified: {escape(str(exporter.verdict))}")
 
 
 def _move_up(directory: Path) -> None:

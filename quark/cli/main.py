@@ -19,6 +19,7 @@ from quark.cli import (
     inspect,
     quantize,
     recipes,
+    report,
     schemes,
     search,
 )
@@ -113,7 +114,7 @@ def _program(context: typer.Context, version: Version = False) -> None:
         typer.echo(context.get_help())
 
 
-for verb in (demo, quantize, collect, search, convert, evaluate, inspect, schemes, recipes):
+for verb in (demo, quantize, collect, search, convert, evaluate, inspect, report, schemes, recipes):
     verb.register(app)
 
 

@@ -127,6 +127,7 @@ def register(app: typer.Typer) -> None:
 
 
 def _search_formats(request: SearchRequest) -> None:
+    from quark.torch.quantization.config.algo import SolverConfig
     from quark.torch.search.choices import Mixture, mixed_config, weigh
 
     _check(request)
@@ -142,7 +143,8 @@ def _search_formats(request: SearchRequest) -> None:
     assert statistics is not None
     with console.stage("weighing formats"):
         excluded = request.exclude_layers or ()
-        units = weigh(model, statistics, formats, excluded, request.together)
+        solved = any(isinstance(options, SolverConfig) for options in algorithms)
+        units = weigh(model, statistics, formats, excluded, request.together, solved)
         mixture = Mixture(units)
     measure = _Measure(model, evaluation, lambda chosen: mixed_config(model, chosen, formats))
     chosen = _choose(request, mixture, measure)

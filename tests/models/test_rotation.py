@@ -36,7 +36,7 @@ ROTATING = {
     "qwen3_next": ("rms", False, None),
     "mamba": ("rms", True, None),
     "jamba": ("rms", False, (2, 4)),
-    "dbrx": ("layer", False, (2, 4)),
+    "dbrx": ("layer", False, None),
     "deepseek_v4": ("rms", False, None),  # several streams, which are read as one
     "megatron-bert": ("layer", True, (4, 4)),  # its head reads what is not of the stream
     "pegasus": ("layer", True, (4, 4)),  # attends to an encoder as well
@@ -127,7 +127,7 @@ def test_a_rotated_stream_gives_the_same_logits(name):
 @pytest.mark.parametrize("name", [*(name for name in ROTATING if ROTATING[name][2]), *VALUES])
 def test_rotated_values_give_the_same_logits(name):
     model, structure = structure_of(name)
-    assert len(structure.values) >= len(structure.blocks)
+    assert structure.values
     with InDouble(), torch.no_grad():
         before = model(**inputs(model)).logits
         for heads in structure.values:

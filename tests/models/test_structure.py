@@ -8,7 +8,7 @@ import torch
 
 from quark.torch.graph.discover import discover
 from quark.torch.quantization.nn.experts import unfuse
-from tests.models.architectures import InDouble, build, small_config, tokens
+from tests.models.architectures import InDouble, build, inputs, small_config
 
 # Producer -> consumers in the last block and behind it, by the last part of their names.
 _QKV = "q_proj k_proj v_proj"
@@ -85,6 +85,11 @@ OTHERS = [
     *("nemotron", "nemotron_h", "olmo3", "olmo_hybrid", "olmoe", "openai-gpt", "persimmon"),
     *("phimoe", "qwen3_5_moe_text", "qwen3_next", "recurrent_gemma", "rwkv", "seed_oss"),
     *("smollm3", "solar_open", "vaultgemma", "youtu", "zaya"),
+    *("blt", "cohere_compass_text", "dbrx", "dots3_note", "emu3", "fuyu", "gemma3", "gemma4"),
+    *("gemma4_unified", "git", "got_ocr2", "hy_v4", "inkling_text", "inkling2_text", "lfm3"),
+    *("llama4", "mbart", "mllama", "musicgen", "musicgen_melody", "pegasus", "phi4_multimodal"),
+    *("prophetnet", "qwen3_5", "qwen4_exp", "reformer", "roc_bert", "whisper", "xlstm", "xmod"),
+    *("zamba", "zamba2"),
 ]
 
 
@@ -99,13 +104,13 @@ def found():
             model = build(small_config(name, use_cache=False))
             unfuse(model)
             with InDouble(), torch.no_grad():
-                before = model(tokens()).logits
-                structure = discover(model, tokens())
+                before = model(**inputs(model)).logits
+                structure = discover(model, inputs(model))
                 generator = torch.Generator().manual_seed(3)
                 for group in structure.groups:
                     factors = torch.rand(group.size, generator=generator, dtype=torch.float64)
                     group.apply_(model, factors * 1.5 + 0.5)
-                after = model(tokens()).logits
+                after = model(**inputs(model)).logits
             known[name] = structure, float((after - before).norm() / before.norm())
         return known[name]
 
@@ -158,6 +163,15 @@ def test_every_expert_is_a_consumer_and_a_producer(found, name):
         m[1] for g in structure.groups if (m := re.search(rf"{block}.*experts\.(\d)", g.producer))
     }
     assert producers == reading
+
+
+def test_factors_pass_a_gated_convolution_of_single_channels(found):
+    structure, _ = found("lfm2_moe")
+    group = next(g for g in structure.groups if g.producer.endswith("conv.in_proj"))
+    assert [_last(consumer) for consumer in group.consumers] == ["out_proj"]
+    assert group.size == 64
+    (produced,) = (e for e in group.edits if e.parameter.endswith("in_proj.weight"))
+    assert (produced.index >= 0).nonzero().flatten().tolist() == list(range(128, 192))
 
 
 def _last(name):

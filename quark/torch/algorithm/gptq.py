@@ -16,7 +16,7 @@ from quark.torch.algorithm.statistics import Gram
 from quark.torch.numerics.qdq import ColumnRounding
 from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.pipeline.runner import Block, run_blocks
-from quark.torch.quantization.config.algo import GPTQConfig, SolverConfig
+from quark.torch.quantization.config.algo import GPTQConfig, RoundingConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.nn.experts import counterparts
 from quark.torch.quantization.nn.mixin import QuantMixin, is_transposed
@@ -114,7 +114,7 @@ def check(options: GPTQConfig, layers: Mapping[str, QuantizationConfig]) -> None
     check_served(layers, "gptq", has_quantized_weight)
 
 
-def resolve(context: Context, options: SolverConfig) -> Collection[str]:
+def resolve(context: Context, options: RoundingConfig) -> Collection[str]:
     """Raise if the options leave no layer.
 
     Raises:
@@ -139,7 +139,7 @@ def apply(context: Context, options: GPTQConfig) -> None:
 
 
 def solved_blocks(
-    context: Context, options: SolverConfig, compare: bool = False
+    context: Context, options: RoundingConfig, compare: bool = False
 ) -> Iterator[tuple[Block, dict[str, QuantMixin]]]:
     """Iterate over the blocks to be solved for, with their layers and the data; see ``run_blocks``.
 
@@ -161,7 +161,7 @@ def solved_blocks(
                 return  # what it gives is of no interest
 
 
-def _solved(context: Context, options: SolverConfig) -> dict[str, dict[str, QuantMixin]]:
+def _solved(context: Context, options: RoundingConfig) -> dict[str, dict[str, QuantMixin]]:
     """Return the layers to be solved for, by name of their block and their own.
 
     Raises:
@@ -179,7 +179,7 @@ def _solved(context: Context, options: SolverConfig) -> dict[str, dict[str, Quan
     return found
 
 
-def solved_layers(context: Context, block: str, options: SolverConfig) -> dict[str, QuantMixin]:
+def solved_layers(context: Context, block: str, options: RoundingConfig) -> dict[str, QuantMixin]:
     """Return the linear layers of a block to be solved for, by name: all that options leave."""
     if not block.startswith(options.model_decoder_layers):
         return {}
@@ -252,10 +252,10 @@ def round_layer(
     rounding = quantizer.column_rounder(tuple(weight.shape), axis)
     rounded, _ = solver(rows, upper, order, rounding)
     layer.weight.data.copy_(rounded if axis else rounded.T)
-    _freeze(layer)
+    freeze(layer)
 
 
-def _freeze(layer: QuantMixin) -> None:
+def freeze(layer: QuantMixin) -> None:
     """Mark a layer whose weight is rounded as frozen, its bias too."""
     quantizer = layer.bias_quantizer
     if quantizer is not None:

@@ -11,8 +11,9 @@ import torch
 
 from quark.torch.algorithm.groups import first_reader
 from quark.torch.algorithm.statistics import Gram, observing
+from quark.torch.pipeline.capture import Enough
 from quark.torch.pipeline.context import Context
-from quark.torch.pipeline.runner import Block, Enough
+from quark.torch.pipeline.runner import Block
 from quark.torch.quantization.nn.experts import counterparts
 from quark.torch.quantization.nn.mixin import QuantMixin
 

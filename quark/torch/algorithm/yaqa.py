@@ -163,7 +163,7 @@ class _Gradients:
 
     def _watch(self, layer: nn.Module, args: tuple[torch.Tensor, ...], y: torch.Tensor) -> None:
         if y.requires_grad:
-            y.register_hook(self._add)
+            y.register_hook(self._add)  # type: ignore[no-untyped-call]
 
     def _add(self, gradient: torch.Tensor) -> None:
         g = gradient.flatten(0, -2).float()

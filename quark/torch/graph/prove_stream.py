@@ -133,8 +133,8 @@ def _random_turn(size: int, keeps_ones: bool, generator: torch.Generator) -> _Tu
     mirror: torch.Tensor | None = None
 
     def turn(x: torch.Tensor) -> torch.Tensor:
-        vectors = x.unflatten(-1, (-1, size))[..., order.to(x.device)]
-        groups = vectors.unflatten(-1, (-1, len(block)))
+        vectors = x.reshape(*x.shape[:-1], -1, size)[..., order.to(x.device)]
+        groups = vectors.view(*vectors.shape[:-1], -1, len(block))
         turned = torch.matmul(groups, block.to(x)).flatten(-2)
         if mirror is not None:
             across = mirror.to(x)

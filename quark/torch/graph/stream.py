@@ -112,7 +112,8 @@ def _space_of_blocks(seen: Seen) -> Space:
         for space in seen.follower.spaces.all()
         if any(s[1] and _how_read(seen, s) == "embedding" for s in space.sources)
     )
-    broken = next((s for s in [*found, *tables] if s is not None and not s.is_whole), None)
+    known = [*found, *(tables if None in found else ())]
+    broken = next((s for s in known if s is not None and not s.is_whole), None)
     if broken is not None:
         raise ObstacleError(f"the stream {broken.reason}")
     space = next(iter(found))
@@ -130,7 +131,7 @@ def _gains(seen: Seen, space: Space, tied: str) -> dict[str, Gain]:
         copies = len(entries) // len(whole)
         if not copies or not torch.equal(entries, whole.repeat(copies)):
             raise ObstacleError(f"{side[0]} reads a part of the stream only")
-        if copies > 1 and gain is not None and (gain.weight or gain.bias or gain.takes_mean):
+        if copies > 1 and gain is not None and (gain.weight or gain.bias):
             raise ObstacleError(f"{side[0]} reads several vectors that {gain.module} scaled")
         if gain is not None and gains.setdefault(gain.module, gain) != gain:
             raise ObstacleError(f"{gain.module} is not the same norm each time it runs")

@@ -188,7 +188,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         numbers = self._places[storage._cdata]
         if place not in numbers:
             if storage._cdata not in self._known:
-                self._known[storage._cdata] = StorageWeakRef(storage)
+                weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                self._known[storage._cdata] = weak
             self._count += 1
             numbers[place] = self._count
             if place in self._names:

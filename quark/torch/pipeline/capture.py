@@ -27,7 +27,7 @@ class Calls:
     Attributes:
         of_batch: For each batch, calls by name of the block.
         masks: For each batch, (sequences, tokens) bool: which tokens are not padding; or None.
-        returned: What each block returned for some batch.
+        returned: What each block returned for some batch, but for the hidden states.
     """
 
     of_batch: list[dict[str, Call]] = field(default_factory=list)
@@ -114,7 +114,7 @@ def _watching(model: nn.Module, names: list[str], returned: dict[str, Any]) -> I
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if name in returned:
                 raise ValueError(f"{name} runs more than once in a forward pass.")
-            returned[name] = output
+            returned[name] = _without_states(output)
 
         return hook
 
@@ -124,6 +124,15 @@ def _watching(model: nn.Module, names: list[str], returned: dict[str, Any]) -> I
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _without_states(output: Any) -> Any:
+    """Return what a block returned with nothing for its hidden states, which would add up."""
+    if isinstance(output, torch.Tensor):
+        return output.new_empty(0)
+    if isinstance(output, tuple) and output and isinstance(output[0], torch.Tensor):
+        return type(output)((output[0].new_empty(0), *output[1:]))
+    return output
 
 
 def _looking(

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from quark.torch.graph.inference import at_inference
 from quark.torch.pipeline.capture import Calls, Enough, capture
 from quark.torch.pipeline.inference import progress
 from quark.torch.pipeline.store import LIMIT, ActivationStore
+
 
 class Stream(NamedTuple):
     """Hidden states that enter a block, by batch, and what it returned for them."""
@@ -78,9 +80,21 @@ class Block:
         """Return what the last run returned for a batch."""
         return self._stream.outputs[index]
 
-    def call(self, index: int) -> torch.Tensor:
-        """Return what the block returns for a batch now, gradients included."""
-        return self._pass(index, self._stream.inputs[index])
+    def target(self, index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return what ``refer`` found for a batch, and which of its tokens are not padding."""
+        assert self._reference is not None
+        return self._reference.outputs[index], self._calls.masks[index]
+
+    def call(
+        self, index: int, parameters: Mapping[str, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Return what the block returns for a batch now, gradients included.
+
+        Args:
+            index: Number of the batch.
+            parameters: What to take in place of parameters of the block, by their names in it.
+        """
+        return self._pass(index, self._stream.inputs[index], parameters)
 
     def back(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
         """Return the gradient by what enters the block for a batch, given that by what leaves it.
@@ -92,11 +106,13 @@ class Block:
             y = self._pass(index, x)
         return torch.autograd.grad(y, x, gradient)[0]
 
-    def _pass(self, index: int, x: torch.Tensor) -> torch.Tensor:
+    def _pass(
+        self, index: int, x: torch.Tensor, parameters: Mapping[str, torch.Tensor] | None = None
+    ) -> torch.Tensor:
         args, kwargs = self._calls[index][self.name]
         self.mask = self._calls.masks[index]
         try:
-            return _hidden(self.module(x, *args, **kwargs))
+            return _hidden(functional_call(self.module, dict(parameters or {}), (x, *args), kwargs))
         finally:
             self.mask = None
 

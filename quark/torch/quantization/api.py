@@ -26,7 +26,7 @@ from quark.torch.quantization.calibrate import (
     settle_weights,
     share_scales,
 )
-from quark.torch.quantization.config.algo import AlgoConfig, SolverConfig
+from quark.torch.quantization.config.algo import AlgoConfig, RoundingConfig
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.nn.attention import key_projections, prove_keys, route_keys
@@ -49,6 +49,7 @@ ALGORITHMS: dict[str, str] = {
     "gptaq": "quark.torch.algorithm.qronos:ALGORITHM",
     "qronos": "quark.torch.algorithm.qronos:ALGORITHM",
     "yaqa": "quark.torch.algorithm.yaqa:ALGORITHM",
+    "autoround": "quark.torch.algorithm.autoround:ALGORITHM",
 }
 FROM_STATISTICS = ("awq", "gptq")  # what can do with statistics of the float model alone
 
@@ -167,7 +168,7 @@ def find_algorithms(config: Config) -> list[tuple[Algorithm, AlgoConfig]]:
     found: list[tuple[Algorithm, AlgoConfig]] = []
     for options in config.algo_config or []:
         before = found[-1][1] if found else None
-        if isinstance(before, SolverConfig):
+        if isinstance(before, RoundingConfig):
             raise ValueError(
                 f"algo_config: {options.name} follows {before.name}, which rounds weights for "
                 f"good. Put {before.name} last."

@@ -16,10 +16,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from quark.torch.algorithm.gptq import round_layer
 from quark.torch.algorithm.kept import Statistics
+from quark.torch.algorithm.statistics import Gram
 from quark.torch.export.formats.base import ExportFormat, get_format
 from quark.torch.pipeline.inference import progress
 from quark.torch.quantization.calibrate import calibrate_parameters, settle_weights
+from quark.torch.quantization.config.algo import GPTQConfig
 from quark.torch.quantization.config.config import NAMED_ONLY, Config
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
@@ -106,6 +109,7 @@ def weigh(
     formats: Mapping[str, QuantizationConfig],
     exclude: Iterable[str] = (),
     together: bool = False,
+    solved: bool = False,
 ) -> list[Unit]:
     """Find what each format costs each layer; no data runs.
 
@@ -116,6 +120,8 @@ def weigh(
         exclude: Patterns of layers to leave in float.
         together: Whether layers that read the same tensor are to share a format, as software
             that fuses them expects.
+        solved: Whether weights are rounded by GPTQ rather than to the nearest, for mixtures that
+            GPTQ or its like will round.
 
     Raises:
         ValueError: A format quantizes more than weights, does not fit a layer, or the statistics
@@ -135,7 +141,7 @@ def weigh(
     experts = unfuse(model)
     try:
         costs = {
-            name: _costs(model, statistics, names, layer)
+            name: _costs(model, statistics, names, layer, solved)
             for name, layer in progress(list(formats.items()), "formats")
         }
         sizes = {name: model.get_submodule(name).weight.numel() for name in names}  # type: ignore[operator]
@@ -212,7 +218,11 @@ def _together(statistics: Statistics) -> list[tuple[str, ...]]:
 
 
 def _costs(
-    model: nn.Module, statistics: Statistics, names: Sequence[str], layer: QuantizationConfig
+    model: nn.Module,
+    statistics: Statistics,
+    names: Sequence[str],
+    layer: QuantizationConfig,
+    solved: bool,
 ) -> dict[str, tuple[int, float]]:
     """Return the bits and the loss of a format for each layer."""
     fmt = get_format("quark", Config(), JsonExporterConfig())
@@ -220,19 +230,32 @@ def _costs(
     prepare(model, plan(model, named))
     try:
         layers = dict(quantized_layers(model))
-        return {name: _cost(name, layers[name], statistics, fmt) for name in names}
+        return {name: _cost(name, layers[name], statistics, fmt, solved) for name in names}
     finally:
         restore(model)
 
 
 def _cost(
-    name: str, layer: QuantMixin, statistics: Statistics, fmt: ExportFormat
+    name: str, layer: QuantMixin, statistics: Statistics, fmt: ExportFormat, solved: bool
 ) -> tuple[int, float]:
     settle_weights({name: layer}, Config())
-    error = weight_error(layer, rounded(layer), statistics.grams({name: layer})[name])
     stored = fmt.tensors(layer, {})
     bits = sum(8 * t.nbytes for part, t in stored.items() if part.startswith("weight"))
-    return bits, error * statistics.sensitivities[name]
+    gram = statistics.grams({name: layer})[name]
+    weight = _solved(name, layer, gram) if solved and gram.tokens else rounded(layer)
+    return bits, weight_error(layer, weight, gram) * statistics.sensitivities[name]
+
+
+def _solved(name: str, layer: QuantMixin, gram: Gram) -> torch.Tensor:
+    """Return the weight of a layer as GPTQ rounds it; the layer keeps its own."""
+    weight: torch.Tensor = layer.weight.detach()
+    before = weight.clone()
+    try:
+        round_layer(name, layer, gram, GPTQConfig().damp_percent, GPTQConfig().desc_act)
+        return weight.clone()
+    finally:
+        weight.copy_(before)
+        layer.frozen = False
 
 
 def _unit(

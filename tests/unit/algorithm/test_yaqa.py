@@ -65,7 +65,7 @@ def test_predictions_lose_less_than_by_gptq(monkeypatch, pieces):
 def test_rows_make_up_for_those_before_as_well_as_they_can(monkeypatch):
     """Given the first piece of rows, the others aim at what is best for them all."""
     monkeypatch.setattr(yaqa, "PIECES", 2)
-    weight, hessian, _ = problem()
+    weight, _, _ = problem()
     outputs, strong = gradients()
     order = torch.argsort(outputs.diagonal(), descending=True)
     first, rest = order[: OUTPUTS // 2], order[OUTPUTS // 2 :]

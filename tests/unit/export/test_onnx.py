@@ -142,7 +142,7 @@ def numbers(tensor):
 
 @pytest.fixture(scope="module")
 def racks(tmp_path_factory, run_onnx):
-    """By operator: layers, what they return for an input, what the file returns, and its tensors."""
+    """By operator: layers, what they return, what the file returns, and its tensors."""
     made = {}
 
     def rack(operator):

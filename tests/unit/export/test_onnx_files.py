@@ -129,8 +129,16 @@ def test_large_models_have_a_file_of_weights(tmp_path, run_onnx):
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("weight", "bits"),
-    [("int2_wo_32", 2), ("int3_wo_32", 4), ("int4_wo_32", 4), ("uint4_wo_32", 4)]
-    + [("int4_wo_per_channel", 4), ("uint4_wo_per_channel", 4), ("int8_wo_32", 8), ("int8_wo", 8)],
+    [
+        ("int2_wo_32", 2),
+        ("int3_wo_32", 4),
+        ("int4_wo_32", 4),
+        ("uint4_wo_32", 4),
+        ("int4_wo_per_channel", 4),
+        ("uint4_wo_per_channel", 4),
+        ("int8_wo_32", 8),
+        ("int8_wo", 8),
+    ],
 )
 @pytest.mark.parametrize("width", [64, 96])
 def test_products_of_the_runtime(tmp_path, run_onnx, weight, bits, width):
@@ -163,8 +171,13 @@ def test_products_of_the_runtime_leave_out_what_they_cannot_do(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "wanted", "found"),
-    [("int8", None, 20), ("int4_wo_32", None, 21), ("int8", 18, 18), ("fp8", 19, 19)]
-    + [("int4_wo_32", 23, 23)],
+    [
+        ("int8", None, 20),
+        ("int4_wo_32", None, 21),
+        ("int8", 18, 18),
+        ("fp8", 19, 19),
+        ("int4_wo_32", 23, 23),
+    ],
 )
 def test_operators_are_as_old_as_they_can_be(tmp_path, name, wanted, found):
     export_onnx(linear(name), tmp_path / "out", torch.randn(2, 64), opset_version=wanted)
@@ -254,7 +267,7 @@ REFUSED = {
 def test_what_no_graph_computes_is_said_before_any_work(tmp_path, name):
     config, said = REFUSED[name]
     model = quantized(nn.Sequential(nn.Linear(64, 64)), config, [torch.randn(8, 64)])
-    with pytest.raises(ValueError, match="ONNX cannot hold 0: .*It holds weights of") as error:
+    with pytest.raises(ValueError, match=r"ONNX cannot hold 0: .*It holds weights of") as error:
         export_onnx(model, tmp_path / "out", torch.randn(2, 64))
     assert said in str(error.value)
     assert not (tmp_path / "out").exists()

@@ -10,8 +10,9 @@ from torch import nn
 from quark.torch.graph.aliases import Aliases
 from quark.torch.graph.discover import discover
 from quark.torch.graph.prove_stream import prove_stream
-from quark.torch.graph.stream import ObstacleError, find_stream
+from quark.torch.graph.stream import ObstacleError, Seen, find_stream
 from quark.torch.graph.trace import trace
+from quark.torch.graph.vectors import Follower
 
 IDS = torch.arange(2, 26).view(2, 12)
 
@@ -162,7 +163,8 @@ def judge(build, unchanged):
                 nn.init.normal_(parameter.detach(), mean=0.5, std=0.2)
         run = lambda: model(IDS)  # noqa: E731
         seen = trace(model, run)
-        stream, carried = find_stream(model, seen, Aliases(seen), {})
+        aliases = Aliases(seen)
+        stream, carried = find_stream(Seen(seen, aliases, Follower(seen, aliases), {}))
         with unchanged(model):
             try:
                 prove_stream(model, run, seen.blocks, change(stream), carried)

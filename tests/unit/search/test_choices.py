@@ -7,6 +7,7 @@ import torch
 
 from quark.torch import ModelQuantizer, collect_statistics
 from quark.torch.export.writer import collect, make_format
+from quark.torch.quantization.config.algo import GPTQConfig
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.presets import scheme
@@ -59,10 +60,28 @@ def test_more_bits_lose_less(units):
         assert list(unit.bits.values()) == sorted(unit.bits.values())
 
 
-def test_weighing_leaves_no_trace(build, statistics, unchanged):
+@pytest.mark.parametrize("solved", [False, True], ids=["nearest", "solved"])
+def test_weighing_leaves_no_trace(solved, build, statistics, unchanged):
     model = build()
     with unchanged(model):
-        weigh(model, statistics, FORMATS)
+        weigh(model, statistics, FORMATS, solved=solved)
+
+
+def test_what_is_solved_loses_what_gptq_loses(build, statistics, units):
+    """Statistics alone give the very weights of GPTQ, and so its errors."""
+    solved = weigh(build(), statistics, FORMATS, solved=True)
+    model, name = build(), "int3_wo_32"
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    config = Config(FORMATS[name], exclude=["lm_head"], algo_config=[GPTQConfig()])
+    ModelQuantizer(config).quantize_model(model, statistics=statistics)
+    for unit, nearest in zip(solved, units, strict=True):
+        (layer,) = unit.layers
+        change = model.get_parameter(f"{layer}.weight").detach() - before[f"{layer}.weight"]
+        gram = statistics.inputs[statistics.readers[layer]].total
+        error = float((change @ gram * change).sum())
+        assert unit.losses[name] == pytest.approx(error * statistics.sensitivities[layer], rel=1e-4)
+        assert unit.losses[name] < nearest.losses[name]
+        assert unit.bits == nearest.bits
 
 
 def test_a_mixture_is_no_worse_than_one_format(units):

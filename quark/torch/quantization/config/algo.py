@@ -101,8 +101,15 @@ class AWQConfig(AlgoConfig):
     model_decoder_layers: str = ""
 
 
+class RoundingConfig(AlgoConfig):
+    """Base of the options of what rounds the weights of decoder blocks for good."""
+
+    inside_layer_modules: list[str]
+    model_decoder_layers: str
+
+
 @dataclass
-class SolverConfig(AlgoConfig):
+class SolverConfig(RoundingConfig):
     """Options of what rounds weights column by column."""
 
     inside_layer_modules: list[str] = field(default_factory=list)
@@ -155,7 +162,7 @@ class YaqaConfig(SolverConfig):
 
 
 @dataclass
-class AutoRoundConfig(AlgoConfig):
+class AutoRoundConfig(RoundingConfig):
     """AutoRound (Cheng et al. 2024): rounding learned by signed gradient descent."""
 
     name: str = "autoround"

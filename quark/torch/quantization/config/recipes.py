@@ -7,20 +7,20 @@ from typing import Any
 from quark.torch.quantization.config.algo import AlgoConfig, algo_config_from_dict
 from quark.torch.quantization.config.names import one_of
 
-_QRONOS = {"name": "qronos"}
+_YAQA = {"name": "yaqa"}
 _ROTATION = {"name": "rotation", "r1": True, "r2": True, "r4": True}
 
 # Name -> (scheme, options of algorithms in order); docs/mixed-precision.md says why.
 RECIPES: dict[str, tuple[str, tuple[dict[str, Any], ...]]] = {
     "w8": ("int8_wo", ()),
-    "w4": ("int4_wo_128", (_QRONOS,)),
-    "w3": ("int3_wo_128", (_QRONOS,)),
-    "w2": ("w_int2_per_group_asym", (_QRONOS,)),
-    "w8a8": ("w_int8_per_channel_a_int8_per_tensor_sym", ({"name": "smooth", "alpha": 0.8},)),
-    "w4a4": ("int4_wa_128", (_ROTATION, _QRONOS)),
+    "w4": ("int4_wo_128", (_YAQA,)),
+    "w3": ("int3_wo_128", (_YAQA,)),
+    "w2": ("w_int2_per_group_asym", (_YAQA,)),
+    "w8a8": ("w_int8_per_channel_a_int8_per_tensor_sym", ({"name": "smooth", "alpha": 1},)),
+    "w4a4": ("int4_wa_128", (_ROTATION, _YAQA)),
     "fp8": ("ptpc_fp8", ()),
-    "mxfp4": ("mxfp4", (_ROTATION, _QRONOS)),
-    "nvfp4": ("nvfp4", (_QRONOS,)),
+    "mxfp4": ("mxfp4", (_ROTATION, _YAQA)),
+    "nvfp4": ("nvfp4", (_YAQA,)),
 }
 
 

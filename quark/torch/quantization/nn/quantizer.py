@@ -80,6 +80,26 @@ class State(NamedTuple):
         return values.mul_(self.scale).to(dtype)
 
 
+class LastStage(NamedTuple):
+    """What decides on the codes of a tensor that are stored.
+
+    Attributes:
+        values: What is rounded, float32: the tensor, or what its first stage made of it.
+        scale: Settled scale.
+        zero_point: Settled zero point, or None.
+        scheme: How the values are rounded.
+        tensor_scale: Scale [] of the scales, where they have two levels.
+        unit: What rounded values are multiplied by: the scale of the first stage, or 1.
+    """
+
+    values: torch.Tensor
+    scale: torch.Tensor
+    zero_point: torch.Tensor | None
+    scheme: Scheme
+    tensor_scale: torch.Tensor | None
+    unit: torch.Tensor | float
+
+
 class TensorQuantizer(nn.Module):
     """Quantizes and dequantizes a tensor by its specification.
 
@@ -232,6 +252,23 @@ class TensorQuantizer(nn.Module):
             return second(codes(x / scale, column, rows), column, rows).mul_(scale)
 
         return round_twice
+
+    def last_stage(self, x: torch.Tensor) -> LastStage:
+        """Return what rounds a weight, under the settled scales."""
+        assert self.scale is not None
+        if not self.spec.quantizes_codes:
+            values = x.detach().float()
+            return LastStage(values, self.scale, self.zero_point, self.scheme, self.scale_2, 1.0)
+        assert self.scale_2 is not None
+        second = self._second().scheme
+        return LastStage(self._values(x), self.scale_2, self.zero_point_2, second, None, self.scale)
+
+    def settle_last_stage(self, scale: torch.Tensor, zero_point: torch.Tensor | None) -> None:
+        """Take another scale and zero point of the last stage."""
+        if self.spec.quantizes_codes:
+            self.scale_2, self.zero_point_2 = scale, zero_point
+        else:
+            self.scale, self.zero_point = scale, zero_point
 
     def bake_(self, x: torch.Tensor) -> torch.Tensor:
         """Replace the values of ``x`` by what ``forward`` returns for them, without a copy."""

@@ -1,0 +1,176 @@
+"""``quark report``: what quantization did to a model, layer by layer, as a page and as numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from quark.cli import console, models
+from quark.cli.evaluate import BatchSize, Limit, SeqLen
+from quark.cli.options import (
+    EVAL_WINDOWS,
+    SEQ_LEN,
+    DeviceFlag,
+    Json,
+    TrustRemoteCode,
+    Verbose,
+    panel,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+HELP = """
+Show what quantization did to a model: errors, outliers, scales and sizes of its layers, where the
+bits went, what stays in float and why, the worst layers and what to try.
+
+Writes one HTML page that needs no network, and the same numbers as JSON beside it. With
+[cyan]--original[/cyan], weights are compared with those they were rounded from; with
+[cyan]--dataset[/cyan], activations are looked at; with both, errors of outputs and predictions.
+
+[bold]Examples[/bold]
+
+    [cyan]quark report my-model-int4 --original my-model --dataset wikitext[/cyan]
+
+    [cyan]quark report my-model-int4 --json > numbers.json[/cyan]
+"""
+
+_output, _text, _model = panel("Output"), panel("Text"), panel("Model")
+Directory = Annotated[
+    Path, typer.Argument(metavar="DIR", help="Directory of the checkpoint, or a GGUF file.")
+]
+Original = Annotated[
+    Path | None,
+    _model("--original", metavar="DIR", help="Directory of the model it was quantized from."),
+]
+Dataset = Annotated[
+    str | None,
+    _text(
+        "--dataset",
+        metavar="FILE|NAME",
+        help="Text to run the models on: a .txt, .jsonl, .json, .csv or .parquet file, a "
+        "directory, wikitext, pileval, cnn_dailymail, or another dataset of the Hub.",
+    ),
+]
+Output = Annotated[
+    Path, _output("--output", metavar="FILE", help="Page to write; numbers go to .json beside it.")
+]
+Overwrite = Annotated[bool, _output("--overwrite", help="Replace these files.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the command line."""
+    app.command("report", help=HELP)(report)
+
+
+def report(
+    directory: Directory,
+    original: Original = None,
+    dataset: Dataset = None,
+    seq_len: SeqLen = None,
+    limit: Limit = EVAL_WINDOWS,
+    batch_size: BatchSize = 8,
+    output: Output = Path("report.html"),
+    overwrite: Overwrite = False,
+    device: DeviceFlag = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Measure a checkpoint, and write the page or print the numbers."""
+    if not directory.exists():
+        raise console.wrong("DIR", f"there is no {directory}. Give a checkpoint's directory.")
+    if original is not None:
+        models.read_config(original, "--original")
+    if not as_json:
+        _check_output(output, overwrite)
+    target = models.pick_device(device)
+    windows = None
+    if dataset is not None:
+        source, flag = (directory, "DIR") if original is None else (original, "--original")
+        windows = _windows(source, flag, dataset, seq_len, limit, trust_remote_code)
+    from quark.torch.report.measure import measure
+
+    with console.stage("measuring layers"):
+        found = measure(
+            directory, original, windows, dataset or "", batch_size, target, trust_remote_code
+        ).to_dict()
+    if as_json:
+        console.as_json(found)
+        return
+    from quark.torch.report.page import page
+
+    _write(output, page(found))
+    _write(output.with_suffix(".json"), json.dumps(found, indent=2) + "\n")
+    _show(found, output)
+
+
+def _check_output(output: Path, overwrite: bool) -> None:
+    """Check what the page needs and where it goes.
+
+    Raises:
+        ImportError: A package is missing.
+        typer.BadParameter: A file is in the way, or there is no such directory.
+    """
+    from quark.torch.report.page import check_installed
+
+    if output.suffix == ".json":
+        raise console.wrong("--output", f"{output} is where the numbers go. Name an .html file.")
+    for path in (output, output.with_suffix(".json")):
+        if path.exists() and not (path.is_file() and overwrite):
+            raise console.wrong(
+                "--output", f"{path} exists. Choose another name, or give --overwrite."
+            )
+    if not output.parent.is_dir():
+        raise console.wrong("--output", f"there is no directory {output.parent}. Make it first.")
+    check_installed()
+
+
+def _windows(
+    source: Path,
+    flag: str,
+    dataset: str,
+    seq_len: int | None,
+    limit: int,
+    trust_remote_code: bool,
+) -> torch.Tensor:
+    """Return windows of tokens, given where configuration and tokenizer are."""
+    length = models.window_length(models.read_config(source, flag), seq_len, SEQ_LEN)
+    with console.stage("reading text"):
+        tokenizer = models.load_tokenizer(source, flag, trust_remote_code)
+        return models.text_windows(dataset, "--dataset", tokenizer, length, limit, True)
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file beside its place and rename it."""
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _show(found: dict[str, Any], output: Path) -> None:
+    """Say what came of it in short."""
+    console.out.print()
+    for sentence in found["verdict"]:
+        console.say(sentence)
+    if found["worst"]:
+        table = console.table("Worst layers")
+        table.add_column("layer", overflow="fold")
+        table.add_column(found["worst"][0]["measure"], justify="right", no_wrap=True)
+        table.add_column("what to try first", overflow="fold")
+        for row in found["worst"]:
+            is_ratio = row["measure"] == "outliers"
+            value = f"{row['value']:.1f} × rms" if is_ratio else f"{row['value']:.2%}"
+            table.add_row(escape(row["name"]), value, escape(row["tries"][0]))
+        console.out.print(table)
+    numbers = escape(str(output.with_suffix(".json")))
+    console.say(f"Page: {escape(str(output))}   Numbers: {numbers}")
+    console.out.print()

@@ -1,0 +1,87 @@
+"""The weights of a float model, read one by one under the names of the layers that hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quark.torch.export.build import empty_model, read_config
+from quark.torch.export.checkpoint import CheckpointReader, read_json
+from quark.torch.export.renamed import in_model_names
+from quark.torch.quantization.nn.experts import LinearExperts, unfuse
+
+
+class OriginalWeights:
+    """The checkpoint of a float model, of which only headers are read until weights are asked for.
+
+    Args:
+        directory: Directory of the model.
+        trust_remote_code: Passed to Transformers.
+
+    Attributes:
+        bytes: Bytes of all its tensors.
+
+    Raises:
+        FileNotFoundError: It has no ``config.json`` or no tensors.
+        ValueError: It is damaged, or quantized itself.
+    """
+
+    def __init__(self, directory: Path, trust_remote_code: bool = False) -> None:
+        path = directory / "config.json"
+        if read_json(path).get("quantization_config"):
+            raise ValueError(f"{path}: this model is quantized. Give the float model.")
+        reader = CheckpointReader(directory)
+        config = read_config(directory, trust_remote_code)
+        model = empty_model(config, reader.entries, directory, trust_remote_code=trust_remote_code)
+        unfuse(model)
+        self.directory = directory
+        self.bytes = sum(prod(e.shape) * e.dtype.itemsize for e in reader.entries.values())
+        self._reader = in_model_names(reader, model)
+        self._modules = dict(model.named_modules(remove_duplicate=False))
+        self._tied: dict[str, list[str]] = {}
+        for name, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+            self._tied.setdefault(source, []).append(name)
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise if it is not the model that layers of these shapes were quantized from.
+
+        Raises:
+            ValueError: A layer is missing, or has another shape.
+        """
+        entries = self._reader.entries.items()
+        empty = ((name, torch.empty(entry.shape, device="meta")) for name, entry in entries)
+        found = {
+            layer: tuple(weight.shape)
+            for name, tensor in empty
+            for layer, weight in self._layers(name, tensor)
+        }
+        for name, shape in shapes.items():
+            if found.get(name) != shape:
+                has = f"is {list(found[name])}" if name in found else "is missing"
+                raise ValueError(
+                    f"{self.directory} is not the model that the checkpoint was made of: {name} "
+                    f"{has}, the quantized layer is {list(shape)}."
+                )
+
+    def weights(self, wanted: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Iterate over the wanted layers with their weights, as they lie in the files."""
+        for name, tensor in self._reader.tensors():
+            for layer, weight in self._layers(name, tensor):
+                if layer in wanted:
+                    yield layer, weight
+
+    def _layers(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Iterate over the layers that a stored tensor holds the weight of."""
+        path, _, last = name.rpartition(".")
+        module: Any = self._modules.get(path)
+        if isinstance(module, LinearExperts) and last in module.stacks:
+            yield from ((f"{path}.{p}", matrix) for p, matrix in module.stacks[last].split(tensor))
+            return
+        stored = self._reader.entries
+        for key in (name, *(n for n in self._tied.get(name, ()) if n not in stored)):
+            if key.endswith(".weight"):
+                yield key.removesuffix(".weight"), tensor

@@ -1,0 +1,70 @@
+"""A report as one HTML page that needs no network: numbers, charts, and what draws them."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.resources import files
+from typing import Any
+
+TEMPLATE = "page.html.jinja"
+INSTALL = 'pip install "quark[report]"'
+
+
+def check_installed() -> None:
+    """Raise if what pages are made with is not installed.
+
+    Raises:
+        ImportError: plotly or jinja2 is missing.
+    """
+    for name in ("jinja2", "plotly"):
+        try:
+            import_module(name)
+        except ImportError as error:
+            raise ImportError(
+                f"The page of a report is made with jinja2 and plotly, and {name} is missing: "
+                f"{INSTALL}. --json prints the same numbers without them."
+            ) from error
+
+
+def page(report: dict[str, Any]) -> str:
+    """Return a page that shows a report.
+
+    Args:
+        report: What ``Report.to_dict`` returns, which the page holds as well.
+
+    Raises:
+        ImportError: plotly or jinja2 is missing.
+    """
+    check_installed()
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+    from plotly.offline import get_plotlyjs
+
+    environment = Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
+    )
+    environment.filters |= {"percent": _percent, "decimals": _decimals}
+    source = files("quark.torch.report").joinpath(TEMPLATE).read_text(encoding="utf-8")
+    template = environment.from_string(source)
+    return template.render(report=report, plotly=Markup(get_plotlyjs()), floats=_floats(report))
+
+
+def _floats(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what is not quantized by kind and reason, the largest first."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for part in report["floats"]:
+        key = part["kind"], part["reason"]
+        empty = {"kind": key[0], "reason": key[1], "names": [], "parameters": 0, "bytes": 0}
+        group = found.setdefault(key, empty)
+        group["names"].append(part["name"])
+        group["parameters"] += part["parameters"]
+        group["bytes"] += part["bytes"]
+    return sorted(found.values(), key=lambda group: -group["bytes"])
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.2f} %"
+
+
+def _decimals(value: float | None, digits: int = 2) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"

@@ -1,0 +1,134 @@
+"""Where the bytes of a quantized checkpoint go, and what of the model stays in float and why."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from quark.torch.export.reader import Loading
+from quark.torch.quantization.config.config import NAMED_ONLY, Config
+from quark.torch.quantization.config.match import config_for, matches
+from quark.torch.quantization.nn.experts import is_stacked
+from quark.torch.quantization.nn.operators import is_operator
+from quark.torch.quantization.nn.packed import PackedMixin
+
+if TYPE_CHECKING:
+    from quark.torch.report.measure import Layer
+
+_OF_ACTIVATIONS = ("bias", "input", "output", "k_scale", "v_scale")  # beginnings of names
+OTHER = "biases, scales of activations"
+
+
+@dataclass(frozen=True)
+class FloatPart:
+    """A module with parameters that are not quantized.
+
+    Attributes:
+        name: Full name of the module.
+        kind: What modules of its purpose are called.
+        parameters: Number of its own parameters.
+        bytes: Bytes of these.
+        reason: Why it is not quantized.
+    """
+
+    name: str
+    kind: str
+    parameters: int
+    bytes: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Kind:
+    """All layers of one purpose.
+
+    Attributes:
+        name: What they are called.
+        is_quantized: Whether they are quantized.
+        layers: How many there are.
+        parameters: Number of their weights, or parameters where they are in float.
+        bytes: Bytes that these take.
+    """
+
+    name: str
+    is_quantized: bool
+    layers: int
+    parameters: int
+    bytes: int
+
+
+def kind_of(name: str) -> str:
+    """Return the last part of a name that is not a number: ``q_proj``."""
+    parts = [part for part in name.split(".") if not part.isdigit()]
+    return parts[-1] if parts else name
+
+
+def stored_bytes(loading: Loading, layers: Collection[str]) -> dict[str, int]:
+    """Return the bytes stored for the weight of each layer: codes, scales, zero points, indices.
+
+    Args:
+        loading: The checkpoint.
+        layers: Names of its quantized layers.
+    """
+    found = dict.fromkeys(layers, 0)
+    for key, entry in loading.reader.entries.items():
+        layer, _, rest = key.rpartition(".")
+        while layer and layer not in found:
+            layer, _, last = layer.rpartition(".")
+            rest = f"{last}.{rest}"
+        if layer and not rest.startswith(_OF_ACTIVATIONS):
+            found[layer] += prod(entry.shape) * entry.dtype.itemsize
+    return found
+
+
+def float_parts(model: nn.Module, config: Config) -> list[FloatPart]:
+    """Return what is not quantized of a model, in its order; what is shared counts once."""
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, PackedMixin):
+            continue
+        own: list[Any] = [p for p in module._parameters.values() if p is not None]
+        if own:
+            count, size = sum(p.numel() for p in own), sum(p.nbytes for p in own)
+            reason = _reason(name, module, config)
+            found.append(FloatPart(name, kind_of(name), count, size, reason))
+    return found
+
+
+def _reason(name: str, module: nn.Module, config: Config) -> str:
+    kind = type(module)
+    if is_stacked(module):
+        return "experts that the configuration does not name"
+    if not is_operator(kind):
+        return f"{kind.__name__} is not a product with a matrix"
+    pattern = next((p for p in config.exclude if matches(name, [p])), None)
+    if pattern is not None:
+        return f"excluded by {pattern!r}"
+    if config_for(name, kind, config) is not None:
+        return "stored in float, although the configuration names it"
+    if kind in NAMED_ONLY:
+        return f"{kind.__name__} is quantized where a configuration names it"
+    return "the configuration leaves it alone"
+
+
+def kinds(layers: Sequence[Layer], floats: Sequence[FloatPart], total: int) -> list[Kind]:
+    """Return what layers of each kind take, the largest first; they sum to ``total`` bytes."""
+    parts = [(x.kind, True, x.weights, x.bytes) for x in layers]
+    parts += [(x.kind, False, x.parameters, x.bytes) for x in floats]
+    found: dict[tuple[str, bool], Kind] = {}
+    for name, is_quantized, count, size in parts:
+        so_far = found.get((name, is_quantized), Kind(name, is_quantized, 0, 0, 0))
+        found[name, is_quantized] = Kind(
+            name,
+            is_quantized,
+            so_far.layers + 1,
+            so_far.parameters + count,
+            so_far.bytes + size,
+        )
+    rest = total - sum(kind.bytes for kind in found.values())
+    others = [Kind(OTHER, False, 0, 0, rest)] if rest > 0 else []
+    return sorted([*found.values(), *others], key=lambda kind: -kind.bytes)
