@@ -19,8 +19,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = {
     "llm-compressor": ("llmcompressor==0.14.0.1",),
-    "amd-quark": ("amd-quark==0.13", "transformers==5.23.0"),
+    "amd-quark": ("amd-quark==0.13", "transformers==5.23.0", "accelerate==1.15.0"),
     "torchao": ("torchao==0.18.0", "transformers==5.23.0"),
+    "auto-round": ("auto-round==0.16.1", "transformers==5.23.0"),
+    "gptqmodel": ("gptqmodel==7.6.0", "transformers==5.23.0"),
 }
 SCALES, VALUES, PACKED = "scales", "quantized values", "packed codes"
 GROUP = 128

@@ -208,8 +208,8 @@ class OutputFlags:
         list[ModelExport],
         _output(
             metavar="FORMAT",
-            help="hf_format (safetensors), quark_format (the native format) or gguf (for "
-            "llama.cpp); repeatable.",
+            help="hf_format (safetensors), quark_format (the native format), gguf (for llama.cpp) "
+            "or onnx (for ONNX Runtime); repeatable.",
         ),
     ] = (ModelExport.hf_format,)  # type: ignore[assignment]
     custom_mode: Annotated[

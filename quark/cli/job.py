@@ -230,12 +230,22 @@ def _export(request: Request, model: nn.Module, tokenizer: Any, name: str, direc
     mode = request.custom_mode
     if name == "gguf":
         exporter.export_gguf_model(model, request.model_dir, GGUF_NAME)
+    elif name == "onnx":
+        exporter.export_onnx_model(model, _example())
     elif name == "quark_format":
         exporter.export_quark_model(model, custom_mode=mode)
     else:
         exporter.export_safetensors_model(model, custom_mode=mode, tokenizer=tokenizer)
     if exporter.verdict is not None:
         console.out.print(f"  verified: {escape(str(exporter.verdict))}")
+
+
+def _example() -> dict[str, torch.Tensor]:
+    """Return the inputs that a graph of a language model takes."""
+    import torch
+
+    ids = torch.ones(2, 8, dtype=torch.int64)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def _move_up(directory: Path) -> None:

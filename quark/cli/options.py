@@ -17,6 +17,7 @@ from quark.cli.console import set_verbose
 SEQ_LEN = 512
 EVAL_WINDOWS = 16
 GGUF_NAME = "model"
+ONNX_NAME = "quark_model.onnx"
 TYPED = "COMMANDLINE"  # where the value of a flag comes from, among others
 
 DataType = Literal["auto", "float16", "bfloat16", "float32"]
@@ -31,6 +32,7 @@ class ModelExport(str, Enum):
     hf_format = "hf_format"
     quark_format = "quark_format"
     gguf = "gguf"
+    onnx = "onnx"
 
 
 def panel(name: str) -> Any:

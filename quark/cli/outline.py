@@ -13,7 +13,7 @@ from quark import __version__
 from quark.cli import console, models
 from quark.cli.configs import needs_data
 from quark.cli.measures import Figures
-from quark.cli.options import GGUF_NAME
+from quark.cli.options import GGUF_NAME, ONNX_NAME
 from quark.cli.request import Request
 
 if TYPE_CHECKING:
@@ -105,6 +105,9 @@ def _loading(name: str, directory: Path) -> str:
     if name == "gguf":
         file = json.dumps(str(directory / f"{GGUF_NAME}.gguf"))
         return f"model = llama_cpp.Llama(model_path={file})"
+    if name == "onnx":
+        file = json.dumps(str(directory / ONNX_NAME))
+        return f"session = onnxruntime.InferenceSession({file})"
     if name == "quark_format":
         line = f"quark.torch.ModelImporter({where}).import_model_info(model)"
         return f"model = {line}  # model: the architecture, empty"

@@ -144,8 +144,11 @@ def check_flags(request: Request) -> None:
     else:
         _check_reload(request)
     formats = request.exports
-    if "gguf" in formats and request.custom_mode != "quark":
-        raise wrong("--custom_mode", "a GGUF file has one layout. Leave it out.")
+    for name, file in {"gguf": "a GGUF file", "onnx": "an ONNX file"}.items():
+        if name in formats and request.custom_mode != "quark":
+            raise wrong("--custom_mode", f"{file} has one layout. Leave it out.")
+    if "onnx" in formats and request.verify:
+        raise wrong("--verify", "ONNX files are not opened again. Leave it out.")
     if {"hf_format", "quark_format"} <= set(formats):
         raise wrong("--model_export", "hf_format and quark_format take two directories: run twice.")
     _check_evaluation(request)

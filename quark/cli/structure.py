@@ -61,6 +61,8 @@ def as_dict(structure: Structure) -> dict[str, Any]:
         "rejected": [vars(rejected) for rejected in structure.rejected],
         "shared_inputs": structure.shared_inputs,
         "stream": None if stream is None else _stream_facts(stream),
+        "values with heads": len(structure.values),
+        "downs": len(structure.downs),
         "obstacle": structure.obstacle,
     }
 
@@ -89,6 +91,9 @@ def show(structure: Structure) -> None:
     console.out.print(table)
     if structure.stream is None:
         console.say(f"The residual stream cannot be rotated: {escape(structure.obstacle)}.")
+        facts = {"values with heads": len(structure.values), "downs": len(structure.downs)}
+        console.say("Without it (r1=False), these can be:")
+        console.out.print(console.facts({k: str(v) for k, v in facts.items()}))
     else:
         facts = _stream_facts(structure.stream)
         console.say("The residual stream can be rotated:")

@@ -20,6 +20,7 @@ from quark.torch.algorithm.inputs import rounding_inputs
 from quark.torch.numerics.blocks import QSchemeType
 from quark.torch.numerics.exponents import exponent_of, power_of_two
 from quark.torch.numerics.qdq import fake_quantize
+from quark.torch.numerics.rounding import round_
 from quark.torch.numerics.scales import round_scale
 from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.pipeline.runner import Block
@@ -105,13 +106,12 @@ class Learned:
         scale, zero_point = self._qparams()
         by = self._spread(scale)
         steps = values / by if scheme.divides else values * by.reciprocal()
-        steps = steps + self.offset * self._spacing(steps.detach())
         # Values beyond the range follow the zero point, others do not: 0 with that gradient.
         shift: torch.Tensor | float = 0.0
         if zero_point is not None and zero_point.requires_grad:
             shift = self._spread(zero_point - zero_point.detach())
         ones = torch.ones_like(scale)
-        codes = fake_quantize(steps + shift, ones, zero_point, scheme) - shift
+        codes = fake_quantize(self._moved(steps) + shift, ones, zero_point, scheme) - shift
         return (codes * by * self._stage.unit).to(self._layer.weight.dtype)
 
     @torch.no_grad()
@@ -150,13 +150,18 @@ class Learned:
         to, whole = self._scheme.scale, self._stage.tensor_scale
         return _straight(scale, round_scale(scale.detach(), to, whole))
 
-    def _spacing(self, steps: torch.Tensor) -> torch.Tensor | float:
-        """Return how far apart codes are at some values, in units of the scale."""
+    def _moved(self, steps: torch.Tensor) -> torch.Tensor:
+        """Return values in units of the scale, moved by their offsets; floats are rounded already.
+
+        A float next to a power of two would be moved past it, where steps are smaller.
+        """
         fmt = self._scheme.fmt
         if not fmt.is_float:
-            return 1.0
-        exponent = exponent_of(steps).clamp(fmt.min_exponent, fmt.max_exponent)
-        return power_of_two(exponent - fmt.mantissa_bits)
+            return steps + self.offset
+        exponent = exponent_of(steps.detach()).clamp(fmt.min_exponent, fmt.max_exponent)
+        spacing = power_of_two(exponent - fmt.mantissa_bits)
+        moved = steps / spacing + self.offset
+        return _straight(moved, round_(moved.detach().clone(), self._scheme.rounding)) * spacing
 
     def _spread(self, x: torch.Tensor) -> torch.Tensor:
         """Give every weight the number of its block."""
@@ -221,14 +226,17 @@ def _gradients(
     with torch.enable_grad():
         values = {name: weight.value() for name, weight in learned.items()}
         leaves = {name: value.detach().requires_grad_() for name, value in values.items()}
+        for leaf in leaves.values():
+            leaf.grad = torch.zeros_like(leaf)
         for index in batches:
-            torch.autograd.backward(_error(block, index, leaves), inputs=list(leaves.values()))
-        met = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+            error = _error(block, index, leaves)
+            if error.requires_grad:  # not where a router sends all tokens to other experts
+                torch.autograd.backward(error, inputs=list(leaves.values()))
         return list(
             torch.autograd.grad(
-                [values[name] for name in met],
+                list(values.values()),
                 parameters,
-                list(met.values()),
+                [leaf.grad for leaf in leaves.values()],
                 allow_unused=True,
                 materialize_grads=True,
             )

@@ -28,7 +28,7 @@ from quark.torch.algorithm.statistics import Gram
 from quark.torch.graph.structure import Edit, ScaleGroup
 from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.pipeline.runner import run_blocks
-from quark.torch.quantization.config.algo import AWQConfig, SolverConfig
+from quark.torch.quantization.config.algo import AWQConfig, RoundingConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.nn.mixin import QuantMixin
 
@@ -71,7 +71,7 @@ def apply(context: Context, options: AWQConfig) -> None:
         logger.info("awq leaves what lies outside of decoder blocks as it is.")
     names = context.structure.blocks
     # What rounds weights with care afterwards chooses ranges itself, and needs all of the weight.
-    clips = not any(isinstance(a, SolverConfig) for a in context.config.algo_config or [])
+    clips = not any(isinstance(a, RoundingConfig) for a in context.config.algo_config or [])
     for block in run_blocks(context.model, names, context.batches, "awq"):
         layers = block_layers(context, block.name, has_quantized_weight)
         grams = observe_grams(context, block, layers)

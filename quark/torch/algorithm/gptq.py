@@ -98,6 +98,7 @@ def solve(
                 rest[i + 1 : end].addr_(upper[i, i + 1 : end], errors[i], alpha=-1)
 
     run(0, len(rest))
+    del run  # refers to itself, and so to all above
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
     return done[back].T.contiguous(), errors[back].T.contiguous()

@@ -131,12 +131,15 @@ def _stream(context: Context, options: RotationConfig) -> ResidualStream:
     """Return the residual stream as the options name it, or as it was found."""
     if options.scaling_layers:
         return written_stream(context.model, options)
-    if context.structure.stream is None:
+    found = context.structure
+    if found.stream is not None:
+        return found.stream
+    if options.r1:
         raise ValueError(
-            f"rotation: this model cannot be rotated: {context.structure.obstacle}. Name its "
-            "modules in scaling_layers if you know better, or leave rotations out."
+            f"rotation: the residual stream of this model cannot be rotated: {found.obstacle}. Set "
+            "r1=False for what else can be, or name its modules in scaling_layers if you know better."
         )
-    return context.structure.stream
+    return ResidualStream(0, (), (), (), (), (), "", False, found.values, found.downs)
 
 
 def _plan(context: Context, options: RotationConfig) -> _Plan:

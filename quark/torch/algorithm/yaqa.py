@@ -9,6 +9,7 @@ layers did to their inputs, as in Qronos; the best weight to round is the same f
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from functools import partial
 
@@ -34,6 +35,8 @@ from quark.torch.pipeline.store import ActivationStore
 from quark.torch.quantization.config.algo import YaqaConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.nn.experts import counterparts
+
+logger = logging.getLogger(__name__)
 
 PIECES = 16  # rows are rounded in so many pieces; those of one do not see each other's errors
 
@@ -148,9 +151,11 @@ def observe_gradients(
             for gradients in seen.values():
                 gradients.remove()
         for name, gradients in seen.items():
-            if gradients.total is not None:
-                places[name] = len(places)
-                store[places[name]] = gradients.total
+            if gradients.total is None or not bool(gradients.total.isfinite().all()):
+                logger.warning("yaqa: no finite gradients by %s: it is rounded as by GPTQ.", name)
+                continue
+            places[name] = len(places)
+            store[places[name]] = gradients.total
     return places
 
 

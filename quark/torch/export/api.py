@@ -192,6 +192,8 @@ class ModelExporter:
             ValueError: The model does not take the inputs, is quantized in a way that no graph
                 computes, or cannot be traced.
         """
+        if self.verify:
+            raise ValueError("verify=True opens no ONNX files: leave it out.")
         options = OnnxOptions(
             input_names,
             output_names,

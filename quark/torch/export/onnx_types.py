@@ -19,7 +19,7 @@ HOLDS = (
 )
 # Width of integer codes -> the narrowest type that holds them.
 _WIDTHS = (4, 8, 16)
-_OPSETS = {"INT8": 13, "UINT8": 13, "FLOAT8E4M3FN": 19, "FLOAT8E5M2": 19}
+_OPSETS = {"INT8": 18, "UINT8": 18, "FLOAT8E4M3FN": 19, "FLOAT8E5M2": 19}
 _NATIVE = {torch.float8_e4m3fn: "FLOAT8E4M3FN", torch.float8_e5m2: "FLOAT8E5M2"}
 BLOCKED_OPSET = 21
 BYTES = ("INT8", "UINT8")

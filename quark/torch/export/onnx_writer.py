@@ -25,8 +25,11 @@ from quark.torch.quantization.nn.experts import LinearExperts
 from quark.torch.quantization.nn.mixin import PARAMETERS, QUANTIZERS, QuantMixin
 from quark.torch.quantization.nn.packed import PackedMixin
 
+logger = logging.getLogger(__name__)
+
 FILE = "quark_model.onnx"
-LEAST_OPSET = 20
+DEFAULT_OPSET = 20
+OLDEST_OPSET = 18  # that torch converts to
 LARGEST_FILE = 2_000_000_000  # bytes: a message of protobuf ends at 2^31
 _LAYERS = (QuantMixin, PackedMixin)
 
@@ -56,6 +59,11 @@ def write_onnx(
     _check_layers(model)
     call = Call.of(model, input_args)
     shapes = call.shapes(options.dynamic_shapes)
+    if any(p.dtype == torch.bfloat16 for p in model.parameters()):
+        logger.warning(
+            "The model is in bfloat16, in which ONNX Runtime computes nothing on a CPU: load it in "
+            "float32 or float16 for that."
+        )
     with at_inference(model):
         outputs = list(options.output_names) or call.run(model)
         twin = _twin(model, options.matmul_nbits)
@@ -91,13 +99,19 @@ def _traced(
                 optimize=False,
                 verbose=options.verbose,
             )
-            return program.model
+            model = program.model
     except torch.onnx.OnnxExporterError as error:
         cause = str(error.__cause__ or error).strip()
         raise ValueError(
             f"torch.onnx.export cannot trace {type(entry.model).__name__}: {cause}\nIf an axis has "
             "to keep its size, leave it out of dynamic_shapes; {} keeps those of input_args."
         ) from error
+    if model.opset_imports[""] != opset:
+        raise ValueError(
+            f"torch.onnx.export cannot convert {type(entry.model).__name__} to opset_version="
+            f"{opset}: leave it out."
+        )
+    return model
 
 
 @contextmanager
@@ -171,12 +185,12 @@ def _opset(twin: nn.Module, wanted: int | None) -> int:
     """
     layers = {name: m.opset for name, m in twin.named_modules() if isinstance(m, OnnxLayer)}
     name = max(layers, key=lambda n: layers[n])
-    if wanted is not None and wanted < layers[name]:
+    least = max(OLDEST_OPSET, layers[name])
+    if wanted is not None and wanted < least:
         raise ValueError(
-            f"opset_version={wanted} has no type for {name}: give {layers[name]} or more, or leave "
-            "it out."
+            f"opset_version={wanted} cannot hold {name}: give {least} or more, or leave it out."
         )
-    return wanted or max(LEAST_OPSET, layers[name])
+    return wanted or max(DEFAULT_OPSET, least)
 
 
 def _finish(model: Any, folds: bool) -> None:

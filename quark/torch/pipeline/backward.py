@@ -49,10 +49,10 @@ def run_blocks_back(
     with ExitStack() as stack:
         stack.enter_context(at_inference(model))
         stack.enter_context(_constant(model))
-        share = limit // (len(names) + 2)
-        stores = [stack.enter_context(ActivationStore(share)) for _ in range(len(names) + 2)]
-        gradients = stores.pop()
-        calls = capture(model, names, batches, stores[0])
+        share = limit // (len(names) + 3)
+        stores = [stack.enter_context(ActivationStore(share)) for _ in range(len(names) + 3)]
+        gradients, others = stores.pop(), stores.pop()
+        calls = capture(model, names, batches, stores[0], others)
         blocks = [
             Block(name, model.get_submodule(name), Stream(*ends), None, calls)
             for name, ends in zip(names, pairwise(stores), strict=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,6 +14,12 @@ from quark.torch.pipeline.inference import padding_mask, parts, run_batch
 from quark.torch.pipeline.store import ActivationStore
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # what a block is called with besides hidden states
+
+
+class _Place(NamedTuple):
+    """A tensor that waits in a store."""
+
+    number: int
 
 
 class Enough(Exception):
@@ -25,18 +31,26 @@ class Calls:
     """What batches call blocks with besides hidden states.
 
     Attributes:
-        of_batch: For each batch, calls by name of the block.
+        store: Where tensors among them wait.
+        of_batch: For each batch, calls by name of the block, with places in the store for tensors.
         masks: For each batch, (sequences, tokens) bool: which tokens are not padding; or None.
         returned: What each block returned for some batch, but for the hidden states.
     """
 
+    store: ActivationStore
     of_batch: list[dict[str, Call]] = field(default_factory=list)
     masks: list[torch.Tensor | None] = field(default_factory=list)
     returned: dict[str, Any] = field(default_factory=dict)
 
-    def __getitem__(self, index: int) -> dict[str, Call]:
-        """Return the calls of a batch."""
-        return self.of_batch[index]
+    def of(self, index: int, name: str) -> Call:
+        """Return what a batch calls a block with."""
+        args, kwargs = self.of_batch[index][name]
+        return self._filled(args), {key: self._filled(value) for key, value in kwargs.items()}
+
+    def _filled(self, value: Any) -> Any:
+        if isinstance(value, _Place):
+            return self.store[value.number]
+        return tuple(map(self._filled, value)) if type(value) is tuple else value
 
     def __len__(self) -> int:
         """Return the number of batches."""
@@ -50,7 +64,11 @@ class Calls:
 
 @torch.no_grad()
 def capture(
-    model: nn.Module, names: list[str], batches: Iterable[Any], inputs: ActivationStore
+    model: nn.Module,
+    names: list[str],
+    batches: Iterable[Any],
+    inputs: ActivationStore,
+    others: ActivationStore,
 ) -> Calls:
     """Record what each batch calls each block with, and the hidden states of the first.
 
@@ -61,9 +79,9 @@ def capture(
         names: Its blocks in the order of execution.
         batches: Data for the model.
         inputs: Takes in the hidden states that enter the first block, by batch.
+        others: Takes in other tensors, such as masks: one where batches have the same.
     """
-    calls = Calls()
-    kept: dict[Any, Any] = {}
+    calls, sharing = Calls(others), _Sharing(others)
     for batch in parts(batches):
         if not calls:
             with _watching(model, names, calls.returned):
@@ -71,7 +89,7 @@ def capture(
         seen: dict[str, Call] = {}
         with _looking(model, names, calls, seen, inputs), suppress(Enough):
             run_batch(model, batch)
-        calls.of_batch.append({name: _shared(call, kept, name) for name, call in seen.items()})
+        calls.of_batch.append({name: sharing.call(name, call) for name, call in seen.items()})
         calls.masks.append(padding_mask(batch))
     return calls
 
@@ -158,27 +176,41 @@ def _looking(
     return standing_in(model, {name: look(name) for name in names})
 
 
-def _shared(call: Call, kept: dict[Any, Any], name: str) -> Call:
-    args, kwargs = call
-    return _share(args, kept, name), {k: _share(v, kept, (name, k)) for k, v in kwargs.items()}
+class _Sharing:
+    """Puts tensors into a store, one for all that equal those of the batch before.
 
-
-def _share(value: Any, kept: dict[Any, Any], place: Any) -> Any:
-    """Return ``value`` with tensors that equal those of the batch before replaced by them.
-
-    Masks and rotary embeddings are the same for most batches, and would add up.
+    Masks and rotary embeddings are the same for most batches and blocks, and would add up.
     """
-    if isinstance(value, torch.Tensor):
-        before = kept.get(place)
-        if (
-            before is not None
-            and before.shape == value.shape
-            and before.dtype == value.dtype
-            and torch.equal(before, value)
-        ):
-            return before
-        kept[place] = value
-        return value
-    if type(value) is tuple:
-        return tuple(_share(v, kept, (place, i)) for i, v in enumerate(value))
-    return value  # lists and mappings as they are: blocks may share state through them
+
+    def __init__(self, store: ActivationStore) -> None:
+        self._store = store
+        self._before: dict[Any, tuple[torch.Tensor, _Place]] = {}
+
+    def call(self, name: str, call: Call) -> Call:
+        """Return what a block is called with, with places for tensors."""
+        args, kwargs = call
+        return self._value(args, name), {k: self._value(v, (name, k)) for k, v in kwargs.items()}
+
+    def _value(self, value: Any, what: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._place(value, what)
+        if type(value) is tuple:
+            return tuple(self._value(v, (what, i)) for i, v in enumerate(value))
+        return value  # lists and mappings as they are: blocks may share state through them
+
+    def _place(self, x: torch.Tensor, what: Any) -> _Place:
+        found = self._before.get(what)
+        if found is None or not (found[0] is x or _alike(found[0], x)):
+            found = next((pair for pair in self._before.values() if pair[0] is x), None)
+            found = found or self._kept(x)
+            self._before[what] = found
+        return found[1]
+
+    def _kept(self, x: torch.Tensor) -> tuple[torch.Tensor, _Place]:
+        place = _Place(len(self._store))
+        self._store[place.number] = x
+        return x, place
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)

@@ -109,7 +109,7 @@ class Block:
     def _pass(
         self, index: int, x: torch.Tensor, parameters: Mapping[str, torch.Tensor] | None = None
     ) -> torch.Tensor:
-        args, kwargs = self._calls[index][self.name]
+        args, kwargs = self._calls.of(index, self.name)
         self.mask = self._calls.masks[index]
         try:
             return _hidden(functional_call(self.module, dict(parameters or {}), (x, *args), kwargs))
@@ -153,11 +153,11 @@ def run_blocks(
     """
     names = list(names)
     with ExitStack() as stack:
-        share = limit // (4 if compare else 2)
-        stores = [stack.enter_context(ActivationStore(share)) for _ in range(4)]
-        stream, reference = Stream(*stores[:2]), Stream(*stores[2:]) if compare else None
+        share = limit // (5 if compare else 3)
+        stores = [stack.enter_context(ActivationStore(share)) for _ in range(5)]
+        stream, reference = Stream(*stores[:2]), Stream(*stores[2:4]) if compare else None
         stack.enter_context(at_inference(model))
-        calls = capture(model, names, batches, stream.inputs)
+        calls = capture(model, names, batches, stream.inputs, stores[4])
         if reference is not None:
             for index in range(len(calls)):
                 reference.inputs[index] = stream.inputs[index]

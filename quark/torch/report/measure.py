@@ -6,7 +6,7 @@ compare predictions it is loaded whole, before the checkpoint is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from math import prod
@@ -17,11 +17,13 @@ import torch
 from torch import nn
 
 from quark import __version__
-from quark.torch.export.conversion import open_checkpoint
+from quark.torch.export.conversion import GGUF, open_checkpoint
+from quark.torch.export.gguf_import import GgufTensors
 from quark.torch.export.reader import Loading
 from quark.torch.numerics.hadamard import rotate
 from quark.torch.pipeline.inference import progress
 from quark.torch.pipeline.store import ActivationStore
+from quark.torch.quantization.config.match import matches
 from quark.torch.quantization.nn.experts import counterparts
 from quark.torch.quantization.nn.mixin import is_transposed
 from quark.torch.quantization.nn.packed import PackedMixin
@@ -80,7 +82,8 @@ class Layer:
         inputs: What it reads, None without data.
         output_error: Norm of the error it adds to its outputs in units of their norm, None without
             data or original.
-        histogram: Weights before and after; None where many layers have larger errors.
+        histogram: Weights before, rescaled where they were, and after; None where many layers have
+            larger errors.
     """
 
     name: str
@@ -191,7 +194,8 @@ def measure(
         if windows is not None:
             with watching(layers, samples, -(-len(windows) // batch_size)) as seen:
                 predictions = reference.compare(model, windows, batch_size)
-        make = _Maker(layers, stored_bytes(loading, layers), seen, samples)
+        sizes, caches = stored_bytes(loading, layers), loading.fmt.config.kv_cache_patterns
+        make = _Maker(layers, sizes, seen, samples, caches)
         found = {name: make(name, weight) for name, weight in _pairs(layers, weights)}
     return _report(
         loading,
@@ -214,7 +218,7 @@ def _report(loading: Loading, layers: list[Layer], **known: Any) -> Report:
     configs = {name: layer.quant_config for name, layer in _packed(model).items()}
     return Report(
         model_type=str(getattr(getattr(model, "config", None), "model_type", "unknown")),
-        method=loading.fmt.name,
+        method=GGUF if isinstance(loading.reader, GgufTensors) else loading.fmt.name,
         algorithms=algorithms,
         bytes=total,
         verdict=verdict(total, known["original_bytes"], known["predictions"], layers, floats),
@@ -269,6 +273,7 @@ class _Maker:
     bytes: Mapping[str, int]
     seen: Mapping[str, Seen]
     samples: ActivationStore
+    caches: Sequence[str]  # patterns of the layers that write the key-value cache
 
     @torch.inference_mode()
     def __call__(self, name: str, original: torch.Tensor | None) -> Layer:
@@ -289,7 +294,7 @@ class _Maker:
         return Layer(
             name=name,
             kind=kind_of(name),
-            scheme=describe_layer(layer.quant_config, is_cache=not layer.quantizes_output),
+            scheme=describe_layer(layer.quant_config, matches(name, self.caches)),
             shape=tuple(weight.shape),
             weights=weight.numel(),
             bytes=self.bytes[name],
@@ -299,7 +304,7 @@ class _Maker:
             error=error,
             inputs=inputs,
             output_error=lost,
-            histogram=histogram(original, weight),
+            histogram=histogram(original if reference is None else reference, weight),
         )
 
 

@@ -7,7 +7,7 @@ from importlib.resources import files
 from typing import Any
 
 TEMPLATE = "page.html.jinja"
-INSTALL = 'pip install "quark[report]"'
+PACKAGES = ("jinja2", "plotly")
 
 
 def check_installed() -> None:
@@ -16,13 +16,13 @@ def check_installed() -> None:
     Raises:
         ImportError: plotly or jinja2 is missing.
     """
-    for name in ("jinja2", "plotly"):
+    for name in PACKAGES:
         try:
             import_module(name)
         except ImportError as error:
             raise ImportError(
-                f"The page of a report is made with jinja2 and plotly, and {name} is missing: "
-                f"{INSTALL}. --json prints the same numbers without them."
+                f"The page of a report needs {name}: pip install {' '.join(PACKAGES)} (or install "
+                'this package with its "report" extra). --json prints the same numbers without it.'
             ) from error
 
 

@@ -9,6 +9,7 @@ import torch
 
 BINS = 61  # of a histogram; odd, so that zero has one of its own
 ROUNDS = 8  # of fitting factors of rows and columns to a weight
+SAMPLE = 256  # rows and columns that tell whether a weight was rescaled
 GAIN = 0.5  # share of the squared error that is left if a weight was rescaled, at most
 
 
@@ -134,17 +135,26 @@ def compare(original: torch.Tensor, found: torch.Tensor) -> tuple[WeightError, t
     error = float((found - original).square().sum())
     energy = float(original.square().sum())
     change, reference = "rounded", original
-    if error > 0 and original.dim() > 1:
-        fitted = _fitted(original.flatten(1), found.flatten(1)).view_as(original)
-        left = float((found - fitted).square().sum())
-        if left < GAIN * error:
-            change, reference = "rescaled", fitted
-            error, energy = left, float(fitted.square().sum())
+    if original.dim() > 1 and _is_rescaled(_sample(original), _sample(found)):
+        change, reference = "rescaled", _fitted(original, found)
+        error, energy = float((found - reference).square().sum()), float(reference.square().sum())
     if error > energy:
         return WeightError("other"), None
     sqnr = 10 * math.log10(energy / error) if error else None
     relative = math.sqrt(error / energy) if energy else 0.0
     return WeightError(change, relative, sqnr), reference
+
+
+def _sample(weight: torch.Tensor) -> torch.Tensor:
+    """Return some rows and columns of a weight, evenly spread."""
+    steps = [-(-length // SAMPLE) for length in weight.shape]
+    return weight[tuple(slice(None, None, step) for step in steps)]
+
+
+def _is_rescaled(original: torch.Tensor, found: torch.Tensor) -> bool:
+    """Whether factors of rows and columns explain most of the difference of two weights."""
+    error = float((found - original).square().sum())
+    return error > 0 and float((found - _fitted(original, found)).square().sum()) < GAIN * error
 
 
 def _fitted(original: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
@@ -153,9 +163,9 @@ def _fitted(original: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
     Least squares, in turn for columns and rows. Where a factor would not be positive it is 1:
     what is rounded to zero altogether is an error, not a rescaling.
     """
-    fitted = original
+    fitted, found = original.flatten(1), found.flatten(1)
     for turn in range(ROUNDS):
         axis = turn % 2
         by = (found * fitted).sum(axis, keepdim=True) / fitted.square().sum(axis, keepdim=True)
         fitted = fitted * torch.where(by > 0, by, 1.0)  # NaN, where all is zero, is not positive
-    return fitted
+    return fitted.view_as(original)

@@ -193,7 +193,7 @@ def test_options_that_are_refused(options, said):
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("gemma2", {}, "this model cannot be rotated: .*post_attention_layernorm"),
+        ("gemma2", {}, "this model cannot be rotated: .*post_attention_layernorm.* Set r1=False"),
         ("llama", {"rotation_size": 48}, "rotation_size=48 does not divide the width 64"),
         (
             "llama",
@@ -230,6 +230,24 @@ def test_named_layers_need_no_stream():
     online = OnlineRotationConfig(online_rotation_layers=names)
     apply(context, RotationConfig(r1=False, online_config=online))
     assert all(context.layers[name].input_rotation is not None for name in names)
+    torch.testing.assert_close(logits_of(context.model), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "olmo2"])
+def test_values_and_downs_need_no_stream(name):
+    context = context_of(build(small_config(name), torch.float32))
+    assert context.structure.stream is None
+    expected, before = logits_of(context.model), context.model.state_dict()
+    before = {key: value.clone() for key, value in before.items()}
+    apply(context, RotationConfig(r1=False, r2=True, r4=True))
+    turned = {
+        key.split(".", 3)[3]
+        for key, value in context.model.state_dict().items()
+        if key in before and not torch.equal(value, before[key])
+    }
+    assert turned == {f"self_attn.{n}_proj.weight" for n in "vo"} | {"mlp.down_proj.weight"}
+    rotated_inputs = {n for n, m in context.layers.items() if m.input_rotation is not None}
+    assert rotated_inputs == {n for n in context.layers if n.endswith("down_proj")} != set()
     torch.testing.assert_close(logits_of(context.model), expected, rtol=0, atol=1e-4)
 
 

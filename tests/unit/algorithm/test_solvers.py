@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from quark.torch import ModelImporter, ModelQuantizer
 from quark.torch.quantization.config.algo import (
+    AutoRoundConfig,
     AWQConfig,
     GPTAQConfig,
     GPTQConfig,
@@ -26,6 +27,7 @@ SOLVERS = {
     "gptq": GPTQConfig,
     "qronos": QronosConfig,
     "yaqa": YaqaConfig,
+    "autoround": partial(AutoRoundConfig, iters=20, lr=0.05, minmax_lr=0.01),
 }
 VARIANTS = SOLVERS | {"gptaq": GPTAQConfig, "in turn": partial(GPTQConfig, true_sequential=True)}
 MODELS = {

@@ -31,7 +31,23 @@ def test_gguf(quantize):
     assert "Q4_0" in kinds and "model.gguf" in said
 
 
-def test_gguf_has_one_layout(refused, model_dir, tmp_path):
+def test_onnx(quantize):
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    path, said = quantize(*FLAGS, "--model_export", "onnx")
+    graph = onnx.load(path / "quark_model.onnx").graph
+    assert [i.name for i in graph.input] == ["input_ids", "attention_mask"]
+    assert sum(n.op_type == "DequantizeLinear" for n in graph.node) == 14
+    assert "onnxruntime.InferenceSession" in said
+
+
+@pytest.mark.parametrize(("export", "file"), [("gguf", "a GGUF file"), ("onnx", "an ONNX file")])
+def test_files_that_have_one_layout(refused, model_dir, tmp_path, export, file):
     place = ["--model_dir", model_dir, "--output_dir", tmp_path / "out", *FLAGS]
-    said = refused("quantize", *place, "--model_export", "gguf", "--custom_mode", "awq")
-    assert "a GGUF file has one layout" in said
+    said = refused("quantize", *place, "--model_export", export, "--custom_mode", "awq")
+    assert f"{file} has one layout" in said
+
+
+def test_onnx_is_not_verified(refused, model_dir, tmp_path):
+    place = ["--model_dir", model_dir, "--output_dir", tmp_path / "out", *FLAGS]
+    assert "not opened again" in refused("quantize", *place, "--model_export", "onnx", "--verify")

@@ -288,7 +288,7 @@ def test_experts_are_refused(tmp_path, build, quantize):
         (torch.ones(2, 64), {"dynamic_shapes": {"y": {0: "a"}}}, "the inputs are ['input']"),
         (torch.ones(2, 64), {"dynamic_shapes": {"input": {2: "a"}}}, "has 2 axes"),
         (torch.ones(2, 64), {"dynamic_shapes": {"input": {1: "a"}}}, "cannot trace Sequential"),
-        (torch.ones(2, 64), {"opset_version": 20}, "opset_version=20 has no type for"),
+        (torch.ones(2, 64), {"opset_version": 20}, "cannot hold 0: give 21 or more"),
     ],
 )
 def test_calls_that_make_no_sense(tmp_path, args, options, said):
@@ -297,10 +297,36 @@ def test_calls_that_make_no_sense(tmp_path, args, options, said):
     assert said in str(error.value)
 
 
+@torch.no_grad()
+def test_operators_that_torch_does_not_convert_to(tmp_path, monkeypatch):
+    model = quantized(Network(), "int8_wo")
+    image = torch.randn(1, 3, 8, 8)
+    with pytest.raises(ValueError, match="opset_version=13 cannot hold stem: give 18 or more"):
+        export_onnx(model, tmp_path / "out", image, opset_version=13)
+    monkeypatch.setattr("quark.torch.export.onnx_writer.OLDEST_OPSET", 13)
+    monkeypatch.setattr("quark.torch.export.onnx_types._OPSETS", {"INT8": 13})
+    with pytest.raises(ValueError, match="cannot convert Network to opset_version=13"):
+        export_onnx(model, tmp_path / "out", image, opset_version=13)
+
+
+def test_nothing_is_verified(tmp_path):
+    exporter = ModelExporter(tmp_path / "out", verify=True)
+    with pytest.raises(ValueError, match="verify=True opens no ONNX files"):
+        exporter.export_onnx_model(linear(), torch.ones(1, 64))
+
+
 def test_a_model_that_is_not_frozen(tmp_path):
     model = ModelQuantizer(Config(scheme("int8_wo"))).quantize_model(nn.Sequential(nn.Linear(8, 8)))
     with pytest.raises(ValueError, match="not frozen"):
         export_onnx(model, tmp_path / "out", torch.ones(1, 8))
+
+
+def test_bfloat16_is_exported_with_a_warning(tmp_path, caplog):
+    model = quantized(nn.Sequential(nn.Linear(64, 8)).bfloat16(), "int8_wo")
+    export_onnx(model, tmp_path / "out", torch.ones(1, 64, dtype=torch.bfloat16))
+    assert "computes nothing on a CPU" in caplog.text
+    (output,) = read(tmp_path / "out").graph.output
+    assert output.type.tensor_type.elem_type == onnx.TensorProto.BFLOAT16
 
 
 def test_any_number_of_inputs_have_no_names():

@@ -135,6 +135,38 @@ def test_gradients_through_a_block(build, batches):
     assert all(p.grad is not None for p in model.model.layers.parameters())
 
 
+def test_a_call_with_other_parameters(build, batches):
+    """It gives what the block would give with them, which it does not keep."""
+    model, changed = build(), build()
+    names = blocks_of(model)
+    changed.get_submodule(names[0]).mlp.down_proj.weight.detach().mul_(0.5)
+    expected = seen_by(changed, names, batches)[names[0]]
+    half = (0.5 * model.get_submodule(names[0]).mlp.down_proj.weight).detach().requires_grad_()
+    for block in run_blocks(model, names[:1], batches, "test"):
+        found = block.call(1, {"mlp.down_proj.weight": half})
+        torch.testing.assert_close(found, expected[1], rtol=0, atol=0)
+        assert not torch.equal(block.call(1), found)
+        found.square().sum().backward()
+    assert half.grad is not None
+    assert model.get_submodule(names[0]).mlp.down_proj.weight.grad is None
+
+
+def test_targets_are_outputs_of_the_model_as_it_was(build, batches):
+    model = build()
+    names = blocks_of(model)
+    mask = torch.tensor([[True] * 10 + [False] * 2, [True] * 12])
+    data = [{"input_ids": batches[0], "attention_mask": mask.long()}, batches[1]]
+    expected = seen_by(model, names, data)
+    for block in run_blocks(model, names, data, "test", compare=True):
+        for index in range(len(block)):
+            block.refer(index)
+            target, kept = block.target(index)
+            torch.testing.assert_close(target, expected[block.name][index], rtol=0, atol=0)
+            assert (kept is None) if index else torch.equal(kept, mask)
+        with torch.no_grad():
+            block.module.mlp.down_proj.weight.mul_(0.5)
+
+
 def test_blocks_come_without_data_as_well(build):
     model = build()
     found = {block.name: len(block) for block in run_blocks(model, blocks_of(model), [], "test")}
@@ -158,6 +190,27 @@ def test_equal_arguments_of_batches_are_kept_once(build):
     model = build()
     names = blocks_of(model)
     same = [torch.randint(3, 64, (1, 12)) for _ in range(4)]
-    block = next(run_blocks(model, names, same, "test"))
-    cosines = {calls[names[0]][1]["position_embeddings"][0].data_ptr() for calls in block._calls}
+    blocks = run_blocks(model, names, same, "test")
+    block = next(blocks)
+    calls = [block._calls.of(index, names[0]) for index in range(len(block))]
+    cosines = {kwargs["position_embeddings"][0].data_ptr() for _, kwargs in calls}
     assert len(cosines) == 1
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_masks_of_batches_wait_with_the_hidden_states(build, limit):
+    model = build()
+    names = blocks_of(model)
+    ids = torch.randint(3, 64, (3, 12))
+    masks = torch.ones_like(ids)
+    for row, padding in enumerate((1, 4, 7)):
+        masks[row, -padding:] = 0
+    batches = [
+        {"input_ids": i[None], "attention_mask": m[None]} for i, m in zip(ids, masks, strict=True)
+    ]
+    expected = seen_by(model, names, batches)
+    equal(run(model, names, batches, limit=limit), expected)
+    blocks = run_blocks(model, names, batches, "test", limit=limit)
+    block = next(blocks)
+    held = [v for v in block._calls.store.held.values() if isinstance(v, torch.Tensor)]
+    assert len(block._calls.store) >= 3 and bool(held) == bool(limit)

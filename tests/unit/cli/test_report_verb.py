@@ -1,0 +1,105 @@
+"""``quark report``: the page and its numbers beside it, or the numbers alone."""
+
+import json
+import sys
+
+import pytest
+
+FLAGS = ["--seq_len", 32, "--limit", 3]
+
+
+def test_page_and_numbers(quark, quantize, model_dir, text, tmp_path):
+    pytest.importorskip("plotly")
+    path, _ = quantize("--quant_scheme", "int4_wo_32")
+    page = tmp_path / "found.html"
+    flags = ["--original", model_dir, "--dataset", text, *FLAGS]
+    result = quark("report", path, *flags, "--output", page)
+    assert result.exit_code == 0, result.output
+    numbers = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    printed = json.loads(quark("report", path, *flags, "--json").stdout)
+    assert numbers == printed
+    written = page.read_text(encoding="utf-8")
+    assert all(layer["name"] in written for layer in numbers["layers"])
+    assert all(sentence in result.stdout for sentence in numbers["verdict"])
+    assert numbers["worst"][0]["name"] in result.stdout
+    assert [f.name for f in tmp_path.iterdir() if "partial" in f.name] == []
+
+
+def test_the_perplexities_are_those_of_evaluate(quark, quantize, model_dir, text):
+    path, _ = quantize("--quant_scheme", "int8_wo")
+    flags = ["--original", model_dir, "--dataset", text, *FLAGS, "--json"]
+    found = json.loads(quark("report", path, *flags).stdout)["predictions"]
+    original, quantized = json.loads(quark("evaluate", path, *flags).stdout)["models"]
+    assert found["original"] == original["perplexity"]
+    assert found["perplexity"] == pytest.approx(quantized["perplexity"], rel=1e-6)
+
+
+def test_the_sizes_are_those_of_inspect(quark, quantize):
+    path, _ = quantize("--quant_scheme", "fp8", "--kv_cache_dtype", "fp8")
+    found = json.loads(quark("report", path, "--json").stdout)
+    summary = json.loads(quark("inspect", path, "--json").stdout)
+    assert found["bytes"] == summary["bytes"]
+    assert {x["name"]: (x["scheme"], 8 * x["bytes"]) for x in found["layers"]} == {
+        x["name"]: (x["scheme"], x["bits"]) for x in summary["layers"]
+    }
+
+
+def test_the_native_format(quark, quantize, model_dir):
+    path, _ = quantize("--quant_scheme", "int8_wo", "--model_export", "quark_format")
+    result = quark("report", path, "--original", model_dir, "--json")
+    assert len(json.loads(result.stdout)["layers"]) == 14
+
+
+def test_gguf(quark, quantize, model_dir, tmp_path):
+    pytest.importorskip("gguf")
+    path, _ = quantize("--quant_scheme", "int4_wo_32")
+    assert quark("convert", path, tmp_path / "gguf", "--to", "gguf").exit_code == 0
+    found, other = (
+        json.loads(quark("report", p, "--original", model_dir, "--json").stdout)
+        for p in (tmp_path / "gguf", path)
+    )
+    assert (found["method"], other["method"]) == ("gguf", "quark")
+    errors = [{x["name"]: x["error"]["relative"] for x in r["layers"]} for r in (found, other)]
+    assert errors[0] == pytest.approx(errors[1], rel=1e-3)  # scales of GGUF are float16
+
+
+def test_numbers_need_no_plotly(quark, quantize, refused, monkeypatch, tmp_path):
+    path, _ = quantize("--quant_scheme", "int8_wo")
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    assert quark("report", path, "--json").exit_code == 0
+    said = refused("report", path, "--output", tmp_path / "a.html", code=1)
+    assert "pip install jinja2 plotly" in said
+    assert "--json" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--original", "gone"], "there is no directory gone"),
+        (["--output", "gone/a.html"], "there is no directory gone"),
+        (["--output", "a.json"], "Name an .html file"),
+        (["--dataset", "gone.txt"], "gone.txt"),
+    ],
+    ids=["original", "folder", "name", "text"],
+)
+def test_wrong_flags(flags, said, quantize, refused, monkeypatch, tmp_path):
+    pytest.importorskip("plotly")
+    path, _ = quantize("--quant_scheme", "int8_wo")
+    monkeypatch.chdir(tmp_path)
+    assert said in refused("report", path, *flags)
+
+
+def test_files_are_replaced_only_on_request(quark, quantize, refused, tmp_path):
+    pytest.importorskip("plotly")
+    path, _ = quantize("--quant_scheme", "int8_wo")
+    page = tmp_path / "a.html"
+    page.write_text("kept")
+    assert "give --overwrite" in refused("report", path, "--output", page)
+    assert page.read_text() == "kept"
+    assert quark("report", path, "--output", page, "--overwrite").exit_code == 0
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_what_is_no_quantized_model(refused, model_dir, tmp_path):
+    assert "not a quantized checkpoint" in refused("report", model_dir, "--json", code=1)
+    assert "there is no" in refused("report", tmp_path / "gone", "--json")

@@ -1,0 +1,159 @@
+"""The page of a report: whole, alone, the same numbers, and nothing but text from names."""
+
+import copy
+import json
+import re
+import sys
+from html.parser import HTMLParser
+
+import pytest
+
+pytest.importorskip("plotly")
+
+from quark.torch.report.page import check_installed, page
+
+HOSTILE = "model.<script>alert(1)</script>.\"'&</td>q_proj"
+LOADING = {"src", "href", "srcset", "action", "data", "poster", "background"}
+VALUES = {"rms": 0.1, "largest": 0.5, "peak": 5.0}
+HISTOGRAM = {"limit": 0.5, "before": [1, 2, 1], "after": [0, 4, 0]}
+
+
+def layer(name, **changes):
+    return {
+        "name": name,
+        "kind": name.rsplit(".", 1)[-1],
+        "scheme": {"weight": "int4 per group 32 sym", "input": "", "output": "", "kv_cache": ""},
+        "shape": [8, 8],
+        "weights": 64,
+        "bytes": 36,
+        "bits_per_weight": 4.5,
+        "values": VALUES,
+        "original": VALUES,
+        "scales": {
+            "count": 2, "zeros": 0, "least": 0.1, "median": 0.1234, "most": 0.2,
+            "exponent": -4, "powers": [1, 1],
+        },
+        "error": {"change": "rounded", "relative": 0.1234, "sqnr": 18.17},
+        "inputs": {
+            "tokens": 77, "values": VALUES, "error": 0.0321, "clipped": 0.0, "histogram": HISTOGRAM,
+            "channels": [{"index": 3, "largest": 9.0, "ratio": 4.5}],
+        },
+        "output_error": 0.0567,
+        "histogram": HISTOGRAM,
+        **changes,
+    }  # fmt: skip
+
+
+UNKNOWN = dict.fromkeys(("original", "scales", "error", "inputs", "output_error", "histogram"))
+REPORT = {
+    "quark": "1",
+    "directory": "out",
+    "original": "in",
+    "model_type": "llama",
+    "method": "quark",
+    "algorithms": ["awq"],
+    "bytes": 1_000_000,
+    "original_bytes": 4_000_000,
+    "text": {"source": "text.txt", "windows": 2, "tokens": 8},
+    "predictions": {
+        "perplexity": 11.0,
+        "original": 10.0,
+        "kl": 0.0456,
+        "agreement": 0.875,
+        "positions": 16,
+    },
+    "verdict": ["The model is 4.0 times smaller."],
+    "worst": [{"name": "a.q_proj", "measure": "output error", "value": 0.0567, "tries": ["less"]}],
+    "kinds": [{"name": "q_proj", "is_quantized": True, "layers": 2, "parameters": 128, "bytes": 9}],
+    "layers": [layer("a.q_proj"), layer("b.q_proj", **UNKNOWN)],
+    "floats": [
+        {"name": f"{i}.norm", "kind": "norm", "parameters": 4, "bytes": 8, "reason": "a norm"}
+        for i in range(3)
+    ],
+    "experts": {"a.experts": [3, 4]},
+}
+BARE = {**REPORT, "original": "", "original_bytes": None, "text": None, "predictions": None}
+BARE |= {"layers": [layer("b.q_proj", **UNKNOWN)], "experts": {}, "worst": []}
+
+
+class Read(HTMLParser):
+    """Elements of a page, its text by table, and the data it holds."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.tables, self.data, self._table, self._place = [], {}, "", None, None
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        attributes = dict(attrs)
+        self.tags.append((tag, attributes))
+        if tag == "table":
+            self._table = attributes["id"]
+            self.tables[self._table] = []
+        elif tag == "tr" and self._table:
+            self.tables[self._table].append([])
+        elif tag in ("td", "th") and self._table:
+            self.tables[self._table][-1].append("")
+        self._place = (tag, attributes.get("id"))
+
+    def handle_endtag(self, tag):
+        self._table = None if tag == "table" else self._table
+        self._place = None
+
+    def handle_data(self, data):
+        if self._place == ("script", "report"):
+            self.data += data
+        elif self._table and self.tables[self._table] and self.tables[self._table][-1]:
+            self.tables[self._table][-1][-1] += data.strip()
+
+
+@pytest.mark.parametrize("report", [REPORT, BARE], ids=["full", "bare"])
+def test_the_page_holds_the_numbers_and_lists_every_layer(report):
+    found = Read(page(report))
+    assert json.loads(found.data) == report
+    rows = found.tables["layers"][1:]
+    assert [row[0] for row in rows] == [layer["name"] for layer in report["layers"]]
+    assert {len(row) for row in rows} == {len(found.tables["layers"][0])}
+
+
+def test_the_tables_show_the_numbers_of_the_report():
+    first, unknown = Read(page(REPORT)).tables["layers"][1:]
+    assert {"12.34 %", "18.2", "5.67 %", "3.21 %", "4.50", "5.0", "0.123", "77"} <= set(first)
+    assert unknown.count("–") >= 9
+    (row,) = Read(page(REPORT)).tables["worst"][1:]
+    assert row == ["a.q_proj", "output error", "5.67 %", "less"]
+    (row,) = Read(page(REPORT)).tables["floats"][1:]
+    assert row == ["norm", "3", "12", "24 Bytes", "a norm"]
+
+
+@pytest.mark.parametrize("report", [REPORT, BARE], ids=["full", "bare"])
+def test_nothing_is_loaded(report):
+    found = Read(page(report))
+    assert not [tag for tag, attributes in found.tags if LOADING & set(attributes)]
+    assert not {"link", "iframe", "img", "object", "base"} & {tag for tag, _ in found.tags}
+    (policy,) = (a["content"] for t, a in found.tags if "http-equiv" in a)
+    assert policy.startswith("default-src 'none';")
+    style = re.search(r"<style>(.*?)</style>", page(report), re.DOTALL)[1]
+    assert not re.search(r"url\(|@import", style)
+
+
+def test_names_are_text():
+    report = copy.deepcopy(REPORT)
+    report |= {"directory": HOSTILE, "model_type": HOSTILE, "verdict": [HOSTILE]}
+    report["layers"] = [layer(HOSTILE)]
+    report["worst"] = [{**REPORT["worst"][0], "name": HOSTILE, "tries": [HOSTILE]}]
+    report["floats"][0] |= {"name": HOSTILE, "kind": HOSTILE, "reason": HOSTILE}
+    report["kinds"][0]["name"] = HOSTILE
+    report["experts"] = {HOSTILE: [1]}
+    hostile, plain = Read(page(report)), Read(page(REPORT))
+    assert json.loads(hostile.data) == report
+    assert hostile.tables["layers"][1][0] == HOSTILE
+    scripts = [[tag for tag, _ in found.tags].count("script") for found in (hostile, plain)]
+    assert scripts == [3, 3]
+
+
+def test_what_is_missing_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    with pytest.raises(ImportError, match=r"needs plotly: pip install jinja2 plotly"):
+        check_installed()
