@@ -1,9 +1,9 @@
 """The algorithms of other software: the same weights, formats and calibration data as for ours.
 
-``python rivals.py '"name"' '"scheme"' '"algorithm"' '"folder"' iterations``, run by the environment
-that ``peers.environment`` makes, quantizes the model that ``share`` put into the folder. What comes
-of it is judged in the same process, beside the float model, so nothing depends on what a peer can
-store. Options that are not set here are the peer's defaults.
+``python rivals.py '"peer"' '"scheme"' '"label"' '"folder"' iterations``, run by the environment of
+the peer, quantizes the model that ``share`` put into the folder. What comes of it is judged in the
+same process, beside the float model, whatever the peer can store. Options that are not set here are
+the peer's defaults.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,12 +26,12 @@ from scores import divergence
 WINDOWS = "windows.safetensors"
 W8A8 = "w_int8_per_channel_a_int8_per_tensor_sym"
 GROUP = 128
-# Schemes of weights in groups -> bits, symmetric.
+# Schemes of weights in groups -> bits, symmetric, amd-quark's name of the type.
 WEIGHTS = {
-    "int4_wo_128": (4, True),
-    "uint4_wo_128": (4, False),
-    "int3_wo_128": (3, True),
-    "w_int2_per_group_asym": (2, False),
+    "int4_wo_128": (4, True, "Int4PerGroupSpec"),
+    "uint4_wo_128": (4, False, "Uint4PerGroupSpec"),
+    "int3_wo_128": (3, True, "Int3PerGroupSpec"),
+    "w_int2_per_group_asym": (2, False, "Int2PerGroupSpec"),
 }
 
 
@@ -39,22 +40,25 @@ class Task:
     """What a peer is asked to do."""
 
     scheme: str
-    algorithm: str
+    algorithms: list[dict[str, Any]]
     folder: Path
-    iterations: int  # of learned rounding
     calibration: torch.Tensor  # (windows, length)
+    iterations: int  # of learned rounding
 
     def model(self) -> Any:
+        """Load the model that is shared."""
         from transformers import AutoModelForCausalLM
 
         return AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
 
     def tokenizer(self) -> Any:
+        """Load its tokenizer."""
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(self.folder)
 
     def samples(self) -> list[dict[str, list[int]]]:
+        """Return the windows of calibration data as lists."""
         rows = self.calibration.tolist()
         return [{"input_ids": row, "attention_mask": [1] * len(row)} for row in rows]
 
@@ -68,14 +72,12 @@ def auto_round(task: Task) -> Quantize:
     model, tokenizer = task.model(), task.tokenizer()
     how: dict[str, Any] = {"scheme": "MXFP4"}
     if task.scheme in WEIGHTS:
-        bits, symmetric = WEIGHTS[task.scheme]
+        bits, symmetric, _ = WEIGHTS[task.scheme]
         how = {"scheme": "W4A16", "bits": bits, "sym": symmetric, "group_size": GROUP}
+    is_awq = task.algorithms == [{"name": "awq"}]
+    how |= {"alg_configs": "awq,rtn"} if is_awq else {"iters": task.iterations}
     windows, length = task.calibration.shape
     how |= {"nsamples": windows, "seqlen": length, "batch_size": 8, "device_map": "cpu"}
-    if task.algorithm == "awq":
-        how["alg_configs"] = "awq,rtn"
-    else:
-        how["iters"] = task.iterations
     rows = [{key: torch.tensor([row]) for key, row in each.items()} for each in task.samples()]
     return lambda: AutoRound(model, tokenizer=tokenizer, dataset=rows, **how).quantize()[0]
 
@@ -90,7 +92,7 @@ def llm_compressor(task: Task) -> Quantize:
 
     model, inputs = task.model(), None
     if task.scheme in WEIGHTS:
-        bits, symmetric = WEIGHTS[task.scheme]
+        bits, symmetric, _ = WEIGHTS[task.scheme]
         how = {"strategy": "group", "group_size": GROUP, "num_bits": bits, "symmetric": symmetric}
     else:
         how = {"strategy": "channel", "num_bits": 8}
@@ -98,86 +100,94 @@ def llm_compressor(task: Task) -> Quantize:
     weights = QuantizationArgs(**how)
     layer = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=inputs)
     given = {"config_groups": {"all": layer}, "ignore": ["lm_head"]}
-    recipes = {
-        "gptq": lambda: [GPTQModifier(**given)],
-        "smooth": lambda: [SmoothQuantModifier(), QuantizationModifier(**given)],
-    }
-    recipe, data = recipes[task.algorithm](), Dataset.from_list(task.samples())
+    [algorithm] = task.algorithms
+    if algorithm["name"] == "gptq":
+        recipe = [GPTQModifier(**given)]
+    else:
+        smooth = SmoothQuantModifier(smoothing_strength=algorithm["alpha"])
+        recipe = [smooth, QuantizationModifier(**given)]
+    data = Dataset.from_list(task.samples())
     windows, length = task.calibration.shape
     counts = {"num_calibration_samples": windows, "max_seq_length": length, "batch_size": 8}
     return lambda: oneshot(model=model, recipe=recipe, dataset=data, **counts)
 
 
 def amd_quark(task: Task) -> Quantize:
-    from quark.torch import ModelQuantizer
-    from quark.torch.quantization.config import config as c
     from quark.torch.quantization.config.algo_configs import get_algo_config
 
-    specs = {
-        "int4_wo_128": c.Int4PerGroupSpec,
-        "uint4_wo_128": c.Uint4PerGroupSpec,
-        "int3_wo_128": c.Int3PerGroupSpec,
-        "w_int2_per_group_asym": c.Int2PerGroupSpec,
-    }
-    if task.scheme in specs:
-        symmetric = WEIGHTS[task.scheme][1]
-        weight = specs[task.scheme](ch_axis=-1, group_size=GROUP, symmetric=symmetric)
-        layer = c.QLayerConfig(weight=weight.to_quantization_spec())
+    from quark.torch import ModelQuantizer
+    from quark.torch.quantization.config import config as c
+
+    if task.scheme in WEIGHTS:
+        _, symmetric, name = WEIGHTS[task.scheme]
+        specs = [getattr(c, name)(ch_axis=-1, group_size=GROUP, symmetric=symmetric)]
+    elif task.scheme == W8A8:
+        inputs = c.Int8PerTensorSpec(observer_method="min_max", symmetric=True, is_dynamic=False)
+        specs = [c.Int8PerChannelSpec(ch_axis=0, symmetric=True, is_dynamic=False), inputs]
     else:
-        made = {
-            W8A8: (
-                c.Int8PerChannelSpec(ch_axis=0, symmetric=True, is_dynamic=False),
-                c.Int8PerTensorSpec(observer_method="min_max", symmetric=True, is_dynamic=False),
-            ),
-            "mxfp4": tuple(c.OCP_MXFP4Spec(ch_axis=-1, is_dynamic=d) for d in (False, True)),
-        }
-        weight, inputs = (spec.to_quantization_spec() for spec in made[task.scheme])
-        layer = c.QLayerConfig(weight=weight, input_tensors=inputs)
-    name, *rotations = task.algorithm.split()
-    algorithm = copy.deepcopy(get_algo_config(name, "llama")) if name != "none" else None
-    for rotation in rotations:
-        setattr(algorithm, rotation.lower(), True)
-    config = c.QConfig(
-        global_quant_config=layer, exclude=["lm_head"], algo_config=algorithm and [algorithm]
-    )
-    model, quantizer = task.model(), ModelQuantizer(config)
+        specs = [c.OCP_MXFP4Spec(ch_axis=-1, is_dynamic=dynamic) for dynamic in (False, True)]
+    tensors = zip(("weight", "input_tensors"), specs, strict=False)
+    layer = c.QLayerConfig(**{key: spec.to_quantization_spec() for key, spec in tensors})
+    algorithms = []
+    for options in task.algorithms:
+        algorithms.append(copy.deepcopy(get_algo_config(options["name"], "llama")))
+        for key, value in options.items():
+            setattr(algorithms[-1], key, value)
+    how = c.QConfig(global_quant_config=layer, exclude=["lm_head"], algo_config=algorithms or None)
+    model, quantizer = task.model(), ModelQuantizer(how)
     data = torch.utils.data.DataLoader(task.calibration, batch_size=8)
     return lambda: quantizer.freeze(quantizer.quantize_model(model, data))
 
 
 def gptqmodel(task: Task) -> Quantize:
+    os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # it does not start with fewer
     from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
 
-    bits, symmetric = WEIGHTS[task.scheme]
+    bits, symmetric, _ = WEIGHTS[task.scheme]
     config = QuantizeConfig(
         bits=bits, sym=symmetric, group_size=GROUP, device="cpu", offload_to_disk=False
     )
-    model = GPTQModel.load(str(task.folder), config, dtype=torch.float32)
-    out = task.folder / f"gptqmodel-{task.scheme}"
+    model, values = GPTQModel.load(str(task.folder), config, dtype=torch.float32), task.model()
+    out = str(task.folder / "gptqmodel")
 
     def quantize() -> Any:
         model.quantize(task.samples(), batch_size=8)
-        model.save(str(out))
-        kernel = BACKEND.GPTQ_TORCH
-        return GPTQModel.load(str(out), device="cpu", backend=kernel, dtype=torch.float32).model
+        model.save(out)
+        stored = GPTQModel.load(out, device="cpu", backend=BACKEND.GPTQ_TORCH, dtype=torch.float16)
+        for name, layer in stored.model.named_modules():
+            if hasattr(layer, "dequantize_weight"):  # it has no product in float32
+                values.get_submodule(name).weight.data.copy_(layer.dequantize_weight().T)
+        return values
 
     return quantize
 
 
-_GPTQ_AWQ = {scheme: ["gptq", "awq"] for scheme in ("int4_wo_128", "uint4_wo_128", "int3_wo_128")}
-# Peer -> how it is asked, and which algorithms for which schemes.
-PEERS: dict[str, tuple[Callable[[Task], Quantize], dict[str, list[str]]]] = {
-    "auto-round": (auto_round, {s: ["autoround"] for s in [*WEIGHTS, "mxfp4"]}),
-    "llm-compressor": (llm_compressor, {**{s: ["gptq"] for s in WEIGHTS}, W8A8: ["smooth"]}),
+Algorithms = dict[str, list[dict[str, Any]]]  # as in algorithms.py: name for the table -> options
+_GPTQ: Algorithms = {"gptq": [{"name": "gptq"}]}
+_AWQ: Algorithms = {"awq": [{"name": "awq"}]}
+_QRONOS: Algorithms = {"qronos": [{"name": "qronos"}]}
+_LEARNED: Algorithms = {"learned rounding": [{"name": "autoround"}]}
+_ROTATION: Algorithms = {"rotation R1 R2": [{"name": "rotation", "r1": True, "r2": True}]}
+_SMOOTH: Algorithms = {
+    f"smooth, alpha {alpha}": [{"name": "smooth", "alpha": alpha}] for alpha in (0.8, 1)
+}
+_INT4 = ("int4_wo_128", "uint4_wo_128")
+# Peer -> what asks it, and what it is asked for: algorithms by scheme and name for the table.
+PEERS: dict[str, tuple[Callable[[Task], Quantize], dict[str, Algorithms]]] = {
+    "auto-round": (
+        auto_round,
+        {s: (_AWQ if s in _INT4 else {}) | _LEARNED for s in [*WEIGHTS, "mxfp4"]},
+    ),
+    "llm-compressor": (llm_compressor, {**dict.fromkeys(WEIGHTS, _GPTQ), W8A8: _SMOOTH}),
     "amd-quark": (
         amd_quark,
         {
-            **{s: ["gptq"] for s in WEIGHTS},
-            W8A8: ["none", "smooth"],
-            "mxfp4": ["none", "rotation R1 R2"],
+            **{s: (_AWQ if s in _INT4 else {}) | _GPTQ | _QRONOS for s in WEIGHTS},
+            W8A8: {"": [], **_SMOOTH},
+            "mxfp4": {"": [], **_ROTATION},
         },
     ),
-    "gptqmodel": (gptqmodel, {s: ["gptq"] for s in WEIGHTS}),
+    "gptqmodel": (gptqmodel, dict.fromkeys(WEIGHTS, _GPTQ)),
 }
 
 
@@ -188,11 +198,12 @@ def share(folder: Path, model: Any, tokenizer: Any, **windows: torch.Tensor) -> 
     save_file(windows, folder / WINDOWS)
 
 
-def judge(peer: str, scheme: str, algorithm: str, folder: str, iterations: int) -> dict[str, Any]:
+def judge(peer: str, scheme: str, label: str, folder: str, iterations: int) -> dict[str, Any]:
     """Let a peer quantize the shared model and return the figures of a row."""
     windows = load_file(Path(folder) / WINDOWS)
-    task = Task(scheme, algorithm, Path(folder), iterations, windows["calibration"])
-    quantize, original = PEERS[peer][0](task), task.model()
+    prepare, schemes = PEERS[peer]
+    task = Task(scheme, schemes[scheme][label], Path(folder), windows["calibration"], iterations)
+    quantize, original = prepare(task), task.model()
     with torch.inference_mode():
         start = cpu_seconds()
         for batch in task.calibration.split(8):

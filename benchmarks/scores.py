@@ -1,4 +1,4 @@
-"""How far a quantized model is from the original, with nothing but torch: peers are judged by it too."""
+"""How far a quantized model is from the original. Peers are judged by it: it needs torch alone."""
 
 from __future__ import annotations
 

@@ -34,8 +34,6 @@ LARGEST_OFFSET = 0.5  # steps
 SMALLEST_FACTOR = 0.1  # of a range
 CHECKS = 4  # times that all data tells how far the learning has come
 
-Values = dict[str, torch.Tensor]
-
 
 def check(options: AutoRoundConfig, layers: Mapping[str, QuantizationConfig]) -> None:
     """Raise if the algorithm cannot serve these layers.
@@ -243,7 +241,7 @@ def _gradients(
         )
 
 
-def _error(block: Block, index: int, values: Values) -> torch.Tensor:
+def _error(block: Block, index: int, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return the squared error of the outputs of a block for a batch, padding left out."""
     target, kept = block.target(index)
     change = block.call(index, values).float() - target.float()

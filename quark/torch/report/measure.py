@@ -18,7 +18,6 @@ from torch import nn
 
 from quark import __version__
 from quark.torch.export.conversion import GGUF, open_checkpoint
-from quark.torch.export.gguf_import import GgufTensors
 from quark.torch.export.reader import Loading
 from quark.torch.numerics.hadamard import rotate
 from quark.torch.pipeline.inference import progress
@@ -201,6 +200,7 @@ def measure(
         loading,
         [found[name] for name in layers],
         directory=str(directory),
+        method=loading.fmt.name if (Path(directory) / "config.json").is_file() else GGUF,
         original="" if original is None else str(original),
         original_bytes=None if weights is None else weights.bytes,
         text=None if windows is None else Text(source, *windows.shape),
@@ -218,7 +218,6 @@ def _report(loading: Loading, layers: list[Layer], **known: Any) -> Report:
     configs = {name: layer.quant_config for name, layer in _packed(model).items()}
     return Report(
         model_type=str(getattr(getattr(model, "config", None), "model_type", "unknown")),
-        method=GGUF if isinstance(loading.reader, GgufTensors) else loading.fmt.name,
         algorithms=algorithms,
         bytes=total,
         verdict=verdict(total, known["original_bytes"], known["predictions"], layers, floats),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from importlib.resources import files
+from importlib.util import find_spec
 from typing import Any
 
 TEMPLATE = "page.html.jinja"
@@ -17,13 +17,11 @@ def check_installed() -> None:
         ImportError: plotly or jinja2 is missing.
     """
     for name in PACKAGES:
-        try:
-            import_module(name)
-        except ImportError as error:
+        if find_spec(name) is None:
             raise ImportError(
                 f"The page of a report needs {name}: pip install {' '.join(PACKAGES)} (or install "
                 'this package with its "report" extra). --json prints the same numbers without it.'
-            ) from error
+            )
 
 
 def page(report: dict[str, Any]) -> str:

@@ -318,7 +318,7 @@ def test_a_layer_that_no_token_reaches_has_nothing_to_learn_from():
         iters=2, inside_layer_modules=["experts.3.w1"], model_decoder_layers="model.layers.0"
     )
     config = Config(scheme("int4_wo_32", 32), exclude=["lm_head"], algo_config=[options])
-    model = build(small_config("mixtral")).requires_grad_(False)
+    model = build(small_config("mixtral"), torch.float32).requires_grad_(False)
     expected = states_of(quantized("int4_wo_32", None, kind="mixtral"))
     ModelQuantizer(config).quantize_model(model, [torch.full((1, 1), 7)])
     frozen = {name: layer for name, layer in quantized_layers(model) if layer.frozen}
