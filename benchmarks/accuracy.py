@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from measure import Meter, machine, markdown, say
+from scores import divergence
 
 from quark.demo.text import calibration_documents, evaluation_documents, model_directory
 from quark.torch import LLMTemplate, ModelQuantizer
@@ -112,16 +113,6 @@ def measure(name: str, config: Config, material: Material, original: Any) -> dic
         "kl": 1000 * divergence(original, model, material.evaluation),
         "seconds": meter.cpu,
     }
-
-
-@torch.inference_mode()
-def divergence(original: Any, model: Any, windows: torch.Tensor) -> float:
-    """Mean over tokens of KL(original || model) between their next-token distributions, in nats."""
-    total = torch.zeros((), dtype=torch.float64)
-    for window in windows.split(1):
-        expected, found = (m(window).logits[0, :-1].log_softmax(-1) for m in (original, model))
-        total += (expected.exp() * (expected - found)).sum(-1).double().sum()
-    return float(total / (windows.shape[0] * (windows.shape[1] - 1)))
 
 
 def main() -> None:

@@ -3,10 +3,12 @@
     python benchmarks/algorithms.py                   # the model in the package, and its twin
     python benchmarks/algorithms.py --rows int4_wo_128,mxfp4 --json
     python benchmarks/algorithms.py --model MODEL --text FILE
+    python benchmarks/algorithms.py --peer amd-quark --peer auto-round --models plain
 
 The twin computes the same, but a few channels behind each norm are many times larger, and the
 weights that read them as much smaller: what outliers do to large models. Seconds are in passes: how
-long the float model takes for the calibration data once.
+long the float model takes for the calibration data once. ``--peer`` adds the algorithms of other
+software; bits are those of a scheme in our checkpoints.
 """
 
 from __future__ import annotations
@@ -15,22 +17,29 @@ import argparse
 import copy
 import json
 import logging
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import accuracy
+import peers
+import rivals
 import torch
-from measure import Meter, cpu_seconds, machine, markdown, say
+from measure import Meter, cpu_seconds, in_fresh_process, machine, markdown, say
+from scores import divergence
 
 from quark.demo.text import calibration_documents
 from quark.torch import ModelQuantizer
 from quark.torch.evaluation.perplexity import perplexity, token_windows
+from quark.torch.export.writer import collect, make_format
 from quark.torch.graph.discover import discover
 from quark.torch.numerics.formats import Dtype
 from quark.torch.quantization.config import presets
 from quark.torch.quantization.config.algo import algo_config_from_dict
 from quark.torch.quantization.config.config import Config, QuantizationConfig, QuantizationSpec
+from quark.torch.quantization.config.export import JsonExporterConfig
+from quark.torch.report.summary import summarize, type_name
 
 CALIBRATION_WINDOWS = 64
 OUTLIERS = 4  # channels behind each norm
@@ -38,6 +47,8 @@ STRENGTH = 24.0
 COLUMNS = {
     "model": "model",
     "scheme": "scheme",
+    "bits": "bits/weight",
+    "software": "software",
     "algorithm": "algorithm",
     "perplexity": "perplexity",
     "increase": "increase",
@@ -126,6 +137,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rows", help="some schemes, with commas between")
     parser.add_argument("--models", default="plain,twin", help="plain,twin")
     parser.add_argument("--quick", action="store_true", help="leave out rotations that learn")
+    parser.add_argument(
+        "--peer", action="append", choices=rivals.PEERS, default=[], help="also measure"
+    )
+    parser.add_argument("--iterations", type=int, default=200, help="of rounding that peers learn")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     return parser.parse_args()
 
@@ -181,47 +196,77 @@ def measure(
     return quantized, meter
 
 
+def bits_per_weight(quantized: Any, scheme: str) -> float | None:
+    """Return what a weight takes in our checkpoint of a quantized model."""
+    stored = collect(quantized, make_format(quantized, None, JsonExporterConfig(), "quark"))
+    return summarize(stored, model_config(scheme), type_name(quantized.dtype)).bits_per_weight
+
+
+class Bench:
+    """The float model, the data, and what measures a row."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.pythons = {peer: peers.environment(peer) for peer in options.peer}
+        material = accuracy.Material(options.model, options.text, options.windows)
+        self.original = material.model.float()
+        self.tokenizer, self.windows = material.tokenizer, material.evaluation
+        documents, length = calibration_documents(), self.windows.shape[1]
+        self.calibration = token_windows(documents, self.tokenizer, length, CALIBRATION_WINDOWS)
+        self.data = list(self.calibration.split(8))
+        self.base = perplexity(self.original, self.windows)
+        self.once = plain_pass(self.original, self.data)
+
+    def scheme(self, model: Any, scheme: str, folder: str) -> list[dict[str, Any]]:
+        """Return the rows of a scheme: ours, then those of peers, who read the shared folder."""
+        rows, bits = [], None
+        for label, algorithms in ROWS[scheme].items():
+            if self.options.quick and any(a.get("trainable") for a in algorithms):
+                continue
+            say(f"{scheme} {label}")
+            quantized, meter = measure(model, scheme, algorithms, self.data)
+            bits = bits or bits_per_weight(quantized, scheme)
+            row = {
+                "perplexity": perplexity(quantized, self.windows),
+                "kl": 1000 * divergence(self.original, quantized, self.windows),
+                "passes": meter.cpu / self.once,
+                "added": meter.added,
+            }
+            rows.append({"software": "quark", "algorithm": label or None, **row})
+        for peer, python in self.pythons.items():
+            for label in rivals.PEERS[peer][1].get(scheme, ()):
+                say(f"{scheme} {peer} {label}")
+                given = peer, scheme, label, folder, self.options.iterations
+                row = in_fresh_process("rivals.py", *given, python=python)
+                rows.append({"software": peer, "algorithm": label or None, **row})
+        extra = {"scheme": scheme, "bits": bits}
+        return [{**extra, "increase": row["perplexity"] - self.base, **row} for row in rows]
+
+
 def main() -> None:
     options = arguments()
     logging.basicConfig()
     torch.set_num_threads(1)
-    material = accuracy.Material(options.model, options.text, options.windows)
-    original = material.model.float()
-    tokenizer, length = material.tokenizer, material.evaluation.shape[1]
-    calibration = token_windows(calibration_documents(), tokenizer, length, CALIBRATION_WINDOWS)
-    data = list(calibration.split(8))
-    base, rows = perplexity(original, material.evaluation), []
-    once = plain_pass(original, data)
+    bench, rows = Bench(options), []
     wanted = options.rows.split(",") if options.rows else list(ROWS)
     for kind in options.models.split(","):
-        model = original
+        model = bench.original
         if kind == "twin":
-            model = plant_outliers(copy.deepcopy(original), calibration)
-        for scheme in wanted:
-            for label, algorithms in ROWS[scheme].items():
-                if options.quick and any(a.get("trainable") for a in algorithms):
-                    continue
-                say(f"{kind} {scheme} {label}")
-                quantized, meter = measure(model, scheme, algorithms, data)
-                found = perplexity(quantized, material.evaluation)
-                rows.append(
-                    {
-                        "model": kind,
-                        "scheme": scheme,
-                        "algorithm": label or None,
-                        "perplexity": found,
-                        "increase": found - base,
-                        "kl": 1000 * accuracy.divergence(original, quantized, material.evaluation),
-                        "passes": meter.cpu / once,
-                        "added": meter.added,
-                    }
-                )
+            model = plant_outliers(copy.deepcopy(model), bench.calibration)
+        with tempfile.TemporaryDirectory() as folder:
+            windows = {"calibration": bench.calibration, "evaluation": bench.windows}
+            rivals.share(Path(folder), model, bench.tokenizer, **windows)
+            for scheme in wanted:
+                say(f"{kind}:")
+                rows += [{"model": kind, **row} for row in bench.scheme(model, scheme, folder)]
     if options.json:
-        print(json.dumps({"machine": machine(), "float": base, "rows": rows}, indent=2))
+        print(json.dumps({"machine": machine(), "float": bench.base, "rows": rows}, indent=2))
         return
     print(machine(), end="\n\n")
-    print(f"Float: {base:.3f}. A plain pass of the calibration data: {once:.1f} CPU s.\n")
-    title = f"Perplexity on {options.windows} windows of {length} tokens"
+    print(
+        f"Float: {bench.base:.3f}. A plain pass of the calibration data: {bench.once:.1f} CPU s.\n"
+    )
+    title = f"Perplexity on {options.windows} windows of {bench.windows.shape[1]} tokens"
     print(markdown(title, [*COLUMNS.values()], [[row[c] for c in COLUMNS] for row in rows]))
 
 

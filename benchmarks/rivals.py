@@ -13,7 +13,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,10 +63,12 @@ class Task:
         return [{"input_ids": row, "attention_mask": [1] * len(row)} for row in rows]
 
 
-Quantize = Callable[[], Any]  # returns the quantized model; everything is imported and loaded
+# What is measured, once all is imported and loaded; it returns the quantized model, unless that is
+# what comes next.
+Steps = Iterator[Any]
 
 
-def auto_round(task: Task) -> Quantize:
+def auto_round(task: Task) -> Steps:
     from auto_round import AutoRound
 
     model, tokenizer = task.model(), task.tokenizer()
@@ -79,10 +81,10 @@ def auto_round(task: Task) -> Quantize:
     windows, length = task.calibration.shape
     how |= {"nsamples": windows, "seqlen": length, "batch_size": 8, "device_map": "cpu"}
     rows = [{key: torch.tensor([row]) for key, row in each.items()} for each in task.samples()]
-    return lambda: AutoRound(model, tokenizer=tokenizer, dataset=rows, **how).quantize()[0]
+    yield lambda: AutoRound(model, tokenizer=tokenizer, dataset=rows, **how).quantize()[0]
 
 
-def llm_compressor(task: Task) -> Quantize:
+def llm_compressor(task: Task) -> Steps:
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from datasets import Dataset
     from llmcompressor import oneshot
@@ -109,10 +111,10 @@ def llm_compressor(task: Task) -> Quantize:
     data = Dataset.from_list(task.samples())
     windows, length = task.calibration.shape
     counts = {"num_calibration_samples": windows, "max_seq_length": length, "batch_size": 8}
-    return lambda: oneshot(model=model, recipe=recipe, dataset=data, **counts)
+    yield lambda: oneshot(model=model, recipe=recipe, dataset=data, **counts)
 
 
-def amd_quark(task: Task) -> Quantize:
+def amd_quark(task: Task) -> Steps:
     from quark.torch.quantization.config.algo_configs import get_algo_config
 
     from quark.torch import ModelQuantizer
@@ -136,10 +138,10 @@ def amd_quark(task: Task) -> Quantize:
     how = c.QConfig(global_quant_config=layer, exclude=["lm_head"], algo_config=algorithms or None)
     model, quantizer = task.model(), ModelQuantizer(how)
     data = torch.utils.data.DataLoader(task.calibration, batch_size=8)
-    return lambda: quantizer.freeze(quantizer.quantize_model(model, data))
+    yield lambda: quantizer.freeze(quantizer.quantize_model(model, data))
 
 
-def gptqmodel(task: Task) -> Quantize:
+def gptqmodel(task: Task) -> Steps:
     os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # it does not start with fewer
     from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
 
@@ -150,16 +152,13 @@ def gptqmodel(task: Task) -> Quantize:
     model, values = GPTQModel.load(str(task.folder), config, dtype=torch.float32), task.model()
     out = str(task.folder / "gptqmodel")
 
-    def quantize() -> Any:
-        model.quantize(task.samples(), batch_size=8)
-        model.save(out)
-        stored = GPTQModel.load(out, device="cpu", backend=BACKEND.GPTQ_TORCH, dtype=torch.float16)
-        for name, layer in stored.model.named_modules():
-            if hasattr(layer, "dequantize_weight"):  # it has no product in float32
-                values.get_submodule(name).weight.data.copy_(layer.dequantize_weight().T)
-        return values
-
-    return quantize
+    yield lambda: model.quantize(task.samples(), batch_size=8)
+    model.save(out)
+    stored = GPTQModel.load(out, device="cpu", backend=BACKEND.GPTQ_TORCH, dtype=torch.float16)
+    for name, layer in stored.model.named_modules():
+        if hasattr(layer, "dequantize_weight"):  # it has no product in float32
+            values.get_submodule(name).weight.data.copy_(layer.dequantize_weight().T)
+    yield values
 
 
 Algorithms = dict[str, list[dict[str, Any]]]  # as in algorithms.py: name for the table -> options
@@ -173,7 +172,7 @@ _SMOOTH: Algorithms = {
 }
 _INT4 = ("int4_wo_128", "uint4_wo_128")
 # Peer -> what asks it, and what it is asked for: algorithms by scheme and name for the table.
-PEERS: dict[str, tuple[Callable[[Task], Quantize], dict[str, Algorithms]]] = {
+PEERS: dict[str, tuple[Callable[[Task], Steps], dict[str, Algorithms]]] = {
     "auto-round": (
         auto_round,
         {s: (_AWQ if s in _INT4 else {}) | _LEARNED for s in [*WEIGHTS, "mxfp4"]},
@@ -203,14 +202,16 @@ def judge(peer: str, scheme: str, label: str, folder: str, iterations: int) -> d
     windows = load_file(Path(folder) / WINDOWS)
     prepare, schemes = PEERS[peer]
     task = Task(scheme, schemes[scheme][label], Path(folder), windows["calibration"], iterations)
-    quantize, original = prepare(task), task.model()
+    steps, original = prepare(task), task.model()
+    quantize = next(steps)
     with torch.inference_mode():
         start = cpu_seconds()
         for batch in task.calibration.split(8):
             original(batch)
         once = cpu_seconds() - start
     with Meter() as meter:
-        model = quantize()
+        result = quantize()
+    model = next(steps, result)
     with torch.inference_mode():
         losses = [float(model(w, labels=w).loss) for w in windows["evaluation"].split(1)]
     return {

@@ -61,6 +61,7 @@ def vllm() -> Compute:
     """Return what vLLM computes in float32, which it offers for models in float alone."""
     import torch
     from vllm import LLM, SamplingParams
+    import interop_kernels; interop_kernels.replace()
     from vllm.model_executor.layers import quantization as q
 
     kinds = [torch.float16, torch.bfloat16, torch.float32]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -18,6 +18,7 @@ from quark.torch.quantization.nn.experts import counterparts
 from quark.torch.quantization.nn.mixin import QuantMixin
 
 Weights = Mapping[str, torch.Tensor]
+TokenWeights = Callable[[int], torch.Tensor | None]
 
 
 def observe_inputs(
@@ -26,6 +27,7 @@ def observe_inputs(
     layers: Mapping[str, QuantMixin],
     floats: Weights | None = None,
     to_the_end: bool = False,
+    weights: TokenWeights = lambda index: None,
 ) -> tuple[dict[str, Gram], dict[str, torch.Tensor]]:
     """Send the data through a block until all layers have seen their inputs.
 
@@ -37,6 +39,8 @@ def observe_inputs(
         layers: The layers of the block to look at.
         floats: Weights of its layers in the float model, to send the second stream through it too.
         to_the_end: Whether the second stream is to pass the whole block.
+        weights: Returns how much each token of a batch counts that is not padding, (tokens,); None
+            for all alike. Tokens that a router sends to experts count alike.
 
     Returns:
         Statistics of the inputs x of each layer; and, with two streams, the sum of (r - x) xᵀ with
@@ -55,7 +59,7 @@ def observe_inputs(
                 seen.begin(is_reference=True, to_the_end=to_the_end)
                 with _holding(context, floats), rounding_inputs(context, block.name, False):
                     block.refer(index)
-            seen.begin(is_reference=False)
+            seen.begin(is_reference=False, weights=weights(index))
             block.look(index)
             if index == 0:  # layers that run several times, or not always, are waited for
                 seen.stops = [seen.times[first] for first in seen.grams] == [1] * len(seen.grams)
@@ -73,10 +77,17 @@ class _Seen:
         self.stops = False
         self._routed, self._references = routed, dict[str, torch.Tensor]()
         self._is_reference = self._to_the_end = False
+        self._roots: torch.Tensor | None = None
 
-    def begin(self, is_reference: bool, to_the_end: bool = False) -> None:
+    def begin(
+        self,
+        is_reference: bool,
+        to_the_end: bool = False,
+        weights: torch.Tensor | None = None,
+    ) -> None:
         """Begin a pass."""
         self._is_reference, self._to_the_end = is_reference, to_the_end
+        self._roots = None if weights is None else weights.sqrt().unsqueeze(1)
         self.times.clear()
 
     def __call__(self, first: str, x: torch.Tensor) -> None:
@@ -85,17 +96,29 @@ class _Seen:
         if self._is_reference:
             self._references[first] = x
         else:
-            self.grams[first](x)
+            roots = self._roots_of(first, x)
+            self.grams[first](x if roots is None else x * roots)
             r = self._references.pop(first, None)
             if r is not None and first not in self._routed:
-                self._compare(first, r.float(), x.float())
+                self._compare(first, r.float(), x.float(), roots)
         if self.stops and len(self.times) == len(self.grams) and not self._to_the_end:
             raise Enough
 
-    def _compare(self, first: str, r: torch.Tensor, x: torch.Tensor) -> None:
+    def _roots_of(self, first: str, x: torch.Tensor) -> torch.Tensor | None:
+        """Return what tokens are multiplied with to count as much as they should."""
+        if self._roots is None or first in self._routed or len(self._roots) != len(x):
+            return None
+        return self._roots
+
+    def _compare(
+        self, first: str, r: torch.Tensor, x: torch.Tensor, roots: torch.Tensor | None
+    ) -> None:
         if first not in self.crosses:
             self.crosses[first] = x.new_zeros(x.shape[1], x.shape[1])
-        self.crosses[first].addmm_((r - x).T, x)
+        lost = r - x
+        if roots is not None:
+            lost, x = lost * roots, x * roots
+        self.crosses[first].addmm_(lost.T, x)
 
 
 def in_turn(context: Context, layers: Mapping[str, QuantMixin]) -> list[dict[str, QuantMixin]]:

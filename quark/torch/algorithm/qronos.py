@@ -23,7 +23,7 @@ from quark.torch.algorithm.gptq import (
     solved_blocks,
 )
 from quark.torch.algorithm.groups import as_rows, check_served
-from quark.torch.algorithm.inputs import in_turn, observe_inputs
+from quark.torch.algorithm.inputs import TokenWeights, in_turn, observe_inputs
 from quark.torch.algorithm.statistics import Gram
 from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.pipeline.runner import Block
@@ -67,6 +67,7 @@ def round_block(
     damping: float = DAMPING,
     by_size: bool = True,
     solver_of: Callable[[str], Solver] = lambda name: solve,
+    weights: TokenWeights = lambda index: None,
 ) -> None:
     """Correct and round the layers of a block.
 
@@ -78,12 +79,13 @@ def round_block(
         damping: See ``round_layer``, as ``by_size``.
         by_size: Whether columns that meet the largest inputs come first.
         solver_of: Returns what rounds the weight of a layer.
+        weights: See ``observe_inputs``.
     """
     floats = {name: layer.weight.detach().clone() for name, layer in layers.items()}
     turns = in_turn(context, layers)
     for turn in turns:
         is_last = turn is turns[-1]
-        grams, crosses = observe_inputs(context, block, turn, floats, to_the_end=is_last)
+        grams, crosses = observe_inputs(context, block, turn, floats, is_last, weights)
         shrink_to_pool(counterparts(context.model), grams)
         for name, cross in crosses.items():
             correct_(layers[name], grams[name], cross, share)

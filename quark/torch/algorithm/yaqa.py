@@ -3,7 +3,8 @@
 What errors D of a weight do to the predictions is tr(O D H Dᵀ) to second order, with H the mean of
 x xᵀ over inputs and O that of g gᵀ over gradients of the log-likelihood by outputs, labels drawn
 from the predictions themselves (sketch A of the paper). GPTQ takes all outputs for equal: O = 1.
-Here errors go on to later rows as well as to later columns. Weights first make up for what earlier
+Here errors go on to later rows as well as to later columns, and a token counts in H by the
+magnitude of the gradient behind its block. Weights first make up for what earlier
 layers did to their inputs, as in Qronos; the best weight to round is the same for every O.
 """
 
@@ -60,14 +61,13 @@ def apply(context: Context, options: YaqaConfig) -> None:
     Experts are rounded as by GPTQ.
     """
     with ActivationStore() as store:
-        places = observe_gradients(context, options, store)
+        found = observe_gradients(context, options, store)
 
         def solver_of(name: str) -> Solver:
-            if name not in places:
+            outputs = found.outputs(name)
+            if outputs is None:
                 return solve
-            return partial(
-                solve_both, outputs=store[places[name]], damping=options.output_damp_percent
-            )
+            return partial(solve_both, outputs=outputs, damping=options.output_damp_percent)
 
         for block, layers in solved_blocks(context, options, compare=True):
             round_block(
@@ -77,6 +77,7 @@ def apply(context: Context, options: YaqaConfig) -> None:
                 damping=options.damp_percent,
                 by_size=options.desc_act,
                 solver_of=solver_of,
+                weights=partial(found.tokens, block.name),
             )
 
 
@@ -124,29 +125,54 @@ def solve_both(
     return done, errors
 
 
-def observe_gradients(
-    context: Context, options: YaqaConfig, store: ActivationStore
-) -> dict[str, int]:
-    """Sum g gᵀ over all tokens for the outputs of every layer that is to be rounded.
+class Gradients:
+    """What gradients of the log-likelihood tell of layers and of tokens, in a store."""
+
+    def __init__(self, store: ActivationStore) -> None:
+        self._store = store
+        self._places: dict[str | tuple[str, int], int] = {}
+
+    def keep(self, what: str | tuple[str, int], x: torch.Tensor) -> None:
+        """Put a tensor of a layer, or of a block and a batch, into the store."""
+        self._places[what] = len(self._places)
+        self._store[self._places[what]] = x
+
+    def outputs(self, layer: str) -> torch.Tensor | None:
+        """Return the sum of g gᵀ over tokens for the outputs of a layer, (outputs, outputs).
+
+        Experts have none: too few tokens reach one.
+        """
+        return self._read(layer)
+
+    def tokens(self, block: str, index: int) -> torch.Tensor | None:
+        """Return |g| by what a block returns, for each token of a batch that is not padding."""
+        return self._read((block, index))
+
+    def _read(self, what: str | tuple[str, int]) -> torch.Tensor | None:
+        return self._store[self._places[what]] if what in self._places else None
+
+
+def observe_gradients(context: Context, options: YaqaConfig, store: ActivationStore) -> Gradients:
+    """Take the data through the model and back.
 
     Args:
         context: The model.
         options: They say which layers.
-        store: Takes in the sums, (outputs, outputs) float32.
-
-    Returns:
-        Numbers of the sums in the store by name of the layer. Experts have none: too few tokens
-        reach one.
+        store: Takes in what is found.
     """
     routed = {name for names in counterparts(context.model) for name in names}
-    places: dict[str, int] = {}
+    found = Gradients(store)
     names = context.structure.blocks
     for block, back in run_blocks_back(context.model, names, context.batches, "yaqa", Surprise()):
         layers = solved_layers(context, block.name, options)
-        seen = {name: _Gradients(m) for name, m in layers.items() if name not in routed}
+        seen = {name: _Outputs(m) for name, m in layers.items() if name not in routed}
         try:
             for index in range(len(block)):
-                back(index)
+                behind = back(index).float().norm(dim=-1).flatten()
+                mask = block.masks(index)
+                behind = behind if mask is None else behind[mask.flatten().to(behind.device)]
+                if bool(behind.any()) and bool(behind.isfinite().all()):
+                    found.keep((block.name, index), behind)
         finally:
             for gradients in seen.values():
                 gradients.remove()
@@ -154,12 +180,11 @@ def observe_gradients(
             if gradients.total is None or not bool(gradients.total.isfinite().all()):
                 logger.warning("yaqa: no finite gradients by %s: it is rounded as by GPTQ.", name)
                 continue
-            places[name] = len(places)
-            store[places[name]] = gradients.total
-    return places
+            found.keep(name, gradients.total)
+    return found
 
 
-class _Gradients:
+class _Outputs:
     """Takes in the gradients by the outputs of a layer."""
 
     def __init__(self, layer: nn.Module) -> None:

@@ -26,10 +26,11 @@ def run_blocks_back(
     what: str,
     loss: Loss,
     limit: int = LIMIT,
-) -> Iterator[tuple[Block, Callable[[int], None]]]:
+) -> Iterator[tuple[Block, Callable[[int], torch.Tensor]]]:
     """Iterate over blocks from the last to the first, each with what takes a batch back through it.
 
-    The caller takes every batch back; hooks on tensors within see their gradients. Blocks run once
+    The caller takes every batch back, and is given the gradient by what the block returned for it;
+    hooks on tensors within see theirs. Blocks run once
     forwards, and again one by one for their gradients, so that memory holds the graph of one. What
     reaches blocks waits in memory up to a limit, then on disk. Parameters get no gradients.
 
@@ -64,8 +65,10 @@ def run_blocks_back(
             gradients[index] = _from_the_end(model, names, batch, last, calls, index, loss)
         for block in progress(blocks[::-1], f"{what}, backwards"):
 
-            def back(index: int, block: Block = block) -> None:
-                gradients[index] = block.back(index, gradients[index])
+            def back(index: int, block: Block = block) -> torch.Tensor:
+                behind = gradients[index].clone()
+                gradients[index] = block.back(index, behind)
+                return behind
 
             yield block, back
 

@@ -76,6 +76,10 @@ class Block:
             x = self._reference.inputs[index]
             self._reference.outputs[index] = self._pass(index, x)
 
+    def masks(self, index: int) -> torch.Tensor | None:
+        """Return which tokens of a batch are not padding, (sequences, tokens) bool; None for all."""
+        return self._calls.masks[index]
+
     def outputs(self, index: int) -> torch.Tensor:
         """Return what the last run returned for a batch."""
         return self._stream.outputs[index]

@@ -103,8 +103,16 @@ def test_gradients_that_tell_nothing():
 def observed(name, batches, options=None):
     context = context_of(build(small_config(name)), "int4_wo_32", batches=batches)
     with ActivationStore() as store:
-        places = observe_gradients(context, options or YaqaConfig(), store)
-        return context.model, {name: store[place].clone() for name, place in places.items()}
+        found = observe_gradients(context, options or YaqaConfig(), store)
+        sums = {name: found.outputs(name) for name in context.layers}
+        kept = {name: total.clone() for name, total in sums.items() if total is not None}
+        tokens = {
+            (block, i): weights.clone()
+            for block in context.structure.blocks
+            for i in range(len(batches))
+            if (weights := found.tokens(block, i)) is not None
+        }
+        return context.model, kept, tokens
 
 
 def close(found, expected):
@@ -114,7 +122,7 @@ def close(found, expected):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_gradients_are_those_of_the_loss_of_the_whole_model(name):
-    model, found = observed(name, [{"input_ids": IDS}])
+    model, found, _ = observed(name, [{"input_ids": IDS}])
     expected = {}
 
     def watch(layer, name):
@@ -132,23 +140,28 @@ def test_gradients_are_those_of_the_loss_of_the_whole_model(name):
 
 
 def test_the_split_into_batches_is_of_no_consequence():
-    _, whole = observed("llama", [{"input_ids": IDS}])
-    _, split = observed("llama", [{"input_ids": IDS[:1]}, {"input_ids": IDS[1:]}])
+    _, whole, tokens = observed("llama", [{"input_ids": IDS}])
+    _, split, parts = observed("llama", [{"input_ids": IDS[:1]}, {"input_ids": IDS[1:]}])
     for layer, total in whole.items():
         close(split[layer], total)
+    for (block, _), weights in tokens.items():
+        assert weights.shape == (IDS.numel(),)
+        close(torch.cat([parts[block, 0], parts[block, 1]]), weights)
 
 
 def test_padding_does_not_count():
-    _, plain = observed("llama", [{"input_ids": IDS[:2]}])
+    _, plain, tokens = observed("llama", [{"input_ids": IDS[:2]}])
     padded = F.pad(IDS[:2], (0, 5))
     mask = F.pad(torch.ones_like(IDS[:2]), (0, 5))
-    _, found = observed("llama", [{"input_ids": padded, "attention_mask": mask}])
+    _, found, kept = observed("llama", [{"input_ids": padded, "attention_mask": mask}])
     for layer, total in plain.items():
         close(found[layer], total)
+    for place, weights in tokens.items():
+        close(kept[place], weights)
 
 
 def test_experts_have_none():
-    _, found = observed("mixtral", [{"input_ids": IDS}])
+    _, found, _ = observed("mixtral", [{"input_ids": IDS}])
     assert found and not any(".experts." in name for name in found)
 
 
