@@ -237,7 +237,11 @@ class Bench:
             for label in rivals.PEERS[peer][1].get(scheme, ()):
                 say(f"{scheme} {peer} {label}")
                 given = peer, scheme, label, folder, self.options.iterations
-                row = in_fresh_process("rivals.py", *given, python=python)
+                try:
+                    row = in_fresh_process("rivals.py", *given, python=python)
+                except RuntimeError as error:
+                    say(f"left out: {error}")
+                    continue
                 rows.append({"software": peer, "algorithm": label or None, **row})
         extra = {"scheme": scheme, "bits": bits}
         return [{**extra, "increase": row["perplexity"] - self.base, **row} for row in rows]

@@ -1,10 +1,11 @@
-"""What a client computes from a checkpoint. Run by the Python of the client, without this package.
+"""What clients compute from checkpoints. Run by the Python of a client, without this package.
 
     python interop_workers.py TASKS RESULTS
 
-TASKS is a JSON file of a client, prompts (token ids) and paths; RESULTS gets a line of JSON for each
-path: the log-probability of every token of every prompt but the first, or an error. Each checkpoint
-is opened by a process of its own, forked when the client is imported.
+TASKS is a JSON file: a client, prompts of token ids, and for each checkpoint its path and whether it
+has a cache of fp8. RESULTS gets a line of JSON for each: the log-probability of every token of every
+prompt but the first, or an error. Where processes can be forked, each checkpoint has one of its own,
+so that one that crashes takes no other with it.
 """
 
 from __future__ import annotations
@@ -16,94 +17,184 @@ import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-Prompts = list[list[int]]
+import numpy as np
+
 LogProbabilities = list[list[float]]
-Compute = Callable[[Path, Prompts], LogProbabilities]
+
+
+class Task(NamedTuple):
+    """A checkpoint, and what it is asked for."""
+
+    path: Path
+    prompts: list[list[int]]
+    cache: bool
+
+
+Compute = Callable[[Task], LogProbabilities]
+
+
+def of_logits(logits: Any, ids: list[int]) -> list[float]:
+    """Return the log-probability of each token but the first; logits are (tokens, vocabulary)."""
+    ahead = np.asarray(logits, dtype=np.float64)[: len(ids) - 1]
+    ahead = ahead - ahead.max(-1, keepdims=True)
+    ahead = ahead - np.log(np.exp(ahead).sum(-1, keepdims=True))
+    found: list[float] = ahead[np.arange(len(ids) - 1), ids[1:]].tolist()
+    return found
+
+
+def of_model(model: Any, prompts: list[list[int]]) -> LogProbabilities:
+    """Return what a model of Transformers computes."""
+    import torch
+
+    with torch.no_grad():
+        return [
+            of_logits(model(torch.tensor([ids])).logits[0].float().numpy(), ids) for ids in prompts
+        ]
 
 
 def transformers() -> Compute:
-    """Return what Transformers computes, with the packages that the format needs."""
+    """Open checkpoints by Transformers, and whatever it needs for their format."""
     from transformers import AutoModelForCausalLM
 
-    def compute(path: Path, prompts: Prompts) -> LogProbabilities:
-        files = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
+    def compute(task: Task) -> LogProbabilities:
+        is_gguf = task.path.suffix == ".gguf"
         model, report = AutoModelForCausalLM.from_pretrained(
-            path.parent if files else path, dtype="auto", output_loading_info=True, **files
+            task.path.parent if is_gguf else task.path,
+            dtype="float32" if is_gguf else "auto",
+            output_loading_info=True,
+            **({"gguf_file": task.path.name} if is_gguf else {}),
         )
         wrong = {what: sorted(map(str, names))[:1] for what, names in report.items() if names}
         if wrong:
             raise ValueError(str(wrong))
-        return of_model(model, prompts)
+        return of_model(model, task.prompts)
 
     return compute
 
 
-def of_model(model: Any, prompts: Prompts) -> LogProbabilities:
-    """Return the log-probabilities of a model of Transformers."""
-    import torch
+def lm_eval() -> Compute:
+    """Ask lm-evaluation-harness for the likelihood of each token after those before it."""
+    from lm_eval.models.huggingface import HFLM
 
-    with torch.no_grad():
-        return [of_logits(model(torch.tensor([ids])).logits[0], ids) for ids in prompts]
+    def compute(task: Task) -> LogProbabilities:
+        model = HFLM(pretrained=str(task.path), dtype="float32", device="cpu", batch_size=8)
+        found = []
+        for ids in task.prompts:
+            parts = [(("", ""), ids[:i], [ids[i]]) for i in range(1, len(ids))]
+            answers = model._loglikelihood_tokens(parts, disable_tqdm=True)
+            found.append([float(likelihood) for likelihood, _ in answers])
+        return found
 
-
-def of_logits(logits: Any, ids: list[int]) -> list[float]:
-    """Return the log-probability of each token but the first: logits are (tokens, vocabulary)."""
-    import torch
-
-    ahead = torch.as_tensor(logits).double().log_softmax(-1)[:-1]
-    found: list[float] = ahead.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
-    return found
+    return compute
 
 
 def vllm() -> Compute:
-    """Return what vLLM computes in float32, which it offers for models in float alone."""
+    """Compute in float32, which vLLM offers for models in float alone, by kernels in torch."""
+    import interop_kernels
     import torch
+    from vllm.model_executor.layers import quantization
+
+    interop_kernels.replace()
+    types = [torch.float32]
+    for method in ("quark", "awq", "gptq", "awq_marlin", "gptq_marlin", "compressed-tensors", "fp8"):
+        config: Any = quantization.get_quantization_config(method)
+        config.get_supported_act_dtypes = classmethod(lambda cls: types)
+    return vllm_as_it_is("float32")
+
+
+def vllm_as_it_is(dtype: str = "bfloat16") -> Compute:
+    """Compute by the kernels that vLLM has for this processor."""
     from vllm import LLM, SamplingParams
-    import interop_kernels; interop_kernels.replace()
-    from vllm.model_executor.layers import quantization as q
 
-    kinds = [torch.float16, torch.bfloat16, torch.float32]
-    for method in ("quark", "compressed-tensors", "gptq", "awq", "fp8", "auto_gptq", "auto_awq", "awq_marlin", "gptq_marlin"):
-        try:
-            config = q.get_quantization_config(method)
-        except Exception as e:
-            print(method, e); continue
-        for k in config.__mro__:
-            if "get_supported_act_dtypes" in vars(k):
-                k.get_supported_act_dtypes = classmethod(lambda cls: kinds)
-
-    def compute(path: Path, prompts: Prompts) -> LogProbabilities:
-        llm = LLM(
-            model=str(path),
-            dtype="float32",
+    def compute(task: Task) -> LogProbabilities:
+        model = LLM(
+            model=str(task.path),
+            dtype=dtype,
+            kv_cache_dtype="fp8" if task.cache else "auto",
+            max_model_len=2 * len(task.prompts[0]),
             enforce_eager=True,
-            skip_tokenizer_init=True,
-            max_model_len=256,
             enable_prefix_caching=False,
+            skip_tokenizer_init=True,
         )
-        layer = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model.model.layers[0].self_attn.qkv_proj
-        s = getattr(layer, "scheme", None) or getattr(layer, "quant_method", None)
-        print(path, type(s).__name__, {k: type(v).__name__ for k, v in vars(s).items() if "kernel" in k}, file=sys.stderr)
         how = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-        done = llm.generate([{"prompt_token_ids": ids} for ids in prompts], how, use_tqdm=False)
+        prompts = [{"prompt_token_ids": ids} for ids in task.prompts]
         return [
-            [at[token].logprob for token, at in zip(ids[1:], o.prompt_logprobs[1:], strict=True)]
-            for ids, o in zip(prompts, done, strict=True)
+            [at[token].logprob for token, at in zip(ids[1:], answer.prompt_logprobs[1:])]  # noqa: B905
+            for ids, answer in zip(task.prompts, model.generate(prompts, how, use_tqdm=False))  # noqa: B905
         ]
 
     return compute
 
 
-CLIENTS: dict[str, Callable[[], Compute]] = {"transformers": transformers, "vllm": vllm}
+def llama_cpp() -> Compute:
+    """Compute by llama.cpp, with a cache in float32."""
+    from llama_cpp import Llama
+
+    def compute(task: Task) -> LogProbabilities:
+        length = len(task.prompts[0])
+        model = Llama(
+            str(task.path),
+            n_ctx=length,
+            n_batch=length,
+            logits_all=True,
+            type_k=0,
+            type_v=0,
+            flash_attn=False,
+            verbose=False,
+        )
+        found = []
+        for ids in task.prompts:
+            model.reset()
+            model.eval(ids)
+            found.append(of_logits(model.scores[: len(ids)], ids))
+        return found
+
+    return compute
 
 
-def in_child(compute: Compute, path: Path, prompts: Prompts) -> dict[str, Any]:
-    """Return what comes of a checkpoint, or of the crash of a process."""
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_report, args=(theirs, compute, path, prompts))
+def onnxruntime() -> Compute:
+    """Compute by ONNX Runtime, with the settings that make it exact."""
+    import onnxruntime as runtime
+
+    def compute(task: Task) -> LogProbabilities:
+        options = runtime.SessionOptions()
+        options.intra_op_num_threads = 1
+        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
+        options.add_session_config_entry("session.x64quantprecision", "1")
+        session = runtime.InferenceSession(
+            str(task.path), options, providers=["CPUExecutionProvider"]
+        )
+        [name] = [given.name for given in session.get_inputs()]
+        found = []
+        for ids in task.prompts:
+            [logits] = session.run(None, {name: np.array([ids])})
+            found.append(of_logits(logits[0], ids))
+        return found
+
+    return compute
+
+
+CLIENTS: dict[str, Callable[[], Compute]] = {
+    "vllm": vllm,
+    "vllm as it is": vllm_as_it_is,
+    "llama.cpp": llama_cpp,
+    "transformers": transformers,
+    "onnxruntime": onnxruntime,
+    "compressed-tensors": transformers,
+    "gptqmodel": transformers,
+    "amd-quark": transformers,
+    "lm-eval": lm_eval,
+}
+
+
+def answer(compute: Compute, task: Task) -> dict[str, Any]:
+    """Return {"found": …} or {"error": …}, also if the process crashes."""
+    if not hasattr(os, "fork"):
+        return _try(compute, task)
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.get_context("fork").Process(target=_send, args=(theirs, compute, task))
     child.start()
     theirs.close()
     try:
@@ -115,15 +206,17 @@ def in_child(compute: Compute, path: Path, prompts: Prompts) -> dict[str, Any]:
     return found
 
 
-def _report(out: Connection, compute: Compute, path: Path, prompts: Prompts) -> None:
-    try:
-        found: dict[str, Any] = {"found": compute(path, prompts)}
-    except BaseException as error:
-        import traceback; traceback.print_exc()
-        found = {"error": f"{type(error).__name__}: {error}"}
-    out.send(found)
+def _send(out: Connection, compute: Compute, task: Task) -> None:
+    out.send(_try(compute, task))
     out.close()
-    os._exit(0)
+    os._exit(0)  # some clients wait for threads otherwise
+
+
+def _try(compute: Compute, task: Task) -> dict[str, Any]:
+    try:
+        return {"found": compute(task)}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
 
 
 def main() -> None:
@@ -131,8 +224,8 @@ def main() -> None:
     given = json.loads(tasks.read_text())
     compute = CLIENTS[given["client"]]()
     with results.open("w") as file:
-        for path in given["paths"]:
-            found = in_child(compute, Path(path), given["prompts"])
+        for path, cache in given["checkpoints"]:
+            found = answer(compute, Task(Path(path), given["prompts"], cache))
             print(json.dumps(found), file=file, flush=True)
 
 

@@ -149,7 +149,7 @@ class AlgorithmFlags:
         _algorithm(
             metavar="NAME,…",
             help="Algorithms in order: smoothquant, autosmoothquant, awq, gptq, gptaq, qronos, "
-            "rotation, quarot.",
+            "yaqa, autoround, rotation, quarot.",
         ),
     ] = None
     quant_algo_config_file: Annotated[

