@@ -66,6 +66,7 @@ _R3: dict[str, Any] = {"name": "rotation", "r1": False, "r3": True}
 _GPTQ = {"name": "gptq"}
 _QRONOS = {"name": "qronos"}
 _YAQA = {"name": "yaqa"}
+_AUTOROUND = {"name": "autoround"}
 # Schemes without a preset -> the preset they are like, and the format instead of its own.
 OTHERS = {"int3_wo_128": ("int4_wo_128", Dtype.int3), _W4A4: ("ptpc_int8", Dtype.int4)}
 # Keys and values alone, quantized so, before or after rotary embedding.
@@ -92,6 +93,7 @@ ROWS: dict[str, dict[str, list[dict[str, Any]]]] = {
         "gptaq": [{"name": "gptaq"}],
         "qronos": [_QRONOS],
         "yaqa": [_YAQA],
+        "autoround": [_AUTOROUND],
         "rotation R1 R2, gptq": [_R1R2, _GPTQ],
     },
     "int4_wo_32": {"": [], "awq": [{"name": "awq"}], "gptq": [_GPTQ]},
@@ -102,10 +104,18 @@ ROWS: dict[str, dict[str, list[dict[str, Any]]]] = {
         "gptq": [_GPTQ],
         "qronos": [_QRONOS],
         "yaqa": [_YAQA],
+        "autoround": [_AUTOROUND],
     },
-    "w_int2_per_group_asym": {"": [], "gptq": [_GPTQ], "qronos": [_QRONOS], "yaqa": [_YAQA]},
+    "w_int2_per_group_asym": {
+        "": [],
+        "gptq": [_GPTQ],
+        "qronos": [_QRONOS],
+        "yaqa": [_YAQA],
+        "autoround": [_AUTOROUND],
+    },
     "mxfp4": {
         "": [],
+        "autoround": [_AUTOROUND],
         "rotation R1 R2": [_R1R2],
         "rotation R1 R2 R4": [_R1R2R4],
         "learned R1 R2": [_LEARNED],
@@ -136,11 +146,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--windows", type=int, default=64, help="to evaluate on: 64")
     parser.add_argument("--rows", help="some schemes, with commas between")
     parser.add_argument("--models", default="plain,twin", help="plain,twin")
-    parser.add_argument("--quick", action="store_true", help="leave out rotations that learn")
+    parser.add_argument("--quick", action="store_true", help="leave out what learns by gradients")
     parser.add_argument(
         "--peer", action="append", choices=rivals.PEERS, default=[], help="also measure"
     )
-    parser.add_argument("--iterations", type=int, default=200, help="of rounding that peers learn")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     return parser.parse_args()
 
@@ -196,6 +205,11 @@ def measure(
     return quantized, meter
 
 
+def learns(algorithms: list[dict[str, Any]]) -> bool:
+    """Return whether one of some algorithms takes many steps of gradient descent."""
+    return any(a.get("trainable") or a["name"] == "autoround" for a in algorithms)
+
+
 def bits_per_weight(quantized: Any, scheme: str) -> float | None:
     """Return what a weight takes in our checkpoint of a quantized model."""
     stored = collect(quantized, make_format(quantized, None, JsonExporterConfig(), "quark"))
@@ -221,7 +235,7 @@ class Bench:
         """Return the rows of a scheme: ours, then those of peers, who read the shared folder."""
         rows, bits = [], None
         for label, algorithms in ROWS[scheme].items():
-            if self.options.quick and any(a.get("trainable") for a in algorithms):
+            if self.options.quick and learns(algorithms):
                 continue
             say(f"{scheme} {label}")
             quantized, meter = measure(model, scheme, algorithms, self.data)
@@ -234,9 +248,11 @@ class Bench:
             }
             rows.append({"software": "quark", "algorithm": label or None, **row})
         for peer, python in self.pythons.items():
-            for label in rivals.PEERS[peer][1].get(scheme, ()):
+            for label, algorithms in rivals.PEERS[peer][1].get(scheme, {}).items():
+                if self.options.quick and learns(algorithms):
+                    continue
                 say(f"{scheme} {peer} {label}")
-                given = peer, scheme, label, folder, self.options.iterations
+                given = peer, scheme, label, folder
                 try:
                     row = in_fresh_process("rivals.py", *given, python=python)
                 except RuntimeError as error:

@@ -1,9 +1,9 @@
 """The algorithms of other software: the same weights, formats and calibration data as for ours.
 
-``python rivals.py '"peer"' '"scheme"' '"label"' '"folder"' iterations``, run by the environment of
-the peer, quantizes the model that ``share`` put into the folder. What comes of it is judged in the
-same process, beside the float model, whatever the peer can store. Options that are not set here are
-the peer's defaults.
+``python rivals.py '"peer"' '"scheme"' '"label"' '"folder"'``, run by the environment of the peer,
+quantizes the model that ``share`` put into the folder. What comes of it is judged in the same
+process, beside the float model, whatever the peer can store. Options that are not set here are the
+peer's defaults.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ class Task:
     algorithms: list[dict[str, Any]]
     folder: Path
     calibration: torch.Tensor  # (windows, length)
-    iterations: int  # of learned rounding
 
     def model(self) -> Any:
         """Load the model that is shared."""
@@ -76,8 +75,8 @@ def auto_round(task: Task) -> Steps:
     if task.scheme in WEIGHTS:
         bits, symmetric, _ = WEIGHTS[task.scheme]
         how = {"scheme": "W4A16", "bits": bits, "sym": symmetric, "group_size": GROUP}
-    is_awq = task.algorithms == [{"name": "awq"}]
-    how |= {"alg_configs": "awq,rtn"} if is_awq else {"iters": task.iterations}
+    if task.algorithms == [{"name": "awq"}]:
+        how["alg_configs"] = "awq,rtn"
     windows, length = task.calibration.shape
     how |= {"nsamples": windows, "seqlen": length, "batch_size": 8, "device_map": "cpu"}
     rows = [{key: torch.tensor([row]) for key, row in each.items()} for each in task.samples()]
@@ -165,7 +164,7 @@ Algorithms = dict[str, list[dict[str, Any]]]  # as in algorithms.py: name for th
 _GPTQ: Algorithms = {"gptq": [{"name": "gptq"}]}
 _AWQ: Algorithms = {"awq": [{"name": "awq"}]}
 _QRONOS: Algorithms = {"qronos": [{"name": "qronos"}]}
-_LEARNED: Algorithms = {"learned rounding": [{"name": "autoround"}]}
+_AUTOROUND: Algorithms = {"autoround": [{"name": "autoround"}]}
 _ROTATION: Algorithms = {"rotation R1 R2": [{"name": "rotation", "r1": True, "r2": True}]}
 _SMOOTH: Algorithms = {
     f"smooth, alpha {alpha}": [{"name": "smooth", "alpha": alpha}] for alpha in (0.8, 1)
@@ -175,7 +174,7 @@ _INT4 = ("int4_wo_128", "uint4_wo_128")
 PEERS: dict[str, tuple[Callable[[Task], Steps], dict[str, Algorithms]]] = {
     "auto-round": (
         auto_round,
-        {s: (_AWQ if s in _INT4 else {}) | _LEARNED for s in [*WEIGHTS, "mxfp4"]},
+        {s: (_AWQ if s in _INT4 else {}) | _AUTOROUND for s in [*WEIGHTS, "mxfp4"]},
     ),
     "llm-compressor": (llm_compressor, {**dict.fromkeys(WEIGHTS, _GPTQ), W8A8: _SMOOTH}),
     "amd-quark": (
@@ -197,11 +196,11 @@ def share(folder: Path, model: Any, tokenizer: Any, **windows: torch.Tensor) -> 
     save_file(windows, folder / WINDOWS)
 
 
-def judge(peer: str, scheme: str, label: str, folder: str, iterations: int) -> dict[str, Any]:
+def judge(peer: str, scheme: str, label: str, folder: str) -> dict[str, Any]:
     """Let a peer quantize the shared model and return the figures of a row."""
     windows = load_file(Path(folder) / WINDOWS)
     prepare, schemes = PEERS[peer]
-    task = Task(scheme, schemes[scheme][label], Path(folder), windows["calibration"], iterations)
+    task = Task(scheme, schemes[scheme][label], Path(folder), windows["calibration"])
     steps, original = prepare(task), task.model()
     quantize = next(steps)
     with torch.inference_mode():

@@ -66,7 +66,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--part", action="append", choices=PARTS, help="only this; repeatable")
     parser.add_argument("--schemes", help="instead of the usual ones, with commas between")
     parser.add_argument(
-        "--peer", action="append", choices=peers.REQUIREMENTS, default=[], help="also measure"
+        "--peer", action="append", choices=[*peers.PEERS][1:], default=[], help="also measure"
     )
     parser.add_argument("--rounds", type=int, default=3, help="of everything: 3")
     parser.add_argument("--quick", action="store_true", help="small model, small tensors")

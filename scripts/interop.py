@@ -125,7 +125,312 @@ class Row(NamedTuple):
     expected: Expected
 
 
-def _rows() -> Iterator[Row]:
-    for client, layout, expected, schemes in TABLE:
-        for scheme in schemes:
-            yield Row(client, layout, scheme, expected)
+GROUPS_OF_4 = tuple(f"{kind}_wo_{size}" for kind in ("int4", "uint4") for size in (32, 64, 128))
+ALL = tuple(name for name in scheme_names() if not name.startswith("w_"))
+W8A8 = "w_int8_per_channel_a_int8_per_tensor_sym"
+BLOCKS = ("mxfp4_weight_only", "w_mxfp6_e3m2", "w_mxfp6_e2m3")
+BLOCKS_BOTH = ("mxfp4", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4_mxfp6_e2m3", "mxfp4_fp8", "nvfp4")
+FLOAT = ("float",)
+CT = "compressed-tensors"
+TABLE: tuple[tuple[str, str, Expected, tuple[str, ...]], ...] = (
+    ("transformers", "quark", SAME, ALL),
+    ("transformers", "gguf", SAME, ("int4_wo_32", "int4_wo_128", "int8_wo", "int8_wo_32")),
+    ("transformers", "gguf", CLOSE, ("uint4_wo_32", "uint4_wo_128")),
+    ("llama.cpp", "gguf", CLOSE, ("int4_wo_32", "int4_wo_128", "int8_wo", "int8_wo_32")),
+    ("llama.cpp", "gguf", CLOSE, ("uint4_wo_32", "uint4_wo_128")),
+    (CT, CT, SAME, ("int8", W8A8, "fp8", "ptpc_fp8", "int8_wo", "fp8_wo", "int4_wo_per_channel")),
+    (CT, CT, SAME, ("int4_wo_32", "int4_wo_128", "int8_wo_128", "mxfp4_weight_only")),
+    (CT, CT, SAME, ("nvfp4_weight_only", "nvfp4", "mxfp4", "ptpc_int8", "uint4_wo_128")),
+    ("gptqmodel", "awq", CLOSE, ("int4_wo_32", "int4_wo_128", "uint4_wo_32", "uint4_wo_128")),
+    ("gptqmodel", "gptq", CLOSE, ("int4_wo_128", "uint4_wo_128", "int3_wo_128", "int2_wo_32")),
+    ("gptqmodel", "gptq", CLOSE, ("int8_wo_128", "int8_wo", "int4_wo_per_channel")),
+    ("lm-eval", "quark", EXACT, ("float", "int8", "fp8", "int4_wo_128", "mxfp4", "int3_wo_128")),
+    ("amd-quark", "quark", SAME, ALL),
+    ("vllm", "float", EXACT, ("float",)),
+    ("vllm", "quark", EXACT, (*GROUPS_OF_4, *BLOCKS)),
+    (
+        "vllm",
+        "quark",
+        TIES,
+        ("int8", W8A8, "fp8", "ptpc_fp8", "w_fp8_per_channel_sym", *BLOCKS_BOTH),
+    ),
+    ("vllm", "quark", CLOSE, ("ptpc_int8", "fp8" + CACHE, "w_mxfp8")),
+    (
+        "vllm",
+        "quark",
+        NO_KERNEL,
+        (
+            "int8_wo",
+            "fp8_wo",
+            "int3_wo_128",
+            "mxfp8",
+            "nvfp4_weight_only",
+            "int4_wo_per_channel",
+            "mx9",
+        ),
+    ),
+    ("vllm", "awq", EXACT, ("int4_wo_128", "uint4_wo_32", "uint4_wo_128")),
+    ("vllm", "gptq", EXACT, ("int4_wo_32", "int4_wo_128", "int4_wo_per_channel")),
+    ("vllm", "gptq", NO_KERNEL, ("uint4_wo_128", "int8_wo_128")),
+    (
+        "vllm",
+        CT,
+        EXACT,
+        (
+            *GROUPS_OF_4,
+            "int4_wo_per_channel",
+            "int8_wo",
+            "int8_wo_128",
+            "mxfp4_weight_only",
+            "nvfp4_weight_only",
+            "fp8_wo",
+        ),
+    ),
+    ("vllm", CT, TIES, ("int8", W8A8, "fp8", "ptpc_fp8", "nvfp4", "mxfp4")),
+    ("vllm", CT, CLOSE, ("ptpc_int8", "fp8" + CACHE)),
+    ("vllm", "fp8", TIES, ("fp8", "fp8" + CACHE)),
+    (
+        "vllm as it is",
+        "quark",
+        NO_KERNEL,
+        (
+            "int8",
+            W8A8,
+            "ptpc_int8",
+            "ptpc_fp8",
+            "fp8",
+            "fp8" + CACHE,
+            *GROUPS_OF_4,
+            "mxfp4",
+            "nvfp4",
+        ),
+    ),
+    ("vllm as it is", "awq", NO_KERNEL, ("uint4_wo_128",)),
+    ("vllm as it is", "gptq", NO_KERNEL, ("int4_wo_128",)),
+    (
+        "vllm as it is",
+        CT,
+        NO_KERNEL,
+        ("int8", "ptpc_fp8", "fp8", "int4_wo_128", "uint4_wo_128", "int8_wo"),
+    ),
+    ("vllm as it is", "fp8", NO_KERNEL, ("fp8",)),
+    (
+        "onnxruntime",
+        "onnx",
+        Expected(largest=1e-4),
+        (
+            "int8_wo",
+            "int8_wo_128",
+            "int4_wo_32",
+            "uint4_wo_128",
+            "int3_wo_128",
+            "fp8_wo",
+            "mxfp4_weight_only",
+            "nvfp4_weight_only",
+        ),
+    ),
+    (
+        "onnxruntime",
+        "MatMulNBits",
+        Expected(largest=1e-4),
+        ("int4_wo_32", "uint4_wo_128", "int8_wo_128"),
+    ),
+    ("onnxruntime", "onnx", CLOSE, ("int8", W8A8, "ptpc_int8", "fp8", "ptpc_fp8")),
+)
+
+
+def rows(clients: Iterable[str] | None, schemes: Iterable[str] | None) -> list[Row]:
+    """Return the rows of these clients and schemes, or of all."""
+    return [
+        Row(client, layout, scheme, expected)
+        for client, layout, expected, names in TABLE
+        for scheme in names
+        if (not clients or client.partition(" ")[0] in clients)
+        and (not schemes or scheme in schemes)
+    ]
+
+
+def environment(name: str) -> Path:
+    """Return the Python of a virtual environment with a client in it, made on first use.
+
+    It has the torch that ``constraints.txt`` names.
+    """
+    folder = ROOT / "build" / "interop" / name
+    python = folder / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
+    done = folder / "installed.json"
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    torch_line = next(line for line in lines if line.startswith("torch=="))
+    wanted = json.dumps([torch_line, CLIENTS[name].pip])
+    if not done.is_file() or done.read_text() != wanted:
+        say(f"installing {name}")
+        venv.create(folder, clear=True, with_pip=True)
+        constraints = folder / "constraints.txt"
+        constraints.write_text(torch_line)
+        found = os.environ | CLIENTS[name].settings | {"PIP_CONSTRAINT": str(constraints)}
+        for command, *arguments in CLIENTS[name].pip:
+            pip = [str(python), "-m", "pip", command, "--quiet", *arguments]
+            subprocess.run(pip, check=True, stdout=sys.stderr, env=found)
+        done.write_text(wanted)
+    return python
+
+
+class Material:
+    """The float model, its texts, and what is written from quantized copies of it."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self.folder = folder
+        self.model = AutoModelForCausalLM.from_pretrained(model_directory(), dtype=torch.float32)
+        self.tokenizer = AutoTokenizer.from_pretrained(model_directory())
+        texts = evaluation_documents(), calibration_documents(100_000)
+        windows = [token_windows(text, self.tokenizer, LENGTH) for text in texts]
+        self.prompts = windows[0][:WINDOWS].tolist()
+        self.calibration = windows[1][:CALIBRATION]
+        self.paths: dict[tuple[str, str], Path] = {}  # by layout and scheme
+        self.expected: dict[tuple[str, str], LogProbabilities] = {}
+
+    def write(self, wanted: Iterable[tuple[str, str]]) -> None:
+        """Quantize the model for each layout and scheme, and write it."""
+        made: dict[tuple[str, bool], Any] = {}
+        for layout, scheme in sorted(wanted, key=lambda pair: (pair[1], pair[0])):
+            key = scheme, layout in HALF_SCALES
+            if key not in made:
+                say(f"quantizing: {scheme}")
+                made = {key: self.quantize(*key)}
+            self.expected[layout, scheme] = of_model(made[key], self.prompts)
+            self.paths[layout, scheme] = self.export(made[key], layout, scheme)
+
+    def quantize(self, name: str, half_scales: bool) -> Any:
+        """Return a frozen copy of the model."""
+        model = copy.deepcopy(self.model)
+        if name == "float":
+            return model
+        scheme, cache, _ = name.partition(CACHE)
+        config = LLMTemplate.get("llama").get_config(
+            scheme=scheme,
+            kv_cache_scheme="fp8" if cache else None,
+            shared_scale_groups=SERVED_AS_ONE,
+        )
+        config = replace(config, kv_cache_post_rope=bool(cache))  # where vLLM has its cache
+        if half_scales:
+            weight = replace(config.global_quant_config.weight, scale_type="float16")
+            layer = replace(config.global_quant_config, weight=weight)
+            config = replace(config, global_quant_config=layer)
+        quantizer = ModelQuantizer(config)
+        return quantizer.freeze(quantizer.quantize_model(model, [self.calibration]))
+
+    def export(self, model: Any, layout: str, scheme: str) -> Path:
+        """Write a model and return what a client opens."""
+        folder = self.folder / f"{layout} {scheme}".replace(" ", "-")
+        exporter = ModelExporter(folder)
+        if layout == "float" or scheme == "float":
+            model.save_pretrained(folder)
+            self.tokenizer.save_pretrained(folder)
+        elif layout == "gguf":
+            exporter.export_gguf_model(model, model_directory(), "model")
+            return folder / "model.gguf"
+        elif layout in ("onnx", "MatMulNBits"):
+            ids = torch.tensor(self.prompts[:1])
+            exporter.export_onnx_model(model, ids, matmul_nbits=layout != "onnx")
+            return folder / "quark_model.onnx"
+        else:
+            exporter.export_safetensors_model(model, custom_mode=layout, tokenizer=self.tokenizer)
+        return folder
+
+
+def compute(
+    client: str, python: Path, material: Material, asked: list[Row]
+) -> list[dict[str, Any]]:
+    """Return what a client computes from the checkpoints of rows, or why it does not."""
+    tasks, results = material.folder / "tasks.json", material.folder / "results.json"
+    checkpoints = [(str(material.paths[r.layout, r.scheme]), CACHE in r.scheme) for r in asked]
+    given = {"client": client, "prompts": material.prompts, "checkpoints": checkpoints}
+    tasks.write_text(json.dumps(given))
+    script = Path(__file__).parent / "interop_workers.py"
+    settings = os.environ | OFFLINE | CLIENTS[client.partition(" ")[0]].settings
+    say(f"{client}: {len(asked)} checkpoints")
+    with (material.folder / f"{client}.log").open("w") as log:
+        done = subprocess.run(
+            [str(python), str(script), str(tasks), str(results)],
+            env=settings,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    if done.returncode:
+        text = (material.folder / f"{client}.log").read_text()
+        raise SystemExit(f"{client} did not start:\n{text[-2000:]}")
+    return [json.loads(line) for line in results.read_text().splitlines()]
+
+
+def judge(row: Row, expected: LogProbabilities, answer: dict[str, Any]) -> tuple[bool, list[str]]:
+    """Return whether a row is as expected, and its figures or the reason that there are none."""
+    if "error" in answer:
+        return row.expected.may_refuse, ["", "", "", "refused: " + reason(answer["error"])]
+    wanted, found = torch.tensor(expected).double(), torch.tensor(answer["found"]).double()
+    difference = (found - wanted).abs()
+    largest, median = difference.max().item(), difference.median().item()
+    change = 100 * (torch.exp(wanted.mean() - found.mean()).item() - 1)
+    limits = row.expected
+    holds = (
+        largest <= limits.largest
+        and median <= limits.median
+        and abs(change) <= limits.perplexity
+        and difference.isfinite().all().item()
+    )
+    figures = [f"{largest:.1e}", f"{median:.1e}", f"{change:+.3f} %"]
+    return bool(holds), [*figures, "" if holds else "NOT AS EXPECTED"]
+
+
+def reason(error: str) -> str:
+    """Return the first words of an error that say something."""
+    lines = [line.strip() for line in error.splitlines() if line.strip()]
+    return lines[0][:120] if lines else error
+
+
+def say(text: str) -> None:
+    """Tell of progress, apart from the results."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--client", action="append", choices=CLIENTS, help="one, or several")
+    parser.add_argument("--scheme", action="append", help="one, or several")
+    parser.add_argument(
+        "--python",
+        action="append",
+        default=[],
+        metavar="CLIENT=PATH",
+        help="where one is installed",
+    )
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = arguments()
+    pythons = dict(given.split("=", 1) for given in options.python)
+    asked = rows(options.client, options.scheme)
+    failed = 0
+    print("| scheme | layout | client | largest | median | perplexity | |")
+    print("| --- | --- | --- | ---: | ---: | ---: | --- |")
+    with tempfile.TemporaryDirectory() as folder:
+        material = Material(Path(folder))
+        material.write({(row.layout, row.scheme) for row in asked})
+        for client in dict.fromkeys(row.client for row in asked):
+            name = client.partition(" ")[0]
+            python = Path(pythons[name]) if name in pythons else environment(name)
+            own = [row for row in asked if row.client == client]
+            for row, answer in zip(own, compute(client, python, material, own), strict=True):
+                holds, cells = judge(row, material.expected[row.layout, row.scheme], answer)
+                failed += not holds
+                print(
+                    "|", " | ".join([row.scheme, row.layout, row.client, *cells]), "|", flush=True
+                )
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -166,7 +166,9 @@ def to_fp8(
 ) -> tuple[Tensor, Tensor]:
     """Return codes of fp8_e4m3 and the scale, that of each row of ``values`` or of all."""
     if scale is None:
-        amax = values.abs().amax(-1, keepdim=True) if use_per_token_if_dynamic else values.abs().max()
+        amax = (
+            values.abs().amax(-1, keepdim=True) if use_per_token_if_dynamic else values.abs().max()
+        )
         scale = amax / FP8_MAX
     codes = (values * (1 / scale)).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     return codes, scale

@@ -11,7 +11,7 @@ import typer
 from rich.markup import escape
 
 from quark.cli import console, models
-from quark.cli.evaluate import BatchSize, Limit, SeqLen
+from quark.cli.evaluate import BatchSize, Limit, Original, SeqLen
 from quark.cli.options import (
     EVAL_WINDOWS,
     SEQ_LEN,
@@ -40,13 +40,9 @@ Writes one HTML page that needs no network, and the same numbers as JSON beside 
     [cyan]quark report my-model-int4 --json > numbers.json[/cyan]
 """
 
-_output, _text, _model = panel("Output"), panel("Text"), panel("Model")
+_output, _text = panel("Output"), panel("Text")
 Directory = Annotated[
     Path, typer.Argument(metavar="DIR", help="Directory of the checkpoint, or a GGUF file.")
-]
-Original = Annotated[
-    Path | None,
-    _model("--original", metavar="DIR", help="Directory of the model it was quantized from."),
 ]
 Dataset = Annotated[
     str | None,
