@@ -71,7 +71,7 @@ class Int8(Possible, CPUInt8ScaledMMLinearKernel):
         if scale is None and not self.config.input_symmetric:
             raise NotImplementedError("no kernel for dynamic offsets")
         if scale is None:
-            scale = x.abs().amax(-1, keepdim=True) / 127
+            scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127  # padding is zeros
         offset = 0 if offset is None else offset
         codes = (torch.round(x * (1 / scale)) + offset).clamp(-128, 127) - offset
         sums = F.linear(codes.double(), layer.values)
