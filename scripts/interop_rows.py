@@ -1,0 +1,109 @@
+"""Which schemes are opened by which client in which layout, and what has to come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from quark.torch.quantization.config.presets import scheme_names
+
+
+class Expected(NamedTuple):
+    """Bounds of differences between log-probabilities, and of the change of perplexity in percent.
+
+    Attributes:
+        largest: Bound for all tokens.
+        median: Bound for the median over the tokens.
+        perplexity: Bound for the perplexity.
+        may_refuse: Whether the client may lack a kernel, and say so.
+    """
+
+    largest: float = float("inf")
+    median: float = float("inf")
+    perplexity: float = float("inf")
+    may_refuse: bool = False
+
+
+class Row(NamedTuple):
+    """A scheme, written in a layout, opened by a client."""
+
+    client: str
+    layout: str
+    scheme: str
+    expected: Expected
+
+
+SAME = Expected(largest=0)
+EXACT = Expected(largest=1e-4)  # sums in another order: the float model differs by half of it
+TIES = Expected(median=1e-5, perplexity=0.5)
+CLOSE = Expected(perplexity=0.5)
+MAY_LACK = Expected(perplexity=1, may_refuse=True)
+LACKS = Expected(largest=0, may_refuse=True)
+OTHER_INPUTS = Expected(perplexity=3)  # vLLM rounds inputs that the checkpoint leaves in float
+
+CACHE = " + fp8 cache"
+CT = "compressed-tensors"
+AS_IT_IS = "vllm as it is"
+W8A8 = "w_int8_per_channel_a_int8_per_tensor_sym"
+ALL = tuple(name for name in scheme_names() if not name.startswith("w_"))
+TWO_LEVELS = ("nvfp4", "nvfp4_weight_only", "fp4_block16_scale_e4m3", "int4_fp8")
+GROUPS_OF_4 = tuple(f"{kind}_wo_{size}" for kind in ("int4", "uint4") for size in (32, 64, 128))
+MX_WEIGHTS = ("mxfp4_weight_only", "w_mxfp6_e3m2", "w_mxfp6_e2m3", "w_mxfp8")
+MX_INPUTS = ("mxfp4", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4_mxfp6_e2m3", "mxfp4_fp8", "nvfp4")
+GGUF = ("int4_wo_32", "int4_wo_128", "int4_wo_per_channel", "int8_wo", "int8_wo_32")
+GGUF_OFFSETS = ("uint4_wo_32", "uint4_wo_128")
+UNKNOWN_TO_VLLM = ("int8_wo", "fp8_wo", "int3_wo_128", "int4_wo_per_channel", "mx9", "int4_fp8")
+ONNX = ("int8_wo", "int8_wo_128", "int4_wo_32", "uint4_wo_128", "int3_wo_128", "fp8_wo")
+
+TABLE: tuple[tuple[str, str, Expected, tuple[str, ...]], ...] = (
+    ("transformers", "quark", SAME, (*ALL, W8A8, "fp8" + CACHE)),
+    ("transformers", "gguf", SAME, GGUF),
+    ("transformers", "gguf", CLOSE, GGUF_OFFSETS),  # offsets are rounded to float16
+    ("llama.cpp", "gguf", CLOSE, (*GGUF, *GGUF_OFFSETS)),  # it rounds inputs to 8 bits
+    (CT, CT, SAME, ("int8", W8A8, "fp8", "int8_wo", "int8_wo_128", "fp8_wo", *GROUPS_OF_4[:3])),
+    (CT, CT, SAME, ("int4_wo_per_channel",)),
+    (CT, CT, TIES, ("ptpc_fp8",)),
+    (CT, CT, CLOSE, ("ptpc_int8",)),  # its scales are another
+    (CT, CT, LACKS, ("uint4_wo_128", "mxfp4_weight_only", "nvfp4_weight_only", "nvfp4")),
+    ("gptqmodel", "awq", CLOSE, GROUPS_OF_4),
+    ("gptqmodel", "gptq", CLOSE, (*GROUPS_OF_4, "int3_wo_128", "int2_wo_32", "int8_wo_128")),
+    ("gptqmodel", "gptq", CLOSE, ("int8_wo",)),
+    ("gptqmodel", "gptq", LACKS, ("int4_wo_per_channel",)),
+    ("lm-eval", "quark", EXACT, ("int8", "fp8", "int4_wo_128", "int3_wo_128")),
+    ("lm-eval", "quark", TIES, ("mxfp4",)),
+    ("amd-quark", "quark", SAME, tuple(name for name in ALL if name not in TWO_LEVELS)),
+    ("vllm", "float", EXACT, ("float",)),
+    ("vllm", "quark", EXACT, (*GROUPS_OF_4, *MX_WEIGHTS)),
+    ("vllm", "quark", TIES, ("int8", W8A8, "fp8", "fp8" + CACHE, "ptpc_fp8", *MX_INPUTS)),
+    ("vllm", "quark", CLOSE, ("ptpc_int8", "mxfp8")),
+    ("vllm", "quark", LACKS, (*UNKNOWN_TO_VLLM, "nvfp4_weight_only")),
+    ("vllm", "awq", EXACT, GROUPS_OF_4),
+    ("vllm", "gptq", EXACT, (*GROUPS_OF_4[:3], "int4_wo_per_channel")),
+    ("vllm", "gptq", LACKS, ("uint4_wo_128", "int8_wo_128")),
+    ("vllm", CT, EXACT, (*GROUPS_OF_4, "int4_wo_per_channel", "int8_wo", "int8_wo_128")),
+    ("vllm", CT, TIES, ("int8", W8A8, "fp8", "fp8" + CACHE, "ptpc_fp8", "nvfp4", "mxfp4")),
+    ("vllm", CT, CLOSE, ("ptpc_int8",)),
+    ("vllm", CT, OTHER_INPUTS, ("mxfp4_weight_only",)),
+    ("vllm", CT, LACKS, ("nvfp4_weight_only", "fp8_wo")),
+    ("vllm", "fp8", TIES, ("fp8", "fp8" + CACHE)),
+    (AS_IT_IS, "quark", MAY_LACK, ("int8", W8A8, "ptpc_int8", "ptpc_fp8", "fp8", *GROUPS_OF_4)),
+    (AS_IT_IS, "quark", MAY_LACK, ("mxfp4", "nvfp4", "mxfp8")),
+    (AS_IT_IS, "awq", MAY_LACK, ("int4_wo_128", "uint4_wo_128")),
+    (AS_IT_IS, "gptq", MAY_LACK, ("int4_wo_128",)),
+    (AS_IT_IS, CT, MAY_LACK, ("int8", "ptpc_fp8", "fp8", "int4_wo_128", "uint4_wo_128")),
+    (AS_IT_IS, "fp8", MAY_LACK, ("fp8",)),
+    ("onnxruntime", "onnx", EXACT, (*ONNX, "mxfp4_weight_only", "nvfp4_weight_only")),
+    ("onnxruntime", "MatMulNBits", EXACT, ("int4_wo_32", "uint4_wo_128", "int8_wo_128")),
+    ("onnxruntime", "onnx", CLOSE, ("int8", W8A8, "ptpc_int8", "fp8", "ptpc_fp8")),
+)
+
+
+def rows(clients: Collection[str], schemes: Collection[str]) -> list[Row]:
+    """Return the rows of these clients and schemes; of all, where none is given."""
+    return [
+        Row(client, layout, scheme, expected)
+        for client, layout, expected, names in TABLE
+        for scheme in names
+        if (not clients or client.partition(" ")[0] in clients)
+        and (not schemes or scheme in schemes)
+    ]
