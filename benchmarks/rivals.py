@@ -130,8 +130,8 @@ def amd_quark(task: Task) -> Steps:
     tensors = zip(("weight", "input_tensors"), specs, strict=False)
     layer = c.QLayerConfig(**{key: spec.to_quantization_spec() for key, spec in tensors})
     algorithms = []
-    for options in task.algorithms:
-        algorithms.append(copy.deepcopy(get_algo_config(options["name"], "llama")))
+    for options in map(dict, task.algorithms):
+        algorithms.append(copy.deepcopy(get_algo_config(options.pop("name"), "llama")))
         for key, value in options.items():
             setattr(algorithms[-1], key, value)
     how = c.QConfig(global_quant_config=layer, exclude=["lm_head"], algo_config=algorithms or None)
@@ -167,7 +167,7 @@ _QRONOS: Algorithms = {"qronos": [{"name": "qronos"}]}
 _AUTOROUND: Algorithms = {"autoround": [{"name": "autoround"}]}
 _ROTATION: Algorithms = {"rotation R1 R2": [{"name": "rotation", "r1": True, "r2": True}]}
 _SMOOTH: Algorithms = {
-    f"smooth, alpha {alpha}": [{"name": "smooth", "alpha": alpha}] for alpha in (0.8, 1)
+    f"smooth, alpha {alpha}": [{"name": "smoothquant", "alpha": alpha}] for alpha in (0.8, 1)
 }
 _INT4 = ("int4_wo_128", "uint4_wo_128")
 # Peer -> what asks it, and what it is asked for: algorithms by scheme and name for the table.

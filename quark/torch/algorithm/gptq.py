@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from typing import NamedTuple
 
 import torch
 
@@ -77,31 +78,39 @@ def solve(
         squares is the damped error of the outputs.
     """
     rest = weight.T[order].contiguous()  # (inputs, outputs): columns lie together
-    errors = torch.empty_like(rest)
-    done = torch.empty_like(rest)
-    places = order.tolist()
-
-    def run(start: int, end: int) -> None:
-        if end - start > LEAF:
-            middle = (start + end) // 2
-            run(start, middle)
-            rest[middle:end].addmm_(
-                upper[start:middle, middle:end].T, errors[start:middle], alpha=-1
-            )
-            run(middle, end)
-            return
-        for i in range(start, end):
-            done[i] = rounding(rest[i], places[i])
-            torch.sub(rest[i], done[i], out=errors[i])
-            errors[i].div_(upper[i, i])
-            if i + 1 < end:
-                rest[i + 1 : end].addr_(upper[i, i + 1 : end], errors[i], alpha=-1)
-
-    run(0, len(rest))
-    del run  # refers to itself, and so to all above
+    columns = _Columns(rest, torch.empty_like(rest), torch.empty_like(rest), order.tolist())
+    _run(columns, upper, rounding, 0, len(rest))
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
-    return done[back].T.contiguous(), errors[back].T.contiguous()
+    return columns.done[back].T.contiguous(), columns.errors[back].T.contiguous()
+
+
+class _Columns(NamedTuple):
+    """Columns of a weight in the order in which they are rounded, each (inputs, outputs)."""
+
+    rest: torch.Tensor
+    done: torch.Tensor
+    errors: torch.Tensor
+    places: list[int]  # of the columns in the weight
+
+
+def _run(
+    columns: _Columns, upper: torch.Tensor, rounding: ColumnRounding, start: int, end: int
+) -> None:
+    """Round columns from ``start`` to ``end``, which have made up for all before ``start``."""
+    rest, done, errors, places = columns
+    if end - start > LEAF:
+        middle = (start + end) // 2
+        _run(columns, upper, rounding, start, middle)
+        rest[middle:end].addmm_(upper[start:middle, middle:end].T, errors[start:middle], alpha=-1)
+        _run(columns, upper, rounding, middle, end)
+        return
+    for i in range(start, end):
+        done[i] = rounding(rest[i], places[i])
+        torch.sub(rest[i], done[i], out=errors[i])
+        errors[i].div_(upper[i, i])
+        if i + 1 < end:
+            rest[i + 1 : end].addr_(upper[i, i + 1 : end], errors[i], alpha=-1)
 
 
 def check(options: GPTQConfig, layers: Mapping[str, QuantizationConfig]) -> None:

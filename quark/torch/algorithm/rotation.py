@@ -136,8 +136,8 @@ def _stream(context: Context, options: RotationConfig) -> ResidualStream:
         return found.stream
     if options.r1:
         raise ValueError(
-            f"rotation: the residual stream of this model cannot be rotated: {found.obstacle}. Set "
-            "r1=False for what else can be, or name its modules in scaling_layers if you know better."
+            f"rotation: the stream of this model cannot be rotated: {found.obstacle}. Set r1=False "
+            "for what else can be, or name its modules in scaling_layers if you know better."
         )
     return ResidualStream(0, (), (), (), (), (), "", False, found.values, found.downs)
 

@@ -77,7 +77,7 @@ class Block:
             self._reference.outputs[index] = self._pass(index, x)
 
     def masks(self, index: int) -> torch.Tensor | None:
-        """Return which tokens of a batch are not padding, (sequences, tokens) bool; None for all."""
+        """Return which tokens of a batch are no padding, (sequences, tokens) bool; None for all."""
         return self._calls.masks[index]
 
     def outputs(self, index: int) -> torch.Tensor:

@@ -193,7 +193,7 @@ def test_options_that_are_refused(options, said):
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("gemma2", {}, "this model cannot be rotated: .*post_attention_layernorm.* Set r1=False"),
+        ("gemma2", {}, "cannot be rotated: .*post_attention_layernorm.* Set r1=False"),
         ("llama", {"rotation_size": 48}, "rotation_size=48 does not divide the width 64"),
         (
             "llama",
