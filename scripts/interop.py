@@ -206,20 +206,21 @@ def compute(
             stderr=subprocess.STDOUT,
         )
     if done.returncode:
-        text = (material.folder / f"{client}.log").read_text()
-        raise SystemExit(f"{client} did not start:\n{text[-2000:]}")
+        say((material.folder / f"{client}.log").read_text()[-2000:])
+        return [{"error": f"{client} does not start"}] * len(asked)
     return [json.loads(line) for line in results.read_text().splitlines()]
 
 
 def judge(row: Row, expected: LogProbabilities, answer: dict[str, Any]) -> tuple[bool, list[str]]:
     """Return whether a row is as expected, and its figures or the reason that there are none."""
+    limits = row.expected
     if "error" in answer:
-        return row.expected.may_refuse, ["", "", "", "refused: " + reason(answer["error"])]
+        note = "refused: " if limits.may_refuse else "NOT EXPECTED to be refused: "
+        return limits.may_refuse, ["", "", "", note + " ".join(answer["error"].split())[:120]]
     wanted, found = torch.tensor(expected).double(), torch.tensor(answer["found"]).double()
     difference = (found - wanted).abs()
     largest, median = difference.max().item(), difference.median().item()
     change = 100 * (torch.exp(wanted.mean() - found.mean()).item() - 1)
-    limits = row.expected
     holds = (
         largest <= limits.largest
         and median <= limits.median
@@ -228,11 +229,6 @@ def judge(row: Row, expected: LogProbabilities, answer: dict[str, Any]) -> tuple
     )
     figures = [f"{largest:.1e}", f"{median:.1e}", f"{change:+.3f} %"]
     return bool(holds), [*figures, "" if holds else "NOT AS EXPECTED"]
-
-
-def reason(error: str) -> str:
-    """Return the first words of an error that say something."""
-    return " ".join(error.split())[:120]
 
 
 def say(text: str) -> None:
@@ -252,18 +248,32 @@ def arguments() -> argparse.Namespace:
         "--python",
         action="append",
         default=[],
+        type=installed,
         metavar="CLIENT=PATH",
-        help="where one is installed",
+        help="the Python that has a client, instead of an environment made here",
     )
     return parser.parse_args()
 
 
+def installed(given: str) -> tuple[str, Path]:
+    """Read a client and its Python."""
+    name, _, path = given.partition("=")
+    if name not in CLIENTS or not Path(path).is_file():
+        raise argparse.ArgumentTypeError(
+            f"{given} is not CLIENT=PATH with one of {', '.join(CLIENTS)} and the file of a Python"
+        )
+    return name, Path(path)
+
+
 def main() -> int:
     options = arguments()
-    pythons = dict(given.split("=", 1) for given in options.python)
     asked = rows(options.client, options.scheme)
     if not asked:
         raise SystemExit("no row has such a client and scheme; interop_rows.py lists them")
+    pythons: dict[str, Path] = dict(options.python)
+    for name in dict.fromkeys(row.client.partition(" ")[0] for row in asked):
+        if name not in pythons:
+            pythons[name] = environment(name)
     failed = 0
     print("| scheme | layout | client | largest | median | perplexity | |")
     print("| --- | --- | --- | ---: | ---: | ---: | --- |")
@@ -271,10 +281,9 @@ def main() -> int:
         material = Material(Path(folder))
         material.write({(row.layout, row.scheme) for row in asked})
         for client in dict.fromkeys(row.client for row in asked):
-            name = client.partition(" ")[0]
-            python = Path(pythons[name]) if name in pythons else environment(name)
             own = [row for row in asked if row.client == client]
-            for row, answer in zip(own, compute(client, python, material, own), strict=True):
+            answers = compute(client, pythons[client.partition(" ")[0]], material, own)
+            for row, answer in zip(own, answers, strict=True):
                 holds, cells = judge(row, material.expected[row.layout, row.scheme], answer)
                 failed += not holds
                 print(

@@ -60,7 +60,11 @@ class Possible:
 
 
 class Int8(Possible, CPUInt8ScaledMMLinearKernel):
-    """int8 weights and activations, added up exactly."""
+    """int8 weights and symmetric activations, added up exactly."""
+
+    @classmethod
+    def can_implement(cls, config: Any) -> tuple[bool, str | None]:
+        return config.input_symmetric, "takes no offsets"
 
     def process_weights_after_loading(self, layer: Any) -> None:
         codes = getattr(layer, self.layer_param_names[0]).data.clone()
@@ -68,13 +72,10 @@ class Int8(Possible, CPUInt8ScaledMMLinearKernel):
         layer.values = codes.double()
 
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        _, weight_scale, scale, offset, _ = self._get_layer_params(layer)
-        if scale is None and not self.config.input_symmetric:
-            raise NotImplementedError("no kernel for dynamic offsets")
+        _, weight_scale, scale, _, _ = self._get_layer_params(layer)
         if scale is None:
             scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127  # padding is zeros
-        offset = 0 if offset is None else offset
-        codes = (torch.round(x * (1 / scale)) + offset).clamp(-128, 127) - offset
+        codes = torch.round(x * (1 / scale)).clamp(-128, 127)
         sums = F.linear(codes.double(), layer.values)
         y: Tensor = (sums * weight_scale.double().flatten() * scale.double()).to(x.dtype)
         return y if bias is None else y + bias
@@ -107,13 +108,9 @@ class Weights(Possible, CPUWNA16LinearKernel):
         kind = self.config.weight_type
         unpack = keys.unpack_quantized_values_into_int32
         values = unpack(codes.data, kind, 0).float()  # (inputs, outputs)
-        offset = unpack(offsets.data, kind, 1).float() if self.config.zero_points else kind.bias
-        rows = values.shape[0] // scales.shape[0]
-        spread = (
-            t.repeat_interleave(rows, 0) for t in (scales.data, offset * torch.ones_like(scales))
-        )
-        scale, offset = spread
-        layer.values = ((values - offset) * scale).t().contiguous()
+        groups = values.reshape(len(scales), -1, values.shape[1])
+        offset = unpack(offsets.data, kind, 1)[:, None] if self.config.zero_points else kind.bias
+        layer.values = ((groups - offset) * scales.data[:, None]).flatten(0, 1).t().contiguous()
 
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, layer.values.to(x.dtype), bias)

@@ -10,6 +10,7 @@ its own, so that one that crashes takes no other with it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -58,6 +59,9 @@ def transformers() -> Compute:
     """Open checkpoints by Transformers, and whatever it needs for their format."""
     from transformers import AutoModelForCausalLM
 
+    with contextlib.suppress(ImportError):
+        import quark.torch  # noqa: F401  # ours or amd-quark's: once, not in each process
+
     def compute(task: Task) -> LogProbabilities:
         is_gguf = task.path.suffix == ".gguf"
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -98,15 +102,8 @@ def vllm() -> Compute:
 
     interop_kernels.replace()
     types = [torch.float32]
-    for method in (
-        "quark",
-        "awq",
-        "gptq",
-        "awq_marlin",
-        "gptq_marlin",
-        "compressed-tensors",
-        "fp8",
-    ):
+    methods = ("quark", "awq", "gptq", "awq_marlin", "gptq_marlin", "compressed-tensors", "fp8")
+    for method in methods:
         config: Any = quantization.get_quantization_config(method)
         config.get_supported_act_dtypes = classmethod(lambda cls: types)
     return vllm_as_it_is("float32")
@@ -128,10 +125,11 @@ def vllm_as_it_is(dtype: str = "bfloat16") -> Compute:
         )
         how = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
         prompts = [{"prompt_token_ids": ids} for ids in task.prompts]
-        return [
-            [at[token].logprob for token, at in zip(ids[1:], answer.prompt_logprobs[1:])]  # noqa: B905
-            for ids, answer in zip(task.prompts, model.generate(prompts, how, use_tqdm=False))  # noqa: B905
-        ]
+        found = []
+        for answer in model.generate(prompts, how, use_tqdm=False):
+            tokens = zip(answer.prompt_token_ids, answer.prompt_logprobs, strict=True)
+            found.append([at[token].logprob for token, at in list(tokens)[1:]])
+        return found
 
     return compute
 
