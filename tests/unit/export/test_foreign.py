@@ -410,7 +410,7 @@ class TestRefused:
             ("gptq int4", {"modules_in_block_to_quantize": [[3]]}, "is no list of names"),
             ("ct int4", {"sparsity_config": {"format": "sparse-24"}}, "sparse weights"),
             ("ct int4", {"transform_config": {"config_groups": {"a": 1}}}, "transforms of inputs"),
-            ("ct int4", {"config_groups": {"a": 1}}, "is malformed"),
+            ("ct int4", {"config_groups": {"a": 1}}, "config_groups has to map names"),
             ("fp8 blocks", {"weight_block_size": [32]}, "no pair of positive integers"),
             ("fp8", {"fmt": "e5m2"}, "fmt='e5m2'"),
             ("ct int4", {"format": "dense", "config_groups": {"g": {"targets": ["Linear"]}}}, "g"),
