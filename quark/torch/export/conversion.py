@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ GGUF = "gguf"
 TARGETS = (*FORMATS, GGUF)
 _BESIDE = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")
 _OF_WEIGHTS = ("config.json", ".index.json", "quantize_config.json", "quant_config.json")
+
+logger = logging.getLogger(__name__)
 
 
 def convert(
@@ -143,12 +146,13 @@ def _gguf_of(source: Path) -> Path | None:
 
 
 def _tokenizer_of(source: Path) -> Any:
-    """Return the tokenizer of a GGUF file, None if Transformers cannot make it."""
+    """Return the tokenizer of a GGUF file; None, with a warning, if Transformers cannot make it."""
     from transformers import AutoTokenizer
 
     file = _gguf_of(source)
     assert file is not None
     try:
         return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    except Exception:
+    except Exception as error:  # anything that a tokenizer of another family can raise
+        logger.warning("%s: no tokenizer could be made of it (%s): none is written.", file, error)
         return None
