@@ -5,22 +5,14 @@ import pytest
 from quark.torch import ModelExporter
 from quark.torch.export import convert
 from quark.torch.quantization.config.config import Config, QuantizationConfig
-from quark.torch.quantization.config.spec import QuantizationSpec
+from tests.unit.export.specs import per_group
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2}
 CT = "compressed-tensors"
 
 
 def config(dtype, symmetric=True):
-    weight = QuantizationSpec(
-        dtype,
-        qscheme="per_group",
-        ch_axis=-1,
-        group_size=32,
-        symmetric=symmetric,
-        is_dynamic=False,
-        scale_type="float16",
-    )
+    weight = per_group(dtype, symmetric)
     return Config(QuantizationConfig(weight=weight), exclude=["lm_head"])
 
 

@@ -150,6 +150,19 @@ PARTICULARS = {
 }
 
 
+VARIED = {  # kinds of models that algorithms meet, each with changes to its configuration
+    "llama": ("llama", {}),
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "opt": ("opt", {}),
+    "mixtral": ("mixtral", {}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "nemotron": ("nemotron", {}),
+    "gpt2": ("gpt2", {}),
+    "gpt_neox": ("gpt_neox", {}),
+}
+
+
 def small_config(name, **changes):
     """The configuration of a tiny model of an architecture."""
     from transformers import CONFIG_MAPPING

@@ -21,7 +21,7 @@ from quark.torch.quantization.config.algo import (
 from quark.torch.quantization.config.config import Config, QuantizationSpec
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.prepare import quantized_layers
-from tests.models.architectures import build, small_config
+from tests.models.architectures import VARIED, build, small_config
 
 SOLVERS = {
     "gptq": GPTQConfig,
@@ -30,23 +30,12 @@ SOLVERS = {
     "autoround": partial(AutoRoundConfig, iters=20, lr=0.05, minmax_lr=0.01),
 }
 VARIANTS = SOLVERS | {"gptaq": GPTAQConfig, "in turn": partial(GPTQConfig, true_sequential=True)}
-MODELS = {
-    "llama": ("llama", {}),
-    "tied": ("llama", {"tie_word_embeddings": True}),
-    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
-    "opt": ("opt", {}),
-    "mixtral": ("mixtral", {}),
-    "qwen3_moe": ("qwen3_moe", {}),
-    "nemotron": ("nemotron", {}),
-    "gpt2": ("gpt2", {}),
-    "gpt_neox": ("gpt_neox", {}),
-}
 SCHEMES = ["int4_wo_32", "uint4_wo_32", "int2_wo_32", "mxfp4_weight_only", "nvfp4_weight_only"]
 DATA = torch.randint(3, 64, (32, 24), generator=torch.Generator().manual_seed(6))
 
 
 def made(name, dtype=torch.float32):
-    kind, changes = MODELS[name]
+    kind, changes = VARIED[name]
     return build(small_config(kind, **changes), dtype)
 
 
@@ -81,7 +70,7 @@ def error(model, name, *algorithms, **rest):
 
 @pytest.mark.parametrize(
     ("name", "solver"),
-    [*((name, "gptq") for name in MODELS), *(("llama", solver) for solver in VARIANTS)],
+    [*((name, "gptq") for name in VARIED), *(("llama", solver) for solver in VARIANTS)],
 )
 def test_models_lose_less_than_by_rounding(name, solver):
     plain = error(made(name), "int4_wo_32")

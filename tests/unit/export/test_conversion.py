@@ -13,6 +13,7 @@ from quark.torch.export.checkpoint import CheckpointReader
 from quark.torch.export.conversion import open_checkpoint
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.spec import QuantizationSpec
+from tests.unit.export.specs import per_group
 
 LAYER = "model.layers.1.self_attn.k_proj"
 CT = "compressed-tensors"
@@ -20,15 +21,7 @@ FP8 = QuantizationSpec("fp8_e4m3", qscheme="per_tensor", is_dynamic=False)
 
 
 def weights(dtype, symmetric):
-    weight = QuantizationSpec(
-        dtype,
-        qscheme="per_group",
-        ch_axis=-1,
-        group_size=32,
-        symmetric=symmetric,
-        is_dynamic=False,
-        scale_type="float16",
-    )
+    weight = per_group(dtype, symmetric)
     return Config(QuantizationConfig(weight=weight), exclude=["lm_head"])
 
 

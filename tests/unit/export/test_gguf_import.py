@@ -13,29 +13,17 @@ from quark.torch.export import convert
 from quark.torch.export.conversion import open_checkpoint
 from quark.torch.export.gguf_blocks import from_blocks, spec_of, to_blocks
 from quark.torch.quantization.config.config import Config, QuantizationConfig
-from quark.torch.quantization.config.spec import QuantizationSpec
+from tests.unit.export.specs import per_group
 
 gguf = pytest.importorskip("gguf")
 VOCABULARY = 2048  # of the tokenizer
-
-
-def spec(dtype, symmetric=True):
-    return QuantizationSpec(
-        dtype,
-        qscheme="per_group",
-        ch_axis=-1,
-        group_size=32,
-        symmetric=symmetric,
-        is_dynamic=False,
-        scale_type="float16",
-    )
 
 
 def config(weight, exclude=("lm_head",), **rest):
     return Config(QuantizationConfig(weight=weight), exclude=list(exclude), **rest)
 
 
-KINDS = {"Q4_0": spec("int4"), "Q4_1": spec("uint4", False), "Q8_0": spec("int8")}
+KINDS = {"Q4_0": per_group("int4"), "Q4_1": per_group("uint4", False), "Q8_0": per_group("int8")}
 
 
 @pytest.fixture

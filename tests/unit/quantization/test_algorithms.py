@@ -24,20 +24,9 @@ from quark.torch.quantization.config.config import (
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.nn.experts import unfuse
 from quark.torch.quantization.nn.quantizer import TensorQuantizer
-from tests.models.architectures import InDouble, build, small_config, tokens
+from tests.models.architectures import VARIED, InDouble, build, small_config, tokens
 
-MODELS = {
-    "llama": ("llama", {}),
-    "tied": ("llama", {"tie_word_embeddings": True}),
-    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
-    "opt": ("opt", {}),
-    "mixtral": ("mixtral", {}),
-    "qwen3_moe": ("qwen3_moe", {}),
-    "gemma": ("gemma", {}),
-    "nemotron": ("nemotron", {}),
-    "gpt2": ("gpt2", {}),
-    "gpt_neox": ("gpt_neox", {}),
-}
+MODELS = VARIED | {"gemma": ("gemma", {})}
 ALGORITHMS = {  # options, and a scheme that they serve
     "smooth": (SmoothQuantConfig(alpha=0.5), "int8"),
     "autosmoothquant": (AutoSmoothQuantConfig(), "int8"),
