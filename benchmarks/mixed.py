@@ -2,11 +2,14 @@
 
     python benchmarks/mixed.py                        # the model that comes with the package
     python benchmarks/mixed.py --targets 3.28,4.28 --json
+    python benchmarks/mixed.py --formats mxfp4,mxfp6_e2m3,mxfp8 --targets 5 --algorithms gptq
+    python benchmarks/mixed.py --part ranking --formats ptpc_int8,int4_wa_128,mxfp4,mxfp6_e2m3
     python benchmarks/mixed.py --part recipes --recipes w4,w3
     python benchmarks/mixed.py --model MODEL --text FILE
 
 Statistics are collected once. Each mixture is the best of its size for them; uniform formats stand
-beside it. Both are rounded to the nearest, and by algorithms that run data.
+beside it. Both are rounded to the nearest, and by algorithms that run data. The ranking is that of
+random mixtures by what was predicted and by what is measured.
 """
 
 from __future__ import annotations
@@ -21,19 +24,22 @@ from typing import Any
 import accuracy
 import torch
 from measure import Meter, machine, markdown, say
+from scores import divergence
 
 from quark.demo.text import calibration_documents
 from quark.torch import LLMTemplate, ModelQuantizer, collect_statistics
+from quark.torch.algorithm.kept import Statistics
 from quark.torch.evaluation.perplexity import perplexity, token_windows
 from quark.torch.quantization.config import presets
 from quark.torch.quantization.config.algo import algo_config_from_dict
 from quark.torch.quantization.config.config import Config
+from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.config.recipes import RECIPES
-from quark.torch.search.choices import Mixture, mixed_config, weigh
+from quark.torch.search.choices import Mixture, mixed_config, rounded_as, weigh
 
 CALIBRATION_WINDOWS = 64
 FORMATS = "int2_wo_128,int2_wo_64,int3_wo_128,int3_wo_64,int4_wo_128,int4_wo_32,int8_wo"
-ALGORITHMS = ("", "gptq", "qronos")
+ALGORITHMS = "gptq,qronos"
 COLUMNS = ["formats", "bits/weight", "predicted", "algorithm", "perplexity", "KL, millinats", "s"]
 
 
@@ -44,9 +50,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="directory of another model")
     parser.add_argument("--text", help="file or dataset to evaluate on, instead of docstrings")
     parser.add_argument("--windows", type=int, default=16, help="to evaluate on: 16")
-    parser.add_argument("--part", choices=("mixtures", "recipes"), default="mixtures")
+    parser.add_argument("--part", choices=("mixtures", "ranking", "recipes"), default="mixtures")
     parser.add_argument("--formats", default=FORMATS, help="to choose from")
     parser.add_argument("--targets", default="3.28,3.5,4.29", help="bits per weight")
+    parser.add_argument("--algorithms", default=ALGORITHMS, help="besides rounding to the nearest")
+    parser.add_argument("--random", type=int, default=30, help="mixtures to rank: 30")
     parser.add_argument("--recipes", default=",".join(RECIPES), help="names of recipes")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return parser.parse_args()
@@ -71,28 +79,64 @@ class Bench:
             model = ModelQuantizer(config).quantize_model(model, self.data)
             ModelQuantizer.freeze(model)
         found = perplexity(model, self.material.evaluation)
-        lost = 1000 * accuracy.divergence(self.model, model, self.material.evaluation)
+        lost = 1000 * divergence(self.model, model, self.material.evaluation)
         say(f"{name} {words}: {found:.3f}, {lost:.1f} millinats")
         predicted = None if loss is None else 1000 * loss
         return [name, bits, predicted, words or None, found, lost, meter.cpu]
 
+    def mixture(self, formats: dict[str, QuantizationConfig]) -> tuple[Statistics, Mixture]:
+        """Return statistics of the model, and what mixtures of formats cost."""
+        with Meter() as meter:
+            statistics = collect_statistics(self.model, self.data, probes=1)
+        say(f"statistics: {meter.cpu:.0f} CPU s")
+        with Meter() as meter:
+            mixture = Mixture(weigh(self.model, statistics, formats))
+        say(f"costs of {len(formats)} formats: {meter.cpu:.0f} CPU s")
+        return statistics, mixture
 
-def mixtures(bench: Bench, names: list[str], targets: list[float]) -> list[list[Any]]:
+
+def mixtures(
+    bench: Bench, names: list[str], targets: list[float], algorithms: list[str]
+) -> list[list[Any]]:
     formats = {name: presets.scheme(name) for name in names}
-    with Meter() as meter:
-        statistics = collect_statistics(bench.model, bench.data, probes=1)
-    say(f"statistics: {meter.cpu:.0f} CPU s")
-    mixture = Mixture(weigh(bench.model, statistics, formats))
+    _, mixture = bench.mixture(formats)
     layers = [layer for unit in mixture.units for layer in unit.layers]
     chosen = {name: dict.fromkeys(layers, name) for name in names}
     chosen |= {f"mixed, {target:g}": mixture.choose(target) for target in targets}
     rows = []
     for name, choice in chosen.items():
         config = mixed_config(bench.model, choice, formats)
-        for algorithm in ALGORITHMS:
-            algorithms = [algo_config_from_dict({"name": algorithm})] if algorithm else None
-            given = replace(config, algo_config=algorithms)
+        for algorithm in ["", *algorithms]:
+            options = [algo_config_from_dict({"name": algorithm})] if algorithm else None
+            given = replace(config, algo_config=options)
             rows.append(bench.row(name, *mixture.cost(choice), given))
+    return rows
+
+
+def ranking(bench: Bench, names: list[str], count: int) -> list[list[Any]]:
+    """Return rows of mixtures of random formats in random shares, and say how they correlate."""
+    formats = {name: presets.scheme(name) for name in names}
+    statistics, mixture = bench.mixture(formats)
+    torch.manual_seed(0)
+    rows: list[list[Any]] = []
+    other = copy.deepcopy(bench.model)
+    for _ in range(count):
+        shares = torch.distributions.Dirichlet(torch.ones(len(names))).sample()
+        choice = {
+            layer: names[int(index)]
+            for unit, index in zip(
+                mixture.units, torch.multinomial(shares, len(mixture.units), True), strict=True
+            )
+            for layer in unit.layers
+        }
+        bits, loss = mixture.cost(choice)
+        with rounded_as(other, mixed_config(other, choice, formats), statistics):
+            found = 1000 * divergence(bench.model, other, bench.material.evaluation)
+        shown = ", ".join(f"{[*choice.values()].count(name)} {name}" for name in names)
+        say(f"{shown}: {1000 * loss:.1f} predicted, {found:.1f} millinats")
+        rows.append([shown, bits, 1000 * loss, None, None, found, None])
+    ranks = torch.tensor([[row[2], row[5]] for row in rows]).argsort(0).argsort(0).float()
+    say(f"rank correlation: {float(torch.corrcoef(ranks.T)[0, 1]):.3f}")
     return rows
 
 
@@ -112,11 +156,14 @@ def main() -> None:
     options = arguments()
     torch.set_num_threads(1)
     bench = Bench(options)
+    names = options.formats.split(",")
     if options.part == "recipes":
         rows = recipes(bench, options.recipes.split(","))
+    elif options.part == "ranking":
+        rows = ranking(bench, names, options.random)
     else:
         targets = [float(target) for target in options.targets.split(",")]
-        rows = mixtures(bench, options.formats.split(","), targets)
+        rows = mixtures(bench, names, targets, [n for n in options.algorithms.split(",") if n])
     if options.json:
         found = [dict(zip(COLUMNS, row, strict=True)) for row in rows]
         print(json.dumps({"machine": machine(), "rows": found}, indent=2))

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from quark.torch.algorithm.kept import Statistics
 
 HELP = """
-Run data through a float model once and write what quantizing its weights asks of the data.
+Run data through a float model once and write what quantizing it asks of the data.
 
-Afterwards [cyan]quark quantize --statistics[/cyan] applies AWQ or GPTQ in any format, and
-[cyan]quark search --statistics[/cyan] mixes formats to any size, without data and without running
-the model. Statistics belong to one model in one type: with other weights they are refused.
+Afterwards [cyan]quark quantize --statistics[/cyan] applies AWQ or GPTQ in any format and settles
+static ranges of activations, and [cyan]quark search --statistics[/cyan] mixes formats to any size,
+without data. Statistics belong to one model in one type: with other weights they are refused.
 
 [bold]Example[/bold]
 
@@ -32,7 +32,8 @@ the model. Statistics belong to one model in one type: with other weights they a
     [cyan]quark quantize --model_dir llama --output_dir llama-int3 --quant_scheme int3_wo_128 \\
       --quant_algo gptq --statistics llama-statistics[/cyan]
 
-They take 4 bytes for each pair of inputs of a layer: up to twice the model in 16 bits.
+They take 4 bytes for each pair of inputs of a layer, up to twice the model in 16 bits, and about a
+kilobyte for each input.
 """
 
 _output, _data = panel("Output"), panel("Calibration")

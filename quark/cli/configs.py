@@ -39,10 +39,12 @@ def make_config(request: Request, model_type: str) -> Config:
 
 
 def _check_statistics(config: Config) -> None:
+    from quark.torch.quantization import calibrate
     from quark.torch.quantization.api import check_from_statistics, find_algorithms
 
     try:
-        check_from_statistics(find_algorithms(config))
+        is_static = calibrate.needs_data(layer_configs(config))
+        check_from_statistics(find_algorithms(config), is_static)
     except ValueError as error:
         raise wrong("--statistics", str(error)) from None
 
@@ -60,13 +62,16 @@ def needs_data(config: Config, has_statistics: bool = False) -> bool:
 
     Args:
         config: The configuration.
-        has_statistics: Whether algorithms have statistics instead.
+        has_statistics: Whether they have statistics instead, as far as these go.
     """
     from quark.torch.quantization import calibrate
-    from quark.torch.quantization.api import find_algorithms
+    from quark.torch.quantization.api import find_algorithms, ranges_from_statistics
 
-    learns = any(algorithm.needs_data(options) for algorithm, options in find_algorithms(config))
-    return (learns and not has_statistics) or calibrate.needs_data(layer_configs(config))
+    algorithms, layers = find_algorithms(config), list(layer_configs(config))
+    if has_statistics and ranges_from_statistics(config, algorithms, layers):
+        return False
+    learns = any(algorithm.needs_data(options) for algorithm, options in algorithms)
+    return (learns and not has_statistics) or calibrate.needs_data(layers)
 
 
 def _shares(layer: QuantizationConfig) -> bool:

@@ -165,7 +165,8 @@ class AlgorithmFlags:
         Path | None,
         _algorithm(
             metavar="DIR",
-            help="What 'quark collect' wrote: awq or gptq takes it instead of running data.",
+            help="What 'quark collect' wrote: awq or gptq, and static ranges of activations, take "
+            "it instead of running data.",
         ),
     ] = None
 

@@ -93,15 +93,22 @@ def _load(request: Request, source: Path, device: str) -> nn.Module:
 
 
 def _load_params(request: Request, device: str) -> nn.Module:
+    from quark.torch.export.build import empty_model, read_config
+    from quark.torch.export.checkpoint import CheckpointReader
     from quark.torch.export.params import load_params
 
     assert request.json_path is not None
     assert request.safetensors_path is not None
+    tensors, remote = request.safetensors_path, request.trust_remote_code
     with console.stage("loading the model", spinner=True):
-        model = models.empty_model(
-            request.model_dir, request.trust_remote_code, request.model_attn_implementation
+        model = empty_model(
+            read_config(request.model_dir, remote),
+            CheckpointReader(tensors.parent, tensors.name).entries,
+            request.model_dir,
+            trust_remote_code=remote,
+            attn_implementation=request.model_attn_implementation,
         )
-        model = load_params(model, request.json_path, request.safetensors_path)
+        model = load_params(model, request.json_path, tensors)
     return model.to(device).eval()
 
 
@@ -142,9 +149,9 @@ def _work(
     """Quantize and freeze the model in place, and measure it before and after."""
     import torch
 
+    from quark.torch.export.audit import expert_tokens
     from quark.torch.quantization.api import ModelQuantizer
     from quark.torch.quantization.config.config import NAMED_ONLY
-    from quark.torch.quantization.config.match import assign
     from quark.torch.quantization.nn.operators import is_operator
 
     if request.config is None and request.exclude_layers is None:
@@ -152,13 +159,7 @@ def _work(
     _check_cache(model, config)
     if request.weight_matrix_merge:
         config = replace(config, shared_scale_groups=_siblings(model))
-    kinds = {n: type(m) for n, m in model.named_modules() if is_operator(type(m))}
-    chosen = assign(kinds, config)
-    outcome = Outcome(
-        linears=sum(n in chosen or kind not in NAMED_ONLY for n, kind in kinds.items()),
-        seconds=0.0,
-        shared=len(config.shared_scale_groups),
-    )
+    outcome = Outcome(shared=len(config.shared_scale_groups))
     if measures is not None:
         outcome.before = measures.perplexity(model, "perplexity of the original")
     batches = None if calibration is None else [*torch.split(calibration, request.batch_size)]
@@ -168,6 +169,9 @@ def _work(
         model = quantizer.quantize_model(model, batches, statistics)
         model = ModelQuantizer.freeze(model)
     outcome.seconds = time.monotonic() - start
+    outcome.experts = expert_tokens(model)
+    kinds = [type(module) for module in model.modules()]
+    outcome.left = sum(is_operator(kind) and kind not in NAMED_ONLY for kind in kinds)
     if measures is not None:
         outcome.after = measures.figures(model, "the quantized model")
     return outcome
@@ -231,7 +235,7 @@ def _export(request: Request, model: nn.Module, tokenizer: Any, name: str, direc
     if name == "gguf":
         exporter.export_gguf_model(model, request.model_dir, GGUF_NAME)
     elif name == "onnx":
-        exporter.export_onnx_model(model, _example())
+        exporter.export_onnx_model(model, _example(model))
     elif name == "quark_format":
         exporter.export_quark_model(model, custom_mode=mode)
     else:
@@ -240,11 +244,11 @@ def _export(request: Request, model: nn.Module, tokenizer: Any, name: str, direc
         console.out.print(f"  verified: {escape(str(exporter.verdict))}")
 
 
-def _example() -> dict[str, torch.Tensor]:
-    """Return the inputs that a graph of a language model takes."""
+def _example(model: Any) -> dict[str, torch.Tensor]:
+    """Return the inputs that a graph of a language model takes: tokens of all its vocabulary."""
     import torch
 
-    ids = torch.ones(2, 8, dtype=torch.int64)
+    ids = torch.arange(32).reshape(2, 16) * model.config.get_text_config().vocab_size // 32
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 

@@ -48,12 +48,12 @@ def find_model(given: Path, flag: str, revision: str | None = None) -> Path:
 
 
 def read_config(directory: Path, flag: str) -> dict[str, Any]:
-    """Return ``config.json`` of a model's directory.
+    """Return what a model's directory says of it; see ``read_description``.
 
     Raises:
         typer.BadParameter: It is not the directory of a model.
     """
-    from quark.torch.export.checkpoint import read_json
+    from quark.torch.export.description import read_description
 
     if not directory.is_dir():
         raise wrong(
@@ -62,12 +62,9 @@ def read_config(directory: Path, flag: str) -> dict[str, Any]:
             "'hf download OWNER/NAME --local-dir DIRECTORY'.",
         )
     try:
-        config = read_json(directory / "config.json")
+        return read_description(directory)
     except (FileNotFoundError, ValueError) as error:
         raise wrong(flag, f"{error} A model's directory has its config.json.") from None
-    if not isinstance(config, dict):
-        raise wrong(flag, f"{directory / 'config.json'} does not describe a model.")
-    return config
 
 
 def pick_device(name: str) -> str:
@@ -103,15 +100,19 @@ def load_model(
     """
     from transformers import AutoModelForCausalLM
 
-    from quark.torch.export.api import ModelImporter
-    from quark.torch.export.checkpoint import NATIVE
+    from quark.torch.export import build
+    from quark.torch.export.conversion import open_checkpoint
+    from quark.torch.export.description import is_for_transformers
 
     _quiet_transformers()
     model: nn.Module
-    if (directory / NATIVE).is_file():
-        model = empty_model(directory, trust_remote_code, attention)
-        model = ModelImporter(directory).import_model_info(model)
+    if not is_for_transformers(directory):
+        loading = open_checkpoint(directory, trust_remote_code, attn_implementation=attention)
+        model = loading.fill()
     else:
+        if any(directory.glob("*.safetensors")):
+            config = build.read_config(directory, trust_remote_code)
+            build.check_counts(config, read_entries(directory), directory)
         model = AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=dtype,
@@ -119,23 +120,6 @@ def load_model(
             attn_implementation=attention,
         )
     return model.to(device).eval()
-
-
-def empty_model(
-    directory: Path, trust_remote_code: bool = False, attention: str | None = None
-) -> nn.Module:
-    """Return the float architecture that a directory describes, on the meta device."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(
-            config, trust_remote_code=trust_remote_code, attn_implementation=attention
-        )
-    return model
 
 
 def load_tokenizer(directory: Path, flag: str, trust_remote_code: bool = False) -> Any:
@@ -249,16 +233,15 @@ def read_summary(directory: Path) -> tuple[Summary, str]:
         FileNotFoundError: A file is missing.
         ValueError: A file is damaged.
     """
-    from quark.torch.export.checkpoint import read_json
+    from quark.torch.export.description import CONFIG, read_description
     from quark.torch.export.reader import format_of
     from quark.torch.report.summary import summarize
 
-    path = directory / "config.json"
-    described = read_json(path)
+    described = read_description(directory)
     config, note = None, ""
     if "quantization_config" in described:
         try:
-            found = format_of(described, str(path))
+            found = format_of(described, str(directory / CONFIG))
             config = found.config if found.name == "quark" else None
             note = "" if config else f"layers are not told apart in the format {found.name!r}"
         except (TypeError, ValueError) as error:

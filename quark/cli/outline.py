@@ -17,6 +17,7 @@ from quark.cli.options import GGUF_NAME, ONNX_NAME
 from quark.cli.request import Request
 
 if TYPE_CHECKING:
+    from quark.torch.export.audit import ExpertTokens
     from quark.torch.quantization.config.config import Config
 
 
@@ -24,11 +25,12 @@ if TYPE_CHECKING:
 class Outcome:
     """What is told in the end."""
 
-    linears: int
-    seconds: float
     shared: int
+    left: int = 0  # layers in float
+    seconds: float = 0.0
     before: float | None = None
     after: Figures | None = None
+    experts: ExpertTokens | None = None
 
 
 def show_plan(request: Request, config: Config, described: dict[str, Any], length: int) -> None:
@@ -52,7 +54,8 @@ def show_plan(request: Request, config: Config, described: dict[str, Any], lengt
     rows["calibration"] = (
         f"up to {request.num_calib_data} windows of {length} tokens: {source}"
         if needs_data(config, request.statistics is not None)
-        else "none needed: no static ranges of activations"
+        else "none needed: "
+        + ("statistics tell" if request.statistics else "no static ranges of activations")
     )
     if not request.skip_evaluation:
         text = request.eval_data or f"held-out {models.EMBEDDED}"
@@ -76,8 +79,7 @@ def show_outcome(request: Request, outcome: Outcome) -> None:
     rows = {}
     if {"hf_format", "quark_format"} & set(formats) and request.custom_mode == "quark":
         summary, _ = models.read_summary(request.output_dir)
-        left = outcome.linears - len(summary.layers)
-        rows["layers"] = f"{len(summary.layers)} quantized, {left} left alone"
+        rows["layers"] = f"{len(summary.layers)} quantized, {outcome.left} left alone"
         rows["bits per weight"] = console.in_bits(summary.bits_per_weight)
     if formats:
         before = models.weight_bytes(request.model_dir)
@@ -85,6 +87,8 @@ def show_outcome(request: Request, outcome: Outcome) -> None:
         share = f"{100 * after / before:.0f} %"
         rows["size on disk"] = f"{console.in_bytes(before)} → {console.in_bytes(after)} ({share})"
     rows["calibration"] = f"{outcome.seconds:.1f} s"
+    if outcome.experts is not None:
+        rows["tokens per expert"] = str(outcome.experts)
     if outcome.shared:
         rows["shared scales"] = f"{outcome.shared} groups of layers"
     if outcome.before is not None and outcome.after is not None:

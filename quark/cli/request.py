@@ -6,6 +6,7 @@ import logging
 import re
 import tempfile
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from pathlib import Path
 
 from quark.cli.compatibility import CompatibilityFlags, check_compatibility
@@ -147,8 +148,8 @@ def check_flags(request: Request) -> None:
     for name, file in {"gguf": "a GGUF file", "onnx": "an ONNX file"}.items():
         if name in formats and request.custom_mode != "quark":
             raise wrong("--custom_mode", f"{file} has one layout. Leave it out.")
-    if "onnx" in formats and request.verify:
-        raise wrong("--verify", "ONNX files are not opened again. Leave it out.")
+    if "onnx" in formats and request.verify and find_spec("onnxruntime") is None:
+        raise wrong("--verify", "an ONNX file is run by ONNX Runtime: pip install onnxruntime.")
     if {"hf_format", "quark_format"} <= set(formats):
         raise wrong("--model_export", "hf_format and quark_format take two directories: run twice.")
     _check_evaluation(request)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from quark.torch.algorithm.kept import Statistics
     from quark.torch.quantization.config.algo import AlgoConfig
     from quark.torch.quantization.config.config import Config
     from quark.torch.quantization.config.layer import QuantizationConfig
@@ -76,7 +78,11 @@ class SearchRequest(DataFlags):
     ] = None
     formats: Annotated[
         str | None,
-        _search(metavar="A,B,C", help="Weight-only schemes to choose from, with commas between."),
+        _search(
+            metavar="A,B,C",
+            help="Schemes of weights, or of weights and inputs, to choose from, with commas "
+            "between.",
+        ),
     ] = None
     together: Annotated[
         bool,
@@ -131,7 +137,7 @@ def _search_formats(request: SearchRequest) -> None:
     from quark.torch.search.choices import Mixture, mixed_config, weigh
 
     _check(request)
-    formats = {name: layer_scheme("--formats", name) for name in _names(request)}
+    formats = _formats(request)
     algorithms = _algorithms(request, formats)
     source = find_float(request)
     statistics = load_kept(request.statistics)
@@ -146,7 +152,8 @@ def _search_formats(request: SearchRequest) -> None:
         solved = any(isinstance(options, SolverConfig) for options in algorithms)
         units = weigh(model, statistics, formats, excluded, request.together, solved)
         mixture = Mixture(units)
-    measure = _Measure(model, evaluation, lambda chosen: mixed_config(model, chosen, formats))
+    configure = partial(mixed_config, model, formats=formats)
+    measure = _Measure(model, statistics, evaluation, configure)
     chosen = _choose(request, mixture, measure)
     _write(request, replace(measure.configure(chosen), algo_config=algorithms), mixture, chosen)
     _show(request, mixture, chosen, measure)
@@ -157,6 +164,7 @@ class _Measure:
     """Measures mixtures whose weights are rounded to the nearest."""
 
     model: nn.Module
+    statistics: Statistics
     windows: torch.Tensor | None
     configure: Callable[[Mapping[str, str]], Config]
 
@@ -167,9 +175,9 @@ class _Measure:
 
         if self.windows is None:
             return None
-        rounding = (
-            nullcontext() if chosen is None else rounded_as(self.model, self.configure(chosen))
-        )
+        rounding: AbstractContextManager[None] = nullcontext()
+        if chosen is not None:
+            rounding = rounded_as(self.model, self.configure(chosen), self.statistics)
         with console.stage(f"perplexity of {title}"), rounding:
             return perplexity(self.model, self.windows, progress=title)
 
@@ -194,11 +202,18 @@ def _check(request: SearchRequest) -> None:
             raise console.wrong(flag, f"there is no directory {path.parent}. Make it first.")
 
 
-def _names(request: SearchRequest) -> list[str]:
+def _formats(request: SearchRequest) -> dict[str, QuantizationConfig]:
+    from quark.torch.search.choices import check_formats
+
     names = list(FORMATS) if request.formats is None else names_in([request.formats])
     if not names:
-        raise console.wrong("--formats", "name one or more weight-only schemes.")
-    return list(dict.fromkeys(names))
+        raise console.wrong("--formats", "name one or more schemes.")
+    formats = {name: layer_scheme("--formats", name) for name in names}
+    try:
+        check_formats(formats)
+    except ValueError as error:
+        raise console.wrong("--formats", str(error)) from None
+    return formats
 
 
 def _algorithms(

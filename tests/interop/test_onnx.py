@@ -15,7 +15,7 @@ pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256}
-CACHE = {"*k_proj": kv_cache_scheme("fp8"), "*v_proj": kv_cache_scheme("fp8")}
+CACHES = ("fp8", "uint4", "mxfp4")
 
 
 def config(name, **rest):
@@ -30,19 +30,27 @@ def everywhere(name):
     return Config(scheme(name, 32), layer_quant_config=layers)
 
 
-def with_cache(name, after_embedding):
+def with_cache(name, cache, after_embedding, **rest):
+    layer = scheme(name, 32)
     layers = {
         pattern: QuantizationConfig(
-            weight=scheme(name).weight, input_tensors=scheme(name).input_tensors, output_tensors=s
+            weight=layer.weight,
+            input_tensors=layer.input_tensors,
+            output_tensors=kv_cache_scheme(cache),
         )
-        for pattern, s in CACHE.items()
+        for pattern in ("*k_proj", "*v_proj")
     }
     return config(
         name,
         layer_quant_config=layers,
         kv_cache_quant_config=layers,
         kv_cache_post_rope=after_embedding,
+        **rest,
     )
+
+
+def turned(**rotations):
+    return [RotationConfig(**{"r1": True, "r2": True, "r3": False, "r4": True, **rotations})]
 
 
 WEIGHTS = {
@@ -59,13 +67,24 @@ ACTIVATIONS = {
     "int8 per channel": ("llama", config("w_int8_per_channel_a_int8_per_tensor_sym")),
     "uint4 and int8": ("llama", config("w_uint4_per_group_a_int8_per_tensor")),
     "fp8": ("llama", config("fp8")),
+    **{n: ("llama", config(n)) for n in ("mxfp4", "mxfp8", "nvfp4", "mx6")},
     "biases": ("opt", config("int8")),
     "rotated inputs": (
         "llama",
-        config("int8", algo_config=[RotationConfig(r1=True, r2=True, r3=False, r4=True)]),
+        config("int8", algo_config=turned()),
     ),
-    "cache": ("llama", with_cache("int8", False)),
-    "cache after rotary embedding": ("llama", with_cache("int8", True)),
+    **{
+        f"{name} cache {place} rotary embedding": (
+            "llama",
+            with_cache("int8", name, place == "after"),
+        )
+        for name in CACHES
+        for place in ("before", "after")
+    },
+    "rotated cache": (
+        "llama",
+        with_cache("int4_wo_32", "fp8", True, algo_config=turned(r3=True)),
+    ),
 }
 
 
@@ -101,6 +120,31 @@ def test_quantized_activations(pairs, case):
         difference = found - expected
         assert difference.abs().median() < 1e-5
         assert difference.square().mean().sqrt() < 0.02 * expected.std()
+
+
+EXPERTS = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 32, "head_dim": 16},
+    "gpt_oss": {"num_local_experts": 4, "head_dim": 16},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["fp8", "floats"])
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts(tmp_path, build, quantize, run_onnx, unchanged, name, kind):
+    """A few tokens leave experts without any."""
+    sizes = {"num_hidden_layers": 1, "num_experts_per_tok": 2, "initializer_range": 0.3}
+    exclude = ["lm_head", *(["*experts*"] if kind == "floats" else [])]
+    configuration = config("int4_wo_32" if kind == "floats" else kind, exclude=exclude)
+    model = quantize(build(name, **sizes, **EXPERTS[name]), configuration)
+    with unchanged(model):
+        export_onnx(model, tmp_path / "out", torch.randint(3, 64, (2, 12)))
+    for shape in ((3, 17), (1, 1)):
+        ids = torch.randint(3, 64, shape)
+        difference = run_onnx(tmp_path / "out", ids)[0] - model(ids).logits
+        assert difference.abs().median() < 1e-5
+        assert kind == "fp8" or difference.abs().max() < 1e-4
 
 
 class Runtime(nn.Module):

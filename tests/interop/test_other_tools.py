@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from quark.torch.export.conversion import convert, open_checkpoint
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.config.spec import QuantizationSpec
@@ -92,3 +94,19 @@ def test_gptqmodel(build, quantize, export, load, logits, mode, dtype, symmetric
     assert type(loaded.model.layers[1].mlp.down_proj) is torch.nn.Linear
     assert type(loaded.model.layers[0].mlp.down_proj) is not torch.nn.Linear
     torch.testing.assert_close(logits(loaded), logits(model), rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize(("dtype", "symmetric"), [("int4", True), ("uint4", False)])
+def test_gptqmodel_with_act_order(
+    build, quantize, export, load, logits, tmp_path, dtype, symmetric
+):
+    """The order is made by hand: it is read here, written again, and read by the client."""
+    pytest.importorskip("gptqmodel")
+    path = export(quantize(build(**WIDE), config(group(dtype, symmetric))), custom_mode="gptq")
+    tensors = load_file(path / "model.safetensors")
+    for name in [n for n in tensors if n.endswith("g_idx")]:
+        tensors[name] = tensors[name][torch.randperm(len(tensors[name]))]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    model = open_checkpoint(path).fill()
+    convert(path, tmp_path / "out", "gptq")
+    torch.testing.assert_close(logits(load(tmp_path / "out")), logits(model), rtol=0, atol=0.05)

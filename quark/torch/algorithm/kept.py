@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.torch.algorithm.ranges import TensorRange, is_told
 from quark.torch.algorithm.statistics import Gram
 from quark.torch.pipeline.inference import parts
-from quark.torch.quantization.nn.mixin import QuantMixin
+from quark.torch.quantization.config.layer import QuantizationConfig
+from quark.torch.quantization.nn.mixin import PARAMETERS, QuantMixin
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,10 @@ class Statistics:
         sensitivities: Layer to the divergence of the model's predictions, in nats per token, for
             each unit of squared error of the layer's outputs, summed over all tokens. Empty if it
             was not measured.
+        samples: Some of the tokens that went into these first layers, (tokens, inputs) in the type
+            of the model, the same ones for all. Layers that no data reached are left out.
+        ranges: What went into these first layers and what all layers gave, padding included, by
+            ``place``. Layers that no data reached are left out.
     """
 
     model: Mapping[str, str]
@@ -36,6 +42,8 @@ class Statistics:
     inputs: Mapping[str, Gram]
     units: tuple[tuple[str, ...], ...]
     sensitivities: Mapping[str, float]
+    samples: Mapping[str, torch.Tensor]
+    ranges: Mapping[str, TensorRange]
 
     def check(self, model: nn.Module, batches: Iterable[Any] | None = None) -> None:
         """Raise if the statistics are not those of a model and data.
@@ -69,15 +77,71 @@ class Statistics:
         """
         found: dict[str, Gram] = {}
         for name, layer in layers.items():
-            first = self.readers.get(name)
-            if first is None:
-                raise ValueError(
-                    f"The statistics have nothing of {name}: they hold linear layers of decoder "
-                    "blocks alone. Exclude it, or pass a dataloader instead."
-                )
+            first = self.first(name)
             if first not in found:
                 found[first] = self.inputs[first].to(layer.weight.device, copy=True)
         return {name: found[self.readers[name]] for name in layers}
+
+    def range_of(self, name: str, tensor: str) -> TensorRange:
+        """Return the range of what goes into a layer or what it gives, empty if no data came.
+
+        Args:
+            name: Name of the layer.
+            tensor: ``"input_tensors"`` or ``"output_tensors"``.
+
+        Raises:
+            ValueError: The layer was not looked at.
+        """
+        first = self.first(name)
+        found = self.ranges.get(place(first if tensor == "input_tensors" else name, tensor))
+        return TensorRange() if found is None else found
+
+    def sample(self, name: str) -> torch.Tensor | None:
+        """Return some of the tokens that went into a layer, (tokens, inputs); None if none did.
+
+        Raises:
+            ValueError: The layer was not looked at.
+        """
+        return self.samples.get(self.first(name))
+
+    def first(self, name: str) -> str:
+        """Return the first of the layers that read what a layer reads.
+
+        Raises:
+            ValueError: The layer was not looked at.
+        """
+        found = self.readers.get(name)
+        if found is None:
+            raise ValueError(
+                f"The statistics have nothing of {name}: they hold linear layers of decoder "
+                "blocks alone. Exclude it, or pass a dataloader instead."
+            )
+        return found
+
+    def check_ranges(self, layers: Mapping[str, QuantizationConfig]) -> None:
+        """Raise if settled ranges of activations of some layers are not told.
+
+        Raises:
+            ValueError: A layer was not looked at, or its ranges are not those that are kept.
+        """
+        for name, layer in layers.items():
+            for tensor, spec in layer.specs():
+                if tensor in PARAMETERS or not spec.needs_data:
+                    continue
+                self.first(name)
+                if not is_told(spec):
+                    kind = (
+                        "no observer" if spec.observer_cls is None else spec.observer_cls.__name__
+                    )
+                    raise ValueError(
+                        f"{name}.{tensor}: {kind} needs the data itself; statistics tell ranges "
+                        "of whole tensors and of channels, and histograms. Pass a dataloader."
+                    )
+
+
+def place(name: str, tensor: str) -> str:
+    """Return the name of a tensor of a layer, ``"input_tensors"`` or ``"output_tensors"``."""
+    return f"{name}.{tensor}"
 
 
 def fingerprint(model: nn.Module) -> dict[str, str]:

@@ -23,6 +23,7 @@ from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.pipeline.inference import padding_mask, parts, progress, run_batch
 from quark.torch.quantization.config.algo import SmoothQuantConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
+from quark.torch.quantization.nn.experts import counting
 
 logger = logging.getLogger(__name__)
 
@@ -84,10 +85,15 @@ def apply(context: Context, options: SmoothQuantConfig) -> None:
     ranges = {name: ChannelRange() for group in groups for name in readers(group, context)}
     observers = [(context.layers[name], found) for name, found in ranges.items()]
     present: list[torch.Tensor | None] = [None]
-    with at_inference(context.model), observing(observers, lambda: present[0]), torch.no_grad():
-        for batch in progress(parts(context.batches), "smoothing"):
+    with (
+        at_inference(context.model),
+        observing(observers, lambda: present[0]),
+        torch.no_grad(),
+    ):
+        for index, batch in enumerate(progress(parts(context.batches), "smoothing")):
             present[0] = padding_mask(batch)
-            run_batch(context.model, batch)
+            with counting(context.model, index):
+                run_batch(context.model, batch)
     for group in groups:
         inputs = [
             to_factors(ranges[name].amax, edit, group.size, "amax")

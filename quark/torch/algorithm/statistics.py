@@ -10,6 +10,7 @@ import torch
 from quark.torch.quantization.nn.mixin import QuantMixin
 
 Observe = Callable[[torch.Tensor], None]  # takes (tokens, channels)
+STRIDE = 0x9E3779B1  # 2³² over the golden ratio, odd
 
 
 class ChannelRange:
@@ -85,39 +86,69 @@ class Gram:
         self.magnitude.div_(by)
 
 
+class Draw:
+    """Some of the tokens, the same ones however the data is cut.
+
+    Token i comes in the order of i · φ modulo 1. The first of any number in this order lie evenly
+    among all tokens, and among positions in sequences of any length, which steps would not.
+
+    Args:
+        size: Number of tokens to keep.
+
+    Attributes:
+        tokens: (up to ``size``, channels) in the order they came, or None before any data.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.tokens: torch.Tensor | None = None
+        self._places = torch.empty(0, dtype=torch.int64)
+        self._seen = 0
+
+    def __call__(self, x: torch.Tensor) -> None:
+        """Take in (tokens, channels)."""
+        if not len(x):
+            return
+        index = torch.arange(self._seen, self._seen + len(x))
+        self._seen += len(x)
+        places = torch.cat([self._places, index * STRIDE % 2**32])
+        kept = places.argsort()[: self.size].sort().values
+        self._places = places[kept]
+        tokens = x if self.tokens is None else torch.cat([self.tokens, x])
+        self.tokens = tokens[kept.to(x.device)]
+
+
 class Sample:
-    """Some of the tokens, spread evenly over all, and the range of each channel over all.
+    """Some of the tokens, as drawn by ``Draw``, and the range of each channel over all.
 
     Args:
         size: Number of tokens to keep.
     """
 
     def __init__(self, size: int) -> None:
-        self.size = size
         self.range = ChannelRange()
-        self.parts: list[torch.Tensor] = []
-        self._step, self._seen = 1, 0
+        self._draw = Draw(size)
 
     def __call__(self, x: torch.Tensor) -> None:
         """Take in (tokens, channels)."""
         self.range(x)
-        first = -self._seen % self._step
-        self._seen += len(x)
-        if first < len(x):
-            self.parts.append(x[first :: self._step].clone())
-        while sum(len(part) for part in self.parts) > 2 * self.size:
-            self.parts = [torch.cat(self.parts)[::2].clone()]
-            self._step *= 2
+        self._draw(x)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no token came."""
+        return self._draw.tokens is None
 
     @property
     def tokens(self) -> torch.Tensor:
-        """(tokens, channels): at most twice ``size``."""
-        return torch.cat(self.parts)
+        """(tokens, channels): up to ``size``."""
+        assert self._draw.tokens is not None
+        return self._draw.tokens
 
     def rescale_(self, by: torch.Tensor) -> None:
         """Follow inputs that are divided by ``by`` (channels,) from now on."""
         assert self.range.lo is not None and self.range.hi is not None
-        for x in (*self.parts, self.range.lo, self.range.hi):
+        for x in (self.tokens, self.range.lo, self.range.hi):
             x.div_(by)
 
 

@@ -17,12 +17,14 @@ from quark.torch.export.checkpoint import (
     NativeReader,
     check_vacant,
     fresh_directory,
-    read_json,
     size_of,
     write_tensors,
 )
+from quark.torch.export.conversion import open_checkpoint
+from quark.torch.export.description import CONFIG, read_description
 from quark.torch.export.formats.base import get_format
 from quark.torch.export.gguf_writer import write_gguf
+from quark.torch.export.onnx_runtime import check_runtime
 from quark.torch.export.onnx_writer import LARGEST_FILE, OnnxOptions, write_onnx
 from quark.torch.export.reader import format_of, load, receive, targets
 from quark.torch.export.verification import Verdict, verify
@@ -190,10 +192,10 @@ class ModelExporter:
             FileExistsError: The directory is in use and ``overwrite`` is off.
             ImportError: A package is missing.
             ValueError: The model does not take the inputs, is quantized in a way that no graph
-                computes, or cannot be traced.
+                computes, or cannot be traced; or ``verify`` finds other outputs for the inputs.
         """
         if self.verify:
-            raise ValueError("verify=True opens no ONNX files: leave it out.")
+            check_runtime()
         options = OnnxOptions(
             input_names,
             output_names,
@@ -204,10 +206,10 @@ class ModelExporter:
             matmul_nbits,
             max_file_size,
         )
-        write_onnx(model, self.export_dir, input_args, options, self.overwrite)
+        write_onnx(model, self.export_dir, input_args, options, self.overwrite, self._judge)
 
-    def _judge(self, directory: Path, model: nn.Module) -> None:
-        self.verdict = verify(directory, model) if self.verify else None
+    def _judge(self, directory: Path, model: nn.Module, inputs: Any = None) -> None:
+        self.verdict = verify(directory, model, inputs=inputs) if self.verify else None
 
 
 class ModelImporter:
@@ -247,8 +249,8 @@ class ModelImporter:
             ValueError: A file is damaged, the configuration is not understood, or tensors do not
                 fit the model. The model is then as it was.
         """
-        path = self.model_info_dir / "config.json"
-        fmt = format_of(read_json(path), str(path))
+        described = read_description(self.model_info_dir)
+        fmt = format_of(described, str(self.model_info_dir / CONFIG))
         native = self.saved_format == "quark_format" and (self.model_info_dir / NATIVE).is_file()
         reader = (NativeReader if native else CheckpointReader)(self.model_info_dir)
         return load(model, fmt, reader)
@@ -356,22 +358,17 @@ def import_model_from_safetensors(
         attn_implementation: Passed to Transformers.
         device: Where to put a model that is built here; the CPU if there is no GPU.
         multi_gpu: Accepted for compatibility.
-    """
-    importer = ModelImporter(model_dir, "safetensors")
-    if model is not None:
-        return importer.import_model_info(model)
-    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    with torch.device("meta"):
-        built: nn.Module = AutoModelForCausalLM.from_config(
-            config, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
-        )
+    Raises:
+        FileNotFoundError: A file is missing.
+        ValueError: A file is damaged, says what is not understood, or does not fit the model.
+    """
+    if model is not None:
+        return ModelImporter(model_dir, "safetensors").import_model_info(model)
+    loading = open_checkpoint(model_dir, trust_remote_code, attn_implementation=attn_implementation)
     if device.startswith("cuda") and not torch.cuda.is_available():
         device = "cpu"
-    return importer.import_model_info(built).to(device)
+    return loading.fill().to(device)
 
 
 def _map_to_quark(

@@ -38,6 +38,41 @@ def read_config(directory: Path, trust_remote_code: bool = False, **source: Any)
     return config
 
 
+def made_config(described: dict[str, Any], where: Path) -> Any:
+    """Return the configuration of a model from what its ``to_dict`` gave.
+
+    Args:
+        described: That, with ``model_type``.
+        where: Where it comes from, for messages.
+
+    Raises:
+        ValueError: Transformers does not understand it.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.for_model(**described)
+    except Exception as error:
+        raise _unreadable(where, error) from None
+
+
+def check_counts(config: Any, entries: Mapping[str, Any], where: Path) -> None:
+    """Raise if a model would have far more parts than are stored: building it would never end.
+
+    Args:
+        config: Configuration of the model.
+        entries: What is stored.
+        where: Where the configuration comes from, for messages.
+
+    Raises:
+        ValueError: It would.
+    """
+    most = max(MOST_MODULES, len(entries))
+    for key, value in config.get_text_config().to_dict().items():
+        if _COUNTS.match(key) and isinstance(value, int) and value > most:
+            raise ValueError(f"{where}: {key}={value}, but only {len(entries)} tensors are stored.")
+
+
 def empty_model(
     config: Any, entries: Mapping[str, Any], where: Path, dtype: Any = None, **options: Any
 ) -> nn.Module:
@@ -55,10 +90,7 @@ def empty_model(
     """
     from transformers import AutoModelForCausalLM
 
-    most = max(MOST_MODULES, len(entries))
-    for key, value in config.get_text_config().to_dict().items():
-        if _COUNTS.match(key) and isinstance(value, int) and value > most:
-            raise ValueError(f"{where}: {key}={value}, but only {len(entries)} tensors are stored.")
+    check_counts(config, entries, where)
     try:
         with torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(

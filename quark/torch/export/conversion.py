@@ -13,8 +13,8 @@ from quark.torch.export.checkpoint import (
     CheckpointReader,
     NativeReader,
     check_vacant,
-    read_json,
 )
+from quark.torch.export.description import CONFIG, read_description
 from quark.torch.export.formats.base import FORMATS
 from quark.torch.export.gguf_import import open_gguf
 from quark.torch.export.gguf_writer import check_holds
@@ -85,12 +85,13 @@ def convert(
     return exporter.verdict
 
 
-def open_checkpoint(source: str | Path, trust_remote_code: bool = False) -> Loading:
+def open_checkpoint(source: str | Path, trust_remote_code: bool = False, **options: Any) -> Loading:
     """Return a model that is ready for the tensors of a checkpoint, headers checked.
 
     Args:
         source: Directory of a checkpoint, or a GGUF file.
         trust_remote_code: Passed to Transformers.
+        options: Passed to Transformers where the model is built, such as ``attn_implementation``.
 
     Raises:
         FileNotFoundError: Files are missing.
@@ -100,13 +101,12 @@ def open_checkpoint(source: str | Path, trust_remote_code: bool = False) -> Load
     file = _gguf_of(source)
     if file is not None:
         return ready(*open_gguf(file))
-    path = source / "config.json"
-    fmt = format_of(read_json(path), str(path))
+    fmt = format_of(read_description(source), str(source / CONFIG))
     native = (source / NATIVE).is_file() and not any(source.glob("*.safetensors"))
     reader = (NativeReader if native else CheckpointReader)(source)
     config = read_config(source, trust_remote_code)
     return ready(
-        empty_model(config, reader.entries, source, trust_remote_code=trust_remote_code),
+        empty_model(config, reader.entries, source, trust_remote_code=trust_remote_code, **options),
         fmt,
         reader,
     )

@@ -12,6 +12,7 @@ from torch import nn
 from quark.torch.export.audit import check_state
 from quark.torch.export.checkpoint import check_vacant, fresh_directory, size_of
 from quark.torch.export.formats.foreign import refusals, shape_of
+from quark.torch.export.formats.ordered import PROBLEM, has_order
 from quark.torch.export.gguf_blocks import HOLDS, block_type, to_blocks
 from quark.torch.export.gguf_metadata import (
     Architecture,
@@ -145,6 +146,8 @@ def _problem(layer: QuantMixin | PackedMixin) -> str | None:
             return f"its {what.removesuffix('_tensors')} is quantized"
     if layer.input_rotation is not None:
         return "its input is rotated"
+    if has_order(layer):
+        return PROBLEM
     if layer.float_class not in (nn.Linear, nn.Embedding):
         return f"it is a {layer.float_class.__name__}"
     if weight is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -60,11 +60,14 @@ class Call(NamedTuple):
             raise ValueError(f"input_args has no tensor among {sorted(bound)}.")
         return cls(inputs, {n: v for n, v in bound.items() if n not in inputs})
 
-    def run(self, model: nn.Module) -> list[str]:
-        """Run the model once and return the names of its outputs, [] where they have none."""
+    def run(self, model: nn.Module) -> tuple[list[str], list[torch.Tensor]]:
+        """Run the model once and return its outputs, and their names, [] where they have none."""
         with torch.no_grad():
             output = model(**self.inputs, **self.constants)
-        return list(_tensors(output)) if isinstance(output, Mapping) else []
+        if isinstance(output, Mapping):
+            named = _tensors(output)
+            return list(named), list(named.values())
+        return [], list(_leaves(output))
 
     def repeated(self, shapes: Sequence[Mapping[int, str]]) -> tuple[torch.Tensor, ...]:
         """Return the inputs, where axes that may vary but have one element have it twice.
@@ -123,6 +126,15 @@ class Entry(nn.Module):
         """Return the outputs: those that are tensors where the model names them."""
         output = self.model(**dict(zip(self.names, inputs, strict=True)), **self.constants)
         return tuple(_tensors(output).values()) if isinstance(output, Mapping) else output
+
+
+def _leaves(output: Any) -> Iterator[torch.Tensor]:
+    """Iterate over the tensors of an output and of what it holds."""
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, (Mapping, Sequence)) and not isinstance(output, str):
+        for part in output.values() if isinstance(output, Mapping) else output:
+            yield from _leaves(part)
 
 
 def _tensors(output: Mapping[str, Any]) -> dict[str, torch.Tensor]:

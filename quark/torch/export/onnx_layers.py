@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from quark.torch.export.onnx_nbits import BitsProduct, bits_problem
-from quark.torch.export.onnx_types import BLOCKED_OPSET, held
+from quark.torch.export.onnx_scales import POWERS, dynamic_qparams, on_grid, rounds_scales
+from quark.torch.export.onnx_types import BLOCKED_OPSET, FLOAT8_OPSET, held
 from quark.torch.numerics.blocks import QSchemeType
 from quark.torch.numerics.hadamard import rotate
 from quark.torch.numerics.qdq import FLOAT16_MAX
 from quark.torch.numerics.rounding import RoundType
-from quark.torch.numerics.scales import qparams_from_range
-from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.nn.mixin import QuantMixin, is_transposed
 from quark.torch.quantization.nn.packed import PackedMixin
@@ -28,18 +28,18 @@ def activation_problem(spec: QuantizationSpec) -> str | None:
     """Return why a graph does not quantize inputs or outputs like that, or None."""
     scheme = spec.scheme
     fmt = scheme.fmt
-    if fmt.native is None and (fmt.is_float or fmt.block or fmt.bits > 16):
+    if not fmt.is_float and fmt.bits > 16:
         return f"cannot compute {spec.dtype.name}"
-    if spec.second_stage is not None or scheme.shares_exponents:
-        return "cannot compute scales that share exponents or have scales themselves"
+    if spec.quantizes_codes:
+        return "cannot quantize codes a second time"
     if fmt.scaled and scheme.rounding is not RoundType.half_even:
         return f"rounds half to even, not by {scheme.rounding.name}"
     if scheme.block is not None or (
         scheme.qscheme is QSchemeType.per_group and not spec.is_dynamic
     ):
         return f"cannot settle scales {scheme.qscheme.name}"
-    if spec.is_dynamic and (scheme.scale.fmt is not None or scheme.scale.power_of_two):
-        return "cannot round dynamic scales to powers of two or narrow floats"
+    if spec.is_dynamic and rounds_scales(scheme) and not scheme.symmetric:
+        return "cannot round dynamic scales where it has zero points"
     return None
 
 
@@ -98,6 +98,8 @@ class Quantized(nn.Module):
 
     scale: torch.Tensor | None
     zero_point: torch.Tensor | None
+    tensor_scale: torch.Tensor | None
+    powers: torch.Tensor
 
     def __init__(self, state: State, is_pairable: bool) -> None:
         super().__init__()
@@ -117,6 +119,10 @@ class Quantized(nn.Module):
         kind = fmt.code_dtype if self.is_pair else torch.float32
         self.register_buffer("scale", scale)
         self.register_buffer("zero_point", zeros.to(kind) if kept and zeros is not None else None)
+        two_level = scheme.scale.two_level and not self.is_static
+        self.register_buffer("tensor_scale", state.scale_2 if two_level else None)
+        uses_powers = scheme.divides and not self.is_static
+        self.register_buffer("powers", POWERS if uses_powers else None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the quantized values of ``x``, in its type."""
@@ -126,20 +132,35 @@ class Quantized(nn.Module):
             return x.float().clamp(-bound, bound).to(fmt.code_dtype).to(x.dtype)
         if self.is_pair:
             return _rounded(self._paired(x.float()), x.dtype)
-        wide, axis = x.float(), scheme.axis % x.dim()
-        if scheme.qscheme is QSchemeType.per_group and scheme.group != -1:
-            wide, axis = torch.unflatten(wide, axis, (-1, scheme.group)), axis + 1
-        scale, zeros = self._settled(wide, axis) if self.is_static else _own(wide, axis, scheme)
+        wide, axis, group = x.float(), scheme.axis % x.dim(), fmt.sub_block or scheme.group
+        length = x.shape[axis]
+        if scheme.qscheme is QSchemeType.per_group and group != -1:
+            wide = torch.unflatten(_padded(wide, axis, group), axis, (-1, group))
+            axis += 1
+        scale, zeros = (self._settled if self.is_static else self._own)(wide, axis)
         wide = wide / scale if scheme.divides else wide * scale.reciprocal()
         if fmt.is_float:
-            wide = wide.clamp(-fmt.max_value, fmt.max_value).to(fmt.code_dtype).float()
+            wide = on_grid(wide, fmt)
         elif zeros is None:
             wide = wide.round().clamp(fmt.qmin, fmt.qmax)
         elif scheme.float_zero_point:
             wide = (wide + zeros).round().clamp(fmt.qmin, fmt.qmax) - zeros
         else:
             wide = (wide.round() + zeros).clamp(fmt.qmin, fmt.qmax) - zeros
-        return _rounded((wide * scale).reshape(x.shape), x.dtype)
+        wide = wide * scale
+        if wide.dim() > x.dim():
+            wide = wide.flatten(axis - 1, axis)
+            wide = wide if length % group == 0 else wide.narrow(axis - 1, 0, length)
+        return _rounded(wide, x.dtype)
+
+    @property
+    def opset(self) -> int:
+        """Lowest opset that has what is written."""
+        fmt, scale = self.scheme.fmt, self.scheme.scale.fmt
+        if self.is_pair and fmt.bits > 8:
+            return BLOCKED_OPSET
+        casts = any(f.native is not None and f.bits == 8 for f in (fmt, scale or fmt))
+        return FLOAT8_OPSET if casts else 0
 
     def _paired(self, x: torch.Tensor) -> torch.Tensor:
         parts: list[Any] = [self.scale, self.zero_point]
@@ -159,6 +180,14 @@ class Quantized(nn.Module):
             scale = scale.reshape(shape)
             zeros = None if zeros is None else zeros.reshape(shape)
         return scale, zeros
+
+    def _own(self, x: torch.Tensor, axis: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return scale and zero point of the values of ``x`` itself, so that they broadcast."""
+        scheme, where = self.scheme, tuple(range(x.dim()))
+        if scheme.qscheme is not QSchemeType.per_tensor:
+            where = (-1,) if scheme.per_token else (axis,)
+        lo, hi = x.amin(where, keepdim=True), x.amax(where, keepdim=True)
+        return dynamic_qparams(lo, hi, axis - 1, scheme, self.powers, self.tensor_scale)
 
 
 class OnnxLayer(nn.Module):
@@ -207,8 +236,7 @@ class OnnxLayer(nn.Module):
     def opset(self) -> int:
         """Lowest opset that has what is written."""
         found = [m.stored.opset for m in self.children() if isinstance(m, Dequantized)]
-        wide = [m for m in (self.input, self.output) if m is not None and m.is_pair]
-        found += [BLOCKED_OPSET for m in wide if m.scheme.fmt.bits > 8]
+        found += [m.opset for m in self.children() if isinstance(m, Quantized)]
         return max(found, default=0)
 
     def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -237,16 +265,10 @@ class OnnxLayer(nn.Module):
         return y if self.output is None else self.output(y)
 
 
-def _own(x: torch.Tensor, axis: int, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the scale and zero point of the values of ``x`` itself, so that they broadcast."""
-    where = tuple(range(x.dim()))
-    if scheme.qscheme is not QSchemeType.per_tensor:
-        where = (-1,) if scheme.per_token else (axis,)
-    lo, hi = x.amin(where, keepdim=True), x.amax(where, keepdim=True)
-    scale, zeros = qparams_from_range(lo, hi, scheme)
-    if zeros is None or (scheme.symmetric and scheme.fmt.signed):
-        return scale.float(), None
-    return scale.float(), zeros.float()
+def _padded(x: torch.Tensor, axis: int, group: int) -> torch.Tensor:
+    """Return ``x`` with zeros at the end of an axis, up to whole groups."""
+    missing = -x.shape[axis] % group
+    return F.pad(x, (0, 0) * (x.dim() - 1 - axis) + (0, missing)) if missing else x
 
 
 def _rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from quark.torch.numerics.blocks import QSchemeType
 from quark.torch.numerics.codec import decode
@@ -14,12 +16,13 @@ from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.nn.quantizer import State
 
 HOLDS = (
-    "weights of integers up to 16 bits, fp8, fp6, fp4 and MX blocks of 32; inputs and outputs of "
-    "integers up to 16 bits and fp8, static per tensor or channel, or dynamic with float scales"
+    "weights of integers up to 16 bits, of fp8, fp6 and fp4, and of blocks that share exponents; "
+    "inputs and outputs in the same formats, static per tensor or channel, or dynamic"
 )
 # Width of integer codes -> the narrowest type that holds them.
 _WIDTHS = (4, 8, 16)
-_OPSETS = {"INT8": 18, "UINT8": 18, "FLOAT8E4M3FN": 19, "FLOAT8E5M2": 19}
+FLOAT8_OPSET = 19
+_OPSETS = {"INT8": 18, "UINT8": 18, "FLOAT8E4M3FN": FLOAT8_OPSET, "FLOAT8E5M2": FLOAT8_OPSET}
 _NATIVE = {torch.float8_e4m3fn: "FLOAT8E4M3FN", torch.float8_e5m2: "FLOAT8E5M2"}
 BLOCKED_OPSET = 21
 BYTES = ("INT8", "UINT8")
@@ -76,7 +79,8 @@ def kind_of(fmt: Format) -> str | None:
         return _NATIVE.get(fmt.native)
     if fmt.is_float:
         return "FLOAT8E4M3FN" if fmt.signed and fmt.bits < 8 else None
-    width = next((w for w in _WIDTHS if w >= fmt.bits), None)
+    bits = fmt.bits + (fmt.sub_block > 0)  # codes are doubled where sub-blocks have a larger step
+    width = next((w for w in _WIDTHS if w >= bits), None)
     return width and f"{'' if fmt.signed else 'U'}INT{width}"  # type: ignore[return-value]
 
 
@@ -86,7 +90,7 @@ def weight_problem(spec: QuantizationSpec) -> str | None:
     fmt = scheme.fmt
     if not fmt.scaled:
         return None
-    if fmt.block or kind_of(fmt) is None:
+    if kind_of(fmt) is None:
         return f"has no type for {spec.coded.dtype.name}"
     if scheme.float_zero_point:
         return "has no float zero points"
@@ -118,14 +122,34 @@ def held(state: State) -> Held:
     assert kind is not None and scale is not None
     if fmt.is_encoded:
         codes = decode(codes, fmt).to(torch.float8_e4m3fn)
-    if scheme.symmetric and fmt.signed:  # ONNX Runtime makes up wrong ones for bytes without
-        zeros = torch.zeros_like(scale) if kind in BYTES else None
     if scheme.flat and scheme.qscheme in GROUPED and codes.dim() > 2:
         codes = codes.flatten(1)
+    if fmt.sub_block:
+        codes, scale, scheme = _merged(codes, scale, scheme)
+    if scheme.symmetric and fmt.signed:  # ONNX Runtime makes up wrong ones for bytes without
+        zeros = torch.zeros_like(scale) if kind in BYTES else None
     scale = _placed(scale.float(), scheme, codes.shape)
     zeros = None if zeros is None else _placed(zeros, scheme, codes.shape).to(codes.dtype)
     axis, block = _where(scheme, codes.shape)
     return Held(codes.contiguous(), scale, zeros, kind, axis, block)
+
+
+def _merged(
+    codes: torch.Tensor, scale: torch.Tensor, scheme: Scheme
+) -> tuple[torch.Tensor, torch.Tensor, Scheme]:
+    """Give all sub-blocks of a block the smaller of their two steps, and double the other codes."""
+    fmt, axis = scheme.fmt, scheme.axis % codes.dim()
+    per_block = fmt.block // fmt.sub_block
+    steps = scale.reshape(scheme.blocks(codes.shape).grid).movedim(axis, -1)
+    count = steps.shape[-1]
+    steps = F.pad(steps, (0, -count % per_block), value=torch.inf)
+    steps = torch.unflatten(steps, -1, (-1, per_block))
+    step = steps.amin(-1, keepdim=True)
+    factor = (steps / step).flatten(-2)[..., :count].repeat_interleave(fmt.sub_block, -1)
+    factor = factor.movedim(-1, axis).narrow(axis, 0, codes.shape[axis])
+    merged = replace(scheme, fmt=replace(fmt, sub_block=0), group=fmt.block)
+    wider = (codes.float() * factor).to(torch.int8 if fmt.bits < 8 else torch.int16)
+    return wider, step.squeeze(-1).movedim(-1, axis), merged
 
 
 def _where(scheme: Scheme, shape: torch.Size) -> tuple[int | None, int]:

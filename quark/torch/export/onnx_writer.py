@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +16,13 @@ from torch import nn
 
 from quark import __version__
 from quark.torch.export.checkpoint import check_vacant, fresh_directory
+from quark.torch.export.formats.ordered import PROBLEM, has_order
 from quark.torch.export.onnx_call import Call, Entry
+from quark.torch.export.onnx_experts import trace_experts
 from quark.torch.export.onnx_layers import KIND, OnnxLayer, activation_problem
 from quark.torch.export.onnx_types import HOLDS, weight_problem
 from quark.torch.export.writer import check_exportable, check_present
 from quark.torch.graph.inference import at_inference
-from quark.torch.quantization.nn.experts import LinearExperts
 from quark.torch.quantization.nn.mixin import PARAMETERS, QUANTIZERS, QuantMixin
 from quark.torch.quantization.nn.packed import PackedMixin
 
@@ -32,6 +33,7 @@ DEFAULT_OPSET = 20
 OLDEST_OPSET = 18  # that torch converts to
 LARGEST_FILE = 2_000_000_000  # bytes: a message of protobuf ends at 2^31
 _LAYERS = (QuantMixin, PackedMixin)
+Judge = Callable[[Path, nn.Module, Any], None]
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,17 @@ class OnnxOptions:
 
 
 def write_onnx(
-    model: nn.Module, directory: Path, input_args: Any, options: OnnxOptions, overwrite: bool
+    model: nn.Module,
+    directory: Path,
+    input_args: Any,
+    options: OnnxOptions,
+    overwrite: bool,
+    judge: Judge,
 ) -> None:
-    """Write ``quark_model.onnx``; see ``ModelExporter.export_onnx_model``."""
+    """Write ``quark_model.onnx``; see ``ModelExporter.export_onnx_model``.
+
+    ``judge`` sees the directory, the model and its inputs before the directory takes its place.
+    """
     _check_packages()
     check_vacant(directory, overwrite)
     check_exportable(model)
@@ -65,12 +75,16 @@ def write_onnx(
             "float32 or float16 for that."
         )
     with at_inference(model):
-        outputs = list(options.output_names) or call.run(model)
+        outputs = list(options.output_names) or call.run(model)[0]
         twin = _twin(model, options.matmul_nbits)
         opset = _opset(twin, options.opset_version)
         graph = _traced(Entry(twin, call).eval(), call, shapes, outputs, opset, options)
     _finish(graph, options.do_constant_folding)
-    _save(graph, directory, options.max_file_size, overwrite)
+    size = sum(value.const_value.nbytes for value in graph.graph.initializers.values())
+    external = f"{FILE}.data" if size > options.max_file_size else None
+    with fresh_directory(directory, overwrite, size) as partial:
+        _save(graph, partial / FILE, external)
+        judge(partial, model, input_args)
 
 
 def _traced(
@@ -146,12 +160,10 @@ def _check_layers(model: nn.Module) -> None:
         ValueError: One is.
     """
     for name, layer in model.named_modules():
-        if isinstance(layer, LinearExperts):
-            raise ValueError(
-                f"ONNX cannot hold {name}: which experts run depends on values. Exclude its layers."
-            )
         if not isinstance(layer, _LAYERS):
             continue
+        if has_order(layer):
+            raise ValueError(f"ONNX cannot hold {name}: {PROBLEM}. Quantize the float model again.")
         for tensor in QUANTIZERS:
             spec = getattr(layer.quant_config, tensor)
             find = weight_problem if tensor in PARAMETERS else activation_problem
@@ -167,6 +179,7 @@ def _twin(model: nn.Module, matmul_nbits: bool) -> nn.Module:
     """Return a model with the same tensors whose quantized layers can be traced."""
     tensors = [*model.parameters(), *model.buffers()]
     twin: nn.Module = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    trace_experts(twin)
     made: dict[nn.Module, OnnxLayer] = {}
     for name, layer in list(twin.named_modules(remove_duplicate=False)):
         if isinstance(layer, _LAYERS):
@@ -221,10 +234,7 @@ def _finish(model: Any, folds: bool) -> None:
     model.producer_name, model.producer_version = "quark", __version__
 
 
-def _save(model: Any, directory: Path, max_file_size: int, overwrite: bool) -> None:
+def _save(model: Any, path: Path, external: str | None) -> None:
     import onnx_ir as ir
 
-    size = sum(value.const_value.nbytes for value in model.graph.initializers.values())
-    external = f"{FILE}.data" if size > max_file_size else None
-    with fresh_directory(directory, overwrite, size) as partial:
-        ir.save(model, partial / FILE, external_data=external)
+    ir.save(model, path, external_data=external)

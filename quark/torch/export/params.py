@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from quark import __version__
+from quark.torch.export.build import empty_model, made_config
 from quark.torch.export.checkpoint import (
     NATIVE,
     CheckpointReader,
@@ -134,7 +135,9 @@ def load_params(
     rotated = [name for name, leaf in leaves.items() if "input_rotation" in leaf]
     config = naming_rotations(config, {name: _rotation(name, reader) for name in rotated})
     fmt = get_format("quark", config, _options(compressed, reorder))
-    return load(_build(described.get("config")) if model is None else model, fmt, reader)
+    if model is None:
+        model = _build(described.get("config"), reader, Path(json_path))
+    return load(model, fmt, reader)
 
 
 def _options(compressed: bool, reorder: bool) -> JsonExporterConfig:
@@ -156,15 +159,15 @@ def _rotation(name: str, reader: CheckpointReader) -> torch.Tensor:
     return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
 
 
-def _build(config: Any) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
+def _build(config: Any, reader: CheckpointReader, path: Path) -> nn.Module:
+    """Return the architecture that the JSON file describes, on the meta device.
 
+    Raises:
+        ValueError: It describes none, or one that does not go with the tensors.
+    """
     if not isinstance(config, dict) or "model_type" not in config:
         raise ValueError("The JSON file names no architecture: pass the model to fill.")
-    made = AutoConfig.for_model(**config)
-    with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(made)
-    return model
+    return empty_model(made_config(config, path), reader.entries, path)
 
 
 def _structure(model: nn.Module) -> dict[str, Any]:

@@ -136,6 +136,8 @@ class Loading(NamedTuple):
         for name, expected in absent.items():
             if name.endswith(".zero_point"):
                 _assign(model, name, _zeros(model, name, expected, fallback))
+            elif name.endswith(".weight_groups"):
+                _assign(model, name, None)  # in order
         _compute_buffers(model, fallback)
         for name, source in self.tied.items():
             if name in absent:
@@ -191,6 +193,7 @@ def _optional(
     """Return the names of tensors that need not be stored: they are known, or tied to others."""
     packed = {f"{n}.{t}" for n, layer in layers.items() for t, _ in layer.specs()}
     known = {f"{n}.{t}" for n, layer in layers.items() for t in _known_offsets(layer, fmt)}
+    known |= {f"{n}.weight_groups" for n in layers}
     return known | {n for n, source in tied.items() if not packed & {n, source}}
 
 

@@ -12,6 +12,12 @@ import torch
 from torch import nn
 
 from quark.torch.export.checkpoint import NATIVE, read_json
+from quark.torch.export.onnx_call import Call
+from quark.torch.export.onnx_runtime import PACKAGE, Graph
+from quark.torch.export.onnx_writer import FILE
+from quark.torch.graph.inference import at_inference
+from quark.torch.quantization.nn.mixin import QuantMixin
+from quark.torch.quantization.nn.packed import PackedMixin
 
 ROWS, TOKENS = 2, 16  # of the random text that is compared on
 SEED = 0
@@ -28,6 +34,12 @@ _PACKAGES = {
     "gguf": {"gguf": "gguf"},
 }
 OWN = "this package"
+# Differences of the outputs of a graph as a share of how far these spread. Where floats are
+# multiplied in float32, rounding costs 1e-5 at most. A value that is rounded, to codes or to half
+# precision, may go either way: the median of the differences is 0.01 then, and 0.1 where the scale
+# of a single layer is twice too large.
+GRAPH_TOLERANCE = 1e-3  # of the largest
+ROUNDED_TOLERANCE = 0.05  # of the median
 
 
 class Verdict(NamedTuple):
@@ -35,10 +47,12 @@ class Verdict(NamedTuple):
 
     Attributes:
         reader: What opened it.
-        difference: Largest difference of the log-probabilities of tokens likelier than chance.
-        spread: Standard deviation of the log-probabilities.
+        difference: Largest difference of the log-probabilities of tokens likelier than chance, or
+            of the outputs of a graph.
+        spread: Standard deviation of the log-probabilities or outputs.
         bytes: Size of its tensors on disk.
         note: Why it was not opened by other software, if so.
+        compared: What was compared.
     """
 
     reader: str
@@ -46,29 +60,38 @@ class Verdict(NamedTuple):
     spread: float
     bytes: int
     note: str = ""
+    compared: str = "log-probabilities"
 
     def __str__(self) -> str:
-        text = f"opened by {self.reader}: log-probabilities differ by up to {self.difference:.1e}"
+        text = f"opened by {self.reader}: {self.compared} differ by up to {self.difference:.1e}"
         text += f" in a spread of {self.spread:.1f}, {self.bytes / 1e6:.1f} MB"
         return text + (f" ({self.note})" if self.note else "")
 
 
-def verify(directory: str | Path, model: nn.Module, trust_remote_code: bool = False) -> Verdict:
-    """Open a checkpoint and compare its predictions with those of ``model``.
+def verify(
+    directory: str | Path, model: nn.Module, trust_remote_code: bool = False, inputs: Any = None
+) -> Verdict:
+    """Open a checkpoint or an ONNX file and compare its predictions with those of ``model``.
 
     It is opened by the software whose format it has where that is installed: Transformers with
     what it needs for the format. Otherwise, or if that fails, this package reads it, and the
-    verdict says why. A second model is in memory meanwhile.
+    verdict says why. ONNX files are run by ONNX Runtime. A second model is in memory meanwhile.
 
     Args:
         directory: Directory of the checkpoint.
-        model: What was exported: a causal language model of Transformers.
+        model: What was exported: a causal language model of Transformers, or any model whose graph
+            was exported.
         trust_remote_code: Passed to Transformers.
+        inputs: What an ONNX file is run on, as ``ModelExporter.export_onnx_model`` takes it; by
+            default random tokens.
 
     Raises:
+        ImportError: ONNX Runtime is missing.
         ValueError: The predictions differ, or nothing can open the checkpoint.
     """
     directory = Path(directory)
+    if (directory / FILE).is_file():
+        return _verify_graph(directory / FILE, model, inputs)
     ids = _random_text(model)
     expected = _log_probabilities(model, ids)
     method, packages = _method(directory)
@@ -93,12 +116,57 @@ def _compare(expected: torch.Tensor, found: torch.Tensor, verdict: Verdict) -> V
     likely = expected > -torch.tensor(float(expected.shape[-1])).log()
     errors, spread = (found - expected)[likely], float(expected.std())
     verdict = verdict._replace(difference=float(errors.abs().max()), spread=spread)
-    if not float(errors.square().mean().sqrt()) <= TOLERANCE * spread:  # NaN as well
+    _check(float(errors.square().mean().sqrt()) <= TOLERANCE * spread, verdict)
+    return verdict
+
+
+def _check(is_right: bool, verdict: Verdict) -> None:
+    if not is_right:
         raise ValueError(
             f"The checkpoint does not compute what the model in memory does: {verdict}. It is not "
             "kept; export without verification to look at it."
         )
+
+
+def _verify_graph(path: Path, model: nn.Module, inputs: Any) -> Verdict:
+    """Run a graph and compare each of its outputs with that of the model."""
+    graph = Graph(path)
+    if inputs is None:
+        ids = _random_text(model)
+        text = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        inputs = {name: text[name] for name in graph.inputs if name in text}
+    call = Call.of(model, inputs)
+    with at_inference(model):
+        expected = call.run(model)[1]
+    found = graph.run(*call.inputs.values())
+    verdict = Verdict(_called([PACKAGE]), 0.0, 0.0, _size(path.parent), compared="outputs")
+    rounds = any(_rounds(module) for module in model.modules())
+    verdicts = [
+        _compare_outputs(ours.double().cpu(), theirs.double(), rounds, verdict)
+        for ours, theirs in zip(expected, found, strict=True)
+    ]
+    return max(verdicts, key=lambda v: v.difference)
+
+
+def _compare_outputs(
+    expected: torch.Tensor, found: torch.Tensor, rounds: bool, verdict: Verdict
+) -> Verdict:
+    errors = (found - expected).abs()
+    spread = float(expected.std(correction=0)) or float(expected.abs().max())
+    verdict = verdict._replace(difference=float(errors.max()), spread=spread)
+    typical = float(errors.median()) <= ROUNDED_TOLERANCE * spread
+    _check(typical if rounds else verdict.difference <= GRAPH_TOLERANCE * spread, verdict)
     return verdict
+
+
+def _rounds(module: nn.Module) -> bool:
+    """Whether a module rounds what passes through it: to codes, or to half precision."""
+    if any(p.is_floating_point() and p.itemsize == 2 for p in module.parameters(recurse=False)):
+        return True
+    if not isinstance(module, (QuantMixin, PackedMixin)):
+        return False
+    config = module.quant_config
+    return config.input_tensors is not None or config.output_tensors is not None
 
 
 def _random_text(model: nn.Module) -> torch.Tensor:
@@ -195,7 +263,7 @@ def _called(packages: list[str]) -> str:
 
 
 def _size(directory: Path) -> int:
-    files = (f for p in ("*.safetensors", "*.pth", "*.gguf") for f in directory.glob(p))
+    files = (f for p in ("*.safetensors", "*.pth", "*.gguf", f"{FILE}*") for f in directory.glob(p))
     return sum(file.stat().st_size for file in files)
 
 

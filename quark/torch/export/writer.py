@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from quark import __version__
-from quark.torch.export.audit import check_rest
+from quark.torch.export.audit import check_rest, report_experts
 from quark.torch.export.formats.base import ExportFormat, get_format
 from quark.torch.export.renamed import saved_names
 from quark.torch.export.rotations import naming_rotations
@@ -78,12 +78,7 @@ def make_format(
     config = config or _remembered(model)
     if config is None:
         raise ValueError("Pass quant_config: the model does not remember how it was quantized.")
-    group = options.kv_cache_group or config.kv_cache_patterns
-    options = replace(
-        options,
-        kv_cache_group=list(group),
-        min_kv_scale=max(options.min_kv_scale, config.min_kv_scale),
-    )
+    options = _completed(options, config)
     names = {n: _operator(m) for n, m in model.named_modules() if n}
     layers = {n: m for n, m in model.named_modules() if isinstance(m, _QUANTIZED)}
     rotations = {n: m.input_rotation for n, m in layers.items() if m.input_rotation is not None}
@@ -100,6 +95,18 @@ def make_format(
     saved = dict(zip(saved_names(model, layers), layers.values(), strict=True))
     fmt.admit({**layers, **saved}, _left(model))
     return fmt
+
+
+def _completed(options: JsonExporterConfig, config: Config) -> JsonExporterConfig:
+    """Return options of an export with what the model, or an export it was read from, has."""
+    before = config.export or JsonExporterConfig()
+    group = options.kv_cache_group or config.kv_cache_group or before.kv_cache_group
+    return replace(
+        options,
+        weight_merge_groups=options.weight_merge_groups or before.weight_merge_groups,
+        kv_cache_group=list(group or config.kv_cache_patterns),
+        min_kv_scale=max(options.min_kv_scale, config.min_kv_scale, before.min_kv_scale),
+    )
 
 
 def _left(model: nn.Module) -> list[str]:
@@ -164,6 +171,7 @@ def collect(model: nn.Module, fmt: ExportFormat) -> dict[str, torch.Tensor]:
         if not {key.rsplit(".", 1)[0], key.rsplit(".", 2)[0]} & every_name
     }
     check_rest(model, fmt.config, layers)
+    report_experts(model)
     for name, layer in layers.items():
         try:
             found = fmt.tensors(layer, scales.get(name, {}))

@@ -14,6 +14,7 @@ from quark.torch.graph.inference import at_inference
 from quark.torch.pipeline.capture import Calls, Enough, capture
 from quark.torch.pipeline.inference import progress
 from quark.torch.pipeline.store import LIMIT, ActivationStore
+from quark.torch.quantization.nn.experts import counting
 
 
 class Stream(NamedTuple):
@@ -116,7 +117,9 @@ class Block:
         args, kwargs = self._calls.of(index, self.name)
         self.mask = self._calls.masks[index]
         try:
-            return _hidden(functional_call(self.module, dict(parameters or {}), (x, *args), kwargs))
+            with counting(self.module, index):
+                y = functional_call(self.module, dict(parameters or {}), (x, *args), kwargs)
+            return _hidden(y)
         finally:
             self.mask = None
 

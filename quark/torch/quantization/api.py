@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from quark.torch.algorithm.kept import Statistics
+from quark.torch.algorithm.ranges import is_told
 from quark.torch.graph.discover import discover
 from quark.torch.graph.structure import Structure
 from quark.torch.pipeline.context import Algorithm, Context
@@ -23,6 +24,7 @@ from quark.torch.quantization.calibrate import (
     calibrate_parameters,
     needs_data,
     observing,
+    recall_activations,
     settle_weights,
     share_scales,
 )
@@ -31,7 +33,7 @@ from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.nn.attention import key_projections, prove_keys, route_keys
 from quark.torch.quantization.nn.experts import fuse, unfuse
-from quark.torch.quantization.nn.mixin import QuantMixin
+from quark.torch.quantization.nn.mixin import PARAMETERS, QuantMixin
 from quark.torch.quantization.prepare import plan, prepare, quantized_layers, restore
 
 logger = logging.getLogger("quark")
@@ -80,8 +82,8 @@ class ModelQuantizer:
             model: A float model, in any of float32, bfloat16 and float16, on any device.
             dataloader: Batches for the model: tensors, mappings of arguments, or lists of these.
                 Needed by most algorithms and for static activation ranges.
-            statistics: What ``collect_statistics`` returned for the model: the one algorithm of the
-                configuration, AWQ or GPTQ, takes them instead of running data.
+            statistics: What ``collect_statistics`` returned for the model: AWQ or GPTQ, and without
+                a dataloader static activation ranges, take them instead of running data.
 
         Returns:
             The same model. Its forward pass now computes with quantized values; weights stay in
@@ -101,7 +103,7 @@ class ModelQuantizer:
         try:
             layers = plan(model, self.config)
             run_data = needs_data(layers.values())
-            _check_algorithms(algorithms, layers, dataloader, statistics)
+            _check_algorithms(self.config, algorithms, layers, dataloader, statistics)
             fuse(experts, keep=layers)
             keys = key_projections(layers, self.config)
             batches = repeatable(dataloader) if algorithms or keys else dataloader or ()
@@ -119,7 +121,7 @@ class ModelQuantizer:
                 _apply(algorithms, model, structure, batches, self.config, statistics)
             calibrate_parameters(model)
             if run_data:
-                calibrate_activations(model, batches)
+                _settle_activations(model, batches, statistics if dataloader is None else None)
             share_scales(model, self.config)
         except BaseException:
             restore(model)
@@ -184,43 +186,93 @@ def find_algorithms(config: Config) -> list[tuple[Algorithm, AlgoConfig]]:
 
 
 def _check_algorithms(
+    config: Config,
     algorithms: list[tuple[Algorithm, AlgoConfig]],
     layers: Mapping[str, QuantizationConfig],
     dataloader: Iterable[Any] | None,
     statistics: Statistics | None,
 ) -> None:
     """Raise if an algorithm does not serve the layers, or what it needs is not given."""
+    is_static = needs_data(layers.values())
     if statistics is not None:
-        check_from_statistics(algorithms)
-    learns = statistics is None and any(a.needs_data(options) for a, options in algorithms)
-    if dataloader is None and (learns or needs_data(layers.values())):
-        raise ValueError(
-            f"{'Algorithms need' if learns else 'Static activation ranges need'} "
-            "calibration data: pass a dataloader to quantize_model"
-            + ("." if learns else ", or set is_dynamic=True.")
-        )
+        check_from_statistics(algorithms, is_static)
+        if is_static and dataloader is None:
+            _check_ranges(config, algorithms)
+            statistics.check_ranges(layers)
+    elif dataloader is None:
+        learns = any(algorithm.needs_data(options) for algorithm, options in algorithms)
+        if learns or is_static:
+            raise ValueError(
+                f"{'Algorithms need' if learns else 'Static activation ranges need'} "
+                "calibration data: pass a dataloader to quantize_model"
+                + ("." if learns else ", or set is_dynamic=True.")
+            )
     for algorithm, options in algorithms:
         algorithm.check(options, layers)
 
 
-def check_from_statistics(algorithms: list[tuple[Algorithm, AlgoConfig]]) -> None:
+def check_from_statistics(
+    algorithms: list[tuple[Algorithm, AlgoConfig]], is_static: bool = False
+) -> None:
     """Raise if algorithms are not one that can do with statistics of the float model.
+
+    Args:
+        algorithms: What ``find_algorithms`` returned.
+        is_static: Whether there are static activation ranges, for which no algorithm is needed.
 
     Raises:
         ValueError: They are not.
     """
     names = [options.name for _, options in algorithms]
+    if is_static and not names:
+        return
     if len(names) != 1 or names[0] not in FROM_STATISTICS:
         raise ValueError(
-            f"statistics serve one algorithm, {' or '.join(FROM_STATISTICS)}, got "
-            f"{', '.join(names) or 'none'}: others change what they are of, or look at the data "
-            "itself. Pass a dataloader instead."
+            f"statistics serve one algorithm, {' or '.join(FROM_STATISTICS)}, and static "
+            f"activation ranges, got {', '.join(names) or 'none'}: others change what they are of, "
+            "or look at the data itself. Pass a dataloader instead."
         )
     if getattr(algorithms[0][1], "true_sequential", False):
         raise ValueError(
             "gptq: true_sequential=True looks at layers in turn, which statistics of the float "
             "model cannot. Leave it out, or pass a dataloader instead."
         )
+
+
+def _check_ranges(config: Config, algorithms: list[tuple[Algorithm, AlgoConfig]]) -> None:
+    """Raise if static activation ranges are not those of tensors of the float model.
+
+    Raises:
+        ValueError: An algorithm rescales inputs, or keys are quantized after rotary embedding.
+    """
+    if any(options.name == "awq" for _, options in algorithms):
+        raise ValueError(
+            "awq rescales inputs, so that statistics of the float model no longer tell their "
+            "static ranges: pass a dataloader with the same data too, or set is_dynamic=True."
+        )
+    if config.kv_cache_post_rope and needs_data(config.kv_cache_quant_config.values()):
+        raise ValueError(
+            "kv_cache_post_rope: statistics tell static ranges of keys before rotary embedding "
+            "alone. Pass a dataloader too, or set is_dynamic=True."
+        )
+
+
+def ranges_from_statistics(
+    config: Config,
+    algorithms: list[tuple[Algorithm, AlgoConfig]],
+    layers: Iterable[QuantizationConfig],
+) -> bool:
+    """Whether statistics of the float model tell the static activation ranges of layers."""
+    try:
+        _check_ranges(config, algorithms)
+    except ValueError:
+        return not needs_data(layers)
+    return all(
+        is_told(spec)
+        for layer in layers
+        for tensor, spec in layer.specs()
+        if tensor not in PARAMETERS
+    )
 
 
 def _apply(
@@ -243,6 +295,15 @@ def _apply(
         for algorithm, options in algorithms:
             logger.info("%s …", options.name)
             algorithm.apply(context, options)
+
+
+def _settle_activations(
+    model: nn.Module, batches: Iterable[Any], statistics: Statistics | None
+) -> None:
+    if statistics is None:
+        calibrate_activations(model, batches)
+    else:
+        recall_activations(model, statistics)
 
 
 def _trial_run(model: nn.Module, batches: Iterable[Any] | None) -> Callable[[], None]:

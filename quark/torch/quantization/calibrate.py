@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.torch.algorithm.kept import Statistics
 from quark.torch.numerics.blocks import QSchemeType
-from quark.torch.pipeline.inference import progress, run_batch
+from quark.torch.pipeline.inference import parts, progress, run_batch
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.match import matches
-from quark.torch.quantization.nn.experts import counterparts
+from quark.torch.quantization.nn.experts import counterparts, counting
 from quark.torch.quantization.nn.mixin import PARAMETERS, QuantMixin
 from quark.torch.quantization.nn.quantizer import PARTS, State, TensorQuantizer
 from quark.torch.quantization.prepare import quantized_layers
@@ -68,19 +69,49 @@ def calibrate_activations(model: nn.Module, dataloader: Iterable[Any]) -> None:
     static = dict(_static_activations(model))
     batches = 0
     with observing(model, static.values()):
-        for batch in progress(dataloader, "calibration"):
-            run_batch(model, batch)
+        for batch in parts(progress(dataloader, "calibration")):
+            with counting(model, batches):
+                run_batch(model, batch)
             batches += 1
     if not batches:
         raise ValueError("The dataloader is empty: static activation ranges need at least a batch.")
+    _settle_activations(model, static, f" in {batches} batches")
+
+
+@torch.no_grad()
+def recall_activations(model: nn.Module, statistics: Statistics) -> None:
+    """Settle the ranges of static activations by those of the float model.
+
+    Args:
+        model: A prepared model.
+        statistics: Statistics of the float model, which tell the ranges (``check_ranges``).
+
+    Raises:
+        ValueError: A layer saw no data.
+    """
+    static = dict(_static_activations(model))
+    for (name, tensor), quantizer in static.items():
+        weight = model.get_submodule(name).weight
+        statistics.range_of(name, tensor).show(quantizer, weight.device)  # type: ignore[arg-type]
+    _settle_activations(model, static, "")
+
+
+def _settle_activations(
+    model: nn.Module, static: dict[tuple[str, str], TensorQuantizer], where: str
+) -> None:
+    """Settle the ranges of static activations that were observed.
+
+    Raises:
+        ValueError: A layer saw no data, or a range is not finite.
+    """
     idle = _idle_experts(model, static)
     unseen = sorted(
         {n for (n, t), q in static.items() if q.observer.is_empty and (n, t) not in idle}
     )
     if unseen:
         raise ValueError(
-            f"No data reached {', '.join(unseen[:5])}{' …' if len(unseen) > 5 else ''} in "
-            f"{batches} batches. Calibrate with data that uses these layers, or exclude them."
+            f"No data reached {', '.join(unseen[:5])}{' …' if len(unseen) > 5 else ''}{where}. "
+            "Calibrate with data that uses these layers, or exclude them."
         )
     for (name, tensor), quantizer in static.items():
         if (name, tensor) in idle:

@@ -52,7 +52,7 @@ def plan(model: nn.Module, config: Config) -> dict[str, QuantizationConfig]:
             f"can be ({supported}): set global_quant_config, or check exclude and the patterns."
         )
     for name, layer in layers.items():
-        _check_fit(name, model.get_submodule(name), layer)
+        check_fit(name, model.get_submodule(name), layer)
     _report_left(model)
     return layers
 
@@ -117,7 +117,12 @@ def _check_layer_types(names: dict[str, type[nn.Module]], config: Config) -> Non
             )
 
 
-def _check_fit(name: str, module: nn.Module, layer: QuantizationConfig) -> None:
+def check_fit(name: str, module: nn.Module, layer: QuantizationConfig) -> None:
+    """Raise if a configuration does not fit a module that can be quantized.
+
+    Raises:
+        ValueError: It does not; the tensor is named.
+    """
     if layer.input_tensors is not None and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         raise ValueError(
             f"{name}.input_tensors: the inputs of a {type(module).__name__} are indices and cannot "

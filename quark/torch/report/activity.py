@@ -193,11 +193,10 @@ def inputs_of(layer: PackedMixin, seen: Seen, sample: torch.Tensor) -> Inputs:
         sample: Some of them, (tokens, inputs) float32, as they reach the layer.
     """
     x = _turned(layer, sample)
-    quantizer: Any = layer.input_quantizer
-    after = x if quantizer is None else quantizer(x, layer.input_scale_2)
+    after = layer.quantized_input(sample)
     assert seen.largest is not None
     found = Inputs(seen.tokens, values_of(x), _widest(seen.largest), histogram(x, after))
-    if quantizer is None:
+    if layer.input_quantizer is None:
         return found
     norm = float(x.norm())
     error = float((after - x).norm()) / norm if norm else 0.0

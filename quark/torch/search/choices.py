@@ -1,13 +1,12 @@
-"""What each format would cost each layer of a model, from statistics alone.
+"""The formats that layers of a model may get, what each would cost, and mixtures of them.
 
-A weight W that becomes W + D moves the outputs of its layer by tr(D G Dᵀ), squared and summed over
-tokens, with G the sum of x xᵀ over its inputs. How much the predictions of the model mind was
-measured once, under coarse rounding; so the loss of a format is its squared error times that, in
-nats per token. Losses of layers are added up, which overstates the whole but tells mixtures apart.
+Costs come from statistics alone. Losses of layers are added up, which overstates the whole but
+tells mixtures apart.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,23 +15,20 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from quark.torch.algorithm.gptq import round_layer
 from quark.torch.algorithm.kept import Statistics
-from quark.torch.algorithm.statistics import Gram
-from quark.torch.export.formats.base import ExportFormat, get_format
+from quark.torch.algorithm.ranges import is_told
 from quark.torch.pipeline.inference import progress
-from quark.torch.quantization.calibrate import calibrate_parameters, settle_weights
-from quark.torch.quantization.config.algo import GPTQConfig
+from quark.torch.quantization.calibrate import calibrate_parameters, recall_activations
 from quark.torch.quantization.config.config import NAMED_ONLY, Config
-from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.config.match import literal, matches
 from quark.torch.quantization.nn.experts import fuse, unfuse
-from quark.torch.quantization.nn.mixin import QuantMixin
 from quark.torch.quantization.nn.operators import is_operator
-from quark.torch.quantization.prepare import plan, prepare, quantized_layers, restore
+from quark.torch.quantization.prepare import check_fit, plan, prepare, restore
 from quark.torch.search.allocate import Frontier
-from quark.torch.statistics.collect import rounded, weight_error
+from quark.torch.search.costs import Cost, layer_costs
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -42,7 +38,8 @@ class Unit:
     Attributes:
         layers: Their names.
         weights: Number of their weights.
-        bits: Format to the stored bits of the weights: codes, scales, zero points.
+        bits: Format to the stored bits of the weights: codes, scales, zero points. Formats that
+            do not fit all of the layers are left out.
         losses: Format to the loss, in nats per token.
     """
 
@@ -97,9 +94,10 @@ class Mixture:
         return [(bits / self.weights, loss) for bits, loss in self._frontier.points()]
 
     def uniform(self) -> dict[str, tuple[float, float]]:
-        """Return bits per weight and loss with one format for all, by its name."""
+        """Return bits per weight and loss with one format for all, by its name, if it fits all."""
         layers = [layer for unit in self.units for layer in unit.layers]
-        return {name: self.cost(dict.fromkeys(layers, name)) for name in self.units[0].bits}
+        names = [n for n in self.units[0].bits if all(n in unit.bits for unit in self.units)]
+        return {name: self.cost(dict.fromkeys(layers, name)) for name in names}
 
 
 @torch.no_grad()
@@ -116,7 +114,8 @@ def weigh(
     Args:
         model: The float model of the statistics. It is unchanged in the end.
         statistics: What ``collect_statistics`` returned for it.
-        formats: Configurations of a layer, by a name each.
+        formats: Configurations of a layer's weight, or of weight and inputs, by a name each. One
+            that does not fit some layers is left out there, with a warning.
         exclude: Patterns of layers to leave in float.
         together: Whether layers that read the same tensor are to share a format, as software
             that fuses them expects.
@@ -124,10 +123,14 @@ def weigh(
             GPTQ or its like will round.
 
     Raises:
-        ValueError: A format quantizes more than weights, does not fit a layer, or the statistics
-            are of another model or lack sensitivities.
+        ValueError: A format quantizes no weight, or outputs or a bias; no format fits a layer; or
+            the statistics are of another model, lack sensitivities or do not tell static ranges.
     """
-    _check(formats, statistics)
+    check_formats(formats)
+    if not statistics.sensitivities:
+        raise ValueError(
+            "These statistics were collected without sensitivities (probes=0): collect them anew."
+        )
     statistics.check(model)
     patterns = list(exclude)
     units = [
@@ -140,8 +143,9 @@ def weigh(
     names = [name for unit in units for name in unit]
     experts = unfuse(model)
     try:
+        fitting = _fitting(model, formats, units)
         costs = {
-            name: _costs(model, statistics, names, layer, solved)
+            name: layer_costs(model, statistics, fitting[name], layer, solved)
             for name, layer in progress(list(formats.items()), "formats")
         }
         sizes = {name: model.get_submodule(name).weight.numel() for name in names}  # type: ignore[operator]
@@ -176,18 +180,20 @@ def mixed_config(
 
 
 @contextmanager
-def rounded_as(model: nn.Module, config: Config) -> Iterator[None]:
+def rounded_as(model: nn.Module, config: Config, statistics: Statistics) -> Iterator[None]:
     """Let a model compute with weights rounded to the nearest, and give it back its own.
 
     Args:
         model: A float model.
-        config: Configuration that quantizes weights alone.
+        config: What ``mixed_config`` returned for it.
+        statistics: Its statistics, which tell static ranges of inputs.
     """
     experts = unfuse(model)
     try:
         prepare(model, plan(model, config))
         try:
             calibrate_parameters(model)
+            recall_activations(model, statistics)
             yield
         finally:
             restore(model)
@@ -195,17 +201,67 @@ def rounded_as(model: nn.Module, config: Config) -> Iterator[None]:
         fuse(experts)
 
 
-def _check(formats: Mapping[str, QuantizationConfig], statistics: Statistics) -> None:
+def check_formats(formats: Mapping[str, QuantizationConfig]) -> None:
+    """Raise if statistics cannot tell what formats cost.
+
+    Raises:
+        ValueError: One quantizes no weight, or outputs or a bias, or its static ranges of inputs
+            are not told.
+    """
     for name, layer in formats.items():
-        if [tensor for tensor, _ in layer.specs()] != ["weight"]:
+        tensors = [tensor for tensor, _ in layer.specs()]
+        if "weight" not in tensors or not {*tensors} <= {"weight", "input_tensors"}:
             raise ValueError(
-                f"{name} quantizes more than weights, and what that costs is not known from "
-                "statistics. Search among weight-only formats, such as int4_wo_128."
+                f"{name} quantizes {' and '.join(tensors) or 'nothing'}, and statistics tell what "
+                "rounding weights costs, or weights and inputs (input_tensors). Search among "
+                "formats of these, such as int4_wo_128 and ptpc_int8."
             )
-    if not statistics.sensitivities:
-        raise ValueError(
-            "These statistics were collected without sensitivities (probes=0): collect them anew."
-        )
+        if layer.input_tensors is not None and not is_told(layer.input_tensors):
+            raise ValueError(
+                f"{name} has static ranges of inputs that statistics do not tell. Search among "
+                "formats that take the minimum and maximum, a histogram, or dynamic ranges."
+            )
+
+
+def _fitting(
+    model: nn.Module,
+    formats: Mapping[str, QuantizationConfig],
+    units: Sequence[tuple[str, ...]],
+) -> dict[str, list[str]]:
+    """Return the layers that each format can be given to: those of units it fits as a whole.
+
+    Raises:
+        ValueError: No format fits a unit.
+    """
+    problems: dict[str, dict[tuple[str, ...], str]] = {
+        name: {unit: said for unit in units if (said := _problem(model, unit, layer))}
+        for name, layer in formats.items()
+    }
+    for unit in units:
+        if all(unit in found for found in problems.values()):
+            raise ValueError(
+                f"None of the formats fits {unit[0]}, so add one that does: "
+                + " ".join(f"{name}: {found[unit]}" for name, found in problems.items())
+            )
+    for name, found in problems.items():
+        if found:
+            layers = [layer for unit in found for layer in unit]
+            reason = next(iter(found.values()))
+            logger.warning("%s is left out for %d layers: %s", name, len(layers), reason)
+    return {
+        name: [layer for unit in units if unit not in found for layer in unit]
+        for name, found in problems.items()
+    }
+
+
+def _problem(model: nn.Module, unit: Sequence[str], layer: QuantizationConfig) -> str | None:
+    """Return why a format does not fit a unit, or None."""
+    try:
+        for name in unit:
+            check_fit(name, model.get_submodule(name), layer)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _together(statistics: Statistics) -> list[tuple[str, ...]]:
@@ -217,55 +273,15 @@ def _together(statistics: Statistics) -> list[tuple[str, ...]]:
     return [tuple(unit) for unit in united.values()]
 
 
-def _costs(
-    model: nn.Module,
-    statistics: Statistics,
-    names: Sequence[str],
-    layer: QuantizationConfig,
-    solved: bool,
-) -> dict[str, tuple[int, float]]:
-    """Return the bits and the loss of a format for each layer."""
-    fmt = get_format("quark", Config(), JsonExporterConfig())
-    named = Config(layer_quant_config={literal(name): layer for name in names})
-    prepare(model, plan(model, named))
-    try:
-        layers = dict(quantized_layers(model))
-        return {name: _cost(name, layers[name], statistics, fmt, solved) for name in names}
-    finally:
-        restore(model)
-
-
-def _cost(
-    name: str, layer: QuantMixin, statistics: Statistics, fmt: ExportFormat, solved: bool
-) -> tuple[int, float]:
-    settle_weights({name: layer}, Config())
-    stored = fmt.tensors(layer, {})
-    bits = sum(8 * t.nbytes for part, t in stored.items() if part.startswith("weight"))
-    gram = statistics.grams({name: layer})[name]
-    weight = _solved(name, layer, gram) if solved and gram.tokens else rounded(layer)
-    return bits, weight_error(layer, weight, gram) * statistics.sensitivities[name]
-
-
-def _solved(name: str, layer: QuantMixin, gram: Gram) -> torch.Tensor:
-    """Return the weight of a layer as GPTQ rounds it; the layer keeps its own."""
-    weight: torch.Tensor = layer.weight.detach()
-    before = weight.clone()
-    try:
-        round_layer(name, layer, gram, GPTQConfig().damp_percent, GPTQConfig().desc_act)
-        return weight.clone()
-    finally:
-        weight.copy_(before)
-        layer.frozen = False
-
-
 def _unit(
     names: tuple[str, ...],
     sizes: Mapping[str, int],
-    costs: Mapping[str, Mapping[str, tuple[int, float]]],
+    costs: Mapping[str, Mapping[str, Cost]],
 ) -> Unit:
+    fitting = {fmt: [found[n] for n in names] for fmt, found in costs.items() if names[0] in found}
     return Unit(
         names,
         sum(sizes[name] for name in names),
-        {fmt: sum(found[name][0] for name in names) for fmt, found in costs.items()},
-        {fmt: sum(found[name][1] for name in names) for fmt, found in costs.items()},
+        {fmt: sum(cost.bits for cost in found) for fmt, found in fitting.items()},
+        {fmt: sum(cost.loss for cost in found) for fmt, found in fitting.items()},
     )

@@ -1,25 +1,29 @@
-"""Run data through a float model once, and keep all that quantizing its weights asks of the data.
+"""Run data through a float model once, and keep all that quantizing it asks of the data.
 
-Beside the sums of x xᵀ over the inputs x of each layer, which give the squared error of its outputs
-for any change of its weight, it is measured how much the model's predictions mind such an error:
-each layer alone is rounded coarsely, and the divergence of the predictions divided by the error.
+The sums of x xᵀ over the inputs x of each layer give the squared error of its outputs for any
+change of its weight; some of these inputs, what rounding them adds; ranges and histograms of inputs
+and outputs, the scales that are settled. It is also measured how much the model's predictions mind
+an error: each layer alone is rounded coarsely, and the divergence of the predictions divided by the
+squared error of the layer's outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from quark.torch.algorithm.awq import output_error
-from quark.torch.algorithm.groups import as_rows, block_layers, observe_grams
-from quark.torch.algorithm.kept import Statistics, data_digest, fingerprint
-from quark.torch.algorithm.statistics import Gram
+from quark.torch.algorithm.groups import as_rows, block_layers, first_reader, observe_grams
+from quark.torch.algorithm.kept import Statistics, data_digest, fingerprint, place
+from quark.torch.algorithm.ranges import TensorRange
+from quark.torch.algorithm.statistics import Draw, Gram, Observe
+from quark.torch.algorithm.statistics import observing as watching
 from quark.torch.graph.discover import discover
 from quark.torch.graph.inference import at_inference
 from quark.torch.graph.structure import Structure
@@ -32,7 +36,7 @@ from quark.torch.pipeline.inference import (
     repeatable,
     run_batch,
 )
-from quark.torch.pipeline.runner import run_blocks
+from quark.torch.pipeline.runner import Block, run_blocks
 from quark.torch.pipeline.store import ActivationStore
 from quark.torch.quantization.calibrate import observing, settle_weights
 from quark.torch.quantization.config.config import Config
@@ -44,6 +48,7 @@ from quark.torch.quantization.prepare import prepare, quantized_layers, restore
 
 PROBES = 8  # calls of the model that each layer is rounded for
 COARSE = 64  # weights that share a scale then
+TOKENS = 512  # that are kept of what goes into each layer
 
 
 def collect_statistics(
@@ -53,7 +58,8 @@ def collect_statistics(
 
     Data runs through each decoder block once. After that the first calls of the model are repeated
     for each layer. The sums take 4 · inputs² bytes of main memory for each tensor that linear
-    layers of decoder blocks read.
+    layers of decoder blocks read; tokens up to 2048 · inputs bytes; and each range 32 kB, and 8
+    bytes for each channel.
 
     Args:
         model: A float model, on any device. It is unchanged in the end.
@@ -62,7 +68,8 @@ def collect_statistics(
             needs; 0 to leave that out.
 
     Raises:
-        ValueError: There is no data, or the model has no linear layers in decoder blocks.
+        ValueError: There is no data, the model has no linear layers in decoder blocks, or what goes
+            into one of them or comes out is NaN or infinite.
     """
     batches = repeatable(dataloader)
     first = next(iter(parts(batches)), None)
@@ -78,15 +85,16 @@ def collect_statistics(
         prepare(model, {name: _coarse(model.get_submodule(name)) for name in names})
         try:
             with observing(model, ()), at_inference(model):
-                readers, inputs = _observe(model, structure, batches)
+                seen = _observe(model, structure, batches)
                 units = _units(model, names)
                 calls = list(islice(parts(batches), probes))
-                found = _sensitivities(model, units, calls, readers, inputs) if calls else {}
+                found = _sensitivities(model, units, calls, seen) if calls else {}
         finally:
             restore(model)
     finally:
         fuse(experts)
-    return Statistics(digests, data, readers, inputs, units, found)
+    ranges = {name: kept for name, kept in seen.ranges.items() if not kept.is_empty}
+    return Statistics(digests, data, seen.readers, seen.inputs, units, found, seen.samples, ranges)
 
 
 def _linear_layers(model: nn.Module, structure: Structure) -> Iterator[str]:
@@ -113,22 +121,70 @@ def _coarse(layer: Any) -> QuantizationConfig:
     return QuantizationConfig(weight=spec)
 
 
-def _observe(
-    model: nn.Module, structure: Structure, batches: Iterable[Any]
-) -> tuple[dict[str, str], dict[str, Gram]]:
-    """Return for each layer the first that reads the same tensor, and the sums for these."""
+class _Seen(NamedTuple):
+    """What was kept: by the first layers that read a tensor, ranges by ``place``."""
+
+    readers: dict[str, str]
+    inputs: dict[str, Gram]
+    samples: dict[str, torch.Tensor]
+    ranges: dict[str, TensorRange]
+
+
+def _observe(model: nn.Module, structure: Structure, batches: Iterable[Any]) -> _Seen:
+    """Run the data through all blocks."""
     layers = dict(quantized_layers(model))
     settle = partial(settle_weights, config=Config())
     context = Context(model, layers, structure, batches, Config(), settle)
-    readers: dict[str, str] = {}
-    inputs: dict[str, Gram] = {}
+    seen = _Seen({}, {}, {}, {})
     for block in run_blocks(model, structure.blocks, batches, "statistics"):
-        grams = observe_grams(context, block, block_layers(context, block.name, lambda _: True))
-        firsts: dict[int, str] = {}
-        for name, gram in grams.items():
-            readers[name] = firsts.setdefault(id(gram), name)
-        inputs |= {name: grams[name].to("cpu") for name in firsts.values()}
-    return readers, inputs
+        inside = block_layers(context, block.name, lambda _: True)
+        seen.readers.update({name: first_reader(name, inside, context) for name in inside})
+        with _watching(block, inside, seen):
+            grams = observe_grams(context, block, inside)
+        firsts = dict.fromkeys(seen.readers[name] for name in inside)
+        seen.inputs.update({first: grams[first].to("cpu") for first in firsts})
+    return seen
+
+
+@contextmanager
+def _watching(block: Block, layers: Mapping[str, QuantMixin], seen: _Seen) -> Iterator[None]:
+    """Keep tokens and ranges of the layers of a block while its data runs."""
+    firsts = dict.fromkeys(seen.readers[name] for name in layers)
+    draws = {first: Draw(TOKENS) for first in firsts}
+    inputs = {first: TensorRange() for first in firsts}
+    outputs = {name: TensorRange() for name in layers}
+    with ExitStack() as stack:
+        stack.enter_context(
+            watching([(layers[n], d) for n, d in draws.items()], lambda: block.mask)
+        )
+        into = [(layers[n], _finite(n, "inputs", kept)) for n, kept in inputs.items()]
+        stack.enter_context(watching(into, lambda: None))  # ranges are those of padding too
+        for name, kept in outputs.items():
+            observe = _finite(name, "outputs", kept)
+            hook = layers[name].register_forward_hook(
+                lambda _, __, y, observe=observe: observe(y.flatten(0, -2))
+            )
+            stack.callback(hook.remove)
+        yield
+    kept_tokens = {name: draw.tokens for name, draw in draws.items()}
+    seen.samples.update({n: x.to("cpu") for n, x in kept_tokens.items() if x is not None})
+    seen.ranges.update({place(name, "input_tensors"): kept for name, kept in inputs.items()})
+    seen.ranges.update({place(name, "output_tensors"): kept for name, kept in outputs.items()})
+
+
+def _finite(name: str, what: str, kept: TensorRange) -> Observe:
+    """Return what takes in (tokens, channels), or raises ``ValueError`` if not all are finite."""
+
+    def observe(x: torch.Tensor) -> None:
+        try:
+            kept(x)
+        except FloatingPointError:
+            raise ValueError(
+                f"The {what} of {name} were NaN or infinite: check the data, or collect statistics "
+                f"in a wider type than {x.dtype}."
+            ) from None
+
+    return observe
 
 
 def _units(model: nn.Module, names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
@@ -145,8 +201,7 @@ def _sensitivities(
     model: nn.Module,
     units: Sequence[Sequence[str]],
     calls: Sequence[Any],
-    readers: dict[str, str],
-    inputs: dict[str, Gram],
+    seen: _Seen,
 ) -> dict[str, float]:
     """Return the divergence for each unit of squared error of outputs, by layer."""
     found: dict[str, float] = {}
@@ -157,7 +212,7 @@ def _sensitivities(
             layers = {name: _layer(model, name) for name in unit}
             settle_weights(layers, Config())
             error = sum(
-                weight_error(layer, rounded(layer), inputs[readers[name]])
+                weight_error(layer, rounded(layer), seen.inputs[seen.readers[name]])
                 for name, layer in layers.items()
             )
             with _rounding(layers.values()):

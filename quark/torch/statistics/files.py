@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from quark.torch.algorithm.kept import Statistics
+from quark.torch.algorithm.ranges import TensorRange
 from quark.torch.algorithm.statistics import Gram
 from quark.torch.export.checkpoint import fresh_directory, read_json, write_json
 
 HEADER, TENSORS = "statistics.json", "statistics.safetensors"
-LAYOUT = 1  # of the files; another is refused
-_PARTS = ("total", "magnitude")
+LAYOUT = 2  # of the files; another is refused
+SUMS, RANGE = ("total", "magnitude"), ("lo", "hi", "counts")
 _KINDS = {
     "model": dict,
     "data": str,
@@ -22,7 +23,11 @@ _KINDS = {
     "tokens": dict,
     "units": list,
     "sensitivities": dict,
+    "samples": list,
+    "ranges": list,
 }
+
+T = TypeVar("T")
 
 
 def save_statistics(statistics: Statistics, path: str | Path, overwrite: bool = False) -> None:
@@ -43,6 +48,11 @@ def save_statistics(statistics: Statistics, path: str | Path, overwrite: bool = 
     for name, gram in statistics.inputs.items():
         if gram.total is not None and gram.magnitude is not None:
             tensors |= {f"{name}.total": gram.total, f"{name}.magnitude": gram.magnitude}
+    for name, found in statistics.ranges.items():
+        lo, hi = found.channels.lo, found.channels.hi
+        assert lo is not None and hi is not None
+        tensors |= {f"{name}.lo": lo, f"{name}.hi": hi, f"{name}.counts": found.histogram.counts}
+    tensors |= {f"{name}.sample": tokens for name, tokens in statistics.samples.items()}
     header = {
         "layout": LAYOUT,
         "model": dict(statistics.model),
@@ -51,6 +61,8 @@ def save_statistics(statistics: Statistics, path: str | Path, overwrite: bool = 
         "tokens": {name: gram.tokens for name, gram in statistics.inputs.items()},
         "units": [list(unit) for unit in statistics.units],
         "sensitivities": dict(statistics.sensitivities),
+        "samples": list(statistics.samples),
+        "ranges": list(statistics.ranges),
     }
     needed = sum(tensor.nbytes for tensor in tensors.values())
     with fresh_directory(path, overwrite, needed) as directory:
@@ -59,7 +71,7 @@ def save_statistics(statistics: Statistics, path: str | Path, overwrite: bool = 
 
 
 def load_statistics(path: str | Path) -> Statistics:
-    """Open statistics; sums over tokens are read when they are asked for.
+    """Open statistics; tensors are read when they are asked for.
 
     Raises:
         FileNotFoundError: The directory holds none.
@@ -71,13 +83,28 @@ def load_statistics(path: str | Path) -> Statistics:
             f"{Path(path) / HEADER} holds no statistics that this version reads: collect them "
             "anew with 'quark collect'."
         )
+    tokens, samples, ranges = header["tokens"], header["samples"], header["ranges"]
+    file = _open(Path(path) / TENSORS, _parts(tokens, samples, ranges))
+
+    def gram(name: str) -> Gram:
+        found = Gram()
+        found.tokens = tokens[name]
+        if found.tokens:
+            found.total, found.magnitude = (file.get_tensor(f"{name}.{part}") for part in SUMS)
+        return found
+
+    def tensor_range(name: str) -> TensorRange:
+        return TensorRange.of(*(file.get_tensor(f"{name}.{part}") for part in RANGE))
+
     return Statistics(
         header["model"],
         header["data"],
         header["readers"],
-        _Stored(Path(path) / TENSORS, header["tokens"]),
+        _Stored(tokens, gram),
         tuple(tuple(unit) for unit in header["units"]),
         header["sensitivities"],
+        _Stored(samples, lambda name: file.get_tensor(f"{name}.sample")),
+        _Stored(ranges, tensor_range),
     )
 
 
@@ -87,31 +114,45 @@ def _is_header(header: Any) -> bool:
     return all(isinstance(header.get(key), kind) for key, kind in _KINDS.items())
 
 
-class _Stored(Mapping[str, Gram]):
-    """Sums in a file, by the name of the layer."""
+def _parts(
+    tokens: Mapping[str, float], samples: Iterable[str], ranges: Iterable[str]
+) -> Iterator[str]:
+    """Iterate over the names of the tensors that a header tells of."""
+    yield from (f"{name}.{part}" for name, count in tokens.items() if count for part in SUMS)
+    yield from (f"{name}.sample" for name in samples)
+    yield from (f"{name}.{part}" for name in ranges for part in RANGE)
 
-    def __init__(self, path: Path, tokens: dict[str, float]) -> None:
-        from safetensors import SafetensorError, safe_open
 
-        self._tokens = tokens
-        try:
-            self._file: Any = safe_open(path, "pt")
-        except SafetensorError as error:
-            raise ValueError(f"{path} is damaged ({error}): collect the statistics anew.") from None
-        self._keys = set(self._file.keys())  # type: ignore[no-untyped-call]
-        expected = {f"{name}.{part}" for name, n in tokens.items() if n for part in _PARTS}
-        if expected != self._keys:
-            raise ValueError(f"{path} lacks tensors of its header: collect the statistics anew.")
+def _open(path: Path, expected: Iterable[str]) -> Any:
+    """Return an open file of tensors.
 
-    def __getitem__(self, name: str) -> Gram:
-        gram = Gram()
-        gram.tokens = self._tokens[name]
-        if f"{name}.total" in self._keys:
-            gram.total, gram.magnitude = (self._file.get_tensor(f"{name}.{p}") for p in _PARTS)
-        return gram
+    Raises:
+        ValueError: It is damaged, or holds other tensors than those that are expected.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        file: Any = safe_open(path, "pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged ({error}): collect the statistics anew.") from None
+    if set(expected) != set(file.keys()):
+        raise ValueError(f"{path} lacks tensors of its header: collect the statistics anew.")
+    return file
+
+
+class _Stored(Mapping[str, T]):
+    """What is in a file, by name."""
+
+    def __init__(self, names: Iterable[str], read: Callable[[str], T]) -> None:
+        self._names, self._read = dict.fromkeys(names), read
+
+    def __getitem__(self, name: str) -> T:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._read(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._tokens)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._tokens)
+        return len(self._names)

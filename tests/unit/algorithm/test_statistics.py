@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from quark.torch.algorithm.statistics import ChannelRange, Gram, Sample, observing
+from quark.torch.algorithm.statistics import ChannelRange, Draw, Gram, Sample, observing
 from quark.torch.numerics.hadamard import hadamard
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.presets import scheme
@@ -45,26 +45,54 @@ def test_sums_are_single_precision(dtype):
     assert torch.equal(kept.total, expected.total)
 
 
-@pytest.mark.parametrize("make", [ChannelRange, Gram], ids=["range", "gram"])
-def test_no_token_is_no_data(make):
+@pytest.mark.parametrize(
+    ("make", "what"), [(ChannelRange, "lo"), (Gram, "total"), (lambda: Draw(4), "tokens")]
+)
+def test_no_token_is_no_data(make, what):
     kept = make()
     kept(X[:0])
-    assert getattr(kept, "lo", None) is None and getattr(kept, "total", None) is None
+    assert getattr(kept, what) is None
 
 
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize(("size", "step"), [(50, 1), (25, 1), (24, 2), (12, 4), (3, 16), (1, 32)])
-def test_a_sample_is_spread_evenly(cut, size, step):
-    kept = fed(Sample(size), cut=cut)
-    assert torch.equal(kept.tokens, X[::step])
+@pytest.mark.parametrize("size", [1, 7, 49, 50, 60])
+def test_the_same_tokens_are_drawn_however_data_is_cut(size, cut):
+    whole, parts = Draw(size), Draw(size)
+    fed(whole)
+    fed(parts, cut=cut)
+    assert len(whole.tokens) == min(size, 50)
+    assert torch.equal(parts.tokens, whole.tokens)
+
+
+@pytest.mark.parametrize("length", [64, 100, 512])
+@pytest.mark.parametrize("tokens", [1000, 4096, 32768])
+def test_tokens_are_drawn_from_everywhere(tokens, length):
+    """Among all tokens no gap is wide, and all parts of sequences of a length come alike."""
+    draw = Draw(256)
+    draw(torch.arange(tokens).unsqueeze(1))
+    index = draw.tokens.flatten()
+    assert len(index.unique()) == 256
+    gaps = torch.cat([index, torch.tensor([tokens])]).diff()
+    assert gaps.max() <= 3 * tokens / 256
+    places = torch.histc((index % length).double(), 4, 0, length)
+    assert (places / 256 - 0.25).abs().max() < 0.05
+
+
+def test_a_sample_has_tokens_and_the_range_of_all():
+    kept, drawn = Sample(10), Draw(10)
+    assert kept.is_empty
+    fed(kept)
+    fed(drawn)
+    assert not kept.is_empty
+    assert torch.equal(kept.tokens, drawn.tokens)
     assert torch.equal(kept.range.amax, X.abs().amax(0))
 
 
 def test_a_sample_owns_its_tokens():
     x = X.clone()
-    kept = fed(Sample(10), x)
+    kept, expected = fed(Sample(10), x), fed(Sample(10))
     x.zero_()
-    assert torch.equal(kept.tokens, X[::4])
+    assert torch.equal(kept.tokens, expected.tokens)
 
 
 @pytest.mark.parametrize("make", [Gram, lambda: Sample(10)], ids=["gram", "sample"])

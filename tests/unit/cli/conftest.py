@@ -43,6 +43,19 @@ def bert_dir(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def mixtral_dir(tmp_path_factory):
+    """A model of four experts a layer, two of which take each token."""
+    from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM
+
+    path = tmp_path_factory.mktemp("models") / "mixtral"
+    torch.manual_seed(0)
+    several = {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    MixtralForCausalLM(MixtralConfig(**SIZES, **several)).save_pretrained(path)
+    AutoTokenizer.from_pretrained(model_directory()).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
 def text(tmp_path_factory):
     """A file of a few hundred tokens."""
     path = tmp_path_factory.mktemp("text") / "text.txt"

@@ -48,6 +48,14 @@ def test_files_that_have_one_layout(refused, model_dir, tmp_path, export, file):
     assert f"{file} has one layout" in said
 
 
-def test_onnx_is_not_verified(refused, model_dir, tmp_path):
+def test_onnx_is_verified(quantize):
+    pytest.importorskip("onnxruntime")
+    _, said = quantize(*FLAGS, "--model_export", "onnx", "--verify")
+    assert "verified: opened by onnxruntime" in said
+
+
+def test_onnx_is_not_verified_without_a_runtime(refused, model_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr("quark.cli.request.find_spec", lambda name: None)
     place = ["--model_dir", model_dir, "--output_dir", tmp_path / "out", *FLAGS]
-    assert "not opened again" in refused("quantize", *place, "--model_export", "onnx", "--verify")
+    said = refused("quantize", *place, "--model_export", "onnx", "--verify")
+    assert "pip install onnxruntime" in said

@@ -179,6 +179,17 @@ def test_what_is_written_and_said(quantize, model_dir, text):
     assert f"{before} → {after} (" in said
 
 
+@pytest.mark.parametrize(("scheme", "tokens"), [("int8", 2 * 3 * 16 / 4), ("int8_wo", None)])
+def test_experts(quantize, mixtral_dir, scheme, tokens):
+    flags = ["--quant_scheme", scheme, "--num_calib_data", 3, "--seq_len", 16]
+    _, said = quantize(*flags, model=mixtral_dir)
+    assert "32 quantized, 1 left alone" in said  # 4 of attention and 12 of experts a layer
+    found = re.search(r"tokens per expert +(\d+) at least, median (\S+)", said)
+    assert (found is None) is (tokens is None)
+    if found:  # two experts for each token
+        assert int(found[1]) <= tokens and float(found[2]) == pytest.approx(tokens, rel=0.5)
+
+
 GROUPS = ["--group_size", 32]
 
 

@@ -44,8 +44,18 @@ def test_collect_writes_statistics(collected, quark, model_dir):
     assert "overwrite" in again.output
 
 
-def test_quantizing_from_statistics_takes_no_text(collected, quantize, quark, model_dir, tmp_path):
-    flags = ("--quant_scheme", "int4_wo_32", "--quant_algo", "awq")
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--quant_scheme", "int4_wo_32", "--quant_algo", "awq"),
+        ("--quant_scheme", "fp8", "--kv_cache_dtype", "fp8"),
+        ("--quant_scheme", "fp8", "--kv_cache_dtype", "fp8", "--weight_matrix_merge"),
+    ],
+    ids=["awq", "ranges", "shared ranges"],
+)
+def test_quantizing_from_statistics_takes_no_text(
+    flags, collected, quantize, quark, model_dir, tmp_path
+):
     expected, _ = quantize(*flags, *DATA)
     path = tmp_path / "from-statistics"
     given = ("--model_dir", model_dir, "--output_dir", path, "--skip_evaluation")
@@ -90,6 +100,23 @@ def test_search_writes_a_configuration_that_quantize_takes(search, quantize, tex
     assert (out / "config.json").is_file()
 
 
+def test_search_among_formats_of_inputs(search, collected, quark, model_dir, tmp_path):
+    """What does not fit a layer is left out there, and static ranges need no text."""
+    formats = "w_int8_per_channel_a_int8_per_tensor_sym,int4_wo_64,int2_wo_32"
+    flags = ("--statistics", collected, "--target_bits", 5.5, "--num_eval_data", 2)
+    result, path = search(*flags, "--formats", formats)
+    assert result.exit_code == 0, result.output
+    rows = {line.split()[0]: line.split() for line in result.stdout.splitlines() if line.split()}
+    assert rows["mixed"][-1] == "%"
+    assert "int4_wo_64" not in rows  # as one format for all
+    assert "int4_wo_64" in [row[1] for name, row in rows.items() if name.startswith("model.")]
+    given = ("--model_dir", model_dir, "--output_dir", tmp_path / "out", "--skip_evaluation")
+    result = quark("quantize", *given, "--config", path, "--statistics", collected)
+    assert result.exit_code == 0, result.output
+    assert "statistics tell" in result.output
+    assert any("input_scale" in name for name in load_file(tmp_path / "out/model.safetensors"))
+
+
 def test_search_shows_each_layer_and_one_format_for_all(search, collected):
     result, _ = search("--statistics", collected, "--target_bits", 5.5, "--num_eval_data", 2)
     assert result.exit_code == 0, result.output
@@ -123,6 +150,7 @@ def test_search_for_a_perplexity(search, collected):
         (("--max_perplexity_increase", 2, "--skip_evaluation"), "has to be measured"),
         (("--target_bits", 4, "--formats", "int9"), "'int9' is unknown"),
         (("--target_bits", 4, "--formats", ","), "one or more"),
+        (("--target_bits", 4, "--formats", "w_fp8_a_fp8_o_fp8"), "output_tensors"),
         (("--target_bits", 4, "--quant_algo", "smoothquant"), "smooth"),
         (("--target_bits", 4, "--statistics", "nowhere"), "nowhere"),
         (("--target_bits", 4, "--statistics", "x", "--num_calib_data", 4), "says this already"),

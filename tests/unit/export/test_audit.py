@@ -4,9 +4,15 @@ import pytest
 import torch
 
 from quark.torch import ModelExporter, export_gguf
-from quark.torch.export.audit import check_written
+from quark.torch.export.audit import check_written, expert_tokens
 from quark.torch.export.checkpoint import CheckpointReader, write_tensors
-from quark.torch.quantization.config.config import Config, QuantizationConfig
+from quark.torch.quantization.config.config import (
+    AWQConfig,
+    Config,
+    GPTQConfig,
+    QuantizationConfig,
+    SmoothQuantConfig,
+)
 from quark.torch.quantization.config.spec import QuantizationSpec
 
 LAYER = "model.layers.1.self_attn.k_proj"
@@ -130,3 +136,85 @@ def test_files_are_compared_with_what_was_to_be_written(tmp_path, expected):
     check_written({"a": torch.zeros(2)}, reader)
     with pytest.raises(OSError, match="not in the files as it was written"):
         check_written(expected, reader)
+
+
+class TestExperts:
+    """Tokens that calibration sent to each expert, as the routers of the float model say."""
+
+    NAMES = tuple(f"model.layers.{i}.mlp.experts" for i in (0, 1))
+
+    @pytest.fixture
+    def mixture(self, build):
+        """A model of experts, the first few of which are chosen, and the choices of its routers."""
+
+        def mixture(chosen=4):
+            model = build("mixtral", num_local_experts=4, num_experts_per_tok=2)
+            choices = {name: [] for name in self.NAMES}
+
+            def choose(name):
+                def hook(router, args, output):
+                    choices[name].append(output[2].clamp(max=chosen - 1))
+                    return *output[:2], choices[name][-1]
+
+                return hook
+
+            for name, made in choices.items():
+                router = model.get_submodule(name.replace("experts", "gate"))
+                router.register_forward_hook(choose(name))
+                assert made == []
+            return model, choices
+
+        return mixture
+
+    @pytest.mark.parametrize(
+        ("scheme", "algorithms"),
+        [
+            ("int8", None),
+            ("int8_wo", [GPTQConfig()]),
+            ("int8_wo", [GPTQConfig(true_sequential=True)]),
+            ("int8", [AWQConfig()]),
+            ("ptpc_int8", [SmoothQuantConfig()]),
+        ],
+        ids=["ranges", "gptq", "gptq in turns", "awq and ranges", "smooth"],
+    )
+    def test_counts(self, mixture, quantize, config_of, batches, scheme, algorithms):
+        float_model, choices = mixture()
+        for batch in batches:
+            float_model(batch)
+        sent = {n: torch.cat(made).flatten().bincount().tolist() for n, made in choices.items()}
+        model, _ = mixture()
+        quantize(model, config_of(scheme, algo_config=algorithms))
+        assert model.get_submodule(self.NAMES[0]).tokens == sent[self.NAMES[0]]
+        last = model.get_submodule(self.NAMES[1]).tokens  # of a block behind quantized ones
+        assert sum(last) == sum(sent[self.NAMES[1]]) == 2 * sum(b.numel() for b in batches)
+        found = expert_tokens(model)
+        assert (found.experts, found.least) == (
+            8,
+            min(model.get_submodule(self.NAMES[0]).tokens + last),
+        )
+
+    def test_nothing_is_told_without_data_or_experts(self, mixture, build, quantize):
+        assert expert_tokens(quantize(mixture()[0], "int8_wo", None)) is None
+        assert expert_tokens(quantize(build(), "int8")) is None
+
+    def test_experts_without_tokens(self, mixture, quantize, export, caplog):
+        model = quantize(mixture(chosen=3)[0], "int8")
+        found = expert_tokens(model)
+        assert found.unseen == [f"{name}.3" for name in self.NAMES] and found.least == 0
+        assert "none for 2 of 8" in str(found)
+        caplog.clear()
+        export(model)
+        said = "2 of 8 experts got no token at all in calibration: " + ", ".join(found.unseen)
+        assert said in caplog.text
+
+    def test_experts_with_few(self, mixture, quantize, export, caplog):
+        model = quantize(mixture()[0], "int8")
+        model.get_submodule(self.NAMES[0]).sent = {0: [40, 41, 3, 4]}
+        model.get_submodule(self.NAMES[1]).sent = {0: [20, 20, 1, 1], 1: [10, 10, 2, 1]}
+        found = expert_tokens(model)
+        assert found[1:3] == (2, 17.0)
+        assert found.scarce == []
+        model.get_submodule(self.NAMES[0]).sent = {0: [40, 41, 42, 4]}
+        assert expert_tokens(model).scarce == [f"{self.NAMES[0]}.3"]
+        export(model)
+        assert "1 of 8 experts got less than a tenth" in caplog.text

@@ -156,7 +156,7 @@ def test_files_beside_the_weights_come_along(made, tmp_path):
     source = tmp_path / "in"
     shutil.copytree(made("int4", "awq")[1], source)
     for name in ("tokenizer.json", "chat_template.jinja", "quant_config.json", "notes.bin"):
-        (source / name).write_text(name)
+        (source / name).write_text("{}")
     convert(source, tmp_path / "out", "gptq")
     found = {file.name for file in (tmp_path / "out").iterdir()}
     assert {"tokenizer.json", "chat_template.jinja"} <= found

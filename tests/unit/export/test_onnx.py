@@ -33,7 +33,7 @@ GRANULARITIES = ["per_tensor", "per_channel", "per_group", "per_block"]
 SYMMETRIC = ["int2", "int3", "int4", "uint4", "uint5", "int8", "uint8", "int16", "uint16"]
 SYMMETRIC += ["fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4"]
 ASYMMETRIC = ["int3", "int4", "uint4", "int8", "uint8", "uint16"]
-SAMPLE = ["int3", "uint4", "int8", "uint16", "fp8_e5m2", "fp4"]  # one for each type of ONNX
+SAMPLE = ["int3", "uint4", "int8", "uint16", "fp8_e5m2", "fp4", "mx9"]  # each type of ONNX
 WEIGHTS = {
     **{f"{d} {q}": spec(d, q) for d in SYMMETRIC for q in GRANULARITIES},
     **{
@@ -46,6 +46,9 @@ WEIGHTS = {
     "uint8 powers of two": spec("uint8", "per_channel", scale_type="pof2"),
     "mx fp4": QuantizationSpec("mx", mx_element_dtype="fp4", ch_axis=-1),
     "mx int8": QuantizationSpec("mx", mx_element_dtype="int8", ch_axis=-1),
+    "mx6": scheme("w_mx6").weight,
+    "mx9": scheme("mx9").weight,
+    "bfp16": scheme("w_bfp16").weight,
     "bfloat16": QuantizationSpec("bfloat16"),
     "nvfp4": scheme("nvfp4_weight_only").weight,
     "two stages": scheme("int4_fp8").weight,
@@ -69,6 +72,9 @@ ACTIVATIONS = {
     "int8 float zero point": spec("int8", symmetric=False, zero_point_type="float32"),
     "int8 powers of two": spec("int8", scale_type="pof2"),
     "int8 per channel": spec("int8", "per_channel", ch_axis=1),
+    "mx fp4": QuantizationSpec("mx", mx_element_dtype="fp4", ch_axis=-1),
+    "mx9": scheme("mx9").input_tensors,
+    "nvfp4": scheme("nvfp4").input_tensors,
     "bfloat16": QuantizationSpec("bfloat16"),
     "float16": QuantizationSpec("float16"),
 }
@@ -85,7 +91,7 @@ CASES = {
         f"input {n} by {p}": QuantizationConfig(input_tensors=s, weight=w)
         for n, s in ACTIVATIONS.items()
         for p, w in PARTNERS.items()
-        if p in ("int8", "fp8") or n in ("int8", "uint8", "int16")
+        if p in ("int8", "fp8") or n in ("int8", "uint8", "int16", "mx fp4")
     },
     **{
         f"output {n}": QuantizationConfig(weight=PARTNERS["int8"], output_tensors=s)
@@ -185,6 +191,13 @@ def test_codes_and_scales_are_those_of_the_model(racks, operator, case):
     found = numbers(codes)
     found = found.T if operator == "Linear" else found.reshape(state.codes.shape)
     fmt = state.spec.coded.fmt
+    if fmt.sub_block:  # sub-blocks have the step of their block
+        scale = numbers(tensors[f"{prefix}.scale"])
+        scale = scale.T if operator == "Linear" else scale
+        values = found.flatten(1) * scale.repeat_interleave(fmt.block, 1)[:, : found[0].numel()]
+        assert values.equal(state.value(torch.float64).flatten(1))
+        assert scale.numel() * fmt.block < 1.4 * found.numel()
+        return
     wanted = decode(state.codes, fmt) if fmt.is_encoded else state.codes
     assert found.equal(wanted.double())
     if state.spec.quantizes_codes or not fmt.scaled:

@@ -1,5 +1,6 @@
 """Costs of formats for layers, mixtures of them, and the configurations that say so."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -10,11 +11,13 @@ from quark.torch.export.writer import collect, make_format
 from quark.torch.quantization.config.algo import GPTQConfig
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.export import JsonExporterConfig
+from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.report.summary import summarize
 from quark.torch.search.choices import Mixture, mixed_config, rounded_as, weigh
 
 FORMATS = {name: scheme(name) for name in ("int2_wo_32", "int3_wo_32", "uint4_wo_32", "int8_wo")}
+INPUTS = ("ptpc_int8", "int8", "fp8", "mxfp4", "nvfp4", "mx6", "int4_wa_32", "mxfp4_fp8")
 PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
@@ -37,20 +40,47 @@ def test_bits_are_those_of_a_checkpoint(build, units):
         assert {unit.layers[0]: unit.bits[name] for unit in units} == expected
 
 
-def test_losses_are_errors_of_outputs_times_sensitivities(build, batches, statistics, units):
-    model, name = build(), "model.layers.1.self_attn.o_proj"
-    layer, seen = model.get_submodule(name), []
-    layer.register_forward_pre_hook(lambda module, args: seen.append(args[0].flatten(0, 1)))
+def error_of(name, layer, model, batches):
+    """Squared error of the outputs of one quantized layer, where it stands in the float model."""
+    seen = []
+    model.get_submodule(name).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     with torch.no_grad():
         for batch in batches:
             model(batch)
-        x, weight = torch.cat(seen), layer.weight.clone()
-        config = Config(layer_quant_config={name: FORMATS["int3_wo_32"]})
-        ModelQuantizer.freeze(ModelQuantizer(config).quantize_model(model))
-        error = (x @ (layer.weight - weight).T).square().sum()
-    (unit,) = (unit for unit in units if unit.layers == (name,))
-    expected = float(error) * statistics.sensitivities[name]
-    assert unit.losses["int3_wo_32"] == pytest.approx(expected, rel=1e-4)
+        x = torch.cat([part.flatten(0, -2) for part in seen])
+        before = model.get_submodule(name)(x)
+        config = Config(layer_quant_config={name: layer})
+        ModelQuantizer.freeze(ModelQuantizer(config).quantize_model(model, batches))
+        return float((model.get_submodule(name)(x) - before).square().sum())
+
+
+@pytest.mark.parametrize("fmt", ["int3_wo_32", "bfloat16", *INPUTS])
+@pytest.mark.parametrize("model", ["llama", "opt", "gpt2"])
+def test_losses_are_errors_of_outputs_times_sensitivities(fmt, model, build, batches):
+    statistics, layer = collect_statistics(build(model), batches), scheme(fmt)
+    names = {"llama": ["1.mlp.down_proj"], "opt": ["0.fc2"], "gpt2": ["1.attn.c_attn"]}[model]
+    units = weigh(build(model), statistics, {fmt: layer})
+    (unit,) = (unit for unit in units if unit.layers[0].endswith(tuple(names)))
+    (name,) = unit.layers
+    expected = error_of(name, layer, build(model), batches) * statistics.sensitivities[name]
+    assert expected > 0
+    assert unit.losses[fmt] == pytest.approx(expected, rel=1e-3)
+
+
+def test_some_tokens_stand_for_all(build, monkeypatch):
+    """What rounding inputs adds is scaled to all tokens; what weights cost is of all of them."""
+    data = torch.randint(3, 64, (40, 32)).split(8)
+    formats = {name: scheme(name) for name in ("int4_wa_32", "ptpc_int8")}
+    whole, part = (
+        (
+            monkeypatch.setattr("quark.torch.statistics.collect.TOKENS", size),
+            weigh(build(), collect_statistics(build(), data, probes=1), formats),
+        )[1]
+        for size in (2000, 200)
+    )
+    for one, other in zip(part, whole, strict=True):
+        assert one.losses != other.losses
+        assert one.losses == pytest.approx(other.losses, rel=0.15)
 
 
 def test_more_bits_lose_less(units):
@@ -133,24 +163,82 @@ def test_excluded_layers_stay(build, statistics):
         weigh(build(), statistics, FORMATS, exclude=["*"])
 
 
-def test_a_trial_computes_as_the_frozen_model(build, units, logits, unchanged):
-    model, chosen = build(), Mixture(units).choose(4.2)
-    config = mixed_config(model, chosen, FORMATS)
-    with unchanged(model), rounded_as(model, config):
+@pytest.mark.parametrize("names", [tuple(FORMATS), ("int8", "mxfp4")], ids=["weights", "inputs"])
+def test_a_trial_computes_as_the_frozen_model(names, build, statistics, batches, logits, unchanged):
+    model, formats = build(), {name: scheme(name) for name in names}
+    chosen = Mixture(weigh(model, statistics, formats)).choose(6)
+    assert len(set(chosen.values())) > 1
+    config = mixed_config(model, chosen, formats)
+    with unchanged(model), rounded_as(model, config, statistics):
         found = logits(model)
-    frozen = ModelQuantizer.freeze(ModelQuantizer(config).quantize_model(build()))
+    frozen = ModelQuantizer.freeze(ModelQuantizer(config).quantize_model(build(), batches))
     assert torch.equal(found, logits(frozen))
 
 
-def test_formats_of_inputs_are_refused(build, statistics):
-    with pytest.raises(ValueError, match="ptpc_int8 quantizes more than weights"):
-        weigh(build(), statistics, {"ptpc_int8": scheme("ptpc_int8")})
+WEIGHT, STATIC = scheme("int8").weight, scheme("int8").input_tensors
+MOVING = replace(STATIC, observer_cls="MovingAverageMinMaxObserver")
+UNKNOWN = {
+    "outputs": (scheme("w_fp8_a_fp8_o_fp8"), "quantizes .*output_tensors"),
+    "bias": (QuantizationConfig(weight=WEIGHT, bias=WEIGHT), "quantizes .*bias"),
+    "inputs alone": (QuantizationConfig(input_tensors=STATIC), "quantizes input_tensors"),
+    "order of data": (QuantizationConfig(weight=WEIGHT, input_tensors=MOVING), "static ranges"),
+}
 
 
-def test_a_format_that_does_not_fit_is_named(build, statistics, unchanged):
-    model = build()
-    with unchanged(model), pytest.raises(ValueError, match="group_size=128 does not divide"):
-        weigh(model, statistics, {"uint4_wo_128": scheme("uint4_wo_128")})
+@pytest.mark.parametrize(("layer", "said"), UNKNOWN.values(), ids=UNKNOWN)
+def test_formats_whose_cost_is_not_told_are_refused(layer, said, build, statistics):
+    with pytest.raises(ValueError, match=f"other .*{said}"):
+        weigh(build(), statistics, {"other": layer})
+
+
+MISFITS = {name: scheme(name) for name in ("int2_wo_32", "int4_wo_64", "uint4_wo_128", "int8_wo")}
+
+
+@pytest.fixture
+def fitting(build, statistics):
+    """Units of a model that groups of 64 fit but for down projections, and those of 128 nowhere."""
+    return weigh(build(), statistics, MISFITS)
+
+
+def test_formats_that_do_not_fit_are_left_out(build, statistics, caplog):
+    fitting = weigh(build(), statistics, MISFITS)
+    for unit in fitting:
+        ends = "down_proj" in unit.layers[0]
+        expected = {"int2_wo_32", "int8_wo"} if ends else {"int2_wo_32", "int4_wo_64", "int8_wo"}
+        assert set(unit.bits) == set(unit.losses) == expected
+    messages = [record.getMessage() for record in caplog.records]
+    assert [message.split(":")[0] for message in messages] == [
+        "int4_wo_64 is left out for 2 layers",
+        "uint4_wo_128 is left out for 14 layers",
+    ]
+    assert set(Mixture(fitting).uniform()) == {"int2_wo_32", "int8_wo"}
+
+
+@pytest.mark.parametrize("bits", [3.1, 4.0, 5.5, 7.0, 9.0])
+def test_mixtures_of_what_fits_are_the_best(bits, fitting):
+    units = fitting[4:10]  # two have one format less
+    assert len({len(unit.bits) for unit in units}) == 2
+    mixture = Mixture(units)
+    tried = [
+        mixture.cost({unit.layers[0]: name for unit, name in zip(units, names, strict=True)})
+        for names in itertools.product(*(unit.bits for unit in units))
+    ]
+    size, loss = mixture.cost(mixture.choose(bits))
+    assert size <= bits
+    assert loss == pytest.approx(min(found for used, found in tried if used <= bits))
+
+
+def test_mixtures_of_what_fits_are_quantized(build, fitting):
+    chosen = Mixture(fitting).choose(5.0)
+    assert "int4_wo_64" in chosen.values()
+    ModelQuantizer(mixed_config(build(), chosen, MISFITS)).quantize_model(build())
+
+
+def test_a_layer_that_no_format_fits_is_named(build, statistics, unchanged):
+    model, formats = build(), {name: scheme(name) for name in ("int4_wo_64", "uint4_wo_128")}
+    said = "None of the formats fits model.layers.0.mlp.down_proj.*=64 does not.*=128 does not"
+    with unchanged(model), pytest.raises(ValueError, match=said):
+        weigh(model, statistics, formats)
 
 
 def test_statistics_without_sensitivities_are_refused(build, statistics):

@@ -1,6 +1,7 @@
 """Statistics of a float model: what they hold, and what is solved with them alone."""
 
 import copy
+from functools import cache
 
 import pytest
 import torch
@@ -20,8 +21,7 @@ from quark.torch.statistics.collect import collect_statistics
 @pytest.fixture(scope="module")
 def collected(build, batches):
     """Statistics of a model, by its name."""
-    found = {name: collect_statistics(build(name), batches) for name in ("llama", "opt")}
-    return found.__getitem__
+    return cache(lambda name: collect_statistics(build(name), batches))
 
 
 def seen_by(model, batches):
@@ -142,14 +142,6 @@ def test_statistics_serve_again_and_again(build, batches, config_of, collected):
     config = config_of("int4_wo_32", algo_config=[AWQConfig()])
     first, second = (quantized(build(), config, statistics=collected("llama")) for _ in range(2))
     assert differing(second, first) == []
-
-
-def test_static_ranges_still_take_data(build, batches, config_of, collected):
-    config = config_of("w_uint4_per_group_a_int8_per_tensor", algo_config=[GPTQConfig()])
-    with pytest.raises(ValueError, match="Static activation ranges need"):
-        quantized(build(), config, statistics=collected("llama"))
-    state = quantized(build(), config, statistics=collected("llama"), dataloader=iter(batches))
-    assert any("_input_quantizer.scale" in name for name in state)
 
 
 REFUSED = {

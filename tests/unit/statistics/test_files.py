@@ -30,6 +30,16 @@ def test_everything_comes_back(statistics, stored):
         assert torch.equal(found.inputs[name].total, gram.total)
         assert torch.equal(found.inputs[name].magnitude, gram.magnitude)
         assert found.inputs[name].tokens == gram.tokens
+    assert list(found.samples) == list(statistics.samples)
+    for name, tokens in statistics.samples.items():
+        assert torch.equal(found.samples[name], tokens)
+    assert list(found.ranges) == list(statistics.ranges)
+    for name, kept in statistics.ranges.items():
+        other = found.ranges[name]
+        assert torch.equal(other.channels.lo, kept.channels.lo)
+        assert torch.equal(other.channels.hi, kept.channels.hi)
+        assert torch.equal(other.histogram.counts, kept.histogram.counts)
+        assert other.histogram.limit == kept.histogram.limit
 
 
 @pytest.mark.parametrize("algorithm", [AWQConfig(), GPTQConfig()], ids=["awq", "gptq"])
@@ -52,6 +62,8 @@ def test_experts_without_data_come_back_empty(build, tmp_path):
     save_statistics(statistics, tmp_path / "kept")
     found = load_statistics(tmp_path / "kept")
     assert {name for name, gram in found.inputs.items() if gram.total is None} == idle
+    assert set(found.samples) == set(found.inputs) - idle
+    assert found.range_of(min(idle), "input_tensors").is_empty
 
 
 def test_what_stands_there_is_kept_unless_told(statistics, stored):
@@ -69,7 +81,7 @@ def test_nothing_there_is_an_error(tmp_path):
 
 @pytest.mark.parametrize(
     "change",
-    [{"layout": 2}, {"tokens": None}, {"inputs": {}}],
+    [{"layout": 1}, {"tokens": None}, {"inputs": {}}],
     ids=["layout", "no tokens", "other keys"],
 )
 def test_another_header_is_refused(change, stored):

@@ -22,6 +22,7 @@ from quark.torch.export.formats.sections import names_in
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.match import literal
+from quark.torch.quantization.nn.packed import Layout
 
 PACK, INT, MIXED = "pack-quantized", "int-quantized", "mixed-precision"
 
@@ -38,9 +39,9 @@ class CompressedTensorsFormat(ForeignFormat):
     renamed: ClassVar = {
         "weight_scale_2": "weight_global_scale",
         "input_scale_2": "input_global_scale",
+        "weight_groups": "weight_g_idx",
     }
-    unneeded = ("weight_shape", "weight_g_idx")
-    order = "weight_g_idx"
+    unneeded = ("weight_shape",)
     has_cache = True
 
     def __init__(self, config: Config, options: JsonExporterConfig) -> None:
@@ -49,9 +50,9 @@ class CompressedTensorsFormat(ForeignFormat):
         self.packed_layout = CompressedLayout(all(format_name(c) != INT for c in layers))
 
     @property
-    def layout(self) -> CompressedLayout:
+    def layout(self) -> Layout:
         """Layout of the tensors."""
-        return self.packed_layout
+        return self.in_any_order(self.packed_layout)
 
     def admit(self, layers: Mapping[str, Any], left: Sequence[str]) -> None:
         """Check the layers and put those that are quantized alike together."""

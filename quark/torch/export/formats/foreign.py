@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from quark.torch.export.checkpoint import Stored
+from quark.torch.export.formats.ordered import GROUPS, OrderedLayout, has_order, is_in_order
 from quark.torch.export.formats.quark import QuarkFormat
 from quark.torch.export.formats.sections import IN_BLOCKS
 from quark.torch.numerics.blocks import QSchemeType
@@ -22,12 +23,14 @@ from quark.torch.quantization.config.match import config_for, literal
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.config.type import Dtype, ScaleType
 from quark.torch.quantization.nn.mixin import QuantMixin
-from quark.torch.quantization.nn.packed import PackedMixin
+from quark.torch.quantization.nn.packed import Layout, PackedMixin
 from quark.torch.quantization.nn.quantizer import State
 
 CACHE = {"k_proj": "k_scale", "v_proj": "v_scale"}
 SCALES = {torch.float16: ScaleType.float16, torch.bfloat16: ScaleType.bfloat16}
 FP8 = QuantizationSpec(Dtype.fp8_e4m3, qscheme=QSchemeType.per_tensor, is_dynamic=False)
+
+_GROUPS = f"weight_{GROUPS}"
 
 K = TypeVar("K", bound=Hashable)
 logger = logging.getLogger(__name__)
@@ -40,22 +43,30 @@ class ForeignFormat(QuarkFormat):
         holds: What it can hold, for messages.
         renamed: Last part of a name here -> in the checkpoint.
         unneeded: Last parts of names in the checkpoint that tell nothing new.
-        order: Last part of the name of the group of each input, where it is stored.
         has_cache: Whether it can hold scales of an fp8 key-value cache.
+        holds_order: Whether it can hold groups of inputs in any order.
         left: Names of layers in float.
         cache: Whether there are scales of a cache.
+        ordered: Whether the group of each input is stored because these are in another order.
     """
 
     holds: ClassVar[str]
     renamed: ClassVar[dict[str, str]] = {}
     unneeded: ClassVar[tuple[str, ...]] = ()
-    order: ClassVar[str] = ""
     has_cache: ClassVar[bool] = False
+    holds_order: ClassVar[bool] = False
     left: Sequence[str] = ()
     cache: bool = False
+    ordered: bool = False
+
+    def in_any_order(self, layout: Layout) -> Layout:
+        """Return a layout that also holds groups of inputs in any order, where there are such."""
+        return OrderedLayout(layout) if self.ordered else layout
 
     def admit(self, layers: Mapping[str, Any], left: Sequence[str]) -> None:
         """Check each layer by itself and remember what stays in float."""
+        if not self.holds_order:
+            super().admit(layers, left)
         if self.options.weight_format != "real_quantized":
             raise ValueError(
                 f"custom_mode={self.name!r} stores codes: leave out "
@@ -72,6 +83,7 @@ class ForeignFormat(QuarkFormat):
                 "such layers, quantize them otherwise, or use custom_mode='quark'."
             )
         self.left = left
+        self.ordered = any(map(has_order, layers.values()))
         self.cache = any(layer.quant_config.output_tensors is not None for layer in layers.values())
 
     def _common_problem(self, name: str, layer: QuantMixin | PackedMixin) -> str | None:
@@ -120,7 +132,7 @@ class ForeignFormat(QuarkFormat):
         """Return the layers whose codes are stored, and take the type of their scales as it is.
 
         Raises:
-            ValueError: No layer has codes, or groups are not those of neighbouring inputs.
+            ValueError: No layer has codes, or groups of inputs are of other sizes than is said.
         """
         entries: dict[str, Stored] = reader.entries
         plain = [n for n in layers if _is_wide(entries.get(f"{n}.weight"))]
@@ -132,7 +144,7 @@ class ForeignFormat(QuarkFormat):
                 len(plain),
                 plain[0],
             )
-        self._check_order(reader)
+        self.ordered = self._finds_order(reader)
         kinds = {
             entry.dtype
             for key, entry in entries.items()
@@ -144,19 +156,14 @@ class ForeignFormat(QuarkFormat):
         kept = {n: config_for(n, nn.Linear, self.config) for n in layers if n not in plain}
         return {n: layer for n, layer in kept.items() if layer is not None}
 
-    def _check_order(self, reader: Any) -> None:
-        keys = [key for key in reader.entries if self.order and key.endswith(f".{self.order}")]
+    def _finds_order(self, reader: Any) -> bool:
+        """Whether the groups of a layer are in another order than its inputs."""
+        stored = self.renamed.get(_GROUPS)
+        keys = [key for key in reader.entries if key.rpartition(".")[2] == stored]
         configs = (self.config.global_quant_config, *self.config.layer_quant_config.values())
         sizes = {group_of(c.weight) for c in configs if c.weight is not None}
-        for key in keys:
-            groups = reader.tensor(key).flatten().long()
-            places = torch.arange(len(groups))
-            size = [len(groups) if size < 0 else size for size in sizes]
-            if not any(groups.equal(places // s) for s in size):
-                raise ValueError(
-                    f"{key}: inputs are grouped in another order than they come in (act order), "
-                    "which is not read here. Quantize without it, or with static groups."
-                )
+        in_order = [is_in_order(reader.tensor(key), sizes, key) for key in keys]
+        return not all(in_order)
 
     def stored_name(self, key: str) -> str:
         """Return ``….k_scale`` for ``….k_proj.output_scale``, other names as they are."""
@@ -167,7 +174,7 @@ class ForeignFormat(QuarkFormat):
     def state_name(self, key: str) -> str:
         """Return the name in the state of the model."""
         head, _, last = key.rpartition(".")
-        if last in self.unneeded:
+        if last in self.unneeded or (last == self.renamed.get(_GROUPS) and not self.ordered):
             return ""
         layers = {scale: layer for layer, scale in CACHE.items()}
         if self.has_cache and last in layers:

@@ -107,9 +107,9 @@ class GptqFormat(ForeignFormat):
         "weight": "qweight",
         "weight_scale": "scales",
         "weight_zero_point": "qzeros",
+        "weight_groups": "g_idx",
     }
-    unneeded = ("g_idx",)
-    order = "g_idx"
+    holds_order = True
 
     def __init__(self, config: Config, options: JsonExporterConfig) -> None:
         super().__init__(config, options)
@@ -128,7 +128,7 @@ class GptqFormat(ForeignFormat):
     @property
     def layout(self) -> Layout:
         """Layout of the tensors."""
-        return GptqLayout(self.zero_offset)
+        return self.in_any_order(GptqLayout(self.zero_offset))
 
     def found(
         self, layers: dict[str, QuantizationConfig], reader: Any
@@ -136,7 +136,7 @@ class GptqFormat(ForeignFormat):
         """Return the layers whose codes are stored, and check what is known to be lost.
 
         Raises:
-            ValueError: Zero points less one are those of no code, or groups are out of order.
+            ValueError: Zero points less one are those of no code, or groups of another size.
         """
         layers = super().found(layers, reader)
         if self.symmetric or not self.zero_offset:
@@ -176,14 +176,14 @@ class GptqFormat(ForeignFormat):
         inputs = shape_of(layer)[1]
         size = self.group if self.group > 0 else inputs
         groups = torch.arange(inputs, dtype=torch.int32) // size
-        return {**super().tensors(layer, scales), "g_idx": groups}
+        return {"g_idx": groups, **super().tensors(layer, scales)}
 
     def section(self) -> dict[str, Any]:
         """Return what gptqmodel writes."""
         section = {
             "bits": self.bits,
             "checkpoint_format": CLASSIC if self.symmetric else SECOND,
-            "desc_act": False,
+            "desc_act": self.ordered,
             "group_size": self.group,
             "lm_head": False,
             "quant_method": self.name,

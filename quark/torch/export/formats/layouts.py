@@ -66,7 +66,7 @@ class PackedLayout:
 
     def pack(self, state: State, value: torch.Tensor | None) -> Stored:
         """Return the tensors that ``declare`` describes; ``value`` is not used."""
-        spec, codes, scale, zero_point, scale_2, zero_point_2 = state
+        spec, codes, scale, zero_point, scale_2, zero_point_2, _ = state
         if spec.quantizes_codes:
             first, second = (stage.for_parameter() for stage in spec.stages)
             above = self._pack_stage(State(second, codes, scale_2, zero_point_2))
@@ -79,7 +79,7 @@ class PackedLayout:
         return stored
 
     def _pack_stage(self, state: State) -> Stored:
-        spec, codes, scale, zero_point, scale_2, _ = state
+        spec, codes, scale, zero_point, scale_2, *_ = state
         scheme = spec.scheme
         stored: Stored = {}
         fmt = self._format(scheme)

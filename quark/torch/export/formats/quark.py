@@ -9,6 +9,7 @@ of n: inputs are multiplied by it, n at a time, before they are quantized.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -18,12 +19,14 @@ from torch import nn
 from quark.torch.export.audit import check_state
 from quark.torch.export.formats.base import ExportFormat
 from quark.torch.export.formats.layouts import PackedLayout, ValueLayout
+from quark.torch.export.formats.ordered import PROBLEM, has_order
 from quark.torch.export.formats.sections import names_in
 from quark.torch.numerics.qdq import fake_quantize, quantize
 from quark.torch.quantization.config.config import Config, QuantizationConfig
-from quark.torch.quantization.nn.mixin import QuantMixin
+from quark.torch.quantization.nn.mixin import PARAMETERS, QuantMixin, activation_shape
 from quark.torch.quantization.nn.operators import operator
 from quark.torch.quantization.nn.packed import SHORT_NAMES, Layout, PackedMixin
+from quark.torch.quantization.nn.quantizer import State
 
 _SUFFIXES = {
     f"{short}_{part}": f"{short}_quantizer.{part}"
@@ -73,9 +76,19 @@ class QuarkFormat(ExportFormat):
                     value, codes = fake_quantize(value, *how), quantize(value, *how)
                 state = state._replace(scale=scales[name], codes=codes)
             check_state(state, name.removesuffix("_tensors"))
+            _check_channels(layer, name, state)
             for part, tensor in self.layout.pack(state, value).items():
                 found[f"{short}_{part}" if part else name] = tensor
         return found
+
+    def admit(self, layers: Mapping[str, Any], left: Sequence[str]) -> None:
+        """Check that groups of inputs are where readers look for them."""
+        name = next((name for name, layer in layers.items() if has_order(layer)), None)
+        if name is not None:
+            raise ValueError(
+                f"custom_mode={self.name!r} cannot hold {name}: {PROBLEM}. custom_mode='gptq' can; "
+                "for others quantize the float model again."
+            )
 
     def receive(self, module: nn.Module, layer: QuantizationConfig) -> nn.Module:
         """Turn a float layer in place into one ready to take the stored tensors."""
@@ -91,3 +104,21 @@ class QuarkFormat(ExportFormat):
         written = replace(self.config, export=None).to_dict()
         written |= {"export": asdict(self.options), "quant_method": "quark"}
         return dict(sorted(written.items()))
+
+
+def _check_channels(layer: nn.Module, name: str, state: State) -> None:
+    """Raise if scales of inputs or outputs are not those of channels, as readers take them to be.
+
+    Raises:
+        ValueError: They are those of another axis.
+    """
+    if name in PARAMETERS or state.scale is None:
+        return
+    expected = state.scheme.scale_shape(activation_shape(layer, name, state.scheme))
+    if tuple(state.scale.shape) != expected:
+        what = name.removesuffix("_tensors")
+        raise ValueError(
+            f"its {what} has {state.scale.numel()} scales along ch_axis={state.scheme.axis}, but "
+            f"{expected[0]} channels. Scales of other axes cannot be stored: give ch_axis the axis "
+            "of the channels, -1 for a Linear."
+        )

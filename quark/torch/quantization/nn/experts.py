@@ -8,6 +8,7 @@ under its saved name, so that experts are quantized, calibrated and stored like 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +50,7 @@ class LinearExperts(nn.Module):
     Attributes:
         stacks: How stacked parameters map to the linear layers, by their names.
         float_class: Class with the stacked parameters.
+        sent: Tokens sent to each expert, by batch of calibration; see ``counting``.
     """
 
     stacks: dict[str, Stack]
@@ -58,6 +60,8 @@ class LinearExperts(nn.Module):
     has_post_expert_norm: bool
     act_fn: Any
     post_expert_norm: Any
+    sent: dict[int, list[int]]
+    _calls: list[list[int]] | None = None
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -71,8 +75,10 @@ class LinearExperts(nn.Module):
         """
         width = top_k_index.shape[-1]
         order = top_k_index.reshape(-1).argsort(stable=True)
-        counts = torch.bincount(top_k_index.reshape(-1), minlength=self.num_experts)
-        rows = torch.split(hidden_states[order // width], counts.tolist())
+        counts = torch.bincount(top_k_index.reshape(-1), minlength=self.num_experts).tolist()
+        if self._calls is not None:
+            self._calls.append(counts[: self.num_experts])
+        rows = torch.split(hidden_states[order // width], counts)
         found = [
             self._expert(e, x) if len(x) and e < self.num_experts else torch.zeros_like(x)
             for e, x in enumerate(rows)
@@ -82,6 +88,12 @@ class LinearExperts(nn.Module):
         placed[order] = outputs
         summed = placed.view(*top_k_index.shape, hidden_states.shape[-1]).sum(-2)
         return summed.to(hidden_states.dtype)
+
+    @property
+    def tokens(self) -> list[int] | None:
+        """Tokens that calibration sent to each expert, None without data."""
+        found = [sum(n) for n in zip(*self.sent.values(), strict=True)]
+        return found or None
 
     def _expert(self, index: int, x: torch.Tensor) -> torch.Tensor:
         into, out = self.stacks.values()
@@ -135,6 +147,24 @@ class LinearExperts(nn.Module):
         return f"{self.num_experts} experts"
 
 
+@contextmanager
+def counting(module: nn.Module, batch: int) -> Iterator[None]:
+    """Note how many tokens of a batch are sent to each expert in a module.
+
+    A batch that comes again replaces what it gave before, if it reaches the experts.
+    """
+    found = [m for m in module.modules() if isinstance(m, LinearExperts)]
+    for experts in found:
+        experts._calls = []
+    try:
+        yield
+    finally:
+        for experts in found:
+            if experts._calls:
+                experts.sent[batch] = [sum(n) for n in zip(*experts._calls, strict=True)]
+            del experts._calls
+
+
 # Name of a layer of experts -> the layer and the stacked parameters it had.
 Unfused = dict[str, tuple[LinearExperts, dict[str, nn.Parameter | None]]]
 
@@ -158,7 +188,7 @@ def unfuse(model: nn.Module) -> Unfused:
             stacks[stack] = Stack(parts or (stack,), bool(module.is_transposed), bool(parts))
         become(module, LinearExperts)
         assert isinstance(module, LinearExperts)
-        module.float_class, module.stacks = kind, stacks
+        module.float_class, module.stacks, module.sent = kind, stacks, {}
         _split(module)
         done[name] = module, parameters
     return done
@@ -178,7 +208,7 @@ def fuse(unfused: Unfused, keep: Iterable[str] = ()) -> None:
         for index in range(module.num_experts):
             delattr(module, str(index))
         kind = module.float_class
-        del module.stacks, module.float_class
+        del module.stacks, module.float_class, module.sent
         become(module, kind)
         module._parameters.update(parameters)
 

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.torch.numerics.blocks import QSchemeType
 from quark.torch.numerics.hadamard import rotate
+from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.config import QuantizationConfig
 from quark.torch.quantization.nn.quantizer import State, TensorQuantizer
 
@@ -19,6 +21,13 @@ QUANTIZERS = {
     "output_tensors": "_output_quantizer",
 }
 PARAMETERS = ("weight", "bias")
+
+
+# Tensor of the configuration -> what operators call the number of its channels.
+_CHANNELS = {
+    "input_tensors": ("in_features", "in_channels", "nx"),
+    "output_tensors": ("out_features", "out_channels", "nf", "embedding_dim"),
+}
 
 
 def is_transposed(kind: type[nn.Module]) -> bool:
@@ -40,6 +49,24 @@ def become(module: nn.Module, cls: type[nn.Module]) -> None:
             f"{module.forward!r}: undo that before quantizing, or exclude the layer."
         )
     module.__class__ = cls
+
+
+def activation_shape(layer: nn.Module, name: str, scheme: Scheme) -> tuple[int, ...]:
+    """Return the shape of inputs or outputs as far as scales need it.
+
+    That is () unless they are per channel: then the channels along their axis, and 0 elsewhere.
+
+    Args:
+        layer: An operator.
+        name: ``input_tensors`` or ``output_tensors``.
+        scheme: How these are quantized.
+    """
+    if scheme.qscheme is not QSchemeType.per_channel or scheme.per_token:
+        return ()
+    axis = scheme.axis
+    shape = [0] * (axis + 1 if axis >= 0 else -axis)
+    shape[axis] = next(getattr(layer, n) for n in _CHANNELS[name] if hasattr(layer, n))
+    return tuple(shape)
 
 
 class QuantMixin(nn.Module):

@@ -9,11 +9,10 @@ from torch import nn
 
 from quark.torch.numerics.hadamard import rotate
 from quark.torch.numerics.qdq import dynamic_qparams, fake_quantize
-from quark.torch.numerics.scale_codec import decode_scale
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.config.spec import QuantizationSpec
-from quark.torch.quantization.nn.mixin import PARAMETERS, become, is_transposed
+from quark.torch.quantization.nn.mixin import PARAMETERS, activation_shape, become, is_transposed
 from quark.torch.quantization.nn.quantizer import PARTS, State
 
 SHORT_NAMES = {
@@ -24,6 +23,7 @@ SHORT_NAMES = {
 }
 
 
+_BESIDE = (*PARTS[2:], "groups")  # parts that the layer itself holds
 Stored = dict[str, torch.Tensor]
 Declared = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -31,7 +31,8 @@ Declared = dict[str, tuple[tuple[int, ...], torch.dtype]]
 class Layout(Protocol):
     """How a checkpoint stores a quantized tensor.
 
-    The stored parts go by these names: "" for codes or values, and those of ``PARTS``.
+    The stored parts go by these names: "" for codes or values, those of ``PARTS``, and ``groups``
+    for the group of each input, where inputs are not in the order of groups.
     """
 
     def declare(self, spec: QuantizationSpec, shape: tuple[int, ...], is_stored: bool) -> Declared:
@@ -72,17 +73,6 @@ class PackedQuantizer(nn.Module):
         for name in ("scale", "zero_point"):
             self.register_buffer(name, _empty(stored, name, device))
 
-    def forward(self, x: torch.Tensor, tensor_scale: torch.Tensor | None) -> torch.Tensor:
-        """Quantize and dequantize activations, given the scale of their scales if there is one."""
-        if x.numel() == 0:
-            return x
-        if self.scale is None and self.scheme.fmt.scaled:
-            return fake_quantize(x, *dynamic_qparams(x, self.scheme, tensor_scale), self.scheme)
-        scale = self.scale
-        if scale is not None:
-            scale = decode_scale(scale, self.scheme, tuple(x.shape), tensor_scale)
-        return fake_quantize(x, scale, self.zero_point, self.scheme)
-
     def extra_repr(self) -> str:
         """Return format and granularity."""
         granularity = "" if self.spec.qscheme is None else f", {self.spec.qscheme.name}"
@@ -105,6 +95,7 @@ class PackedMixin(nn.Module):
             ``bias_quantizer``, ``input_quantizer`` and ``output_quantizer``.
         weight_scale_2: Scale of the scales or of a second stage, or None; likewise
             ``weight_zero_point_2`` and those of the other tensors.
+        weight_groups: Group of each input, or None where they are in order.
         quant_config: Configuration of the layer.
         layout: How the stored tensors lie.
         shapes: Shapes of weight and bias in full.
@@ -117,6 +108,7 @@ class PackedMixin(nn.Module):
     float_class: ClassVar[type[nn.Module]]
     weight: Any
     bias: Any
+    weight_groups: torch.Tensor | None
     quant_config: QuantizationConfig
     layout: Layout
     shapes: dict[str, tuple[int, ...]]
@@ -163,9 +155,9 @@ class PackedMixin(nn.Module):
             self.add_module(f"{short}_quantizer", None)
         else:
             spec = spec.for_parameter(is_transposed(self.float_class)) if is_stored else spec
-            stored = self.layout.declare(spec, self.shapes.get(name, ()), is_stored)
+            stored = self.layout.declare(spec, self._shape(name, spec.scheme), is_stored)
             self.add_module(f"{short}_quantizer", PackedQuantizer(spec, stored, device))
-        for part in ("scale_2", "zero_point_2"):
+        for part in _BESIDE:
             self.register_buffer(f"{short}_{part}", _empty(stored, part, device))
         if "" in stored:
             empty = _empty(stored, "", device)
@@ -189,7 +181,12 @@ class PackedMixin(nn.Module):
         if quantizer is None:
             return None
         parts = self._stored(name, quantizer)
-        return self.layout.unpack(quantizer.spec, self.shapes.get(name, ()), parts)
+        return self.layout.unpack(quantizer.spec, self._shape(name, quantizer.scheme), parts)
+
+    def _shape(self, name: str, scheme: Scheme) -> tuple[int, ...]:
+        if name in PARAMETERS:
+            return self.shapes[name]
+        return activation_shape(self, name, scheme)
 
     def _quantizer(self, name: str) -> PackedQuantizer | None:
         found: PackedQuantizer | None = getattr(self, f"{SHORT_NAMES[name]}_quantizer")
@@ -197,7 +194,7 @@ class PackedMixin(nn.Module):
 
     def _stored(self, name: str, quantizer: PackedQuantizer) -> Stored:
         parts = {part: getattr(quantizer, part) for part in PARTS[:2]}
-        parts |= {part: getattr(self, f"{SHORT_NAMES[name]}_{part}") for part in PARTS[2:]}
+        parts |= {part: getattr(self, f"{SHORT_NAMES[name]}_{part}") for part in _BESIDE}
         if name in PARAMETERS:
             parts[""] = getattr(self, name)
         return {part: tensor for part, tensor in parts.items() if tensor is not None}
@@ -210,17 +207,28 @@ class PackedMixin(nn.Module):
 
     def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Quantize the input, apply the operator to the unpacked weight, quantize the output."""
-        x = input if self.input_rotation is None else rotate(input, self.input_rotation)
+        x = self.quantized_input(input)
         dtype = x.dtype if x.is_floating_point() else self.value_dtype
-        if self.input_quantizer is not None and x.is_floating_point():
-            x = self.input_quantizer(x, self.input_scale_2)  # type: ignore[operator]
         weight, bias = self.value("weight", dtype), self.value("bias", dtype)
         assert weight is not None
         y = self.product(x, weight, bias, *args, **kwargs)
         return self.quantized_output(y) if self.quantizes_output else y
 
+    def quantized_input(self, x: torch.Tensor) -> torch.Tensor:
+        """Rotate and quantize an input: what the weight is multiplied with."""
+        if self.input_rotation is not None:
+            x = rotate(x, self.input_rotation)
+        return self._rounded("input_tensors", x) if x.is_floating_point() else x
+
     def quantized_output(self, y: torch.Tensor) -> torch.Tensor:
         """Quantize the output."""
-        if self.output_quantizer is None:
-            return y
-        return self.output_quantizer(y, self.output_scale_2)  # type: ignore[operator, no-any-return]
+        return self._rounded("output_tensors", y)
+
+    def _rounded(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        quantizer, state = self._quantizer(name), self.state(name)
+        if quantizer is None or state is None or x.numel() == 0:
+            return x
+        scheme, scale, zero_point = quantizer.scheme, state.scale, state.zero_point
+        if scale is None and scheme.fmt.scaled:
+            scale, zero_point = dynamic_qparams(x, scheme, state.scale_2)
+        return fake_quantize(x, scale, zero_point, scheme)

@@ -36,6 +36,8 @@ class State(NamedTuple):
         zero_point: Offset of the codes.
         scale_2: Scale of the scales, or of the second of two stages.
         zero_point_2: Offset of the second stage.
+        order: Input that each column of the codes is of, where these are in the order of groups
+            and not of inputs.
     """
 
     spec: QuantizationSpec
@@ -44,6 +46,7 @@ class State(NamedTuple):
     zero_point: torch.Tensor | None
     scale_2: torch.Tensor | None = None
     zero_point_2: torch.Tensor | None = None
+    order: torch.Tensor | None = None
 
     @property
     def scheme(self) -> Scheme:
@@ -70,10 +73,13 @@ class State(NamedTuple):
         return cls(spec, codes, scale, zero_point, scale_2, zero_point_2)
 
     def value(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the values of the codes in ``dtype``."""
+        """Return the values of the codes in ``dtype``, in the order of the inputs."""
         assert self.codes is not None
         if not self.spec.quantizes_codes:
-            return dequantize(self.codes, self.scale, self.zero_point, self.scheme, dtype)
+            found = dequantize(self.codes, self.scale, self.zero_point, self.scheme, dtype)
+            if self.order is None:
+                return found
+            return torch.empty_like(found).index_copy_(1, self.order, found)
         second = self.spec.stages[1].for_parameter().scheme
         values = dequantize(self.codes, self.scale_2, self.zero_point_2, second)
         assert self.scale is not None

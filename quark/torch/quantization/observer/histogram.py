@@ -20,8 +20,11 @@ PERCENTILE = 99.99
 SMALLEST = -100  # exponent of the narrowest range, whose bins have a width with a reciprocal
 
 
-class HistogramObserver(ObserverBase):
+class Histogram:
     """Histogram of a whole tensor over [-limit, limit), with its exact minimum and maximum.
+
+    Args:
+        device: Where counts are kept; by default where the tensors are.
 
     Attributes:
         counts: int64, 2 * BINS, the first half for negative values.
@@ -30,8 +33,8 @@ class HistogramObserver(ObserverBase):
         hi: Largest value.
     """
 
-    def __init__(self, qspec: HasScheme, device: torch.device | None = None) -> None:
-        super().__init__(qspec, device)
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.device = device
         self.reset()
 
     def reset(self) -> None:
@@ -57,9 +60,7 @@ class HistogramObserver(ObserverBase):
         if not (math.isfinite(lo) and math.isfinite(hi)):
             raise FloatingPointError("NaN or infinite values were observed.")
         self.lo, self.hi = min(self.lo, lo), max(self.hi, hi)
-        amax = max(-self.lo, self.hi)
-        if amax > 0:
-            self._grow(2.0 ** max(math.frexp(amax)[1], SMALLEST))
+        self._grow(limit_of(self.lo, self.hi))
         if self.limit == 0.0:  # nothing but zeros so far
             self.counts[BINS] += x.numel()
             return
@@ -71,8 +72,8 @@ class HistogramObserver(ObserverBase):
             counts += torch.bincount(index, minlength=2 * BINS)
         self.counts = counts.to(self.device or x.device)
 
-    def merge(self, other: HistogramObserver) -> None:
-        """Add what another observer has seen."""
+    def merge(self, other: Histogram) -> None:
+        """Add what another histogram has seen."""
         if other.is_empty:
             return
         self.lo, self.hi = min(self.lo, other.lo), max(self.hi, other.hi)
@@ -89,6 +90,14 @@ class HistogramObserver(ObserverBase):
         """Return the middle of each bin in float32."""
         index = torch.arange(2 * BINS, dtype=torch.float32, device=self.counts.device)
         return (index - BINS + 0.5) * ((self.limit or 1.0) / BINS)
+
+
+class HistogramObserver(Histogram, ObserverBase):
+    """Keeps a histogram, and quantizes the range of it."""
+
+    def __init__(self, qspec: HasScheme, device: torch.device | None = None) -> None:
+        ObserverBase.__init__(self, qspec, device)
+        self.reset()
 
     def clipped(self) -> tuple[float, float]:
         """Return the range to quantize: all of it, unless a subclass clips."""
@@ -107,6 +116,12 @@ class HistogramObserver(ObserverBase):
         return qparams_from_range(
             torch.tensor(lo, device=device), torch.tensor(hi, device=device), self.scheme
         )
+
+
+def limit_of(lo: float, hi: float) -> float:
+    """Return the limit of a histogram of values from ``lo`` to ``hi``: 0 of zeros alone."""
+    amax = max(-lo, hi)
+    return 2.0 ** max(math.frexp(amax)[1], SMALLEST) if amax > 0 else 0.0
 
 
 def _coarser(counts: torch.Tensor, limit: float, wider: float) -> torch.Tensor:

@@ -1,0 +1,134 @@
+"""ONNX files opened again by ONNX Runtime: what is right passes, what is wrong is not kept."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from quark.torch import ModelExporter, ModelQuantizer
+from quark.torch.export import verify
+from quark.torch.quantization.config.config import Config
+from quark.torch.quantization.config.presets import scheme
+
+onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+TOKENS = torch.arange(24).reshape(2, 12)
+
+
+def exported(model, path, inputs=TOKENS, **options):
+    exporter = ModelExporter(None, path, verify=True)
+    exporter.export_onnx_model(model, inputs, **options)
+    return exporter.verdict
+
+
+def change(path, ending, how):
+    """Change the tensors of a file whose names end so."""
+    graph = onnx.load(path)
+    for tensor in graph.graph.initializer:
+        if tensor.name.endswith(ending):
+            values = onnx.numpy_helper.to_array(tensor)
+            tensor.CopyFrom(onnx.numpy_helper.from_array(how(values), tensor.name))
+    onnx.save(graph, path)
+
+
+@pytest.mark.parametrize("name", ["uint4_wo_32", "ptpc_int8", "mxfp4"])
+def test_right_files(build, quantize, tmp_path, name):
+    verdict = exported(quantize(build(), name), tmp_path / "out")
+    assert verdict.reader.startswith("onnxruntime ") and verdict.compared == "outputs"
+    assert verdict.bytes == (tmp_path / "out" / "quark_model.onnx").stat().st_size
+    assert 0 <= verdict.difference < (1e-4 if "wo" in name else 0.5) * verdict.spread
+
+
+@pytest.mark.parametrize("name", ["int8_wo", "ptpc_int8"])
+@pytest.mark.parametrize(
+    ("ending", "how"),
+    [
+        ("mlp.up_proj.weight.scale", lambda scale: 2 * scale),
+        ("o_proj.weight.codes", lambda codes: np.ascontiguousarray(codes[::-1])),
+    ],
+    ids=["scales", "order of codes"],
+)
+def test_wrong_files(build, quantize, tmp_path, name, ending, how):
+    model = quantize(build(num_hidden_layers=1), name)
+    exported(model, tmp_path / "out")
+    change(tmp_path / "out" / "quark_model.onnx", ending, how)
+    for inputs in (None, TOKENS):
+        with pytest.raises(ValueError, match="does not compute what the model in memory does"):
+            verify(tmp_path / "out", model, inputs=inputs)
+
+
+def test_a_wrong_file_does_not_take_the_place_of_an_earlier_one(
+    build, quantize, tmp_path, monkeypatch
+):
+    from onnx_ir import save
+
+    model = quantize(build(num_hidden_layers=1), "int8_wo")
+    exported(model, tmp_path / "out")
+    before = (tmp_path / "out" / "quark_model.onnx").read_bytes()
+
+    def rotten(graph, path, **options):
+        save(graph, path, **options)
+        change(path, "weight.scale", np.negative)
+
+    monkeypatch.setattr("onnx_ir.save", rotten)
+    exporter = ModelExporter(None, tmp_path / "out", overwrite=True, verify=True)
+    with pytest.raises(ValueError, match="does not compute"):
+        exporter.export_onnx_model(model, TOKENS)
+    assert (tmp_path / "out" / "quark_model.onnx").read_bytes() == before
+    assert [f.name for f in tmp_path.iterdir()] == ["out"]
+
+
+def test_any_network_with_several_outputs_and_names_of_their_own(tmp_path):
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.head = nn.Conv2d(3, 8, 3), nn.Linear(8, 5)
+
+        def forward(self, image, scale):
+            x = self.stem(image).mean((2, 3))
+            return self.head(x) * scale, x.argmax(-1)
+
+    model = ModelQuantizer.freeze(
+        ModelQuantizer(Config(scheme("int8_wo"))).quantize_model(Network().eval())
+    )
+    inputs = torch.randn(2, 3, 8, 8), torch.randn(2, 1)
+    assert exported(model, tmp_path / "out", inputs, input_names=["a", "b"]).spread > 0
+
+
+def test_bytes_that_two_products_share(tmp_path):
+    """ONNX Runtime does not load them where it fuses operators."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x):
+            return self.layer(torch.relu(self.layer(x)))
+
+    model = ModelQuantizer.freeze(
+        ModelQuantizer(Config(scheme("int8_wo"))).quantize_model(Twice().eval())
+    )
+    assert exported(model, tmp_path / "out", torch.randn(4, 16)).difference < 1e-5
+
+
+def test_what_the_runtime_does_not_load(build, quantize, tmp_path):
+    model = quantize(build(dtype=torch.bfloat16), "int8_wo")
+    with pytest.raises(ValueError, match=r"ONNX Runtime does not load quark_model\.onnx"):
+        exported(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_half_precision(build, quantize, tmp_path):
+    verdict = exported(quantize(build(dtype=torch.float16), "int8_wo"), tmp_path / "out")
+    assert verdict.difference < 0.02 * verdict.spread
+
+
+def test_a_missing_runtime_is_named_before_any_work(build, quantize, tmp_path, monkeypatch):
+    monkeypatch.setattr("quark.torch.export.onnx_runtime.find_spec", lambda name: None)
+    model = quantize(build(), "int8_wo")
+    monkeypatch.delattr("torch.onnx.export")
+    with pytest.raises(ImportError, match="pip install onnxruntime"):
+        exported(model, tmp_path / "out")
