@@ -2,6 +2,7 @@
 
     python benchmarks/algorithms.py                   # the model in the package, and its twin
     python benchmarks/algorithms.py --rows int4_wo_128,mxfp4 --json
+    python benchmarks/algorithms.py --models second   # a GPT-2, trained on first use: second.py
     python benchmarks/algorithms.py --model MODEL --text FILE
     python benchmarks/algorithms.py --peer amd-quark --peer auto-round --models plain
 
@@ -18,6 +19,7 @@ import copy
 import json
 import logging
 import tempfile
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from typing import Any
 import accuracy
 import peers
 import rivals
+import second
 import torch
 from measure import Meter, cpu_seconds, in_fresh_process, machine, markdown, say
 from scores import divergence
@@ -41,6 +44,7 @@ from quark.torch.quantization.config.config import Config, QuantizationConfig, Q
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.report.summary import summarize, type_name
 
+KINDS = ("plain", "twin", "second")  # of models
 CALIBRATION_WINDOWS = 64
 OUTLIERS = 4  # channels behind each norm
 STRENGTH = 24.0
@@ -135,6 +139,13 @@ ROWS: dict[str, dict[str, list[dict[str, Any]]]] = {
     **{f"{cache}{_BEFORE}": {"": []} for cache in CACHES},
     **{f"{cache}{_AFTER}": {"": [], "rotation R3": [_R3]} for cache in CACHES},
 }
+# What is tried on the second model.
+SECOND = {
+    _W8A8: ("", "smooth, alpha 0.8", "autosmoothquant"),
+    "int4_wo_128": ("", "awq", "gptq", "qronos", "yaqa"),
+    "int3_wo_128": ("", "gptq", "yaqa"),
+    "mxfp4": ("", "rotation R1 R2 R4", "rotation R1 R2 R4, yaqa"),
+}
 
 
 def arguments() -> argparse.Namespace:
@@ -145,7 +156,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--text", help="file or dataset to evaluate on, instead of docstrings")
     parser.add_argument("--windows", type=int, default=64, help="to evaluate on: 64")
     parser.add_argument("--rows", help="some schemes, with commas between")
-    parser.add_argument("--models", default="plain,twin", help="plain,twin")
+    parser.add_argument("--models", default="plain,twin", help="some of plain,twin,second")
     parser.add_argument("--quick", action="store_true", help="leave out what learns by gradients")
     parser.add_argument(
         "--peer", action="append", choices=rivals.PEERS, default=[], help="also measure"
@@ -217,12 +228,13 @@ def bits_per_weight(quantized: Any, scheme: str) -> float | None:
 
 
 class Bench:
-    """The float model, the data, and what measures a row."""
+    """A float model, what is quantized of it, the data, and what measures a row."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options = options
+    def __init__(self, options: argparse.Namespace, kind: str) -> None:
+        self.options, self.kind = options, kind
         self.pythons = {peer: peers.environment(peer) for peer in options.peer}
-        material = accuracy.Material(options.model, options.text, options.windows)
+        directory = second.directory() if kind == "second" else options.model
+        material = accuracy.Material(directory, options.text, options.windows)
         self.original = material.model.float()
         self.tokenizer, self.windows = material.tokenizer, material.evaluation
         documents, length = calibration_documents(), self.windows.shape[1]
@@ -230,15 +242,32 @@ class Bench:
         self.data = list(self.calibration.split(8))
         self.base = perplexity(self.original, self.windows)
         self.once = plain_pass(self.original, self.data)
+        self.model = self.original
+        if kind == "twin":
+            self.model = plant_outliers(copy.deepcopy(self.original), self.calibration)
+        self.tried: dict[str, Iterable[str]] = SECOND if kind == "second" else ROWS
 
-    def scheme(self, model: Any, scheme: str, folder: str) -> list[dict[str, Any]]:
+    def rows(self, wanted: Collection[str]) -> list[dict[str, Any]]:
+        """Return the rows of these schemes, as far as they are tried on this model."""
+        with tempfile.TemporaryDirectory() as folder:
+            windows = {"calibration": self.calibration, "evaluation": self.windows}
+            rivals.share(Path(folder), self.model, self.tokenizer, **windows)
+            return [
+                {"model": self.kind, **row}
+                for scheme in self.tried
+                if scheme in wanted
+                for row in self.scheme(scheme, folder)
+            ]
+
+    def scheme(self, scheme: str, folder: str) -> list[dict[str, Any]]:
         """Return the rows of a scheme: ours, then those of peers, who read the shared folder."""
         rows, bits = [], None
-        for label, algorithms in ROWS[scheme].items():
+        for label in self.tried[scheme]:
+            algorithms = ROWS[scheme][label]
             if self.options.quick and learns(algorithms):
                 continue
-            say(f"{scheme} {label}")
-            quantized, meter = measure(model, scheme, algorithms, self.data)
+            say(f"{self.kind}: {scheme} {label}")
+            quantized, meter = measure(self.model, scheme, algorithms, self.data)
             bits = bits or bits_per_weight(quantized, scheme)
             row = {
                 "perplexity": perplexity(quantized, self.windows),
@@ -251,7 +280,7 @@ class Bench:
             for label, algorithms in rivals.PEERS[peer][1].get(scheme, {}).items():
                 if self.options.quick and learns(algorithms):
                     continue
-                say(f"{scheme} {peer} {label}")
+                say(f"{self.kind}: {scheme} {peer} {label}")
                 given = peer, scheme, label, folder
                 try:
                     row = in_fresh_process("rivals.py", *given, python=python)
@@ -267,26 +296,23 @@ def main() -> None:
     options = arguments()
     logging.basicConfig()
     torch.set_num_threads(1)
-    bench, rows = Bench(options), []
     wanted = options.rows.split(",") if options.rows else list(ROWS)
-    for kind in options.models.split(","):
-        model = bench.original
-        if kind == "twin":
-            model = plant_outliers(copy.deepcopy(model), bench.calibration)
-        with tempfile.TemporaryDirectory() as folder:
-            windows = {"calibration": bench.calibration, "evaluation": bench.windows}
-            rivals.share(Path(folder), model, bench.tokenizer, **windows)
-            for scheme in wanted:
-                say(f"{kind}:")
-                rows += [{"model": kind, **row} for row in bench.scheme(model, scheme, folder)]
+    if unknown := set(wanted) - set(ROWS):
+        raise SystemExit(f"no rows for {', '.join(sorted(unknown))}; there are: {', '.join(ROWS)}")
+    kinds = options.models.split(",")
+    if not set(kinds) <= set(KINDS):
+        raise SystemExit(f"--models takes {', '.join(KINDS)}, with commas between, got {kinds}")
+    benches = [Bench(options, kind) for kind in kinds]
+    rows = [row for bench in benches for row in bench.rows(wanted)]
     if options.json:
-        print(json.dumps({"machine": machine(), "float": bench.base, "rows": rows}, indent=2))
+        base = {bench.kind: bench.base for bench in benches}
+        print(json.dumps({"machine": machine(), "float": base, "rows": rows}, indent=2))
         return
     print(machine(), end="\n\n")
-    print(
-        f"Float: {bench.base:.3f}. A plain pass of the calibration data: {bench.once:.1f} CPU s.\n"
-    )
-    title = f"Perplexity on {options.windows} windows of {bench.windows.shape[1]} tokens"
+    for bench in benches:
+        print(f"{bench.kind}: {bench.base:.3f} in float.", end=" ")
+        print(f"A plain pass of the calibration data: {bench.once:.1f} CPU s.", end="\n\n")
+    title = f"Perplexity on {options.windows} windows of {benches[0].windows.shape[1]} tokens"
     print(markdown(title, [*COLUMNS.values()], [[row[c] for c in COLUMNS] for row in rows]))
 
 

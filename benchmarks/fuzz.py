@@ -3,8 +3,9 @@
     python benchmarks/fuzz.py --rounds 500 [--seed 0] [--formats gptq gguf]
 
 A round takes a small checkpoint, changes bytes, lengths or values of one of its files, and opens
-it. ValueError and OSError are clear refusals; any other error, more than LIMIT_SECONDS or more than
-LIMIT_BYTES of memory is a defect, which is printed with the round that repeats it.
+it. ValueError and OSError are clear refusals; any other error, more than LIMIT_SECONDS, more than
+LIMIT_BYTES of memory (where the system tells) or the end of the process that opens it is a defect,
+which is printed with the round that repeats it.
 """
 
 from __future__ import annotations
@@ -12,20 +13,21 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import multiprocessing
 import random
-import resource
 import shutil
-import signal
 import struct
 import sys
 import tempfile
 import traceback
 import warnings
 from collections import Counter
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
+from measure import peak_memory
 
 LIMIT_SECONDS, LIMIT_BYTES = 20, 1 << 30
 SIZES = {
@@ -124,7 +126,8 @@ def damage(directory: Path, chance: random.Random) -> str:
     files = sorted(f for f in directory.iterdir() if f.name != "generation_config.json")
     file = chance.choice(files)
     if file.suffix == ".json" and chance.random() < 0.85:
-        file.write_text(json.dumps(change_json(json.loads(file.read_text()), chance)))
+        sound = json.loads(file.read_text(encoding="utf-8"))
+        file.write_text(json.dumps(change_json(sound, chance)))
     elif chance.random() < 0.05:
         file.unlink()
     else:
@@ -136,8 +139,7 @@ def open_damaged(directory: Path) -> str:
     """Return what came of opening a checkpoint: refused, loaded, or the defect."""
     from quark.torch.export.conversion import open_checkpoint
 
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    signal.alarm(LIMIT_SECONDS)
+    before = peak_memory()
     try:
         open_checkpoint(directory).fill()
         outcome = "loaded"
@@ -146,31 +148,72 @@ def open_damaged(directory: Path) -> str:
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         outcome = f"{type(error).__name__} at {Path(last.filename).name}:{last.lineno}: {error}"
-    finally:
-        signal.alarm(0)
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    grown = (peak_memory() or 0) - (before or 0)
     return f"{grown >> 20} MB of memory" if grown > LIMIT_BYTES else outcome
 
 
-def _stop(*_: Any) -> None:
-    raise SystemExit  # which nothing on the way takes for a damaged file
+def serve(directory: Path | None, pipe: Connection) -> None:
+    """Open a sound checkpoint, then those that are asked for, and answer what came of each."""
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    while directory:
+        pipe.send(open_damaged(directory))
+        directory = pipe.recv()
+
+
+class Opener:
+    """Opens checkpoints in another process, which is replaced once it hangs or ends."""
+
+    def __init__(self, sound: Path) -> None:
+        self.sound = sound
+        self.start()
+
+    def start(self) -> None:
+        """Start a process, and wait until it has opened the sound checkpoint."""
+        context = multiprocessing.get_context("spawn")  # a fork would copy the threads of torch
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(self.sound, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+        if (outcome := self.pipe.recv()) != "loaded":
+            raise SystemExit(f"the sound checkpoint {self.sound.name} is not loaded: {outcome}")
+
+    def end(self) -> None:
+        """Let the process end."""
+        self.pipe.send(None)
+        self.process.join()
+
+    def open(self, directory: Path) -> str:
+        """Return what came of opening a checkpoint, within the time that it may take."""
+        self.pipe.send(directory)
+        try:
+            if self.pipe.poll(LIMIT_SECONDS):
+                outcome: str = self.pipe.recv()
+                return outcome
+            outcome = "too slow"
+        except (EOFError, OSError):
+            self.process.join()
+            outcome = f"the process ended with {self.process.exitcode}"
+        self.process.kill()
+        self.start()
+        return outcome
 
 
 def run(mode: str, rounds: int, seed: int, sound: Path, work: Path) -> Counter[str]:
     """Return how often each outcome was met."""
     found: Counter[str] = Counter()
+    opener = Opener(sound)
     for i in range(rounds):
-        shutil.rmtree(work, ignore_errors=True)
-        shutil.copytree(sound, work)
-        file = damage(work, random.Random(f"{mode}-{seed}-{i}"))
-        try:
-            outcome = open_damaged(work)
-        except SystemExit:
-            outcome = "too slow"
+        copy = work / f"{mode}-{i}"  # what is still open cannot be written anew on some systems
+        shutil.copytree(sound, copy)
+        file = damage(copy, random.Random(f"{mode}-{seed}-{i}"))
+        outcome = opener.open(copy)
+        shutil.rmtree(copy, ignore_errors=True)
         if outcome not in ("loaded", "refused"):
             print(f"  defect: {mode}, seed {seed}, round {i}, {file}: {outcome[:200]}", flush=True)
             outcome = "defect"
         found[outcome] += 1
+    opener.end()
     return found
 
 
@@ -182,10 +225,8 @@ def main() -> int:
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
     args, total = parser.parse_args(), Counter[str]()
     logging.disable(logging.CRITICAL)
-    warnings.simplefilter("ignore")
-    signal.signal(signal.SIGALRM, _stop)
     print("format".ljust(20) + "".join(f"{k:>9}" for k in OUTCOMES))
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
         for mode in args.formats:
             sound = Path(place) / mode
             write_checkpoint(mode, sound)

@@ -55,7 +55,7 @@ class Meter:
 
     def __exit__(self, *exception: object) -> None:
         self.cpu = cpu_seconds() - self._cpu
-        peak = _peak()
+        peak = peak_memory()
         known = peak is not None and self._start is not None
         self.added = (peak - self._start) / MIB if known else None
 
@@ -72,10 +72,11 @@ def _reset_peak() -> int | None:
         Path("/proc/self/clear_refs").write_text("5")
         return _status("VmRSS")
     except OSError:
-        return _peak()
+        return peak_memory()
 
 
-def _peak() -> int | None:
+def peak_memory() -> int | None:
+    """Return the high-water mark of resident memory in bytes; None where the system has none."""
     try:
         return _status("VmHWM")
     except OSError:

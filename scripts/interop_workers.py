@@ -4,13 +4,14 @@
 
 TASKS is a JSON file: a client, prompts of token ids, and for each checkpoint its path and whether
 it has a cache of fp8. RESULTS gets a line of JSON for each: the log-probability of every token of
-every prompt but the first, or an error. Where processes can be forked, each checkpoint has one of
-its own, so that one that crashes takes no other with it.
+every prompt but the first, or an error. Each checkpoint is opened in a process of its own, so that
+one that crashes takes no other with it; where processes can be forked, the client is imported once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import multiprocessing
 import os
@@ -195,12 +196,18 @@ CLIENTS: dict[str, Callable[[], Compute]] = {
 }
 
 
-def answer(compute: Compute, task: Task) -> dict[str, Any]:
+@functools.cache
+def start(client: str) -> Compute:
+    """Import a client, once in a process and those forked from it."""
+    return CLIENTS[client]()
+
+
+def answer(client: str, task: Task) -> dict[str, Any]:
     """Return {"found": …} or {"error": …}, also if the process crashes."""
-    if not hasattr(os, "fork"):
-        return _try(compute, task)
-    ours, theirs = multiprocessing.Pipe(duplex=False)
-    child = multiprocessing.get_context("fork").Process(target=_send, args=(theirs, compute, task))
+    way = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
+    context = multiprocessing.get_context(way)
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_send, args=(theirs, client, task))
     child.start()
     theirs.close()
     try:
@@ -212,15 +219,15 @@ def answer(compute: Compute, task: Task) -> dict[str, Any]:
     return found
 
 
-def _send(out: Connection, compute: Compute, task: Task) -> None:
-    out.send(_try(compute, task))
+def _send(out: Connection, client: str, task: Task) -> None:
+    out.send(_try(client, task))
     out.close()
     os._exit(0)  # some clients wait for threads otherwise
 
 
-def _try(compute: Compute, task: Task) -> dict[str, Any]:
+def _try(client: str, task: Task) -> dict[str, Any]:
     try:
-        return {"found": compute(task)}
+        return {"found": start(client)(task)}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
 
@@ -228,10 +235,11 @@ def _try(compute: Compute, task: Task) -> dict[str, Any]:
 def main() -> None:
     tasks, results = map(Path, sys.argv[1:])
     given = json.loads(tasks.read_text())
-    compute = CLIENTS[given["client"]]()
+    client = given["client"]
+    start(client)  # one that is not there is told at once
     with results.open("w") as file:
         for path, cache in given["checkpoints"]:
-            found = answer(compute, Task(Path(path), given["prompts"], cache))
+            found = answer(client, Task(Path(path), given["prompts"], cache))
             print(json.dumps(found), file=file, flush=True)
 
 

@@ -31,7 +31,7 @@ def clipped(layer: QuantMixin, gram: torch.Tensor) -> torch.Tensor | None:
     axis = 0 if is_transposed(layer.float_class) else 1
     rows = as_rows(layer.weight.detach(), axis).float()
     width = group_width(quantizer.scheme, rows.shape[1])
-    if not _rows_apart(quantizer.scheme, axis) or layer.weight.dim() != 2 or rows.shape[1] % width:
+    if not rows_apart(quantizer.scheme, axis) or layer.weight.dim() != 2 or rows.shape[1] % width:
         return None
     pieces = rows.reshape(len(rows), -1, width)  # (outputs, groups, width)
     squares = _diagonal_blocks(gram, width)
@@ -64,7 +64,7 @@ def group_width(scheme: Scheme, inputs: int) -> int:
     return inputs
 
 
-def _rows_apart(scheme: Scheme, axis: int) -> bool:
+def rows_apart(scheme: Scheme, axis: int) -> bool:
     """Whether every range is that of one row, or a part of it, given the axis of the inputs."""
     along = scheme.axis % 2 == axis
     per_row = scheme.qscheme is QSchemeType.per_channel and not along

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from quark.torch.algorithm.awq import has_quantized_weight
 from quark.torch.algorithm.clipping import clipped
+from quark.torch.algorithm.fitting import round_and_fit
 from quark.torch.algorithm.groups import as_rows, block_layers, check_served
 from quark.torch.algorithm.inputs import in_turn, observe_inputs, rounding_inputs
 from quark.torch.algorithm.statistics import Gram
@@ -226,8 +228,9 @@ def round_layer(
     damping: float,
     by_size: bool,
     solver: Solver = solve,
+    fits: int = 0,
 ) -> None:
-    """Replace the weight of a layer by its rounded values, under scales of the weight as it was.
+    """Replace the weight of a layer by its rounded values, under scales fitted to these.
 
     Args:
         name: Its name, for messages.
@@ -236,6 +239,7 @@ def round_layer(
         damping: Share of the mean square of inputs that is added to all.
         by_size: Whether columns that meet the largest inputs come first.
         solver: Rounds the weight: ``solve``, or what takes the same.
+        fits: How often to fit scales to what ``solve`` rounds before that.
     """
     quantizer = layer.weight_quantizer
     weight = layer.weight.detach()
@@ -259,8 +263,12 @@ def round_layer(
     if upper is None:
         logger.warning("%s: its Hessian cannot be inverted: rounded to the nearest.", name)
         return
-    rounding = quantizer.column_rounder(tuple(weight.shape), axis)
-    rounded, _ = solver(rows, upper, order, rounding)
+
+    def attempt(rounding: ColumnRounding, by: Solver = solve) -> torch.Tensor:
+        return by(rows, upper, order, rounding)[0]
+
+    hessian.diagonal().add_(damping * hessian.diagonal().mean())
+    rounded = round_and_fit(layer, rows, hessian, [attempt] * fits + [partial(attempt, by=solver)])
     layer.weight.data.copy_(rounded if axis else rounded.T)
     freeze(layer)
 

@@ -33,6 +33,7 @@ from quark.torch.quantization.nn.experts import counterparts
 from quark.torch.quantization.nn.mixin import QuantMixin, is_transposed
 
 DAMPING = 0.01  # of W*, and of the rounding where options do not tell
+FITS = 3  # of scales to what GPTQ rounds, before the last time
 
 
 def check(options: GPTAQConfig | QronosConfig, layers: Mapping[str, QuantizationConfig]) -> None:
@@ -91,7 +92,7 @@ def round_block(
             correct_(layers[name], grams[name], cross, share)
         context.settle(turn)
         for name, layer in turn.items():
-            round_layer(name, layer, grams[name], damping, by_size, solver_of(name))
+            round_layer(name, layer, grams[name], damping, by_size, solver_of(name), FITS)
 
 
 @torch.no_grad()

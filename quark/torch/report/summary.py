@@ -302,7 +302,11 @@ def _count(name: str, spec: QuantizationSpec, entries: Mapping[str, Entry]) -> i
         return math.prod(stored.shape)  # an element each: wide codes, values, or old 2-bit codes
     along = stored.shape[-1] * stored.dtype.itemsize * 8 // fmt.bits
     if last.qscheme is QSchemeType.per_group and last.scheme.has_zero_point:
-        along = min(along, entries[f"{name}.weight_scale"].shape[-1])  # stored (in, out)
+        scales = entries[f"{name}.weight_scale"].shape
+        if scales[0] != stored.shape[0]:  # stored (in, out), scales (groups, out)
+            along = min(along, scales[-1])
+        elif last.scheme.group > 0:
+            along = min(along, scales[-1] * last.scheme.group)
     return math.prod(stored.shape[:-1]) * along
 
 

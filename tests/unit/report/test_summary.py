@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from quark.torch.export.checkpoint import CheckpointReader
 from quark.torch.export.writer import collect, make_format
@@ -94,6 +95,19 @@ def test_bits_per_weight(name, bits, quantize):
     summary = summarize(stored(config, quantize), config, "float32")
     assert summary.bits_per_weight == pytest.approx(bits, rel=1e-12)
     assert summary.weights == 11 * 96 * 64
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"), [("int3_wo_32", 3), ("int4_wo_32", 4), ("int8_wo_32", 8)]
+)
+@pytest.mark.parametrize("outputs", [64, 36])
+def test_bits_per_weight_of_turned_weights(name, bits, outputs, quantize):
+    config = Config(global_quant_config=scheme(name))
+    model = quantize(nn.Sequential(Conv1D(outputs, 1024)), config)
+    tensors = collect(model, make_format(model, None, JsonExporterConfig(), "quark"))
+    summary = summarize(tensors, config, "float32")
+    assert summary.weights == outputs * 1024
+    assert summary.bits_per_weight == pytest.approx(bits + 1 + bits / 32)
 
 
 @pytest.mark.parametrize("name", scheme_names())

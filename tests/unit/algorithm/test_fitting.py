@@ -1,0 +1,132 @@
+"""Scales fitted to codes: against least squares of another kind, and never for the worse."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from quark.torch.algorithm import fitting
+from quark.torch.algorithm.fitting import fitted_scales, round_and_fit
+from quark.torch.quantization.config.config import Config, QuantizationConfig
+from quark.torch.quantization.config.presets import scheme
+from quark.torch.quantization.prepare import plan, prepare
+
+OUTPUTS, INPUTS = 12, 64
+
+
+def problem(groups=4, seed=0):
+    """Codes, scales, a weight close to their product, and a Hessian of correlated inputs."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(-3, 4, (OUTPUTS, INPUTS), generator=generator).float()
+    scales = torch.rand(OUTPUTS, groups, generator=generator) + 0.5
+    noise = torch.randn(OUTPUTS, INPUTS, generator=generator) / 4
+    weight = product(codes, scales) + noise
+    x = torch.randn(500, INPUTS, generator=generator) @ torch.randn(
+        INPUTS, INPUTS, generator=generator
+    )
+    return codes, scales, weight, x.T @ x / 500 + torch.eye(INPUTS)
+
+
+def product(codes, scales):
+    return codes * scales.repeat_interleave(INPUTS // scales.shape[1], 1)
+
+
+def loss(codes, scales, weight, hessian):
+    change = (product(codes, scales) - weight).double()
+    return ((change @ hessian.double()) * change).sum(1)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 8])
+@pytest.mark.parametrize("piece", [1, 200, fitting.PIECE])
+def test_scales_are_those_of_least_squares(groups, piece, monkeypatch):
+    monkeypatch.setattr(fitting, "PIECE", piece)
+    monkeypatch.setattr(fitting, "MOST", 1e6)
+    codes, scales, weight, hessian = problem(groups)
+    found = fitted_scales(codes, scales, weight, hessian)
+    root = torch.linalg.cholesky(hessian.double()).T
+    own = torch.eye(groups, dtype=torch.float64).repeat_interleave(INPUTS // groups, 0)
+    for row in range(OUTPUTS):
+        columns = root @ (own * codes[row, :, None].double())
+        expected = torch.linalg.lstsq(columns, root @ weight[row].double()).solution
+        torch.testing.assert_close(found[row].double(), expected, rtol=1e-3, atol=1e-4)
+
+
+@given(seed=st.integers(0, 10**6), groups=st.sampled_from([1, 2, 4, 16, 64]))
+def test_no_row_loses_by_it(seed, groups):
+    codes, scales, weight, hessian = problem(groups, seed)
+    found = fitted_scales(codes, scales, weight, hessian)
+    before, after = (loss(codes, s, weight, hessian) for s in (scales, found))
+    assert bool((after <= before * (1 + 1e-4)).all())
+    assert bool((found > scales / 2.001).all()) and bool((found < scales * 2.001).all())
+
+
+def test_what_codes_fit_exactly_is_found():
+    codes, scales, _, hessian = problem()
+    found = fitted_scales(codes, scales * 1.3, product(codes, scales), hessian)
+    torch.testing.assert_close(found, scales, rtol=1e-4, atol=1e-5)
+
+
+def test_a_row_whose_best_scales_are_far_away_keeps_its_own():
+    codes, scales, weight, hessian = problem()
+    weight[3] *= -1
+    weight[5] *= 7
+    found = fitted_scales(codes, scales, weight, hessian)
+    assert torch.equal(found[[3, 5]], scales[[3, 5]])
+    assert not torch.equal(found[4], scales[4])
+
+
+def test_a_group_of_zeros_keeps_its_scale():
+    codes, scales, weight, hessian = problem()
+    codes[2, :16] = 0
+    found = fitted_scales(codes, scales, weight, hessian)
+    assert found[2, 0] == scales[2, 0]
+    assert not torch.equal(found[2, 1:], scales[2, 1:])
+
+
+FITTED = ("int4_wo_32", "uint4_wo_32", "int8_wo", "w_fp8_per_channel_sym", "w_uint4_per_group_asym")
+FIXED = ("mxfp4_weight_only", "nvfp4_weight_only", "w_int8_per_tensor_sym", "int4_fp8", "w_mx6")
+
+
+def layer_of(spec, kind=nn.Linear, width=OUTPUTS):
+    linear = nn.Linear(128, width) if kind is nn.Linear else Conv1D(width, 128)
+    nn.init.normal_(linear.weight, generator=torch.Generator().manual_seed(1))
+    model = nn.Sequential(linear)
+    prepare(model, plan(model, Config(QuantizationConfig(weight=spec))))
+    quantizer = model[0].weight_quantizer
+    quantizer.observer(model[0].weight)
+    quantizer.settle(model[0].weight)
+    return model[0]
+
+
+def turns(layer, kind):
+    """Fit twice; return how many attempts there were, and whether scales changed."""
+    rows = (layer.weight.T if kind is Conv1D else layer.weight).detach()
+    before, seen = layer.weight_quantizer.scale.clone(), []
+
+    def attempt(rounding):
+        seen.append(rounding)
+        return torch.stack([rounding(rows[:, i], i) for i in range(rows.shape[1])], 1)
+
+    found = round_and_fit(layer, rows.clone(), torch.eye(128), [attempt] * 3)
+    layer.weight.data.copy_(found.T if kind is Conv1D else found)
+    layer.frozen = True
+    return len(seen), not torch.equal(before, layer.weight_quantizer.scale)
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Conv1D], ids=["rows", "transposed"])
+@pytest.mark.parametrize("name", FITTED)
+def test_scales_of_rows_and_groups_are_fitted(name, kind):
+    layer = layer_of(scheme(name).weight, kind)
+    before = layer.weight.detach().clone()
+    nearest = layer.weight_quantizer.bake_(before.clone())
+    assert turns(layer, kind) == (3, True)
+    assert torch.equal(layer.state("weight").value(torch.float32), layer.weight)
+    assert (layer.weight - before).square().sum() < (nearest - before).square().sum()
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_other_scales_stay(name):
+    layer = layer_of(scheme(name).weight)
+    assert turns(layer, nn.Linear) == (1, False)
