@@ -193,7 +193,7 @@ def inputs_of(layer: PackedMixin, seen: Seen, sample: torch.Tensor) -> Inputs:
         sample: Some of them, (tokens, inputs) float32, as they reach the layer.
     """
     x = _turned(layer, sample)
-    after = layer.quantized_input(sample)
+    after = layer.quantized_input(sample.unsqueeze(0)).squeeze(0)
     assert seen.largest is not None
     found = Inputs(seen.tokens, values_of(x), _widest(seen.largest), histogram(x, after))
     if layer.input_quantizer is None:
@@ -221,7 +221,7 @@ def output_error(layer: PackedMixin, reference: torch.Tensor, sample: torch.Tens
     bias = layer.value("bias", torch.float32)
     expected = layer.product(_turned(layer, sample), reference, bias)
     norm = float(expected.norm())
-    return float((layer(sample) - expected).norm()) / norm if norm else None
+    return float((layer(sample.unsqueeze(0)) - expected).norm()) / norm if norm else None
 
 
 def _turned(layer: PackedMixin, x: torch.Tensor) -> torch.Tensor:

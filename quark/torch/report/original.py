@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from quark.torch.export.build import empty_model, read_config
-from quark.torch.export.checkpoint import CheckpointReader, read_json
+from quark.torch.export.checkpoint import CheckpointReader
+from quark.torch.export.description import SECTION, read_description
 from quark.torch.export.renamed import in_model_names
 from quark.torch.quantization.nn.experts import LinearExperts, unfuse
 
@@ -31,9 +32,8 @@ class OriginalWeights:
     """
 
     def __init__(self, directory: Path, trust_remote_code: bool = False) -> None:
-        path = directory / "config.json"
-        if read_json(path).get("quantization_config"):
-            raise ValueError(f"{path}: this model is quantized. Give the float model.")
+        if read_description(directory).get(SECTION):
+            raise ValueError(f"{directory}: this model is quantized. Give the float model.")
         reader = CheckpointReader(directory)
         config = read_config(directory, trust_remote_code)
         model = empty_model(config, reader.entries, directory, trust_remote_code=trust_remote_code)

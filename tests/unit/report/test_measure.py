@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from quark.torch.export.api import export_safetensors
 from quark.torch.numerics.hadamard import hadamard, rotate
 from quark.torch.quantization.api import ModelQuantizer
-from quark.torch.quantization.config.config import Config
+from quark.torch.quantization.config.config import Config, QuantizationConfig, QuantizationSpec
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.report.measure import measure
 from quark.torch.report.weights import compare, histogram, scales_of, values_of
@@ -27,7 +27,8 @@ def quantized(build, batches, tmp_path):
         original, path = tmp_path / "original", tmp_path / "quantized"
         made = build(model, **changes)
         made.save_pretrained(original)
-        config = Config(global_quant_config=scheme(name), exclude=list(exclude))
+        layer = scheme(name) if isinstance(name, str) else name
+        config = Config(global_quant_config=layer, exclude=list(exclude))
         made = ModelQuantizer(config).quantize_model(made, batches)
         made = ModelQuantizer.freeze(made)
         export_safetensors(made, path, custom_mode=custom_mode)
@@ -106,6 +107,21 @@ def test_outputs_inputs_and_tokens(quantized, build):
     lost = F.cross_entropy(logits[:, :-1].flatten(0, 1), WINDOWS[:, 1:].flatten())
     assert report.predictions.perplexity == pytest.approx(float(lost.exp()), rel=1e-4)
     assert report.text.tokens == 16
+
+
+@pytest.mark.parametrize("axis", [-1, 2])
+def test_inputs_with_a_scale_for_each_channel(axis, quantized):
+    inputs = QuantizationSpec("int8", qscheme="per_channel", ch_axis=axis, is_dynamic=False)
+    original, path, model = quantized(
+        QuantizationConfig(weight=scheme("int8_wo").weight, input_tensors=inputs)
+    )
+    name = "model.layers.0.self_attn.q_proj"
+    x, scales = model.model.embed_tokens(WINDOWS), model.get_submodule(name).input_quantizer.scale
+    x = model.model.layers[0].input_layernorm(x).detach()
+    rounded = (x / scales).round().clamp(-128, 127) * scales
+    found = by_name(measure(path, original, WINDOWS, "text"))[name].inputs
+    assert len(scales) == x.shape[-1]
+    assert found.error == pytest.approx(float((rounded - x).norm() / x.norm()), rel=1e-3)
 
 
 def test_predictions(quantized, build):
