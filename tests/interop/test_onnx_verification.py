@@ -95,6 +95,28 @@ def test_any_network_with_several_outputs_and_names_of_their_own(tmp_path):
     )
     inputs = torch.randn(2, 3, 8, 8), torch.randn(2, 1)
     assert exported(model, tmp_path / "out", inputs, input_names=["a", "b"]).spread > 0
+    with pytest.raises(ValueError, match=r"quark_model\.onnx takes a, b: pass inputs for them"):
+        verify(tmp_path / "out", model)
+
+
+def test_infinite_outputs_and_those_of_no_elements(tmp_path):
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(16, 8)
+
+        def forward(self, x):
+            y = self.head(x)
+            return torch.where(y > 0, y, -torch.inf), y[:, :0]
+
+    model = ModelQuantizer.freeze(
+        ModelQuantizer(Config(scheme("int8_wo"))).quantize_model(Network().eval())
+    )
+    verdict = exported(model, tmp_path / "out", torch.randn(4, 16))
+    assert verdict.difference < 1e-5 * verdict.spread < 1
+    change(tmp_path / "out" / "quark_model.onnx", "weight.scale", np.negative)
+    with pytest.raises(ValueError, match="does not compute"):
+        verify(tmp_path / "out", model, inputs=torch.randn(4, 16))
 
 
 def test_bytes_that_two_products_share(tmp_path):

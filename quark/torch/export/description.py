@@ -32,7 +32,7 @@ def read_description(directory: str | Path) -> dict[str, Any]:
         if not (path.parent / name).is_file():
             continue
         beside = _read_object(path.parent / name)
-        beside = {_NAMES.get(key, key): value for key, value in beside.items()}
+        beside = {_NAMES.get(k, k): value for k, value in beside.items() if value is not None}
         section = found.get(SECTION)
         if section is None:
             found[SECTION] = {"quant_method": method, **beside}

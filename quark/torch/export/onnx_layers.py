@@ -94,6 +94,7 @@ class Quantized(nn.Module):
     Args:
         state: Specification, and scale where it is static.
         is_pairable: Whether that pair may stand here.
+        device: Where the layer is.
     """
 
     scale: torch.Tensor | None
@@ -101,7 +102,7 @@ class Quantized(nn.Module):
     tensor_scale: torch.Tensor | None
     powers: torch.Tensor
 
-    def __init__(self, state: State, is_pairable: bool) -> None:
+    def __init__(self, state: State, is_pairable: bool, device: torch.device) -> None:
         super().__init__()
         scheme, scale, zeros = state.scheme, state.scale, state.zero_point
         fmt = scheme.fmt
@@ -122,7 +123,7 @@ class Quantized(nn.Module):
         two_level = scheme.scale.two_level and not self.is_static
         self.register_buffer("tensor_scale", state.scale_2 if two_level else None)
         uses_powers = scheme.divides and not self.is_static
-        self.register_buffer("powers", POWERS if uses_powers else None)
+        self.register_buffer("powers", POWERS.to(device) if uses_powers else None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the quantized values of ``x``, in its type."""
@@ -224,8 +225,9 @@ class OnnxLayer(nn.Module):
         else:
             self.weight = Dequantized(weight, is_matrix)
         pairs = not isinstance(self.weight, Dequantized) or self.weight.stored.is_pairable
-        self.input = None if inputs is None else Quantized(inputs, pairs)
-        self.output = None if output is None else Quantized(output, True)
+        device = layer.weight.device
+        self.input = None if inputs is None else Quantized(inputs, pairs, device)
+        self.output = None if output is None else Quantized(output, True, device)
         bias, values = layer.state("bias"), layer.value("bias")
         if bias is not None:
             self.bias = Dequantized(bias)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from quark import __version__
+from quark.torch.export.audit import report_experts
 from quark.torch.export.checkpoint import check_vacant, fresh_directory
 from quark.torch.export.formats.ordered import PROBLEM, has_order
 from quark.torch.export.onnx_call import Call, Entry
@@ -69,6 +70,7 @@ def write_onnx(
     _check_layers(model)
     call = Call.of(model, input_args)
     shapes = call.shapes(options.dynamic_shapes)
+    report_experts(model)
     if any(p.dtype == torch.bfloat16 for p in model.parameters()):
         logger.warning(
             "The model is in bfloat16, in which ONNX Runtime computes nothing on a CPU: load it in "

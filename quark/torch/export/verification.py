@@ -34,6 +34,7 @@ _PACKAGES = {
     "gguf": {"gguf": "gguf"},
 }
 OWN = "this package"
+_TEXT = ("input_ids", "attention_mask")
 # Differences of the outputs of a graph as a share of how far these spread. Where floats are
 # multiplied in float32, rounding costs 1e-5 at most. A value that is rounded, to codes or to half
 # precision, may go either way: the median of the differences is 0.01 then, and 0.1 where the scale
@@ -87,7 +88,8 @@ def verify(
 
     Raises:
         ImportError: ONNX Runtime is missing.
-        ValueError: The predictions differ, or nothing can open the checkpoint.
+        ValueError: The predictions differ, nothing can open the checkpoint, or the model takes no
+            text and there are no ``inputs``.
     """
     directory = Path(directory)
     if (directory / FILE).is_file():
@@ -132,9 +134,10 @@ def _verify_graph(path: Path, model: nn.Module, inputs: Any) -> Verdict:
     """Run a graph and compare each of its outputs with that of the model."""
     graph = Graph(path)
     if inputs is None:
+        if not {*graph.inputs} <= {*_TEXT}:
+            raise ValueError(f"{path.name} takes {', '.join(graph.inputs)}: pass inputs for them.")
         ids = _random_text(model)
-        text = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        inputs = {name: text[name] for name in graph.inputs if name in text}
+        inputs = {name: ids if name == _TEXT[0] else torch.ones_like(ids) for name in graph.inputs}
     call = Call.of(model, inputs)
     with at_inference(model):
         expected = call.run(model)[1]
@@ -151,8 +154,11 @@ def _verify_graph(path: Path, model: nn.Module, inputs: Any) -> Verdict:
 def _compare_outputs(
     expected: torch.Tensor, found: torch.Tensor, rounds: bool, verdict: Verdict
 ) -> Verdict:
-    errors = (found - expected).abs()
-    spread = float(expected.std(correction=0)) or float(expected.abs().max())
+    if not expected.numel():
+        return verdict
+    errors = (found - expected).abs().masked_fill(found == expected, 0)  # infinity is itself
+    finite = expected[expected.isfinite()]
+    spread = float(finite.std(correction=0)) or float(finite.abs().max())
     verdict = verdict._replace(difference=float(errors.max()), spread=spread)
     typical = float(errors.median()) <= ROUNDED_TOLERANCE * spread
     _check(typical if rounds else verdict.difference <= GRAPH_TOLERANCE * spread, verdict)
@@ -172,11 +178,12 @@ def _rounds(module: nn.Module) -> bool:
 def _random_text(model: nn.Module) -> torch.Tensor:
     """Return tokens, (ROWS, TOKENS) or as many as the model takes."""
     config: Any = getattr(model, "config", None)
-    if not hasattr(config, "get_text_config"):
+    text: Any = config.get_text_config() if hasattr(config, "get_text_config") else None
+    if not hasattr(text, "vocab_size"):
         raise ValueError(
-            f"Only models of Transformers can be verified, {type(model).__name__} has no config."
+            "Only language models of Transformers can be verified on random text: "
+            f"{type(model).__name__} has no config with a vocab_size."
         )
-    text = config.get_text_config()
     length = min(TOKENS, getattr(text, "max_position_embeddings", None) or TOKENS)
     generator = torch.Generator().manual_seed(SEED)
     return torch.randint(0, text.vocab_size, (ROWS, length), generator=generator)

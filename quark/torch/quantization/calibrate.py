@@ -124,7 +124,7 @@ def _settle_activations(
                 "the data, or calibrate in a wider type than " + str(_dtype(model)) + "."
             ) from None
     for place, others in idle.items():
-        widest = max(others, key=lambda q: float(q.scale.max()))  # type: ignore[union-attr]
+        widest = max(others, key=_width)
         for part in PARTS:
             value = getattr(widest, part)
             setattr(static[place], part, None if value is None else value.clone())
@@ -135,6 +135,13 @@ def _settle_activations(
             len(idle),
             ".".join(next(iter(idle))),
         )
+
+
+def _width(quantizer: TensorQuantizer) -> float:
+    """Return how wide a settled range is: of blocks that are dynamic, that of the whole tensor."""
+    scale = quantizer.scale_2 if quantizer.scale is None else quantizer.scale
+    assert scale is not None
+    return float(scale.max())
 
 
 def _idle_experts(

@@ -162,7 +162,7 @@ def _watching(block: Block, layers: Mapping[str, QuantMixin], seen: _Seen) -> It
         for name, kept in outputs.items():
             observe = _finite(name, "outputs", kept)
             hook = layers[name].register_forward_hook(
-                lambda _, __, y, observe=observe: observe(y.flatten(0, -2))
+                lambda _, __, y, observe=observe: observe(y.reshape(-1, y.shape[-1]))
             )
             stack.callback(hook.remove)
         yield

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quark.torch import ModelExporter, export_gguf
+from quark.torch import ModelExporter, export_gguf, export_onnx
 from quark.torch.export.audit import check_written, expert_tokens
 from quark.torch.export.checkpoint import CheckpointReader, write_tensors
 from quark.torch.quantization.config.config import (
@@ -206,6 +206,16 @@ class TestExperts:
         export(model)
         said = "2 of 8 experts got no token at all in calibration: " + ", ".join(found.unseen)
         assert said in caplog.text
+
+    def test_an_onnx_file_tells_of_them_too(self, build, quantize, batches, tmp_path, caplog):
+        pytest.importorskip("onnxscript")
+        sizes = {"num_local_experts": 8, "num_experts_per_tok": 1, "num_hidden_layers": 1}
+        model = quantize(build("mixtral", **sizes), "int8_wo", None)
+        export_onnx(model, tmp_path / "one", batches[0])
+        assert "of 8 experts got" not in caplog.text
+        model.get_submodule(self.NAMES[0]).sent = {0: [9] * 7 + [0]}
+        export_onnx(model, tmp_path / "two", batches[0])
+        assert "1 of 8 experts got no token at all in calibration" in caplog.text
 
     def test_experts_with_few(self, mixture, quantize, export, caplog):
         model = quantize(mixture()[0], "int8")

@@ -26,7 +26,7 @@ OLDER = {
     "gptq": (
         "quantize_config.json",
         ("int4", True),
-        {"bits": 4, "group_size": 32, "damp_percent": 0.01, "desc_act": False, "sym": True},
+        {"bits": 4, "group_size": 32, "desc_act": False, "sym": True, "quant_method": None},
     ),
     "awq": (
         "quant_config.json",

@@ -104,9 +104,19 @@ class TestWrong:
     def test_not_a_language_model(self, quantize, tmp_path):
         model = quantize(torch.nn.Sequential(torch.nn.Linear(64, 32)), "int4_wo_32", None)
         exporter = ModelExporter(None, tmp_path / "out", verify=True)
-        with pytest.raises(ValueError, match="Only models of Transformers can be verified"):
+        with pytest.raises(ValueError, match="Only language models of Transformers"):
             exporter.export_safetensors_model(model)
         assert not (tmp_path / "out").exists()
+
+    def test_a_model_of_images(self, quantize, tmp_path):
+        from transformers import ViTConfig, ViTForImageClassification
+
+        sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+        model = ViTForImageClassification(ViTConfig(num_hidden_layers=1, image_size=32, **sizes))
+        model = quantize(model.eval(), "int4_wo_32", None)
+        exporter = ModelExporter(None, tmp_path / "out", verify=True)
+        with pytest.raises(ValueError, match="has no config with a vocab_size"):
+            exporter.export_safetensors_model(model)
 
 
 def test_the_model_is_as_it_was(build, quantize, export):

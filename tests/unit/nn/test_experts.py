@@ -171,8 +171,9 @@ class TestQuantize:
             own = {apart.get_submodule(n).input_quantizer.scale.item() for n in group}
             assert shared == {max(own)} and len(own) > 1
 
+    @pytest.mark.parametrize(("name", "settled"), [("fp8", "scale"), ("nvfp4", "scale_2")])
     def test_an_expert_without_tokens_takes_the_widest_range(
-        self, moe, config_of, batches, caplog, logits
+        self, moe, config_of, batches, caplog, logits, name, settled
     ):
         model = moe(num_experts_per_tok=1)
         gate = model.model.layers[0].mlp.gate.weight.data
@@ -180,12 +181,13 @@ class TestQuantize:
         quark = logging.getLogger("quark")
         quark.addHandler(caplog.handler)
         try:
-            ModelQuantizer(config_of("fp8")).quantize_model(model, batches)
+            ModelQuantizer(config_of(name)).quantize_model(model, batches)
         finally:
             quark.removeHandler(caplog.handler)
         layer = model.model.layers[0].mlp.experts
         for part in ("w1", "w2", "w3"):
-            scales = [layer.get_submodule(f"{e}.{part}").input_quantizer.scale for e in range(4)]
+            inputs = [layer.get_submodule(f"{e}.{part}").input_quantizer for e in range(4)]
+            scales = [getattr(quantizer, settled) for quantizer in inputs]
             assert scales[2] == scales[3] == max(scales[0], scales[1])
         assert "of experts" in caplog.text
         assert logits(model).isfinite().all()

@@ -87,6 +87,23 @@ def test_nothing_finite_is_an_error(build, batches):
         collect_statistics(model, batches)
 
 
+def test_a_layer_that_reads_a_vector(build, batches):
+    model = build()
+    block = model.model.layers[0].mlp
+    block.gate, forward = torch.nn.Linear(64, 64), block.forward
+    seen = []
+
+    def gated(x):
+        y = forward(x)
+        seen.append(block.gate(y.mean((0, 1))))
+        return y * seen[-1].sigmoid()
+
+    block.forward = gated
+    found = collect_statistics(model, batches[:1], probes=0)
+    kept = found.range_of("model.layers.0.mlp.gate", "output_tensors")
+    assert torch.equal(kept.channels.hi, seen[-1])
+
+
 def static(dtype="int8", **fields):
     fields = {"qscheme": "per_tensor", "symmetric": True, "is_dynamic": False} | fields
     return QuantizationSpec(dtype, **fields)
