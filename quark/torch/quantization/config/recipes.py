@@ -7,14 +7,15 @@ from typing import Any
 from quark.torch.quantization.config.algo import AlgoConfig, algo_config_from_dict
 from quark.torch.quantization.config.names import one_of
 
+_AWQ = {"name": "awq"}
 _YAQA = {"name": "yaqa"}
 _ROTATION = {"name": "rotation", "r1": True, "r2": True, "r4": True}
 
 # Name -> (scheme, options of algorithms in order); docs/mixed-precision.md says why.
 RECIPES: dict[str, tuple[str, tuple[dict[str, Any], ...]]] = {
     "w8": ("int8_wo", ()),
-    "w4": ("int4_wo_128", (_YAQA,)),
-    "w3": ("int3_wo_128", (_YAQA,)),
+    "w4": ("int4_wo_128", (_AWQ, _YAQA)),
+    "w3": ("int3_wo_128", (_AWQ, _YAQA)),
     "w2": ("w_int2_per_group_asym", (_YAQA,)),
     "w8a8": ("w_int8_per_channel_a_int8_per_tensor_sym", ({"name": "smooth", "alpha": 1},)),
     "w4a4": ("int4_wa_128", (_ROTATION, _YAQA)),
