@@ -145,7 +145,7 @@ def open_damaged(directory: Path) -> str:
         outcome = "loaded"
     except (ValueError, OSError) as error:
         outcome = "refused" if str(error).strip() else f"no message: {type(error).__name__}"
-    except Exception as error:
+    except Exception as error:  # whatever else it raises is a defect
         last = traceback.extract_tb(error.__traceback__)[-1]
         outcome = f"{type(error).__name__} at {Path(last.filename).name}:{last.lineno}: {error}"
     grown = (peak_memory() or 0) - (before or 0)

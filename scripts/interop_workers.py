@@ -228,7 +228,7 @@ def _send(out: Connection, client: str, task: Task) -> None:
 def _try(client: str, task: Task) -> dict[str, Any]:
     try:
         return {"found": start(client)(task)}
-    except Exception as error:
+    except Exception as error:  # whatever a client raises is its answer
         return {"error": f"{type(error).__name__}: {error}"}
 
 
