@@ -89,10 +89,9 @@ def recall_activations(model: nn.Module, statistics: Statistics) -> None:
     Raises:
         ValueError: A layer saw no data.
     """
-    static = dict(_static_activations(model))
+    static, layers = dict(_static_activations(model)), dict(quantized_layers(model))
     for (name, tensor), quantizer in static.items():
-        weight = model.get_submodule(name).weight
-        statistics.range_of(name, tensor).show(quantizer, weight.device)  # type: ignore[arg-type]
+        statistics.range_of(name, tensor).show(quantizer, layers[name].weight.device)
     _settle_activations(model, static, "")
 
 
