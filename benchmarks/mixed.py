@@ -1,15 +1,16 @@
 """What formats chosen layer by layer lose, beside one format for all, and what recipes lose.
 
     python benchmarks/mixed.py                        # the model that comes with the package
-    python benchmarks/mixed.py --targets 3.28,4.28 --json
+    python benchmarks/mixed.py --targets 3.28,4.28 --kinds solved,together --json
     python benchmarks/mixed.py --formats mxfp4,mxfp6_e2m3,mxfp8 --targets 5 --algorithms gptq
     python benchmarks/mixed.py --part ranking --formats ptpc_int8,int4_wa_128,mxfp4,mxfp6_e2m3
     python benchmarks/mixed.py --part recipes --recipes w4,w3
     python benchmarks/mixed.py --model MODEL --text FILE
 
 Statistics are collected once. Each mixture is the best of its size for them; uniform formats stand
-beside it. Both are rounded to the nearest, and by algorithms that run data. The ranking is that of
-random mixtures by what was predicted and by what is measured.
+beside it. Both are rounded to the nearest, and by algorithms that run data. Mixtures of the kind
+*solved* are chosen by errors of GPTQ; in *together* layers that read a tensor share a format. The
+ranking is that of random mixtures by what was predicted and by what is measured.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from quark.torch.search.choices import Mixture, mixed_config, rounded_as, weigh
 CALIBRATION_WINDOWS = 64
 FORMATS = "int2_wo_128,int2_wo_64,int3_wo_128,int3_wo_64,int4_wo_128,int4_wo_32,int8_wo"
 ALGORITHMS = "gptq,qronos"
+KINDS = ("solved", "together")
 COLUMNS = ["formats", "bits/weight", "predicted", "algorithm", "perplexity", "KL, millinats", "s"]
 
 
@@ -54,6 +56,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--formats", default=FORMATS, help="to choose from")
     parser.add_argument("--targets", default="3.28,3.5,4.29", help="bits per weight")
     parser.add_argument("--algorithms", default=ALGORITHMS, help="besides rounding to the nearest")
+    parser.add_argument("--kinds", default="", help=f"of mixtures besides: {', '.join(KINDS)}")
     parser.add_argument("--random", type=int, default=30, help="mixtures to rank: 30")
     parser.add_argument("--recipes", default=",".join(RECIPES), help="names of recipes")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -84,39 +87,52 @@ class Bench:
         predicted = None if loss is None else 1000 * loss
         return [name, bits, predicted, words or None, found, lost, meter.cpu]
 
-    def mixture(self, formats: dict[str, QuantizationConfig]) -> tuple[Statistics, Mixture]:
-        """Return statistics of the model, and what mixtures of formats cost."""
+    def statistics(self) -> Statistics:
+        """Return statistics of the model and its calibration data."""
         with Meter() as meter:
             statistics = collect_statistics(self.model, self.data, probes=1)
         say(f"statistics: {meter.cpu:.0f} CPU s")
+        return statistics
+
+    def mixture(
+        self, statistics: Statistics, formats: dict[str, QuantizationConfig], kind: str = ""
+    ) -> Mixture:
+        """Return what mixtures of formats cost, of a kind."""
+        how = {"solved": kind == "solved", "together": kind == "together"}
         with Meter() as meter:
-            mixture = Mixture(weigh(self.model, statistics, formats))
+            mixture = Mixture(weigh(self.model, statistics, formats, (), **how))
         say(f"costs of {len(formats)} formats: {meter.cpu:.0f} CPU s")
-        return statistics, mixture
+        return mixture
 
 
 def mixtures(
-    bench: Bench, names: list[str], targets: list[float], algorithms: list[str]
+    bench: Bench, names: list[str], targets: list[float], algorithms: list[str], kinds: list[str]
 ) -> list[list[Any]]:
+    """Return rows of formats alone, and of the best mixtures of each kind and size."""
     formats = {name: presets.scheme(name) for name in names}
-    _, mixture = bench.mixture(formats)
+    statistics = bench.statistics()
+    mixture = bench.mixture(statistics, formats)
     layers = [layer for unit in mixture.units for layer in unit.layers]
-    chosen = {name: dict.fromkeys(layers, name) for name in names}
-    chosen |= {f"mixed, {target:g}": mixture.choose(target) for target in targets}
+    chosen = [(name, mixture, dict.fromkeys(layers, name)) for name in names]
+    chosen += [(f"mixed, {target:g}", mixture, mixture.choose(target)) for target in targets]
+    for kind in kinds:
+        other = bench.mixture(statistics, formats, kind)
+        chosen += [(f"{kind}, {target:g}", other, other.choose(target)) for target in targets]
     rows = []
-    for name, choice in chosen.items():
+    for name, found, choice in chosen:
         config = mixed_config(bench.model, choice, formats)
         for algorithm in ["", *algorithms]:
             options = [algo_config_from_dict({"name": algorithm})] if algorithm else None
             given = replace(config, algo_config=options)
-            rows.append(bench.row(name, *mixture.cost(choice), given))
+            rows.append(bench.row(name, *found.cost(choice), given))
     return rows
 
 
 def ranking(bench: Bench, names: list[str], count: int) -> list[list[Any]]:
     """Return rows of mixtures of random formats in random shares, and say how they correlate."""
     formats = {name: presets.scheme(name) for name in names}
-    statistics, mixture = bench.mixture(formats)
+    statistics = bench.statistics()
+    mixture = bench.mixture(statistics, formats)
     torch.manual_seed(0)
     rows: list[list[Any]] = []
     other = copy.deepcopy(bench.model)
@@ -163,7 +179,11 @@ def main() -> None:
         rows = ranking(bench, names, options.random)
     else:
         targets = [float(target) for target in options.targets.split(",")]
-        rows = mixtures(bench, names, targets, [n for n in options.algorithms.split(",") if n])
+        algorithms, kinds = (
+            [name for name in given.split(",") if name]
+            for given in (options.algorithms, options.kinds)
+        )
+        rows = mixtures(bench, names, targets, algorithms, kinds)
     if options.json:
         found = [dict(zip(COLUMNS, row, strict=True)) for row in rows]
         print(json.dumps({"machine": machine(), "rows": found}, indent=2))
