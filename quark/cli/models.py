@@ -101,8 +101,8 @@ def load_model(
     from transformers import AutoModelForCausalLM
 
     from quark.torch.export import build
-    from quark.torch.export.conversion import open_checkpoint
     from quark.torch.export.description import is_for_transformers
+    from quark.torch.export.opening import open_checkpoint
 
     _quiet_transformers()
     model: nn.Module

@@ -20,12 +20,12 @@ from quark.torch.export.checkpoint import (
     size_of,
     write_tensors,
 )
-from quark.torch.export.conversion import open_checkpoint
 from quark.torch.export.description import CONFIG, read_description
 from quark.torch.export.formats.base import get_format
 from quark.torch.export.gguf_writer import write_gguf
 from quark.torch.export.onnx_runtime import check_runtime
 from quark.torch.export.onnx_writer import LARGEST_FILE, OnnxOptions, write_onnx
+from quark.torch.export.opening import open_checkpoint
 from quark.torch.export.reader import format_of, load, receive, targets
 from quark.torch.export.verification import Verdict, verify
 from quark.torch.export.writer import collect, make_format, write_model_files

@@ -7,24 +7,16 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from quark.torch.export.build import empty_model, read_config
-from quark.torch.export.checkpoint import (
-    NATIVE,
-    CheckpointReader,
-    NativeReader,
-    check_vacant,
-)
-from quark.torch.export.description import CONFIG, read_description
+from quark.torch.export.api import ModelExporter
+from quark.torch.export.checkpoint import check_vacant
 from quark.torch.export.formats.base import FORMATS
-from quark.torch.export.gguf_import import open_gguf
 from quark.torch.export.gguf_writer import check_holds
-from quark.torch.export.reader import Loading, format_of, ready
+from quark.torch.export.opening import GGUF, gguf_of, open_checkpoint
 from quark.torch.export.verification import Verdict
 from quark.torch.export.writer import make_format
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.names import one_of
 
-GGUF = "gguf"
 TARGETS = (*FORMATS, GGUF)
 _BESIDE = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")
 _OF_WEIGHTS = ("config.json", ".index.json", "quantize_config.json", "quant_config.json")
@@ -61,13 +53,11 @@ def convert(
         FileNotFoundError: Files of the source are missing.
         ValueError: The source is damaged, or the format unknown or unable to hold it.
     """
-    from quark.torch.export.api import ModelExporter
-
     source, target = Path(source), Path(target)
     one_of(to, TARGETS, "to")
     if target.resolve() in (source.resolve(), *source.resolve().parents):
         raise ValueError(f"{target} holds the checkpoint itself: choose another directory.")
-    if to == GGUF and _gguf_of(source):
+    if to == GGUF and gguf_of(source):
         raise ValueError(f"{source} is GGUF already.")
     check_vacant(target, overwrite)
     loading = open_checkpoint(source, trust_remote_code)
@@ -80,36 +70,9 @@ def convert(
     if to == GGUF:
         exporter.export_gguf_model(model, source, "model")
     else:
-        tokenizer = _tokenizer_of(source) if _gguf_of(source) else Beside(source)
+        tokenizer = _tokenizer_of(source) if gguf_of(source) else Beside(source)
         exporter.export_safetensors_model(model, custom_mode=to, tokenizer=tokenizer)
     return exporter.verdict
-
-
-def open_checkpoint(source: str | Path, trust_remote_code: bool = False, **options: Any) -> Loading:
-    """Return a model that is ready for the tensors of a checkpoint, headers checked.
-
-    Args:
-        source: Directory of a checkpoint, or a GGUF file.
-        trust_remote_code: Passed to Transformers.
-        options: Passed to Transformers where the model is built, such as ``attn_implementation``.
-
-    Raises:
-        FileNotFoundError: Files are missing.
-        ValueError: A file is damaged, or says something that is not understood.
-    """
-    source = Path(source)
-    file = _gguf_of(source)
-    if file is not None:
-        return ready(*open_gguf(file))
-    fmt = format_of(read_description(source), str(source / CONFIG))
-    native = (source / NATIVE).is_file() and not any(source.glob("*.safetensors"))
-    reader = (NativeReader if native else CheckpointReader)(source)
-    config = read_config(source, trust_remote_code)
-    return ready(
-        empty_model(config, reader.entries, source, trust_remote_code=trust_remote_code, **options),
-        fmt,
-        reader,
-    )
 
 
 class Beside:
@@ -131,25 +94,11 @@ class Beside:
                 shutil.copyfile(file, place)
 
 
-def _gguf_of(source: Path) -> Path | None:
-    """Return the GGUF file that is meant by a path, None if it means something else.
-
-    Raises:
-        ValueError: A directory has several.
-    """
-    if source.is_file() or source.suffix == ".gguf":
-        return source
-    files = sorted(source.glob("*.gguf")) if not (source / "config.json").is_file() else []
-    if len(files) > 1:
-        raise ValueError(f"{source} has {len(files)} GGUF files: name one of them.")
-    return files[0] if files else None
-
-
 def _tokenizer_of(source: Path) -> Any:
     """Return the tokenizer of a GGUF file; None, with a warning, if Transformers cannot make it."""
     from transformers import AutoTokenizer
 
-    file = _gguf_of(source)
+    file = gguf_of(source)
     assert file is not None
     try:
         return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)

@@ -15,6 +15,7 @@ from quark.torch.export.checkpoint import NATIVE, read_json
 from quark.torch.export.onnx_call import Call
 from quark.torch.export.onnx_runtime import PACKAGE, Graph
 from quark.torch.export.onnx_writer import FILE
+from quark.torch.export.opening import open_checkpoint
 from quark.torch.graph.inference import at_inference
 from quark.torch.quantization.nn.mixin import QuantMixin
 from quark.torch.quantization.nn.packed import PackedMixin
@@ -249,8 +250,6 @@ def _by_transformers(
 
 
 def _by_ourselves(directory: Path, trust_remote_code: bool) -> nn.Module:
-    from quark.torch.export.conversion import open_checkpoint
-
     return open_checkpoint(directory, trust_remote_code).fill()
 
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.config.type import QSchemeType
-
-if TYPE_CHECKING:
-    from quark.torch.report.activity import Predictions
-    from quark.torch.report.measure import Layer
-    from quark.torch.report.storage import FloatPart
+from quark.torch.report.activity import Predictions
+from quark.torch.report.layer import Layer
+from quark.torch.report.storage import FloatPart
 
 WORST = 5
 MOST_WORDS = 3  # of advice for a layer

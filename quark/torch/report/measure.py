@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from quark import __version__
-from quark.torch.export.conversion import GGUF, open_checkpoint
+from quark.torch.export.opening import GGUF, open_checkpoint
 from quark.torch.export.reader import Loading
 from quark.torch.numerics.hadamard import rotate
 from quark.torch.pipeline.inference import progress
@@ -27,7 +27,6 @@ from quark.torch.quantization.nn.experts import counterparts
 from quark.torch.quantization.nn.mixin import is_transposed
 from quark.torch.quantization.nn.packed import PackedMixin
 from quark.torch.report.activity import (
-    Inputs,
     Predictions,
     Reference,
     Seen,
@@ -37,14 +36,11 @@ from quark.torch.report.activity import (
     watching,
 )
 from quark.torch.report.advice import Worst, ranked, verdict, worst_layers
+from quark.torch.report.layer import Layer
 from quark.torch.report.original import OriginalWeights
 from quark.torch.report.storage import FloatPart, Kind, float_parts, kind_of, kinds, stored_bytes
-from quark.torch.report.summary import Scheme, describe_layer
+from quark.torch.report.summary import describe_layer
 from quark.torch.report.weights import (
-    Histogram,
-    Scales,
-    Values,
-    WeightError,
     compare,
     histogram,
     scales_of,
@@ -61,48 +57,6 @@ class Text:
     source: str
     windows: int
     tokens: int
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A quantized layer.
-
-    Attributes:
-        name: Full name of the layer.
-        kind: What layers of its purpose are called: ``q_proj``.
-        scheme: How it is quantized, in words.
-        shape: Shape of its weight.
-        weights: Number of its weights.
-        bytes: What is stored for them: codes, scales, zero points.
-        values: How large the quantized weights are.
-        original: The same of those of the original, None without one.
-        scales: Scales of the weight, None where it has none.
-        error: How far the weight is from the original's, None without one.
-        inputs: What it reads, None without data.
-        output_error: Norm of the error it adds to its outputs in units of their norm, None without
-            data or original.
-        histogram: Weights before, rescaled where they were, and after; None where many layers have
-            larger errors.
-    """
-
-    name: str
-    kind: str
-    scheme: Scheme
-    shape: tuple[int, ...]
-    weights: int
-    bytes: int
-    values: Values
-    original: Values | None
-    scales: Scales | None
-    error: WeightError | None
-    inputs: Inputs | None
-    output_error: float | None
-    histogram: Histogram | None
-
-    @property
-    def bits_per_weight(self) -> float:
-        """Stored bits of a weight."""
-        return 8 * self.bytes / self.weights
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -15,9 +15,7 @@ from quark.torch.quantization.config.match import config_for, matches
 from quark.torch.quantization.nn.experts import is_stacked
 from quark.torch.quantization.nn.operators import is_operator
 from quark.torch.quantization.nn.packed import PackedMixin
-
-if TYPE_CHECKING:
-    from quark.torch.report.measure import Layer
+from quark.torch.report.layer import Layer
 
 _OF_ACTIVATIONS = ("bias", "input", "output", "k_scale", "v_scale")  # beginnings of names
 OTHER = "biases, scales of activations"

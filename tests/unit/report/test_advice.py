@@ -6,7 +6,7 @@ import torch
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.report.activity import Channel, Inputs, Predictions
 from quark.torch.report.advice import ranked, verdict, worst_layers
-from quark.torch.report.measure import Layer
+from quark.torch.report.layer import Layer
 from quark.torch.report.storage import FloatPart, kind_of, kinds
 from quark.torch.report.summary import Scheme
 from quark.torch.report.weights import Values, WeightError, histogram
