@@ -80,11 +80,12 @@ def solve(
         squares is the damped error of the outputs.
     """
     rest = weight.T[order].contiguous()  # (inputs, outputs): columns lie together
-    columns = _Columns(rest, torch.empty_like(rest), torch.empty_like(rest), order.tolist())
+    done, errors = torch.empty_like(rest), torch.empty_like(rest)
+    columns = _Columns(rest, done, errors, upper.diagonal().unbind(), order.tolist())
     _run(columns, upper, rounding, 0, len(rest))
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
-    return columns.done[back].T.contiguous(), columns.errors[back].T.contiguous()
+    return done[back].T.contiguous(), errors[back].T.contiguous()
 
 
 class _Columns(NamedTuple):
@@ -93,6 +94,7 @@ class _Columns(NamedTuple):
     rest: torch.Tensor
     done: torch.Tensor
     errors: torch.Tensor
+    steps: tuple[torch.Tensor, ...]  # what an error counts in, for each column
     places: list[int]  # of the columns in the weight
 
 
@@ -100,7 +102,7 @@ def _run(
     columns: _Columns, upper: torch.Tensor, rounding: ColumnRounding, start: int, end: int
 ) -> None:
     """Round columns from ``start`` to ``end``, which have made up for all before ``start``."""
-    rest, done, errors, places = columns
+    rest, done, errors, steps, places = columns
     if end - start > LEAF:
         middle = (start + end) // 2
         _run(columns, upper, rounding, start, middle)
@@ -108,11 +110,12 @@ def _run(
         _run(columns, upper, rounding, middle, end)
         return
     for i in range(start, end):
-        done[i] = rounding(rest[i], places[i])
-        torch.sub(rest[i], done[i], out=errors[i])
-        errors[i].div_(upper[i, i])
+        column, error = rest[i], errors[i]
+        rounded = rounding(column, places[i])
+        done[i] = rounded
+        torch.sub(column, rounded, out=error).div_(steps[i])
         if i + 1 < end:
-            rest[i + 1 : end].addr_(upper[i, i + 1 : end], errors[i], alpha=-1)
+            rest[i + 1 : end].addr_(upper[i, i + 1 : end], error, alpha=-1)
 
 
 def check(options: GPTQConfig, layers: Mapping[str, QuantizationConfig]) -> None:

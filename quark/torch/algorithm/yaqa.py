@@ -116,7 +116,7 @@ def solve_both(
     for start in range(0, len(rows), step):
         end = start + step
         piece = rows[start:end]
-        rounded, lost = solve(rest[start:end], upper, order, partial(rounding, rows=piece))
+        rounded, lost = solve(rest[start:end], upper, order, rounding.of_rows(piece))
         own = factor[start:end, start:end].T
         share = torch.linalg.solve_triangular(own, rest[start:end] - rounded, upper=False)
         rest[end:].addmm_(factor[start:end, end:].T, share, alpha=-1)

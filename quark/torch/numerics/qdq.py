@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -162,29 +162,65 @@ class _Factors(NamedTuple):
         zeros = None if self.zero_point is None else self.zero_point[rows]
         return _Factors(self.scale[rows], self.inverse[rows], zeros)
 
+    def columns(self) -> list[_Factors]:
+        """Return the factors of each column, given those of (columns, rows)."""
+        zeros = [None] * len(self.scale) if self.zero_point is None else self.zero_point.unbind()
+        parts = zip(self.scale.unbind(), self.inverse.unbind(), zeros, strict=True)
+        return [_Factors(*part) for part in parts]
 
-ColumnRounding = Callable[..., torch.Tensor]  # what a ColumnRounder is called with -> its values
+    def rows(self, rows: torch.Tensor) -> _Factors:
+        """Return the factors of some rows, given those of (columns, rows)."""
+        zeros = None if self.zero_point is None else self.zero_point[:, rows]
+        return _Factors(self.scale[:, rows], self.inverse[:, rows], zeros)
+
+
+class ColumnRounding(Protocol):
+    """Rounds a matrix one column at a time."""
+
+    def __call__(self, x: torch.Tensor, column: int) -> torch.Tensor:
+        """Return the rounded values of a column in float32.
+
+        Args:
+            x: (rows,) values.
+            column: Which column.
+        """
+        ...
+
+    def of_rows(self, rows: torch.Tensor) -> ColumnRounding:
+        """Return what rounds some rows, (rows,) int64, of every column."""
+        ...
 
 
 class ColumnRounder:
-    """Rounds a matrix one column at a time, under scales that are settled beforehand.
+    """Rounds columns under scales that are settled beforehand; see ``ColumnRounding``.
 
     Args:
-        scale: One per block.
-        zero_point: Like ``scale``, or None.
+        factors: Scales and zero points of every value, (columns, rows).
         scheme: How the matrix is quantized.
-        shape: Shape of the matrix.
-        axis: Axis of its columns.
     """
 
-    def __init__(
-        self,
+    def __init__(self, factors: _Factors, scheme: Scheme) -> None:
+        self._factors, self._scheme = factors, scheme
+        self._columns = factors.columns()
+
+    @classmethod
+    def of(
+        cls,
         scale: torch.Tensor,
         zero_point: torch.Tensor | None,
         scheme: Scheme,
         shape: tuple[int, ...],
         axis: int = 1,
-    ) -> None:
+    ) -> ColumnRounder:
+        """Return what rounds a matrix.
+
+        Args:
+            scale: One per block.
+            zero_point: Like ``scale``, or None.
+            scheme: How the matrix is quantized.
+            shape: Shape of the matrix.
+            axis: Axis of its columns.
+        """
         blocks = scheme.blocks(shape)
 
         def turned(x: torch.Tensor) -> torch.Tensor:
@@ -194,25 +230,15 @@ class ColumnRounder:
         zeros = None
         if zero_point is not None and not (scheme.symmetric and scheme.fmt.signed):
             zeros = turned(zero_point)
-        self._by, self._scheme = (
-            _Factors(turned(scale), turned(scale.float().reciprocal()), zeros),
-            scheme,
-        )
+        return cls(_Factors(turned(scale), turned(scale.float().reciprocal()), zeros), scheme)
 
-    def __call__(
-        self, x: torch.Tensor, column: int, rows: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return the rounded values of a column, or of some rows of it, in float32.
+    def __call__(self, x: torch.Tensor, column: int) -> torch.Tensor:
+        """Return the rounded values of a column."""
+        return _round_trip(x.clone(), self._columns[column], self._scheme)
 
-        Args:
-            x: (rows,) values.
-            column: Which column.
-            rows: (rows,) int64: which rows; None for all.
-        """
-        scale, inverse, zeros = self._by
-        place = column if rows is None else (column, rows)
-        by = _Factors(scale[place], inverse[place], None if zeros is None else zeros[place])
-        return _round_trip(x.clone(), by, self._scheme)
+    def of_rows(self, rows: torch.Tensor) -> ColumnRounder:
+        """Return what rounds some rows of every column."""
+        return ColumnRounder(self._factors.rows(rows), self._scheme)
 
 
 # The maps below work on one piece, in float32 or float64, and may overwrite it.

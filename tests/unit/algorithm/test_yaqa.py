@@ -20,8 +20,21 @@ IDS = torch.randint(3, 64, (6, 16), generator=torch.Generator().manual_seed(4))
 STRONG = 0.1
 
 
-def quarters(x, column, rows=None):
+def quarters(x, column):
     return (x * 4).round() / 4
+
+
+class Rounding:
+    """Rounds to quarters, or some rows as asked."""
+
+    def __init__(self, of_rows):
+        self.of_rows = of_rows
+
+    def __call__(self, x, column):
+        return quarters(x, column)
+
+
+QUARTERS = Rounding(lambda rows: quarters)
 
 
 def gradients():
@@ -32,7 +45,7 @@ def gradients():
     return total, total + STRONG * mean * torch.eye(OUTPUTS, dtype=total.dtype)
 
 
-def both(outputs, rounding=quarters):
+def both(outputs, rounding=QUARTERS):
     weight, hessian, _ = problem()
     order = torch.arange(INPUTS)
     return solve_both(weight, inverse_factor(hessian, DAMPING), order, rounding, outputs, STRONG)
@@ -71,13 +84,12 @@ def test_rows_make_up_for_those_before_as_well_as_they_can(monkeypatch):
     first, rest = order[: OUTPUTS // 2], order[OUTPUTS // 2 :]
     aims = {}
 
-    def exact(x, column, rows):
-        if torch.equal(rows, rest):  # rounding that loses nothing shows where the aim was
-            aims[column] = x.clone()
-            return x
-        return quarters(x, column)
+    def exact(x, column):  # rounding that loses nothing shows where the aim was
+        aims[column] = x.clone()
+        return x
 
-    found, _ = both(outputs, exact)
+    rounding = Rounding(lambda rows: exact if torch.equal(rows, rest) else quarters)
+    found, _ = both(outputs, rounding)
     lost = (found - weight)[first]
     best = weight[rest] - torch.linalg.solve(strong[rest][:, rest], strong[rest][:, first] @ lost)
     torch.testing.assert_close(torch.stack(list(aims.values()), 1), best)

@@ -47,6 +47,10 @@ def test_columns_are_those_of_the_matrix(name, inputs, transposed):
     columns = quantizer.column_rounder(tuple(weight.shape), axis)
     found = [columns(weight.select(axis, i), i) for i in range(inputs)]
     assert torch.equal(torch.stack(found, axis), expected)
+    rows = torch.tensor([7, 2, 11])
+    some, picked = columns.of_rows(rows), weight.index_select(1 - axis, rows)
+    found = [some(picked.select(axis, i), i) for i in range(inputs)]
+    assert torch.equal(torch.stack(found, axis), expected.index_select(1 - axis, rows))
 
 
 def test_values_beyond_the_range_saturate():

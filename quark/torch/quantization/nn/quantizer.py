@@ -106,6 +106,28 @@ class LastStage(NamedTuple):
     unit: torch.Tensor | float
 
 
+class _TwoRoundings(NamedTuple):
+    """Rounds columns to codes and these to codes again; see ``ColumnRounding``.
+
+    Attributes:
+        scale: That of the tensor, by which values become the first codes.
+        first: Rounds those.
+        second: Rounds the results.
+    """
+
+    scale: torch.Tensor
+    first: ColumnRounder
+    second: ColumnRounder
+
+    def __call__(self, x: torch.Tensor, column: int) -> torch.Tensor:
+        """Return the rounded values of a column."""
+        return self.second(self.first(x / self.scale, column), column).mul_(self.scale)
+
+    def of_rows(self, rows: torch.Tensor) -> ColumnRounding:
+        """Return what rounds some rows of every column."""
+        return _TwoRoundings(self.scale, self.first.of_rows(rows), self.second.of_rows(rows))
+
+
 class TensorQuantizer(nn.Module):
     """Quantizes and dequantizes a tensor by its specification.
 
@@ -246,18 +268,14 @@ class TensorQuantizer(nn.Module):
         """
         assert self.scale is not None
         if not self.spec.quantizes_codes:
-            return ColumnRounder(self.scale, self.zero_point, self.scheme, shape, axis)
+            return ColumnRounder.of(self.scale, self.zero_point, self.scheme, shape, axis)
         assert self.scale_2 is not None
-        scale = self.scale
-        codes = ColumnRounder(torch.ones_like(scale), None, self.scheme, shape, axis)
-        second = ColumnRounder(self.scale_2, self.zero_point_2, self._second().scheme, shape, axis)
-
-        def round_twice(
-            x: torch.Tensor, column: int, rows: torch.Tensor | None = None
-        ) -> torch.Tensor:
-            return second(codes(x / scale, column, rows), column, rows).mul_(scale)
-
-        return round_twice
+        of, second = ColumnRounder.of, self._second().scheme
+        return _TwoRoundings(
+            self.scale,
+            of(torch.ones_like(self.scale), None, self.scheme, shape, axis),
+            of(self.scale_2, self.zero_point_2, second, shape, axis),
+        )
 
     def last_stage(self, x: torch.Tensor) -> LastStage:
         """Return what rounds a weight, under the settled scales."""
