@@ -32,8 +32,9 @@ without data. Statistics belong to one model in one type: with other weights the
     [cyan]quark quantize --model_dir llama --output_dir llama-int3 --quant_scheme int3_wo_128 \\
       --quant_algo gptq --statistics llama-statistics[/cyan]
 
-They take 4 bytes for each pair of inputs of a layer, up to twice the model in 16 bits, and about a
-kilobyte for each input.
+Several processes or machines can each collect with a part of the data: [cyan]quark merge[/cyan]
+puts their statistics together. Statistics take 4 bytes for each pair of inputs of a layer, up to
+twice the model in 16 bits, and about a kilobyte for each input.
 """
 
 _output, _data = panel("Output"), panel("Calibration")
@@ -69,20 +70,35 @@ def register(app: typer.Typer) -> None:
 
 
 def _collect(request: CollectRequest) -> None:
-    from quark.torch.export.checkpoint import check_vacant
-    from quark.torch.statistics.files import save_statistics
-
-    try:
-        check_vacant(request.output_dir, request.overwrite)
-    except FileExistsError as error:
-        raise console.wrong("--output_dir", str(error)) from None
+    check_target(request.output_dir, request.overwrite)
     source = find_float(request)
     windows = read_windows(request, source)
     model = load_float(request, source)
     statistics = collect(model, windows, request.batch_size, request.probes)
+    write(statistics, request.output_dir, request.overwrite)
+
+
+def check_target(directory: Path, overwrite: bool) -> None:
+    """Raise if statistics cannot be written to a directory.
+
+    Raises:
+        typer.BadParameter: It is in use.
+    """
+    from quark.torch.export.checkpoint import check_vacant
+
+    try:
+        check_vacant(directory, overwrite)
+    except FileExistsError as error:
+        raise console.wrong("--output_dir", str(error)) from None
+
+
+def write(statistics: Statistics, directory: Path, overwrite: bool) -> None:
+    """Write statistics and say what they hold."""
+    from quark.torch.statistics.files import save_statistics
+
     with console.stage("writing statistics"):
-        save_statistics(statistics, request.output_dir, request.overwrite)
-    size = sum(file.stat().st_size for file in request.output_dir.iterdir())
+        save_statistics(statistics, directory, overwrite)
+    size = sum(file.stat().st_size for file in directory.iterdir())
     rows = {
         "layers": str(len(statistics.readers)),
         "tensors they read": str(len(statistics.inputs)),
@@ -146,16 +162,27 @@ def collect(model: nn.Module, windows: torch.Tensor, batch_size: int, probes: in
 
 
 def load_kept(directory: Path | None) -> Statistics | None:
-    """Return the statistics in a directory, None for none.
+    """Return the statistics in the directory that a flag gives, None for none.
+
+    Raises:
+        typer.BadParameter: There are none, or they are damaged.
+    """
+    return None if directory is None else read_kept(directory, "--statistics")
+
+
+def read_kept(directory: Path, flag: str) -> Statistics:
+    """Return the statistics in a directory.
+
+    Args:
+        directory: The directory.
+        flag: What gave it, for messages.
 
     Raises:
         typer.BadParameter: There are none, or they are damaged.
     """
     from quark.torch.statistics.files import load_statistics
 
-    if directory is None:
-        return None
     try:
         return load_statistics(directory)
     except (OSError, ValueError) as error:
-        raise console.wrong("--statistics", str(error)) from None
+        raise console.wrong(flag, str(error)) from None

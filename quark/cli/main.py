@@ -17,6 +17,7 @@ from quark.cli import (
     demo,
     evaluate,
     inspect,
+    merge,
     quantize,
     recipes,
     report,
@@ -114,7 +115,19 @@ def _program(context: typer.Context, version: Version = False) -> None:
         typer.echo(context.get_help())
 
 
-for verb in (demo, quantize, collect, search, convert, evaluate, inspect, report, schemes, recipes):
+for verb in (
+    demo,
+    quantize,
+    collect,
+    merge,
+    search,
+    convert,
+    evaluate,
+    inspect,
+    report,
+    schemes,
+    recipes,
+):
     verb.register(app)
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from quark.torch.statistics.collect import collect_statistics as collect_statistics
     from quark.torch.statistics.files import load_statistics as load_statistics
     from quark.torch.statistics.files import save_statistics as save_statistics
+    from quark.torch.statistics.merge import merge_statistics as merge_statistics
 
 _NAMES = {
     "LLMTemplate": "quantization.config.template",
@@ -35,6 +36,7 @@ _NAMES = {
     "import_model_from_safetensors": "export.api",
     "load_params": "export.params",
     "load_statistics": "statistics.files",
+    "merge_statistics": "statistics.merge",
     "save_params": "export.params",
     "save_statistics": "statistics.files",
 }

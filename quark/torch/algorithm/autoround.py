@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -23,6 +24,7 @@ from quark.torch.numerics.qdq import fake_quantize
 from quark.torch.numerics.rounding import round_
 from quark.torch.numerics.scales import round_scale
 from quark.torch.pipeline.context import Algorithm, Context
+from quark.torch.pipeline.inference import sequences
 from quark.torch.pipeline.runner import Block
 from quark.torch.quantization.config.algo import AutoRoundConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
@@ -51,8 +53,10 @@ def check(options: AutoRoundConfig, layers: Mapping[str, QuantizationConfig]) ->
 def apply(context: Context, options: AutoRoundConfig) -> None:
     """Learn the rounding of each block in turn; later blocks see what became of earlier ones.
 
-    Layers outside of decoder blocks are left to rounding to the nearest.
+    Layers outside of decoder blocks are left to rounding to the nearest. Each sequence runs alone,
+    so that the batches in which data comes do not matter.
     """
+    context = replace(context, batches=sequences(context.batches))
     for block, layers in solved_blocks(context, options, compare=True):
         with rounding_inputs(context, block.name, False):
             for index in range(len(block)):

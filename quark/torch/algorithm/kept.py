@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,6 +18,25 @@ from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.nn.mixin import PARAMETERS, QuantMixin
 
 
+class Probe(NamedTuple):
+    """What became of a model when the weights of a unit alone were rounded.
+
+    Attributes:
+        divergence: Of the predictions from those of the float model, summed over tokens, in nats.
+        tokens: Number of these tokens.
+        error: Squared error of the outputs of the unit, summed over all tokens of the data.
+    """
+
+    divergence: float
+    tokens: int
+    error: float
+
+    @property
+    def sensitivity(self) -> float:
+        """Divergence in nats per token, for each unit of squared error."""
+        return self.divergence / max(self.tokens, 1) / self.error if self.error else 0.0
+
+
 @dataclass(frozen=True)
 class Statistics:
     """What went into the linear layers of the decoder blocks of a float model.
@@ -26,10 +46,9 @@ class Statistics:
         data: Digest of the batches.
         readers: Layer to the first of the layers that read the same tensor.
         inputs: Sums over the tokens of what went into these first layers, in memory or on disk.
+        tokens: Number of these tokens.
         units: Layers that are to share a format: those of one purpose in experts, else one each.
-        sensitivities: Layer to the divergence of the model's predictions, in nats per token, for
-            each unit of squared error of the layer's outputs, summed over all tokens. Empty if it
-            was not measured.
+        probes: Layer to what rounding its unit alone does. Empty if it was not measured.
         samples: Some of the tokens that went into these first layers, (tokens, inputs) in the type
             of the model, the same ones for all. Layers that no data reached are left out.
         ranges: What went into these first layers and what all layers gave, padding included, by
@@ -40,10 +59,16 @@ class Statistics:
     data: str
     readers: Mapping[str, str]
     inputs: Mapping[str, Gram]
+    tokens: Mapping[str, float]
     units: tuple[tuple[str, ...], ...]
-    sensitivities: Mapping[str, float]
+    probes: Mapping[str, Probe]
     samples: Mapping[str, torch.Tensor]
     ranges: Mapping[str, TensorRange]
+
+    @cached_property
+    def sensitivities(self) -> dict[str, float]:
+        """Layer to what the model minds of an error of its outputs; see ``Probe``."""
+        return {name: probe.sensitivity for name, probe in self.probes.items()}
 
     def check(self, model: nn.Module, batches: Iterable[Any] | None = None) -> None:
         """Raise if the statistics are not those of a model and data.
@@ -56,7 +81,7 @@ class Statistics:
             ValueError: They are not; a tensor that differs is named.
         """
         found = fingerprint(model)
-        other = [n for n in {**self.model, **found} if self.model.get(n) != found.get(n)]
+        other = differing(self.model, found)
         if other:
             raise ValueError(
                 f"The statistics are of another model: {len(other)} of its {len(found)} tensors "
@@ -142,6 +167,11 @@ class Statistics:
 def place(name: str, tensor: str) -> str:
     """Return the name of a tensor of a layer, ``"input_tensors"`` or ``"output_tensors"``."""
     return f"{name}.{tensor}"
+
+
+def differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    """Return the names for which two mappings do not have the same."""
+    return [name for name in {**one, **other} if one.get(name) != other.get(name)]
 
 
 def fingerprint(model: nn.Module) -> dict[str, str]:

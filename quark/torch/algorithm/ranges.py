@@ -55,6 +55,13 @@ class TensorRange:
             self.histogram.observe(x)
             self.channels(torch.stack(x.aminmax(dim=0)).to(CPU))
 
+    def merge(self, other: TensorRange) -> None:
+        """Take in what another has seen."""
+        lo, hi = other.channels.lo, other.channels.hi
+        if lo is not None and hi is not None:
+            self.histogram.merge(other.histogram)
+            self.channels(torch.stack([lo, hi]))
+
     @property
     def is_empty(self) -> bool:
         """Whether nothing has been observed."""

@@ -45,45 +45,74 @@ class Gram:
 
     The squared error of outputs under weights W + D is tr(D G Dᵀ) with G the sum of x xᵀ.
 
+    Sums are in float32, those of float64 tensors in float64.
+
     Attributes:
-        total: (channels, channels) float32, or None before any data.
-        magnitude: (channels,) float32, sum of |x|.
         tokens: Number of tokens.
         is_pooled: Whether the statistics of other layers were mixed in.
     """
 
     def __init__(self) -> None:
-        self.total: torch.Tensor | None = None
-        self.magnitude: torch.Tensor | None = None
+        self._total: torch.Tensor | None = None
+        self._magnitude: torch.Tensor | None = None
         self.tokens = 0.0
         self.is_pooled = False
+
+    @property
+    def total(self) -> torch.Tensor | None:
+        """(channels, channels) float32, or None before any data."""
+        return None if self._total is None else self._total.float()
+
+    @total.setter
+    def total(self, total: torch.Tensor) -> None:
+        self._total = total
+
+    @property
+    def magnitude(self) -> torch.Tensor | None:
+        """(channels,) float32: sum of |x|; or None before any data."""
+        return None if self._magnitude is None else self._magnitude.float()
+
+    @magnitude.setter
+    def magnitude(self, magnitude: torch.Tensor) -> None:
+        self._magnitude = magnitude
 
     def __call__(self, x: torch.Tensor) -> None:
         """Take in (tokens, channels)."""
         if not len(x):
             return
-        x = x.float()
-        if self.total is None or self.magnitude is None:
-            self.total = x.new_zeros(x.shape[1], x.shape[1])
-            self.magnitude = x.new_zeros(x.shape[1])
-        self.total.addmm_(x.T, x)
-        self.magnitude += x.abs().sum(0)
+        x = x if x.dtype is torch.float64 else x.float()
+        if self._total is None or self._magnitude is None:
+            self._total = x.new_zeros(x.shape[1], x.shape[1])
+            self._magnitude = x.new_zeros(x.shape[1])
+        self._total.addmm_(x.T, x)
+        self._magnitude += x.abs().sum(0)
         self.tokens += len(x)
+
+    def merge(self, other: Gram) -> None:
+        """Add what another has seen."""
+        if other._total is not None and other._magnitude is not None:
+            if self._total is None or self._magnitude is None:
+                self._total = torch.zeros_like(other._total)
+                self._magnitude = torch.zeros_like(other._magnitude)
+            self._total += other._total
+            self._magnitude += other._magnitude
+        self.tokens += other.tokens
+        self.is_pooled |= other.is_pooled
 
     def to(self, device: torch.device | str, copy: bool = False) -> Gram:
         """Return the same on a device."""
         moved = Gram()
         moved.tokens, moved.is_pooled = self.tokens, self.is_pooled
-        if self.total is not None and self.magnitude is not None:
-            moved.total = self.total.to(device, copy=copy)
-            moved.magnitude = self.magnitude.to(device, copy=copy)
+        if self._total is not None and self._magnitude is not None:
+            moved._total = self._total.to(device, copy=copy)
+            moved._magnitude = self._magnitude.to(device, copy=copy)
         return moved
 
     def rescale_(self, by: torch.Tensor) -> None:
         """Follow inputs that are divided by ``by`` (channels,) from now on."""
-        assert self.total is not None and self.magnitude is not None
-        self.total.div_(by).div_(by.unsqueeze(1))
-        self.magnitude.div_(by)
+        assert self._total is not None and self._magnitude is not None
+        self._total.div_(by).div_(by.unsqueeze(1))
+        self._magnitude.div_(by)
 
 
 class Draw:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +40,49 @@ def parts(batches: Iterable[Any]) -> Iterator[Any]:
             yield batch
 
 
+def sequences(batches: Iterable[Any]) -> Iterator[Any]:
+    """Iterate over the sequences of batches in order, each as a batch of one.
+
+    Values that are no tensors, and tensors without axes, go with every sequence. A batch that does
+    not tell its sequences apart stays whole: its tensors differ in length along the first axis, or
+    have no other axis, or lie within other values.
+    """
+    for batch in parts(batches):
+        count = _sequences(batch)
+        if count is None:
+            yield batch
+        else:
+            yield from (_changed(batch, partial(_row, index)) for index in range(count))
+
+
+def _sequences(batch: Any) -> int | None:
+    """Return the number of sequences of a batch, or None if it does not tell them apart."""
+    values = list(batch.values()) if hasattr(batch, "items") else batch
+    values = values if isinstance(values, (list, tuple)) else [values]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    others = [value for value in values if not isinstance(value, torch.Tensor)]
+    shapes = [tensor.shape for tensor in tensors if tensor.dim()]
+    sizes = {shape[0] for shape in shapes}
+    is_plain = all(value is None or isinstance(value, (bool, int, float, str)) for value in others)
+    if len(sizes) != 1 or not is_plain or any(len(shape) == 1 for shape in shapes):
+        return None
+    return int(sizes.pop())
+
+
+def _row(index: int, value: Any) -> Any:
+    is_whole = not isinstance(value, torch.Tensor) or not value.dim()
+    return value if is_whole else value[index : index + 1]
+
+
+def _changed(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a batch that calls the model once, with each of its values changed."""
+    if hasattr(batch, "items"):
+        return {key: change(value) for key, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(change(value) for value in batch)
+    return change(batch)
+
+
 def repeatable(batches: Iterable[Any] | None) -> Iterable[Any]:
     """Return batches that can be run through more than once; those of an iterator are kept."""
     if batches is None:
@@ -61,11 +105,7 @@ def excerpt(batch: Any, tokens: int = 32) -> Any:
             return value
         return value[:1, piece] if value.dim() == 2 else value[:1]
 
-    if hasattr(batch, "items"):
-        return {key: cut(value) for key, value in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(cut(value) for value in batch)
-    return cut(batch)
+    return _changed(batch, cut)
 
 
 def _start(batch: Any) -> int:

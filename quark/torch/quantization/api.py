@@ -25,6 +25,7 @@ from quark.torch.quantization.calibrate import (
     needs_data,
     observing,
     recall_activations,
+    recall_tokens,
     settle_weights,
     share_scales,
 )
@@ -90,9 +91,8 @@ class ModelQuantizer:
             float until ``freeze``, but for those that an algorithm such as GPTQ has rounded.
 
         Raises:
-            ValueError: The configuration does not fit the model, data is missing, or a range is
-                not finite. The model is then as it was, unless data fails it after an algorithm
-                has rescaled, rotated or rounded weights.
+            ValueError: The configuration does not fit, data is missing, or a range is not finite.
+                The model is then as it was, unless data fails it after an algorithm changed it.
         """
         _log_to_terminal(self.config.log_severity_level)
         algorithms = find_algorithms(self.config)
@@ -102,7 +102,6 @@ class ModelQuantizer:
         experts = unfuse(model)
         try:
             layers = plan(model, self.config)
-            run_data = needs_data(layers.values())
             _check_algorithms(self.config, algorithms, layers, dataloader, statistics)
             fuse(experts, keep=layers)
             keys = key_projections(layers, self.config)
@@ -117,10 +116,12 @@ class ModelQuantizer:
         try:
             prepare(model, layers)
             route_keys(model, keys)
+            if statistics is not None:
+                recall_tokens(model, statistics)
             if structure is not None:
                 _apply(algorithms, model, structure, batches, self.config, statistics)
             calibrate_parameters(model)
-            if run_data:
+            if needs_data(layers.values()):
                 _settle_activations(model, batches, statistics if dataloader is None else None)
             share_scales(model, self.config)
         except BaseException:
@@ -197,7 +198,9 @@ def _check_algorithms(
     if statistics is not None:
         check_from_statistics(algorithms, is_static)
         if is_static and dataloader is None:
-            _check_ranges(config, algorithms)
+            reason = _moved_ranges(config, algorithms)
+            if reason is not None:
+                raise ValueError(reason)
             statistics.check_ranges(layers)
     elif dataloader is None:
         learns = any(algorithm.needs_data(options) for algorithm, options in algorithms)
@@ -239,22 +242,19 @@ def check_from_statistics(
         )
 
 
-def _check_ranges(config: Config, algorithms: list[tuple[Algorithm, AlgoConfig]]) -> None:
-    """Raise if static activation ranges are not those of tensors of the float model.
-
-    Raises:
-        ValueError: An algorithm rescales inputs, or keys are quantized after rotary embedding.
-    """
+def _moved_ranges(config: Config, algorithms: list[tuple[Algorithm, AlgoConfig]]) -> str | None:
+    """Return why static activation ranges are not those of tensors of the float model, or None."""
     if any(options.name == "awq" for _, options in algorithms):
-        raise ValueError(
+        return (
             "awq rescales inputs, so that statistics of the float model no longer tell their "
             "static ranges: pass a dataloader with the same data too, or set is_dynamic=True."
         )
     if config.kv_cache_post_rope and needs_data(config.kv_cache_quant_config.values()):
-        raise ValueError(
+        return (
             "kv_cache_post_rope: statistics tell static ranges of keys before rotary embedding "
             "alone. Pass a dataloader too, or set is_dynamic=True."
         )
+    return None
 
 
 def ranges_from_statistics(
@@ -263,16 +263,13 @@ def ranges_from_statistics(
     layers: Iterable[QuantizationConfig],
 ) -> bool:
     """Whether statistics of the float model tell the static activation ranges of layers."""
-    try:
-        _check_ranges(config, algorithms)
-    except ValueError:
-        return not needs_data(layers)
-    return all(
-        is_told(spec)
+    static = [
+        spec
         for layer in layers
         for tensor, spec in layer.specs()
-        if tensor not in PARAMETERS
-    )
+        if tensor not in PARAMETERS and spec.needs_data
+    ]
+    return not static or (_moved_ranges(config, algorithms) is None and all(map(is_told, static)))
 
 
 def _apply(

@@ -95,6 +95,14 @@ def recall_activations(model: nn.Module, statistics: Statistics) -> None:
     _settle_activations(model, static, "")
 
 
+def recall_tokens(model: nn.Module, statistics: Statistics) -> None:
+    """Let layers of experts know how many tokens the data sends to each in the float model."""
+    for names in counterparts(model):
+        if all(name in statistics.readers for name in names):
+            experts: Any = model.get_submodule(names[0].rsplit(".", 2)[0])
+            experts.sent = {0: [int(statistics.tokens[statistics.first(n)]) for n in names]}
+
+
 def _settle_activations(
     model: nn.Module, static: dict[tuple[str, str], TensorQuantizer], where: str
 ) -> None:

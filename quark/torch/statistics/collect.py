@@ -20,7 +20,7 @@ from torch import nn
 
 from quark.torch.algorithm.awq import output_error
 from quark.torch.algorithm.groups import as_rows, block_layers, first_reader, observe_grams
-from quark.torch.algorithm.kept import Statistics, data_digest, fingerprint, place
+from quark.torch.algorithm.kept import Probe, Statistics, data_digest, fingerprint, place
 from quark.torch.algorithm.ranges import TensorRange
 from quark.torch.algorithm.statistics import Draw, Gram, Observe
 from quark.torch.algorithm.statistics import observing as watching
@@ -88,13 +88,16 @@ def collect_statistics(
                 seen = _observe(model, structure, batches)
                 units = _units(model, names)
                 calls = list(islice(parts(batches), probes))
-                found = _sensitivities(model, units, calls, seen) if calls else {}
+                found = _probes(model, units, calls, seen) if calls else {}
         finally:
             restore(model)
     finally:
         fuse(experts)
     ranges = {name: kept for name, kept in seen.ranges.items() if not kept.is_empty}
-    return Statistics(digests, data, seen.readers, seen.inputs, units, found, seen.samples, ranges)
+    tokens = {name: gram.tokens for name, gram in seen.inputs.items()}
+    return Statistics(
+        digests, data, seen.readers, seen.inputs, tokens, units, found, seen.samples, ranges
+    )
 
 
 def _linear_layers(model: nn.Module, structure: Structure) -> Iterator[str]:
@@ -197,14 +200,14 @@ def _units(model: nn.Module, names: Sequence[str]) -> tuple[tuple[str, ...], ...
 
 
 @torch.no_grad()
-def _sensitivities(
+def _probes(
     model: nn.Module,
     units: Sequence[Sequence[str]],
     calls: Sequence[Any],
     seen: _Seen,
-) -> dict[str, float]:
-    """Return the divergence for each unit of squared error of outputs, by layer."""
-    found: dict[str, float] = {}
+) -> dict[str, Probe]:
+    """Round each unit alone, and return what that does, by layer."""
+    found: dict[str, Probe] = {}
     with ActivationStore() as expected:
         for index, call in enumerate(calls):
             expected[index] = _predictions(model, call)
@@ -216,8 +219,8 @@ def _sensitivities(
                 for name, layer in layers.items()
             )
             with _rounding(layers.values()):
-                lost = _divergence(model, calls, expected)
-            found |= dict.fromkeys(unit, lost / error if error else 0.0)
+                lost, tokens = _divergence(model, calls, expected)
+            found |= dict.fromkeys(unit, Probe(lost, tokens, error))
     return found
 
 
@@ -255,14 +258,16 @@ def _rounding(layers: Iterable[QuantMixin]) -> Iterator[None]:
             quantizer.enabled = False
 
 
-def _divergence(model: nn.Module, calls: Sequence[Any], expected: ActivationStore) -> float:
-    """Return the mean over tokens of KL(expected ‖ found), in nats."""
+def _divergence(
+    model: nn.Module, calls: Sequence[Any], expected: ActivationStore
+) -> tuple[float, int]:
+    """Return the sum over tokens of KL(expected ‖ found), in nats, and the number of tokens."""
     total, tokens = 0.0, 0
     for index, call in enumerate(calls):
         reference, found = expected[index], _predictions(model, call)
         total += float((reference.exp() * (reference - found)).sum(dtype=torch.float64))
         tokens += len(found)
-    return total / max(tokens, 1)
+    return total, tokens
 
 
 def _predictions(model: nn.Module, call: Any) -> torch.Tensor:

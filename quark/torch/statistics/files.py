@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from quark.torch.algorithm.kept import Statistics
+from quark.torch.algorithm.kept import Probe, Statistics
 from quark.torch.algorithm.ranges import TensorRange
 from quark.torch.algorithm.statistics import Gram
 from quark.torch.export.checkpoint import fresh_directory, read_json, write_json
 
 HEADER, TENSORS = "statistics.json", "statistics.safetensors"
-LAYOUT = 2  # of the files; another is refused
+LAYOUT = 3  # of the files; another is refused
 SUMS, RANGE = ("total", "magnitude"), ("lo", "hi", "counts")
 _KINDS = {
     "model": dict,
@@ -22,7 +22,7 @@ _KINDS = {
     "readers": dict,
     "tokens": dict,
     "units": list,
-    "sensitivities": dict,
+    "probes": dict,
     "samples": list,
     "ranges": list,
 }
@@ -58,9 +58,9 @@ def save_statistics(statistics: Statistics, path: str | Path, overwrite: bool = 
         "model": dict(statistics.model),
         "data": statistics.data,
         "readers": dict(statistics.readers),
-        "tokens": {name: gram.tokens for name, gram in statistics.inputs.items()},
+        "tokens": dict(statistics.tokens),
         "units": [list(unit) for unit in statistics.units],
-        "sensitivities": dict(statistics.sensitivities),
+        "probes": dict(statistics.probes),
         "samples": list(statistics.samples),
         "ranges": list(statistics.ranges),
     }
@@ -101,8 +101,9 @@ def load_statistics(path: str | Path) -> Statistics:
         header["data"],
         header["readers"],
         _Stored(tokens, gram),
+        tokens,
         tuple(tuple(unit) for unit in header["units"]),
-        header["sensitivities"],
+        {name: Probe(*probe) for name, probe in header["probes"].items()},
         _Stored(samples, lambda name: file.get_tensor(f"{name}.sample")),
         _Stored(ranges, tensor_range),
     )

@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -98,6 +99,39 @@ def test_the_same_each_time(name, solver):
         weights_of(quantized(made(name), "int4_wo_32", SOLVERS[solver]())) for _ in range(2)
     )
     assert all(torch.equal(first[n], second[n]) for n in first)
+
+
+@pytest.mark.parametrize("solver", VARIANTS)
+def test_other_batches_lose_the_same(solver):
+    """Sums differ in their last bits, which single codes may follow."""
+    whole, cut = (
+        error(made("llama"), "int4_wo_32", VARIANTS[solver](), data=data)
+        for data in ([DATA], DATA.split(5))
+    )
+    assert cut == pytest.approx(whole, rel=0.03)
+
+
+MASK = torch.arange(24) < torch.tensor([24, 5, 9, 24, 3, 24, 7, 24]).unsqueeze(1)
+CUTS = {  # eight sequences and more, in batches of so many
+    "alike": lambda size: [*DATA[:8].split(size)],
+    "padded": lambda size: [
+        {"input_ids": ids, "attention_mask": mask.long(), "use_cache": False}
+        for ids, mask in zip(DATA[:8].split(size), MASK.split(size), strict=True)
+    ],
+    "two lengths": lambda size: [*DATA[:8].split(size), *DATA[8:13, :7].split(size)],
+}
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize("data", CUTS.values(), ids=CUTS)
+def test_what_is_learned_is_the_same_bits_in_any_batches(data, name):
+    options = AutoRoundConfig(iters=4, lr=0.05, minmax_lr=0.02, batch_size=3)
+    expected, *others = (
+        weights_of(quantized(made(name), "uint4_wo_32", options, data=data(size)))
+        for size in (1, 3, 8)
+    )
+    for found, layer in product(others, expected):
+        assert torch.equal(found[layer], expected[layer]), layer
 
 
 @pytest.mark.parametrize("solver", SOLVERS)

@@ -45,6 +45,29 @@ def test_sums_are_single_precision(dtype):
     assert torch.equal(kept.total, expected.total)
 
 
+@pytest.mark.parametrize("cut", CUTS)
+def test_sums_of_double_precision_are_exact(cut):
+    """Products of integers of 24 bits, whose sums float64 holds and float32 does not."""
+    x = torch.randint(-(2**23), 2**23, (50, 8), generator=torch.Generator().manual_seed(2))
+    kept = fed(Gram(), x.double(), cut)
+    assert torch.equal(kept.total, (x.T @ x).float())
+    assert torch.equal(kept.magnitude, x.abs().sum(0).float())
+    assert torch.equal(kept.to("cpu", copy=True).total, kept.total)
+
+
+def test_sums_of_parts_add_up():
+    x = (100 * X / X.abs().amax(0)).round()  # sums are exact in any order
+    merged, whole = Gram(), fed(Gram(), x)
+    for rows in x.split([20, 0, 30]):
+        part = Gram()
+        part(rows)
+        merged.merge(part)
+        part(rows)  # which is of no concern to what was merged
+    assert merged.tokens == 50
+    assert torch.equal(merged.total, whole.total)
+    assert torch.equal(merged.magnitude, whole.magnitude)
+
+
 @pytest.mark.parametrize(
     ("make", "what"), [(ChannelRange, "lo"), (Gram, "total"), (lambda: Draw(4), "tokens")]
 )

@@ -1,4 +1,4 @@
-"""``quark collect``, ``quark search`` and what ``quark quantize`` makes of their results."""
+"""``quark collect``, ``merge``, ``search`` and what ``quark quantize`` makes of their results."""
 
 import json
 from xml.etree import ElementTree
@@ -42,6 +42,45 @@ def test_collect_writes_statistics(collected, quark, model_dir):
     again = quark("collect", "--model_dir", model_dir, "--output_dir", collected)
     assert again.exit_code == 2
     assert "overwrite" in again.output
+
+
+@pytest.fixture
+def parts(quark, model_dir, text, tmp_path):
+    """Statistics of either half of a text."""
+    lines = text.read_text("utf-8").split(". ")
+    paths = []
+    for name, half in (("one", lines[:20]), ("two", lines[20:])):
+        (tmp_path / f"{name}.txt").write_text(". ".join(half), "utf-8")
+        paths.append(tmp_path / name)
+        given = ("--dataset", tmp_path / f"{name}.txt", "--output_dir", paths[-1], "--probes", 1)
+        result = quark("collect", "--model_dir", model_dir, *given, *DATA)
+        assert result.exit_code == 0, result.output
+    return paths
+
+
+def test_statistics_of_parts_are_merged(parts, quark, model_dir, tmp_path):
+    path = tmp_path / "merged"
+    result = quark("merge", *parts, "--output_dir", path)
+    assert result.exit_code == 0, result.output
+    assert "size on disk" in result.stdout
+    merged, halves = load_statistics(path), [load_statistics(part) for part in parts]
+    for name, count in merged.tokens.items():
+        assert count == sum(half.tokens[name] for half in halves)
+    flags = ("--quant_scheme", "int4_wo_32", "--quant_algo", "gptq", "--statistics", path)
+    given = ("--model_dir", model_dir, "--output_dir", tmp_path / "out", "--skip_evaluation")
+    result = quark("quantize", *given, *flags)
+    assert result.exit_code == 0, result.output
+    again = quark("merge", *parts, "--output_dir", path, "--overwrite")
+    assert again.exit_code == 0, again.output
+
+
+def test_what_cannot_be_merged(parts, refused, model_dir, tmp_path):
+    target = ("--output_dir", tmp_path / "merged")
+    assert "does not exist" in refused("merge", parts[0], tmp_path / "nowhere", *target)
+    assert "1 and 3 are of the same data" in refused("merge", *parts, parts[0], *target)
+    assert "overwrite" in refused("merge", *parts, "--output_dir", parts[1])
+    assert "Missing argument" in refused("merge", *target)
+    assert not (tmp_path / "merged").exists()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from quark.torch import ModelExporter, export_gguf, export_onnx
+from quark.torch import (
+    ModelExporter,
+    ModelQuantizer,
+    collect_statistics,
+    export_gguf,
+    export_onnx,
+)
 from quark.torch.export.audit import check_written, expert_tokens
 from quark.torch.export.checkpoint import CheckpointReader, write_tensors
 from quark.torch.quantization.config.config import (
@@ -192,6 +198,40 @@ class TestExperts:
             8,
             min(model.get_submodule(self.NAMES[0]).tokens + last),
         )
+
+    @pytest.mark.parametrize(
+        ("scheme", "algorithms", "has_data"),
+        [
+            ("int8_wo", [GPTQConfig()], False),
+            ("int8", None, False),
+            ("int8", [AWQConfig()], True),
+        ],
+        ids=["gptq", "ranges", "awq and ranges"],
+    )
+    def test_statistics_tell_counts_too(
+        self, mixture, config_of, batches, scheme, algorithms, has_data
+    ):
+        float_model, choices = mixture(chosen=3)
+        for batch in batches:
+            float_model(batch)
+        sent = [torch.cat(made).flatten().bincount(minlength=4) for made in choices.values()]
+        found = collect_statistics(mixture(chosen=3)[0], batches, probes=0)
+        model, _ = mixture(chosen=3)
+        quantizer = ModelQuantizer(config_of(scheme, algo_config=algorithms))
+        quantizer.quantize_model(model, batches if has_data else None, found)
+        assert [model.get_submodule(name).tokens for name in self.NAMES] == [
+            counts.tolist() for counts in sent
+        ]
+        assert expert_tokens(model).unseen == [f"{name}.3" for name in self.NAMES]
+
+    def test_statistics_tell_counts_of_experts_with_merged_weights(self, build, batches, config_of):
+        sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        config = config_of("int8", exclude=("lm_head", "*gate"))
+        by_data, by_statistics = build("qwen3_moe", **sizes), build("qwen3_moe", **sizes)
+        found = collect_statistics(build("qwen3_moe", **sizes), batches, probes=0)
+        ModelQuantizer(config).quantize_model(by_data, batches)
+        ModelQuantizer(config).quantize_model(by_statistics, statistics=found)
+        assert expert_tokens(by_statistics) == expert_tokens(by_data) is not None
 
     def test_nothing_is_told_without_data_or_experts(self, mixture, build, quantize):
         assert expert_tokens(quantize(mixture()[0], "int8_wo", None)) is None

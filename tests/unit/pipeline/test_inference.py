@@ -12,6 +12,7 @@ from quark.torch.pipeline.inference import (
     parts,
     repeatable,
     run_batch,
+    sequences,
 )
 
 IDS = torch.arange(3, 83).view(2, 40)
@@ -56,6 +57,43 @@ def test_parts_are_what_the_model_is_called_with_once():
     assert [call for part in found for call in called(part)] == [
         call for batch in batches for call in called(batch)
     ]
+
+
+ROWS = {
+    "ids": (IDS, [IDS[:1], IDS[1:]]),
+    "mapping": (
+        {"input_ids": IDS, "n": 3, "labels": None, "flag": True, "scale": torch.tensor(2.0)},
+        [
+            {"input_ids": row, "n": 3, "labels": None, "flag": True, "scale": torch.tensor(2.0)}
+            for row in (IDS[:1], IDS[1:])
+        ],
+    ),
+    "of a tokenizer": (BatchEncoding({"x": IDS}), [{"x": IDS[:1]}, {"x": IDS[1:]}]),
+    "arguments": ((IDS, ONES), [(IDS[:1], ONES[:1]), (IDS[1:], ONES[1:])]),
+    "several": ([{"x": IDS[:1]}, {"x": ONES}], [{"x": IDS[:1]}, {"x": ONES[:1]}, {"x": ONES[1:]}]),
+}
+
+
+@pytest.mark.parametrize(("batch", "expected"), ROWS.values(), ids=ROWS)
+def test_sequences_are_batches_of_one(batch, expected):
+    found = list(sequences([batch]))
+    assert [type(part) for part in found] == [type(part) for part in expected]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+WHOLE = {
+    "positions for all": {"input_ids": IDS, "position_ids": torch.arange(40).unsqueeze(0)},
+    "a vector": {"input_ids": IDS, "cache_position": torch.arange(2)},
+    "tensors within": {"input_ids": IDS, "past": [(IDS, IDS)]},
+    "no tensor": {"n": 3},
+    "no batch": "text",
+}
+
+
+@pytest.mark.parametrize("batch", WHOLE.values(), ids=WHOLE)
+def test_sequences_that_cannot_be_told_apart_stay_together(batch):
+    (found,) = sequences([batch])
+    assert found is batch
 
 
 @pytest.mark.parametrize("make", [iter, lambda x: (b for b in x)], ids=["iterator", "generator"])

@@ -243,7 +243,7 @@ def test_a_layer_that_no_format_fits_is_named(build, statistics, unchanged):
 
 def test_statistics_without_sensitivities_are_refused(build, statistics):
     with pytest.raises(ValueError, match="without sensitivities"):
-        weigh(build(), replace(statistics, sensitivities={}), FORMATS)
+        weigh(build(), replace(statistics, probes={}), FORMATS)
 
 
 def test_statistics_of_another_model_are_refused(build, statistics):

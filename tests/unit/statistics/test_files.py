@@ -23,7 +23,7 @@ def stored(statistics, tmp_path):
 
 def test_everything_comes_back(statistics, stored):
     found = load_statistics(stored)
-    for field in ("model", "data", "readers", "units", "sensitivities"):
+    for field in ("model", "data", "readers", "tokens", "units", "probes"):
         assert getattr(found, field) == getattr(statistics, field)
     assert list(found.inputs) == list(statistics.inputs)
     for name, gram in statistics.inputs.items():
