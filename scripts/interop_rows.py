@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
+from interop_alignment import Alignment
+
 from quark.torch.quantization.config.presets import scheme_names
 
 
@@ -15,12 +17,14 @@ class Expected(NamedTuple):
         largest: Bound for all tokens.
         median: Bound for the median over the tokens.
         perplexity: Bound for the perplexity.
+        beside: Bounds where each layer is given what the client's was given, if that is compared.
         may_refuse: Whether the client may lack a kernel, and say so.
     """
 
     largest: float = float("inf")
     median: float = float("inf")
     perplexity: float = float("inf")
+    beside: Alignment | None = None
     may_refuse: bool = False
 
 
@@ -33,10 +37,14 @@ class Row(NamedTuple):
     expected: Expected
 
 
+SUMS = Alignment(aligned=1e-5, layers=1e-5, between=1e-4)  # sums in another order, no more
 SAME = Expected(largest=0)
 EXACT = Expected(largest=1e-4)  # sums in another order: the float model differs by half of it
 TIES = Expected(median=1e-5, perplexity=0.5)
 CLOSE = Expected(perplexity=0.5)
+ALIGNED = EXACT._replace(beside=SUMS)
+ALIGNED_TIES = TIES._replace(beside=SUMS)
+ALIGNED_CLOSE = CLOSE._replace(beside=SUMS)
 LACKS = Expected(perplexity=2, may_refuse=True)  # in bfloat16, or not at all
 OTHER_INPUTS = Expected(perplexity=3)  # vLLM rounds inputs that the checkpoint leaves in float
 
@@ -44,6 +52,7 @@ CACHE = " + fp8 cache"
 CT = "compressed-tensors"
 AS_IT_IS = "vllm as it is"
 W8A8 = "w_int8_per_channel_a_int8_per_tensor_sym"
+INT8_PER_TOKEN = ("ptpc_int8", "w_int8_a_int8_per_token_dynamic")
 ALL = tuple(name for name in scheme_names() if not name.startswith("w_"))
 BY_AMD = ("int8", W8A8, "ptpc_int8", "fp8", "mxfp4", "mxfp6_e3m2", "amdfp4")
 GROUPS_OF_4 = tuple(f"{kind}_wo_{size}" for kind in ("int4", "uint4") for size in (32, 64, 128))
@@ -61,8 +70,8 @@ TABLE: tuple[tuple[str, str, Expected, tuple[str, ...]], ...] = (
     ("llama.cpp", "gguf", CLOSE, (*GGUF, *GGUF_OFFSETS)),  # it rounds inputs to 8 bits
     (CT, CT, SAME, ("int8", W8A8, "fp8", "int8_wo", "int8_wo_128", "fp8_wo", *GROUPS_OF_4[:3])),
     (CT, CT, SAME, ("int4_wo_per_channel",)),
-    (CT, CT, TIES, ("ptpc_fp8",)),
-    (CT, CT, CLOSE, ("ptpc_int8",)),  # its scales are another
+    (CT, CT, TIES, ("ptpc_fp8",)),  # it divides by scales
+    (CT, CT, CLOSE, ("ptpc_int8",)),  # the largest value of a token is a tie
     (CT, CT, LACKS, ("uint4_wo_128", "mxfp4_weight_only", "nvfp4_weight_only", "nvfp4")),
     ("gptqmodel", "awq", CLOSE, GROUPS_OF_4),
     ("gptqmodel", "gptq", CLOSE, (*GROUPS_OF_4, "int3_wo_128", "int2_wo_32", "int8_wo_128")),
@@ -71,21 +80,24 @@ TABLE: tuple[tuple[str, str, Expected, tuple[str, ...]], ...] = (
     ("lm-eval", "quark", EXACT, ("int8", "fp8", "int4_wo_128", "int3_wo_128")),
     ("lm-eval", "quark", TIES, ("mxfp4",)),
     ("amd-quark", "quark", SAME, (*BY_AMD, *GROUPS_OF_4)),
-    ("amd-quark", "quark", TIES, ("ptpc_fp8", "mxfp4_fp8")),
-    ("vllm", "float", EXACT, ("float",)),
-    ("vllm", "quark", EXACT, (*GROUPS_OF_4, *MX_WEIGHTS)),
-    ("vllm", "quark", TIES, ("int8", W8A8, "fp8", "fp8" + CACHE, "ptpc_fp8", *MX_INPUTS)),
-    ("vllm", "quark", CLOSE, ("ptpc_int8", "mxfp8")),
+    ("amd-quark", "quark", TIES, ("ptpc_fp8", "mxfp4_fp8")),  # it divides floats by scales
+    ("vllm", "float", ALIGNED, ("float",)),
+    ("vllm", "quark", ALIGNED, (*GROUPS_OF_4, *MX_WEIGHTS)),
+    ("vllm", "quark", ALIGNED_TIES, ("int8", W8A8, "fp8", "ptpc_fp8", *MX_INPUTS)),
+    ("vllm", "quark", ALIGNED_CLOSE, INT8_PER_TOKEN),  # the largest value of a token is a tie
+    ("vllm", "quark", ALIGNED_TIES, ("int8" + CACHE, "fp8" + CACHE)),
+    ("vllm", "quark", CLOSE, ("mxfp8",)),  # it leaves the inputs in float
     ("vllm", "quark", LACKS, (*UNKNOWN_TO_VLLM, "nvfp4_weight_only")),
-    ("vllm", "awq", EXACT, GROUPS_OF_4),
-    ("vllm", "gptq", EXACT, (*GROUPS_OF_4[:3], "int4_wo_per_channel")),
+    ("vllm", "awq", ALIGNED, GROUPS_OF_4),
+    ("vllm", "gptq", ALIGNED, (*GROUPS_OF_4[:3], "int4_wo_per_channel")),
     ("vllm", "gptq", LACKS, ("uint4_wo_128", "int8_wo_128")),
-    ("vllm", CT, EXACT, (*GROUPS_OF_4, "int4_wo_per_channel", "int8_wo", "int8_wo_128")),
-    ("vllm", CT, TIES, ("int8", W8A8, "fp8", "fp8" + CACHE, "ptpc_fp8", "nvfp4", "mxfp4")),
-    ("vllm", CT, CLOSE, ("ptpc_int8",)),
+    ("vllm", CT, ALIGNED, (*GROUPS_OF_4, "int4_wo_per_channel", "int8_wo", "int8_wo_128")),
+    ("vllm", CT, ALIGNED_TIES, ("int8", W8A8, "fp8", "ptpc_fp8", "nvfp4", "mxfp4")),
+    ("vllm", CT, ALIGNED_CLOSE, INT8_PER_TOKEN),
+    ("vllm", CT, ALIGNED_TIES, ("int8" + CACHE, "fp8" + CACHE)),
     ("vllm", CT, OTHER_INPUTS, ("mxfp4_weight_only",)),
     ("vllm", CT, LACKS, ("nvfp4_weight_only", "fp8_wo")),
-    ("vllm", "fp8", TIES, ("fp8", "fp8" + CACHE)),
+    ("vllm", "fp8", ALIGNED_TIES, ("fp8", "fp8" + CACHE)),
     (AS_IT_IS, "quark", LACKS, ("int8", W8A8, "ptpc_int8", "ptpc_fp8", "fp8", *GROUPS_OF_4)),
     (AS_IT_IS, "quark", LACKS, ("mxfp4", "nvfp4", "mxfp8")),
     (AS_IT_IS, "awq", LACKS, ("int4_wo_128", "uint4_wo_128")),

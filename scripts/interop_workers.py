@@ -2,10 +2,11 @@
 
     python interop_workers.py TASKS RESULTS
 
-TASKS is a JSON file: a client, prompts of token ids, and for each checkpoint its path and whether
-it has a cache of fp8. RESULTS gets a line of JSON for each: the log-probability of every token of
-every prompt but the first, or an error. Each checkpoint is opened in a process of its own, so that
-one that crashes takes no other with it; where processes can be forked, the client is imported once.
+TASKS is a JSON file: a client, prompts of token ids, and for each checkpoint its path, whether it
+has a cache of fp8, and a file to which vLLM writes what each linear layer took and gave. RESULTS
+gets a line of JSON for each: the log-probability of every token of every prompt but the first, or
+an error. Each checkpoint is opened in a process of its own, so that one that crashes takes no other
+with it; where processes can be forked, the client is imported once.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class Task(NamedTuple):
     path: Path
     prompts: list[list[int]]
     cache: bool
+    layers: Path
 
 
 Compute = Callable[[Task], LogProbabilities]
@@ -110,8 +112,37 @@ def vllm() -> Compute:
     return vllm_as_it_is("float32")
 
 
+def listen(model: Any) -> dict[str, list[Any]]:
+    """Return where linear layers of vLLM will put what they take and give, (tokens, features).
+
+    Names are those of the checkpoint: what a layer gives is split into what it was joined from.
+    """
+    from vllm.model_executor.layers.linear import LinearBase
+
+    heard: dict[str, list[Any]] = {}
+
+    def record(name: str, layer: Any) -> None:
+        parent, _, own = name.rpartition(".")
+        parts = model.packed_modules_mapping.get(own, [own])
+
+        def hook(_: Any, given: Any, result: Any) -> None:
+            sizes = layer.output_sizes if len(parts) > 1 else [layer.output_size]
+            for part, output in zip(parts, result[0].split(sizes, -1), strict=True):
+                heard.setdefault(f"{parent}.{part}.input", []).append(given[0].clone())
+                heard.setdefault(f"{parent}.{part}.output", []).append(output.clone())
+
+        layer.register_forward_hook(hook)
+
+    for name, layer in model.named_modules():
+        if isinstance(layer, LinearBase):
+            record(name, layer)
+    return heard
+
+
 def vllm_as_it_is(dtype: str = "bfloat16") -> Compute:
     """Compute by the kernels that vLLM has for this processor."""
+    import torch
+    from safetensors.torch import save_file
     from vllm import LLM, SamplingParams
 
     def compute(task: Task) -> LogProbabilities:
@@ -124,12 +155,14 @@ def vllm_as_it_is(dtype: str = "bfloat16") -> Compute:
             enable_prefix_caching=False,
             skip_tokenizer_init=True,
         )
+        [heard] = model.apply_model(listen)
         how = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
         prompts = [{"prompt_token_ids": ids} for ids in task.prompts]
         found = []
         for answer in model.generate(prompts, how, use_tqdm=False):
             tokens = zip(answer.prompt_token_ids, answer.prompt_logprobs, strict=True)
             found.append([at[token].logprob for token, at in list(tokens)[1:]])
+        save_file({name: torch.cat(parts) for name, parts in heard.items()}, task.layers)
         return found
 
     return compute
@@ -238,8 +271,8 @@ def main() -> None:
     client = given["client"]
     start(client)  # one that is not there is told at once
     with results.open("w") as file:
-        for path, cache in given["checkpoints"]:
-            found = answer(client, Task(Path(path), given["prompts"], cache))
+        for path, cache, layers in given["checkpoints"]:
+            found = answer(client, Task(Path(path), given["prompts"], cache, Path(layers)))
             print(json.dumps(found), file=file, flush=True)
 
 

@@ -1,6 +1,7 @@
 """Small random models, and what tests do with them again and again."""
 
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -34,6 +35,15 @@ _MODELS = {
     "tied": ("llama", {**_LLAMA, "tie_word_embeddings": True}),
     "opt": ("opt", _OPT),
 }
+
+
+def pytest_runtest_setup(item):
+    """Skip tests of clients that are not there; with ``-m client`` they fail."""
+    for marker in item.iter_markers("client"):
+        [package] = marker.args
+        if find_spec(package) is None:
+            end = pytest.fail if item.config.option.markexpr == "client" else pytest.skip
+            end(f"{package} is not installed")
 
 
 @pytest.fixture(autouse=True)

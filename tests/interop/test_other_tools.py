@@ -4,7 +4,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quark.torch.export.conversion import convert, open_checkpoint
+from quark.torch.export.conversion import convert
+from quark.torch.export.opening import open_checkpoint
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.config.spec import QuantizationSpec
@@ -60,6 +61,7 @@ def test_fp8_blocks_on_a_cpu(build, quantize, export, load):
         assert loaded.get_submodule(name).weight.equal(layer.weight), name
 
 
+@pytest.mark.client("compressed_tensors")
 @pytest.mark.parametrize(
     "configuration",
     [
@@ -69,12 +71,12 @@ def test_fp8_blocks_on_a_cpu(build, quantize, export, load):
     ids=["int3", "int4", "int8 weights", "int8", "fp8", "ptpc_fp8"],
 )
 def test_compressed_tensors(build, quantize, export, load, logits, configuration):
-    pytest.importorskip("compressed_tensors")
     model = quantize(build(), configuration)
     loaded = load(export(model, custom_mode="compressed-tensors"))
     assert logits(loaded).equal(logits(model))
 
 
+@pytest.mark.client("gptqmodel")
 @pytest.mark.parametrize(
     ("mode", "dtype", "symmetric"),
     [
@@ -88,7 +90,6 @@ def test_compressed_tensors(build, quantize, export, load, logits, configuration
 )
 def test_gptqmodel(build, quantize, export, load, logits, mode, dtype, symmetric):
     """Its kernels compute in float16 and bfloat16."""
-    pytest.importorskip("gptqmodel")
     model = quantize(build(**WIDE), config(group(dtype, symmetric)))
     loaded = load(export(model, custom_mode=mode))
     assert type(loaded.model.layers[1].mlp.down_proj) is torch.nn.Linear
@@ -96,12 +97,12 @@ def test_gptqmodel(build, quantize, export, load, logits, mode, dtype, symmetric
     torch.testing.assert_close(logits(loaded), logits(model), rtol=0, atol=0.05)
 
 
+@pytest.mark.client("gptqmodel")
 @pytest.mark.parametrize(("dtype", "symmetric"), [("int4", True), ("uint4", False)])
 def test_gptqmodel_with_act_order(
     build, quantize, export, load, logits, tmp_path, dtype, symmetric
 ):
     """The order is made by hand: it is read here, written again, and read by the client."""
-    pytest.importorskip("gptqmodel")
     path = export(quantize(build(**WIDE), config(group(dtype, symmetric))), custom_mode="gptq")
     tensors = load_file(path / "model.safetensors")
     for name in [n for n in tensors if n.endswith("g_idx")]:

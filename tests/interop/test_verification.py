@@ -18,19 +18,21 @@ def config(dtype, symmetric=True):
 
 PACKAGES = {"awq": "gptqmodel", "gptq": "gptqmodel", CT: "compressed_tensors"}
 CASES = [
-    ("awq", "uint4", False),
-    ("awq", "int4", True),
-    ("gptq", "uint4", False),
-    ("gptq", "int3", True),
-    ("gptq", "int8", True),
-    (CT, "int4", True),
-    (CT, "int8", True),
+    pytest.param(*case, marks=pytest.mark.client(PACKAGES[case[0]]))
+    for case in (
+        ("awq", "uint4", False),
+        ("awq", "int4", True),
+        ("gptq", "uint4", False),
+        ("gptq", "int3", True),
+        ("gptq", "int8", True),
+        (CT, "int4", True),
+        (CT, "int8", True),
+    )
 ]
 
 
 @pytest.mark.parametrize(("mode", "dtype", "symmetric"), CASES)
 def test_exports(build, quantize, tmp_path, mode, dtype, symmetric):
-    pytest.importorskip(PACKAGES[mode])
     exporter = ModelExporter(None, tmp_path / "out", verify=True)
     model = quantize(build(**WIDE), config(dtype, symmetric))
     exporter.export_safetensors_model(model, custom_mode=mode)
@@ -41,16 +43,15 @@ def test_exports(build, quantize, tmp_path, mode, dtype, symmetric):
 
 @pytest.mark.parametrize(("mode", "dtype", "symmetric"), CASES)
 def test_conversions(build, quantize, tmp_path, mode, dtype, symmetric):
-    pytest.importorskip(PACKAGES[mode])
     model = quantize(build(**WIDE), config(dtype, symmetric))
     ModelExporter(tmp_path / "in").export_safetensors_model(model)
     verdict = convert(tmp_path / "in", tmp_path / "out", mode, verify=True)
     assert PACKAGES[mode].replace("_", "-") in verdict.reader and not verdict.note
 
 
+@pytest.mark.client("compressed_tensors")
 def test_what_the_software_cannot_load_is_read_here_and_said(build, quantize, tmp_path):
     """compressed-tensors 0.20 in Transformers does not load packed zero points."""
-    pytest.importorskip("compressed_tensors")
     exporter = ModelExporter(None, tmp_path / "out", verify=True)
     exporter.export_safetensors_model(
         quantize(build(**WIDE), config("uint4", False)), custom_mode=CT

@@ -124,9 +124,9 @@ metric_list: [{{metric: acc}}]
 """
 
 
+@pytest.mark.client("lm_eval")
 def test_the_harness_itself(tmp_path, monkeypatch):
     """One question with either answer: that which is a word of docstrings is the model's."""
-    pytest.importorskip("lm_eval")
     import datasets
     from transformers import AutoModelForCausalLM
 
