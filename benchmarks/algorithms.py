@@ -128,6 +128,12 @@ ROWS: dict[str, dict[str, list[dict[str, Any]]]] = {
         "rotation R1 R2 R4, yaqa": [_R1R2R4, _YAQA],
         "learned R1 R2, gptq": [_LEARNED, _GPTQ],
     },
+    "nvfp4": {
+        "": [],
+        "yaqa": [_YAQA],
+        "awq, yaqa": [{"name": "awq"}, _YAQA],
+        "rotation R1 R2, yaqa": [_R1R2, _YAQA],
+    },
     _W4A4: {
         "": [],
         "rotation R1 R2": [_R1R2],

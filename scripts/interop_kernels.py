@@ -23,9 +23,8 @@ from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLine
 from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
     FP8ScaledMMLinearKernel,
 )
-from vllm.model_executor.layers.quantization.quark.schemes.quark_w4a8_mxfp4_fp8 import (
-    QuarkW4A8_MXFP4_FP8,
-)
+from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+from vllm.model_executor.layers.quantization.utils import mxfp4_utils
 from vllm.model_executor.layers.quantization.utils import quant_utils as keys
 from vllm.platforms.interface import PlatformEnum
 
@@ -45,8 +44,9 @@ def replace() -> None:
     kernels._POSSIBLE_MXFP8_KERNELS[cpu] = [kernels.EmulationMxfp8LinearKernel]
     kernels._POSSIBLE_NVFP4_KERNELS[cpu] = [kernels.EmulationNvFp4LinearKernel]
     ops.scaled_fp8_quant = to_fp8
+    QuantFP8.forward_native = inputs_to_fp8
     ops.cpu_attn_reshape_and_cache = nearest_in_cache(ops.cpu_attn_reshape_and_cache)
-    QuarkW4A8_MXFP4_FP8.apply_weights = mxfp4_by_fp8
+    mxfp4_utils.dequant_mxfp4 = lambda codes, scale, dtype: of_mx(codes, scale, FP4).to(dtype)
 
 
 class Possible:
@@ -173,20 +173,20 @@ def to_fp8(
         amax = (
             values.abs().amax(-1, keepdim=True) if use_per_token_if_dynamic else values.abs().max()
         )
-        scale = amax / FP8_MAX
-    codes = (values * (1 / scale)).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+        scale = (amax / FP8_MAX).clamp(min=1e-12)  # padding is zeros
+    codes = (values / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     return codes, scale
 
 
-def mxfp4_by_fp8(_: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply MXFP4 weights by activations in fp8, static per tensor.
+def inputs_to_fp8(
+    quantizer: Any, x: Tensor, scale: Tensor | None = None, *rest: Any, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Return codes of the inputs of a layer, and their scale.
 
-    vLLM divides by the scale here, and multiplies by its reciprocal elsewhere: one tie in eight
-    goes to another code.
+    vLLM multiplies by the reciprocal of the scale here; what is documented for Quark, and what
+    compressed-tensors does, is division, so that all else can be compared.
     """
-    codes, scale = to_fp8(x, layer.input_scale)
-    values = of_mx(layer.weight.data, layer.weight_scale.data, FP4)
-    return F.linear(codes.to(x.dtype) * scale, values.to(x.dtype), bias)
+    return to_fp8(x, scale, use_per_token_if_dynamic=quantizer.use_per_token_if_dynamic)
 
 
 def nearest_in_cache(store: Callable[..., None]) -> Callable[..., None]:

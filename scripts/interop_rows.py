@@ -54,7 +54,17 @@ AS_IT_IS = "vllm as it is"
 W8A8 = "w_int8_per_channel_a_int8_per_tensor_sym"
 INT8_PER_TOKEN = ("ptpc_int8", "w_int8_a_int8_per_token_dynamic")
 ALL = tuple(name for name in scheme_names() if not name.startswith("w_"))
-BY_AMD = ("int8", W8A8, "ptpc_int8", "fp8", "mxfp4", "mxfp6_e3m2", "amdfp4")
+BY_AMD = (
+    "int8",
+    W8A8,
+    "ptpc_int8",
+    "fp8",
+    "ptpc_fp8",
+    "mxfp4",
+    "mxfp6_e3m2",
+    "amdfp4",
+    "mxfp4_fp8",
+)
 GROUPS_OF_4 = tuple(f"{kind}_wo_{size}" for kind in ("int4", "uint4") for size in (32, 64, 128))
 MX_WEIGHTS = ("mxfp4_weight_only", "w_mxfp6_e3m2", "w_mxfp6_e2m3", "w_mxfp8")
 MX_INPUTS = ("mxfp4", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4_mxfp6_e2m3", "mxfp4_fp8", "nvfp4")
@@ -69,8 +79,7 @@ TABLE: tuple[tuple[str, str, Expected, tuple[str, ...]], ...] = (
     ("transformers", "gguf", CLOSE, GGUF_OFFSETS),  # offsets are rounded to float16
     ("llama.cpp", "gguf", CLOSE, (*GGUF, *GGUF_OFFSETS)),  # it rounds inputs to 8 bits
     (CT, CT, SAME, ("int8", W8A8, "fp8", "int8_wo", "int8_wo_128", "fp8_wo", *GROUPS_OF_4[:3])),
-    (CT, CT, SAME, ("int4_wo_per_channel",)),
-    (CT, CT, TIES, ("ptpc_fp8",)),  # it divides by scales
+    (CT, CT, SAME, ("int4_wo_per_channel", "ptpc_fp8")),
     (CT, CT, CLOSE, ("ptpc_int8",)),  # the largest value of a token is a tie
     (CT, CT, LACKS, ("uint4_wo_128", "mxfp4_weight_only", "nvfp4_weight_only", "nvfp4")),
     ("gptqmodel", "awq", CLOSE, GROUPS_OF_4),
@@ -80,7 +89,6 @@ TABLE: tuple[tuple[str, str, Expected, tuple[str, ...]], ...] = (
     ("lm-eval", "quark", EXACT, ("int8", "fp8", "int4_wo_128", "int3_wo_128")),
     ("lm-eval", "quark", TIES, ("mxfp4",)),
     ("amd-quark", "quark", SAME, (*BY_AMD, *GROUPS_OF_4)),
-    ("amd-quark", "quark", TIES, ("ptpc_fp8", "mxfp4_fp8")),  # it divides floats by scales
     ("vllm", "float", ALIGNED, ("float",)),
     ("vllm", "quark", ALIGNED, (*GROUPS_OF_4, *MX_WEIGHTS)),
     ("vllm", "quark", ALIGNED_TIES, ("int8", W8A8, "fp8", "ptpc_fp8", *MX_INPUTS)),

@@ -30,6 +30,8 @@ def make_config(request: Request, model_type: str) -> Config:
     check_algorithms(config)
     if request.statistics is not None:
         _check_statistics(config)
+    if "onnx" in request.exports:
+        _check_graph(config)
     if request.weight_matrix_merge and not any(_shares(layer) for layer in layer_configs(config)):
         raise wrong(
             "--weight_matrix_merge",
@@ -47,6 +49,16 @@ def _check_statistics(config: Config) -> None:
         check_from_statistics(find_algorithms(config), is_static)
     except ValueError as error:
         raise wrong("--statistics", str(error)) from None
+
+
+def _check_graph(config: Config) -> None:
+    from quark.torch.export.onnx_writer import check_config
+
+    try:
+        for layer in layer_configs(config):
+            check_config(layer, "what is asked for")
+    except ValueError as error:
+        raise wrong("--model_export", str(error)) from None
 
 
 def layer_configs(config: Config) -> Iterator[QuantizationConfig]:

@@ -20,6 +20,7 @@ from quark.cli.flags import (
     ReloadFlags,
     SchemeFlags,
 )
+from quark.cli.models import read_config
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +112,25 @@ def check_places(request: Request) -> None:
         _check_target("--output_dir", request.output_dir, sources, request.overwrite)
     if request.params_save:
         _check_target("--save_dir", request.save_dir, sources, request.overwrite)
+    if "onnx" in request.exports and request.verify and _data_type(request) == "bfloat16":
+        raise wrong(
+            "--verify",
+            "the model is in bfloat16, in which ONNX Runtime computes nothing on a CPU. Give "
+            "--data_type float32 or float16, or leave this out.",
+        )
+
+
+def _data_type(request: Request) -> str | None:
+    """Return the type that the model is loaded in, None where only its parameters say it."""
+    if request.params_load:
+        return None
+    if request.data_type != "auto":
+        return request.data_type
+    if request.model_reload:
+        described = read_config(request.reload_dir, "--import_model_dir")
+    else:
+        described = read_config(request.model_dir, "--model_dir")
+    return described.get("dtype") or described.get("torch_dtype")
 
 
 def _check_target(flag: str, given: Path, sources: list[Path], overwrite: bool) -> None:

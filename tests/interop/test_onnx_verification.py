@@ -136,11 +136,21 @@ def test_bytes_that_two_products_share(tmp_path):
     assert exported(model, tmp_path / "out", torch.randn(4, 16)).difference < 1e-5
 
 
-def test_what_the_runtime_does_not_load(build, quantize, tmp_path):
+def test_what_the_runtime_does_not_compute_in_is_said_before_any_work(
+    build, quantize, tmp_path, monkeypatch
+):
     model = quantize(build(dtype=torch.bfloat16), "int8_wo")
-    with pytest.raises(ValueError, match=r"ONNX Runtime does not load quark_model\.onnx"):
+    monkeypatch.delattr("torch.onnx.export")
+    with pytest.raises(ValueError, match="bfloat16: load it in float32 or float16"):
         exported(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_what_the_runtime_does_not_load(build, quantize, tmp_path):
+    model = quantize(build(num_hidden_layers=1, dtype=torch.bfloat16), "int8_wo")
+    ModelExporter(tmp_path / "out").export_onnx_model(model, TOKENS)
+    with pytest.raises(ValueError, match=r"ONNX Runtime does not load quark_model\.onnx"):
+        verify(tmp_path / "out", model, inputs=TOKENS)
 
 
 def test_half_precision(build, quantize, tmp_path):

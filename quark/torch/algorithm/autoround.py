@@ -96,7 +96,7 @@ class Learned:
         self._stage = stage = quantizer.last_stage(layer.weight)
         self._scheme = scheme = stage.scheme
         self._blocks = scheme.blocks(stage.values.shape)
-        stays = scheme.divides or scheme.qscheme is QSchemeType.per_tensor
+        stays = scheme.scales_by_powers or scheme.qscheme is QSchemeType.per_tensor
         ends = 0 if stays or not ranges else 1 if scheme.symmetric or scheme.fmt.is_float else 2
         scale = stage.scale.float()
         self.offset = torch.zeros_like(stage.values, requires_grad=True)

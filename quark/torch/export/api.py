@@ -23,7 +23,7 @@ from quark.torch.export.checkpoint import (
 from quark.torch.export.description import CONFIG, read_description
 from quark.torch.export.formats.base import get_format
 from quark.torch.export.gguf_writer import write_gguf
-from quark.torch.export.onnx_runtime import check_runtime
+from quark.torch.export.onnx_runtime import check_runnable
 from quark.torch.export.onnx_writer import LARGEST_FILE, OnnxOptions, write_onnx
 from quark.torch.export.opening import open_checkpoint
 from quark.torch.export.reader import format_of, load, receive, targets
@@ -175,8 +175,8 @@ class ModelExporter:
             input_names: Names of the inputs in the graph; by default those of ``forward``.
             output_names: Names of the outputs; by default those that the model gives them.
             verbose: Passed to ``torch.onnx.export``.
-            opset_version: Version of the operators; by default 20, or 21 where blocks, 4-bit or
-                16-bit codes need it.
+            opset_version: Version of the operators; by default 20, 21 where blocks, 4-bit or 16-bit
+                codes need it, 25 for 2-bit codes.
             do_constant_folding: Whether the graph is simplified.
             operator_export_type: Accepted for compatibility.
             uint4_int4_flag: Accepted for compatibility: 4-bit codes always have a type of their
@@ -195,7 +195,7 @@ class ModelExporter:
                 computes, or cannot be traced; or ``verify`` finds other outputs for the inputs.
         """
         if self.verify:
-            check_runtime()
+            check_runnable(model)
         options = OnnxOptions(
             input_names,
             output_names,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 PACKAGE = "onnxruntime"
 # Products of integer weights add up in float, and no kernel saturates.
@@ -26,6 +27,22 @@ def check_runtime() -> None:
         raise ImportError(
             "Verification opens ONNX files with ONNX Runtime: pip install onnxruntime, or export "
             "without verification."
+        )
+
+
+def check_runnable(model: nn.Module) -> None:
+    """Raise if ONNX Runtime is missing or cannot run the graph of a model.
+
+    Raises:
+        ImportError: It is missing.
+        ValueError: The model is in a type in which it computes nothing.
+    """
+    check_runtime()
+    if any(p.dtype == torch.bfloat16 for p in model.parameters()):
+        raise ValueError(
+            "Verification runs ONNX files in ONNX Runtime, which computes nothing in bfloat16 on a "
+            "CPU, and the model is in bfloat16: load it in float32 or float16, or export without "
+            "verification."
         )
 
 

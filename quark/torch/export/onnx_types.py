@@ -19,25 +19,34 @@ HOLDS = (
     "weights of integers up to 16 bits, of fp8, fp6 and fp4, and of blocks that share exponents; "
     "inputs and outputs in the same formats, static per tensor or channel, or dynamic"
 )
-# Width of integer codes -> the narrowest type that holds them.
-_WIDTHS = (4, 8, 16)
+_WIDTHS = (2, 4, 8, 16)  # of integers that ONNX has types for
 FLOAT8_OPSET = 19
-_OPSETS = {"INT8": 18, "UINT8": 18, "FLOAT8E4M3FN": FLOAT8_OPSET, "FLOAT8E5M2": FLOAT8_OPSET}
+NARROW_OPSET, NARROW_IR = 25, 13  # the first with integers of two bits
+_OPSETS = {
+    "INT8": 18,
+    "UINT8": 18,
+    "FLOAT8E4M3FN": FLOAT8_OPSET,
+    "FLOAT8E5M2": FLOAT8_OPSET,
+    "INT2": NARROW_OPSET,
+    "UINT2": NARROW_OPSET,
+}
 _NATIVE = {torch.float8_e4m3fn: "FLOAT8E4M3FN", torch.float8_e5m2: "FLOAT8E5M2"}
 BLOCKED_OPSET = 21
 BYTES = ("INT8", "UINT8")
+LOOKED_UP = "FLOAT8E4M3FN"  # type of the values in a table
 
 
 class Held(NamedTuple):
     """A quantized parameter as it is stored.
 
     Attributes:
-        codes: Codes in the shape that is stored; 4-bit ones fill a byte each here.
+        codes: Codes in the shape that is stored; 2-bit and 4-bit ones fill a byte each here.
         scale: float32: [] per tensor, [channels], or of the rank of ``codes``; None for casts.
         zero_point: Like ``scale``, in the type of ``codes``; or None for zero.
         kind: Name of the ONNX type of the codes.
         axis: Axis of the channels or blocks, None per tensor.
         block: Elements of a block along ``axis``, 0 per tensor and per channel.
+        table: float32 value of each code, where these are no numbers; or None.
     """
 
     codes: torch.Tensor
@@ -46,6 +55,7 @@ class Held(NamedTuple):
     kind: str
     axis: int | None = None
     block: int = 0
+    table: torch.Tensor | None = None
 
     @property
     def is_pairable(self) -> bool:
@@ -54,12 +64,14 @@ class Held(NamedTuple):
         It makes an integer product of them even where it has none: for floats and, once it runs,
         for blocks of bytes.
         """
-        return "INT" in self.kind and not (self.block and self.kind in BYTES)
+        is_integer = "INT" in self.kind and self.table is None
+        return is_integer and not (self.block and self.kind in BYTES)
 
     @property
     def opset(self) -> int:
         """Lowest opset in which DequantizeLinear takes them."""
-        return BLOCKED_OPSET if self.block else _OPSETS.get(self.kind, BLOCKED_OPSET)
+        least = _OPSETS.get(self.kind, BLOCKED_OPSET)
+        return max(least, BLOCKED_OPSET) if self.block else least
 
     def transposed(self) -> Held:
         """Return a matrix with its axes exchanged."""
@@ -77,8 +89,10 @@ def kind_of(fmt: Format) -> str | None:
     """Return the name of the ONNX type that holds the codes of a format exactly, or None."""
     if fmt.native is not None:
         return _NATIVE.get(fmt.native)
+    if fmt.is_float and (fmt.bits == 8 or not fmt.signed):
+        return None
     if fmt.is_float:
-        return "FLOAT8E4M3FN" if fmt.signed and fmt.bits < 8 else None
+        return f"UINT{fmt.bits}" if fmt.bits in _WIDTHS else LOOKED_UP
     bits = fmt.bits + (fmt.sub_block > 0)  # codes are doubled where sub-blocks have a larger step
     width = next((w for w in _WIDTHS if w >= bits), None)
     return width and f"{'' if fmt.signed else 'U'}INT{width}"  # type: ignore[return-value]
@@ -120,8 +134,11 @@ def held(state: State) -> Held:
         return Held(codes, None, None, fmt.name.upper())
     kind = kind_of(fmt)
     assert kind is not None and scale is not None
-    if fmt.is_encoded:
+    table = None
+    if fmt.is_encoded and kind == LOOKED_UP:
         codes = decode(codes, fmt).to(torch.float8_e4m3fn)
+    elif fmt.is_encoded:
+        table = decode(torch.arange(1 << fmt.bits), fmt)
     if scheme.flat and scheme.qscheme in GROUPED and codes.dim() > 2:
         codes = codes.flatten(1)
     if fmt.sub_block:
@@ -131,7 +148,7 @@ def held(state: State) -> Held:
     scale = _placed(scale.float(), scheme, codes.shape)
     zeros = None if zeros is None else _placed(zeros, scheme, codes.shape).to(codes.dtype)
     axis, block = _where(scheme, codes.shape)
-    return Held(codes.contiguous(), scale, zeros, kind, axis, block)
+    return Held(codes.contiguous(), scale, zeros, kind, axis, block, table)
 
 
 def _merged(

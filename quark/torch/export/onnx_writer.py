@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +18,14 @@ from quark.torch.export.checkpoint import check_vacant, fresh_directory
 from quark.torch.export.formats.ordered import PROBLEM, has_order
 from quark.torch.export.onnx_call import Call, Entry
 from quark.torch.export.onnx_experts import trace_experts
-from quark.torch.export.onnx_layers import KIND, OnnxLayer, activation_problem
-from quark.torch.export.onnx_types import HOLDS, weight_problem
+from quark.torch.export.onnx_layers import OnnxLayer
+from quark.torch.export.onnx_rounding import Functions, activation_problem
+from quark.torch.export.onnx_trace import traced
+from quark.torch.export.onnx_types import HOLDS, NARROW_IR, NARROW_OPSET, weight_problem
+from quark.torch.export.onnx_weights import place_weights
 from quark.torch.export.writer import check_exportable, check_present
 from quark.torch.graph.inference import at_inference
+from quark.torch.quantization.config.config import QuantizationConfig
 from quark.torch.quantization.nn.mixin import PARAMETERS, QUANTIZERS, QuantMixin
 from quark.torch.quantization.nn.packed import PackedMixin
 
@@ -77,11 +79,19 @@ def write_onnx(
             "float32 or float16 for that."
         )
     with at_inference(model):
-        outputs = list(options.output_names) or call.run(model)[0]
-        twin = _twin(model, options.matmul_nbits)
-        opset = _opset(twin, options.opset_version)
-        graph = _traced(Entry(twin, call).eval(), call, shapes, outputs, opset, options)
-    _finish(graph, options.do_constant_folding)
+        named, returned = call.run(model)
+        _check_names("input_names", options.input_names, len(call.inputs))
+        _check_names("output_names", options.output_names, len(returned))
+        outputs = list(options.output_names) or named
+        functions = Functions()
+        entry = Entry(_twin(model, options.matmul_nbits, functions), call).eval()
+        opset = _opset(entry.model, options.opset_version)
+        graph = _graph(entry, call, shapes, outputs, opset, options)
+        functions.define(graph, opset, options.do_constant_folding)
+    placed = place_weights(graph, entry)
+    if options.do_constant_folding:
+        _fold(graph, placed)
+    _finish(graph)
     size = sum(value.const_value.nbytes for value in graph.graph.initializers.values())
     external = f"{FILE}.data" if size > options.max_file_size else None
     with fresh_directory(directory, overwrite, size) as partial:
@@ -89,7 +99,7 @@ def write_onnx(
         judge(partial, model, input_args)
 
 
-def _traced(
+def _graph(
     entry: Entry,
     call: Call,
     shapes: list[Mapping[int, str]],
@@ -102,46 +112,16 @@ def _traced(
     Raises:
         ValueError: The model cannot be traced.
     """
+    inputs = list(options.input_names) or list(call.inputs)
+    args = call.repeated(shapes)
     try:
-        with _quiet():
-            program: Any = torch.onnx.export(
-                entry,
-                call.repeated(shapes),
-                input_names=list(options.input_names) or list(call.inputs),
-                output_names=outputs or None,
-                opset_version=opset,
-                dynamic_shapes=(tuple(shapes),),
-                dynamo=True,
-                optimize=False,
-                verbose=options.verbose,
-            )
-            model = program.model
+        return traced(entry, args, shapes, opset, inputs, outputs, options.verbose)
     except torch.onnx.OnnxExporterError as error:
         cause = str(error.__cause__ or error).strip()
         raise ValueError(
             f"torch.onnx.export cannot trace {type(entry.model).__name__}: {cause}\nIf an axis has "
             "to keep its size, leave it out of dynamic_shapes; {} keeps those of input_args."
         ) from error
-    if model.opset_imports[""] != opset:
-        raise ValueError(
-            f"torch.onnx.export cannot convert {type(entry.model).__name__} to opset_version="
-            f"{opset}: leave it out."
-        )
-    return model
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Leave out what the exporter says of packages it does not need and of its own code."""
-    log = logging.getLogger("torch.onnx")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        log.setLevel(level)
 
 
 def _check_packages() -> None:
@@ -155,6 +135,40 @@ def _check_packages() -> None:
         ) from None
 
 
+def _check_names(option: str, names: Sequence[str], count: int) -> None:
+    """Raise unless all inputs or outputs have a name of their own, or none has one.
+
+    Raises:
+        ValueError: They do not.
+    """
+    if names and (len(names) != count or len({*names}) != count):
+        raise ValueError(
+            f"{option}={list(names)} are not {count} different names, which the model needs: give "
+            "one for each, or leave it out."
+        )
+
+
+def check_config(config: QuantizationConfig, where: str) -> None:
+    """Raise if a layer is to be quantized in a way that no graph computes.
+
+    Args:
+        config: How it is quantized.
+        where: What is quantized so, for the message.
+
+    Raises:
+        ValueError: It is.
+    """
+    for tensor in QUANTIZERS:
+        spec = getattr(config, tensor)
+        find = weight_problem if tensor in PARAMETERS else activation_problem
+        problem = None if spec is None else find(spec)
+        if problem:
+            raise ValueError(
+                f"ONNX cannot hold {where}: for its {tensor} it {problem}. It holds {HOLDS}. "
+                "Exclude the layer or quantize it otherwise."
+            )
+
+
 def _check_layers(model: nn.Module) -> None:
     """Raise if a layer is quantized in a way that no graph computes.
 
@@ -166,18 +180,10 @@ def _check_layers(model: nn.Module) -> None:
             continue
         if has_order(layer):
             raise ValueError(f"ONNX cannot hold {name}: {PROBLEM}. Quantize the float model again.")
-        for tensor in QUANTIZERS:
-            spec = getattr(layer.quant_config, tensor)
-            find = weight_problem if tensor in PARAMETERS else activation_problem
-            problem = None if spec is None else find(spec)
-            if problem:
-                raise ValueError(
-                    f"ONNX cannot hold {name}: for its {tensor} it {problem}. It holds {HOLDS}. "
-                    "Exclude the layer or quantize it otherwise."
-                )
+        check_config(layer.quant_config, name)
 
 
-def _twin(model: nn.Module, matmul_nbits: bool) -> nn.Module:
+def _twin(model: nn.Module, matmul_nbits: bool, functions: Functions) -> nn.Module:
     """Return a model with the same tensors whose quantized layers can be traced."""
     tensors = [*model.parameters(), *model.buffers()]
     twin: nn.Module = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
@@ -185,7 +191,7 @@ def _twin(model: nn.Module, matmul_nbits: bool) -> nn.Module:
     made: dict[nn.Module, OnnxLayer] = {}
     for name, layer in list(twin.named_modules(remove_duplicate=False)):
         if isinstance(layer, _LAYERS):
-            made.setdefault(layer, OnnxLayer(layer, matmul_nbits))
+            made.setdefault(layer, OnnxLayer(layer, matmul_nbits, functions))
             if not name:
                 return made[layer]
             twin.set_submodule(name, made[layer])
@@ -208,32 +214,28 @@ def _opset(twin: nn.Module, wanted: int | None) -> int:
     return wanted or max(DEFAULT_OPSET, least)
 
 
-def _finish(model: Any, folds: bool) -> None:
-    """Give 4-bit codes, which were traced as bytes, their type, and tensors the names of the model.
+def _fold(model: Any, kept: set[Any]) -> None:
+    """Fold constants, but not the nodes in ``kept``, so that codes stay codes."""
+    from onnxscript import optimizer
+
+    optimizer.fold_constants(model, should_fold=lambda node: False if node in kept else None)
+    optimizer.remove_unused_nodes(model)
+
+
+def _finish(model: Any) -> None:
+    """Give tensors the names of the model, and the file a version that has all types.
 
     What the exporter notes of the source code of the model is left out.
     """
-    import ml_dtypes
-    import onnx_ir as ir
-    from onnxscript import optimizer
-
-    if folds:
-        optimizer.fold_constants(model)
-        optimizer.remove_unused_nodes(model)
-    narrow = {"INT4": ml_dtypes.int4, "UINT4": ml_dtypes.uint4}
-    for node in model.graph:
-        kind = narrow.get(node.metadata_props.get(KIND))
-        node.metadata_props.clear()
-        for value in node.inputs[::2] if kind else ():  # codes, scale, zero point
-            codes = ir.Tensor(value.const_value.numpy().astype(kind), name=value.name)
-            value.const_value, value.dtype = codes, codes.dtype
-    for value in [*model.graph.inputs, *model.graph.outputs]:
-        value.metadata_props.clear()
+    nodes = [*model.graph, *(node for function in model.functions.values() for node in function)]
+    for part in (*nodes, *model.graph.inputs, *model.graph.outputs, model.graph):
+        part.metadata_props.clear()
     for value in list(model.graph.initializers.values()):
         value.metadata_props.clear()
         value.name = value.name.removeprefix("model.")
-    model.graph.metadata_props.clear()
     model.producer_name, model.producer_version = "quark", __version__
+    if model.opset_imports[""] >= NARROW_OPSET:
+        model.ir_version = max(model.ir_version, NARROW_IR)
 
 
 def _save(model: Any, path: Path, external: str | None) -> None:

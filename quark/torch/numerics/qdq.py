@@ -1,10 +1,10 @@
 """Values to codes, codes to values, and their composition, fake quantization.
 
-All arithmetic is float32 whatever the type of the tensor. Values are multiplied by the reciprocal
-of the scale, as ``torch.fake_quantize_per_tensor_affine`` does; dividing instead would move a few
-exact ties. (Scales that are powers of two divide: it is exact, and their reciprocal could
-overflow.) Integers of more than 24 bits need float64. On a CPU the work goes through pieces that
-stay in the cache.
+All arithmetic is float32 whatever the type of the tensor. For integers, values are multiplied by
+the reciprocal of the scale, as ``torch.fake_quantize_per_tensor_affine`` does; for floats they are
+divided by it, as is documented. Either would move one exact tie in eight of the other. (Scales that
+are powers of two divide: it is exact, and their reciprocal could overflow.) Integers of more than
+24 bits need float64. On a CPU the work goes through pieces that stay in the cache.
 """
 
 from __future__ import annotations

@@ -58,9 +58,14 @@ class Scheme:
         return self.fmt.block > 0 or self.scale == E8M0
 
     @property
-    def divides(self) -> bool:
-        """Whether every scale is a power of two, by which division is exact."""
+    def scales_by_powers(self) -> bool:
+        """Whether every scale is a power of two."""
         return self.fmt.block > 0 or self.scale.power_of_two
+
+    @property
+    def divides(self) -> bool:
+        """Whether values are divided by scales, and not multiplied by their reciprocals."""
+        return self.fmt.is_float or self.scales_by_powers
 
     def blocks(self, shape: torch.Size | tuple[int, ...]) -> Blocks:
         """Lay the blocks of this granularity over a tensor of shape ``shape``."""

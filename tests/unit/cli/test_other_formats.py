@@ -1,8 +1,11 @@
 """Files for other tools from the command line."""
 
 import json
+import shutil
 
 import pytest
+
+from quark.torch.quantization import Config, Int8PerTensorSpec, QuantizationConfig
 
 FLAGS = ("--quant_scheme", "int4_wo_32")
 
@@ -48,6 +51,17 @@ def test_files_that_have_one_layout(refused, model_dir, tmp_path, export, file):
     assert f"{file} has one layout" in said
 
 
+def test_what_no_graph_computes(refused, model_dir, tmp_path):
+    inputs = Int8PerTensorSpec(round_method="floor", is_dynamic=False).to_quantization_spec()
+    config = Config(QuantizationConfig(input_tensors=inputs))
+    (tmp_path / "floor.json").write_text(json.dumps(config.to_dict()))
+    place = ["--model_dir", model_dir, "--output_dir", tmp_path / "out"]
+    said = refused(
+        "quantize", *place, "--config", tmp_path / "floor.json", "--model_export", "onnx"
+    )
+    assert "rounds half to even, not by floor" in said
+
+
 def test_onnx_is_verified(quantize):
     pytest.importorskip("onnxruntime")
     _, said = quantize(*FLAGS, "--model_export", "onnx", "--verify")
@@ -59,3 +73,16 @@ def test_onnx_is_not_verified_without_a_runtime(refused, model_dir, tmp_path, mo
     place = ["--model_dir", model_dir, "--output_dir", tmp_path / "out", *FLAGS]
     said = refused("quantize", *place, "--model_export", "onnx", "--verify")
     assert "pip install onnxruntime" in said
+
+
+@pytest.mark.parametrize("said_by", ["the command line", "the model"])
+def test_onnx_is_not_verified_in_bfloat16(refused, model_dir, tmp_path, said_by):
+    pytest.importorskip("onnxruntime")
+    flags = ["--data_type", "bfloat16"]
+    if said_by == "the model":
+        model_dir, flags = shutil.copytree(model_dir, tmp_path / "model"), []
+        described = json.loads((model_dir / "config.json").read_text())
+        (model_dir / "config.json").write_text(json.dumps({**described, "dtype": "bfloat16"}))
+    place = ["--model_dir", model_dir, "--output_dir", tmp_path / "out", *FLAGS, *flags]
+    said = refused("quantize", *place, "--model_export", "onnx", "--verify")
+    assert "computes nothing on a CPU" in said and not (tmp_path / "out").exists()

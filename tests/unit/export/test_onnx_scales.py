@@ -6,6 +6,7 @@ from torch import nn
 
 from quark.torch import ModelQuantizer, export_onnx
 from quark.torch.export.onnx_layers import OnnxLayer
+from quark.torch.export.onnx_rounding import Functions
 from quark.torch.export.onnx_scales import POWERS, leading, on_grid
 from quark.torch.numerics.exponents import exponent_of, power_of_two
 from quark.torch.numerics.formats import Dtype
@@ -106,7 +107,7 @@ def test_what_a_layer_computes_with_is_where_the_layer_is(name, quantize):
     layers = nn.Sequential(nn.Linear(64, 64))
     config = Config(QuantizationConfig(input_tensors=scheme(name).input_tensors))
     layer = quantize(layers, config, [torch.randn(2, 64)])[0].to("meta")
-    assert all(buffer.is_meta for buffer in OnnxLayer(layer, False).buffers())
+    assert all(buffer.is_meta for buffer in OnnxLayer(layer, False, Functions()).buffers())
 
 
 @pytest.mark.parametrize("name", FLOATS)

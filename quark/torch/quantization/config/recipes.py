@@ -9,7 +9,8 @@ from quark.torch.quantization.config.names import one_of
 
 _AWQ = {"name": "awq"}
 _YAQA = {"name": "yaqa"}
-_ROTATION = {"name": "rotation", "r1": True, "r2": True, "r4": True}
+_ROTATION = {"name": "rotation", "r1": True, "r2": True}
+_ROTATIONS = {**_ROTATION, "r4": True}
 
 # Name -> (scheme, options of algorithms in order); docs/mixed-precision.md says why.
 RECIPES: dict[str, tuple[str, tuple[dict[str, Any], ...]]] = {
@@ -18,10 +19,10 @@ RECIPES: dict[str, tuple[str, tuple[dict[str, Any], ...]]] = {
     "w3": ("int3_wo_128", (_AWQ, _YAQA)),
     "w2": ("w_int2_per_group_asym", (_YAQA,)),
     "w8a8": ("w_int8_per_channel_a_int8_per_tensor_sym", ({"name": "smooth", "alpha": 1},)),
-    "w4a4": ("int4_wa_128", (_ROTATION, _YAQA)),
+    "w4a4": ("int4_wa_128", (_ROTATIONS, _YAQA)),
     "fp8": ("ptpc_fp8", ()),
-    "mxfp4": ("mxfp4", (_ROTATION, _YAQA)),
-    "nvfp4": ("nvfp4", (_YAQA,)),
+    "mxfp4": ("mxfp4", (_ROTATIONS, _YAQA)),
+    "nvfp4": ("nvfp4", (_ROTATION, _YAQA)),
 }
 
 

@@ -1,0 +1,70 @@
+"""Modules as the exporter of torch traces them."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def traced(
+    module: nn.Module,
+    args: Sequence[torch.Tensor],
+    shapes: Sequence[Mapping[int, Any]],
+    opset: int,
+    input_names: Sequence[str],
+    output_names: Sequence[str] = (),
+    verbose: bool = False,
+) -> Any:
+    """Return the ``onnx_ir.Model`` of a module, as it was traced.
+
+    Args:
+        module: What takes tensors alone: ``forward(*tensors)``.
+        args: These.
+        shapes: The axes of each that may have any size.
+        opset: Version of the operators.
+        input_names: Names of the inputs.
+        output_names: Names of the outputs, where they have any.
+        verbose: Passed to ``torch.onnx.export``.
+
+    Raises:
+        ValueError: The operators are not converted to that version.
+        torch.onnx.OnnxExporterError: The module cannot be traced.
+    """
+    with _quiet():
+        program: Any = torch.onnx.export(
+            module,
+            tuple(args),
+            input_names=list(input_names),
+            output_names=list(output_names) or None,
+            opset_version=opset,
+            dynamic_shapes=(tuple(shapes),),
+            dynamo=True,
+            optimize=False,
+            verbose=verbose,
+        )
+        model = program.model
+    if model.opset_imports[""] != opset:
+        raise ValueError(
+            f"torch.onnx.export cannot convert the model to opset_version={opset}: leave it out."
+        )
+    return model
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave out what the exporter says of packages it does not need and of its own code."""
+    log = logging.getLogger("torch.onnx")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)
