@@ -1,11 +1,13 @@
 """AWQ, against outputs computed from the data itself."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from quark.torch.algorithm import awq
 from quark.torch.algorithm.awq import apply, check, output_error, strengths
-from quark.torch.quantization.config.algo import AWQConfig
+from quark.torch.quantization.config.algo import AWQConfig, GPTQConfig
 from quark.torch.quantization.config.presets import scheme
 from tests.models.architectures import build, small_config
 from tests.unit.algorithm.losses import BATCHES, CASES, Judge
@@ -85,3 +87,25 @@ def test_outputs_lose_less_than_by_rounding(name, kind, readers, monkeypatch):
     assert plain.keys() == found.keys() and len(plain) == 2
     assert all(found[block] <= plain[block] * (1 + 1e-4) for block in plain)
     assert sum(found.values()) < 0.999 * sum(plain.values())
+
+
+@pytest.mark.parametrize("strength", [1, 24])
+def test_outliers_alone_are_rescaled_before_an_algorithm_that_rounds(strength):
+    model = build(small_config("llama"), torch.float32)
+    norms = []
+    for block in model.model.layers:
+        attention, mlp = block.self_attn, block.mlp
+        for norm, readers in (
+            (block.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
+            (block.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)),
+        ):
+            norm.weight.data[:2] *= strength
+            for reader in readers:
+                reader.weight.data[:, :2] /= strength
+            norms.append(norm.weight)
+    context = context_of(model, "int4_wo_32", batches=BATCHES)
+    before = [weight.detach().clone() for weight in norms]
+    config = replace(context.config, algo_config=[AWQConfig(), GPTQConfig()])
+    apply(replace(context, config=config), AWQConfig())
+    changed = [not torch.equal(*pair) for pair in zip(norms, before, strict=True)]
+    assert changed == [strength > 1] * 4
