@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 from interop_alignment import Alignment, align
-from interop_rows import CACHE, Row, rows
+from interop_rows import CACHE, UNNAMED, Row, rows
 from interop_workers import of_model
 
 from quark.demo.text import calibration_documents, evaluation_documents, model_directory
@@ -168,10 +168,12 @@ class Material:
             return model
         scheme, cache, _ = name.partition(CACHE)
         config = LLMTemplate.get("llama").get_config(
-            scheme=scheme,
+            scheme="bfloat16" if scheme in UNNAMED else scheme,
             kv_cache_scheme="fp8" if cache else None,
             shared_scale_groups=SERVED_AS_ONE,
         )
+        if scheme in UNNAMED:
+            config = replace(config, global_quant_config=UNNAMED[scheme])
         config = replace(config, kv_cache_post_rope=bool(cache))  # where vLLM has its cache
         if half_scales:
             weight = replace(config.global_quant_config.weight, scale_type="float16")

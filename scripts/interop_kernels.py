@@ -62,15 +62,11 @@ class Possible:
 
 
 class Int8(Possible, CPUInt8ScaledMMLinearKernel):
-    """int8 weights and symmetric activations, added up exactly.
+    """int8 weights and activations, static ones with offsets too, added up exactly.
 
     vLLM divides the largest value of a token by 127; what is documented for Quark, and what
     compressed-tensors does, is 127.5, so that all else can be compared.
     """
-
-    @classmethod
-    def can_implement(cls, config: Any) -> tuple[bool, str | None]:
-        return config.input_symmetric, "takes no offsets"
 
     def process_weights_after_loading(self, layer: Any) -> None:
         codes = getattr(layer, self.layer_param_names[0]).data.clone()
@@ -78,11 +74,12 @@ class Int8(Possible, CPUInt8ScaledMMLinearKernel):
         layer.values = codes.double()
 
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        _, weight_scale, scale, _, _ = self._get_layer_params(layer)
+        _, weight_scale, scale, offset, _ = self._get_layer_params(layer)
+        offset = 0 if offset is None else offset
         if scale is None:
             scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127.5  # padding is zeros
-        codes = torch.round(x * (1 / scale)).clamp(-128, 127)
-        sums = F.linear(codes.double(), layer.values)
+        codes = (torch.round(x * (1 / scale)) + offset).clamp(-128, 127)
+        sums = F.linear((codes - offset).double(), layer.values)
         y: Tensor = (sums * weight_scale.double().flatten() * scale.double()).to(x.dtype)
         return y if bias is None else y + bias
 

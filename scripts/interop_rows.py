@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import NamedTuple
 
 from interop_alignment import Alignment
 
-from quark.torch.quantization.config.presets import scheme_names
+from quark.torch.quantization.config.layer import QuantizationConfig
+from quark.torch.quantization.config.presets import scheme, scheme_names
 
 
 class Expected(NamedTuple):
@@ -53,6 +55,22 @@ CT = "compressed-tensors"
 AS_IT_IS = "vllm as it is"
 W8A8 = "w_int8_per_channel_a_int8_per_tensor_sym"
 INT8_PER_TOKEN = ("ptpc_int8", "w_int8_a_int8_per_token_dynamic")
+# What vLLM knows and no preset has.
+OFFSETS, STATIC = "int8 per channel, inputs with offsets", "fp8 per channel, static inputs"
+DYNAMIC = "fp8, dynamic inputs"
+UNNAMED = {
+    OFFSETS: QuantizationConfig(
+        weight=scheme(W8A8).weight,
+        input_tensors=replace(scheme("int8").input_tensors, symmetric=False),
+    ),
+    STATIC: QuantizationConfig(
+        weight=scheme("ptpc_fp8").weight, input_tensors=scheme("fp8").input_tensors
+    ),
+    DYNAMIC: QuantizationConfig(
+        weight=scheme("fp8").weight,
+        input_tensors=replace(scheme("fp8").input_tensors, is_dynamic=True),
+    ),
+}
 ALL = tuple(name for name in scheme_names() if not name.startswith("w_"))
 BY_AMD = (
     "int8",
@@ -93,7 +111,8 @@ TABLE: tuple[tuple[str, str, Expected, tuple[str, ...]], ...] = (
     ("vllm", "quark", ALIGNED, (*GROUPS_OF_4, *MX_WEIGHTS)),
     ("vllm", "quark", ALIGNED_TIES, ("int8", W8A8, "fp8", "ptpc_fp8", *MX_INPUTS)),
     ("vllm", "quark", ALIGNED_CLOSE, INT8_PER_TOKEN),  # the largest value of a token is a tie
-    ("vllm", "quark", ALIGNED_TIES, ("int8" + CACHE, "fp8" + CACHE)),
+    ("vllm", "quark", ALIGNED_TIES, ("int8" + CACHE, "fp8" + CACHE, OFFSETS, STATIC)),
+    ("vllm", "quark", ALIGNED_CLOSE, (DYNAMIC,)),  # the range of a prompt differs in its last bit
     ("vllm", "quark", CLOSE, ("mxfp8",)),  # it leaves the inputs in float
     ("vllm", "quark", LACKS, (*UNKNOWN_TO_VLLM, "nvfp4_weight_only")),
     ("vllm", "awq", ALIGNED, GROUPS_OF_4),

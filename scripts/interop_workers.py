@@ -151,6 +151,7 @@ def vllm_as_it_is(dtype: str = "bfloat16") -> Compute:
             dtype=dtype,
             kv_cache_dtype="fp8" if task.cache else "auto",
             max_model_len=2 * len(task.prompts[0]),
+            max_num_seqs=1,  # a range of a whole tensor is that of one prompt
             enforce_eager=True,
             enable_prefix_caching=False,
             skip_tokenizer_init=True,
