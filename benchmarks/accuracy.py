@@ -23,7 +23,7 @@ from scores import divergence
 from quark.demo.text import calibration_documents, evaluation_documents, model_directory
 from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.evaluation.perplexity import load_documents, perplexity, token_windows
-from quark.torch.export.writer import collect, make_format
+from quark.torch.export.checkpoint.writer import collect, make_format
 from quark.torch.quantization.config import presets
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.export import JsonExporterConfig

@@ -35,7 +35,7 @@ from scores import divergence
 from quark.demo.text import calibration_documents
 from quark.torch import ModelQuantizer
 from quark.torch.evaluation.perplexity import perplexity, token_windows
-from quark.torch.export.writer import collect, make_format
+from quark.torch.export.checkpoint.writer import collect, make_format
 from quark.torch.graph.discover import discover
 from quark.torch.numerics.formats import Dtype
 from quark.torch.quantization.config import presets

@@ -137,7 +137,7 @@ def damage(directory: Path, chance: random.Random) -> str:
 
 def open_damaged(directory: Path) -> str:
     """Return what came of opening a checkpoint: refused, loaded, or the defect."""
-    from quark.torch.export.opening import open_checkpoint
+    from quark.torch.export.recognition import open_checkpoint
 
     before = peak_memory()
     try:

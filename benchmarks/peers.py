@@ -58,7 +58,7 @@ def _torch_requirement() -> str:
 def quark(model: Any) -> Stages:
     """Quantize by this package."""
     from quark.torch import LLMTemplate, ModelQuantizer
-    from quark.torch.export.writer import collect, make_format
+    from quark.torch.export.checkpoint.writer import collect, make_format
     from quark.torch.quantization.config.export import JsonExporterConfig
 
     quantizer = ModelQuantizer(LLMTemplate.get("llama").get_config(scheme=f"int4_wo_{GROUP}"))

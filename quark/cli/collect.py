@@ -84,7 +84,7 @@ def check_target(directory: Path, overwrite: bool) -> None:
     Raises:
         typer.BadParameter: It is in use.
     """
-    from quark.torch.export.checkpoint import check_vacant
+    from quark.torch.export.checkpoint.files import check_vacant
 
     try:
         check_vacant(directory, overwrite)

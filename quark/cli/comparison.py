@@ -94,7 +94,7 @@ def _measure_original(row: _Row, material: Material) -> None:
 
 def _quantize(row: _Row, material: Material) -> nn.Module:
     """Return a copy of the model quantized by the scheme of a row, which is filled."""
-    from quark.torch.export.writer import collect, make_format
+    from quark.torch.export.checkpoint.writer import collect, make_format
     from quark.torch.quantization.api import ModelQuantizer
     from quark.torch.quantization.config.config import Config
     from quark.torch.quantization.config.export import JsonExporterConfig

@@ -52,7 +52,7 @@ def _check_statistics(config: Config) -> None:
 
 
 def _check_graph(config: Config) -> None:
-    from quark.torch.export.onnx_writer import check_config
+    from quark.torch.export.onnx.writer import check_config
 
     try:
         for layer in layer_configs(config):
@@ -94,7 +94,7 @@ def _shares(layer: QuantizationConfig) -> bool:
 
 
 def _from_file(path: Path) -> Config:
-    from quark.torch.export.checkpoint import read_json
+    from quark.torch.export.checkpoint.files import read_json
     from quark.torch.quantization.config.config import Config
 
     if not path.is_file():

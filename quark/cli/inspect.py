@@ -13,7 +13,7 @@ from quark.cli.options import Json, Verbose, panel
 from quark.cli.structure import as_dict, find_structure, show
 
 if TYPE_CHECKING:
-    from quark.torch.export.contents import Part
+    from quark.torch.export.checkpoint_contents import Part
     from quark.torch.report.summary import Scheme, Summary
 
 HELP = """
@@ -94,10 +94,10 @@ def inspect(
 
 def _read(place: Path) -> tuple[dict[str, Any], Summary, str]:
     """Return what a checkpoint says of itself, what it holds, and what is not told apart."""
-    from quark.torch.export.checkpoint import CheckpointReader
-    from quark.torch.export.contents import contents, gguf_contents
-    from quark.torch.export.gguf_file import GgufFile
-    from quark.torch.export.reader import format_of
+    from quark.torch.export.checkpoint.files import CheckpointReader
+    from quark.torch.export.checkpoint.reader import format_of
+    from quark.torch.export.checkpoint_contents import contents, gguf_contents
+    from quark.torch.export.gguf.reader import GgufFile
 
     files = [place] if place.is_file() else sorted(place.glob("*.gguf"))
     if len(files) == 1 and not (place / "config.json").is_file():

@@ -93,8 +93,8 @@ def _load(request: Request, source: Path, device: str) -> nn.Module:
 
 
 def _load_params(request: Request, device: str) -> nn.Module:
-    from quark.torch.export.build import empty_model, read_config
-    from quark.torch.export.checkpoint import CheckpointReader
+    from quark.torch.export.checkpoint.architecture import empty_model, read_config
+    from quark.torch.export.checkpoint.files import CheckpointReader
     from quark.torch.export.params import load_params
 
     assert request.json_path is not None
@@ -149,7 +149,7 @@ def _work(
     """Quantize and freeze the model in place, and measure it before and after."""
     import torch
 
-    from quark.torch.export.audit import expert_tokens
+    from quark.torch.export.checks import expert_tokens
     from quark.torch.quantization.api import ModelQuantizer
     from quark.torch.quantization.config.config import NAMED_ONLY
     from quark.torch.quantization.nn.operators import is_operator
@@ -205,7 +205,7 @@ def _siblings(model: nn.Module) -> list[list[str]]:
 
 def _write(request: Request, model: nn.Module, tokenizer: Any, model_type: str) -> None:
     """Write all that is asked for, each directory when it is complete."""
-    from quark.torch.export.checkpoint import fresh_directory
+    from quark.torch.export.checkpoint.files import fresh_directory
     from quark.torch.export.params import save_params
 
     formats = request.exports

@@ -53,7 +53,7 @@ def read_config(directory: Path, flag: str) -> dict[str, Any]:
     Raises:
         typer.BadParameter: It is not the directory of a model.
     """
-    from quark.torch.export.description import read_description
+    from quark.torch.export.checkpoint.config_json import read_description
 
     if not directory.is_dir():
         raise wrong(
@@ -100,9 +100,9 @@ def load_model(
     """
     from transformers import AutoModelForCausalLM
 
-    from quark.torch.export import build
-    from quark.torch.export.description import is_for_transformers
-    from quark.torch.export.opening import open_checkpoint
+    from quark.torch.export.checkpoint import architecture as build
+    from quark.torch.export.checkpoint.config_json import is_for_transformers
+    from quark.torch.export.recognition import open_checkpoint
 
     _quiet_transformers()
     model: nn.Module
@@ -217,7 +217,7 @@ def read_entries(directory: Path) -> dict[str, Entry]:
         FileNotFoundError: There are no tensors.
         ValueError: A file is damaged.
     """
-    from quark.torch.export.checkpoint import NATIVE, CheckpointReader, NativeReader
+    from quark.torch.export.checkpoint.files import NATIVE, CheckpointReader, NativeReader
 
     native = (directory / NATIVE).is_file() and not any(directory.glob("*.safetensors"))
     return dict((NativeReader if native else CheckpointReader)(directory).entries)
@@ -233,8 +233,8 @@ def read_summary(directory: Path) -> tuple[Summary, str]:
         FileNotFoundError: A file is missing.
         ValueError: A file is damaged.
     """
-    from quark.torch.export.description import CONFIG, read_description
-    from quark.torch.export.reader import format_of
+    from quark.torch.export.checkpoint.config_json import CONFIG, read_description
+    from quark.torch.export.checkpoint.reader import format_of
     from quark.torch.report.summary import summarize
 
     described = read_description(directory)

@@ -17,7 +17,7 @@ from quark.cli.options import GGUF_NAME, ONNX_NAME
 from quark.cli.request import Request
 
 if TYPE_CHECKING:
-    from quark.torch.export.audit import ExpertTokens
+    from quark.torch.export.checks import ExpertTokens
     from quark.torch.quantization.config.config import Config
 
 

@@ -266,7 +266,7 @@ def _choose(request: SearchRequest, mixture: Mixture, measure: _Measure) -> dict
 def _write(
     request: SearchRequest, config: Config, mixture: Mixture, chosen: Mapping[str, str]
 ) -> None:
-    from quark.torch.export.checkpoint import write_json
+    from quark.torch.export.checkpoint.files import write_json
     from quark.torch.search.picture import picture
 
     write_json(request.output, config.to_dict(everything=True))

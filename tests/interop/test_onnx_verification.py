@@ -159,7 +159,7 @@ def test_half_precision(build, quantize, tmp_path):
 
 
 def test_a_missing_runtime_is_named_before_any_work(build, quantize, tmp_path, monkeypatch):
-    monkeypatch.setattr("quark.torch.export.onnx_runtime.find_spec", lambda name: None)
+    monkeypatch.setattr("quark.torch.export.onnx.runtime.find_spec", lambda name: None)
     model = quantize(build(), "int8_wo")
     monkeypatch.delattr("torch.onnx.export")
     with pytest.raises(ImportError, match="pip install onnxruntime"):

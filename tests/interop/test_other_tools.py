@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quark.torch.export.conversion import convert
-from quark.torch.export.opening import open_checkpoint
+from quark.torch.export.recognition import open_checkpoint
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.config.spec import QuantizationSpec

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.torch.export.audit import check_written
-from quark.torch.export.checkpoint import (
+from quark.torch.export.checkpoint.config_json import CONFIG, read_description
+from quark.torch.export.checkpoint.files import (
     NATIVE,
     CheckpointReader,
     NativeReader,
@@ -20,15 +20,15 @@ from quark.torch.export.checkpoint import (
     size_of,
     write_tensors,
 )
-from quark.torch.export.description import CONFIG, read_description
+from quark.torch.export.checkpoint.reader import format_of, load, receive, targets
+from quark.torch.export.checkpoint.writer import collect, make_format, write_model_files
+from quark.torch.export.checks import check_written
 from quark.torch.export.formats.base import get_format
-from quark.torch.export.gguf_writer import write_gguf
-from quark.torch.export.onnx_runtime import check_runnable
-from quark.torch.export.onnx_writer import LARGEST_FILE, OnnxOptions, write_onnx
-from quark.torch.export.opening import open_checkpoint
-from quark.torch.export.reader import format_of, load, receive, targets
+from quark.torch.export.gguf.writer import write_gguf
+from quark.torch.export.onnx.runtime import check_runnable
+from quark.torch.export.onnx.writer import LARGEST_FILE, OnnxOptions, write_onnx
+from quark.torch.export.recognition import open_checkpoint
 from quark.torch.export.verification import Verdict, verify
-from quark.torch.export.writer import collect, make_format, write_model_files
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.export import ExporterConfig, JsonExporterConfig
 from quark.torch.quantization.nn.experts import LinearExperts, fuse, unfuse

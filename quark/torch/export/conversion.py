@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from quark.torch.export.api import ModelExporter
-from quark.torch.export.checkpoint import check_vacant
+from quark.torch.export.checkpoint.files import check_vacant
+from quark.torch.export.checkpoint.writer import make_format
 from quark.torch.export.formats.base import FORMATS
-from quark.torch.export.gguf_writer import check_holds
-from quark.torch.export.opening import GGUF, gguf_of, open_checkpoint
+from quark.torch.export.gguf.writer import check_holds
+from quark.torch.export.recognition import GGUF, gguf_of, open_checkpoint
 from quark.torch.export.verification import Verdict
-from quark.torch.export.writer import make_format
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.names import one_of
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from quark import __version__
-from quark.torch.export.build import empty_model, made_config
-from quark.torch.export.checkpoint import (
+from quark.torch.export.checkpoint.architecture import empty_model, made_config
+from quark.torch.export.checkpoint.files import (
     NATIVE,
     CheckpointReader,
     fresh_directory,
@@ -23,10 +23,10 @@ from quark.torch.export.checkpoint import (
     size_of,
     write_json,
 )
+from quark.torch.export.checkpoint.reader import load
+from quark.torch.export.checkpoint.rotation_config import naming_rotations
+from quark.torch.export.checkpoint.writer import collect, make_format
 from quark.torch.export.formats.base import get_format
-from quark.torch.export.reader import load
-from quark.torch.export.rotations import naming_rotations
-from quark.torch.export.writer import collect, make_format
 from quark.torch.quantization.config.config import OLDEST, Config, QuantizationConfig
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.match import literal

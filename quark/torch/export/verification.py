@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from quark.torch.export.checkpoint import NATIVE, read_json
-from quark.torch.export.onnx_call import Call
-from quark.torch.export.onnx_runtime import PACKAGE, Graph
-from quark.torch.export.onnx_writer import FILE
-from quark.torch.export.opening import open_checkpoint
+from quark.torch.export.checkpoint.files import NATIVE, read_json
+from quark.torch.export.onnx.inputs import Call
+from quark.torch.export.onnx.runtime import PACKAGE, Graph
+from quark.torch.export.onnx.writer import FILE
+from quark.torch.export.recognition import open_checkpoint
 from quark.torch.graph.inference import at_inference
 from quark.torch.quantization.nn.mixin import QuantMixin
 from quark.torch.quantization.nn.packed import PackedMixin

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from quark import __version__
-from quark.torch.export.opening import GGUF, open_checkpoint
-from quark.torch.export.reader import Loading
+from quark.torch.export.checkpoint.reader import Loading
+from quark.torch.export.recognition import GGUF, open_checkpoint
 from quark.torch.numerics.hadamard import rotate
 from quark.torch.pipeline.inference import progress
 from quark.torch.pipeline.store import ActivationStore

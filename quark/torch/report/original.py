@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from quark.torch.export.build import empty_model, read_config
-from quark.torch.export.checkpoint import CheckpointReader
-from quark.torch.export.description import SECTION, read_description
-from quark.torch.export.renamed import in_model_names
+from quark.torch.export.checkpoint.architecture import empty_model, read_config
+from quark.torch.export.checkpoint.config_json import SECTION, read_description
+from quark.torch.export.checkpoint.files import CheckpointReader
+from quark.torch.export.checkpoint.transformers_names import in_model_names
 from quark.torch.quantization.nn.experts import LinearExperts, unfuse
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from quark.torch.export.reader import Loading
+from quark.torch.export.checkpoint.reader import Loading
 from quark.torch.quantization.config.config import NAMED_ONLY, Config
 from quark.torch.quantization.config.match import config_for, matches
 from quark.torch.quantization.nn.experts import is_stacked

@@ -11,7 +11,7 @@ import torch
 from quark.torch.algorithm.kept import Probe, Statistics
 from quark.torch.algorithm.ranges import TensorRange
 from quark.torch.algorithm.statistics import Gram
-from quark.torch.export.checkpoint import fresh_directory, read_json, write_json
+from quark.torch.export.checkpoint.files import fresh_directory, read_json, write_json
 
 HEADER, TENSORS = "statistics.json", "statistics.safetensors"
 LAYOUT = 3  # of the files; another is refused

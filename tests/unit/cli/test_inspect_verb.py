@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quark.torch.export.checkpoint import CheckpointReader
+from quark.torch.export.checkpoint.files import CheckpointReader
 
 
 @pytest.fixture

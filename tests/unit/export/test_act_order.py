@@ -8,9 +8,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from quark.torch import ModelExporter, ModelImporter, export_gguf, export_onnx, save_params
-from quark.torch.export.contents import contents
+from quark.torch.export.checkpoint_contents import contents
 from quark.torch.export.conversion import convert
-from quark.torch.export.opening import open_checkpoint
+from quark.torch.export.recognition import open_checkpoint
 
 GROUP = 32
 FIRST, SECOND = "gptq", "gptq_v2"

@@ -10,8 +10,8 @@ from quark.torch import (
     export_gguf,
     export_onnx,
 )
-from quark.torch.export.audit import check_written, expert_tokens
-from quark.torch.export.checkpoint import CheckpointReader, write_tensors
+from quark.torch.export.checkpoint.files import CheckpointReader, write_tensors
+from quark.torch.export.checks import check_written, expert_tokens
 from quark.torch.quantization.config.config import (
     AWQConfig,
     Config,

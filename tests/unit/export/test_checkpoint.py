@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quark.torch.export import checkpoint
-from quark.torch.export.checkpoint import (
+from quark.torch.export.checkpoint import files as checkpoint
+from quark.torch.export.checkpoint.files import (
     CheckpointReader,
     NativeReader,
     check_vacant,

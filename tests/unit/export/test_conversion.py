@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 from quark.cli.main import app
 from quark.torch import ModelExporter
 from quark.torch.export import convert
-from quark.torch.export.checkpoint import CheckpointReader
-from quark.torch.export.opening import open_checkpoint
+from quark.torch.export.checkpoint.files import CheckpointReader
+from quark.torch.export.recognition import open_checkpoint
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.spec import QuantizationSpec
 from tests.unit.export.specs import per_group

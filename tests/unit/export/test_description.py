@@ -16,9 +16,9 @@ from quark.torch import (
     load_params,
     save_params,
 )
+from quark.torch.export.checkpoint.config_json import is_for_transformers, read_description
 from quark.torch.export.conversion import convert
-from quark.torch.export.description import is_for_transformers, read_description
-from quark.torch.export.opening import open_checkpoint
+from quark.torch.export.recognition import open_checkpoint
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from tests.unit.export.specs import per_group
 

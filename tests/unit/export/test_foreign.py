@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quark.torch import ModelExporter, ModelImporter
-from quark.torch.export.formats.foreign import from_words, to_words
+from quark.torch.export.formats.third_party import from_words, to_words
 from quark.torch.quantization.config.config import (
     AWQConfig,
     Config,

@@ -7,7 +7,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from quark.torch import ModelExporter, ModelImporter, export_gguf
-from quark.torch.export.gguf_blocks import block_type, to_blocks
+from quark.torch.export.gguf.blocks import block_type, to_blocks
 from quark.torch.quantization.config.config import Config, GPTQConfig, QuantizationConfig
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.config.spec import QuantizationSpec

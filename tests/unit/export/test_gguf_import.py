@@ -10,8 +10,8 @@ from quark.cli.main import app
 from quark.demo.text import model_directory
 from quark.torch import ModelExporter
 from quark.torch.export import convert
-from quark.torch.export.gguf_blocks import from_blocks, spec_of, to_blocks
-from quark.torch.export.opening import open_checkpoint
+from quark.torch.export.gguf.blocks import from_blocks, spec_of, to_blocks
+from quark.torch.export.recognition import open_checkpoint
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from tests.unit.export.specs import per_group
 

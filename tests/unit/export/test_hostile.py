@@ -11,8 +11,8 @@ import torch
 
 from quark.demo.text import model_directory
 from quark.torch import ModelExporter
-from quark.torch.export.gguf_file import GgufFile
-from quark.torch.export.opening import open_checkpoint
+from quark.torch.export.gguf.reader import GgufFile
+from quark.torch.export.recognition import open_checkpoint
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.spec import QuantizationSpec
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quark.torch.export.formats.layouts import PackedLayout, ValueLayout
+from quark.torch.export.formats.layouts.packed import PackedLayout, ValueLayout
 from quark.torch.numerics.qdq import dequantize, dynamic_qparams, quantize
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.nn.quantizer import State

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from quark.torch import ModelQuantizer, export_onnx
-from quark.torch.export.onnx_types import kind_of
+from quark.torch.export.onnx.dequantize_linear import kind_of
 from quark.torch.numerics.codec import decode
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.presets import scheme

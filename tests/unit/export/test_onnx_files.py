@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from quark.torch import ModelExporter, ModelImporter, ModelQuantizer, export_onnx
-from quark.torch.export.onnx_call import Call
+from quark.torch.export.onnx.inputs import Call
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.config.spec import QuantizationSpec
@@ -333,8 +333,8 @@ def test_operators_that_torch_does_not_convert_to(tmp_path, monkeypatch):
     image = torch.randn(1, 3, 8, 8)
     with pytest.raises(ValueError, match="opset_version=13 cannot hold stem: give 18 or more"):
         export_onnx(model, tmp_path / "out", image, opset_version=13)
-    monkeypatch.setattr("quark.torch.export.onnx_writer.OLDEST_OPSET", 13)
-    monkeypatch.setattr("quark.torch.export.onnx_types._OPSETS", {"INT8": 13})
+    monkeypatch.setattr("quark.torch.export.onnx.writer.OLDEST_OPSET", 13)
+    monkeypatch.setattr("quark.torch.export.onnx.dequantize_linear._OPSETS", {"INT8": 13})
     with pytest.raises(ValueError, match="cannot convert the model to opset_version=13"):
         export_onnx(model, tmp_path / "out", image, opset_version=13)
 

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from quark.torch import ModelQuantizer, export_onnx
-from quark.torch.export.onnx_layers import OnnxLayer
-from quark.torch.export.onnx_rounding import Functions
-from quark.torch.export.onnx_scales import POWERS, leading, on_grid
+from quark.torch.export.onnx.functions import Functions
+from quark.torch.export.onnx.layers import OnnxLayer
+from quark.torch.export.onnx.scales import POWERS, leading, on_grid
 from quark.torch.numerics.exponents import exponent_of, power_of_two
 from quark.torch.numerics.formats import Dtype
 from quark.torch.numerics.rounding import RoundType, round_to_grid_

@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from quark.torch import ModelImporter
 from quark.torch.export.api import _map_to_quark
-from quark.torch.export.checkpoint import size_of
-from quark.torch.export.reader import format_of
+from quark.torch.export.checkpoint.files import size_of
+from quark.torch.export.checkpoint.reader import format_of
 from quark.torch.quantization.config.config import QuantizationConfig
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.nn.operators import QParamsLinear

@@ -15,8 +15,8 @@ from transformers import (
 )
 
 from quark.torch import LLMTemplate, ModelImporter, ModelQuantizer, export_safetensors
-from quark.torch.export.checkpoint import CheckpointReader
-from quark.torch.export.renamed import in_model_names
+from quark.torch.export.checkpoint.files import CheckpointReader
+from quark.torch.export.checkpoint.transformers_names import in_model_names
 
 SIZES = {
     "vocab_size": 64,

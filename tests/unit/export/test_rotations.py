@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from quark.torch import ModelImporter, ModelQuantizer, load_params, save_params
-from quark.torch.export.rotations import naming_rotations
+from quark.torch.export.checkpoint.rotation_config import naming_rotations
 from quark.torch.numerics.hadamard import hadamard, random_hadamard, rotate
 from quark.torch.quantization.config.config import (
     AWQConfig,

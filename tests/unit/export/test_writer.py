@@ -11,8 +11,9 @@ from torch import nn
 
 from quark import __version__
 from quark.torch import ModelExporter, ModelQuantizer
-from quark.torch.export import ExporterConfig, JsonExporterConfig, checkpoint
-from quark.torch.export.checkpoint import size_of
+from quark.torch.export import ExporterConfig, JsonExporterConfig
+from quark.torch.export.checkpoint import files as checkpoint
+from quark.torch.export.checkpoint.files import size_of
 from quark.torch.quantization.config.config import (
     Config,
     FP8E4M3PerTensorSpec,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from quark.torch.export.formats.layouts import PackedLayout, ValueLayout
+from quark.torch.export.formats.layouts.packed import PackedLayout, ValueLayout
 from quark.torch.numerics.packing import pack, unpack
 from quark.torch.numerics.qdq import dequantize
 from quark.torch.quantization.config.config import QuantizationConfig, QuantizationSpec

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from quark.torch.export.checkpoint import CheckpointReader
-from quark.torch.export.writer import collect, make_format
+from quark.torch.export.checkpoint.files import CheckpointReader
+from quark.torch.export.checkpoint.writer import collect, make_format
 from quark.torch.quantization.config.config import Config, QuantizationConfig, QuantizationSpec
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.presets import kv_cache_scheme, scheme, scheme_names

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quark.torch import ModelQuantizer, collect_statistics
-from quark.torch.export.writer import collect, make_format
+from quark.torch.export.checkpoint.writer import collect, make_format
 from quark.torch.quantization.config.algo import GPTQConfig
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.export import JsonExporterConfig

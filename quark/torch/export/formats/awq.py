@@ -11,7 +11,15 @@ from typing import Any, ClassVar
 
 import torch
 
-from quark.torch.export.formats.foreign import (
+from quark.torch.export.formats.config_section import (
+    group_size,
+    named_config,
+    names_in,
+    required,
+    unsigned_spec,
+)
+from quark.torch.export.formats.layouts.packed import PackedLayout
+from quark.torch.export.formats.third_party import (
     ForeignFormat,
     group_of,
     integer_problem,
@@ -20,14 +28,6 @@ from quark.torch.export.formats.foreign import (
     weight_only_problem,
     with_weight,
     with_weights,
-)
-from quark.torch.export.formats.layouts import PackedLayout
-from quark.torch.export.formats.sections import (
-    group_size,
-    named_config,
-    names_in,
-    required,
-    unsigned_spec,
 )
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.nn.packed import Layout, Stored

@@ -15,10 +15,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from quark.torch.export.formats.compressed_layout import CompressedLayout
-from quark.torch.export.formats.compressed_specs import arguments, format_name, specification
-from quark.torch.export.formats.foreign import FP8, ForeignFormat, is_static_fp8, shape_of
-from quark.torch.export.formats.sections import names_in
+from quark.torch.export.formats.compressed_tensors_args import arguments, format_name, specification
+from quark.torch.export.formats.config_section import names_in
+from quark.torch.export.formats.layouts.compressed_tensors import CompressedLayout
+from quark.torch.export.formats.third_party import FP8, ForeignFormat, is_static_fp8, shape_of
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.match import literal

@@ -16,7 +16,15 @@ import torch
 from torch import nn
 
 from quark.torch.export.formats.base import ExportFormat
-from quark.torch.export.formats.foreign import (
+from quark.torch.export.formats.config_section import (
+    IN_BLOCKS,
+    group_size,
+    named_config,
+    names_in,
+    required,
+    unsigned_spec,
+)
+from quark.torch.export.formats.third_party import (
     ForeignFormat,
     from_words,
     group_of,
@@ -25,14 +33,6 @@ from quark.torch.export.formats.foreign import (
     to_words,
     unsigned,
     weight_only_problem,
-)
-from quark.torch.export.formats.sections import (
-    IN_BLOCKS,
-    group_size,
-    named_config,
-    names_in,
-    required,
-    unsigned_spec,
 )
 from quark.torch.numerics.scale_codec import stored_dtype
 from quark.torch.quantization.config.config import Config, QuantizationConfig

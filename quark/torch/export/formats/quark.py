@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.torch.export.audit import check_state
+from quark.torch.export.checks import check_state
 from quark.torch.export.formats.base import ExportFormat
-from quark.torch.export.formats.layouts import PackedLayout, ValueLayout
-from quark.torch.export.formats.ordered import PROBLEM, has_order
-from quark.torch.export.formats.sections import names_in
+from quark.torch.export.formats.config_section import names_in
+from quark.torch.export.formats.layouts.act_order import PROBLEM, has_order
+from quark.torch.export.formats.layouts.packed import PackedLayout, ValueLayout
 from quark.torch.numerics.qdq import fake_quantize, quantize
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.nn.mixin import PARAMETERS, QuantMixin, activation_shape

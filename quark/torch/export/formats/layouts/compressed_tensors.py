@@ -6,8 +6,8 @@ from math import prod
 
 import torch
 
-from quark.torch.export.formats.foreign import from_words, to_words, unsigned
-from quark.torch.export.formats.layouts import PackedLayout
+from quark.torch.export.formats.layouts.packed import PackedLayout
+from quark.torch.export.formats.third_party import from_words, to_words, unsigned
 from quark.torch.numerics.scale_codec import stored_dtype
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.nn.packed import Declared, Stored

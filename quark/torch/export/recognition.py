@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from quark.torch.export.build import empty_model, read_config
-from quark.torch.export.checkpoint import NATIVE, CheckpointReader, NativeReader
-from quark.torch.export.description import CONFIG, read_description
-from quark.torch.export.gguf_import import open_gguf
-from quark.torch.export.reader import Loading, format_of, ready
+from quark.torch.export.checkpoint.architecture import empty_model, read_config
+from quark.torch.export.checkpoint.config_json import CONFIG, read_description
+from quark.torch.export.checkpoint.files import NATIVE, CheckpointReader, NativeReader
+from quark.torch.export.checkpoint.reader import Loading, format_of, ready
+from quark.torch.export.gguf.importer import open_gguf
 
 GGUF = "gguf"
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from torch import nn
 
-from quark.torch.export.checkpoint import Stored
+from quark.torch.export.checkpoint.files import Stored
 from quark.torch.export.formats.base import ExportFormat
-from quark.torch.export.gguf_file import GgufFile
+from quark.torch.export.gguf.reader import GgufFile
 from quark.torch.quantization.config.config import QuantizationConfig
 from quark.torch.quantization.config.match import config_for
 

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from quark import __version__
-from quark.torch.export.audit import check_rest, report_experts
+from quark.torch.export.checkpoint.rotation_config import naming_rotations
+from quark.torch.export.checkpoint.transformers_names import saved_names
+from quark.torch.export.checks import check_rest, report_experts
 from quark.torch.export.formats.base import ExportFormat, get_format
-from quark.torch.export.renamed import saved_names
-from quark.torch.export.rotations import naming_rotations
 from quark.torch.quantization.calibrate import merged_scale, siblings
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.export import JsonExporterConfig
@@ -240,7 +240,7 @@ def write_model_files(
     model: nn.Module, section: dict[str, Any], directory: Path, tokenizer: Any | None
 ) -> None:
     """Write config.json, the generation configuration and the tokenizer."""
-    from quark.torch.export.checkpoint import write_json
+    from quark.torch.export.checkpoint.files import write_json
 
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "save_pretrained"):

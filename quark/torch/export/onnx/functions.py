@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quark.torch.export.onnx_scales import POWERS, dynamic_qparams, on_grid, rounds_scales
-from quark.torch.export.onnx_trace import traced
-from quark.torch.export.onnx_types import BLOCKED_OPSET, FLOAT8_OPSET
+from quark.torch.export.onnx.dequantize_linear import BLOCKED_OPSET, FLOAT8_OPSET
+from quark.torch.export.onnx.scales import POWERS, dynamic_qparams, on_grid, rounds_scales
+from quark.torch.export.onnx.tracing import traced
 from quark.torch.numerics.blocks import QSchemeType
 from quark.torch.numerics.qdq import FLOAT16_MAX
 from quark.torch.numerics.rounding import RoundType

@@ -13,17 +13,17 @@ import torch
 from torch import nn
 
 from quark import __version__
-from quark.torch.export.audit import report_experts
-from quark.torch.export.checkpoint import check_vacant, fresh_directory
-from quark.torch.export.formats.ordered import PROBLEM, has_order
-from quark.torch.export.onnx_call import Call, Entry
-from quark.torch.export.onnx_experts import trace_experts
-from quark.torch.export.onnx_layers import OnnxLayer
-from quark.torch.export.onnx_rounding import Functions, activation_problem
-from quark.torch.export.onnx_trace import traced
-from quark.torch.export.onnx_types import HOLDS, NARROW_IR, NARROW_OPSET, weight_problem
-from quark.torch.export.onnx_weights import place_weights
-from quark.torch.export.writer import check_exportable, check_present
+from quark.torch.export.checkpoint.files import check_vacant, fresh_directory
+from quark.torch.export.checkpoint.writer import check_exportable, check_present
+from quark.torch.export.checks import report_experts
+from quark.torch.export.formats.layouts.act_order import PROBLEM, has_order
+from quark.torch.export.onnx.dequantize_linear import HOLDS, NARROW_IR, NARROW_OPSET, weight_problem
+from quark.torch.export.onnx.experts import trace_experts
+from quark.torch.export.onnx.functions import Functions, activation_problem
+from quark.torch.export.onnx.inputs import Call, Entry
+from quark.torch.export.onnx.layers import OnnxLayer
+from quark.torch.export.onnx.placeholders import place_weights
+from quark.torch.export.onnx.tracing import traced
 from quark.torch.graph.inference import at_inference
 from quark.torch.quantization.config.config import QuantizationConfig
 from quark.torch.quantization.nn.mixin import PARAMETERS, QUANTIZERS, QuantMixin

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from quark.torch.export.checkpoint import NATIVE, read_json
+from quark.torch.export.checkpoint.files import NATIVE, read_json
 
 CONFIG, SECTION = "config.json", "quantization_config"
 # File beside config.json -> method it is of where it does not say: AutoGPTQ, AutoAWQ.

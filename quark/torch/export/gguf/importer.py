@@ -11,13 +11,12 @@ import torch
 from torch import nn
 
 from quark import __version__
-from quark.torch.export.build import empty_model, read_config
-from quark.torch.export.checkpoint import Stored
-from quark.torch.export.formats.layouts import PackedLayout
+from quark.torch.export.checkpoint.architecture import empty_model, read_config
+from quark.torch.export.checkpoint.files import Stored
+from quark.torch.export.formats.layouts.packed import PackedLayout
 from quark.torch.export.formats.quark import QuarkFormat
-from quark.torch.export.gguf_blocks import from_blocks, spec_of
-from quark.torch.export.gguf_file import GgufFile
-from quark.torch.export.gguf_metadata import (
+from quark.torch.export.gguf.blocks import from_blocks, spec_of
+from quark.torch.export.gguf.metadata import (
     Architecture,
     architecture_of,
     head_size,
@@ -25,7 +24,8 @@ from quark.torch.export.gguf_metadata import (
     rope_factors,
     rope_of,
 )
-from quark.torch.export.gguf_writer import tensor_names
+from quark.torch.export.gguf.reader import GgufFile
+from quark.torch.export.gguf.writer import tensor_names
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.match import literal

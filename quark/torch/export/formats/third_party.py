@@ -12,10 +12,15 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import nn
 
-from quark.torch.export.checkpoint import Stored
-from quark.torch.export.formats.ordered import GROUPS, OrderedLayout, has_order, is_in_order
+from quark.torch.export.checkpoint.files import Stored
+from quark.torch.export.formats.config_section import IN_BLOCKS
+from quark.torch.export.formats.layouts.act_order import (
+    GROUPS,
+    OrderedLayout,
+    has_order,
+    is_in_order,
+)
 from quark.torch.export.formats.quark import QuarkFormat
-from quark.torch.export.formats.sections import IN_BLOCKS
 from quark.torch.numerics.blocks import QSchemeType
 from quark.torch.numerics.packing import pack, unpack
 from quark.torch.quantization.config.config import Config, QuantizationConfig

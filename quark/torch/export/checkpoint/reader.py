@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from quark.torch.export.checkpoint import Stored
+from quark.torch.export.checkpoint.files import Stored
+from quark.torch.export.checkpoint.rotation_config import declare_rotation, rotates_keys
+from quark.torch.export.checkpoint.transformers_names import in_model_names
 from quark.torch.export.formats.base import FORMATS, ExportFormat, format_class
-from quark.torch.export.renamed import in_model_names
-from quark.torch.export.rotations import declare_rotation, rotates_keys
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import assign
 from quark.torch.quantization.config.names import nearest

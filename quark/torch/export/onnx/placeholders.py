@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.torch.export.onnx_types import LOOKED_UP, Held, held
+from quark.torch.export.onnx.dequantize_linear import LOOKED_UP, Held, held
 from quark.torch.numerics.qdq import FLOAT16_MAX
 from quark.torch.quantization.nn.quantizer import State
 

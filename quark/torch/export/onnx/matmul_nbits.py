@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quark.torch.export.formats.foreign import integer_problem, unsigned
-from quark.torch.export.onnx_types import Held, held
+from quark.torch.export.formats.third_party import integer_problem, unsigned
+from quark.torch.export.onnx.dequantize_linear import Held, held
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.nn.quantizer import State
 

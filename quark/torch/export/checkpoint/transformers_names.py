@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.torch.export.checkpoint import Stored
+from quark.torch.export.checkpoint.files import Stored
 
 
 def in_model_names(reader: Any, model: nn.Module) -> Any:

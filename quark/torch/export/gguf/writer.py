@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.torch.export.audit import check_state
-from quark.torch.export.checkpoint import check_vacant, fresh_directory, size_of
-from quark.torch.export.formats.foreign import refusals, shape_of
-from quark.torch.export.formats.ordered import PROBLEM, has_order
-from quark.torch.export.gguf_blocks import HOLDS, block_type, to_blocks
-from quark.torch.export.gguf_metadata import (
+from quark.torch.export.checkpoint.files import check_vacant, fresh_directory, size_of
+from quark.torch.export.checkpoint.writer import check_exportable, check_present
+from quark.torch.export.checks import check_state
+from quark.torch.export.formats.layouts.act_order import PROBLEM, has_order
+from quark.torch.export.formats.third_party import refusals, shape_of
+from quark.torch.export.gguf.blocks import HOLDS, block_type, to_blocks
+from quark.torch.export.gguf.metadata import (
     Architecture,
     add_metadata,
     architecture_of,
@@ -22,8 +23,7 @@ from quark.torch.export.gguf_metadata import (
     interleaved_rows,
     rope_factors,
 )
-from quark.torch.export.gguf_tokens import add_tokens
-from quark.torch.export.writer import check_exportable, check_present
+from quark.torch.export.gguf.tokenizer import add_tokens
 from quark.torch.quantization.nn.mixin import QuantMixin
 from quark.torch.quantization.nn.packed import PackedMixin
 

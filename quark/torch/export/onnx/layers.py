@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.torch.export.onnx_nbits import BitsProduct, bits_problem
-from quark.torch.export.onnx_rounding import Functions, Quantized
-from quark.torch.export.onnx_weights import Dequantized
+from quark.torch.export.onnx.functions import Functions, Quantized
+from quark.torch.export.onnx.matmul_nbits import BitsProduct, bits_problem
+from quark.torch.export.onnx.placeholders import Dequantized
 from quark.torch.numerics.hadamard import rotate
 from quark.torch.quantization.nn.mixin import QuantMixin, is_transposed
 from quark.torch.quantization.nn.packed import PackedMixin

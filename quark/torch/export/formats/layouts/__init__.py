@@ -1,0 +1,1 @@
+"""Layouts: how the tensors of a quantized layer are packed and named in a checkpoint."""

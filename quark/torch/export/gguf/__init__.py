@@ -1,0 +1,1 @@
+"""GGUF: models in one file, for llama.cpp."""
