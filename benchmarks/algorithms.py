@@ -36,7 +36,7 @@ from quark.demo.text import calibration_documents
 from quark.torch import ModelQuantizer
 from quark.torch.evaluation.perplexity import perplexity, token_windows
 from quark.torch.export.checkpoint.writer import collect, make_format
-from quark.torch.graph.discover import discover
+from quark.torch.graph.discovery import discover
 from quark.torch.numerics.formats import Dtype
 from quark.torch.quantization.config import presets
 from quark.torch.quantization.config.algo import algo_config_from_dict

@@ -24,7 +24,7 @@ import transformers
 from measure import markdown, say
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from quark.torch.graph.discover import discover
+from quark.torch.graph.discovery import discover
 from quark.torch.quantization.nn.experts import unfuse
 
 sys.path.append(str(Path(__file__).parents[1]))

@@ -193,7 +193,7 @@ def _check_cache(model: nn.Module, config: Config) -> None:
 def _siblings(model: nn.Module) -> list[list[str]]:
     import torch
 
-    from quark.torch.graph.siblings import same_input_groups
+    from quark.torch.graph.shared_inputs import same_input_groups
     from quark.torch.pipeline.inference import run_batch
 
     batch = torch.ones(1, 8, dtype=torch.int64)

@@ -25,7 +25,7 @@ def find_structure(directory: Path) -> Structure:
     """
     import torch
 
-    from quark.torch.graph.discover import discover
+    from quark.torch.graph.discovery import discover
     from quark.torch.quantization.nn.experts import unfuse
 
     described = models.read_config(directory, "DIR")

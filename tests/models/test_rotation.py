@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from quark.torch.graph.discover import discover
+from quark.torch.graph.discovery import discover
 from quark.torch.quantization.nn.experts import unfuse
 from tests.models.architectures import InDouble, build, inputs, small_config
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 import pytest
 import torch
 
-from quark.torch.graph.discover import discover
+from quark.torch.graph.discovery import discover
 from quark.torch.quantization.nn.experts import unfuse
 from tests.models.architectures import InDouble, build, inputs, small_config
 

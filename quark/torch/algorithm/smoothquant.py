@@ -16,7 +16,7 @@ from quark.torch.algorithm.groups import (
     usable_groups,
 )
 from quark.torch.algorithm.statistics import ChannelRange, observing
-from quark.torch.graph.inference import at_inference
+from quark.torch.graph.eval_mode import at_inference
 from quark.torch.graph.structure import ScaleGroup
 from quark.torch.numerics.blocks import QSchemeType
 from quark.torch.pipeline.context import Algorithm, Context

@@ -20,7 +20,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from quark.torch.algorithm.turns import STREAM, Turns
-from quark.torch.graph.inference import at_inference
+from quark.torch.graph.eval_mode import at_inference
 from quark.torch.numerics.qdq import dynamic_qparams, fake_quantize
 from quark.torch.pipeline.context import Context
 from quark.torch.pipeline.inference import padding_mask, parts, progress, run_batch

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from quark.torch.graph.moves import along, is_move, replay
+from quark.torch.graph.movement_ops import along, is_move, replay
 from quark.torch.graph.trace import Op, Trace
 
 

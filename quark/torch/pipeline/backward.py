@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.torch.graph.inference import at_inference
+from quark.torch.graph.eval_mode import at_inference
 from quark.torch.pipeline.capture import Calls, capture, standing_in, taken_apart
 from quark.torch.pipeline.inference import parts, progress, run_batch
 from quark.torch.pipeline.runner import Block, Stream

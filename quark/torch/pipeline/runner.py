@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from quark.torch.graph.inference import at_inference
+from quark.torch.graph.eval_mode import at_inference
 from quark.torch.pipeline.capture import Calls, Enough, capture
 from quark.torch.pipeline.inference import progress
 from quark.torch.pipeline.store import LIMIT, ActivationStore

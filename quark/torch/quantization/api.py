@@ -15,7 +15,7 @@ from torch import nn
 
 from quark.torch.algorithm.kept import Statistics
 from quark.torch.algorithm.ranges import is_told
-from quark.torch.graph.discover import discover
+from quark.torch.graph.discovery import discover
 from quark.torch.graph.structure import Structure
 from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.pipeline.inference import excerpt, parts, repeatable, run_batch

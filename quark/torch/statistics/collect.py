@@ -24,8 +24,8 @@ from quark.torch.algorithm.kept import Probe, Statistics, data_digest, fingerpri
 from quark.torch.algorithm.ranges import TensorRange
 from quark.torch.algorithm.statistics import Draw, Gram, Observe
 from quark.torch.algorithm.statistics import observing as watching
-from quark.torch.graph.discover import discover
-from quark.torch.graph.inference import at_inference
+from quark.torch.graph.discovery import discover
+from quark.torch.graph.eval_mode import at_inference
 from quark.torch.graph.structure import Structure
 from quark.torch.pipeline.context import Context
 from quark.torch.pipeline.inference import (

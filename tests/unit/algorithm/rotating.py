@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from quark.torch.graph.discover import discover
+from quark.torch.graph.discovery import discover
 from quark.torch.pipeline.context import Context
 from quark.torch.quantization.calibrate import settle_weights
 from quark.torch.quantization.config.config import Config

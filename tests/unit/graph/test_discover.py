@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quark.torch.graph.discover import discover
+from quark.torch.graph.discovery import discover
 
 
 def linear(inputs, outputs, bias=True):

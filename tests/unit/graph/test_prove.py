@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from quark.torch.graph.aliases import Aliases
-from quark.torch.graph.propose import propose
-from quark.torch.graph.prove import prove
+from quark.torch.graph.rescaling.proof import prove
+from quark.torch.graph.rescaling.proposal import propose
 from quark.torch.graph.structure import Edit, ScaleGroup
 from quark.torch.graph.trace import trace
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from quark.torch.graph.siblings import same_input_groups
+from quark.torch.graph.shared_inputs import same_input_groups
 
 
 class Block(nn.Module):

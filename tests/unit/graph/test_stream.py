@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from quark.torch.graph.aliases import Aliases
-from quark.torch.graph.discover import discover
-from quark.torch.graph.prove_stream import prove_stream
-from quark.torch.graph.stream import ObstacleError, Seen, find_stream
+from quark.torch.graph.discovery import discover
+from quark.torch.graph.rotation.proof import prove_stream
+from quark.torch.graph.rotation.residual_stream import ObstacleError, Seen, find_stream
+from quark.torch.graph.rotation.vectors import Follower
 from quark.torch.graph.trace import trace
-from quark.torch.graph.vectors import Follower
 
 IDS = torch.arange(2, 26).view(2, 12)
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from quark.torch.graph.discover import discover
-from quark.torch.graph.unseen import exchanged, rounds, unseen_siblings
+from quark.torch.graph.discovery import discover
+from quark.torch.graph.unreached import exchanged, rounds, unseen_siblings
 
 
 class Experts(nn.Module):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers import BatchEncoding
 
-from quark.torch.graph.inference import at_inference
+from quark.torch.graph.eval_mode import at_inference
 from quark.torch.pipeline.inference import (
     excerpt,
     padding_mask,

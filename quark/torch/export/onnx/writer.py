@@ -24,7 +24,7 @@ from quark.torch.export.onnx.inputs import Call, Entry
 from quark.torch.export.onnx.layers import OnnxLayer
 from quark.torch.export.onnx.placeholders import place_weights
 from quark.torch.export.onnx.tracing import traced
-from quark.torch.graph.inference import at_inference
+from quark.torch.graph.eval_mode import at_inference
 from quark.torch.quantization.config.config import QuantizationConfig
 from quark.torch.quantization.nn.mixin import PARAMETERS, QUANTIZERS, QuantMixin
 from quark.torch.quantization.nn.packed import PackedMixin

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from quark.torch.graph.inference import at_inference
+from quark.torch.graph.eval_mode import at_inference
 from quark.torch.numerics.hadamard import hadamard, largest_order, rotate
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import first_match

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from quark.torch.graph.aliases import Aliases
-from quark.torch.graph.moves import along, compact, is_move, replay, varies
+from quark.torch.graph.movement_ops import along, compact, is_move, replay, varies
 from quark.torch.graph.trace import Op, Value
 
 # f(c·x) = c·f(x) for c > 0

@@ -8,7 +8,7 @@ from collections import defaultdict
 import torch
 
 from quark.torch.graph.aliases import Aliases
-from quark.torch.graph.flow import Spread, Taken, operands
+from quark.torch.graph.rescaling.flow import Spread, Taken, operands
 from quark.torch.graph.structure import Edit, Rejected, ScaleGroup
 from quark.torch.graph.trace import Trace
 

@@ -10,13 +10,13 @@ from typing import NamedTuple
 import torch
 
 from quark.torch.graph.aliases import Aliases
-from quark.torch.graph.flow import operands
-from quark.torch.graph.propose import ORIGIN, origins
-from quark.torch.graph.spaces import Gain, Side, Space
+from quark.torch.graph.rescaling.flow import operands
+from quark.torch.graph.rescaling.proposal import ORIGIN, origins
+from quark.torch.graph.rotation.spaces import Gain, Side, Space
+from quark.torch.graph.rotation.vectors import Follower
 from quark.torch.graph.structure import ResidualStream, StreamNorm, StreamWeight, ValueHeads
 from quark.torch.graph.trace import Trace, tensors
-from quark.torch.graph.unseen import Siblings
-from quark.torch.graph.vectors import Follower
+from quark.torch.graph.unreached import Siblings
 
 
 class ObstacleError(Exception):

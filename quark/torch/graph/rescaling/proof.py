@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from quark.torch.graph.structure import Edit, Rejected, ScaleGroup
 from quark.torch.graph.trace import Call, tensors
-from quark.torch.graph.unseen import Siblings, exchanged, rounds, taking_part
+from quark.torch.graph.unreached import Siblings, exchanged, rounds, taking_part
 
 # The largest part of what the producer alone changes that may be left when all are rescaled.
 TOLERANCE = 1e-3

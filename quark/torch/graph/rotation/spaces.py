@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from quark.torch.graph.aliases import Aliases
-from quark.torch.graph.moves import compact
+from quark.torch.graph.movement_ops import compact
 
 Side = tuple[str, int]  # a parameter and an axis of it
 

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from quark.torch.graph.prove import TOLERANCE, distance, floats, lifted
-from quark.torch.graph.stream import ObstacleError
+from quark.torch.graph.rescaling.proof import TOLERANCE, distance, floats, lifted
+from quark.torch.graph.rotation.residual_stream import ObstacleError
 from quark.torch.graph.structure import ResidualStream, StreamWeight, ValueHeads
 from quark.torch.graph.trace import Call, tensors
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from quark.torch.graph.aliases import Alias, Aliases
-from quark.torch.graph.flow import ATTENTION, FACTORIES, operands
-from quark.torch.graph.moves import along, is_move, replay, varies
-from quark.torch.graph.spaces import Gain, Side, Spaces, Vectors
+from quark.torch.graph.movement_ops import along, is_move, replay, varies
+from quark.torch.graph.rescaling.flow import ATTENTION, FACTORIES, operands
+from quark.torch.graph.rotation.spaces import Gain, Side, Spaces, Vectors
 from quark.torch.graph.trace import Op, Trace, Value
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from quark.torch.graph.aliases import Aliases
-from quark.torch.graph.inference import at_inference
-from quark.torch.graph.propose import propose, shared_inputs
-from quark.torch.graph.prove import prove
-from quark.torch.graph.prove_stream import prove_stream, prove_values
-from quark.torch.graph.stream import (
+from quark.torch.graph.eval_mode import at_inference
+from quark.torch.graph.rescaling.proof import prove
+from quark.torch.graph.rescaling.proposal import propose, shared_inputs
+from quark.torch.graph.rotation.proof import prove_stream, prove_values
+from quark.torch.graph.rotation.residual_stream import (
     ObstacleError,
     Seen,
     expect_read,
@@ -21,15 +21,15 @@ from quark.torch.graph.stream import (
     find_stream,
     find_values,
 )
+from quark.torch.graph.rotation.vectors import Follower
 from quark.torch.graph.structure import ResidualStream, Structure
 from quark.torch.graph.trace import trace
-from quark.torch.graph.unseen import (
+from quark.torch.graph.unreached import (
     extended,
     unread_weights,
     unseen_siblings,
     without_unread_readers,
 )
-from quark.torch.graph.vectors import Follower
 
 
 def discover(model: nn.Module, inputs: Any) -> Structure:

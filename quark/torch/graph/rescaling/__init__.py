@@ -1,0 +1,1 @@
+"""Parameters that can be rescaled without changing the function of a model."""

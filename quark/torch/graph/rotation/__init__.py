@@ -1,0 +1,1 @@
+"""The residual stream and value heads, which can be rotated without changing the model."""
