@@ -29,8 +29,8 @@ from scores import divergence
 
 from quark.demo.text import calibration_documents
 from quark.torch import LLMTemplate, ModelQuantizer, collect_statistics
-from quark.torch.algorithm.kept import Statistics
 from quark.torch.evaluation.perplexity import perplexity, token_windows
+from quark.torch.pipeline.statistics import Statistics
 from quark.torch.quantization.config import presets
 from quark.torch.quantization.config.algo import algo_config_from_dict
 from quark.torch.quantization.config.config import Config

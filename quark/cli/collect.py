@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from quark.torch.algorithm.kept import Statistics
+    from quark.torch.pipeline.statistics import Statistics
 
 HELP = """
 Run data through a float model once and write what quantizing it asks of the data.

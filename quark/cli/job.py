@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from quark.torch.algorithm.kept import Statistics
+    from quark.torch.pipeline.statistics import Statistics
     from quark.torch.quantization.config.config import Config
 
 

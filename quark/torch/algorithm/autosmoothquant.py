@@ -19,8 +19,8 @@ from quark.torch.algorithm.groups import (
     usable_groups,
 )
 from quark.torch.algorithm.smoothquant import has_quantized_input
-from quark.torch.algorithm.statistics import Sample, observing
 from quark.torch.graph.structure import Edit, ScaleGroup
+from quark.torch.pipeline.accumulators import Sample, observing
 from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.pipeline.runner import Block, run_blocks
 from quark.torch.quantization.config.algo import AutoSmoothQuantConfig

@@ -24,8 +24,8 @@ from quark.torch.algorithm.groups import (
     to_factors,
     usable_groups,
 )
-from quark.torch.algorithm.statistics import Gram
 from quark.torch.graph.structure import Edit, ScaleGroup
+from quark.torch.pipeline.accumulators import Gram
 from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.pipeline.runner import run_blocks
 from quark.torch.quantization.config.algo import AWQConfig, RoundingConfig

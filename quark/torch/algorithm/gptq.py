@@ -15,8 +15,8 @@ from quark.torch.algorithm.clipping import clipped
 from quark.torch.algorithm.fitting import round_and_fit
 from quark.torch.algorithm.groups import as_rows, block_layers, check_served
 from quark.torch.algorithm.inputs import in_turn, observe_inputs, rounding_inputs
-from quark.torch.algorithm.statistics import Gram
 from quark.torch.numerics.qdq import ColumnRounding
+from quark.torch.pipeline.accumulators import Gram
 from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.pipeline.runner import Block, run_blocks
 from quark.torch.quantization.config.algo import GPTQConfig, RoundingConfig

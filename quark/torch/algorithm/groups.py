@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from quark.torch.algorithm.statistics import Gram, observing
 from quark.torch.graph.structure import Edit, ScaleGroup
+from quark.torch.pipeline.accumulators import Gram, observing
 from quark.torch.pipeline.context import Context
 from quark.torch.pipeline.runner import Block
 from quark.torch.quantization.config.layer import QuantizationConfig

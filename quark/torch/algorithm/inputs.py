@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from quark.torch.algorithm.groups import first_reader
-from quark.torch.algorithm.statistics import Gram, observing
+from quark.torch.pipeline.accumulators import Gram, observing
 from quark.torch.pipeline.capture import Enough
 from quark.torch.pipeline.context import Context
 from quark.torch.pipeline.runner import Block

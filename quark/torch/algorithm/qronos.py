@@ -24,7 +24,7 @@ from quark.torch.algorithm.gptq import (
 )
 from quark.torch.algorithm.groups import as_rows, check_served
 from quark.torch.algorithm.inputs import TokenWeights, in_turn, observe_inputs
-from quark.torch.algorithm.statistics import Gram
+from quark.torch.pipeline.accumulators import Gram
 from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.pipeline.runner import Block
 from quark.torch.quantization.config.algo import GPTAQConfig, QronosConfig

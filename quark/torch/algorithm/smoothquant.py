@@ -15,10 +15,10 @@ from quark.torch.algorithm.groups import (
     to_factors,
     usable_groups,
 )
-from quark.torch.algorithm.statistics import ChannelRange, observing
 from quark.torch.graph.eval_mode import at_inference
 from quark.torch.graph.structure import ScaleGroup
 from quark.torch.numerics.blocks import QSchemeType
+from quark.torch.pipeline.accumulators import ChannelRange, observing
 from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.pipeline.inference import padding_mask, parts, progress, run_batch
 from quark.torch.quantization.config.algo import SmoothQuantConfig

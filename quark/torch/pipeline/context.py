@@ -14,7 +14,7 @@ from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.nn.mixin import QuantMixin
 
 if TYPE_CHECKING:
-    from quark.torch.algorithm.statistics import Gram
+    from quark.torch.pipeline.accumulators import Gram
 
 
 @dataclass(frozen=True)

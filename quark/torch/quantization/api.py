@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from quark.torch.algorithm.kept import Statistics
-from quark.torch.algorithm.ranges import is_told
 from quark.torch.graph.discovery import discover
 from quark.torch.graph.structure import Structure
 from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.pipeline.inference import excerpt, parts, repeatable, run_batch
+from quark.torch.pipeline.statistics import Statistics
+from quark.torch.pipeline.tensor_ranges import is_told
 from quark.torch.quantization.calibrate import (
     calibrate_activations,
     calibrate_parameters,

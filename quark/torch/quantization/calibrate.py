@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.torch.algorithm.kept import Statistics
 from quark.torch.numerics.blocks import QSchemeType
 from quark.torch.pipeline.inference import parts, progress, run_batch
+from quark.torch.pipeline.statistics import Statistics
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.match import matches
 from quark.torch.quantization.nn.experts import counterparts, counting

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from quark.torch.algorithm.kept import Statistics
-from quark.torch.algorithm.ranges import is_told
 from quark.torch.pipeline.inference import progress
+from quark.torch.pipeline.statistics import Statistics
+from quark.torch.pipeline.tensor_ranges import is_told
 from quark.torch.quantization.calibrate import calibrate_parameters, recall_activations
 from quark.torch.quantization.config.config import NAMED_ONLY, Config
 from quark.torch.quantization.config.layer import QuantizationConfig

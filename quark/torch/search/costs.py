@@ -18,9 +18,9 @@ from torch import nn
 from quark.torch.algorithm.awq import has_quantized_weight
 from quark.torch.algorithm.gptq import round_layer
 from quark.torch.algorithm.groups import as_rows
-from quark.torch.algorithm.kept import Statistics
-from quark.torch.algorithm.statistics import Gram
 from quark.torch.export.formats.base import ExportFormat, get_format
+from quark.torch.pipeline.accumulators import Gram
+from quark.torch.pipeline.statistics import Statistics
 from quark.torch.quantization.calibrate import recall_activations, settle_weights
 from quark.torch.quantization.config.algo import GPTQConfig
 from quark.torch.quantization.config.config import Config

@@ -20,13 +20,11 @@ from torch import nn
 
 from quark.torch.algorithm.awq import output_error
 from quark.torch.algorithm.groups import as_rows, block_layers, first_reader, observe_grams
-from quark.torch.algorithm.kept import Probe, Statistics, data_digest, fingerprint, place
-from quark.torch.algorithm.ranges import TensorRange
-from quark.torch.algorithm.statistics import Draw, Gram, Observe
-from quark.torch.algorithm.statistics import observing as watching
 from quark.torch.graph.discovery import discover
 from quark.torch.graph.eval_mode import at_inference
 from quark.torch.graph.structure import Structure
+from quark.torch.pipeline.accumulators import Draw, Gram, Observe
+from quark.torch.pipeline.accumulators import observing as watching
 from quark.torch.pipeline.context import Context
 from quark.torch.pipeline.inference import (
     excerpt,
@@ -37,7 +35,9 @@ from quark.torch.pipeline.inference import (
     run_batch,
 )
 from quark.torch.pipeline.runner import Block, run_blocks
+from quark.torch.pipeline.statistics import Probe, Statistics, data_digest, fingerprint, place
 from quark.torch.pipeline.store import ActivationStore
+from quark.torch.pipeline.tensor_ranges import TensorRange
 from quark.torch.quantization.calibrate import observing, settle_weights
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.layer import QuantizationConfig

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from quark.torch.algorithm.kept import Probe, Statistics
-from quark.torch.algorithm.ranges import TensorRange
-from quark.torch.algorithm.statistics import Gram
 from quark.torch.export.checkpoint.files import fresh_directory, read_json, write_json
+from quark.torch.pipeline.accumulators import Gram
+from quark.torch.pipeline.statistics import Probe, Statistics
+from quark.torch.pipeline.tensor_ranges import TensorRange
 
 HEADER, TENSORS = "statistics.json", "statistics.safetensors"
 LAYOUT = 3  # of the files; another is refused

@@ -7,10 +7,10 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from quark.torch.algorithm.kept import Probe, Statistics, differing, digest, place
-from quark.torch.algorithm.ranges import TensorRange
-from quark.torch.algorithm.statistics import Draw, Gram
+from quark.torch.pipeline.accumulators import Draw, Gram
 from quark.torch.pipeline.inference import progress
+from quark.torch.pipeline.statistics import Probe, Statistics, differing, digest, place
+from quark.torch.pipeline.tensor_ranges import TensorRange
 from quark.torch.statistics.collect import TOKENS
 
 

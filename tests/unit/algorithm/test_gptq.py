@@ -9,7 +9,7 @@ from transformers.pytorch_utils import Conv1D
 
 from quark.torch.algorithm import gptq
 from quark.torch.algorithm.gptq import inverse_factor, round_layer, shrink_to_pool, solve
-from quark.torch.algorithm.statistics import Gram
+from quark.torch.pipeline.accumulators import Gram
 from quark.torch.quantization.config.config import (
     Config,
     Int8PerTensorSpec,

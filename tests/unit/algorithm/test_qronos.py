@@ -7,7 +7,7 @@ from transformers.pytorch_utils import Conv1D
 
 from quark.torch.algorithm.inputs import in_turn, observe_inputs
 from quark.torch.algorithm.qronos import DAMPING, correct_
-from quark.torch.algorithm.statistics import Gram
+from quark.torch.pipeline.accumulators import Gram
 from quark.torch.pipeline.runner import run_blocks
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.presets import scheme

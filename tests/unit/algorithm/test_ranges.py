@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quark.torch.algorithm.ranges import TensorRange
+from quark.torch.pipeline.tensor_ranges import TensorRange
 
 X = torch.randn(50, 8, generator=torch.Generator().manual_seed(5)) * torch.logspace(-1, 2, 8)
 CUTS = {"whole": [50], "one by one": [1] * 50, "uneven": [7, 0, 30, 13], "end": [0, 49, 1]}

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from quark.torch.algorithm.statistics import ChannelRange, Draw, Gram, Sample, observing
 from quark.torch.numerics.hadamard import hadamard
+from quark.torch.pipeline.accumulators import ChannelRange, Draw, Gram, Sample, observing
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.prepare import plan, prepare

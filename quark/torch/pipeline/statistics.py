@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from quark.torch.algorithm.ranges import TensorRange, is_told
-from quark.torch.algorithm.statistics import Gram
+from quark.torch.pipeline.accumulators import Gram
 from quark.torch.pipeline.inference import parts
+from quark.torch.pipeline.tensor_ranges import TensorRange, is_told
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.nn.mixin import PARAMETERS, QuantMixin
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from quark.torch.algorithm.statistics import ChannelRange
 from quark.torch.numerics.blocks import QSchemeType
+from quark.torch.pipeline.accumulators import ChannelRange
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.nn.quantizer import TensorQuantizer
 from quark.torch.quantization.observer.histogram import Histogram, HistogramObserver, limit_of
