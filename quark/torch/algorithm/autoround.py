@@ -16,8 +16,8 @@ import torch
 
 from quark.torch.algorithm.awq import has_quantized_weight
 from quark.torch.algorithm.gptq import freeze, resolve, solved_blocks
-from quark.torch.algorithm.groups import check_served
-from quark.torch.algorithm.inputs import rounding_inputs
+from quark.torch.algorithm.layer_inputs import rounding_inputs
+from quark.torch.algorithm.rescaling import check_served
 from quark.torch.numerics.blocks import QSchemeType
 from quark.torch.numerics.exponents import exponent_of, power_of_two
 from quark.torch.numerics.qdq import fake_quantize

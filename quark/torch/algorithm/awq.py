@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 import torch
 
 from quark.torch.algorithm.clipping import clipped, group_width
-from quark.torch.algorithm.groups import (
+from quark.torch.algorithm.rescaling import (
     along,
     as_rows,
     block_layers,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quark.torch.algorithm.groups import as_rows
+from quark.torch.algorithm.rescaling import as_rows
 from quark.torch.numerics.blocks import QSchemeType
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.nn.mixin import QuantMixin, is_transposed

@@ -12,9 +12,9 @@ import torch
 
 from quark.torch.algorithm.awq import has_quantized_weight
 from quark.torch.algorithm.clipping import clipped
-from quark.torch.algorithm.fitting import round_and_fit
-from quark.torch.algorithm.groups import as_rows, block_layers, check_served
-from quark.torch.algorithm.inputs import in_turn, observe_inputs, rounding_inputs
+from quark.torch.algorithm.layer_inputs import in_turn, observe_inputs, rounding_inputs
+from quark.torch.algorithm.rescaling import as_rows, block_layers, check_served
+from quark.torch.algorithm.scale_refit import round_and_fit
 from quark.torch.numerics.qdq import ColumnRounding
 from quark.torch.pipeline.accumulators import Gram
 from quark.torch.pipeline.context import Algorithm, Context

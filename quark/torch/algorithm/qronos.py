@@ -22,8 +22,8 @@ from quark.torch.algorithm.gptq import (
     solve,
     solved_blocks,
 )
-from quark.torch.algorithm.groups import as_rows, check_served
-from quark.torch.algorithm.inputs import TokenWeights, in_turn, observe_inputs
+from quark.torch.algorithm.layer_inputs import TokenWeights, in_turn, observe_inputs
+from quark.torch.algorithm.rescaling import as_rows, check_served
 from quark.torch.pipeline.accumulators import Gram
 from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.pipeline.runner import Block

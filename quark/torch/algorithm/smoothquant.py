@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from quark.torch.algorithm.groups import (
+from quark.torch.algorithm.rescaling import (
     as_rows,
     check_served,
     consumer_edits,

@@ -27,8 +27,8 @@ from quark.torch.algorithm.gptq import (
     solved_blocks,
     solved_layers,
 )
-from quark.torch.algorithm.groups import check_served
 from quark.torch.algorithm.qronos import round_block
+from quark.torch.algorithm.rescaling import check_served
 from quark.torch.numerics.qdq import ColumnRounding
 from quark.torch.pipeline.backward import run_blocks_back
 from quark.torch.pipeline.context import Algorithm, Context

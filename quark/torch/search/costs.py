@@ -17,7 +17,7 @@ from torch import nn
 
 from quark.torch.algorithm.awq import has_quantized_weight
 from quark.torch.algorithm.gptq import round_layer
-from quark.torch.algorithm.groups import as_rows
+from quark.torch.algorithm.rescaling import as_rows
 from quark.torch.export.formats.base import ExportFormat, get_format
 from quark.torch.pipeline.accumulators import Gram
 from quark.torch.pipeline.statistics import Statistics

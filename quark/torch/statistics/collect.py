@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from quark.torch.algorithm.awq import output_error
-from quark.torch.algorithm.groups import as_rows, block_layers, first_reader, observe_grams
+from quark.torch.algorithm.rescaling import as_rows, block_layers, first_reader, observe_grams
 from quark.torch.graph.discovery import discover
 from quark.torch.graph.eval_mode import at_inference
 from quark.torch.graph.structure import Structure

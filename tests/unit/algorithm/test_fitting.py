@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from quark.torch.algorithm import fitting
-from quark.torch.algorithm.fitting import fitted_scales, round_and_fit
+from quark.torch.algorithm import scale_refit as fitting
+from quark.torch.algorithm.scale_refit import fitted_scales, round_and_fit
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.prepare import plan, prepare

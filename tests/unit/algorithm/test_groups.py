@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from quark.torch.algorithm.groups import (
+from quark.torch.algorithm.rescaling import (
     as_rows,
     check_served,
     first_reader,

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from quark.torch.algorithm.inputs import in_turn, observe_inputs
+from quark.torch.algorithm.layer_inputs import in_turn, observe_inputs
 from quark.torch.algorithm.qronos import DAMPING, correct_
 from quark.torch.pipeline.accumulators import Gram
 from quark.torch.pipeline.runner import run_blocks

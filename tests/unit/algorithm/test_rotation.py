@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from quark.torch import ModelImporter, ModelQuantizer
-from quark.torch.algorithm.rotation import apply, check, keeping_ones
+from quark.torch.algorithm.rotation.rotate import apply, check, keeping_ones
 from quark.torch.numerics.hadamard import random_hadamard
 from quark.torch.quantization.calibrate import calibrate_parameters
 from quark.torch.quantization.config.config import (

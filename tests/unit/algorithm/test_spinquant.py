@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from quark.torch.algorithm import spinquant
-from quark.torch.algorithm.rotation import apply, keeping_ones
-from quark.torch.algorithm.spinquant import cayley_step, learn
-from quark.torch.algorithm.turns import Turns, rotate_stream, rotate_values
+from quark.torch.algorithm.rotation import spinquant
+from quark.torch.algorithm.rotation.edits import Turns, rotate_stream, rotate_values
+from quark.torch.algorithm.rotation.rotate import apply, keeping_ones
+from quark.torch.algorithm.rotation.spinquant import cayley_step, learn
 from quark.torch.numerics.hadamard import hadamard, random_hadamard
 from quark.torch.quantization.calibrate import calibrate_parameters
 from quark.torch.quantization.config.config import RotationConfig

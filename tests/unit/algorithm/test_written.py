@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from quark.torch.algorithm.rotation import apply
-from quark.torch.algorithm.written import written_stream
+from quark.torch.algorithm.rotation.config_file import written_stream
+from quark.torch.algorithm.rotation.rotate import apply
 from quark.torch.quantization.config.config import RotationConfig
 from tests.models.architectures import build, small_config
 from tests.unit.algorithm.rotating import context_of, logits_of

@@ -301,7 +301,7 @@ ALGORITHMS = {
 
 @pytest.mark.parametrize(("layer", "algorithms"), ALGORITHMS.values(), ids=ALGORITHMS)
 def test_algorithms_and_keys_go_together(layer, algorithms, build, export, monkeypatch):
-    monkeypatch.setattr("quark.torch.algorithm.spinquant.STEPS", 5)
+    monkeypatch.setattr("quark.torch.algorithm.rotation.spinquant.STEPS", 5)
     model = quantized(build(), config_of(INT8, algorithms, layer))
     expected = logits_of(model)
     read = ModelImporter(export(model), "safetensors").import_model_info(build())

@@ -19,7 +19,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from quark.torch.algorithm.turns import STREAM, Turns
+from quark.torch.algorithm.rotation.edits import STREAM, Turns
 from quark.torch.graph.eval_mode import at_inference
 from quark.torch.numerics.qdq import dynamic_qparams, fake_quantize
 from quark.torch.pipeline.context import Context

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from quark.torch.algorithm.groups import first_reader
+from quark.torch.algorithm.rescaling import first_reader
 from quark.torch.pipeline.accumulators import Gram, observing
 from quark.torch.pipeline.capture import Enough
 from quark.torch.pipeline.context import Context

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from quark.torch.algorithm.turns import STREAM, Turns, rotate_stream, rotate_values, untie
-from quark.torch.algorithm.written import written_stream
+from quark.torch.algorithm.rotation.config_file import written_stream
+from quark.torch.algorithm.rotation.edits import STREAM, Turns, rotate_stream, rotate_values, untie
 from quark.torch.graph.structure import ResidualStream
 from quark.torch.numerics.hadamard import hadamard, largest_order, random_hadamard
 from quark.torch.pipeline.context import Algorithm, Context
@@ -92,7 +92,7 @@ def apply(context: Context, options: RotationConfig) -> None:
     for name in plan.online:
         context.layers[name].rotate_input(hadamard(plan.size))
     if options.trainable and stream is not None:
-        from quark.torch.algorithm.spinquant import learn
+        from quark.torch.algorithm.rotation.spinquant import learn
 
         rotations = learn(context, plan.turns, rotations, _takes_mean(stream))
     plan.turns.apply_(context.model, rotations)

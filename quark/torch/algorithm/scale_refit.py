@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from quark.torch.algorithm.clipping import group_width, rows_apart
-from quark.torch.algorithm.groups import as_rows
+from quark.torch.algorithm.rescaling import as_rows
 from quark.torch.numerics.qdq import ColumnRounding
 from quark.torch.numerics.scales import round_scale
 from quark.torch.numerics.scheme import Scheme

@@ -1,0 +1,1 @@
+"""Rotations that spread outliers: QuaRot and SpinQuant."""
