@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quark.cli import console, models
-from quark.cli.flags import CalibrationFlags, ModelFlags
 from quark.cli.options import SEQ_LEN, Verbose, panel, verb
+from quark.cli.quantize.flags import CalibrationFlags, ModelFlags
 
 if TYPE_CHECKING:
     import torch

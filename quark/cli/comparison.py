@@ -15,8 +15,8 @@ from rich.live import Live
 from rich.table import Table
 
 from quark.cli import console, models
-from quark.cli.configs import excluding_head, layer_scheme
 from quark.cli.options import SEQ_LEN
+from quark.cli.quantize.config import excluding_head, layer_scheme
 
 if TYPE_CHECKING:
     import torch

@@ -12,8 +12,8 @@ from rich.markup import escape
 
 from quark.cli import console, models
 from quark.cli.comparison import ORIGINAL, Material, compare, demo_material, logits
-from quark.cli.configs import layer_scheme
 from quark.cli.options import Verbose, panel
+from quark.cli.quantize.config import layer_scheme
 
 if TYPE_CHECKING:
     import torch

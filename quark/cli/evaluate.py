@@ -11,7 +11,7 @@ import typer
 from rich.markup import escape
 
 from quark.cli import console, models
-from quark.cli.measures import Figures, Measures, find_tasks, show_scores
+from quark.cli.metrics import Figures, Measures, find_tasks, show_scores
 from quark.cli.options import (
     EVAL_WINDOWS,
     SEQ_LEN,

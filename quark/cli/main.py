@@ -18,12 +18,12 @@ from quark.cli import (
     evaluate,
     inspect,
     merge,
-    quantize,
     recipes,
     report,
     schemes,
     search,
 )
+from quark.cli.quantize import command as quantize
 
 HELP = """
 Make a Hugging Face model smaller, see what it costs, and load it anywhere.

@@ -15,9 +15,9 @@ from rich.table import Table
 
 from quark.cli import console
 from quark.cli.collect import DataFlags, collect, find_float, load_float, load_kept, read_windows
-from quark.cli.configs import check_algorithms, layer_scheme
 from quark.cli.options import EVAL_WINDOWS, ManyValues, Verbose, panel, verb
-from quark.cli.request import names_in
+from quark.cli.quantize.config import check_algorithms, layer_scheme
+from quark.cli.quantize.request import names_in
 
 if TYPE_CHECKING:
     import torch

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quark.cli import job
-from quark.cli.request import Request
+from quark.cli.quantize import job
+from quark.cli.quantize.request import Request
 from quark.torch.evaluation import tasks
 
 SCRIPT = Path(__file__).parents[2] / "examples/torch/language_modeling/llm_ptq/quantize_quark.py"

@@ -4,8 +4,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from quark.cli import console, job
+from quark.cli import console
 from quark.cli.main import app
+from quark.cli.quantize import job
 from quark.demo.text import model_directory
 
 SIZES = {

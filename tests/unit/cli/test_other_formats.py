@@ -69,7 +69,7 @@ def test_onnx_is_verified(quantize):
 
 
 def test_onnx_is_not_verified_without_a_runtime(refused, model_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr("quark.cli.request.find_spec", lambda name: None)
+    monkeypatch.setattr("quark.cli.quantize.request.find_spec", lambda name: None)
     place = ["--model_dir", model_dir, "--output_dir", tmp_path / "out", *FLAGS]
     said = refused("quantize", *place, "--model_export", "onnx", "--verify")
     assert "pip install onnxruntime" in said

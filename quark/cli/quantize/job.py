@@ -12,11 +12,11 @@ from rich.markup import escape
 
 from quark.cli import console, models
 from quark.cli.collect import load_kept
-from quark.cli.configs import excluding_head, make_config, needs_data
-from quark.cli.measures import Figures, Measures, prepare_measures, show_scores, write_metrics
+from quark.cli.metrics import Figures, Measures, prepare_measures, show_scores, write_metrics
 from quark.cli.options import GGUF_NAME, SEQ_LEN
-from quark.cli.outline import Outcome, show_outcome, show_plan
-from quark.cli.request import Request, check_flags, check_places
+from quark.cli.quantize.config import excluding_head, make_config, needs_data
+from quark.cli.quantize.plan import Outcome, show_outcome, show_plan
+from quark.cli.quantize.request import Request, check_flags, check_places
 
 if TYPE_CHECKING:
     import torch

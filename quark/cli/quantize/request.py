@@ -9,9 +9,10 @@ from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 
-from quark.cli.compatibility import CompatibilityFlags, check_compatibility
 from quark.cli.console import wrong
-from quark.cli.flags import (
+from quark.cli.models import read_config
+from quark.cli.quantize.compatibility import CompatibilityFlags, check_compatibility
+from quark.cli.quantize.flags import (
     AlgorithmFlags,
     CalibrationFlags,
     EvaluationFlags,
@@ -20,7 +21,6 @@ from quark.cli.flags import (
     ReloadFlags,
     SchemeFlags,
 )
-from quark.cli.models import read_config
 
 logger = logging.getLogger(__name__)
 

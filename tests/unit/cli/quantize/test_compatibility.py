@@ -2,7 +2,7 @@
 
 import pytest
 
-from quark.cli.compatibility import NOTED, REFUSED
+from quark.cli.quantize.compatibility import NOTED, REFUSED
 
 VALUES = {
     "import_file_format": ["hf_format"],

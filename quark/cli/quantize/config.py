@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quark.cli.console import wrong
-from quark.cli.request import Request
+from quark.cli.quantize.request import Request
 
 if TYPE_CHECKING:
     from torch import nn

@@ -16,7 +16,7 @@ from rich.markup import escape
 from quark.cli import console, models
 from quark.cli.console import wrong
 from quark.cli.options import EVAL_WINDOWS, SEQ_LEN
-from quark.cli.request import Request, names_in
+from quark.cli.quantize.request import Request, names_in
 
 if TYPE_CHECKING:
     import torch

@@ -11,10 +11,10 @@ from rich.markup import escape
 
 from quark import __version__
 from quark.cli import console, models
-from quark.cli.configs import needs_data
-from quark.cli.measures import Figures
+from quark.cli.metrics import Figures
 from quark.cli.options import GGUF_NAME, ONNX_NAME
-from quark.cli.request import Request
+from quark.cli.quantize.config import needs_data
+from quark.cli.quantize.request import Request
 
 if TYPE_CHECKING:
     from quark.torch.export.checks import ExpertTokens

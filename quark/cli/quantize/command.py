@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from quark.cli.options import ManyValues, verb
-from quark.cli.request import Request
+from quark.cli.quantize.request import Request
 
 HELP = """
 Quantize a model and write it so that Transformers, vLLM and this package load it.
@@ -58,6 +58,6 @@ def register(app: typer.Typer) -> None:
 
 
 def _quantize(request: Request) -> None:
-    from quark.cli.job import run
+    from quark.cli.quantize.job import run
 
     run(request)

@@ -1,0 +1,1 @@
+"""`quark quantize`: flags, request, configuration, plan and job."""
