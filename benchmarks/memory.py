@@ -82,7 +82,7 @@ def quantize(
 
     from quark.torch import LLMTemplate, ModelQuantizer
     from quark.torch.pipeline import runner
-    from quark.torch.pipeline.store import ActivationStore
+    from quark.torch.pipeline.activation_store import ActivationStore
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -36,7 +36,7 @@ from quark.torch.quantization.config.algo import algo_config_from_dict
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.config.recipes import RECIPES
-from quark.torch.search.choices import Mixture, mixed_config, rounded_as, weigh
+from quark.torch.search.mixtures import Mixture, mixed_config, rounded_as, weigh
 
 CALIBRATION_WINDOWS = 64
 FORMATS = "int2_wo_128,int2_wo_64,int3_wo_128,int3_wo_64,int4_wo_128,int4_wo_32,int8_wo"

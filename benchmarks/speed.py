@@ -76,7 +76,7 @@ def arguments() -> argparse.Namespace:
 
 def schemes(wanted: str | None) -> tuple[list[str], list[str]]:
     """Return the names of the schemes to measure that need no data, and of those that do."""
-    from quark.torch.quantization.calibrate import needs_data
+    from quark.torch.quantization.calibration import needs_data
     from quark.torch.quantization.config import presets
 
     names = wanted.split(",") if wanted else SCHEMES

@@ -55,7 +55,7 @@ def _copy_seconds(values: list[torch.Tensor]) -> float:
 def calibration(scheme: str, size: str, windows: int, rounds: int) -> dict[str, Any]:
     """Quantize by a static scheme, in turns with plain passes of the same data."""
     from quark.torch import LLMTemplate, ModelQuantizer
-    from quark.torch.quantization.prepare import restore
+    from quark.torch.quantization.preparation import restore
 
     model = random_llama.build(size)
     data = random_llama.batches(size, windows)

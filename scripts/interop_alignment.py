@@ -16,7 +16,7 @@ from interop_workers import LogProbabilities, of_model
 from safetensors.torch import load_file
 from torch import Tensor
 
-from quark.torch.quantization.nn.mixin import QuantMixin
+from quark.torch.quantization.nn.layer import QuantMixin
 
 
 class Alignment(NamedTuple):

@@ -155,7 +155,7 @@ def collect(model: nn.Module, windows: torch.Tensor, batch_size: int, probes: in
     """Return statistics of a model on windows of text; see ``collect_statistics``."""
     import torch
 
-    from quark.torch.statistics.collect import collect_statistics
+    from quark.torch.statistics.collection import collect_statistics
 
     with console.stage("collecting statistics"):
         return collect_statistics(model, [*torch.split(windows, batch_size)], probes)

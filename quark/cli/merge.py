@@ -41,7 +41,7 @@ def merge(
     parts: Parts, output_dir: Target, overwrite: Overwrite = False, verbose: Verbose = False
 ) -> None:
     """Merge statistics and say what came of it."""
-    from quark.torch.statistics.merge import merge_statistics
+    from quark.torch.statistics.merging import merge_statistics
 
     check_target(output_dir, overwrite)
     found = [read_kept(directory, "IN") for directory in parts]

@@ -184,7 +184,7 @@ def text_windows(
         typer.BadParameter: There is no such text, or too little of it.
     """
     from quark.demo.text import calibration_documents, evaluation_documents
-    from quark.torch.evaluation.named import named_documents
+    from quark.torch.evaluation.datasets import named_documents
     from quark.torch.evaluation.perplexity import token_windows
 
     try:

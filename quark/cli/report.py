@@ -90,7 +90,7 @@ def report(
     if dataset is not None:
         source, flag = (directory, "DIR") if original is None else (original, "--original")
         windows = _windows(source, flag, dataset, seq_len, limit, trust_remote_code)
-    from quark.torch.report.measure import measure
+    from quark.torch.report.measurement import measure
 
     with console.stage("measuring layers"):
         found = measure(

@@ -72,7 +72,7 @@ def _is_earlier(name: str) -> bool:
 
 
 def _layers() -> list[dict[str, Any]]:
-    from quark.torch.quantization.calibrate import needs_data
+    from quark.torch.quantization.calibration import needs_data
     from quark.torch.quantization.config.presets import scheme, scheme_names
     from quark.torch.report.summary import describe_layer
 

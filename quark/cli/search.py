@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from quark.torch.quantization.config.algo import AlgoConfig
     from quark.torch.quantization.config.config import Config
     from quark.torch.quantization.config.layer import QuantizationConfig
-    from quark.torch.search.choices import Mixture
+    from quark.torch.search.mixtures import Mixture
 
 FORMATS = ("int2_wo_64", "int3_wo_128", "int4_wo_128", "int4_wo_32", "int8_wo")
 PROBES = 8  # calls that sensitivities are measured on
@@ -134,7 +134,7 @@ def register(app: typer.Typer) -> None:
 
 def _search_formats(request: SearchRequest) -> None:
     from quark.torch.quantization.config.algo import SolverConfig
-    from quark.torch.search.choices import Mixture, mixed_config, weigh
+    from quark.torch.search.mixtures import Mixture, mixed_config, weigh
 
     _check(request)
     formats = _formats(request)
@@ -171,7 +171,7 @@ class _Measure:
     def perplexity(self, title: str, chosen: Mapping[str, str] | None = None) -> float | None:
         """Return the perplexity of a mixture, or of the model as it is; None without text."""
         from quark.torch.evaluation.perplexity import perplexity
-        from quark.torch.search.choices import rounded_as
+        from quark.torch.search.mixtures import rounded_as
 
         if self.windows is None:
             return None
@@ -203,7 +203,7 @@ def _check(request: SearchRequest) -> None:
 
 
 def _formats(request: SearchRequest) -> dict[str, QuantizationConfig]:
-    from quark.torch.search.choices import check_formats
+    from quark.torch.search.mixtures import check_formats
 
     names = list(FORMATS) if request.formats is None else names_in([request.formats])
     if not names:
@@ -267,7 +267,7 @@ def _write(
     request: SearchRequest, config: Config, mixture: Mixture, chosen: Mapping[str, str]
 ) -> None:
     from quark.torch.export.checkpoint.files import write_json
-    from quark.torch.search.picture import picture
+    from quark.torch.search.chart import picture
 
     write_json(request.output, config.to_dict(everything=True))
     if request.picture is not None:

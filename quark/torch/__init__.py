@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from quark.torch.quantization.api import ModelQuantizer as ModelQuantizer
     from quark.torch.quantization.config.template import LLMTemplate as LLMTemplate
     from quark.torch.quantization.config.type import QuantFlow as QuantFlow
-    from quark.torch.statistics.collect import collect_statistics as collect_statistics
+    from quark.torch.statistics.collection import collect_statistics as collect_statistics
     from quark.torch.statistics.files import load_statistics as load_statistics
     from quark.torch.statistics.files import save_statistics as save_statistics
-    from quark.torch.statistics.merge import merge_statistics as merge_statistics
+    from quark.torch.statistics.merging import merge_statistics as merge_statistics
 
 _NAMES = {
     "LLMTemplate": "quantization.config.template",
@@ -29,14 +29,14 @@ _NAMES = {
     "ModelImporter": "export.api",
     "ModelQuantizer": "quantization.api",
     "QuantFlow": "quantization.config.type",
-    "collect_statistics": "statistics.collect",
+    "collect_statistics": "statistics.collection",
     "export_gguf": "export.api",
     "export_onnx": "export.api",
     "export_safetensors": "export.api",
     "import_model_from_safetensors": "export.api",
     "load_params": "export.params",
     "load_statistics": "statistics.files",
-    "merge_statistics": "statistics.merge",
+    "merge_statistics": "statistics.merging",
     "save_params": "export.params",
     "save_statistics": "statistics.files",
 }

@@ -9,7 +9,7 @@ from quark.torch.export.recognition import open_checkpoint
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.config.spec import QuantizationSpec
-from quark.torch.quantization.nn.mixin import QuantMixin
+from quark.torch.quantization.nn.layer import QuantMixin
 
 # Widths that the kernels of the clients take.
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2}

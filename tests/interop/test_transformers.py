@@ -240,7 +240,7 @@ class TestPatternsThatOverlap:
 
     def test_order_matters_in_these(self, build, config_of):
         """The control: sorted, the patterns of the first case choose otherwise."""
-        from quark.torch.quantization.prepare import plan
+        from quark.torch.quantization.preparation import plan
 
         patterns = self.CONFIGS["wildcards"]
         both = [

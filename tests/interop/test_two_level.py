@@ -11,7 +11,7 @@ from quark.torch import ModelImporter
 from quark.torch.quantization.config import spec_classes as make
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.spec import QuantizationSpec
-from quark.torch.quantization.nn.mixin import QuantMixin
+from quark.torch.quantization.nn.layer import QuantMixin
 from quark.torch.quantization.nn.packed import PackedMixin
 
 ARCHIVE = Path(__file__).parents[1] / "data" / "golden_blocks.tar.xz"

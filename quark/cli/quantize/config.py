@@ -41,7 +41,7 @@ def make_config(request: Request, model_type: str) -> Config:
 
 
 def _check_statistics(config: Config) -> None:
-    from quark.torch.quantization import calibrate
+    from quark.torch.quantization import calibration as calibrate
     from quark.torch.quantization.api import check_from_statistics, find_algorithms
 
     try:
@@ -76,7 +76,7 @@ def needs_data(config: Config, has_statistics: bool = False) -> bool:
         config: The configuration.
         has_statistics: Whether they have statistics instead, as far as these go.
     """
-    from quark.torch.quantization import calibrate
+    from quark.torch.quantization import calibration as calibrate
     from quark.torch.quantization.api import find_algorithms, ranges_from_statistics
 
     algorithms, layers = find_algorithms(config), list(layer_configs(config))
@@ -276,7 +276,7 @@ def check_name(flag: str, name: str, names: Iterable[str]) -> None:
     Raises:
         typer.BadParameter: It is not; the nearest one is named.
     """
-    from quark.torch.quantization.config.names import nearest
+    from quark.torch.quantization.config.name_lookup import nearest
 
     names = list(names)
     if name.lower() in [known.lower() for known in names]:

@@ -194,7 +194,7 @@ def _siblings(model: nn.Module) -> list[list[str]]:
     import torch
 
     from quark.torch.graph.shared_inputs import same_input_groups
-    from quark.torch.pipeline.inference import run_batch
+    from quark.torch.pipeline.batches import run_batch
 
     batch = torch.ones(1, 8, dtype=torch.int64)
     groups = same_input_groups(model, lambda: run_batch(model, batch))

@@ -18,17 +18,17 @@ from quark.torch.algorithm.awq import has_quantized_weight
 from quark.torch.algorithm.gptq import freeze, resolve, solved_blocks
 from quark.torch.algorithm.layer_inputs import rounding_inputs
 from quark.torch.algorithm.rescaling import check_served
-from quark.torch.numerics.blocks import QSchemeType
 from quark.torch.numerics.exponents import exponent_of, power_of_two
+from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.qdq import fake_quantize
 from quark.torch.numerics.rounding import round_
 from quark.torch.numerics.scales import round_scale
+from quark.torch.pipeline.batches import sequences
 from quark.torch.pipeline.context import Algorithm, Context
-from quark.torch.pipeline.inference import sequences
 from quark.torch.pipeline.runner import Block
 from quark.torch.quantization.config.algo import AutoRoundConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
-from quark.torch.quantization.nn.mixin import QuantMixin
+from quark.torch.quantization.nn.layer import QuantMixin
 
 logger = logging.getLogger(__name__)
 

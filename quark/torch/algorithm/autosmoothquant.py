@@ -25,7 +25,7 @@ from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.pipeline.runner import Block, run_blocks
 from quark.torch.quantization.config.algo import AutoSmoothQuantConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
-from quark.torch.quantization.nn.mixin import QuantMixin
+from quark.torch.quantization.nn.layer import QuantMixin
 
 STEPS = 10  # strengths of the search: 0.1, 0.2, … 1
 TOKENS = 1024  # that the error is measured on

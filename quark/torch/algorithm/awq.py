@@ -30,7 +30,7 @@ from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.pipeline.runner import run_blocks
 from quark.torch.quantization.config.algo import AWQConfig, RoundingConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
-from quark.torch.quantization.nn.mixin import QuantMixin
+from quark.torch.quantization.nn.layer import QuantMixin
 
 logger = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from quark.torch.algorithm.rescaling import as_rows
-from quark.torch.numerics.blocks import QSchemeType
+from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.scheme import Scheme
-from quark.torch.quantization.nn.mixin import QuantMixin, is_transposed
+from quark.torch.quantization.nn.layer import QuantMixin, is_transposed
 
 SHARES = tuple(1 - i / 20 for i in range(1, 11))  # of the range: 0.95 … 0.5
 

@@ -22,7 +22,7 @@ from quark.torch.pipeline.runner import Block, run_blocks
 from quark.torch.quantization.config.algo import GPTQConfig, RoundingConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.nn.experts import counterparts
-from quark.torch.quantization.nn.mixin import QuantMixin, is_transposed
+from quark.torch.quantization.nn.layer import QuantMixin, is_transposed
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from quark.torch.pipeline.capture import Enough
 from quark.torch.pipeline.context import Context
 from quark.torch.pipeline.runner import Block
 from quark.torch.quantization.nn.experts import counterparts
-from quark.torch.quantization.nn.mixin import QuantMixin
+from quark.torch.quantization.nn.layer import QuantMixin
 
 Weights = Mapping[str, torch.Tensor]
 TokenWeights = Callable[[int], torch.Tensor | None]

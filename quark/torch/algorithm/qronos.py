@@ -30,7 +30,7 @@ from quark.torch.pipeline.runner import Block
 from quark.torch.quantization.config.algo import GPTAQConfig, QronosConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.nn.experts import counterparts
-from quark.torch.quantization.nn.mixin import QuantMixin, is_transposed
+from quark.torch.quantization.nn.layer import QuantMixin, is_transposed
 
 DAMPING = 0.01  # of W*, and of the rounding where options do not tell
 FITS = 3  # of scales to what GPTQ rounds, before the last time

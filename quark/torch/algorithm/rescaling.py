@@ -13,7 +13,7 @@ from quark.torch.pipeline.accumulators import Gram, observing
 from quark.torch.pipeline.context import Context
 from quark.torch.pipeline.runner import Block
 from quark.torch.quantization.config.layer import QuantizationConfig
-from quark.torch.quantization.nn.mixin import QuantMixin
+from quark.torch.quantization.nn.layer import QuantMixin
 
 logger = logging.getLogger(__name__)
 

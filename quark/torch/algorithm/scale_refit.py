@@ -15,7 +15,7 @@ from quark.torch.algorithm.rescaling import as_rows
 from quark.torch.numerics.qdq import ColumnRounding
 from quark.torch.numerics.scales import round_scale
 from quark.torch.numerics.scheme import Scheme
-from quark.torch.quantization.nn.mixin import QuantMixin, is_transposed
+from quark.torch.quantization.nn.layer import QuantMixin, is_transposed
 from quark.torch.quantization.nn.quantizer import State, TensorQuantizer
 
 MOST = 2.0  # factor by which a scale may change

@@ -17,10 +17,10 @@ from quark.torch.algorithm.rescaling import (
 )
 from quark.torch.graph.eval_mode import at_inference
 from quark.torch.graph.structure import ScaleGroup
-from quark.torch.numerics.blocks import QSchemeType
+from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.pipeline.accumulators import ChannelRange, observing
+from quark.torch.pipeline.batches import padding_mask, parts, progress, run_batch
 from quark.torch.pipeline.context import Algorithm, Context
-from quark.torch.pipeline.inference import padding_mask, parts, progress, run_batch
 from quark.torch.quantization.config.algo import SmoothQuantConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.nn.experts import counting

@@ -30,9 +30,9 @@ from quark.torch.algorithm.gptq import (
 from quark.torch.algorithm.qronos import round_block
 from quark.torch.algorithm.rescaling import check_served
 from quark.torch.numerics.qdq import ColumnRounding
+from quark.torch.pipeline.activation_store import ActivationStore
 from quark.torch.pipeline.backward import run_blocks_back
 from quark.torch.pipeline.context import Algorithm, Context
-from quark.torch.pipeline.store import ActivationStore
 from quark.torch.quantization.config.algo import YaqaConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.nn.experts import counterparts

@@ -15,7 +15,7 @@ from quark.torch.export.gguf.writer import check_holds
 from quark.torch.export.recognition import GGUF, gguf_of, open_checkpoint
 from quark.torch.export.verification import Verdict
 from quark.torch.quantization.config.export import JsonExporterConfig
-from quark.torch.quantization.config.names import one_of
+from quark.torch.quantization.config.name_lookup import one_of
 
 TARGETS = (*FORMATS, GGUF)
 _BESIDE = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")

@@ -32,7 +32,7 @@ from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.match import literal
 from quark.torch.quantization.config.type import QuantizationMode
 from quark.torch.quantization.nn.attention import key_routes
-from quark.torch.quantization.nn.mixin import QuantMixin
+from quark.torch.quantization.nn.layer import QuantMixin
 from quark.torch.quantization.nn.packed import SHORT_NAMES, PackedMixin
 
 _SPEC_KEYS = {name: f"{short}_quant" for name, short in SHORT_NAMES.items()}

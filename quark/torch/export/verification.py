@@ -17,7 +17,7 @@ from quark.torch.export.onnx.runtime import PACKAGE, Graph
 from quark.torch.export.onnx.writer import FILE
 from quark.torch.export.recognition import open_checkpoint
 from quark.torch.graph.eval_mode import at_inference
-from quark.torch.quantization.nn.mixin import QuantMixin
+from quark.torch.quantization.nn.layer import QuantMixin
 from quark.torch.quantization.nn.packed import PackedMixin
 
 ROWS, TOKENS = 2, 16  # of the random text that is compared on

@@ -11,8 +11,8 @@ from functools import reduce
 import torch
 import torch.nn.functional as F
 
-from quark.torch.numerics.blocks import join_rows, row_pieces
 from quark.torch.numerics.formats import Format
+from quark.torch.numerics.granularity import join_rows, row_pieces
 
 PIECE = 1 << 20  # codes that go through at once
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from quark.torch.numerics.blocks import join_rows, row_pieces
 from quark.torch.numerics.codec import decode, encode
+from quark.torch.numerics.granularity import join_rows, row_pieces
 from quark.torch.numerics.rounding import RoundType, round_, round_to_grid_
 from quark.torch.numerics.scales import block_range, qparams_from_range
 from quark.torch.numerics.scheme import Scheme

@@ -8,8 +8,8 @@ from functools import lru_cache
 
 import torch
 
-from quark.torch.numerics.blocks import Blocks, QSchemeType, block_shape
 from quark.torch.numerics.formats import Format
+from quark.torch.numerics.granularity import Blocks, QSchemeType, block_shape
 from quark.torch.numerics.rounding import RoundType
 from quark.torch.numerics.scale_formats import E8M0, FLOAT32, ScaleFormat
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from quark.torch.quantization.nn.mixin import QuantMixin
+from quark.torch.quantization.nn.layer import QuantMixin
 
 Observe = Callable[[torch.Tensor], None]  # takes (tokens, channels)
 STRIDE = 0x9E3779B1  # 2³² over the golden ratio, odd

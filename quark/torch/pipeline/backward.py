@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from quark.torch.graph.eval_mode import at_inference
+from quark.torch.pipeline.activation_store import LIMIT, ActivationStore
+from quark.torch.pipeline.batches import parts, progress, run_batch
 from quark.torch.pipeline.capture import Calls, capture, standing_in, taken_apart
-from quark.torch.pipeline.inference import parts, progress, run_batch
 from quark.torch.pipeline.runner import Block, Stream
-from quark.torch.pipeline.store import LIMIT, ActivationStore
 
 Loss = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from quark.torch.pipeline.inference import padding_mask, parts, run_batch
-from quark.torch.pipeline.store import ActivationStore
+from quark.torch.pipeline.activation_store import ActivationStore
+from quark.torch.pipeline.batches import padding_mask, parts, run_batch
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # what a block is called with besides hidden states
 

@@ -11,7 +11,7 @@ from torch import nn
 from quark.torch.graph.structure import Structure
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.layer import QuantizationConfig
-from quark.torch.quantization.nn.mixin import QuantMixin
+from quark.torch.quantization.nn.layer import QuantMixin
 
 if TYPE_CHECKING:
     from quark.torch.pipeline.accumulators import Gram

@@ -11,9 +11,9 @@ from torch import nn
 from torch.func import functional_call
 
 from quark.torch.graph.eval_mode import at_inference
+from quark.torch.pipeline.activation_store import LIMIT, ActivationStore
+from quark.torch.pipeline.batches import progress
 from quark.torch.pipeline.capture import Calls, Enough, capture
-from quark.torch.pipeline.inference import progress
-from quark.torch.pipeline.store import LIMIT, ActivationStore
 from quark.torch.quantization.nn.experts import counting
 
 

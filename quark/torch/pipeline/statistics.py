@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from quark.torch.pipeline.accumulators import Gram
-from quark.torch.pipeline.inference import parts
+from quark.torch.pipeline.batches import parts
 from quark.torch.pipeline.tensor_ranges import TensorRange, is_told
 from quark.torch.quantization.config.layer import QuantizationConfig
-from quark.torch.quantization.nn.mixin import PARAMETERS, QuantMixin
+from quark.torch.quantization.nn.layer import PARAMETERS, QuantMixin
 
 
 class Probe(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quark.torch.numerics.blocks import QSchemeType
+from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.pipeline.accumulators import ChannelRange
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.nn.quantizer import TensorQuantizer

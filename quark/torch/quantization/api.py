@@ -15,11 +15,11 @@ from torch import nn
 
 from quark.torch.graph.discovery import discover
 from quark.torch.graph.structure import Structure
+from quark.torch.pipeline.batches import excerpt, parts, repeatable, run_batch
 from quark.torch.pipeline.context import Algorithm, Context
-from quark.torch.pipeline.inference import excerpt, parts, repeatable, run_batch
 from quark.torch.pipeline.statistics import Statistics
 from quark.torch.pipeline.tensor_ranges import is_told
-from quark.torch.quantization.calibrate import (
+from quark.torch.quantization.calibration import (
     calibrate_activations,
     calibrate_parameters,
     needs_data,
@@ -34,8 +34,8 @@ from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.nn.attention import key_projections, prove_keys, route_keys
 from quark.torch.quantization.nn.experts import fuse, unfuse
-from quark.torch.quantization.nn.mixin import PARAMETERS, QuantMixin
-from quark.torch.quantization.prepare import plan, prepare, quantized_layers, restore
+from quark.torch.quantization.nn.layer import PARAMETERS, QuantMixin
+from quark.torch.quantization.preparation import plan, prepare, quantized_layers, restore
 
 logger = logging.getLogger("quark")
 

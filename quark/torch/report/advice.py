@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.config.type import QSchemeType
-from quark.torch.report.activity import Predictions
+from quark.torch.report.activations import Predictions
 from quark.torch.report.layer import Layer
 from quark.torch.report.storage import FloatPart
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quark.torch.report.activity import Inputs
+from quark.torch.report.activations import Inputs
 from quark.torch.report.summary import Scheme
 from quark.torch.report.weights import Histogram, Scales, Values, WeightError
 

@@ -21,15 +21,15 @@ from quark.torch.algorithm.rescaling import as_rows
 from quark.torch.export.formats.base import ExportFormat, get_format
 from quark.torch.pipeline.accumulators import Gram
 from quark.torch.pipeline.statistics import Statistics
-from quark.torch.quantization.calibrate import recall_activations, settle_weights
+from quark.torch.quantization.calibration import recall_activations, settle_weights
 from quark.torch.quantization.config.algo import GPTQConfig
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.config.match import literal
-from quark.torch.quantization.nn.mixin import QuantMixin, is_transposed
-from quark.torch.quantization.prepare import plan, prepare, quantized_layers, restore
-from quark.torch.statistics.collect import rounded, weight_error
+from quark.torch.quantization.nn.layer import QuantMixin, is_transposed
+from quark.torch.quantization.preparation import plan, prepare, quantized_layers, restore
+from quark.torch.statistics.collection import rounded, weight_error
 
 
 class Cost(NamedTuple):

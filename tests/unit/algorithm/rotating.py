@@ -6,11 +6,11 @@ import torch
 
 from quark.torch.graph.discovery import discover
 from quark.torch.pipeline.context import Context
-from quark.torch.quantization.calibrate import settle_weights
+from quark.torch.quantization.calibration import settle_weights
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.nn.experts import unfuse
-from quark.torch.quantization.prepare import plan, prepare, quantized_layers
+from quark.torch.quantization.preparation import plan, prepare, quantized_layers
 from tests.models.architectures import tokens
 
 

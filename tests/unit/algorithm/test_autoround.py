@@ -12,13 +12,13 @@ from quark.torch import ModelQuantizer
 from quark.torch.algorithm import autoround
 from quark.torch.algorithm.autoround import SMALLEST_FACTOR, Learned, learn, total_error
 from quark.torch.algorithm.gptq import solved_blocks
-from quark.torch.numerics.blocks import QSchemeType
+from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.scales import ZeroPointType
 from quark.torch.quantization.config.algo import AutoRoundConfig, AWQConfig
 from quark.torch.quantization.config.config import Config, QuantizationSpec
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.config.presets import scheme
-from quark.torch.quantization.prepare import plan, prepare, quantized_layers
+from quark.torch.quantization.preparation import plan, prepare, quantized_layers
 from tests.models.architectures import build, small_config, tokens
 from tests.unit.algorithm.rotating import context_of
 

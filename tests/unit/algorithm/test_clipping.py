@@ -17,7 +17,7 @@ from quark.torch.quantization.config.config import (
 )
 from quark.torch.quantization.config.presets import scheme, scheme_names
 from quark.torch.quantization.config.type import QSchemeType
-from quark.torch.quantization.prepare import plan, prepare
+from quark.torch.quantization.preparation import plan, prepare
 
 INPUTS, OUTPUTS = 256, 6
 BLOCKS = QuantizationSpec(

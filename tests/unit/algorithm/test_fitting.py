@@ -11,7 +11,7 @@ from quark.torch.algorithm import scale_refit as fitting
 from quark.torch.algorithm.scale_refit import fitted_scales, round_and_fit
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.presets import scheme
-from quark.torch.quantization.prepare import plan, prepare
+from quark.torch.quantization.preparation import plan, prepare
 
 OUTPUTS, INPUTS = 12, 64
 

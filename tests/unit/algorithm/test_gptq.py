@@ -17,7 +17,7 @@ from quark.torch.quantization.config.config import (
     QuantizationSpec,
 )
 from quark.torch.quantization.config.presets import scheme, scheme_names
-from quark.torch.quantization.prepare import plan, prepare
+from quark.torch.quantization.preparation import plan, prepare
 
 INPUTS, OUTPUTS, TOKENS = 128, 24, 512
 DAMPING = 0.01

@@ -11,7 +11,7 @@ from quark.torch.pipeline.accumulators import Gram
 from quark.torch.pipeline.runner import run_blocks
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.presets import scheme
-from quark.torch.quantization.prepare import plan, prepare
+from quark.torch.quantization.preparation import plan, prepare
 from tests.models.architectures import build, small_config, tokens
 from tests.unit.algorithm.rotating import context_of
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from quark.torch import ModelImporter, ModelQuantizer
 from quark.torch.algorithm.rotation.rotate import apply, check, keeping_ones
 from quark.torch.numerics.hadamard import random_hadamard
-from quark.torch.quantization.calibrate import calibrate_parameters
+from quark.torch.quantization.calibration import calibrate_parameters
 from quark.torch.quantization.config.config import (
     OnlineRotationConfig,
     QuaRotConfig,

@@ -21,7 +21,7 @@ from quark.torch.quantization.config.algo import (
 )
 from quark.torch.quantization.config.config import Config, QuantizationSpec
 from quark.torch.quantization.config.presets import scheme
-from quark.torch.quantization.prepare import quantized_layers
+from quark.torch.quantization.preparation import quantized_layers
 from tests.models.architectures import VARIED, build, small_config
 
 SOLVERS = {

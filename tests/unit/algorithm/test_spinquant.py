@@ -9,7 +9,7 @@ from quark.torch.algorithm.rotation.edits import Turns, rotate_stream, rotate_va
 from quark.torch.algorithm.rotation.rotate import apply, keeping_ones
 from quark.torch.algorithm.rotation.spinquant import cayley_step, learn
 from quark.torch.numerics.hadamard import hadamard, random_hadamard
-from quark.torch.quantization.calibrate import calibrate_parameters
+from quark.torch.quantization.calibration import calibrate_parameters
 from quark.torch.quantization.config.config import RotationConfig
 from tests.models.architectures import InDouble, build, small_config, tokens
 from tests.unit.algorithm.rotating import context_of, logits_of

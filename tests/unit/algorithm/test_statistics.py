@@ -8,7 +8,7 @@ from quark.torch.numerics.hadamard import hadamard
 from quark.torch.pipeline.accumulators import ChannelRange, Draw, Gram, Sample, observing
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.presets import scheme
-from quark.torch.quantization.prepare import plan, prepare
+from quark.torch.quantization.preparation import plan, prepare
 
 X = torch.randn(50, 8, generator=torch.Generator().manual_seed(5)) * torch.logspace(-1, 2, 8)
 CUTS = {"whole": [50], "one by one": [1] * 50, "uneven": [7, 0, 30, 13], "end": [0, 49, 1]}

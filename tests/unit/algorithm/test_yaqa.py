@@ -8,7 +8,7 @@ from quark.torch import ModelQuantizer
 from quark.torch.algorithm import yaqa
 from quark.torch.algorithm.gptq import inverse_factor, solve
 from quark.torch.algorithm.yaqa import Surprise, observe_gradients, solve_both
-from quark.torch.pipeline.store import ActivationStore
+from quark.torch.pipeline.activation_store import ActivationStore
 from quark.torch.quantization.config.algo import YaqaConfig
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.presets import scheme

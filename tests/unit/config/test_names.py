@@ -2,7 +2,7 @@
 
 import pytest
 
-from quark.torch.quantization.config.names import nearest, one_of, unknown
+from quark.torch.quantization.config.name_lookup import nearest, one_of, unknown
 
 CHOICES = ["per_tensor", "per_channel", "per_group"]
 

@@ -22,7 +22,7 @@ from quark.torch.quantization.config.type import (
     ZeroPointType,
 )
 from quark.torch.quantization.observer import observer
-from quark.torch.quantization.observer.search import PerBlockMXDiffsObserver
+from quark.torch.quantization.observer.scale_search import PerBlockMXDiffsObserver
 
 SYM = {"symmetric": True, "scale_type": "float", "round_method": "half_even", "is_dynamic": False}
 ASYM = {**SYM, "symmetric": False}

@@ -3,7 +3,7 @@
 import datasets
 import pytest
 
-from quark.torch.evaluation.named import NAMED_SETS, named_documents
+from quark.torch.evaluation.datasets import NAMED_SETS, named_documents
 from quark.torch.evaluation.perplexity import load_documents
 
 RECORDS = {

@@ -16,7 +16,7 @@ from quark.torch.quantization.config.config import (
 )
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.config.spec import QuantizationSpec
-from quark.torch.quantization.nn.mixin import QuantMixin
+from quark.torch.quantization.nn.layer import QuantMixin
 
 LAYER = "model.layers.1.self_attn.k_proj"
 CT = "compressed-tensors"

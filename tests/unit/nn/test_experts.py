@@ -8,7 +8,7 @@ from torch import nn
 
 from quark.torch import ModelQuantizer
 from quark.torch.quantization.nn.experts import LinearExperts, counterparts, fuse, unfuse
-from quark.torch.quantization.nn.mixin import QuantMixin
+from quark.torch.quantization.nn.layer import QuantMixin
 
 # Names of the linear layers of an expert, as checkpoints of the architecture have them.
 MODELS = {

@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from quark.torch.numerics.hadamard import hadamard, random_hadamard
 from quark.torch.numerics.qdq import dequantize
 from quark.torch.quantization.config.config import QuantizationConfig, QuantizationSpec
-from quark.torch.quantization.nn.mixin import QuantMixin, become
+from quark.torch.quantization.nn.layer import QuantMixin, become
 from quark.torch.quantization.nn.operators import QuantLinear, operator
 
 INT8 = QuantizationSpec(dtype="int8", qscheme="per_tensor")

@@ -15,7 +15,7 @@ from quark.torch.export import ExporterConfig, JsonExporterConfig
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.config.spec_classes import BFP16Spec, MX6Spec, OCP_MXFP4Spec
-from quark.torch.quantization.nn.mixin import QuantMixin
+from quark.torch.quantization.nn.layer import QuantMixin
 from quark.torch.quantization.nn.packed import PackedMixin
 
 GROUP, RAGGED = 4, 10

@@ -10,7 +10,7 @@ from quark.torch.export.formats.layouts.packed import PackedLayout, ValueLayout
 from quark.torch.numerics.packing import pack, unpack
 from quark.torch.numerics.qdq import dequantize
 from quark.torch.quantization.config.config import QuantizationConfig, QuantizationSpec
-from quark.torch.quantization.nn.mixin import PARAMETERS
+from quark.torch.quantization.nn.layer import PARAMETERS
 from quark.torch.quantization.nn.operators import QParamsLinear, QuantLinear
 from quark.torch.quantization.nn.packed import SHORT_NAMES
 from quark.torch.quantization.nn.quantizer import State

@@ -16,8 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quark.torch.numerics.blocks import QSchemeType
 from quark.torch.numerics.formats import Dtype
+from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.qdq import dynamic_qparams, fake_quantize
 from quark.torch.numerics.scale_formats import E8M0, SCALE_FORMATS
 from quark.torch.numerics.scheme import Scheme

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quark.torch.numerics.blocks import Blocks, QSchemeType, block_shape
+from quark.torch.numerics.granularity import Blocks, QSchemeType, block_shape
 
 quick = settings(deadline=None, derandomize=True, max_examples=200)
 

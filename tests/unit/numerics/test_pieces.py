@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from quark.torch.numerics import packing, qdq
-from quark.torch.numerics.blocks import QSchemeType, join_rows, row_pieces
 from quark.torch.numerics.codec import decode
 from quark.torch.numerics.formats import Dtype
+from quark.torch.numerics.granularity import QSchemeType, join_rows, row_pieces
 from quark.torch.numerics.packing import pack, unpack
 from quark.torch.numerics.qdq import dynamic_qparams
 from quark.torch.numerics.scale_formats import E4M3, E8M0, FLOAT32

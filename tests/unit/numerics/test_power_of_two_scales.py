@@ -5,8 +5,8 @@ from fractions import Fraction
 import pytest
 import torch
 
-from quark.torch.numerics.blocks import QSchemeType
 from quark.torch.numerics.formats import Dtype
+from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.qdq import dynamic_qparams, fake_quantize
 from quark.torch.numerics.scale_formats import FLOAT32, POF2
 from quark.torch.numerics.scales import round_scale

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from quark.torch.numerics import qdq
-from quark.torch.numerics.blocks import QSchemeType
 from quark.torch.numerics.formats import Dtype
+from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.qdq import (
     dequantize,
     dynamic_qparams,

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quark.torch.numerics.blocks import QSchemeType
 from quark.torch.numerics.formats import Dtype
+from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.packing import ORDERS, pack, unpack
 from quark.torch.numerics.qdq import (
     codes_of,

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from quark.torch.numerics.blocks import QSchemeType
 from quark.torch.numerics.formats import Dtype
+from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.qdq import dynamic_qparams
 from quark.torch.numerics.scale_codec import (
     decode_scale,

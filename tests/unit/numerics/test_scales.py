@@ -11,8 +11,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from quark.torch.numerics.blocks import QSchemeType
 from quark.torch.numerics.formats import Dtype
+from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.qdq import dynamic_qparams, fake_quantize
 from quark.torch.numerics.scale_formats import ScaleFormat, ScaleType
 from quark.torch.numerics.scales import EPS, block_range, qparams_from_range

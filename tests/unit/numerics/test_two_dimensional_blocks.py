@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from quark.torch.numerics.blocks import QSchemeType
 from quark.torch.numerics.formats import Dtype
+from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.packing import pack, unpack
 from quark.torch.numerics.qdq import dequantize, dynamic_qparams, fake_quantize, quantize
 from quark.torch.numerics.scale_formats import E8M0, FLOAT32

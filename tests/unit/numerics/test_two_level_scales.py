@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from quark.torch.numerics.blocks import QSchemeType
 from quark.torch.numerics.formats import Dtype
+from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.qdq import dynamic_qparams, fake_quantize, quantize
 from quark.torch.numerics.scale_formats import E4M3, E5M3
 from quark.torch.numerics.scales import tensor_scale_from_range

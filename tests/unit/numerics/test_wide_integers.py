@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quark.torch.numerics.blocks import QSchemeType
 from quark.torch.numerics.formats import Dtype
+from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.packing import pack, packed_size, unpack
 from quark.torch.numerics.qdq import dequantize, dynamic_qparams, fake_quantize, quantize
 from quark.torch.numerics.scheme import Scheme

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quark.torch.numerics.blocks import QSchemeType
 from quark.torch.numerics.formats import Dtype
+from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.scales import block_range, qparams_from_range
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.observer.observer import (

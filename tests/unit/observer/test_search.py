@@ -6,9 +6,9 @@ import torch
 
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.config.spec_classes import OCP_MXFP4DiffsSpec, OCP_MXFP4Spec
-from quark.torch.quantization.observer import search as module
+from quark.torch.quantization.observer import scale_search as module
 from quark.torch.quantization.observer.observer import MinMaxObserver
-from quark.torch.quantization.observer.search import (
+from quark.torch.quantization.observer.scale_search import (
     PerBlockMXDiffsObserver,
     PerChannelMSEObserver,
     PerChannelPowOf2MinMSEObserver,

@@ -6,7 +6,7 @@ from torch import nn
 from transformers import BatchEncoding
 
 from quark.torch.graph.eval_mode import at_inference
-from quark.torch.pipeline.inference import (
+from quark.torch.pipeline.batches import (
     excerpt,
     padding_mask,
     parts,

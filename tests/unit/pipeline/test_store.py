@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quark.torch.pipeline.store import ActivationStore
+from quark.torch.pipeline.activation_store import ActivationStore
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64]
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from quark.torch import ModelQuantizer
-from quark.torch.quantization.calibrate import merged_scale, run_batch, siblings
+from quark.torch.quantization.calibration import merged_scale, run_batch, siblings
 from quark.torch.quantization.config.config import (
     Config,
     FP8E4M3PerTensorSpec,
@@ -17,7 +17,7 @@ from quark.torch.quantization.config.config import (
     Uint8PerTensorSpec,
 )
 from quark.torch.quantization.nn.quantizer import State
-from quark.torch.quantization.prepare import quantized_layers
+from quark.torch.quantization.preparation import quantized_layers
 
 INT8 = Int8PerTensorSpec().to_quantization_spec()
 UINT8 = Uint8PerTensorSpec().to_quantization_spec()

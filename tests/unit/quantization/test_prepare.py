@@ -19,7 +19,7 @@ from quark.torch.quantization.config.config import (
 )
 from quark.torch.quantization.config.type import QuantFlow
 from quark.torch.quantization.nn.operators import QuantLinear
-from quark.torch.quantization.prepare import plan, prepare, quantized_layers, restore
+from quark.torch.quantization.preparation import plan, prepare, quantized_layers, restore
 
 INT8 = QuantizationConfig(weight=Int8PerTensorSpec().to_quantization_spec())
 FP8 = QuantizationConfig(weight=FP8E4M3PerTensorSpec().to_quantization_spec())

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quark.torch.quantization.config.presets import scheme
-from quark.torch.report.activity import Channel, Inputs, Predictions
+from quark.torch.report.activations import Channel, Inputs, Predictions
 from quark.torch.report.advice import ranked, verdict, worst_layers
 from quark.torch.report.layer import Layer
 from quark.torch.report.storage import FloatPart, kind_of, kinds

@@ -13,7 +13,7 @@ from quark.torch.numerics.hadamard import hadamard, rotate
 from quark.torch.quantization.api import ModelQuantizer
 from quark.torch.quantization.config.config import Config, QuantizationConfig, QuantizationSpec
 from quark.torch.quantization.config.presets import scheme
-from quark.torch.report.measure import measure
+from quark.torch.report.measurement import measure
 from quark.torch.report.weights import compare, histogram, scales_of, values_of
 
 WINDOWS = torch.randint(3, 64, (3, 16), generator=torch.Generator().manual_seed(3))

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quark.torch.search import allocate
-from quark.torch.search.allocate import Frontier
+from quark.torch.search import allocation as allocate
+from quark.torch.search.allocation import Frontier
 
 CHOICE = st.tuples(st.integers(1, 40), st.integers(0, 1000).map(lambda n: n / 7))
 PROBLEMS = st.lists(st.lists(CHOICE, min_size=1, max_size=4), min_size=1, max_size=5)

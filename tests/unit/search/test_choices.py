@@ -14,7 +14,7 @@ from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.report.summary import summarize
-from quark.torch.search.choices import Mixture, mixed_config, rounded_as, weigh
+from quark.torch.search.mixtures import Mixture, mixed_config, rounded_as, weigh
 
 FORMATS = {name: scheme(name) for name in ("int2_wo_32", "int3_wo_32", "uint4_wo_32", "int8_wo")}
 INPUTS = ("ptpc_int8", "int8", "fp8", "mxfp4", "nvfp4", "mx6", "int4_wa_32", "mxfp4_fp8")
@@ -73,7 +73,7 @@ def test_some_tokens_stand_for_all(build, monkeypatch):
     formats = {name: scheme(name) for name in ("int4_wa_32", "ptpc_int8")}
     whole, part = (
         (
-            monkeypatch.setattr("quark.torch.statistics.collect.TOKENS", size),
+            monkeypatch.setattr("quark.torch.statistics.collection.TOKENS", size),
             weigh(build(), collect_statistics(build(), data, probes=1), formats),
         )[1]
         for size in (2000, 200)

@@ -2,7 +2,7 @@
 
 from xml.etree import ElementTree
 
-from quark.torch.search.picture import HEIGHT, WIDTH, picture
+from quark.torch.search.chart import HEIGHT, WIDTH, picture
 
 NAME = "{http://www.w3.org/2000/svg}"
 POINTS = [(2.5, 1.6), (3.3, 0.27), (4.3, 0.07), (8.1, 0.0004)]

@@ -15,7 +15,7 @@ from quark.torch.quantization.config.algo import (
 )
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.nn.quantizer import TensorQuantizer
-from quark.torch.statistics.collect import collect_statistics
+from quark.torch.statistics.collection import collect_statistics
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,8 @@ from quark.torch import (
     save_statistics,
 )
 from quark.torch.quantization.config.algo import GPTQConfig
-from quark.torch.statistics import collect, merge
+from quark.torch.statistics import collection as collect
+from quark.torch.statistics import merging as merge
 
 ROWS = torch.randint(3, 64, (8, 40), generator=torch.Generator().manual_seed(4))
 BATCHES = [*ROWS.split(1)]

@@ -12,7 +12,7 @@ from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.nn.quantizer import PARTS
-from quark.torch.statistics import collect as module
+from quark.torch.statistics import collection as module
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from torch import nn
 
 from quark.torch.graph.structure import ResidualStream, StreamNorm, StreamWeight, ValueHeads
 from quark.torch.quantization.config.algo import RotationConfig
-from quark.torch.quantization.config.names import nearest
-from quark.torch.quantization.nn.mixin import QuantMixin, is_transposed
+from quark.torch.quantization.config.name_lookup import nearest
+from quark.torch.quantization.nn.layer import QuantMixin, is_transposed
 
 _KEYS = {"prev_modules": list, "norm_module": str, "next_modules": list}
 _Modules = dict[str, nn.Module]

@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from quark.torch.algorithm.rotation.edits import STREAM, Turns
 from quark.torch.graph.eval_mode import at_inference
 from quark.torch.numerics.qdq import dynamic_qparams, fake_quantize
+from quark.torch.pipeline.batches import padding_mask, parts, progress, run_batch
 from quark.torch.pipeline.context import Context
-from quark.torch.pipeline.inference import padding_mask, parts, progress, run_batch
 from quark.torch.quantization.nn.quantizer import TensorQuantizer
 
 logger = logging.getLogger(__name__)

@@ -17,10 +17,10 @@ from quark.torch.export.checkpoint.transformers_names import in_model_names
 from quark.torch.export.formats.base import FORMATS, ExportFormat, format_class
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import assign
-from quark.torch.quantization.config.names import nearest
+from quark.torch.quantization.config.name_lookup import nearest
 from quark.torch.quantization.nn.attention import check_routes, key_projections, route_keys
 from quark.torch.quantization.nn.experts import fuse, unfuse
-from quark.torch.quantization.nn.mixin import PARAMETERS, QuantMixin
+from quark.torch.quantization.nn.layer import PARAMETERS, QuantMixin
 from quark.torch.quantization.nn.operators import is_operator
 from quark.torch.quantization.nn.packed import SHORT_NAMES, PackedMixin, PackedQuantizer
 

@@ -16,13 +16,13 @@ from quark.torch.export.checkpoint.rotation_config import naming_rotations
 from quark.torch.export.checkpoint.transformers_names import saved_names
 from quark.torch.export.checks import check_rest, report_experts
 from quark.torch.export.formats.base import ExportFormat, get_format
-from quark.torch.quantization.calibrate import merged_scale, siblings
+from quark.torch.quantization.calibration import merged_scale, siblings
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.match import config_for, without_order
 from quark.torch.quantization.nn.attention import key_routes
 from quark.torch.quantization.nn.experts import is_stacked
-from quark.torch.quantization.nn.mixin import QuantMixin
+from quark.torch.quantization.nn.layer import QuantMixin
 from quark.torch.quantization.nn.operators import is_operator
 from quark.torch.quantization.nn.packed import PackedMixin
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.export import JsonExporterConfig
-from quark.torch.quantization.config.names import one_of
+from quark.torch.quantization.config.name_lookup import one_of
 
 # Name given as ``custom_mode`` -> "module:class", loaded on use.
 FORMATS: dict[str, str] = {

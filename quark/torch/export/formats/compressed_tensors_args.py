@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from quark.torch.export.formats.third_party import integer_problem
-from quark.torch.numerics.blocks import QSchemeType
+from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.scale_formats import E8M0
 from quark.torch.quantization.config.config import QuantizationConfig
 from quark.torch.quantization.config.spec import MX_BLOCK, QuantizationSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quark.torch.numerics.blocks import QSchemeType
+from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import literal
 from quark.torch.quantization.config.spec import QuantizationSpec

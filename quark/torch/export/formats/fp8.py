@@ -17,7 +17,7 @@ from torch import nn
 from quark.torch.export.formats.config_section import names_in, required
 from quark.torch.export.formats.layouts.packed import PackedLayout
 from quark.torch.export.formats.third_party import FP8, ForeignFormat
-from quark.torch.numerics.blocks import QSchemeType
+from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import literal
 from quark.torch.quantization.config.spec import QuantizationSpec

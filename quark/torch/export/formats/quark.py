@@ -23,7 +23,7 @@ from quark.torch.export.formats.layouts.act_order import PROBLEM, has_order
 from quark.torch.export.formats.layouts.packed import PackedLayout, ValueLayout
 from quark.torch.numerics.qdq import fake_quantize, quantize
 from quark.torch.quantization.config.config import Config, QuantizationConfig
-from quark.torch.quantization.nn.mixin import PARAMETERS, QuantMixin, activation_shape
+from quark.torch.quantization.nn.layer import PARAMETERS, QuantMixin, activation_shape
 from quark.torch.quantization.nn.operators import operator
 from quark.torch.quantization.nn.packed import SHORT_NAMES, Layout, PackedMixin
 from quark.torch.quantization.nn.quantizer import State

@@ -21,13 +21,13 @@ from quark.torch.export.formats.layouts.act_order import (
     is_in_order,
 )
 from quark.torch.export.formats.quark import QuarkFormat
-from quark.torch.numerics.blocks import QSchemeType
+from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.packing import pack, unpack
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import config_for, literal
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.config.type import Dtype, ScaleType
-from quark.torch.quantization.nn.mixin import QuantMixin
+from quark.torch.quantization.nn.layer import QuantMixin
 from quark.torch.quantization.nn.packed import Layout, PackedMixin
 from quark.torch.quantization.nn.quantizer import State
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from quark.torch.export.formats.third_party import unsigned
-from quark.torch.numerics.blocks import QSchemeType
+from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.nn.quantizer import State
 

@@ -24,7 +24,7 @@ from quark.torch.export.gguf.metadata import (
     rope_factors,
 )
 from quark.torch.export.gguf.tokenizer import add_tokens
-from quark.torch.quantization.nn.mixin import QuantMixin
+from quark.torch.quantization.nn.layer import QuantMixin
 from quark.torch.quantization.nn.packed import PackedMixin
 
 QUANTIZATION_VERSION = 2

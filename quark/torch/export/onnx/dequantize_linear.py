@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from quark.torch.numerics.blocks import QSchemeType
 from quark.torch.numerics.codec import decode
 from quark.torch.numerics.formats import Format
+from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.scheme import GROUPED, Scheme
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.nn.quantizer import State

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from quark.torch.quantization.nn.experts import LinearExperts, unfuse
-from quark.torch.quantization.nn.mixin import become
+from quark.torch.quantization.nn.layer import become
 
 
 class OnnxExperts(LinearExperts):

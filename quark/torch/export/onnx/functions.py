@@ -13,7 +13,7 @@ from torch import nn
 from quark.torch.export.onnx.dequantize_linear import BLOCKED_OPSET, FLOAT8_OPSET
 from quark.torch.export.onnx.scales import POWERS, dynamic_qparams, on_grid, rounds_scales
 from quark.torch.export.onnx.tracing import traced
-from quark.torch.numerics.blocks import QSchemeType
+from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.qdq import FLOAT16_MAX
 from quark.torch.numerics.rounding import RoundType
 from quark.torch.numerics.scheme import Scheme

@@ -11,7 +11,7 @@ from quark.torch.export.onnx.functions import Functions, Quantized
 from quark.torch.export.onnx.matmul_nbits import BitsProduct, bits_problem
 from quark.torch.export.onnx.placeholders import Dequantized
 from quark.torch.numerics.hadamard import rotate
-from quark.torch.quantization.nn.mixin import QuantMixin, is_transposed
+from quark.torch.quantization.nn.layer import QuantMixin, is_transposed
 from quark.torch.quantization.nn.packed import PackedMixin
 
 Layer = QuantMixin | PackedMixin

@@ -26,7 +26,7 @@ from quark.torch.export.onnx.placeholders import place_weights
 from quark.torch.export.onnx.tracing import traced
 from quark.torch.graph.eval_mode import at_inference
 from quark.torch.quantization.config.config import QuantizationConfig
-from quark.torch.quantization.nn.mixin import PARAMETERS, QUANTIZERS, QuantMixin
+from quark.torch.quantization.nn.layer import PARAMETERS, QUANTIZERS, QuantMixin
 from quark.torch.quantization.nn.packed import PackedMixin
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from quark.torch.quantization.config.names import one_of, unknown
+from quark.torch.quantization.config.name_lookup import one_of, unknown
 
 
 class AlgoConfig:

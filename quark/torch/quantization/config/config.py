@@ -30,7 +30,7 @@ from quark.torch.quantization.config.algo import (
 )
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.layer import QLayerConfig, QuantizationConfig
-from quark.torch.quantization.config.names import one_of
+from quark.torch.quantization.config.name_lookup import one_of
 from quark.torch.quantization.config.serialize import known, plain
 from quark.torch.quantization.config.spec import QTensorConfig, QuantizationSpec, member
 from quark.torch.quantization.config.spec_classes import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from quark.torch.quantization.config.names import one_of
+from quark.torch.quantization.config.name_lookup import one_of
 
 WEIGHT_FORMATS = ("real_quantized", "fake_quantized")
 PACK_METHODS = ("reorder", "order")

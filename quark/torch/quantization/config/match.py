@@ -16,7 +16,7 @@ from quark.torch.quantization.config.config import (
     Config,
     QuantizationConfig,
 )
-from quark.torch.quantization.config.names import nearest
+from quark.torch.quantization.config.name_lookup import nearest
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from quark.torch.quantization.config.config import QuantizationConfig
-from quark.torch.quantization.config.names import one_of, unknown
+from quark.torch.quantization.config.name_lookup import one_of, unknown
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.config.spec_classes import SPEC_CLASSES
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from quark.torch.quantization.config.algo import AlgoConfig, algo_config_from_dict
-from quark.torch.quantization.config.names import one_of
+from quark.torch.quantization.config.name_lookup import one_of
 
 _AWQ = {"name": "awq"}
 _YAQA = {"name": "yaqa"}

@@ -6,7 +6,7 @@ from dataclasses import fields
 from enum import Enum
 from typing import Any
 
-from quark.torch.quantization.config.names import unknown
+from quark.torch.quantization.config.name_lookup import unknown
 
 
 def plain(value: Any) -> Any:

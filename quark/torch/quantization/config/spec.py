@@ -12,7 +12,7 @@ import torch
 from quark.torch.numerics.formats import Format
 from quark.torch.numerics.scale_formats import E8M0, SCALE_FORMATS, ScaleFormat
 from quark.torch.numerics.scheme import Scheme
-from quark.torch.quantization.config.names import one_of, unknown
+from quark.torch.quantization.config.name_lookup import one_of, unknown
 from quark.torch.quantization.config.serialize import known, plain
 from quark.torch.quantization.config.type import (
     Dtype,

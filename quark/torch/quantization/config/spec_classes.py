@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from typing import Any
 
-from quark.torch.quantization.config.names import one_of
+from quark.torch.quantization.config.name_lookup import one_of
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.observer.registry import OBSERVER_METHODS, observer_class
 

@@ -11,7 +11,7 @@ from quark.torch.quantization.config import presets
 from quark.torch.quantization.config.algo import ALGO_CONFIGS, AlgoConfig
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import config_for
-from quark.torch.quantization.config.names import one_of
+from quark.torch.quantization.config.name_lookup import one_of
 from quark.torch.quantization.config.recipes import recipe
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from enum import Enum
 
-from quark.torch.numerics.blocks import QSchemeType
 from quark.torch.numerics.formats import Dtype
+from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.rounding import RoundType
 from quark.torch.numerics.scale_formats import ScaleType
 from quark.torch.numerics.scales import ZeroPointType

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from quark.torch.quantization.nn.mixin import become
+from quark.torch.quantization.nn.layer import become
 
 
 class Stack(NamedTuple):

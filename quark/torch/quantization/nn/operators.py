@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from quark.torch.quantization.config.config import LAYER_TYPES
-from quark.torch.quantization.nn.mixin import QuantMixin
+from quark.torch.quantization.nn.layer import QuantMixin
 from quark.torch.quantization.nn.packed import PackedMixin
 
 _Product = Callable[..., torch.Tensor]

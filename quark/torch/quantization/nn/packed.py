@@ -12,7 +12,7 @@ from quark.torch.numerics.qdq import dynamic_qparams, fake_quantize
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.config.spec import QuantizationSpec
-from quark.torch.quantization.nn.mixin import PARAMETERS, activation_shape, become, is_transposed
+from quark.torch.quantization.nn.layer import PARAMETERS, activation_shape, become, is_transposed
 from quark.torch.quantization.nn.quantizer import PARTS, State
 
 SHORT_NAMES = {

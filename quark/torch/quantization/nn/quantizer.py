@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from quark.torch.numerics.blocks import QSchemeType
+from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.qdq import (
     ColumnRounder,
     ColumnRounding,

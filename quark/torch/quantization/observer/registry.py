@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from quark.torch.numerics.blocks import QSchemeType
+from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.observer.observer import ObserverBase
 
@@ -27,11 +27,11 @@ OBSERVERS: dict[str, str] = {
     "PerTensorHistogramObserverPro": "histogram",
     "PerTensorPercentileObserver": "histogram",
     "PerTensorMSEObserver": "histogram",
-    "PerBlockMXDiffsObserver": "search",
-    "PerChannelMSEObserver": "search",
-    "PerGroupMSEObserver": "search",
-    "PerTensorPowOf2MinMSEObserver": "search",
-    "PerChannelPowOf2MinMSEObserver": "search",
+    "PerBlockMXDiffsObserver": "scale_search",
+    "PerChannelMSEObserver": "scale_search",
+    "PerGroupMSEObserver": "scale_search",
+    "PerTensorPowOf2MinMSEObserver": "scale_search",
+    "PerChannelPowOf2MinMSEObserver": "scale_search",
 }
 
 # Documented ``observer_method`` names of per-tensor statistics.

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from quark.torch.numerics.blocks import QSchemeType
 from quark.torch.numerics.formats import Format
+from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.packing import pack, packed_size, unpack
 from quark.torch.numerics.qdq import dynamic_qparams
 from quark.torch.numerics.scale_codec import decode_scale, encode_scale, stored_dtype, stored_shape

@@ -13,8 +13,8 @@ from torch import nn
 
 from quark.torch.evaluation.perplexity import perplexity
 from quark.torch.numerics.hadamard import rotate
-from quark.torch.pipeline.store import ActivationStore
-from quark.torch.quantization.nn.mixin import is_transposed
+from quark.torch.pipeline.activation_store import ActivationStore
+from quark.torch.quantization.nn.layer import is_transposed
 from quark.torch.quantization.nn.packed import PackedMixin
 from quark.torch.report.weights import Histogram, Values, histogram, values_of
 

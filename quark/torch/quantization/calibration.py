@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.torch.numerics.blocks import QSchemeType
-from quark.torch.pipeline.inference import parts, progress, run_batch
+from quark.torch.numerics.granularity import QSchemeType
+from quark.torch.pipeline.batches import parts, progress, run_batch
 from quark.torch.pipeline.statistics import Statistics
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.match import matches
 from quark.torch.quantization.nn.experts import counterparts, counting
-from quark.torch.quantization.nn.mixin import PARAMETERS, QuantMixin
+from quark.torch.quantization.nn.layer import PARAMETERS, QuantMixin
 from quark.torch.quantization.nn.quantizer import PARTS, State, TensorQuantizer
-from quark.torch.quantization.prepare import quantized_layers
+from quark.torch.quantization.preparation import quantized_layers
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import assign, report_unmatched
 from quark.torch.quantization.config.type import QuantFlow
 from quark.torch.quantization.nn.attention import unroute_keys
-from quark.torch.quantization.nn.mixin import PARAMETERS, QuantMixin, is_transposed
+from quark.torch.quantization.nn.layer import PARAMETERS, QuantMixin, is_transposed
 from quark.torch.quantization.nn.operators import is_operator, operator, operator_names
 from quark.torch.quantization.nn.packed import PackedMixin
 

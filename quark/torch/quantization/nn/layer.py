@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.torch.numerics.blocks import QSchemeType
+from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.hadamard import rotate
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.config import QuantizationConfig

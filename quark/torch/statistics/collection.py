@@ -25,8 +25,8 @@ from quark.torch.graph.eval_mode import at_inference
 from quark.torch.graph.structure import Structure
 from quark.torch.pipeline.accumulators import Draw, Gram, Observe
 from quark.torch.pipeline.accumulators import observing as watching
-from quark.torch.pipeline.context import Context
-from quark.torch.pipeline.inference import (
+from quark.torch.pipeline.activation_store import ActivationStore
+from quark.torch.pipeline.batches import (
     excerpt,
     padding_mask,
     parts,
@@ -34,17 +34,17 @@ from quark.torch.pipeline.inference import (
     repeatable,
     run_batch,
 )
+from quark.torch.pipeline.context import Context
 from quark.torch.pipeline.runner import Block, run_blocks
 from quark.torch.pipeline.statistics import Probe, Statistics, data_digest, fingerprint, place
-from quark.torch.pipeline.store import ActivationStore
 from quark.torch.pipeline.tensor_ranges import TensorRange
-from quark.torch.quantization.calibrate import observing, settle_weights
+from quark.torch.quantization.calibration import observing, settle_weights
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.nn.experts import counterparts, fuse, unfuse
-from quark.torch.quantization.nn.mixin import QuantMixin, is_transposed
-from quark.torch.quantization.prepare import prepare, quantized_layers, restore
+from quark.torch.quantization.nn.layer import QuantMixin, is_transposed
+from quark.torch.quantization.preparation import prepare, quantized_layers, restore
 
 PROBES = 8  # calls of the model that each layer is rounded for
 COARSE = 64  # weights that share a scale then

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from quark.torch.numerics.blocks import QSchemeType
 from quark.torch.numerics.exponents import power_of_two, shared_exponent
+from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.qdq import CHUNK, QParams, fake_quantize_
 from quark.torch.numerics.scale_formats import POF2
 from quark.torch.numerics.scales import qparams_from_range

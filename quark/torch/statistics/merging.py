@@ -8,10 +8,10 @@ from itertools import accumulate, pairwise
 import torch
 
 from quark.torch.pipeline.accumulators import Draw, Gram
-from quark.torch.pipeline.inference import progress
+from quark.torch.pipeline.batches import progress
 from quark.torch.pipeline.statistics import Probe, Statistics, differing, digest, place
 from quark.torch.pipeline.tensor_ranges import TensorRange
-from quark.torch.statistics.collect import TOKENS
+from quark.torch.statistics.collection import TOKENS
 
 
 def merge_statistics(statistics: Iterable[Statistics]) -> Statistics:

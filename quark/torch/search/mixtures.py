@@ -15,17 +15,17 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from quark.torch.pipeline.inference import progress
+from quark.torch.pipeline.batches import progress
 from quark.torch.pipeline.statistics import Statistics
 from quark.torch.pipeline.tensor_ranges import is_told
-from quark.torch.quantization.calibrate import calibrate_parameters, recall_activations
+from quark.torch.quantization.calibration import calibrate_parameters, recall_activations
 from quark.torch.quantization.config.config import NAMED_ONLY, Config
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.config.match import literal, matches
 from quark.torch.quantization.nn.experts import fuse, unfuse
 from quark.torch.quantization.nn.operators import is_operator
-from quark.torch.quantization.prepare import check_fit, plan, prepare, restore
-from quark.torch.search.allocate import Frontier
+from quark.torch.quantization.preparation import check_fit, plan, prepare, restore
+from quark.torch.search.allocation import Frontier
 from quark.torch.search.costs import Cost, layer_costs
 
 logger = logging.getLogger(__name__)

@@ -20,13 +20,13 @@ from quark import __version__
 from quark.torch.export.checkpoint.reader import Loading
 from quark.torch.export.recognition import GGUF, open_checkpoint
 from quark.torch.numerics.hadamard import rotate
-from quark.torch.pipeline.inference import progress
-from quark.torch.pipeline.store import ActivationStore
+from quark.torch.pipeline.activation_store import ActivationStore
+from quark.torch.pipeline.batches import progress
 from quark.torch.quantization.config.match import matches
 from quark.torch.quantization.nn.experts import counterparts
-from quark.torch.quantization.nn.mixin import is_transposed
+from quark.torch.quantization.nn.layer import is_transposed
 from quark.torch.quantization.nn.packed import PackedMixin
-from quark.torch.report.activity import (
+from quark.torch.report.activations import (
     Predictions,
     Reference,
     Seen,
@@ -37,7 +37,7 @@ from quark.torch.report.activity import (
 )
 from quark.torch.report.advice import Worst, ranked, verdict, worst_layers
 from quark.torch.report.layer import Layer
-from quark.torch.report.original import OriginalWeights
+from quark.torch.report.original_weights import OriginalWeights
 from quark.torch.report.storage import FloatPart, Kind, float_parts, kind_of, kinds, stored_bytes
 from quark.torch.report.summary import describe_layer
 from quark.torch.report.weights import (
