@@ -20,7 +20,7 @@ from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.preparation import plan, prepare, quantized_layers
 from tests.models.architectures import build, small_config, tokens
-from tests.unit.algorithm.rotating import context_of
+from tests.unit.algorithm.contexts import context_of
 
 BATCHES = [tokens(40), tokens(60), tokens(20), tokens(80)]
 QUICK = {"iters": 20, "lr": 0.05, "minmax_lr": 0.02}

@@ -17,8 +17,8 @@ from quark.torch.quantization.config.config import (
 )
 from quark.torch.quantization.config.presets import scheme
 from tests.models.architectures import build, small_config, tokens
+from tests.unit.algorithm.contexts import context_of
 from tests.unit.algorithm.losses import BATCHES, CASES, Judge, watch
-from tests.unit.algorithm.rotating import context_of
 
 LARGEST = torch.tensor([8.0, 0.0, 2.0, 0.5])
 

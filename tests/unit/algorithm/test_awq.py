@@ -10,8 +10,8 @@ from quark.torch.algorithm.awq import apply, check, output_error, strengths
 from quark.torch.quantization.config.algo import AWQConfig, GPTQConfig
 from quark.torch.quantization.config.presets import scheme
 from tests.models.architectures import build, small_config
+from tests.unit.algorithm.contexts import context_of
 from tests.unit.algorithm.losses import BATCHES, CASES, Judge
-from tests.unit.algorithm.rotating import context_of
 
 X = torch.randn(200, 12, generator=torch.Generator().manual_seed(1))
 

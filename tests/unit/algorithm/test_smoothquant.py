@@ -7,7 +7,7 @@ from quark.torch.algorithm.smoothquant import apply, check, largest_weights, smo
 from quark.torch.quantization.config.algo import SmoothQuantConfig
 from quark.torch.quantization.config.presets import scheme
 from tests.models.architectures import build, small_config, tokens
-from tests.unit.algorithm.rotating import context_of
+from tests.unit.algorithm.contexts import context_of
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from quark.torch.quantization.config.algo import YaqaConfig
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.presets import scheme
 from tests.models.architectures import build, small_config
-from tests.unit.algorithm.rotating import context_of
-from tests.unit.algorithm.test_gptq import DAMPING, INPUTS, OUTPUTS, correlated, problem
+from tests.unit.algorithm.contexts import context_of
+from tests.unit.algorithm.test_weight_rounding import DAMPING, INPUTS, OUTPUTS, correlated, problem
 
 IDS = torch.randint(3, 64, (6, 16), generator=torch.Generator().manual_seed(4))
 STRONG = 0.1

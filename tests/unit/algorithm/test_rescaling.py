@@ -17,7 +17,7 @@ from quark.torch.graph.structure import Edit
 from quark.torch.numerics.hadamard import hadamard
 from quark.torch.quantization.config.presets import scheme
 from tests.models.architectures import build, small_config
-from tests.unit.algorithm.rotating import context_of
+from tests.unit.algorithm.contexts import context_of
 
 INDEX = torch.tensor([1, -1, 0, 1, 2, -1, 1])
 VALUES = torch.tensor([4.0, 9.0, 1.0, 2.0, 5.0, 9.0, 6.0])

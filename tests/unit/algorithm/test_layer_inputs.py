@@ -13,7 +13,7 @@ from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.preparation import plan, prepare
 from tests.models.architectures import build, small_config, tokens
-from tests.unit.algorithm.rotating import context_of
+from tests.unit.algorithm.contexts import context_of
 
 INPUTS, OUTPUTS, TOKENS = 32, 8, 400
 

@@ -12,7 +12,7 @@ from quark.torch.numerics.hadamard import hadamard, random_hadamard
 from quark.torch.quantization.calibration import calibrate_parameters
 from quark.torch.quantization.config.config import RotationConfig
 from tests.models.architectures import InDouble, build, small_config, tokens
-from tests.unit.algorithm.rotating import context_of, logits_of
+from tests.unit.algorithm.contexts import context_of, logits_of
 
 
 def random_rotation(n, seed=0):

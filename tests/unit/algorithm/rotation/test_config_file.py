@@ -10,7 +10,7 @@ from quark.torch.algorithm.rotation.config_file import written_stream
 from quark.torch.algorithm.rotation.rotate import apply
 from quark.torch.quantization.config.config import RotationConfig
 from tests.models.architectures import build, small_config
-from tests.unit.algorithm.rotating import context_of, logits_of
+from tests.unit.algorithm.contexts import context_of, logits_of
 
 _LLAMA = "model.layers.layer_id"
 _OPT = "model.decoder.layers.layer_id"

@@ -16,7 +16,7 @@ from quark.torch.quantization.config.config import (
     RotationConfig,
 )
 from tests.models.architectures import InDouble, build, small_config
-from tests.unit.algorithm.rotating import context_of, logits_of
+from tests.unit.algorithm.contexts import context_of, logits_of
 
 # Name of an architecture and what changes in its configuration.
 MODELS = {
