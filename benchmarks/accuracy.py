@@ -1,4 +1,4 @@
-"""What each scheme costs in accuracy: perplexity and KL divergence on the very same windows.
+"""Accuracy of every scheme: perplexity and KL divergence on the same windows.
 
     python benchmarks/accuracy.py                     # the model that comes with the package
     python benchmarks/accuracy.py --schemes fp8,int4_wo_128 --json
@@ -22,13 +22,15 @@ from scores import divergence
 
 from quark.demo.text import calibration_documents, evaluation_documents, model_directory
 from quark.torch import LLMTemplate, ModelQuantizer
-from quark.torch.evaluation.perplexity import load_documents, perplexity, token_windows
+from quark.torch.evaluation.documents import load_documents
+from quark.torch.evaluation.perplexity import perplexity, token_windows
 from quark.torch.export.checkpoint.writer import collect, make_format
+from quark.torch.export.checkpoint_contents import summarize
 from quark.torch.quantization.config import presets
 from quark.torch.quantization.config.config import Config
+from quark.torch.quantization.config.description import type_name
 from quark.torch.quantization.config.export import JsonExporterConfig
-from quark.torch.quantization.config.template import with_kv_cache
-from quark.torch.report.summary import summarize, type_name
+from quark.torch.quantization.config.kv_cache import with_kv_cache
 
 FLOAT = "float"
 LENGTH = 512
@@ -51,10 +53,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="directory of another model")
     parser.add_argument("--text", help="file or dataset to evaluate on, instead of docstrings")
     parser.add_argument(
-        "--windows", type=int, default=EVALUATION_WINDOWS, help="to evaluate on: 16"
+        "--windows",
+        type=int,
+        default=EVALUATION_WINDOWS,
+        help="number of evaluation windows (default 16)",
     )
-    parser.add_argument("--schemes", help="some schemes, with commas between")
-    parser.add_argument("--threads", type=int, default=1, help="1")
+    parser.add_argument("--schemes", help="schemes, separated by commas (default: all)")
+    parser.add_argument("--threads", type=int, default=1, help="number of threads (default 1)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return parser.parse_args()
 
@@ -81,7 +86,7 @@ def configurations(model_type: str, wanted: list[str] | None) -> dict[str, Confi
 
 
 class Material:
-    """The model, and the windows of text that all schemes are given."""
+    """The model and the windows of text for every scheme."""
 
     def __init__(self, model: Path | None, text: str | None, windows: int) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer

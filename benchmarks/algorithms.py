@@ -1,4 +1,4 @@
-"""What algorithms win back of the accuracy that schemes cost, and what they take.
+"""Accuracy that algorithms recover, and their time and memory.
 
     python benchmarks/algorithms.py                   # the model in the package, and its twin
     python benchmarks/algorithms.py --rows int4_wo_128,mxfp4 --json
@@ -36,13 +36,14 @@ from quark.demo.text import calibration_documents
 from quark.torch import ModelQuantizer
 from quark.torch.evaluation.perplexity import perplexity, token_windows
 from quark.torch.export.checkpoint.writer import collect, make_format
+from quark.torch.export.checkpoint_contents import summarize
 from quark.torch.graph.discovery import discover
 from quark.torch.numerics.formats import Dtype
 from quark.torch.quantization.config import presets
 from quark.torch.quantization.config.algo import algo_config_from_dict
 from quark.torch.quantization.config.config import Config, QuantizationConfig, QuantizationSpec
+from quark.torch.quantization.config.description import type_name
 from quark.torch.quantization.config.export import JsonExporterConfig
-from quark.torch.report.summary import summarize, type_name
 
 KINDS = ("plain", "twin", "second")  # of models
 CALIBRATION_WINDOWS = 64
@@ -160,19 +161,27 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--model", type=Path, help="directory of another model")
     parser.add_argument("--text", help="file or dataset to evaluate on, instead of docstrings")
-    parser.add_argument("--windows", type=int, default=64, help="to evaluate on: 64")
-    parser.add_argument("--rows", help="some schemes, with commas between")
-    parser.add_argument("--models", default="plain,twin", help="some of plain,twin,second")
-    parser.add_argument("--quick", action="store_true", help="leave out what learns by gradients")
     parser.add_argument(
-        "--peer", action="append", choices=rivals.PEERS, default=[], help="also measure"
+        "--windows", type=int, default=64, help="number of evaluation windows (default 64)"
+    )
+    parser.add_argument("--rows", help="schemes, separated by commas (default: all)")
+    parser.add_argument("--models", default="plain,twin", help="models: any of plain,twin,second")
+    parser.add_argument(
+        "--quick", action="store_true", help="skip algorithms with gradient descent"
+    )
+    parser.add_argument(
+        "--peer",
+        action="append",
+        choices=rivals.PEERS,
+        default=[],
+        help="also measure this software; repeatable",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     return parser.parse_args()
 
 
 def model_config(scheme: str) -> Config:
-    """Return the configuration of a model, for the schemes without a preset too."""
+    """Return the configuration of a model, including schemes without a preset."""
     cache = scheme.removesuffix(_BEFORE).removesuffix(_AFTER)
     if cache in CACHES:
         cached = QuantizationConfig(output_tensors=CACHES[cache])
@@ -212,7 +221,7 @@ def plain_pass(model: Any, batches: list[torch.Tensor]) -> float:
 def measure(
     model: Any, scheme: str, algorithms: list[dict[str, Any]], data: list[torch.Tensor]
 ) -> tuple[Any, Meter]:
-    """Quantize a copy of a model and return it with what that took."""
+    """Quantize a copy of a model; return it with its time and memory."""
     options = [algo_config_from_dict(given) for given in algorithms]
     config = replace(model_config(scheme), algo_config=options or None)
     quantized = copy.deepcopy(model)
@@ -228,13 +237,13 @@ def learns(algorithms: list[dict[str, Any]]) -> bool:
 
 
 def bits_per_weight(quantized: Any, scheme: str) -> float | None:
-    """Return what a weight takes in our checkpoint of a quantized model."""
+    """Return the bits per weight in the checkpoint of a quantized model."""
     stored = collect(quantized, make_format(quantized, None, JsonExporterConfig(), "quark"))
     return summarize(stored, model_config(scheme), type_name(quantized.dtype)).bits_per_weight
 
 
 class Bench:
-    """A float model, what is quantized of it, the data, and what measures a row."""
+    """A float model, its quantized layers, its data, and the measurement of a row."""
 
     def __init__(self, options: argparse.Namespace, kind: str) -> None:
         self.options, self.kind = options, kind

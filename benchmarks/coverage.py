@@ -1,4 +1,4 @@
-"""What is found in each decoder architecture that Transformers can build: a line for each.
+"""Structure of every decoder architecture that Transformers can build, one line each.
 
     python benchmarks/coverage.py
     python benchmarks/coverage.py llama mixtral --json
@@ -25,7 +25,7 @@ from measure import markdown, say
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from quark.torch.graph.discovery import discover
-from quark.torch.quantization.nn.experts import unfuse
+from quark.torch.quantization.nn.experts import split_experts
 
 sys.path.append(str(Path(__file__).parents[1]))
 
@@ -39,13 +39,13 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", help="architectures; all of them")
+    parser.add_argument("names", nargs="*", help="architectures (default: all)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return parser.parse_args()
 
 
 def make(name: str) -> torch.nn.Module | str:
-    """Return a tiny model that runs, or why there is none."""
+    """Return a tiny model that runs, or the reason why there is none."""
     try:
         config = small_config(name)
         count = parameter_count(config)
@@ -57,7 +57,7 @@ def make(name: str) -> torch.nn.Module | str:
     for dtype in (torch.float64, torch.float32):
         try:
             model = build(config, dtype)
-            unfuse(model)
+            split_experts(model)
             model.config.use_cache = False
             with torch.no_grad(), precision(model):
                 model(**inputs(model))
@@ -75,12 +75,12 @@ def _first_line(error: Exception) -> str:
 
 
 def precision(model: torch.nn.Module) -> AbstractContextManager[object]:
-    """Return what lets a model of double precision compute in nothing else."""
+    """Return a context in which a model of double precision computes in double precision only."""
     return InDouble() if next(model.parameters()).dtype is torch.float64 else nullcontext()
 
 
 def measure(name: str) -> dict[str, Any]:
-    """Find the structure of an architecture and rescale what can be."""
+    """Discover the structure of an architecture and rescale every group."""
     model = make(name)
     if isinstance(model, str):
         return {"architecture": name, "rotation": model}

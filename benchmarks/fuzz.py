@@ -1,4 +1,4 @@
-"""Damaged checkpoints of every format that is read: each is refused clearly, or loaded.
+"""Damaged checkpoints of every readable format: each is refused with a clear error, or loaded.
 
     python benchmarks/fuzz.py --rounds 500 [--seed 0] [--formats gptq gguf]
 
@@ -136,7 +136,7 @@ def damage(directory: Path, chance: random.Random) -> str:
 
 
 def open_damaged(directory: Path) -> str:
-    """Return what came of opening a checkpoint: refused, loaded, or the defect."""
+    """Open a checkpoint and return the outcome: refused, loaded, or the defect."""
     from quark.torch.export.recognition import open_checkpoint
 
     before = peak_memory()
@@ -153,7 +153,7 @@ def open_damaged(directory: Path) -> str:
 
 
 def serve(directory: Path | None, pipe: Connection) -> None:
-    """Open a sound checkpoint, then those that are asked for, and answer what came of each."""
+    """Open a sound checkpoint, then each requested one, and answer with its outcome."""
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     while directory:
@@ -162,7 +162,7 @@ def serve(directory: Path | None, pipe: Connection) -> None:
 
 
 class Opener:
-    """Opens checkpoints in another process, which is replaced once it hangs or ends."""
+    """Opens checkpoints in another process, and starts a new one if it hangs or ends."""
 
     def __init__(self, sound: Path) -> None:
         self.sound = sound
@@ -200,7 +200,7 @@ class Opener:
 
 
 def run(mode: str, rounds: int, seed: int, sound: Path, work: Path) -> Counter[str]:
-    """Return how often each outcome was met."""
+    """Return the count of each outcome."""
     found: Counter[str] = Counter()
     opener = Opener(sound)
     for i in range(rounds):

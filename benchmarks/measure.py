@@ -1,4 +1,4 @@
-"""What the benchmarks share: clock and memory meter, rounds, fresh processes, tables."""
+"""Shared by benchmarks: clock and memory meter, rounds, fresh processes, tables."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 
 def cpu_seconds() -> float:
-    """Return the CPU time of this process and of those it has started and waited for."""
+    """Return the CPU time of this process and of its finished child processes."""
     times = os.times()
     return time.process_time() + times.children_user + times.children_system
 
@@ -123,7 +123,7 @@ def in_fresh_process(
 
 
 def say(text: str) -> None:
-    """Tell of progress, apart from the results."""
+    """Print progress to the standard error stream."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -171,7 +171,7 @@ def _placed(cell: str, width: int, right: bool) -> str:
 
 
 def machine() -> str:
-    """Describe what the figures depend on: processor, threads, versions."""
+    """Describe the machine: processor, threads, versions."""
     names = ("torch", "transformers", "quark")
     versions = [f"{name} {found}" for name in names if (found := _version(name))]
     python = f"Python {platform.python_version()}"

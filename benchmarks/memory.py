@@ -1,4 +1,4 @@
-"""Memory that algorithms take on top of a model, by its number of blocks and of samples.
+"""Memory of algorithms beyond that of the model, by number of blocks and of samples.
 
     python benchmarks/memory.py
     python benchmarks/memory.py --algorithm gptq --json
@@ -59,7 +59,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--algorithm", action="append", choices=ALGORITHMS, help="one, or several")
+    parser.add_argument(
+        "--algorithm", action="append", choices=ALGORITHMS, help="algorithm; repeatable"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""What formats chosen layer by layer lose, beside one format for all, and what recipes lose.
+"""Accuracy of formats chosen layer by layer, of one format for all layers, and of recipes.
 
     python benchmarks/mixed.py                        # the model that comes with the package
     python benchmarks/mixed.py --targets 3.28,4.28 --kinds solved,together --json
@@ -36,7 +36,7 @@ from quark.torch.quantization.config.algo import algo_config_from_dict
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.config.recipes import RECIPES
-from quark.torch.search.mixtures import Mixture, mixed_config, rounded_as, weigh
+from quark.torch.search.mixtures import Mixture, measure_costs, mixed_config, temporarily_quantized
 
 CALIBRATION_WINDOWS = 64
 FORMATS = "int2_wo_128,int2_wo_64,int3_wo_128,int3_wo_64,int4_wo_128,int4_wo_32,int8_wo"
@@ -51,20 +51,30 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--model", type=Path, help="directory of another model")
     parser.add_argument("--text", help="file or dataset to evaluate on, instead of docstrings")
-    parser.add_argument("--windows", type=int, default=16, help="to evaluate on: 16")
+    parser.add_argument(
+        "--windows", type=int, default=16, help="number of evaluation windows (default 16)"
+    )
     parser.add_argument("--part", choices=("mixtures", "ranking", "recipes"), default="mixtures")
-    parser.add_argument("--formats", default=FORMATS, help="to choose from")
-    parser.add_argument("--targets", default="3.28,3.5,4.29", help="bits per weight")
-    parser.add_argument("--algorithms", default=ALGORITHMS, help="besides rounding to the nearest")
-    parser.add_argument("--kinds", default="", help=f"of mixtures besides: {', '.join(KINDS)}")
-    parser.add_argument("--random", type=int, default=30, help="mixtures to rank: 30")
+    parser.add_argument("--formats", default=FORMATS, help="formats of the mixtures")
+    parser.add_argument(
+        "--targets", default="3.28,3.5,4.29", help="target bits per weight, separated by commas"
+    )
+    parser.add_argument(
+        "--algorithms", default=ALGORITHMS, help="algorithms besides rounding to the nearest"
+    )
+    parser.add_argument(
+        "--kinds", default="", help=f"further kinds of mixtures: {', '.join(KINDS)}"
+    )
+    parser.add_argument(
+        "--random", type=int, default=30, help="number of random mixtures to rank (default 30)"
+    )
     parser.add_argument("--recipes", default=",".join(RECIPES), help="names of recipes")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return parser.parse_args()
 
 
 class Bench:
-    """The float model, its data, and what quantizing a copy of it does."""
+    """The float model, its data, and the error of quantized copies."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.material = accuracy.Material(options.model, options.text, options.windows)
@@ -98,9 +108,9 @@ class Bench:
         self, statistics: Statistics, formats: dict[str, QuantizationConfig], kind: str = ""
     ) -> Mixture:
         """Return what mixtures of formats cost, of a kind."""
-        how = {"solved": kind == "solved", "together": kind == "together"}
+        how = {"solved": kind == "solved", "share_formats": kind == "together"}
         with Meter() as meter:
-            mixture = Mixture(weigh(self.model, statistics, formats, (), **how))
+            mixture = Mixture(measure_costs(self.model, statistics, formats, (), **how))
         say(f"costs of {len(formats)} formats: {meter.cpu:.0f} CPU s")
         return mixture
 
@@ -108,7 +118,7 @@ class Bench:
 def mixtures(
     bench: Bench, names: list[str], targets: list[float], algorithms: list[str], kinds: list[str]
 ) -> list[list[Any]]:
-    """Return rows of formats alone, and of the best mixtures of each kind and size."""
+    """Return rows of single formats, and of the best mixtures of each kind and size."""
     formats = {name: presets.scheme(name) for name in names}
     statistics = bench.statistics()
     mixture = bench.mixture(statistics, formats)
@@ -146,7 +156,7 @@ def ranking(bench: Bench, names: list[str], count: int) -> list[list[Any]]:
             for layer in unit.layers
         }
         bits, loss = mixture.cost(choice)
-        with rounded_as(other, mixed_config(other, choice, formats), statistics):
+        with temporarily_quantized(other, mixed_config(other, choice, formats), statistics):
             found = 1000 * divergence(bench.model, other, bench.material.evaluation)
         shown = ", ".join(f"{[*choice.values()].count(name)} {name}" for name in names)
         say(f"{shown}: {1000 * loss:.1f} predicted, {found:.1f} millinats")
@@ -157,7 +167,7 @@ def ranking(bench: Bench, names: list[str], count: int) -> list[list[Any]]:
 
 
 def recipes(bench: Bench, names: list[str]) -> list[list[Any]]:
-    """Return rows of recipes, each behind one of its scheme alone."""
+    """Return rows of recipes, each after the row of its scheme alone."""
     template = LLMTemplate.get(bench.model.config.model_type)
     configs = {name: template.get_recipe(name) for name in names}
     return [

@@ -1,4 +1,4 @@
-"""One tensor quantized and put back, or observed, by this package and by others.
+"""Time to fake-quantize or observe one tensor, in this package and in other software.
 
 ``python operations.py '"name"' edge rounds``, run by the Python of a peer's environment, prints the
 CPU milliseconds of each operation that it has. All find the scales of a float32 tensor (edge, edge)

@@ -69,7 +69,7 @@ def quark(model: Any) -> Stages:
 
 
 def llm_compressor(model: Any) -> Stages:
-    """Quantize by llm-compressor, whose weights stay as they are until they are packed."""
+    """Quantize by llm-compressor, whose weights stay in float until they are packed."""
     from compressed_tensors import ModelCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from llmcompressor import oneshot
@@ -86,7 +86,7 @@ def llm_compressor(model: Any) -> Stages:
 
 
 class _Nothing:
-    """Stands for a tokenizer where no text is read."""
+    """Replaces a tokenizer where no text is read."""
 
 
 def amd_quark(model: Any) -> Stages:

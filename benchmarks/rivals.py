@@ -37,7 +37,7 @@ WEIGHTS = {
 
 @dataclass
 class Task:
-    """What a peer is asked to do."""
+    """The task of a peer."""
 
     scheme: str
     algorithms: list[dict[str, Any]]
@@ -190,14 +190,14 @@ PEERS: dict[str, tuple[Callable[[Task], Steps], dict[str, Algorithms]]] = {
 
 
 def share(folder: Path, model: Any, tokenizer: Any, **windows: torch.Tensor) -> None:
-    """Write what peers are given: the model, in float32, and windows of tokens by their name."""
+    """Write the input of peers: the model in float32, and windows of tokens by name."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     save_file(windows, folder / WINDOWS)
 
 
 def judge(peer: str, scheme: str, label: str, folder: str) -> dict[str, Any]:
-    """Let a peer quantize the shared model and return the figures of a row."""
+    """Run a peer on the shared model and return the figures of its row."""
     windows = load_file(Path(folder) / WINDOWS)
     prepare, schemes = PEERS[peer]
     task = Task(scheme, schemes[scheme][label], Path(folder), windows["calibration"])

@@ -1,4 +1,4 @@
-"""How far a quantized model is from the original. Peers are judged by it: it needs torch alone."""
+"""Distance of a quantized model from the original. Peers import this file: it needs torch only."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ SHAPE: dict[str, Any] = {
 
 
 def directory() -> Path:
-    """Return where the model and its tokenizer are, trained if they are not there yet."""
+    """Return the directory of the model and its tokenizer; train the model on first use."""
     if not DIRECTORY.is_dir():
         say(f"training a second model, once, into {DIRECTORY}")
         shutil.rmtree(partial := DIRECTORY.with_suffix(".partial"), ignore_errors=True)
@@ -53,7 +53,7 @@ def directory() -> Path:
 
 
 def train() -> tuple[Any, Any]:
-    """Return the model, which learns the predictions of that of the package, and the tokenizer."""
+    """Return the model, trained on the predictions of the shipped model, and the tokenizer."""
     from tqdm import tqdm
     from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
@@ -87,7 +87,7 @@ def train() -> tuple[Any, Any]:
 
 
 def optimizers_of(model: Any) -> list[tuple[torch.optim.Optimizer, float]]:
-    """Return what changes the matrices of blocks, and all else, each with its highest rate."""
+    """Return the optimizers of block matrices and of other parameters, with their peak rates."""
     matrices = [p for p in model.transformer.h.parameters() if p.ndim == 2]
     known = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in known]

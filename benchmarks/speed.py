@@ -63,19 +63,25 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--part", action="append", choices=PARTS, help="only this; repeatable")
-    parser.add_argument("--schemes", help="instead of the usual ones, with commas between")
     parser.add_argument(
-        "--peer", action="append", choices=[*peers.PEERS][1:], default=[], help="also measure"
+        "--part", action="append", choices=PARTS, help="run this part only; repeatable"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="of everything: 3")
+    parser.add_argument("--schemes", help="schemes, separated by commas (default: a few)")
+    parser.add_argument(
+        "--peer",
+        action="append",
+        choices=[*peers.PEERS][1:],
+        default=[],
+        help="also measure this software; repeatable",
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds (default 3)")
     parser.add_argument("--quick", action="store_true", help="small model, small tensors")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     return parser.parse_args()
 
 
 def schemes(wanted: str | None) -> tuple[list[str], list[str]]:
-    """Return the names of the schemes to measure that need no data, and of those that do."""
+    """Return the names of schemes that need no data, and of schemes that need data."""
     from quark.torch.quantization.calibration import needs_data
     from quark.torch.quantization.config import presets
 
@@ -204,7 +210,7 @@ COLUMNS = {
         "tensor": "tensor",
         "clone_ms": "clone, ms",
         "range": "range",
-        "quantize": "quantize",
+        "quantize": "quantize.command",
         "dequantize": "dequantize",
         "fake": "fake quantize",
         "in_place": "in place",

@@ -1,4 +1,4 @@
-"""What is measured in a process of its own: ``python workers.py '"task"' arguments…``.
+"""Measurements in a process of their own: ``python workers.py '"task"' arguments…``.
 
 Arguments are JSON, and so is the result, on the last line of the output.
 """
@@ -55,7 +55,7 @@ def _copy_seconds(values: list[torch.Tensor]) -> float:
 def calibration(scheme: str, size: str, windows: int, rounds: int) -> dict[str, Any]:
     """Quantize by a static scheme, in turns with plain passes of the same data."""
     from quark.torch import LLMTemplate, ModelQuantizer
-    from quark.torch.quantization.preparation import restore
+    from quark.torch.quantization.preparation import restore_layers
 
     model = random_llama.build(size)
     data = random_llama.batches(size, windows)
@@ -68,7 +68,7 @@ def calibration(scheme: str, size: str, windows: int, rounds: int) -> dict[str, 
 
     def calibrate() -> None:
         quantizer.quantize_model(model, data)
-        restore(model)
+        restore_layers(model)
 
     seconds = alternate({"forward": forward, "calibration": calibrate}, rounds)
     with Meter() as plain:
@@ -100,7 +100,7 @@ def tensors(edge: int, rounds: int) -> list[dict[str, Any]]:
 def _specifications() -> dict[str, Any]:
     """Every kind of tensor that the schemes quantize, by its description."""
     from quark.torch.quantization.config import presets
-    from quark.torch.report.summary import describe
+    from quark.torch.quantization.config.description import describe
 
     found = {}
     for name in presets.scheme_names():

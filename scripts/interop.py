@@ -1,4 +1,4 @@
-"""Checkpoints of the model that comes with the package, opened by the software they are for.
+"""Checkpoints of the shipped model, opened by their target software.
 
     python scripts/interop.py
     python scripts/interop.py --client vllm --scheme fp8 --scheme int4_wo_128
@@ -60,7 +60,7 @@ OFFLINE = {
 
 @dataclass(frozen=True)
 class Client:
-    """How a client is installed and started: arguments of pip, and environment variables."""
+    """Installation of a client: arguments of pip, and environment variables."""
 
     pip: tuple[tuple[str, ...], ...]
     settings: dict[str, str] = field(default_factory=dict)
@@ -110,7 +110,7 @@ def torch_line() -> str:
 
 
 def install(name: str, python: Path) -> None:
-    """Install a client for a Python, beside the torch that is tested with."""
+    """Install a client and the tested version of torch for a Python."""
     say(f"installing {name}")
     with tempfile.TemporaryDirectory() as folder:
         constraints = Path(folder) / "constraints.txt"
@@ -135,7 +135,7 @@ def environment(name: str) -> Path:
 
 
 class Material:
-    """The float model, its texts, and what is written from quantized copies of it."""
+    """The float model, its texts, and the checkpoints of quantized copies."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -208,7 +208,7 @@ class Material:
 def compute(
     client: str, python: Path, material: Material, asked: list[Row]
 ) -> list[dict[str, Any]]:
-    """Return what a client computes from the checkpoints of rows, or why it does not."""
+    """Return the results of a client for the checkpoints of rows, or the reason of its failure."""
     tasks, results = material.folder / "tasks.json", material.folder / "results.json"
     checkpoints = [
         (str(material.paths[r.layout, r.scheme]), CACHE in r.scheme, str(material.layers(r)))
@@ -233,7 +233,7 @@ def compute(
 
 
 def judge(row: Row, material: Material, answer: dict[str, Any]) -> tuple[bool, list[str]]:
-    """Return whether a row is as expected, and its figures or the reason that there are none."""
+    """Return whether a row is as expected, with its figures or the reason of its failure."""
     limits, model = row.expected, material.models[row.layout, row.scheme]
     if "error" in answer:
         note = "refused: " if limits.may_refuse else "NOT EXPECTED to be refused: "
@@ -259,7 +259,7 @@ def judge(row: Row, material: Material, answer: dict[str, Any]) -> tuple[bool, l
 
 
 def say(text: str) -> None:
-    """Tell of progress, apart from the results."""
+    """Print progress to the standard error stream."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -268,9 +268,9 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--client", action="append", default=[], choices=CLIENTS, help="one, or several"
+        "--client", action="append", default=[], choices=CLIENTS, help="client; repeatable"
     )
-    parser.add_argument("--scheme", action="append", default=[], help="one, or several")
+    parser.add_argument("--scheme", action="append", default=[], help="client; repeatable")
     parser.add_argument(
         "--python",
         action="append",

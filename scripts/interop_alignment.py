@@ -16,7 +16,7 @@ from interop_workers import LogProbabilities, of_model
 from safetensors.torch import load_file
 from torch import Tensor
 
-from quark.torch.quantization.nn.layer import QuantMixin
+from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 
 
 class Alignment(NamedTuple):
@@ -61,7 +61,11 @@ def align(model: Any, file: Path, prompts: list[list[int]], found: LogProbabilit
     hooks, rounding = [], set()  # layers that round for the cache what a client's give to it
     for name in {key.rpartition(".")[0] for key in heard}:
         layer = model.get_submodule(name)
-        if isinstance(layer, QuantMixin) and layer.output_quantizer and layer.quantizes_output:
+        if (
+            isinstance(layer, FakeQuantizedLayer)
+            and layer.output_quantizer
+            and layer.quantizes_output
+        ):
             rounding.add(name)
             layer.quantizes_output = False
         hooks.append(layer.register_forward_pre_hook(partial(before, name)))

@@ -1,6 +1,8 @@
 """Small random models, and what tests do with them again and again."""
 
 from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 
 import pytest
@@ -35,6 +37,13 @@ _MODELS = {
     "tied": ("llama", {**_LLAMA, "tie_word_embeddings": True}),
     "opt": ("opt", _OPT),
 }
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Read only ``tests/smoke`` for ``-m smoke``: collecting everything takes longer than it."""
+    if config.option.markexpr == "smoke" and collection_path.suffix == ".py":
+        return True if collection_path.parent.name != "smoke" else None
+    return None
 
 
 def pytest_runtest_setup(item):
@@ -157,7 +166,18 @@ def unchanged():
 
 
 @pytest.fixture(scope="session")
-def run_onnx():
+def onnx_operators():
+    """Read the table of ONNX operators once; ``torch.onnx.export`` parses it in every export."""
+    pytest.importorskip("onnxscript")
+    registration = import_module("torch.onnx._internal.exporter._registration")
+    registry = registration.ONNXRegistry
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "from_torchlib", staticmethod(cache(registry.from_torchlib)))
+        yield
+
+
+@pytest.fixture(scope="session")
+def run_onnx(onnx_operators):
     """Run an exported graph in ONNX Runtime, on inputs in its order, and return its outputs.
 
     Integer kernels add up in float and do not saturate there, unless told otherwise.

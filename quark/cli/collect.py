@@ -1,4 +1,4 @@
-"""``quark collect``: statistics of a float model and its data, for any number of quantizations."""
+"""``quark collect``: calibration statistics of a float model, for any number of runs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from quark.torch.pipeline.statistics import Statistics
 
 HELP = """
-Run data through a float model once and write what quantizing it asks of the data.
+Collect calibration statistics once; reuse them for any number of runs.
 
-Afterwards [cyan]quark quantize --statistics[/cyan] applies AWQ or GPTQ in any format and settles
-static ranges of activations, and [cyan]quark search --statistics[/cyan] mixes formats to any size,
-without data. Statistics belong to one model in one type: with other weights they are refused.
+Without running data again, [cyan]quark quantize --statistics[/cyan] applies AWQ or GPTQ in
+any format and computes static ranges of activations, and [cyan]quark search
+--statistics[/cyan] chooses formats for any size. Statistics are valid for one model
+in one type; other weights are an error.
 
 [bold]Example[/bold]
 
@@ -32,9 +33,10 @@ without data. Statistics belong to one model in one type: with other weights the
     [cyan]quark quantize --model_dir llama --output_dir llama-int3 --quant_scheme int3_wo_128 \\
       --quant_algo gptq --statistics llama-statistics[/cyan]
 
-Several processes or machines can each collect with a part of the data: [cyan]quark merge[/cyan]
-puts their statistics together. Statistics take 4 bytes for each pair of inputs of a layer, up to
-twice the model in 16 bits, and about a kilobyte for each input.
+Several processes or machines can each collect the statistics of a part of the
+data; [cyan]quark merge[/cyan] merges them. Statistics take 4 bytes for each pair of inputs
+of a layer (up to twice the size of the model in 16 bits), and about a
+kilobyte for each input.
 """
 
 _output, _data = panel("Output"), panel("Calibration")
@@ -42,7 +44,7 @@ _output, _data = panel("Output"), panel("Calibration")
 
 @dataclass(frozen=True, kw_only=True)
 class DataFlags(CalibrationFlags, ModelFlags):
-    """A model, and text for it."""
+    """Flags of a model and its calibration text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +57,11 @@ class CollectRequest(DataFlags):
         _data(
             metavar="N",
             min=0,
-            help="Batches on which each layer is rounded alone, to see what predictions make of "
-            "it; 0 leaves that out, which 'quark search' needs.",
+            help="Number of batches on which the sensitivity of each layer is measured, by "
+            "rounding it alone (0 = none; 'quark search' needs them).",
         ),
     ] = 8
-    overwrite: Annotated[bool, _output(help="Replace the directory, once all went well.")] = False
+    overwrite: Annotated[bool, _output(help="Replace an existing directory after success.")] = False
     verbose: Verbose = False
     given: frozenset[str] = frozenset()
 
@@ -70,21 +72,21 @@ def register(app: typer.Typer) -> None:
 
 
 def _collect(request: CollectRequest) -> None:
-    check_target(request.output_dir, request.overwrite)
-    source = find_float(request)
+    check_output_dir(request.output_dir, request.overwrite)
+    source = find_float_model(request)
     windows = read_windows(request, source)
-    model = load_float(request, source)
+    model = load_float_model(request, source)
     statistics = collect(model, windows, request.batch_size, request.probes)
-    write(statistics, request.output_dir, request.overwrite)
+    write_statistics(statistics, request.output_dir, request.overwrite)
 
 
-def check_target(directory: Path, overwrite: bool) -> None:
+def check_output_dir(directory: Path, overwrite: bool) -> None:
     """Raise if statistics cannot be written to a directory.
 
     Raises:
         typer.BadParameter: It is in use.
     """
-    from quark.torch.export.checkpoint.files import check_vacant
+    from quark.torch.files import check_vacant
 
     try:
         check_vacant(directory, overwrite)
@@ -92,8 +94,8 @@ def check_target(directory: Path, overwrite: bool) -> None:
         raise console.wrong("--output_dir", str(error)) from None
 
 
-def write(statistics: Statistics, directory: Path, overwrite: bool) -> None:
-    """Write statistics and say what they hold."""
+def write_statistics(statistics: Statistics, directory: Path, overwrite: bool) -> None:
+    """Write statistics and print their size."""
     from quark.torch.statistics.files import save_statistics
 
     with console.stage("writing statistics"):
@@ -101,28 +103,28 @@ def write(statistics: Statistics, directory: Path, overwrite: bool) -> None:
     size = sum(file.stat().st_size for file in directory.iterdir())
     rows = {
         "layers": str(len(statistics.readers)),
-        "tensors they read": str(len(statistics.inputs)),
-        "size on disk": console.in_bytes(size),
+        "tensors": str(len(statistics.inputs)),
+        "size on disk": console.format_bytes(size),
     }
     console.out.print("", console.facts(rows), "")
 
 
-def find_float(request: ModelFlags) -> Path:
-    """Return the directory of the float model that was asked for.
+def find_float_model(request: ModelFlags) -> Path:
+    """Return the directory of the float model.
 
     Raises:
-        typer.BadParameter: There is none, or it is quantized.
+        typer.BadParameter: The directory does not exist, or the model is quantized.
     """
     directory = models.find_model(request.model_dir, "--model_dir", request.revision)
     if "quantization_config" in models.read_config(directory, "--model_dir"):
         raise console.wrong(
-            "--model_dir", f"{directory} is quantized. Give the float model that it was made of."
+            "--model_dir", f"{directory} is quantized. Give the float model from which it was made."
         )
     return directory
 
 
-def load_float(request: ModelFlags, directory: Path) -> nn.Module:
-    """Return the model of a directory."""
+def load_float_model(request: ModelFlags, directory: Path) -> nn.Module:
+    """Load the model of a directory."""
     device = models.pick_device(request.device)
     with console.stage("loading the model", spinner=True):
         return models.load_model(
@@ -135,12 +137,12 @@ def load_float(request: ModelFlags, directory: Path) -> nn.Module:
 
 
 def read_windows(request: DataFlags, directory: Path, held_out: bool = False) -> torch.Tensor:
-    """Return windows of the text that was asked for, (windows, length).
+    """Return windows of the calibration text, (windows, length).
 
     Args:
         request: Flags of calibration and model.
         directory: Directory of the model.
-        held_out: Whether text of a name, or without one, is that which no model is calibrated on.
+        held_out: Whether to read the held-out part of a named or default text.
     """
     described = models.read_config(directory, "--model_dir")
     length = models.window_length(described, request.seq_len, SEQ_LEN)
@@ -161,24 +163,24 @@ def collect(model: nn.Module, windows: torch.Tensor, batch_size: int, probes: in
         return collect_statistics(model, [*torch.split(windows, batch_size)], probes)
 
 
-def load_kept(directory: Path | None) -> Statistics | None:
-    """Return the statistics in the directory that a flag gives, None for none.
+def read_optional_statistics(directory: Path | None) -> Statistics | None:
+    """Return the statistics in the directory of ``--statistics``, or None without a directory.
 
     Raises:
-        typer.BadParameter: There are none, or they are damaged.
+        typer.BadParameter: The directory holds no statistics, or they are damaged.
     """
-    return None if directory is None else read_kept(directory, "--statistics")
+    return None if directory is None else read_statistics(directory, "--statistics")
 
 
-def read_kept(directory: Path, flag: str) -> Statistics:
+def read_statistics(directory: Path, flag: str) -> Statistics:
     """Return the statistics in a directory.
 
     Args:
         directory: The directory.
-        flag: What gave it, for messages.
+        flag: The flag that gave the directory, for messages.
 
     Raises:
-        typer.BadParameter: There are none, or they are damaged.
+        typer.BadParameter: The directory holds no statistics, or they are damaged.
     """
     from quark.torch.statistics.files import load_statistics
 

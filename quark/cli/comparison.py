@@ -1,4 +1,4 @@
-"""One model under several schemes, side by side in a table that fills."""
+"""One model under several schemes, in a table that is filled row by row."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from rich.table import Table
 
 from quark.cli import console, models
 from quark.cli.options import SEQ_LEN
-from quark.cli.quantize.config import excluding_head, layer_scheme
+from quark.cli.quantize.config import layer_scheme
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
 ORIGINAL = "original"
-WINDOWS = 8  # of text, to calibrate on and to evaluate on
+WINDOWS = 8  # windows of text, for calibration and for evaluation
 
 
 @dataclass
 class _Row:
-    """One scheme: its figures, as far as they are known."""
+    """The figures of one scheme, as far as they are known."""
 
     scheme: str
     bits: str = ""
@@ -39,7 +39,7 @@ class _Row:
 
 @dataclass(frozen=True)
 class Material:
-    """What all schemes are given: the same model and the same text."""
+    """The model and the text that all schemes share."""
 
     model: nn.Module
     tokenizer: Any
@@ -48,12 +48,12 @@ class Material:
 
 
 def demo_material() -> Material:
-    """Return the model that comes with the package, and text for it."""
+    """Return the shipped model and its text."""
     import torch
 
     from quark.demo.text import model_directory
 
-    torch.set_num_threads(1)  # on a model this small, threads mostly wait for each other
+    torch.set_num_threads(1)  # with so small a model, threads mostly wait
     tokenizer = models.load_tokenizer(model_directory(), "model")
     text = [
         models.text_windows(None, "text", tokenizer, SEQ_LEN, WINDOWS, held_out)
@@ -63,18 +63,18 @@ def demo_material() -> Material:
     return Material(model, tokenizer, [text[0]], text[1])
 
 
-def compare(names: list[str], kept: str, material: Material, directory: Path) -> torch.Tensor:
-    """Fill the table, write the kept scheme, and return its logits for a window of text."""
+def compare(names: list[str], exported: str, material: Material, directory: Path) -> torch.Tensor:
+    """Fill the table, export one scheme, and return its logits for a window of text."""
     original, *rows = [_Row(name) for name in (ORIGINAL, *names)]
     sample: torch.Tensor | None = None
-    with _growing_table([original, *rows]) as show:
+    with _live_table([original, *rows]) as show:
         show()
         _measure_original(original, material)
         for row in rows:
             show()
             model = _quantize(row, material)
             show()
-            if row.scheme == kept:
+            if row.scheme == exported:
                 _export(model, material.tokenizer, directory)
                 sample = logits(model, material)
             row.perplexity = _perplexity(model, material)
@@ -84,37 +84,40 @@ def compare(names: list[str], kept: str, material: Material, directory: Path) ->
 
 
 def _measure_original(row: _Row, material: Material) -> None:
-    from quark.torch.report.summary import summarize
+    from quark.torch.export.checkpoint_contents import summarize
 
     summary = summarize(material.model.state_dict())
-    row.bits = console.in_bits(summary.bits_per_parameter)
-    row.size = console.in_bytes(summary.bytes)
+    row.bits = console.format_bits(summary.bits_per_parameter)
+    row.size = console.format_bytes(summary.bytes)
     row.perplexity = _perplexity(copy.deepcopy(material.model), material)
 
 
 def _quantize(row: _Row, material: Material) -> nn.Module:
-    """Return a copy of the model quantized by the scheme of a row, which is filled."""
+    """Fill a row, and return a copy of the model quantized by its scheme."""
     from quark.torch.export.checkpoint.writer import collect, make_format
+    from quark.torch.export.checkpoint_contents import summarize
     from quark.torch.quantization.api import ModelQuantizer
-    from quark.torch.quantization.config.config import Config
+    from quark.torch.quantization.config.builder import build_config
+    from quark.torch.quantization.config.description import type_name
     from quark.torch.quantization.config.export import JsonExporterConfig
-    from quark.torch.report.summary import summarize, type_name
 
     model = copy.deepcopy(material.model)
-    config = Config(global_quant_config=layer_scheme("--schemes", row.scheme))
-    config = excluding_head(config, model)
+    config = build_config(layer_scheme("--schemes", row.scheme))
     start = time.monotonic()
     model = ModelQuantizer(config).quantize_model(model, material.calibration)
     model = ModelQuantizer.freeze(model)
     row.seconds = f"{time.monotonic() - start:.1f} s"
     stored = collect(model, make_format(model, None, JsonExporterConfig(), "quark"))
     summary = summarize(stored, config, type_name(next(material.model.parameters()).dtype))
-    row.bits, row.size = console.in_bits(summary.bits_per_weight), console.in_bytes(summary.bytes)
+    row.bits, row.size = (
+        console.format_bits(summary.bits_per_weight),
+        console.format_bytes(summary.bytes),
+    )
     return model
 
 
 def _perplexity(model: nn.Module, material: Material) -> float:
-    """Return the perplexity, computed in float32: many processors are slow at narrower types.
+    """Return the perplexity, computed in float32: many processors are slow with narrower types.
 
     The model is converted in place. Weights keep their values.
     """
@@ -134,15 +137,18 @@ def logits(model: nn.Module, material: Material) -> torch.Tensor:
     import torch
 
     with torch.inference_mode():
-        found: torch.Tensor = model(material.evaluation[:1]).logits
-    return found
+        result: torch.Tensor = model(material.evaluation[:1]).logits
+    return result
 
 
 @contextmanager
-def _growing_table(rows: list[_Row]) -> Iterator[Callable[[], None]]:
-    """Give a function that shows the rows as they are now: in place, or line after line."""
+def _live_table(rows: list[_Row]) -> Iterator[Callable[[], None]]:
+    """Yield a function that shows the current rows: in place, or line after line."""
     if console.out.is_terminal:
-        with Live(_table(rows), console=console.out) as live, redirect_stderr(_Plain(sys.stderr)):
+        with (
+            Live(_table(rows), console=console.out) as live,
+            redirect_stderr(_NonTerminal(sys.stderr)),
+        ):
             yield lambda: live.update(_table(rows), refresh=True)
         return
     printed = 0
@@ -161,8 +167,8 @@ def _growing_table(rows: list[_Row]) -> Iterator[Callable[[], None]]:
     console.out.print()
 
 
-class _Plain:
-    """A stream that is no terminal, so that no progress bars are drawn into the table."""
+class _NonTerminal:
+    """A stream that is not a terminal, so that no progress bars are drawn into the table."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -183,7 +189,7 @@ def _table(rows: list[_Row]) -> Table:
     for row in rows:
         change = ""
         if row.perplexity is not None and reference is not None and row.scheme != ORIGINAL:
-            change = console.in_percent(row.perplexity, reference)
+            change = console.format_change(row.perplexity, reference)
         perplexity = "" if row.perplexity is None else f"{row.perplexity:.2f}"
         table.add_row(row.scheme, row.bits, row.size, perplexity, change, row.seconds)
     return table

@@ -1,4 +1,4 @@
-"""What all verbs share on the terminal: output, stages of work, errors, and quiet libraries."""
+"""The terminal: tables, progress, errors, and logging of this package and of libraries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
-WIDTH = 120  # of what is not a terminal, unless COLUMNS says otherwise
+WIDTH = 120  # columns of an output that is not a terminal, unless COLUMNS is set
 
 
 def _width() -> int | None:
@@ -33,7 +33,7 @@ _is_verbose = False
 
 
 def set_verbose(wanted: bool) -> bool:
-    """Switch to showing everything, for the rest of the session; what ``--verbose`` calls."""
+    """Show the log of level info and tracebacks for the rest of the session (``--verbose``)."""
     global _is_verbose
     if wanted:
         _is_verbose = True
@@ -43,7 +43,7 @@ def set_verbose(wanted: bool) -> bool:
 
 
 class _Handler(logging.Handler):
-    """Shows the log of this package in one line each."""
+    """Prints each record of the log of this package in one line."""
 
     def emit(self, record: logging.LogRecord) -> None:
         label = record.levelname.lower()
@@ -54,7 +54,7 @@ class _Handler(logging.Handler):
 
 @contextmanager
 def session() -> Iterator[None]:
-    """Show our own warnings, keep other libraries quiet, and put all back afterwards."""
+    """Show warnings of this package, silence other libraries, and restore both afterwards."""
     global _is_verbose
     _is_verbose = False
     for name in ("TRANSFORMERS_VERBOSITY", "DATASETS_VERBOSITY", "HF_HUB_VERBOSITY"):
@@ -74,8 +74,8 @@ def session() -> Iterator[None]:
 
 
 def report(error: Exception) -> int:
-    """Say in one line what went wrong and return the exit code: 2 for a wrong call, else 1."""
-    is_usage = hasattr(error, "format_message")  # what typer raises about arguments
+    """Print an error in one line and return the exit code: 2 for a wrong call, else 1."""
+    is_usage = hasattr(error, "format_message")  # errors of typer about arguments
     if _is_verbose and not is_usage:
         err.print(escape("".join(traceback.format_exception(error)).rstrip()), soft_wrap=True)
     text = error.format_message() if is_usage else str(error)  # type: ignore[attr-defined]
@@ -89,33 +89,33 @@ def report(error: Exception) -> int:
 
 
 def wrong(flag: str, message: str) -> typer.BadParameter:
-    """Return the error of a flag with a value that cannot be used."""
+    """Return the error for a flag with a wrong value."""
     return typer.BadParameter(message, param_hint=flag)
 
 
 @contextmanager
 def stage(text: str, spinner: bool = False) -> Iterator[None]:
-    """Show what is being done and, once it is, how long it took.
+    """Show a step of the work and, after it, the time it took.
 
     Args:
-        text: What is being done.
-        spinner: Whether to show a spinner, for work that shows no progress itself.
+        text: Description of the step.
+        spinner: Whether to show a spinner, for steps without a progress bar.
     """
     start = time.monotonic()
     if err.is_terminal and not spinner:
-        err.print(f"  [dim]{text} …[/]", end="\r")  # a progress bar takes the same line
+        err.print(f"  [dim]{text} …[/]", end="\r")  # a progress bar overwrites this line
     with err.status(text) if spinner and err.is_terminal else nullcontext():
         yield
     err.print(f"  [dim]{text:<40} {time.monotonic() - start:6.1f} s[/]")
 
 
 def table(title: str | None = None) -> Table:
-    """Return an empty table in the look of all tables."""
+    """Return an empty table in the common style."""
     return Table(title=title, box=SIMPLE_HEAD, title_justify="left", title_style="bold")
 
 
 def facts(rows: dict[str, str]) -> Table:
-    """Return a table of two columns without head: what, and its value."""
+    """Return a table with two columns, name and value, and no header."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim")
     grid.add_column(overflow="fold")
@@ -125,33 +125,33 @@ def facts(rows: dict[str, str]) -> Table:
 
 
 def say(text: str) -> None:
-    """Print a paragraph between margins."""
+    """Print a paragraph with margins."""
     out.print(Padding(text, (0, 2), expand=False))
 
 
 def show_code(*lines: str) -> None:
-    """Show lines to copy, never broken."""
+    """Print lines of code without line breaks."""
     for line in lines:
         out.print(f"    [cyan]{escape(line)}[/]", soft_wrap=True)
 
 
-def in_bytes(count: int) -> str:
-    """Say a number of bytes: ``8.2 MB``."""
+def format_bytes(count: int) -> str:
+    """Format a number of bytes: ``8.2 MB``."""
     return _scaled(count, ("B", "kB", "MB", "GB", "TB"))
 
 
-def in_count(count: int) -> str:
-    """Say a large number: ``3.4 M``."""
+def format_count(count: int) -> str:
+    """Format a large number: ``3.4 M``."""
     return _scaled(count, ("", "k", "M", "G", "T")).rstrip()
 
 
-def in_bits(bits: float | None) -> str:
-    """Say bits per weight; a dash where there is no weight."""
+def format_bits(bits: float | None) -> str:
+    """Format bits per weight; a dash for None."""
     return "–" if bits is None else f"{bits:.2f}"
 
 
-def in_percent(value: float, reference: float) -> str:
-    """Say the change from a reference: ``+3.1 %``."""
+def format_change(value: float, reference: float) -> str:
+    """Format the change from a reference: ``+3.1 %``."""
     return f"{100 * (value / reference - 1):+.1f} %"
 
 
@@ -166,7 +166,7 @@ def _scaled(count: int, units: tuple[str, ...]) -> str:
 
 
 def as_json(data: Any) -> None:
-    """Print data as JSON and nothing else."""
+    """Print data as JSON."""
     import json
 
     typer.echo(json.dumps(data, indent=2))

@@ -1,22 +1,23 @@
-"""``quark convert``: the same codes and scales in the layout of another tool."""
+"""``quark convert``: write a checkpoint in another format, with the same codes and scales."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 from rich.markup import escape
 
 from quark.cli import console, models
-from quark.cli.options import TrustRemoteCode, Verbose, panel
+from quark.cli.options import TrustRemoteCode, Verbose, in_words, one_of, panel
+from quark.torch.export.containers.registry import conversion_targets
 
 HELP = """
-Write a quantized checkpoint again for another tool, with the codes and scales it has.
+Write a quantized checkpoint in the format of another tool, with the same codes and scales.
 
-Nothing is quantized anew: what the other format cannot hold is an error that names the layers,
-before any tensor is read. Checkpoints of this package (older ones too), AutoAWQ, GPTQ,
-compressed-tensors and fp8 are read, and GGUF files with Q4_0, Q4_1 and Q8_0 weights.
+Nothing is quantized again. If the other format cannot hold a layer, an error names the layer before
+any tensor is read. The input is a checkpoint of Quark (any version), AutoAWQ, GPTQ,
+compressed-tensors or fp8, or a GGUF file with Q4_0, Q4_1 or Q8_0 weights.
 
 [bold]Examples[/bold]
 
@@ -33,19 +34,24 @@ Source = Annotated[
 ]
 Target = Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write.")]
 To = Annotated[
-    Literal["quark", "awq", "gptq", "compressed-tensors", "fp8", "gguf"],
-    _output("--to", metavar="FORMAT", help="quark, awq, gptq, compressed-tensors, fp8 or gguf."),
+    str,
+    _output(
+        "--to",
+        metavar="FORMAT",
+        parser=one_of("--to", conversion_targets),
+        help=f"Format to write: {in_words(conversion_targets())}.",
+    ),
 ]
 Verify = Annotated[
     bool,
     _output(
         "--verify",
-        help="Open the result with the tool it is for, where that is installed, and compare its "
-        "predictions with those of the source before it takes its place.",
+        help="Open the result with the target software, if it is installed, and compare its "
+        "predictions with the source. A result that differs is not kept.",
     ),
 ]
 Overwrite = Annotated[
-    bool, _output("--overwrite", help="Replace the output directory, once all went well.")
+    bool, _output("--overwrite", help="Replace the output directory if it exists.")
 ]
 
 
@@ -63,17 +69,17 @@ def convert(
     trust_remote_code: TrustRemoteCode = False,
     verbose: Verbose = False,
 ) -> None:
-    """Convert a checkpoint and say what came of it."""
+    """Convert a checkpoint and print the result."""
     if not source.exists():
         raise console.wrong("IN", f"there is no {source}. Give a checkpoint's directory or file.")
     from quark.torch.export.conversion import convert as write
 
     with console.stage(f"writing {to}"):
         verdict = write(source, target, to, overwrite, verify, trust_remote_code)
-    before = source.stat().st_size if source.is_file() else models.weight_bytes(source)
+    before = models.weight_bytes(source)
     after = models.weight_bytes(target)
     rows = {"checkpoint": escape(str(target)), "format": to}
-    rows["size on disk"] = f"{console.in_bytes(before)} → {console.in_bytes(after)}"
+    rows["size on disk"] = f"{console.format_bytes(before)} → {console.format_bytes(after)}"
     if verdict is not None:
         rows["verified"] = escape(str(verdict))
     console.out.print("", console.facts(rows), "", sep="\n")

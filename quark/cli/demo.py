@@ -1,4 +1,4 @@
-"""``quark demo``: the model that comes with the package, under several schemes side by side."""
+"""``quark demo``: the shipped model under several schemes, side by side."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ SCHEMES = (
     "int3_wo_128",
     "int2_wo_32",
 )
-KEPT = "uint4_wo_128"
+EXPORTED = "uint4_wo_128"
 PROMPT = "Raise an exception if"
 NEW_TOKENS = 24
-REPETITION_PENALTY = 1.15  # a model as small as this goes round in circles otherwise
+REPETITION_PENALTY = 1.15  # small models repeat themselves without it
 
 HELP = f"""
-Quantize the small model that comes with this package under several schemes.
+Quantize the small model of this package under several schemes.
 
-The table that fills tells for each scheme what it costs (perplexity, the lower the better) and
-what it saves. One of the results is written, loaded back through Transformers, and writes a line.
-Nothing is downloaded: the model (4 million parameters) has learned from the documentation of
-Python's standard library, and is measured on the part of it that it has not seen.
+The table shows the perplexity (lower is better) and the size under each
+scheme. Then one result is exported and loaded with Transformers, and
+generates a line of text. Nothing is downloaded. The model (4 million
+parameters) was trained on the documentation of Python's standard library, and
+is measured on a held-out part of it.
 
 [bold]Examples[/bold]
 
@@ -49,27 +50,27 @@ Python's standard library, and is measured on the part of it that it has not see
     [cyan]quark demo --schemes fp8,int4_wo_64,int4_wo_32 \\
       --keep int4_wo_32 --output_dir demo-int4[/cyan]
 
-By default: [cyan]{", ".join(SCHEMES)}[/cyan]; [cyan]quark schemes[/cyan] lists all.
+Default schemes: [cyan]{", ".join(SCHEMES)}[/cyan]; [cyan]quark schemes[/cyan] lists all schemes.
 """
 
-_show = panel("What to show")
+_show = panel("Comparison")
 OutputDir = Annotated[
     Path | None,
     _show(
         "--output_dir",
         metavar="DIR",
-        help="Where to write the kept model; a temporary directory otherwise.",
+        help="Directory of the exported model (default: a temporary directory).",
     ),
 ]
 Schemes = Annotated[
-    str | None, _show("--schemes", metavar="A,B,C", help="Schemes to compare, with commas between.")
+    str | None, _show("--schemes", metavar="A,B,C", help="Schemes to compare, separated by commas.")
 ]
 Keep = Annotated[
     str | None,
     _show(
         "--keep",
         metavar="NAME",
-        help=f"Scheme to write and reload: {KEPT}, or else the last one compared.",
+        help=f"Scheme to export and load (default: {EXPORTED}, or the last one if not compared).",
     ),
 ]
 
@@ -85,32 +86,32 @@ def demo(
     keep: Keep = None,
     verbose: Verbose = False,
 ) -> None:
-    """Compare schemes on the model that comes with the package."""
+    """Compare schemes on the shipped model."""
     start = time.monotonic()
-    names, kept = _chosen(schemes, keep)
+    names, exported = _parse_names(schemes, keep)
     if output_dir is not None:
         _check_vacant(output_dir)
     with console.stage("loading the model and the text", spinner=True):
         material = demo_material()
     with tempfile.TemporaryDirectory(prefix="quark-demo-") as temporary:
-        directory = output_dir or Path(temporary) / kept
-        sample = compare(names, kept, material, directory)
-        _reload(kept, material, directory, sample)
-    _show_next(kept, output_dir, time.monotonic() - start)
+        directory = output_dir or Path(temporary) / exported
+        sample = compare(names, exported, material, directory)
+        _reload(exported, material, directory, sample)
+    _show_next(exported, output_dir, time.monotonic() - start)
 
 
-def _chosen(schemes: str | None, keep: str | None) -> tuple[list[str], str]:
-    """Return the schemes to compare, and the one to write.
+def _parse_names(schemes: str | None, keep: str | None) -> tuple[list[str], str]:
+    """Return the schemes to compare, and the scheme to export.
 
     Raises:
-        typer.BadParameter: One is unknown, or what to write is not compared.
+        typer.BadParameter: A scheme is unknown, or the one to export is not compared.
     """
     given = SCHEMES if schemes is None else schemes.split(",")
     names = list(dict.fromkeys(name.strip() for name in given))
     for name in names:
         layer_scheme("--schemes", name)
     if keep is None:
-        keep = KEPT if KEPT in names else names[-1]
+        keep = EXPORTED if EXPORTED in names else names[-1]
     if keep not in names:
         raise console.wrong("--keep", f"{keep!r} is not among the schemes: {', '.join(names)}.")
     return names, keep
@@ -121,25 +122,27 @@ def _check_vacant(directory: Path) -> None:
         raise console.wrong("--output_dir", f"{directory} exists and is in use. Choose another.")
 
 
-def _reload(kept: str, material: Material, directory: Path, sample: torch.Tensor) -> None:
-    """Load the written model back, compare it with what was written, and let it write a line."""
+def _reload(exported: str, material: Material, directory: Path, sample: torch.Tensor) -> None:
+    """Load the exported model, compare its logits with ``sample``, and generate a line."""
     import torch
 
-    with console.stage("loading it back through Transformers", spinner=True):
+    with console.stage("loading the result with Transformers", spinner=True):
         model = models.load_model(directory)
     same = torch.equal(logits(model, material), sample)
     console.say(
-        f"[bold]{kept}[/] was written and loaded back through Transformers. Its outputs are "
+        f"[bold]{exported}[/] was exported and loaded with Transformers. Its outputs are "
         + ("the same, bit for bit." if same else "[bold red]not the same[/]: please report this.")
     )
-    console.say("Both models go on from the same words:\n")
-    lines = {ORIGINAL: material.model, kept: model}
+    console.say("Both models continue the same words:\n")
+    lines = {ORIGINAL: material.model, exported: model}
     console.out.print(
-        console.facts({name: escape(_line(m, material.tokenizer)) for name, m in lines.items()})
+        console.facts(
+            {name: escape(_generate_line(m, material.tokenizer)) for name, m in lines.items()}
+        )
     )
 
 
-def _line(model: Any, tokenizer: Any) -> str:
+def _generate_line(model: Any, tokenizer: Any) -> str:
     inputs = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
     tokens = model.generate(
         **inputs,
@@ -151,14 +154,16 @@ def _line(model: Any, tokenizer: Any) -> str:
     return " ".join(text.split())
 
 
-def _show_next(kept: str, output_dir: Path | None, seconds: float) -> None:
-    where = f"It is in {output_dir}." if output_dir else "--output_dir DIR keeps what was written."
+def _show_next(exported: str, output_dir: Path | None, seconds: float) -> None:
+    where = (
+        f"The result is in {output_dir}." if output_dir else "--output_dir DIR keeps the result."
+    )
     console.say(
-        f"\nDone in {seconds:.0f} s. Lower perplexity is better; large models lose much less than "
-        f"one as small as this. {escape(where)} With a model of yours:\n"
+        f"\nDone in {seconds:.0f} s. Lower perplexity is better. Larger models lose much less than "
+        f"this small one. {escape(where)} With your own model:\n"
     )
     console.show_code(
-        f"quark quantize --model_dir MODEL --output_dir OUTPUT --quant_scheme {kept}",
+        f"quark quantize --model_dir MODEL --output_dir OUTPUT --quant_scheme {exported}",
         "quark inspect OUTPUT",
     )
     console.out.print()

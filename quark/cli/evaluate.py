@@ -1,4 +1,4 @@
-"""``quark evaluate``: perplexity and tasks of a model, beside the original's."""
+"""``quark evaluate``: perplexity and tasks of a model and of its original."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from quark.cli.options import (
 )
 
 HELP = """
-Measure the perplexity of a model, quantized or not, and of the original beside it.
-With [cyan]--tasks[/cyan], score both in tasks of lm-evaluation-harness as well.
+Measure the perplexity of a model, and compare it with the original.
 
-Perplexity says how surprised a model is by text: the lower the better, and what counts is the
-change from the original. Both models are given the very same windows of tokens.
+Lower perplexity is better. The change from the original is the cost of
+quantization. Both models receive the same windows of tokens. With [cyan]--tasks[/cyan],
+both models are also scored in tasks of lm-evaluation-harness.
 
 [bold]Examples[/bold]
 
-  On text that comes with Python, the documentation of modules:
+  On text that is part of Python, the documentation of modules:
 
     [cyan]quark evaluate my-model-int4 --original my-model[/cyan]
 
-  On text of your own, all of it, in windows of 2048 tokens:
+  On all of your own text, in windows of 2048 tokens:
 
     [cyan]quark evaluate my-model-int4 --original my-model --dataset my.txt \\
       --seq_len 2048 --limit 0[/cyan]
 
-  In tasks of lm-evaluation-harness, those of your own included:
+  In tasks of lm-evaluation-harness and your own tasks:
 
     [cyan]quark evaluate my-model-int4 --original my-model \\
       --tasks gsm8k,my_task --include_path my-tasks[/cyan]
@@ -56,15 +56,15 @@ _text, _model = panel("Text"), panel("Model")
 ModelDir = Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Directory of the model.")]
 Original = Annotated[
     Path | None,
-    _model("--original", metavar="DIR", help="Directory of the model it was quantized from."),
+    _model("--original", metavar="DIR", help="Directory of the original float model."),
 ]
 Dataset = Annotated[
     str | None,
     _text(
         "--dataset",
         metavar="FILE|NAME",
-        help="A .txt, .jsonl, .json, .csv or .parquet file, a directory, wikitext, pileval, "
-        f"cnn_dailymail, or another dataset of the Hub. Without it: held-out {models.EMBEDDED}.",
+        help="Text: a .txt, .jsonl, .json, .csv or .parquet file, a directory, wikitext, pileval, "
+        f"cnn_dailymail, or another dataset of the Hub (default: held-out {models.EMBEDDED}).",
     ),
 ]
 SeqLen = Annotated[
@@ -73,17 +73,24 @@ SeqLen = Annotated[
         "--seq_len",
         metavar="N",
         min=2,
-        help=f"Tokens of a window: {SEQ_LEN}, or what the model takes if that is less.",
+        help=f"Tokens per window (default {SEQ_LEN}; at most the limit of the model).",
     ),
 ]
-Limit = Annotated[int, _text("--limit", metavar="N", min=0, help="Most windows; 0 for all.")]
+Limit = Annotated[
+    int, _text("--limit", metavar="N", min=0, help="Maximum number of windows (0 = all).")
+]
 BatchSize = Annotated[
     int,
-    _text("--batch_size", metavar="N", min=1, help="Windows, or questions, that run together."),
+    _text("--batch_size", metavar="N", min=1, help="Windows, or questions, per batch."),
 ]
 TaskLimit = Annotated[
     int | None,
-    panel("Evaluation")("--task_limit", metavar="N", min=1, help="Most questions of a task: all."),
+    panel("Evaluation")(
+        "--task_limit",
+        metavar="N",
+        min=1,
+        help="Maximum number of questions per task (default: all).",
+    ),
 ]
 
 
@@ -94,7 +101,7 @@ def register(app: typer.Typer) -> None:
 
 @dataclass(frozen=True)
 class _Row:
-    """One model: its figures."""
+    """The figures of one model."""
 
     model: str
     figures: Figures
@@ -121,14 +128,14 @@ def evaluate(
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Evaluate one model or two on the same windows and tasks."""
+    """Evaluate one or two models on the same windows and tasks."""
     described = models.read_config(model_dir, "MODEL_DIR")
     if original is not None:
         models.read_config(original, "--original")
     length = models.window_length(described, seq_len, SEQ_LEN)
     target = models.pick_device(device)
     with console.stage("reading text"):
-        # The original's files are sure to be complete; a checkpoint may lack a tokenizer.
+        # A checkpoint may lack a tokenizer; the original has one.
         source, flag = (model_dir, "MODEL_DIR") if original is None else (original, "--original")
         tokenizer = models.load_tokenizer(source, flag, trust_remote_code)
         windows = models.text_windows(dataset, "--dataset", tokenizer, length, limit, True)
@@ -148,23 +155,25 @@ def evaluate(
         first, last = (row.figures.perplexity for row in (rows[0], rows[-1]))
         change = last / first - 1 if len(rows) > 1 else None
         shape = {"windows": windows.shape[0], "seq_len": windows.shape[1]}
-        found = [_flat(row) for row in rows]
-        console.as_json({"text": text, **shape, "models": found, "change": change})
+        records = [_as_record(row) for row in rows]
+        console.as_json({"text": text, **shape, "models": records, "change": change})
     else:
-        _show(rows, f"{windows.shape[0]} windows of {windows.shape[1]} tokens: {text}")
+        _print_rows(rows, f"{windows.shape[0]} windows of {windows.shape[1]} tokens: {text}")
 
 
 def _measure(directory: Path, model: Any, measures: Measures) -> _Row:
+    from quark.torch.export.recognition import read_contents
+
     start = time.monotonic()
     figures = measures.figures(model, directory.name)
     seconds = time.monotonic() - start
-    summary, _ = models.read_summary(directory)
+    summary = read_contents(directory).summary
     size = models.weight_bytes(directory)
     return _Row(str(directory), figures, size, summary.bits_per_weight, seconds)
 
 
-def _flat(row: _Row) -> dict[str, Any]:
-    """Return a row as it is printed for programs."""
+def _as_record(row: _Row) -> dict[str, Any]:
+    """Return a row as plain JSON types."""
     data = asdict(row)
     figures = data.pop("figures")
     tasks = {
@@ -174,20 +183,20 @@ def _flat(row: _Row) -> dict[str, Any]:
     return {**data, "perplexity": figures["perplexity"], "tasks": tasks}
 
 
-def _show(rows: list[_Row], caption: str) -> None:
+def _print_rows(rows: list[_Row], caption: str) -> None:
     table = console.table()
     table.add_column("model", overflow="fold")
     for column in ("bits/weight", "size", "perplexity", "change", "seconds"):
         table.add_column(column, justify="right", no_wrap=True)
     base = rows[0].figures.perplexity
     for row in rows:
-        found = row.figures.perplexity
-        change = "" if row is rows[0] else console.in_percent(found, base)
+        perplexity = row.figures.perplexity
+        change = "" if row is rows[0] else console.format_change(perplexity, base)
         table.add_row(
             escape(row.model),
-            console.in_bits(row.bits_per_weight),
-            console.in_bytes(row.bytes),
-            f"{found:.2f}",
+            console.format_bits(row.bits_per_weight),
+            console.format_bytes(row.bytes),
+            f"{perplexity:.2f}",
             change,
             f"{row.seconds:.1f}",
         )

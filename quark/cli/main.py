@@ -16,23 +16,23 @@ from quark.cli import (
     convert,
     demo,
     evaluate,
-    inspect,
     merge,
     recipes,
     report,
     schemes,
     search,
 )
+from quark.cli.inspect import command as inspect
 from quark.cli.quantize import command as quantize
 
 HELP = """
-Make a Hugging Face model smaller, see what it costs, and load it anywhere.
+Quantize Hugging Face models, measure the loss, and load the checkpoints anywhere.
 
-[bold]Start here[/bold], with nothing but this package (half a minute):
+[bold]Start here[/bold] (half a minute, no download):
 
     [cyan]quark demo[/cyan]
 
-[bold]Then with a model of yours[/bold], a directory as save_pretrained writes it:
+[bold]Then with your own model[/bold], a directory from save_pretrained:
 
     [cyan]quark quantize --model_dir my-model --output_dir my-model-int4 \\
       --quant_scheme int4_wo_128[/cyan]
@@ -46,10 +46,10 @@ EXIT_FAILURE, EXIT_INTERRUPTED = 1, 130
 
 
 class Program(TyperGroup):
-    """The group of verbs; every way in which one can end passes through here."""
+    """The group of verbs. It turns errors into messages and exit codes."""
 
     def main(self, args: Sequence[str] | None = None, *_: Any, **options: Any) -> Any:
-        """Run a verb and exit: 0 done, 1 failed, 2 called wrongly, 130 interrupted."""
+        """Run a verb and exit: 0 done, 1 failed, 2 wrong call, 130 interrupted."""
         with console.session():
             code = self._run(args, options)
         sys.exit(code)
@@ -63,7 +63,7 @@ class Program(TyperGroup):
         except Exception as error:
             return console.report(error)
         if code == EXIT_INTERRUPTED:
-            console.err.print("Interrupted. Nothing is left half-written.")
+            console.err.print("Interrupted. No incomplete files are left.")
         return code if isinstance(code, int) else 0
 
 
@@ -77,7 +77,7 @@ ALIASES = {
 
 
 def normalize(name: str) -> str:
-    """Return the one spelling of the name of a flag: ``model_dir`` for ``model-dir``."""
+    """Return the canonical name of a flag: ``model_dir`` for ``model-dir``."""
     name = name.replace("-", "_")
     return ALIASES.get(name, name)
 
@@ -115,7 +115,7 @@ def _program(context: typer.Context, version: Version = False) -> None:
         typer.echo(context.get_help())
 
 
-for verb in (
+for command in (
     demo,
     quantize,
     collect,
@@ -128,7 +128,7 @@ for verb in (
     schemes,
     recipes,
 ):
-    verb.register(app)
+    command.register(app)
 
 
 def main(
@@ -137,11 +137,11 @@ def main(
     """Run the command line.
 
     Args:
-        args: Verb and flags, None for those that the process was started with.
-        defaults: Verb to flag to value, instead of what the help says where a flag is not given.
+        args: Verb and flags; None for the arguments of the process.
+        defaults: Verb -> flag -> default value, instead of the default in the help.
     """
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a sign that the terminal lacks must not stop the work
+        if hasattr(stream, "reconfigure"):  # replace characters that the terminal cannot show
             stream.reconfigure(errors="replace")
     app(args=args, default_map=defaults)
 

@@ -1,4 +1,4 @@
-"""``quark merge``: statistics of parts of the data, put together."""
+"""``quark merge``: statistics of parts of the data, merged."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Annotated
 import typer
 
 from quark.cli import console
-from quark.cli.collect import check_target, read_kept, write
+from quark.cli.collect import check_output_dir, read_statistics, write_statistics
 from quark.cli.options import Verbose, panel
 
 HELP = """
-Put together what [cyan]quark collect[/cyan] wrote for parts of the data.
+Merge the statistics that [cyan]quark collect[/cyan] wrote for parts of the data.
 
-Each part may come from a process or a machine of its own. The result serves as if it had been
-collected with all of the data. No model is needed, and no text.
+Each part may come from another process or machine. The result is equivalent
+to statistics of all data. Merging needs neither a model nor text.
 
 [bold]Example[/bold]
 
@@ -24,11 +24,11 @@ collected with all of the data. No model is needed, and no text.
 
 _output = panel("Output")
 Parts = Annotated[
-    list[Path], typer.Argument(metavar="IN", help="Directories of statistics of one model.")
+    list[Path], typer.Argument(metavar="IN", help="Directories with statistics of one model.")
 ]
 Target = Annotated[Path, _output("--output_dir", metavar="DIR", help="Directory to write.")]
 Overwrite = Annotated[
-    bool, _output("--overwrite", help="Replace the directory, once all went well.")
+    bool, _output("--overwrite", help="Replace an existing directory after success.")
 ]
 
 
@@ -40,14 +40,14 @@ def register(app: typer.Typer) -> None:
 def merge(
     parts: Parts, output_dir: Target, overwrite: Overwrite = False, verbose: Verbose = False
 ) -> None:
-    """Merge statistics and say what came of it."""
+    """Merge statistics, write them and print their size."""
     from quark.torch.statistics.merging import merge_statistics
 
-    check_target(output_dir, overwrite)
-    found = [read_kept(directory, "IN") for directory in parts]
+    check_output_dir(output_dir, overwrite)
+    statistics = [read_statistics(directory, "IN") for directory in parts]
     with console.stage("merging statistics"):
         try:
-            statistics = merge_statistics(found)
+            merged = merge_statistics(statistics)
         except ValueError as error:
             raise console.wrong("IN", str(error)) from None
-    write(statistics, output_dir, overwrite)
+    write_statistics(merged, output_dir, overwrite)

@@ -1,4 +1,4 @@
-"""What is measured of models: perplexity and tasks, on data that is there before any model is."""
+"""Evaluation of models: perplexity and tasks. Data is loaded before any model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.markup import escape
 from quark.cli import console, models
 from quark.cli.console import wrong
 from quark.cli.options import EVAL_WINDOWS, SEQ_LEN
-from quark.cli.quantize.request import Request, names_in
+from quark.cli.quantize.request import Request, split_names
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,7 @@ METRICS_FILE = "evaluation_metrics.csv"
 
 @dataclass
 class Figures:
-    """What was measured of one model."""
+    """Metrics of one model."""
 
     perplexity: float
     scores: dict[str, dict[str, Score]] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class Figures:
 
 @dataclass
 class Measures:
-    """Data to measure models on, and how."""
+    """Evaluation data and settings."""
 
     windows: torch.Tensor
     tokenizer: Any
@@ -48,28 +48,28 @@ class Measures:
     max_task_batch: int = 64
 
     def perplexity(self, model: nn.Module, title: str) -> float:
-        """Return the perplexity of a model, and show the work under a title."""
+        """Return the perplexity of a model; the progress has a title."""
         from quark.torch.evaluation.perplexity import perplexity
 
         with console.stage(title):
             return perplexity(model, self.windows, self.window_batch, title, self.context)
 
     def scores(self, model: nn.Module, title: str) -> dict[str, dict[str, Score]]:
-        """Return the scores of a model in all tasks, none if there are no tasks."""
+        """Return the scores of a model in all tasks."""
         if self.tasks is None:
             return {}
         with console.stage(title), _bars_on_terminals():
             return self.tasks.score(model, self.tokenizer, self.task_batch, self.max_task_batch)
 
     def figures(self, model: nn.Module, name: str) -> Figures:
-        """Return all that is measured of a model."""
-        found = self.perplexity(model, f"perplexity of {name}")
-        return Figures(found, self.scores(model, f"tasks of {name}"))
+        """Return perplexity and scores of a model."""
+        perplexity = self.perplexity(model, f"perplexity of {name}")
+        return Figures(perplexity, self.scores(model, f"tasks of {name}"))
 
 
 @contextmanager
 def _bars_on_terminals() -> Iterator[None]:
-    """Keep progress bars of the harness out of what is no terminal."""
+    """Hide progress bars of the harness unless the output is a terminal."""
     with nullcontext() if console.err.is_terminal else redirect_stderr(io.StringIO()):
         yield
 
@@ -77,10 +77,10 @@ def _bars_on_terminals() -> Iterator[None]:
 def prepare_measures(
     request: Request, described: dict[str, Any], tokenizer: Any
 ) -> Measures | None:
-    """Return what ``quark quantize`` measures, None if that is nothing.
+    """Return the evaluation data of ``quark quantize``; None with ``--skip_evaluation``.
 
     Raises:
-        typer.BadParameter: A text or a task is not there, or windows are too long for the model.
+        typer.BadParameter: A text or task does not exist, or windows are too long for the model.
     """
     if request.skip_evaluation:
         return None
@@ -114,7 +114,7 @@ def _plain_windows(request: Request, described: dict[str, Any], tokenizer: Any) 
 
 
 def _cache_windows(request: Request, described: dict[str, Any], tokenizer: Any) -> torch.Tensor:
-    """Windows of a context and what follows it, which overlap so that all text is scored once."""
+    """Return windows of a context and the tokens to score, which overlap to score all text once."""
     step = request.ppl_eval_for_kv_cache_sample_size
     length = models.window_length(
         described,
@@ -131,7 +131,7 @@ def _cache_windows(request: Request, described: dict[str, Any], tokenizer: Any) 
 
 
 def question_limit(wanted: int | None) -> int | None:
-    """Return the most questions of a task, None for all: -1 on the command line."""
+    """Return the maximum number of questions per task; None for all (-1 on the command line)."""
     return wanted if wanted is not None and wanted > 0 else None
 
 
@@ -142,7 +142,7 @@ def find_tasks(
     limit: int | None,
     apply_chat_template: bool,
 ) -> Tasks | None:
-    """Return the tasks of these names, separated by commas, with their data loaded.
+    """Return the tasks of comma-separated names, with their data loaded.
 
     Raises:
         typer.BadParameter: A task is unknown, or the harness or data is missing.
@@ -154,7 +154,7 @@ def find_tasks(
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     if include_path is not None and not Path(include_path).is_dir():
         raise wrong("--include_path", f"there is no directory {include_path}.")
-    chosen = names_in([names])
+    chosen = split_names([names])
     if not chosen:
         raise wrong("--tasks", "expected names of tasks, separated by commas.")
     try:
@@ -165,10 +165,10 @@ def find_tasks(
 
 
 def show_scores(scores: dict[str, dict[str, dict[str, Score]]]) -> None:
-    """Print a table of tasks with a column for each model.
+    """Print a table of tasks with one column per model.
 
     Args:
-        scores: Model to task to metric to score. All models have the same tasks.
+        scores: Model -> task -> metric -> score. All models have the same tasks.
     """
     table = console.table()
     table.add_column("task", overflow="fold")
@@ -178,17 +178,17 @@ def show_scores(scores: dict[str, dict[str, dict[str, Score]]]) -> None:
     columns = list(scores.values())
     for task, metrics in columns[0].items():
         for metric in metrics:
-            cells = [_in_words(column[task][metric]) for column in columns]
+            cells = [_format_score(column[task][metric]) for column in columns]
             table.add_row(escape(task), escape(metric), *cells)
     console.out.print("", table)
 
 
-def _in_words(score: Score) -> str:
+def _format_score(score: Score) -> str:
     return f"{score.value:.4f}" + ("" if score.error is None else f" ± {score.error:.4f}")
 
 
 def write_metrics(directory: Path, figures: Figures) -> Path:
-    """Write a file of lines ``name,value`` and return where it is."""
+    """Write the metrics as CSV lines ``name,value`` and return the path."""
     rows = [("Perplexity", figures.perplexity)]
     for task, metrics in figures.scores.items():
         rows += [(f"{task} {metric}", score.value) for metric, score in metrics.items()]

@@ -1,24 +1,21 @@
-"""Flags that several verbs share, flags that take several values, and verbs made of a dataclass."""
+"""Flags that several verbs share, flags with several values, and verbs built from a dataclass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import MISSING, fields
-from enum import Enum
 from inspect import Parameter, Signature
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 import typer
 from typer.core import TyperCommand
 
-from quark.cli.console import set_verbose
+from quark.cli.console import set_verbose, wrong
 
 SEQ_LEN = 512
 EVAL_WINDOWS = 16
-GGUF_NAME = "model"
-ONNX_NAME = "quark_model.onnx"
-TYPED = "COMMANDLINE"  # where the value of a flag comes from, among others
+TYPED = "COMMANDLINE"  # source of a value that is given on the command line
 
 DataType = Literal["auto", "float16", "bfloat16", "float32"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -26,17 +23,38 @@ Device = Literal["auto", "cpu", "cuda"]
 T = TypeVar("T")
 
 
-class ModelExport(str, Enum):
-    """Kind of files that are written."""
+def one_of(flag: str, names: Callable[[], Iterable[str]]) -> Callable[[str], str]:
+    """Return a parser for typer of a flag whose value is a name in a table.
 
-    hf_format = "hf_format"
-    quark_format = "quark_format"
-    gguf = "gguf"
-    onnx = "onnx"
+    Args:
+        flag: The flag, for messages.
+        names: Function that returns the names. Case is ignored, and "-" equals "_".
+    """
+
+    def parse(value: str) -> str:
+        from quark.torch.quantization.config.name_lookup import unknown
+
+        known = {_plain(name): name for name in names()}
+        if _plain(value) not in known:
+            message = unknown(value, known.values(), flag).removeprefix(f"{flag}: ")
+            raise wrong(flag, message)
+        return known[_plain(value)]
+
+    return parse
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "_")
+
+
+def in_words(names: Iterable[str]) -> str:
+    """Return a list of names for a sentence: ``a, b or c``."""
+    *first, last = names
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def panel(name: str) -> Any:
-    """Return what makes options of one panel of the help."""
+    """Return a function that makes options in one panel of the help."""
 
     def option(*flags: str, **settings: Any) -> Any:
         return typer.Option(*flags, rich_help_panel=name, **settings)
@@ -51,18 +69,18 @@ DataTypeFlag = Annotated[
     _model(
         "--data_type",
         metavar="TYPE",
-        help="Type in which the model is loaded: float16, bfloat16, float32, or that it has.",
+        help="Data type of the loaded model: float16, bfloat16, float32, or auto (as stored).",
     ),
 ]
 DeviceFlag = Annotated[
     Device,
-    _model("--device", metavar="DEVICE", help="cpu, cuda, or auto: on a GPU if there is one."),
+    _model("--device", metavar="DEVICE", help="cpu, cuda, or auto (a GPU if available)."),
 ]
 TrustRemoteCode = Annotated[
     bool,
     _model(
         "--trust_remote_code/--no_trust_remote_code",
-        help="Run Python code that comes with the model.",
+        help="Run Python code from the model directory.",
         show_default=False,
     ),
 ]
@@ -71,22 +89,24 @@ Tasks = Annotated[
     _evaluation(
         "--tasks",
         metavar="NAME,…",
-        help="Tasks of lm-evaluation-harness to score as well, such as gsm8k,wikitext.",
+        help="Tasks of lm-evaluation-harness to evaluate too, such as gsm8k,wikitext.",
     ),
 ]
 IncludePath = Annotated[
     str | None,
-    _evaluation("--include_path", metavar="DIR", help="Directory of task files of your own."),
+    _evaluation("--include_path", metavar="DIR", help="Directory of your own task files."),
 ]
 NumFewshot = Annotated[
     int | None,
-    _evaluation("--num_fewshot", metavar="N", min=0, help="Examples before each question."),
+    _evaluation("--num_fewshot", metavar="N", min=0, help="Few-shot examples per question."),
 ]
 ChatTemplate = Annotated[
     bool,
-    _evaluation("--apply_chat_template", help="Put questions of tasks in the model's chat format."),
+    _evaluation(
+        "--apply_chat_template", help="Apply the chat template of the model to the questions."
+    ),
 ]
-Json = Annotated[bool, _other("--json", help="Print JSON for programs instead of tables.")]
+Json = Annotated[bool, _other("--json", help="Print JSON instead of tables.")]
 Verbose = Annotated[
     bool,
     _other(
@@ -94,18 +114,18 @@ Verbose = Annotated[
         "-v",
         callback=set_verbose,
         is_eager=True,
-        help="Show more on the way, and a traceback if something fails.",
+        help="Show the log, and a traceback on errors.",
     ),
 ]
 
 
 def verb(flags: type[T], run: Callable[[T], None]) -> Callable[..., None]:
-    """Return a function for typer whose flags are the fields of a dataclass, by their names.
+    """Return a function for typer whose flags are the fields of a dataclass.
 
     Args:
-        flags: The dataclass. Its field ``given``, which is no flag, receives the names of the flags
-            that stand on the command line.
-        run: What is called with an instance.
+        flags: The dataclass. Its field ``given`` is not a flag: it receives the names of the flags
+            on the command line.
+        run: Function to call with an instance of the dataclass.
     """
 
     def command(context: typer.Context, **values: Any) -> None:
@@ -127,7 +147,7 @@ def verb(flags: type[T], run: Callable[[T], None]) -> Callable[..., None]:
 
 
 def _named(flag: Any, name: str) -> Any:
-    """Return an annotation whose option, if it has no spelling, has that of a name."""
+    """Return an annotation whose option is spelled like a field, unless it has a spelling."""
     kind, option = get_args(flag)
     option = copy(option)
     if option.default is ...:
@@ -136,14 +156,14 @@ def _named(flag: Any, name: str) -> Any:
 
 
 class ManyValues(TyperCommand):
-    """A command without arguments, some of whose flags take all values up to the next flag."""
+    """A command whose flags in ``many`` take all values up to the next flag."""
 
     many: tuple[str, ...] = ()
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         """Write ``--flag a b`` as ``--flag a --flag b``, and ``--flag`` alone as ``--flag ""``."""
         spread: list[str] = []
-        pending: list[str] = []  # a flag of many values, and its values so far
+        pending: list[str] = []  # a flag with many values, and its values so far
         for arg in [*args, "-"]:
             if pending and not arg.startswith("-"):
                 pending.append(arg)

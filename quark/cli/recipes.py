@@ -1,4 +1,4 @@
-"""``quark recipes``: schemes together with the algorithms that serve them best."""
+"""``quark recipes``: schemes with the algorithms that work best with them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from quark.cli.options import Json
 HELP = """
 List the recipes of [cyan]quark quantize --recipe[/cyan].
 
-A recipe is a scheme together with the algorithms that serve it best, in their order.
+A recipe is a scheme with the algorithms that work best with it, in their
+order.
 
 [bold]Examples[/bold]
 
@@ -40,11 +41,11 @@ def recipes(as_json: Json = False) -> None:
     for column in ("--recipe", "--quant_scheme", "algorithms"):
         table.add_column(column, no_wrap=True)
     for name, (scheme, algorithms) in RECIPES.items():
-        table.add_row(name, scheme, ", ".join(_words(options) for options in algorithms))
+        table.add_row(name, scheme, ", ".join(_describe(options) for options in algorithms))
     console.out.print("", table)
 
 
-def _words(options: dict[str, object]) -> str:
-    """Say the name of an algorithm with its options: ``smooth (alpha 0.8)``."""
+def _describe(options: dict[str, object]) -> str:
+    """Return the name of an algorithm with its options: ``smooth (alpha 0.8)``."""
     given = [name if v is True else f"{name} {v}" for name, v in options.items() if name != "name"]
     return f"{options['name']} ({', '.join(given)})" if given else str(options["name"])

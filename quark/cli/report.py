@@ -1,4 +1,4 @@
-"""``quark report``: what quantization did to a model, layer by layer, as a page and as numbers."""
+"""``quark report``: measurements of a checkpoint, layer by layer, as a page and as numbers."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ if TYPE_CHECKING:
     import torch
 
 HELP = """
-Show what quantization did to a model: errors, outliers, scales and sizes of its layers, where the
-bits went, what stays in float and why, the worst layers and what to try.
+Report the effect of quantization on each layer, as an HTML page and as JSON.
 
-Writes one HTML page that needs no network, and the same numbers as JSON beside it. With
-[cyan]--original[/cyan], weights are compared with those they were rounded from; with
-[cyan]--dataset[/cyan], activations are looked at; with both, errors of outputs and predictions.
+The report has the errors, outliers, scales and sizes of layers, the layers
+that stay in float with the reason, and the worst layers with suggestions. The
+page needs no network. With [cyan]--original[/cyan], the report has the errors of weights;
+with [cyan]--dataset[/cyan], measurements of activations; with both, the errors of outputs
+and predictions.
 
 [bold]Examples[/bold]
 
@@ -49,14 +50,19 @@ Dataset = Annotated[
     _text(
         "--dataset",
         metavar="FILE|NAME",
-        help="Text to run the models on: a .txt, .jsonl, .json, .csv or .parquet file, a "
+        help="Text to run the models with: a .txt, .jsonl, .json, .csv or .parquet file, a "
         "directory, wikitext, pileval, cnn_dailymail, or another dataset of the Hub.",
     ),
 ]
 Output = Annotated[
-    Path, _output("--output", metavar="FILE", help="Page to write; numbers go to .json beside it.")
+    Path,
+    _output(
+        "--output",
+        metavar="FILE",
+        help="Page to write; the numbers go to the same name with .json.",
+    ),
 ]
-Overwrite = Annotated[bool, _output("--overwrite", help="Replace these files.")]
+Overwrite = Annotated[bool, _output("--overwrite", help="Replace existing files.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -89,34 +95,34 @@ def report(
     windows = None
     if dataset is not None:
         source, flag = (directory, "DIR") if original is None else (original, "--original")
-        windows = _windows(source, flag, dataset, seq_len, limit, trust_remote_code)
+        windows = _read_windows(source, flag, dataset, seq_len, limit, trust_remote_code)
     from quark.torch.report.measurement import measure
 
     with console.stage("measuring layers"):
-        found = measure(
+        numbers = measure(
             directory, original, windows, dataset or "", batch_size, target, trust_remote_code
         ).to_dict()
     if as_json:
-        console.as_json(found)
+        console.as_json(numbers)
         return
     from quark.torch.report.page import page
 
-    _write(output, page(found))
-    _write(output.with_suffix(".json"), json.dumps(found, indent=2) + "\n")
-    _show(found, output)
+    _write(output, page(numbers))
+    _write(output.with_suffix(".json"), json.dumps(numbers, indent=2) + "\n")
+    _print_summary(numbers, output)
 
 
 def _check_output(output: Path, overwrite: bool) -> None:
-    """Check what the page needs and where it goes.
+    """Check that the page can be made and written.
 
     Raises:
         ImportError: A package is missing.
-        typer.BadParameter: A file is in the way, or there is no such directory.
+        typer.BadParameter: A file exists, or the directory does not.
     """
     from quark.torch.report.page import check_installed
 
     if output.suffix == ".json":
-        raise console.wrong("--output", f"{output} is where the numbers go. Name an .html file.")
+        raise console.wrong("--output", f"{output} would hold the numbers. Name an .html file.")
     for path in (output, output.with_suffix(".json")):
         if path.exists() and not (path.is_file() and overwrite):
             raise console.wrong(
@@ -127,7 +133,7 @@ def _check_output(output: Path, overwrite: bool) -> None:
     check_installed()
 
 
-def _windows(
+def _read_windows(
     source: Path,
     flag: str,
     dataset: str,
@@ -135,7 +141,7 @@ def _windows(
     limit: int,
     trust_remote_code: bool,
 ) -> torch.Tensor:
-    """Return windows of tokens, given where configuration and tokenizer are."""
+    """Return windows of tokens; configuration and tokenizer are those in ``source``."""
     length = models.window_length(models.read_config(source, flag), seq_len, SEQ_LEN)
     with console.stage("reading text"):
         tokenizer = models.load_tokenizer(source, flag, trust_remote_code)
@@ -143,7 +149,7 @@ def _windows(
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file beside its place and rename it."""
+    """Write a file under a temporary name and rename it."""
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     try:
         partial.write_text(text, encoding="utf-8")
@@ -152,21 +158,21 @@ def _write(path: Path, text: str) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _show(found: dict[str, Any], output: Path) -> None:
-    """Say what came of it in short."""
+def _print_summary(numbers: dict[str, Any], output: Path) -> None:
+    """Print the summary and the worst layers."""
     console.out.print()
-    for sentence in found["verdict"]:
+    for sentence in numbers["verdict"]:
         console.say(sentence)
-    if found["worst"]:
+    if numbers["worst"]:
         table = console.table("Worst layers")
         table.add_column("layer", overflow="fold")
-        table.add_column(found["worst"][0]["measure"], justify="right", no_wrap=True)
-        table.add_column("what to try first", overflow="fold")
-        for row in found["worst"]:
+        table.add_column(numbers["worst"][0]["measure"], justify="right", no_wrap=True)
+        table.add_column("first suggestion", overflow="fold")
+        for row in numbers["worst"]:
             is_ratio = row["measure"] == "outliers"
             value = f"{row['value']:.1f} × rms" if is_ratio else f"{row['value']:.2%}"
             table.add_row(escape(row["name"]), value, escape(row["tries"][0]))
         console.out.print(table)
-    numbers = escape(str(output.with_suffix(".json")))
-    console.say(f"Page: {escape(str(output))}   Numbers: {numbers}")
+    file = escape(str(output.with_suffix(".json")))
+    console.say(f"Page: {escape(str(output))}   Numbers: {file}")
     console.out.print()

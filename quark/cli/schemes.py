@@ -1,4 +1,4 @@
-"""``quark schemes``: the names a model can be quantized by."""
+"""``quark schemes``: the names of all schemes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from quark.cli import console
 from quark.cli.options import Json
 
 HELP = """
-List the schemes a model can be quantized by.
+List the schemes of [cyan]--quant_scheme[/cyan] and [cyan]--kv_cache_dtype[/cyan].
 
-The columns say what is quantized: the weights of every layer, the tensors that go in, those that
-come out. [cyan]data[/cyan] marks those whose ranges are measured on text beforehand. A name that
-ends in a group size takes any other just as well: [cyan]int4_wo_16[/cyan]. Longer names of MX
-schemes in version 0.8 are known too: [cyan]w_mx_fp4_per_group_sym[/cyan] is [cyan]w_mxfp4[/cyan].
+The columns show the formats of weights, inputs and outputs of every layer.
+[cyan]data[/cyan] marks schemes that need calibration text for static ranges. Names that
+end in a group size accept any other group size: [cyan]int4_wo_16[/cyan]. The long names of
+MX schemes in version 0.8 are accepted too: [cyan]w_mx_fp4_per_group_sym[/cyan] is
+[cyan]w_mxfp4[/cyan].
 
 [bold]Examples[/bold]
 
@@ -33,12 +34,12 @@ def register(app: typer.Typer) -> None:
 
 def schemes(as_json: Json = False) -> None:
     """Print all schemes of layers and of the key-value cache."""
-    layers, caches = _layers(), _caches()
+    layers, caches = _layer_rows(), _cache_rows()
     if as_json:
         console.as_json({"quant_scheme": layers, "kv_cache_dtype": caches})
         return
-    console.out.print("", _current([row for row in layers if not _is_earlier(row["name"])]))
-    console.out.print(_earlier([row for row in layers if _is_earlier(row["name"])]))
+    console.out.print("", _current_table([row for row in layers if not _is_earlier(row["name"])]))
+    console.out.print(_earlier_table([row for row in layers if _is_earlier(row["name"])]))
     table = console.table("--kv_cache_dtype")
     table.add_column("name")
     table.add_column("cached keys and values")
@@ -47,7 +48,7 @@ def schemes(as_json: Json = False) -> None:
     console.out.print(table)
 
 
-def _current(rows: list[dict[str, Any]]) -> Table:
+def _current_table(rows: list[dict[str, Any]]) -> Table:
     table = console.table("--quant_scheme")
     table.add_column("name", no_wrap=True)
     for column in ("weights", "inputs", "data"):
@@ -57,7 +58,7 @@ def _current(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _earlier(rows: list[dict[str, Any]]) -> Table:
+def _earlier_table(rows: list[dict[str, Any]]) -> Table:
     table = console.table("--quant_scheme, names of earlier versions")
     table.add_column("name", no_wrap=True)
     table.add_column("weights, inputs, outputs")
@@ -71,10 +72,10 @@ def _is_earlier(name: str) -> bool:
     return name.startswith("w_")
 
 
-def _layers() -> list[dict[str, Any]]:
+def _layer_rows() -> list[dict[str, Any]]:
     from quark.torch.quantization.calibration import needs_data
+    from quark.torch.quantization.config.description import describe_layer
     from quark.torch.quantization.config.presets import scheme, scheme_names
-    from quark.torch.report.summary import describe_layer
 
     rows = []
     for name in sorted(scheme_names(), key=lambda name: (_is_earlier(name), _by_size(name))):
@@ -98,8 +99,8 @@ def _by_size(name: str) -> tuple[str, int]:
     return (prefix, int(size)) if size.isdigit() else (name, 0)
 
 
-def _caches() -> list[dict[str, str]]:
+def _cache_rows() -> list[dict[str, str]]:
+    from quark.torch.quantization.config.description import describe
     from quark.torch.quantization.config.presets import KV_CACHE_SCHEMES, kv_cache_scheme
-    from quark.torch.report.summary import describe
 
     return [{"name": n, "kv_cache": describe(kv_cache_scheme(n))} for n in KV_CACHE_SCHEMES]

@@ -1,4 +1,4 @@
-"""``quark search``: a format for each layer, so that a model of a given size loses least."""
+"""``quark search``: the format of each layer with the least loss at a given size."""
 
 from __future__ import annotations
 
@@ -14,10 +14,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from quark.cli import console
-from quark.cli.collect import DataFlags, collect, find_float, load_float, load_kept, read_windows
+from quark.cli.collect import (
+    DataFlags,
+    collect,
+    find_float_model,
+    load_float_model,
+    read_optional_statistics,
+    read_windows,
+)
 from quark.cli.options import EVAL_WINDOWS, ManyValues, Verbose, panel, verb
 from quark.cli.quantize.config import check_algorithms, layer_scheme
-from quark.cli.quantize.request import names_in
+from quark.cli.quantize.request import split_names
 
 if TYPE_CHECKING:
     import torch
@@ -30,16 +37,17 @@ if TYPE_CHECKING:
     from quark.torch.search.mixtures import Mixture
 
 FORMATS = ("int2_wo_64", "int3_wo_128", "int4_wo_128", "int4_wo_32", "int8_wo")
-PROBES = 8  # calls that sensitivities are measured on
-GRID = 64  # steps of size among which a perplexity is looked for
-TOLERANCE = 0.005  # by which sizes that count as equal may differ
+PROBES = 8  # batches on which sensitivities are measured
+GRID = 64  # steps of size that the bisection distinguishes
+TOLERANCE = 0.005  # relative difference of sizes that count as equal
 
 HELP = f"""
-Choose a format for each layer so that the model loses least at a given size.
+Choose the format of each layer with the least loss at a given size.
 
-How much the predictions of the model mind an error in each layer is measured once
-([cyan]quark collect[/cyan]); every format is then weighed without running the model, and the best
-mixture found for every size at once. The result is a file for [cyan]quark quantize --config[/cyan].
+The sensitivity of the predictions to each layer is measured once ([cyan]quark
+collect[/cyan]). The loss of every format is then computed without running the model,
+and the best mixture is computed for every size at once. The result is a file
+for [cyan]quark quantize --config[/cyan].
 
 [bold]Examples[/bold]
 
@@ -48,12 +56,12 @@ mixture found for every size at once. The result is a file for [cyan]quark quant
 
     [cyan]quark quantize --model_dir llama --output_dir llama-mixed --config mixed.json[/cyan]
 
-  The smallest mixture that keeps the perplexity within 2 %, from statistics that are there:
+  The smallest mixture that raises the perplexity by at most 2 %, from existing statistics:
 
     [cyan]quark search --model_dir llama --statistics llama-statistics \\
       --max_perplexity_increase 2 --output mixed.json --picture mixed.svg[/cyan]
 
-Formats by default: [cyan]{", ".join(FORMATS)}[/cyan].
+Default formats: [cyan]{", ".join(FORMATS)}[/cyan].
 """
 
 _search, _output, _evaluation = panel("Search"), panel("Output"), panel("Evaluation")
@@ -65,48 +73,51 @@ class SearchRequest(DataFlags):
 
     target_bits: Annotated[
         float | None,
-        _search(metavar="X", min=1.0, help="Bits per weight at most, scales included."),
+        _search(metavar="X", min=1.0, help="Maximum bits per weight, scales included."),
     ] = None
     max_perplexity_increase: Annotated[
         float | None,
         _search(
             metavar="X",
             min=0.0,
-            help="Instead: the smallest model whose perplexity, rounded to the nearest, is at most "
-            "so many percent higher.",
+            help="Instead: the smallest mixture that raises the perplexity, rounded to nearest, by "
+            "at most this percentage.",
         ),
     ] = None
     formats: Annotated[
         str | None,
         _search(
             metavar="A,B,C",
-            help="Schemes of weights, or of weights and inputs, to choose from, with commas "
-            "between.",
+            help="Schemes to choose from, for weights or for weights and inputs, separated by "
+            "commas.",
         ),
     ] = None
     together: Annotated[
         bool,
         _search(
-            help="Give layers that read the same input (query, key, value; gate, up) one format, "
-            "as software that fuses them expects.",
+            help="Give layers that share an input (query, key, value; gate, up) one format, for "
+            "software that fuses them.",
         ),
     ] = False
     exclude_layers: Annotated[
-        list[str] | None, _search(metavar="PATTERN …", help="Layers to leave in float.")
+        list[str] | None, _search(metavar="PATTERN …", help="Layers that stay in float.")
     ] = None
     statistics: Annotated[
         Path | None,
-        _search(metavar="DIR", help="What 'quark collect' wrote, instead of collecting now."),
+        _search(
+            metavar="DIR",
+            help="Statistics of 'quark collect' (default: collect first).",
+        ),
     ] = None
     quant_algo: Annotated[
         list[str] | None,
-        _search(metavar="NAME,…", help="Algorithms to name in the file, such as qronos."),
+        _search(metavar="NAME,…", help="Algorithms to write into the file, such as qronos."),
     ] = None
     output: Annotated[Path, _output(metavar="FILE", help="Configuration to write.")] = Path(
         "mixed.json"
     )
     picture: Annotated[
-        Path | None, _output(metavar="FILE", help="Loss over size as an SVG to write.")
+        Path | None, _output(metavar="FILE", help="SVG of loss over size to write.")
     ] = None
     overwrite: Annotated[bool, _output(help="Replace these files.")] = False
     eval_data: Annotated[
@@ -115,9 +126,9 @@ class SearchRequest(DataFlags):
             metavar="FILE|NAME", help="Text to measure perplexity on, as for --dataset; held-out."
         ),
     ] = None
-    num_eval_data: Annotated[int, _evaluation(metavar="N", min=1, help="Most windows of it.")] = (
-        EVAL_WINDOWS
-    )
+    num_eval_data: Annotated[
+        int, _evaluation(metavar="N", min=1, help="Maximum number of evaluation windows.")
+    ] = EVAL_WINDOWS
     skip_evaluation: Annotated[bool, _evaluation(help="Measure nothing.")] = False
     verbose: Verbose = False
     given: frozenset[str] = frozenset()
@@ -134,34 +145,36 @@ def register(app: typer.Typer) -> None:
 
 def _search_formats(request: SearchRequest) -> None:
     from quark.torch.quantization.config.algo import SolverConfig
-    from quark.torch.search.mixtures import Mixture, mixed_config, weigh
+    from quark.torch.search.mixtures import Mixture, measure_costs, mixed_config
 
     _check(request)
-    formats = _formats(request)
-    algorithms = _algorithms(request, formats)
-    source = find_float(request)
-    statistics = load_kept(request.statistics)
+    formats = _parse_formats(request)
+    algorithms = _parse_algorithms(request, formats)
+    source = find_float_model(request)
+    statistics = read_optional_statistics(request.statistics)
     windows = read_windows(request, source) if statistics is None else None
-    evaluation = None if request.skip_evaluation else _evaluation_windows(request, source)
-    model = load_float(request, source)
+    evaluation = None if request.skip_evaluation else _read_evaluation_windows(request, source)
+    model = load_float_model(request, source)
     if windows is not None:
         statistics = collect(model, windows, request.batch_size, PROBES)
     assert statistics is not None
-    with console.stage("weighing formats"):
+    with console.stage("computing losses of formats"):
         excluded = request.exclude_layers or ()
         solved = any(isinstance(options, SolverConfig) for options in algorithms)
-        units = weigh(model, statistics, formats, excluded, request.together, solved)
+        units = measure_costs(model, statistics, formats, excluded, request.together, solved)
         mixture = Mixture(units)
     configure = partial(mixed_config, model, formats=formats)
     measure = _Measure(model, statistics, evaluation, configure)
     chosen = _choose(request, mixture, measure)
-    _write(request, replace(measure.configure(chosen), algo_config=algorithms), mixture, chosen)
-    _show(request, mixture, chosen, measure)
+    _write_files(
+        request, replace(measure.configure(chosen), algo_config=algorithms), mixture, chosen
+    )
+    _print_result(request, mixture, chosen, measure)
 
 
 @dataclass(frozen=True)
 class _Measure:
-    """Measures mixtures whose weights are rounded to the nearest."""
+    """Measures mixtures with weights rounded to the nearest."""
 
     model: nn.Module
     statistics: Statistics
@@ -169,32 +182,37 @@ class _Measure:
     configure: Callable[[Mapping[str, str]], Config]
 
     def perplexity(self, title: str, chosen: Mapping[str, str] | None = None) -> float | None:
-        """Return the perplexity of a mixture, or of the model as it is; None without text."""
+        """Return the perplexity of a mixture, or of the float model; None without text."""
         from quark.torch.evaluation.perplexity import perplexity
-        from quark.torch.search.mixtures import rounded_as
+        from quark.torch.search.mixtures import temporarily_quantized
 
         if self.windows is None:
             return None
         rounding: AbstractContextManager[None] = nullcontext()
         if chosen is not None:
-            rounding = rounded_as(self.model, self.configure(chosen), self.statistics)
+            rounding = temporarily_quantized(self.model, self.configure(chosen), self.statistics)
         with console.stage(f"perplexity of {title}"), rounding:
             return perplexity(self.model, self.windows, progress=title)
 
 
 def _check(request: SearchRequest) -> None:
-    """Check flags against each other, and the places to write to.
+    """Check flags against each other, and the files to write.
 
     Raises:
-        typer.BadParameter: Something cannot be.
+        typer.BadParameter: Flags contradict each other, or a file cannot be written.
     """
     if (request.target_bits is None) == (request.max_perplexity_increase is None):
-        raise console.wrong("--target_bits", "give this, or else --max_perplexity_increase.")
+        raise console.wrong("--target_bits", "give either this or --max_perplexity_increase.")
     if request.max_perplexity_increase is not None and request.skip_evaluation:
-        raise console.wrong("--skip_evaluation", "the perplexity has to be measured. Leave it out.")
+        raise console.wrong(
+            "--skip_evaluation",
+            "the perplexity is needed for --max_perplexity_increase.",
+        )
     for name in ("dataset", "num_calib_data"):
         if request.statistics is not None and name in request.given:
-            raise console.wrong(f"--{name}", "--statistics says this already. Leave one out.")
+            raise console.wrong(
+                f"--{name}", "--statistics contains this already. Leave one of the two out."
+            )
     for flag, path in {"--output": request.output, "--picture": request.picture}.items():
         if path is not None and path.exists() and not (path.is_file() and request.overwrite):
             raise console.wrong(flag, f"{path} exists. Choose another name, or give --overwrite.")
@@ -202,12 +220,12 @@ def _check(request: SearchRequest) -> None:
             raise console.wrong(flag, f"there is no directory {path.parent}. Make it first.")
 
 
-def _formats(request: SearchRequest) -> dict[str, QuantizationConfig]:
+def _parse_formats(request: SearchRequest) -> dict[str, QuantizationConfig]:
     from quark.torch.search.mixtures import check_formats
 
-    names = list(FORMATS) if request.formats is None else names_in([request.formats])
+    names = list(FORMATS) if request.formats is None else split_names([request.formats])
     if not names:
-        raise console.wrong("--formats", "name one or more schemes.")
+        raise console.wrong("--formats", "give one or more schemes.")
     formats = {name: layer_scheme("--formats", name) for name in names}
     try:
         check_formats(formats)
@@ -216,27 +234,27 @@ def _formats(request: SearchRequest) -> dict[str, QuantizationConfig]:
     return formats
 
 
-def _algorithms(
+def _parse_algorithms(
     request: SearchRequest, formats: Mapping[str, QuantizationConfig]
 ) -> list[AlgoConfig]:
+    from quark.torch.quantization.config.algo import make_algo_configs
     from quark.torch.quantization.config.config import Config
-    from quark.torch.quantization.config.template import algorithms
 
     try:
-        found = algorithms(names_in(request.quant_algo or []), {})
+        configs = make_algo_configs(split_names(request.quant_algo or []), {})
     except ValueError as error:
         raise console.wrong("--quant_algo", str(error)) from None
-    check_algorithms(Config(layer_quant_config=dict(formats), algo_config=found))
-    return found
+    check_algorithms(Config(layer_quant_config=dict(formats), algo_config=configs))
+    return configs
 
 
-def _evaluation_windows(request: SearchRequest, source: Path) -> torch.Tensor:
+def _read_evaluation_windows(request: SearchRequest, source: Path) -> torch.Tensor:
     held_out = replace(request, dataset=request.eval_data, num_calib_data=request.num_eval_data)
     return read_windows(held_out, source, held_out=True)
 
 
 def _choose(request: SearchRequest, mixture: Mixture, measure: _Measure) -> dict[str, str]:
-    """Return the format of each layer: the best of a size, or the smallest that is good enough."""
+    """Return the format of each layer: the best for a size, or the smallest within the limit."""
     if request.target_bits is not None:
         return mixture.choose(request.target_bits)
     limit = request.max_perplexity_increase
@@ -247,15 +265,15 @@ def _choose(request: SearchRequest, mixture: Mixture, measure: _Measure) -> dict
     steps = [bits[0] + (bits[-1] - bits[0]) * step / GRID for step in range(GRID + 1)]
 
     def is_within(step: int) -> bool:
-        found = measure.perplexity(f"{steps[step]:.2f} bits", mixture.choose(steps[step]))
-        assert found is not None
-        return found <= original * (1 + limit / 100)
+        perplexity = measure.perplexity(f"{steps[step]:.2f} bits", mixture.choose(steps[step]))
+        assert perplexity is not None
+        return perplexity <= original * (1 + limit / 100)
 
-    low, high = -1, GRID  # too small, good enough
+    low, high = -1, GRID  # above the limit, within the limit
     if not is_within(high):
         raise ValueError(
             f"Even the largest mixture, of {bits[-1]:.2f} bits per weight, raises the perplexity "
-            f"by more than {limit:g} %: allow more, or larger formats."
+            f"by more than {limit:g} %: raise the limit, or add larger formats."
         )
     while high - low > 1:
         middle = (low + high) // 2
@@ -263,35 +281,35 @@ def _choose(request: SearchRequest, mixture: Mixture, measure: _Measure) -> dict
     return mixture.choose(steps[high])
 
 
-def _write(
+def _write_files(
     request: SearchRequest, config: Config, mixture: Mixture, chosen: Mapping[str, str]
 ) -> None:
-    from quark.torch.export.checkpoint.files import write_json
-    from quark.torch.search.chart import picture
+    from quark.torch.files import write_json
+    from quark.torch.search.chart import render_chart
 
     write_json(request.output, config.to_dict(everything=True))
     if request.picture is not None:
         marked = {**mixture.uniform(), "chosen": mixture.cost(chosen)}
-        request.picture.write_text(picture(mixture.points(), marked), encoding="utf-8")
+        request.picture.write_text(render_chart(mixture.points(), marked), encoding="utf-8")
 
 
-def _show(
+def _print_result(
     request: SearchRequest, mixture: Mixture, chosen: Mapping[str, str], measure: _Measure
 ) -> None:
-    """Say what each layer got, and what that costs beside one format for all."""
-    console.out.print("", _layers(mixture, chosen), _sizes(mixture, chosen, measure))
+    """Print the format of each layer, and the loss compared with one format for all."""
+    console.out.print("", _layer_table(mixture, chosen), _size_table(mixture, chosen, measure))
     console.out.print(
-        "  Losses are predicted, in thousandths of a nat per token; perplexities are those of "
+        "  Losses are predicted, in thousandths of a nat per token. Perplexities are measured with "
         "rounding to the nearest.\n",
         style="dim",
     )
-    console.say(f"Written to {escape(str(request.output))}. Go on with:\n")
+    console.say(f"Written to {escape(str(request.output))}. Next step:\n")
     model, output = escape(str(request.model_dir)), escape(str(request.output))
     console.show_code(f"quark quantize --model_dir {model} --output_dir OUTPUT --config {output}")
     console.out.print()
 
 
-def _layers(mixture: Mixture, chosen: Mapping[str, str]) -> Table:
+def _layer_table(mixture: Mixture, chosen: Mapping[str, str]) -> Table:
     table = console.table()
     table.add_column("layer", overflow="fold")
     table.add_column("format", no_wrap=True)
@@ -303,15 +321,18 @@ def _layers(mixture: Mixture, chosen: Mapping[str, str]) -> Table:
         table.add_row(
             escape(unit.layers[0] + more),
             name,
-            console.in_count(unit.weights),
-            console.in_bits(unit.bits[name] / unit.weights),
+            console.format_count(unit.weights),
+            console.format_bits(unit.bits[name] / unit.weights),
             f"{1000 * unit.losses[name]:.2f}",
         )
     return table
 
 
-def _sizes(mixture: Mixture, chosen: Mapping[str, str], measure: _Measure) -> Table:
-    """Return the mixture beside one format for all, the largest that is no larger measured too."""
+def _size_table(mixture: Mixture, chosen: Mapping[str, str], measure: _Measure) -> Table:
+    """Return a table of the mixture and of each format for all layers.
+
+    Perplexities are measured for the mixture and for the largest format that is not larger.
+    """
     table = console.table()
     table.add_column("", no_wrap=True)
     for column in ("bits/weight", "loss", "perplexity", "change"):
@@ -319,16 +340,18 @@ def _sizes(mixture: Mixture, chosen: Mapping[str, str], measure: _Measure) -> Ta
     reference = measure.perplexity("the original")
     mixed, rows = mixture.cost(chosen), mixture.uniform()
     fitting = [name for name, (bits, _) in rows.items() if bits <= mixed[0] * (1 + TOLERANCE)]
-    beside = max(fitting, key=lambda name: rows[name][0], default=None)
-    found = {"mixed": measure.perplexity("the mixture", chosen)}
-    if beside is not None:
-        found[beside] = measure.perplexity(beside, dict.fromkeys(chosen, beside))
+    rival = max(fitting, key=lambda name: rows[name][0], default=None)
+    measured = {"mixed": measure.perplexity("the mixture", chosen)}
+    if rival is not None:
+        measured[rival] = measure.perplexity(rival, dict.fromkeys(chosen, rival))
     for name, (bits, loss) in sorted({**rows, "mixed": mixed}.items(), key=lambda row: row[1]):
-        value = found.get(name)
-        change = "" if value is None or reference is None else console.in_percent(value, reference)
+        value = measured.get(name)
+        change = (
+            "" if value is None or reference is None else console.format_change(value, reference)
+        )
         table.add_row(
             name,
-            console.in_bits(bits),
+            console.format_bits(bits),
             f"{1000 * loss:.2f}",
             "" if value is None else f"{value:.2f}",
             change,

@@ -1,1 +1,1 @@
-"""A small trained model and text for it: everything a demonstration needs, without a download."""
+"""A small trained model and its text, for demonstrations without a download."""

@@ -1,9 +1,9 @@
 """The demonstration's model and its text: docstrings of the running Python's standard library.
 
-The model in ``quark/demo/model`` was trained on docstrings; ``heldout_modules.json`` beside it
-lists the modules it has never seen. Their docstrings evaluate, those of the other modules
-calibrate. Modules are parsed, never imported. The text differs a little between versions of
-Python, so figures are to be compared within one run.
+The model in ``quark/demo/model`` was trained on docstrings. ``heldout_modules.json`` in the same
+folder lists the modules that were held out of training: their docstrings are for evaluation, those
+of the other modules for calibration. Modules are parsed, never imported. The text differs a little
+between versions of Python, so compare figures of one run only.
 """
 
 import ast
@@ -15,13 +15,13 @@ from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 
-TRIVIAL_LENGTH = 40  # characters up to which a docstring hardly says more than the name does
+TRIVIAL_LENGTH = 40  # shorter docstrings, in characters, say little more than the name
 TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def model_directory() -> Path:
-    """Directory of the demonstration's model: configuration, weights, tokenizer.
+    """Return the directory of the shipped model: configuration, weights, tokenizer.
 
     Raises:
         FileNotFoundError: The package is not installed as plain files, or without its data.
@@ -29,17 +29,17 @@ def model_directory() -> Path:
     directory = Path(str(files("quark.demo") / "model"))
     if not (directory / "config.json").is_file():
         raise FileNotFoundError(
-            f"the demonstration's model is not at {directory}; install the package unzipped and "
-            "with its data files"
+            f"the shipped model is not at {directory}; install the package unzipped and with its "
+            "data files"
         )
     return directory
 
 
 def evaluation_documents() -> list[str]:
-    """Docstrings of the modules the model has not seen, one document for each module.
+    """Return the docstrings of the held-out modules, one document for each module.
 
-    Modules which this version of Python lacks are passed over; of a module which has become a
-    package since, every part belongs to the text.
+    Modules that this version of Python lacks are skipped. If a module has become a package since,
+    all its parts are held out.
 
     Returns:
         The documents, in the order of the modules' paths.
@@ -53,11 +53,11 @@ def evaluation_documents() -> list[str]:
 
 
 def calibration_documents(limit_characters: int = 400_000) -> list[str]:
-    """Docstrings of the other modules, one document for each, until there is enough text.
+    """Return docstrings of the other modules, one document for each, up to a limit.
 
     Args:
-        limit_characters: Most characters in all documents together; the last document is cut
-            to fit. Modules beyond are not read.
+        limit_characters: Maximum number of characters in all documents together. The last document
+            is cut to fit. Later modules are not read.
 
     Returns:
         The documents, in the order of the modules' paths.
@@ -85,16 +85,16 @@ def _library() -> Path:
 
 
 def _heldout_modules() -> frozenset[str]:
-    """Paths below the library, such as ``html/parser.py``."""
+    """Return the paths of the held-out modules below the library, such as ``html/parser.py``."""
     listed = (model_directory() / "heldout_modules.json").read_text(encoding="utf-8")
     return frozenset(json.loads(listed))
 
 
 def _is_held_out(module: str, names: frozenset[str]) -> bool:
-    """Whether a module is listed, or part of a package that was one listed module before.
+    """Whether a module is listed, or is part of a package that was a listed module before.
 
     ``zipfile.py`` in the list holds out ``zipfile/__init__.py`` and ``zipfile/_path/glob.py``;
-    ``logging/__init__.py`` holds out itself alone.
+    ``logging/__init__.py`` holds out only itself.
     """
     if module in names:
         return True
@@ -103,10 +103,10 @@ def _is_held_out(module: str, names: frozenset[str]) -> bool:
 
 
 def _modules(root: Path) -> list[str]:
-    """Paths of the library's modules below ``root``, with ``/`` on every system, sorted.
+    """Return the sorted paths of the library's modules below ``root``, with ``/`` on every system.
 
-    Tests are left out, and what is not a module by its name: ``site-packages``,
-    ``config-3.11-x86_64-linux-gnu`` and the like.
+    Tests are left out, and so are files and folders whose name is not that of a module:
+    ``site-packages``, ``config-3.11-x86_64-linux-gnu`` and others.
     """
     return sorted(path.relative_to(root).as_posix() for path in _sources(root))
 
@@ -121,10 +121,10 @@ def _sources(root: Path) -> Iterator[Path]:
 
 
 def _docstrings(path: Path) -> str:
-    """Docstrings of a module, its classes and functions, blank lines between; "" if unreadable."""
+    """Return the docstrings of a module, its classes and functions; "" if it cannot be parsed."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes in literals, not ours to mend
+            warnings.simplefilter("ignore")  # about escapes in literals
             tree = ast.parse(path.read_bytes())  # bytes: the file itself declares its encoding
     except (OSError, SyntaxError, ValueError):
         return ""
@@ -135,7 +135,7 @@ def _docstrings(path: Path) -> str:
 def _all_or_error(root: Path, documents: list[str]) -> list[str]:
     if not documents:
         raise FileNotFoundError(
-            f"no docstrings below {root}: this Python comes without its library's source files; "
-            "use a full installation, or give text of your own"
+            f"no docstrings below {root}: this Python lacks the source files of its library; use a "
+            "full installation, or give your own text"
         )
     return documents

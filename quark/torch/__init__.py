@@ -43,9 +43,11 @@ _NAMES = {
 __all__ = sorted(_NAMES)
 
 
-def __getattr__(name: str) -> Any:
-    from importlib import import_module
+if not TYPE_CHECKING:  # a type checker would take every name for one of these
 
-    if name not in _NAMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_NAMES[name]}"), name)
+    def __getattr__(name: str) -> Any:
+        from importlib import import_module
+
+        if name not in _NAMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{_NAMES[name]}"), name)

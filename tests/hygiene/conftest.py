@@ -31,6 +31,15 @@ def texts():
 
 
 @pytest.fixture(scope="session")
+def all_texts(texts):
+    """The same, with tests, benchmarks and scripts."""
+    folders = ("tests", "benchmarks", "scripts")
+    paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    assert {path.relative_to(ROOT).parts[0] for path in paths} == {*folders}
+    return texts | {str(p.relative_to(ROOT)): p.read_text(encoding="utf-8") for p in paths}
+
+
+@pytest.fixture(scope="session")
 def trees():
     """Name -> syntax tree, of each module of the package."""
     files = package_files()

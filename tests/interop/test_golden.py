@@ -64,10 +64,10 @@ def make(golden):
 
 @pytest.fixture
 def agrees(golden, ids):
-    def agrees(model, case, positions=None):
-        expected = load_file(golden / f"{case}.logits")["logits"][:, :positions]
+    def agrees(model, case):
+        expected = load_file(golden / f"{case}.logits")["logits"]
         with torch.no_grad():
-            found = model(ids).logits[:, :positions]
+            found = model(ids).logits
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
     return agrees
@@ -130,8 +130,21 @@ class TestDynamicPerToken:
             if isinstance(module, PackedQuantizer) and module.scheme.per_token:
                 module.scheme = replace(module.scheme, per_token=False)  # one scale per position
 
+    @staticmethod
+    def check_but_for_ties(logits, expected):
+        """Compare the first tokens of two sequences.
+
+        A token whose largest value is negative has a value halfway between two codes. The last bit
+        of a product, which differs between processors, decides on its code, and later tokens see
+        it. Such a token differs by up to 0.03 here, others by 1e-6. With wrong scales every token
+        differs by 0.04 to 0.23.
+        """
+        differences = (logits - expected)[:, :8].abs().amax(-1)
+        assert (differences < 1e-4).float().mean() >= 0.25
+        assert differences.max() < 0.05
+
     @pytest.mark.parametrize("way", ["importer", "transformers"])
-    def test_the_same_for_one_sequence(self, golden, make, agrees, ids, way):
+    def test_the_same_for_one_sequence(self, golden, make, ids, way):
         path = golden / PER_TOKEN
         if way == "importer":
             model = ModelImporter(path, "safetensors").import_model_info(make("meta"))
@@ -139,13 +152,10 @@ class TestDynamicPerToken:
             model = load_through_transformers(path)
         with torch.no_grad():
             own = [model(row[None]).logits for row in ids]
-            torch.testing.assert_close(
-                model(ids).logits[:, :2], torch.cat(own)[:, :2], rtol=0, atol=1e-4
-            )
+            self.check_but_for_ties(model(ids).logits, torch.cat(own))
             self.share_over_batch(model)
-            # Where the largest value of a token is negative it lies on a tie, so another machine's
-            # last bit may tip it; what comes first has seen the fewest.
-            agrees(model, PER_TOKEN, positions=2)
+            expected = load_file(golden / f"{PER_TOKEN}.logits")["logits"]
+            self.check_but_for_ties(model(ids).logits, expected)
             for row, logits in zip(ids, own, strict=True):
                 assert torch.equal(model(row[None]).logits, logits)
             assert (model(ids).logits - torch.cat(own))[:, :2].abs().max() > 0.01

@@ -1,5 +1,7 @@
 """ONNX files opened again by ONNX Runtime: what is right passes, what is wrong is not kept."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,7 @@ onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
+pytestmark = pytest.mark.usefixtures("onnx_operators")
 TOKENS = torch.arange(24).reshape(2, 12)
 
 
@@ -33,11 +36,26 @@ def change(path, ending, how):
     onnx.save(graph, path)
 
 
+@pytest.fixture(scope="module")
+def written(build, quantize, tmp_path_factory):
+    """Return a model of one block, its exported directory and the verdict; each scheme once."""
+    results = {}
+
+    def written(name):
+        if name not in results:
+            model = quantize(build(num_hidden_layers=1), name)
+            path = tmp_path_factory.mktemp(name) / "out"
+            results[name] = model, path, exported(model, path)
+        return results[name]
+
+    return written
+
+
 @pytest.mark.parametrize("name", ["uint4_wo_32", "ptpc_int8", "mxfp4"])
-def test_right_files(build, quantize, tmp_path, name):
-    verdict = exported(quantize(build(), name), tmp_path / "out")
+def test_right_files(written, name):
+    _, path, verdict = written(name)
     assert verdict.reader.startswith("onnxruntime ") and verdict.compared == "outputs"
-    assert verdict.bytes == (tmp_path / "out" / "quark_model.onnx").stat().st_size
+    assert verdict.bytes == (path / "quark_model.onnx").stat().st_size
     assert 0 <= verdict.difference < (1e-4 if "wo" in name else 0.5) * verdict.spread
 
 
@@ -50,22 +68,20 @@ def test_right_files(build, quantize, tmp_path, name):
     ],
     ids=["scales", "order of codes"],
 )
-def test_wrong_files(build, quantize, tmp_path, name, ending, how):
-    model = quantize(build(num_hidden_layers=1), name)
-    exported(model, tmp_path / "out")
+def test_wrong_files(written, tmp_path, name, ending, how):
+    model, path, _ = written(name)
+    shutil.copytree(path, tmp_path / "out")
     change(tmp_path / "out" / "quark_model.onnx", ending, how)
     for inputs in (None, TOKENS):
         with pytest.raises(ValueError, match="does not compute what the model in memory does"):
             verify(tmp_path / "out", model, inputs=inputs)
 
 
-def test_a_wrong_file_does_not_take_the_place_of_an_earlier_one(
-    build, quantize, tmp_path, monkeypatch
-):
+def test_a_wrong_file_does_not_take_the_place_of_an_earlier_one(written, tmp_path, monkeypatch):
     from onnx_ir import save
 
-    model = quantize(build(num_hidden_layers=1), "int8_wo")
-    exported(model, tmp_path / "out")
+    model, path, _ = written("int8_wo")
+    shutil.copytree(path, tmp_path / "out")
     before = (tmp_path / "out" / "quark_model.onnx").read_bytes()
 
     def rotten(graph, path, **options):
@@ -146,15 +162,17 @@ def test_what_the_runtime_does_not_compute_in_is_said_before_any_work(
     assert not (tmp_path / "out").exists()
 
 
-def test_what_the_runtime_does_not_load(build, quantize, tmp_path):
-    model = quantize(build(num_hidden_layers=1, dtype=torch.bfloat16), "int8_wo")
-    ModelExporter(tmp_path / "out").export_onnx_model(model, TOKENS)
+def test_what_the_runtime_does_not_load(quantize, tmp_path):
+    model = quantize(nn.Sequential(nn.Linear(16, 16)).bfloat16(), "int8_wo", None)
+    x = torch.randn(4, 16, dtype=torch.bfloat16)
+    ModelExporter(tmp_path / "out").export_onnx_model(model, x)
     with pytest.raises(ValueError, match=r"ONNX Runtime does not load quark_model\.onnx"):
-        verify(tmp_path / "out", model, inputs=TOKENS)
+        verify(tmp_path / "out", model, inputs=x)
 
 
 def test_half_precision(build, quantize, tmp_path):
-    verdict = exported(quantize(build(dtype=torch.float16), "int8_wo"), tmp_path / "out")
+    model = quantize(build(dtype=torch.float16, num_hidden_layers=1), "int8_wo")
+    verdict = exported(model, tmp_path / "out")
     assert verdict.difference < 0.02 * verdict.spread
 
 

@@ -6,29 +6,15 @@ from safetensors.torch import load_file, save_file
 
 from quark.torch.export.conversion import convert
 from quark.torch.export.recognition import open_checkpoint
-from quark.torch.quantization.config.config import Config, QuantizationConfig
+from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.config.spec import QuantizationSpec
-from quark.torch.quantization.nn.layer import QuantMixin
+from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
+from tests.configurations import config, groups
 
 # Widths that the kernels of the clients take.
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2}
-
-
-def group(dtype, symmetric=True, size=32):
-    return QuantizationSpec(
-        dtype,
-        qscheme="per_group",
-        ch_axis=-1,
-        group_size=size,
-        symmetric=symmetric,
-        is_dynamic=False,
-    )
-
-
-def config(weight, inputs=None):
-    layer = QuantizationConfig(weight=weight, input_tensors=inputs)
-    return Config(layer, exclude=["lm_head", "model.layers.1.mlp.down_proj"])
+PARTLY = ("lm_head", "model.layers.1.mlp.down_proj")
 
 
 @pytest.fixture
@@ -53,9 +39,9 @@ def test_fp8_blocks_on_a_cpu(build, quantize, export, load):
     inputs = QuantizationSpec(
         "fp8_e4m3", qscheme="per_group", ch_axis=-1, group_size=32, is_dynamic=True
     )
-    model = quantize(build(), config(weight, inputs))
+    model = quantize(build(), config(weight, inputs, PARTLY))
     loaded = load(export(model, custom_mode="fp8"))
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, QuantMixin)}
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, FakeQuantizedLayer)}
     assert len(layers) == 13
     for name, layer in layers.items():
         assert loaded.get_submodule(name).weight.equal(layer.weight), name
@@ -65,7 +51,7 @@ def test_fp8_blocks_on_a_cpu(build, quantize, export, load):
 @pytest.mark.parametrize(
     "configuration",
     [
-        *(config(group(dtype)) for dtype in ("int3", "int4", "int8")),
+        *(config(groups(dtype), exclude=PARTLY) for dtype in ("int3", "int4", "int8")),
         *(Config(scheme(name, 32), exclude=["lm_head"]) for name in ("int8", "fp8", "ptpc_fp8")),
     ],
     ids=["int3", "int4", "int8 weights", "int8", "fp8", "ptpc_fp8"],
@@ -90,7 +76,7 @@ def test_compressed_tensors(build, quantize, export, load, logits, configuration
 )
 def test_gptqmodel(build, quantize, export, load, logits, mode, dtype, symmetric):
     """Its kernels compute in float16 and bfloat16."""
-    model = quantize(build(**WIDE), config(group(dtype, symmetric)))
+    model = quantize(build(**WIDE), config(groups(dtype, symmetric), exclude=PARTLY))
     loaded = load(export(model, custom_mode=mode))
     assert type(loaded.model.layers[1].mlp.down_proj) is torch.nn.Linear
     assert type(loaded.model.layers[0].mlp.down_proj) is not torch.nn.Linear
@@ -103,7 +89,10 @@ def test_gptqmodel_with_act_order(
     build, quantize, export, load, logits, tmp_path, dtype, symmetric
 ):
     """The order is made by hand: it is read here, written again, and read by the client."""
-    path = export(quantize(build(**WIDE), config(group(dtype, symmetric))), custom_mode="gptq")
+    path = export(
+        quantize(build(**WIDE), config(groups(dtype, symmetric), exclude=PARTLY)),
+        custom_mode="gptq",
+    )
     tensors = load_file(path / "model.safetensors")
     for name in [n for n in tensors if n.endswith("g_idx")]:
         tensors[name] = tensors[name][torch.randperm(len(tensors[name]))]

@@ -14,10 +14,10 @@ from quark.torch.quantization.config.config import (
     Int8PerTensorSpec,
     QuantizationConfig,
 )
+from quark.torch.quantization.config.kv_cache import with_kv_cache
 from quark.torch.quantization.config.presets import scheme, scheme_names
-from quark.torch.quantization.config.template import with_kv_cache
 from quark.torch.quantization.nn.operators import QParamsLinear
-from quark.torch.quantization.nn.packed import PackedMixin
+from quark.torch.quantization.nn.packed import PackedLayer
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FORMATS = ["real_quantized", "fake_quantized"]
@@ -60,7 +60,7 @@ class TestReload:
         for name in names:
             if name.endswith(("_64", "_128")):
                 continue  # the same as _32
-            model = quantize(build(kind, dtype=dtype), config_of(name, []))
+            model = quantize(build(kind, dtype=dtype, num_hidden_layers=1), config_of(name, []))
             found = load(export(model, weight_format=weight_format))
             assert found.dtype == dtype
             assert torch.equal(logits(found), logits(model)), name
@@ -234,17 +234,17 @@ class TestPatternsThatOverlap:
         assert {
             name: (module.quant_config.weight.dtype, module.quant_config.weight.qscheme)
             for name, module in found.named_modules()
-            if isinstance(module, PackedMixin)
+            if isinstance(module, PackedLayer)
         } == expected
         assert torch.equal(logits(found), logits(model))
 
     def test_order_matters_in_these(self, build, config_of):
         """The control: sorted, the patterns of the first case choose otherwise."""
-        from quark.torch.quantization.preparation import plan
+        from quark.torch.quantization.preparation import select_layers
 
         patterns = self.CONFIGS["wildcards"]
         both = [
-            plan(
+            select_layers(
                 build(), config_of("int8", layer_quant_config={p: scheme(n, 32) for p, n in order})
             )
             for order in (list(patterns.items()), sorted(patterns.items()))

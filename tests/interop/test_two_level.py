@@ -11,8 +11,8 @@ from quark.torch import ModelImporter
 from quark.torch.quantization.config import spec_classes as make
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.spec import QuantizationSpec
-from quark.torch.quantization.nn.layer import QuantMixin
-from quark.torch.quantization.nn.packed import PackedMixin
+from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
+from quark.torch.quantization.nn.packed import PackedLayer
 
 ARCHIVE = Path(__file__).parents[1] / "data" / "golden_blocks.tar.xz"
 GOLDEN = ["w_mxfp4", "w_mxfp6e3m2", "w_nvfp4_scalequant", "w_progressive_fp8_int4", "w_mx9_b16"]
@@ -173,7 +173,9 @@ def same_everywhere(build, logits):
         expected = logits(model)
         assert expected.isfinite().all()
         layers = {
-            n: m.value("weight") for n, m in model.named_modules() if isinstance(m, QuantMixin)
+            n: m.value("weight")
+            for n, m in model.named_modules()
+            if isinstance(m, FakeQuantizedLayer)
         }
         assert len(layers) == 14
         for loaded in (
@@ -182,7 +184,7 @@ def same_everywhere(build, logits):
         ):
             for name, weight in layers.items():
                 layer = loaded.get_submodule(name)
-                assert isinstance(layer, PackedMixin)
+                assert isinstance(layer, PackedLayer)
                 torch.testing.assert_close(layer.value("weight"), weight, rtol=0, atol=0)
             assert logits(loaded).equal(expected)
         return loaded

@@ -4,16 +4,10 @@ import pytest
 
 from quark.torch import ModelExporter
 from quark.torch.export import convert
-from quark.torch.quantization.config.config import Config, QuantizationConfig
-from tests.unit.export.specs import per_group
+from tests.configurations import config, half_groups
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2}
 CT = "compressed-tensors"
-
-
-def config(dtype, symmetric=True):
-    weight = per_group(dtype, symmetric)
-    return Config(QuantizationConfig(weight=weight), exclude=["lm_head"])
 
 
 PACKAGES = {"awq": "gptqmodel", "gptq": "gptqmodel", CT: "compressed_tensors"}
@@ -34,7 +28,7 @@ CASES = [
 @pytest.mark.parametrize(("mode", "dtype", "symmetric"), CASES)
 def test_exports(build, quantize, tmp_path, mode, dtype, symmetric):
     exporter = ModelExporter(None, tmp_path / "out", verify=True)
-    model = quantize(build(**WIDE), config(dtype, symmetric))
+    model = quantize(build(**WIDE), config(half_groups(dtype, symmetric)))
     exporter.export_safetensors_model(model, custom_mode=mode)
     verdict = exporter.verdict
     assert PACKAGES[mode].replace("_", "-") in verdict.reader and not verdict.note
@@ -43,7 +37,7 @@ def test_exports(build, quantize, tmp_path, mode, dtype, symmetric):
 
 @pytest.mark.parametrize(("mode", "dtype", "symmetric"), CASES)
 def test_conversions(build, quantize, tmp_path, mode, dtype, symmetric):
-    model = quantize(build(**WIDE), config(dtype, symmetric))
+    model = quantize(build(**WIDE), config(half_groups(dtype, symmetric)))
     ModelExporter(tmp_path / "in").export_safetensors_model(model)
     verdict = convert(tmp_path / "in", tmp_path / "out", mode, verify=True)
     assert PACKAGES[mode].replace("_", "-") in verdict.reader and not verdict.note
@@ -54,7 +48,7 @@ def test_what_the_software_cannot_load_is_read_here_and_said(build, quantize, tm
     """compressed-tensors 0.20 in Transformers does not load packed zero points."""
     exporter = ModelExporter(None, tmp_path / "out", verify=True)
     exporter.export_safetensors_model(
-        quantize(build(**WIDE), config("uint4", False)), custom_mode=CT
+        quantize(build(**WIDE), config(half_groups("uint4", False))), custom_mode=CT
     )
     assert exporter.verdict.reader == "this package" and exporter.verdict.difference == 0
     assert "Transformers does not open it" in exporter.verdict.note

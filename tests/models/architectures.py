@@ -160,6 +160,7 @@ VARIED = {  # kinds of models that algorithms meet, each with changes to its con
     "nemotron": ("nemotron", {}),
     "gpt2": ("gpt2", {}),
     "gpt_neox": ("gpt_neox", {}),
+    "gemma": ("gemma", {}),
 }
 
 
@@ -216,6 +217,12 @@ def build(config, dtype=torch.float64):
         is_gain = parameter.dim() == 1 and not name.endswith("bias")
         torch.nn.init.normal_(parameter.detach(), mean=0.5 * is_gain, std=0.2)
     return model
+
+
+def varied(name, dtype=torch.float32, **sizes):
+    """Make one of ``VARIED``."""
+    kind, changes = VARIED[name]
+    return build(small_config(kind, **changes, **sizes), dtype)
 
 
 def tokens(count=48):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from quark.torch.graph.discovery import discover
-from quark.torch.quantization.nn.experts import unfuse
+from quark.torch.quantization.nn.experts import split_experts
 from tests.models.architectures import InDouble, build, inputs, small_config
 
 # Architecture -> kind of its norms, whether its head is tied, (key-value heads, heads).
@@ -52,7 +52,7 @@ REFUSED = {
     "rwkv": "goes through native_layer_norm in rwkv.blocks.0.ln1",
     "gemma3n_text": "goes through bmm",
     "bert": "is added to the output of bert.embeddings.LayerNorm",
-    "ctrl": "is added to something else in transformer",
+    "ctrl": "is added to another tensor in transformer",
 }
 # Those of them that have heads of values, which may be rotated all the same.
 VALUES = ("gemma2", "gemma3_text", "olmo2", "glm4", "bloom", "bert", "ctrl")
@@ -60,7 +60,7 @@ VALUES = ("gemma2", "gemma3_text", "olmo2", "glm4", "bloom", "bert", "ctrl")
 
 def structure_of(name):
     model = build(small_config(name, use_cache=False))
-    unfuse(model)
+    split_experts(model)
     with InDouble():
         return model, discover(model, inputs(model))
 
@@ -115,7 +115,7 @@ def test_a_rotated_stream_gives_the_same_logits(name):
     kind, tied, heads = ROTATING[name]
     assert {norm.kind for norm in stream.norms} == {kind}
     assert (stream.size, stream.tied) == (64, tied)
-    shapes = {(len(found.rows), len(found.columns)) for found in stream.values}
+    shapes = {(len(found.rows), len(found.columns)) for found in stream.value_heads}
     assert shapes == ({heads} if heads else set())
     with InDouble(), torch.no_grad():
         before = model(**inputs(model)).logits
@@ -127,10 +127,10 @@ def test_a_rotated_stream_gives_the_same_logits(name):
 @pytest.mark.parametrize("name", [*(name for name in ROTATING if ROTATING[name][2]), *VALUES])
 def test_rotated_values_give_the_same_logits(name):
     model, structure = structure_of(name)
-    assert structure.values
+    assert structure.value_heads
     with InDouble(), torch.no_grad():
         before = model(**inputs(model)).logits
-        for heads in structure.values:
+        for heads in structure.value_heads:
             rotation = random_rotation(heads.rows.shape[1], False)
             for (parameter, axis), places in [
                 *((source, heads.rows) for source in heads.sources),
@@ -164,7 +164,7 @@ def test_what_stands_in_the_way_is_told(name):
 )
 def test_online_rotations_may_be_put_before_what_ends_an_mlp(name, ends):
     model, structure = structure_of(name)
-    assert set(structure.downs) == {
+    assert set(structure.down_projections) == {
         n
         for n, m in model.named_modules()
         if n.endswith(f".{ends}") and "attention.output" not in n and hasattr(m, "weight")

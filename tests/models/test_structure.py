@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quark.torch.graph.discovery import discover
-from quark.torch.quantization.nn.experts import unfuse
+from quark.torch.quantization.nn.experts import split_experts
 from tests.models.architectures import InDouble, build, inputs, small_config
 
 # Producer -> consumers in the last block and behind it, by the last part of their names.
@@ -102,7 +102,7 @@ def found():
         if name not in known:
             torch.set_num_threads(1)
             model = build(small_config(name, use_cache=False))
-            unfuse(model)
+            split_experts(model)
             with InDouble(), torch.no_grad():
                 before = model(**inputs(model)).logits
                 structure = discover(model, inputs(model))
@@ -137,11 +137,11 @@ def test_the_groups_of_well_known_models(found, name):
 @pytest.mark.parametrize(
     ("name", "producer", "said"),
     [
-        ("llama", "self_attn.q_proj", "affects"),  # rotated, which mixes two of its rows
-        ("llama", "self_attn.o_proj", "added to something else"),
+        ("llama", "self_attn.q_proj", "that depends on it"),  # rotary embedding mixes two rows
+        ("llama", "self_attn.o_proj", "added to another tensor"),
         ("llama", "mlp.gate_proj", "silu"),
         ("gpt2", "mlp.c_fc", "goes through"),
-        ("olmo2", "post_feedforward_layernorm", "added to something else"),
+        ("olmo2", "post_feedforward_layernorm", "added to another tensor"),
         ("gemma", "model.norm", "embed_tokens.weight is also read by embedding"),
     ],
 )

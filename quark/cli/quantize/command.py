@@ -1,4 +1,4 @@
-"""``quark quantize``: the flags and their help; ``job`` does the work."""
+"""The command ``quark quantize`` and its help; ``job`` runs it."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from quark.cli.options import ManyValues, verb
 from quark.cli.quantize.request import Request
 
 HELP = """
-Quantize a model and write it so that Transformers, vLLM and this package load it.
+Quantize a model and write a checkpoint for Transformers, vLLM and this package.
 
-The scheme says how: [cyan]int4_wo_128[/cyan] is 4-bit integer weights in groups of 128,
-[cyan]fp8[/cyan] 8-bit floats for weights and activations. [cyan]quark schemes[/cyan] lists all.
-The output head stays as it is unless [cyan]--exclude_layers[/cyan] says otherwise.
+The scheme names the formats: [cyan]int4_wo_128[/cyan] is 4-bit integer weights in groups of 128,
+[cyan]fp8[/cyan] is 8-bit floats for weights and activations. [cyan]quark schemes[/cyan] lists all.
+The output head stays in float unless [cyan]--exclude_layers[/cyan] is given.
 
 [bold]Examples[/bold]
 
-  4-bit weights, a quarter of the size of 16 bits:
+  4-bit weights, a quarter of the size of 16-bit weights:
 
     [cyan]quark quantize --model_dir llama --output_dir llama-int4 \\
       --quant_scheme int4_wo_128[/cyan]
 
-  8-bit floats with the key-value cache in 8 bits too, calibrated on text of your own:
+  8-bit floats with an 8-bit key-value cache, calibrated on your own text:
 
     [cyan]quark quantize --model_dir llama --output_dir llama-fp8 \\
       --quant_scheme fp8 --kv_cache_dtype fp8 --dataset my.txt \\
       --weight_matrix_merge[/cyan]
 
-  4-bit weights, rounded with regard to the activations that meet them:
+  4-bit weights, scaled by AWQ according to the activations:
 
     [cyan]quark quantize --model_dir llama --output_dir llama-awq \\
       --quant_scheme uint4_wo_128 --quant_algo awq[/cyan]
 
-  4 bits, but 8 for the layers that matter most, and all layers but one block:
+  4-bit weights, 8-bit weights for some layers, and one block in float:
 
     [cyan]quark quantize --model_dir llama --output_dir mixed \\
       --quant_scheme int4_wo_64 --layer_quant_scheme "*down_proj" int8_wo \\
       --exclude_layers lm_head "*.layers.0.*"[/cyan]
 
-Flags can be written with dashes as well ([cyan]--model-dir[/cyan]).
+Flags may be written with dashes ([cyan]--model-dir[/cyan]).
 """
 
 

@@ -1,6 +1,6 @@
-"""Flags of the documented script that change nothing here, or that cannot be followed.
+"""Flags of the documented script that have no effect here, or that are not supported.
 
-They are known, so that no command line fails on a flag, and none is passed over in silence.
+They are accepted, so that no command line fails on an unknown flag. A flag without effect warns.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from quark.cli.console import wrong
 
 logger = logging.getLogger(__name__)
 
-_ONE_DEVICE = "one device does the work. Where its memory is too small, give --device cpu"
-_WHOLE_MODEL = "the whole model is held in memory, which gives the same checkpoint"
-_AT_PROJECTIONS = "attention is computed in float; --kv_cache_dtype quantizes keys and values."
-_KERNELS = "products are computed in float here. Serve the checkpoint with vLLM for its kernels."
+_ONE_DEVICE = "one device is used. If its memory is too small, give --device cpu"
+_WHOLE_MODEL = "the whole model is held in memory; the checkpoint is the same"
+_AT_PROJECTIONS = "attention is computed in float. Use --kv_cache_dtype for keys and values."
+_KERNELS = "products are computed in float. Serve the checkpoint with vLLM to use its kernels."
 
-# Flag -> what is said of it, while the work goes on.
+# Flag -> why it has no effect.
 NOTED = {
     "multi_gpu": _ONE_DEVICE,
     "multi_device": _ONE_DEVICE,
-    "torch_compile": "nothing is compiled: files and figures do not depend on it",
-    "import_file_format": "the format is told from the files",
-    "use_ppl_eval_model": "perplexity is measured in any case",
+    "torch_compile": "nothing is compiled; results do not depend on it",
+    "import_file_format": "the format is recognized from the files",
+    "use_ppl_eval_model": "perplexity is always measured",
     "file2file_quantization": _WHOLE_MODEL,
     "quant_flow": _WHOLE_MODEL,
     "gpu_resident_blocks": _WHOLE_MODEL,
 }
-# Flag -> why it cannot be followed, and what to do.
+# Flag -> why it is not supported, and what to do.
 REFUSED = {
     "attention_dtype": _AT_PROJECTIONS,
     "fp8_attention_quant": _AT_PROJECTIONS,
@@ -39,12 +39,13 @@ REFUSED = {
     "'*experts*' int4_fp8.",
     "enable_native_inference": _KERNELS,
     "native_linear_mode": _KERNELS,
-    "no_keep_prequantized_layers": "only float models are quantized. Give the float model.",
-    "use_mlperf_rouge": "its data is not public. Give --tasks, or files of your own by "
+    "no_keep_prequantized_layers": "only float models can be quantized. Give the float model.",
+    "use_mlperf_rouge": "its data is not public. Give --tasks, or your own files with "
     "--include_path.",
     "use_tp": "evaluation runs on one device. Leave it out.",
 }
-_HARMLESS = {"quant_flow": "standard", "native_linear_mode": "auto"}
+# Flag -> value that means the default.
+_DEFAULTS = {"quant_flow": "standard", "native_linear_mode": "auto"}
 
 
 def _hidden() -> Any:
@@ -53,7 +54,7 @@ def _hidden() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class CompatibilityFlags:
-    """A field for each of these flags, so that its value is taken off the command line."""
+    """One hidden flag for each of ``NOTED`` and ``REFUSED``."""
 
     multi_gpu: Annotated[list[str] | None, _hidden()] = None
     multi_device: Annotated[bool, _hidden()] = False
@@ -75,15 +76,15 @@ class CompatibilityFlags:
 
 
 def check_compatibility(flags: CompatibilityFlags) -> None:
-    """Say of the flags on the command line what becomes of them.
+    """Warn about flags without effect.
 
     Raises:
-        typer.BadParameter: One cannot be followed.
+        typer.BadParameter: A flag is not supported.
     """
-    known = flags.given & {*NOTED, *REFUSED}
-    meant = sorted(name for name in known if getattr(flags, name) != _HARMLESS.get(name))
-    for name in meant:
+    given = flags.given & {*NOTED, *REFUSED}
+    changed = sorted(name for name in given if getattr(flags, name) != _DEFAULTS.get(name))
+    for name in changed:
         if name in REFUSED:
             raise wrong(f"--{name}", REFUSED[name])
-    for name in meant:
+    for name in changed:
         logger.warning("--%s: %s.", name, NOTED[name])

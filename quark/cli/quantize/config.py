@@ -1,4 +1,4 @@
-"""Configurations from what is said on the command line."""
+"""The configuration of ``quark quantize``, from its flags."""
 
 from __future__ import annotations
 
@@ -11,52 +11,70 @@ from quark.cli.console import wrong
 from quark.cli.quantize.request import Request
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from quark.torch.quantization.config.algo import AlgoConfig
     from quark.torch.quantization.config.config import Config, QuantizationConfig
     from quark.torch.quantization.config.spec import QuantizationSpec
 
 
 def make_config(request: Request, model_type: str) -> Config:
-    """Return the configuration that was asked for, still without the output head excluded.
+    """Return the configuration of a request.
+
+    Args:
+        request: The flags.
+        model_type: Type of the model, as in its ``config.json``.
 
     Raises:
         typer.BadParameter: A name is unknown, or flags do not fit the schemes.
     """
+    from quark.torch.quantization.config.resolution import fused_projections
+
     if request.recipe is not None:
         request = replace(request, quant_scheme=_recipe(request.recipe)[0])
-    config = _from_file(request.config) if request.config else _from_schemes(request, model_type)
+    config = (
+        _read_config_file(request.config)
+        if request.config
+        else _build_from_schemes(request, model_type)
+    )
+    _check_options(request, config)
     check_algorithms(config)
     if request.statistics is not None:
         _check_statistics(config)
-    if "onnx" in request.exports:
-        _check_graph(config)
-    if request.weight_matrix_merge and not any(_shares(layer) for layer in layer_configs(config)):
-        raise wrong(
-            "--weight_matrix_merge",
-            "only per-tensor scales of symmetric weights can be shared, and there are none here.",
-        )
+    _check_containers(request, config)
+    if request.weight_matrix_merge:
+        _check_shared(config)
+        config = replace(config, shared_scale_groups=fused_projections())
     return config
 
 
-def _check_statistics(config: Config) -> None:
-    from quark.torch.quantization import calibration as calibrate
-    from quark.torch.quantization.api import check_from_statistics, find_algorithms
+def _check_options(request: Request, config: Config) -> None:
+    """Check that the files of options have no option that is not supported."""
+    from quark.torch.quantization.config.compatibility import check_compatibility
 
     try:
-        is_static = calibrate.needs_data(layer_configs(config))
+        check_compatibility(config)
+    except ValueError as error:
+        flag = "--quant_algo_config_file" if request.config is None else "--config"
+        raise wrong(flag, str(error)) from None
+
+
+def _check_statistics(config: Config) -> None:
+    from quark.torch.quantization import calibration
+    from quark.torch.quantization.algorithms import check_from_statistics, find_algorithms
+
+    try:
+        is_static = calibration.needs_data(layer_configs(config))
         check_from_statistics(find_algorithms(config), is_static)
     except ValueError as error:
         raise wrong("--statistics", str(error)) from None
 
 
-def _check_graph(config: Config) -> None:
-    from quark.torch.export.onnx.writer import check_config
+def _check_containers(request: Request, config: Config) -> None:
+    """Check that the containers to write can hold the configuration."""
+    from quark.torch.export.containers.base import get_container
 
     try:
-        for layer in layer_configs(config):
-            check_config(layer, "what is asked for")
+        for name in request.exports:
+            get_container(name).check_config(layer_configs(config))
     except ValueError as error:
         raise wrong("--model_export", str(error)) from None
 
@@ -70,31 +88,40 @@ def layer_configs(config: Config) -> Iterator[QuantizationConfig]:
 
 
 def needs_data(config: Config, has_statistics: bool = False) -> bool:
-    """Whether a configuration has algorithms or ranges that need data.
+    """Whether a configuration has algorithms or activation scales that need calibration data.
 
     Args:
         config: The configuration.
-        has_statistics: Whether they have statistics instead, as far as these go.
+        has_statistics: Whether statistics are given, which replace data where they suffice.
     """
-    from quark.torch.quantization import calibration as calibrate
-    from quark.torch.quantization.api import find_algorithms, ranges_from_statistics
+    from quark.torch.quantization import calibration
+    from quark.torch.quantization.algorithms import find_algorithms, ranges_from_statistics
 
     algorithms, layers = find_algorithms(config), list(layer_configs(config))
     if has_statistics and ranges_from_statistics(config, algorithms, layers):
         return False
     learns = any(algorithm.needs_data(options) for algorithm, options in algorithms)
-    return (learns and not has_statistics) or calibrate.needs_data(layers)
+    return (learns and not has_statistics) or calibration.needs_data(layers)
 
 
-def _shares(layer: QuantizationConfig) -> bool:
+def _check_shared(config: Config) -> None:
+    """Check that some weight has a scale per tensor, which layers can share."""
     from quark.torch.quantization.config.type import QSchemeType
 
-    spec = layer.weight
-    return spec is not None and spec.qscheme is QSchemeType.per_tensor and spec.scheme.symmetric
+    weights = [layer.weight.scheme for layer in layer_configs(config) if layer.weight is not None]
+    if not any(
+        scheme.scale.two_level or (scheme.qscheme is QSchemeType.per_tensor and scheme.symmetric)
+        for scheme in weights
+    ):
+        raise wrong(
+            "--weight_matrix_merge",
+            "only per-tensor scales of symmetric weights can be shared, and no scheme given here "
+            "has them. Leave it out.",
+        )
 
 
-def _from_file(path: Path) -> Config:
-    from quark.torch.export.checkpoint.files import read_json
+def _read_config_file(path: Path) -> Config:
+    from quark.torch.files import read_json
     from quark.torch.quantization.config.config import Config
 
     if not path.is_file():
@@ -108,10 +135,10 @@ def _from_file(path: Path) -> Config:
         raise wrong("--config", f"{path} is not a Config: {error}") from None
 
 
-def _from_schemes(request: Request, model_type: str) -> Config:
-    from quark.torch.quantization.config.config import Config
+def _build_from_schemes(request: Request, model_type: str) -> Config:
+    from quark.torch.quantization.config.builder import KVCache, build_config
     from quark.torch.quantization.config.presets import KV_CACHE_SCHEMES
-    from quark.torch.quantization.config.template import LLMTemplate, with_kv_cache
+    from quark.torch.quantization.config.template import LLMTemplate
 
     if request.kv_cache_dtype is not None:
         check_name("--kv_cache_dtype", request.kv_cache_dtype, KV_CACHE_SCHEMES)
@@ -123,33 +150,31 @@ def _from_schemes(request: Request, model_type: str) -> Config:
         layers.setdefault(pattern, layer_scheme("--layer_quant_scheme", name, size))
     _check_sizes(request, main)
     _check_scales(request, [whole, *layers.values()])
-    config = Config(
-        global_quant_config=_with_scales(whole, request),
-        layer_quant_config={p: _with_scales(layer, request) for p, layer in layers.items()},
-        exclude=request.excluded or [],
-        algo_config=_algorithms(request),
-    )
+    template, cache = LLMTemplate.get(model_type), None
     if request.kv_cache_dtype is not None:
-        projections = LLMTemplate.get(model_type).kv_layers_name
         floor = request.min_kv_scale or 0.0
-        config = with_kv_cache(config, projections, request.kv_cache_dtype, floor)
-        config = replace(config, kv_cache_post_rope=request.kv_cache_post_rope)
-    return config
+        names = template.kv_layers_name
+        cache = KVCache(request.kv_cache_dtype, names, floor, request.kv_cache_post_rope)
+    return build_config(
+        _set_scales(whole, request),
+        layers={p: _set_scales(layer, request) for p, layer in layers.items()},
+        exclude=template.exclude_layers_name if request.excluded is None else request.excluded,
+        algorithms=_algorithms(request),
+        kv_cache=cache,
+    )
 
 
 def _check_sizes(request: Request, main: str) -> None:
-    """Check that there are groups to take the sizes that are given."""
+    """Check that the schemes take the group sizes of the flags."""
     names = [main, *(name for _, name in request.layer_schemes)]
     sized = [name for name in names if _is_sized(name)]
     fits = {"group_size": bool(sized), "group_size_per_layer": main in sized}
     for flag, fit in fits.items():
         if getattr(request, flag) is not None and not fit:
-            raise wrong(
-                f"--{flag}", f"{main} has no groups, or names their size itself. Leave it out."
-            )
+            raise wrong(f"--{flag}", f"{main} has no groups, or fixes their size. Leave it out.")
 
 
-# Field of a specification that a flag gives -> whether a specification leaves it open.
+# Flag, and field of a specification -> whether the flag applies to a specification.
 _SCALE_FIELDS: dict[str, Callable[[QuantizationSpec], bool]] = {
     "scale_format": lambda spec: spec.scale_format == "float32" and spec.second_stage is None,
     "scale_calculation_mode": lambda spec: spec.scale_calculation_mode is not None,
@@ -157,15 +182,15 @@ _SCALE_FIELDS: dict[str, Callable[[QuantizationSpec], bool]] = {
 
 
 def _check_scales(request: Request, layers: list[QuantizationConfig]) -> None:
-    """Check that scales that are asked for on the command line are those of some tensor."""
+    """Check that the flags about scales apply to some tensor."""
     specs = [spec for layer in layers for _, spec in layer.specs()]
     for flag, is_open in _SCALE_FIELDS.items():
         if flag in request.given and not any(map(is_open, specs)):
-            raise wrong(f"--{flag}", f"{request.quant_scheme} leaves no choice. Leave it out.")
+            raise wrong(f"--{flag}", f"{request.quant_scheme} fixes it. Leave it out.")
 
 
-def _with_scales(layer: QuantizationConfig, request: Request) -> QuantizationConfig:
-    """Return the configuration of a layer with the scales that are asked for."""
+def _set_scales(layer: QuantizationConfig, request: Request) -> QuantizationConfig:
+    """Return the configuration of a layer with the scales of the flags."""
     for flag, is_open in _SCALE_FIELDS.items():
         value = getattr(request, flag)
         if value is not None:
@@ -177,21 +202,19 @@ def _with_scales(layer: QuantizationConfig, request: Request) -> QuantizationCon
 
 
 def _algorithms(request: Request) -> list[AlgoConfig]:
-    """Return the options of the algorithms that were asked for, in order."""
-    from quark.torch.quantization.config.template import algorithms
+    """Return the options of the algorithms, in order."""
+    from quark.torch.quantization.config.algo import make_algo_configs
 
     if request.recipe is not None:
         return _recipe(request.recipe)[1]
     given = _algorithm_files(request)
     try:
-        found = algorithms(request.algorithms, given)
+        configs = make_algo_configs(request.algorithms, given)
     except ValueError as error:
         raise wrong("--quant_algo", str(error)) from None
-    for name in given.keys() - {options.name for options in found}:
-        raise wrong(
-            "--quant_algo_config_file", f"{name} is not asked for. Add --quant_algo {name}."
-        )
-    return found
+    for name in given.keys() - {config.name for config in configs}:
+        raise wrong("--quant_algo_config_file", f"{name} is not applied. Add --quant_algo {name}.")
+    return configs
 
 
 def _recipe(name: str) -> tuple[str, list[AlgoConfig]]:
@@ -204,12 +227,14 @@ def _recipe(name: str) -> tuple[str, list[AlgoConfig]]:
 
 
 def _algorithm_files(request: Request) -> dict[str, AlgoConfig]:
-    """Return the options that files hold, by the name of the algorithm.
+    """Return the options in the files, by the name of the algorithm.
 
     Files come as ``FILE``, ``NAME=FILE`` or ``NAME FILE``.
     """
-    from quark.torch.quantization.config.algo import load_quant_algo_config_from_file
-    from quark.torch.quantization.config.template import algorithms
+    from quark.torch.quantization.config.algo import (
+        load_quant_algo_config_from_file,
+        make_algo_configs,
+    )
 
     flag, given = "--quant_algo_config_file", {}
     name: str | None = None
@@ -218,11 +243,11 @@ def _algorithm_files(request: Request) -> dict[str, AlgoConfig]:
         if name is None and not Path(value).is_file():
             name, _, path = value.partition("=")
         if not path:
-            continue  # its file comes next
+            continue  # the next value is its file
         if not Path(path).is_file():
             raise wrong(flag, f"there is no file {path}.")
         try:
-            expected = algorithms(name, {})
+            expected = make_algo_configs(name, {})
             options = load_quant_algo_config_from_file(path)
         except ValueError as error:
             raise wrong(flag, str(error)) from None
@@ -235,12 +260,12 @@ def _algorithm_files(request: Request) -> dict[str, AlgoConfig]:
 
 
 def check_algorithms(config: Config) -> None:
-    """Check that every algorithm is there and serves some layer of the configuration.
+    """Check that every algorithm is available and applies to some layer.
 
     Raises:
-        typer.BadParameter: One is not, or does not.
+        typer.BadParameter: An algorithm is not available, or applies to no layer.
     """
-    from quark.torch.quantization.api import find_algorithms
+    from quark.torch.quantization.algorithms import find_algorithms
 
     layers = {str(number): layer for number, layer in enumerate(layer_configs(config))}
     try:
@@ -251,10 +276,15 @@ def check_algorithms(config: Config) -> None:
 
 
 def layer_scheme(flag: str, name: str, group_size: int | None = None) -> QuantizationConfig:
-    """Return what a scheme stands for.
+    """Return the layer configuration of a scheme.
+
+    Args:
+        flag: Flag that names the scheme, for the error.
+        name: Name of the scheme.
+        group_size: Group size, for schemes that do not fix it (default 128).
 
     Raises:
-        typer.BadParameter: There is none of that name; the nearest one is named.
+        typer.BadParameter: No scheme has that name; the message names the nearest.
     """
     from quark.torch.quantization.config import presets
 
@@ -266,15 +296,15 @@ def layer_scheme(flag: str, name: str, group_size: int | None = None) -> Quantiz
 
 
 def _is_sized(name: str) -> bool:
-    """Whether a scheme takes its group size from the caller."""
+    """Whether the group size of a scheme can be chosen."""
     return layer_scheme("", name, 32) != layer_scheme("", name, 64)
 
 
 def check_name(flag: str, name: str, names: Iterable[str]) -> None:
-    """Check that a name is one of those known, whatever its case.
+    """Check that a name is known, in any case.
 
     Raises:
-        typer.BadParameter: It is not; the nearest one is named.
+        typer.BadParameter: The name is unknown; the message names the nearest.
     """
     from quark.torch.quantization.config.name_lookup import nearest
 
@@ -284,10 +314,3 @@ def check_name(flag: str, name: str, names: Iterable[str]) -> None:
     near = nearest(name, names, 1)
     hint = f"Did you mean {near[0]!r}? " if near else ""
     raise wrong(flag, f"{name!r} is unknown. {hint}'quark schemes' lists all names.")
-
-
-def excluding_head(config: Config, model: nn.Module) -> Config:
-    """Return the configuration with the output head of the model excluded, whatever its name."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    names = [name for name, module in model.named_modules() if head is not None and module is head]
-    return replace(config, exclude=[*names, *config.exclude])

@@ -1,4 +1,4 @@
-"""The flags of ``quark quantize``: a field each, in panels as the help shows them."""
+"""The flags of ``quark quantize``: one field each, grouped by the panels of the help."""
 
 from __future__ import annotations
 
@@ -14,22 +14,28 @@ from quark.cli.options import (
     DataTypeFlag,
     DeviceFlag,
     IncludePath,
-    ModelExport,
     NumFewshot,
     Tasks,
     TrustRemoteCode,
     Verbose,
+    in_words,
+    one_of,
     panel,
 )
+from quark.torch.algorithm.registry import ALGORITHMS
+from quark.torch.export.containers.registry import CONTAINERS, SAFETENSORS
+from quark.torch.export.formats.registry import FORMATS
+from quark.torch.quantization.config.export import PACK_METHODS, WEIGHT_FORMATS
+from quark.torch.quantization.config.recipes import RECIPES
 
-_model, _scheme, _algorithm = panel("Model"), panel("What is quantized how"), panel("Algorithms")
+_model, _scheme, _algorithm = panel("Model"), panel("Scheme"), panel("Algorithms")
 _data, _output, _evaluation = panel("Calibration"), panel("Output"), panel("Evaluation")
-_reload = panel("Instead of quantizing")
+_reload = panel("Quantized models")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFlags:
-    """Which model, and how it is loaded."""
+    """The model and how to load it."""
 
     model_dir: Annotated[
         Path,
@@ -39,36 +45,40 @@ class ModelFlags:
         ),
     ]
     revision: Annotated[
-        str | None, _model(metavar="NAME", help="Version of a model of the Hub.")
+        str | None, _model(metavar="NAME", help="Revision of a model on the Hub.")
     ] = None
     data_type: DataTypeFlag = "auto"
     device: DeviceFlag = "auto"
     model_attn_implementation: Annotated[
         Literal["eager", "sdpa", "flash_attention_2"] | None,
-        _model(metavar="NAME", help="How attention is computed: eager, sdpa, flash_attention_2."),
+        _model(
+            metavar="NAME", help="Implementation of attention: eager, sdpa or flash_attention_2."
+        ),
     ] = None
     trust_remote_code: TrustRemoteCode = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchemeFlags:
-    """What is quantized how."""
+    """The layers to quantize, and their schemes."""
 
     quant_scheme: Annotated[
-        str | None, _scheme(metavar="NAME", help="Scheme of all layers; see 'quark schemes'.")
+        str | None,
+        _scheme(metavar="NAME", help="Scheme of all layers ('quark schemes' lists them)."),
     ] = None
     recipe: Annotated[
         str | None,
         _scheme(
             metavar="NAME",
-            help="Instead: a scheme together with algorithms, such as w4; see 'quark recipes'.",
+            help="Recipe instead of a scheme: a scheme with its best algorithms "
+            f"({', '.join(RECIPES)}; 'quark recipes' describes them).",
         ),
     ] = None
     config: Annotated[
         Path | None,
         _scheme(
             metavar="FILE",
-            help="A Config as JSON (what Config.to_dict returns), instead of a scheme.",
+            help="Config as JSON instead of a scheme, as Config.to_dict returns it.",
         ),
     ] = None
     group_size: Annotated[
@@ -76,19 +86,22 @@ class SchemeFlags:
         _scheme(
             metavar="N",
             min=-1,
-            help="Weights of a group: 128, for schemes whose name does not say it; -1 for rows.",
+            help="Group size, for schemes that do not fix it (default 128; -1 = one group per "
+            "row).",
         ),
     ] = None
     group_size_per_layer: Annotated[
         list[str] | None,
         _scheme(
             metavar="PATTERN N",
-            help="Another group size for layers whose name matches; repeatable.",
+            help="Group size of the layers that match a name pattern; repeatable.",
         ),
     ] = None
     scale_format: Annotated[
         Literal["e4m3", "float32"] | None,
-        _scheme(metavar="TYPE", help="Type of the scales of fp4 and fp6 groups: e4m3 or float32."),
+        _scheme(
+            metavar="TYPE", help="Format of the scales of fp4 and fp6 groups: e4m3 or float32."
+        ),
     ] = None
     scale_calculation_mode: Annotated[
         Literal["even", "floor", "ceil"] | None,
@@ -98,21 +111,21 @@ class SchemeFlags:
         str | None,
         _scheme(
             metavar="NAME",
-            help="Quantize the key-value cache too, by fp8 or another scheme of 'quark schemes' "
-            "(--kv_cache_quant_scheme is the same).",
+            help="Scheme of the key-value cache, such as fp8 ('quark schemes' lists them). "
+            "Default: the cache stays in float. Alias: --kv_cache_quant_scheme.",
         ),
     ] = None
     min_kv_scale: Annotated[
-        float | None, _scheme(metavar="X", min=0.0, help="Smallest scale of that cache.")
+        float | None, _scheme(metavar="X", min=0.0, help="Lower bound of the scales of the cache.")
     ] = None
     kv_cache_post_rope: Annotated[
-        bool, _scheme(help="Quantize keys of that cache after rotary embedding, not before.")
+        bool, _scheme(help="Quantize cached keys after the rotary embedding, not before.")
     ] = False
     layer_quant_scheme: Annotated[
         list[str] | None,
         _scheme(
             metavar="PATTERN SCHEME",
-            help="Another scheme for layers whose name matches; repeatable, the first match "
+            help="Scheme of the layers that match a name pattern; repeatable, the first match "
             "counts.",
         ),
     ] = None
@@ -120,149 +133,154 @@ class SchemeFlags:
         list[str] | None,
         _scheme(
             metavar="PATTERN …",
-            help="Layers to leave alone, instead of the output head; without a value, none.",
+            help="Name patterns of layers to leave in float (default: lm_head, the output head; "
+            "without a value: none).",
         ),
     ] = None
     weight_matrix_merge: Annotated[
         bool,
         _scheme(
-            help="Let layers that read the same input (query, key, value; gate, up) share "
-            "per-tensor scales, as software that fuses them expects.",
+            help="Share per-tensor scales among layers with the same input (query, key, value; "
+            "gate, up), as inference software that fuses them expects. Schemes with two levels "
+            "of scales always do.",
         ),
     ] = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmFlags:
-    """What prepares or replaces rounding to the nearest code."""
+    """Algorithms that transform weights, or round them better than to the nearest."""
 
     pre_quantization_optimization: Annotated[
         list[str] | None,
         _algorithm(
             metavar="NAME,…",
-            help="What precedes the algorithms of --quant_algo: rotation, quarot, smoothquant; "
-            "repeatable.",
+            help="Algorithms to apply before those of --quant_algo, such as rotation or "
+            "smoothquant; repeatable.",
         ),
     ] = None
     quant_algo: Annotated[
         list[str] | None,
         _algorithm(
             metavar="NAME,…",
-            help="Algorithms in order: smoothquant, autosmoothquant, awq, gptq, gptaq, qronos, "
-            "yaqa, autoround, rotation, quarot.",
+            help=f"Algorithms to apply, in order: {', '.join(ALGORITHMS)}.",
         ),
     ] = None
     quant_algo_config_file: Annotated[
         list[str] | None,
         _algorithm(
             metavar="[NAME] FILE",
-            help="Options of one of these as JSON, by its fields; without the name, the file has "
-            "it as 'name'. Repeatable (--quant_algo_config_file_path and "
-            "--pre_optimization_config_file_path are the same).",
+            help="JSON file with the options of one algorithm. Without NAME, the file names it in "
+            "'name'. Repeatable. Aliases: --quant_algo_config_file_path, "
+            "--pre_optimization_config_file_path.",
         ),
     ] = None
     statistics: Annotated[
         Path | None,
         _algorithm(
             metavar="DIR",
-            help="What 'quark collect' wrote: awq or gptq, and static ranges of activations, take "
-            "it instead of running data.",
+            help="Statistics from 'quark collect', instead of calibration data. For awq, gptq and "
+            "static activation scales.",
         ),
     ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationFlags:
-    """Text that static ranges and algorithms look at."""
+    """Calibration data."""
 
     dataset: Annotated[
         str | None,
         _data(
             metavar="FILE|NAME",
-            help="Text to calibrate on: a .txt, .jsonl, .json, .csv or .parquet file, a "
-            "directory, pileval, wikitext, cnn_dailymail, or another dataset of the Hub. Without "
-            f"it: {EMBEDDED}.",
+            help="Calibration text: a .txt, .jsonl, .json, .csv or .parquet file, a directory, "
+            "pileval, wikitext, cnn_dailymail, or another dataset on the Hub. Default: "
+            f"{EMBEDDED}.",
         ),
     ] = None
-    num_calib_data: Annotated[int, _data(metavar="N", min=1, help="Most windows of that text.")] = (
-        128
-    )
+    num_calib_data: Annotated[
+        int, _data(metavar="N", min=1, help="Maximum number of calibration windows.")
+    ] = 128
     seq_len: Annotated[
         int | None,
         _data(
             metavar="N",
             min=2,
-            help=f"Tokens of a window: {SEQ_LEN}, or what the model takes if that is less.",
+            help=f"Tokens per window (default {SEQ_LEN}, or the maximum length of the model if "
+            "that is less).",
         ),
     ] = None
-    batch_size: Annotated[int, _data(metavar="N", min=1, help="Windows that run together.")] = 1
+    batch_size: Annotated[int, _data(metavar="N", min=1, help="Windows per calibration batch.")] = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputFlags:
-    """What is written."""
+    """The output."""
 
-    output_dir: Annotated[Path, _output(metavar="DIR", help="Directory to write.")] = Path(
+    output_dir: Annotated[Path, _output(metavar="DIR", help="Output directory.")] = Path(
         "exported_model"
     )
     model_export: Annotated[
-        list[ModelExport],
+        list[str],
         _output(
             metavar="FORMAT",
-            help="hf_format (safetensors), quark_format (the native format), gguf (for llama.cpp) "
-            "or onnx (for ONNX Runtime); repeatable.",
+            parser=one_of("--model_export", CONTAINERS.keys),
+            help=f"Kind of files: {in_words(CONTAINERS)}; hf_format is safetensors, quark_format "
+            "the native format. Repeatable.",
         ),
-    ] = (ModelExport.hf_format,)  # type: ignore[assignment]
+    ] = (SAFETENSORS,)  # type: ignore[assignment]
     custom_mode: Annotated[
-        Literal["quark", "awq", "gptq", "compressed-tensors", "fp8"],
+        str,
         _output(
             metavar="NAME",
-            help="Tool whose layout is written: quark, awq, gptq, compressed-tensors or fp8.",
+            parser=one_of("--custom_mode", FORMATS.keys),
+            help=f"Tool whose layout is written: {in_words(FORMATS)}.",
         ),
     ] = "quark"
     export_weight_format: Annotated[
-        Literal["real_quantized", "fake_quantized"],
+        str,
         _output(
             metavar="FORMAT",
-            help="real_quantized (packed codes) or fake_quantized (floats that hold their values).",
+            parser=one_of("--export_weight_format", WEIGHT_FORMATS.__iter__),
+            help=f"{in_words(WEIGHT_FORMATS)}: packed codes, or dequantized floats.",
         ),
-    ] = "real_quantized"
+    ] = WEIGHT_FORMATS[0]
     pack_method: Annotated[
-        Literal["reorder", "order"],
+        str,
         _output(
             metavar="ORDER",
-            help="How 4-bit codes lie in a word: reorder (interleaved) or order.",
+            parser=one_of("--pack_method", PACK_METHODS.__iter__),
+            help=f"Order of 4-bit codes in a 32-bit word: {in_words(PACK_METHODS)} (reorder "
+            "interleaves them).",
         ),
-    ] = "reorder"
+    ] = PACK_METHODS[0]
     params_save: Annotated[
-        bool, _output(help="Also write the parameters and a description of the structure.")
+        bool, _output(help="Also write the parameters and the module structure (save_params).")
     ] = False
-    save_dir: Annotated[Path, _output(metavar="DIR", help="Directory of --params_save.")] = Path(
-        "model_params"
+    save_dir: Annotated[Path, _output(metavar="DIR", help="Output directory of --params_save.")] = (
+        Path("model_params")
     )
     verify: Annotated[
         bool,
         _output(
-            help="Open the result with the tool it is for, where that is installed, and compare "
-            "predictions before it takes its place."
+            help="Open the checkpoint with the software it is for, if installed, and compare "
+            "predictions before the output directory is replaced."
         ),
     ] = False
-    overwrite: Annotated[
-        bool, _output(help="Replace the output directory, once all went well.")
-    ] = False
+    overwrite: Annotated[bool, _output(help="Replace the output directory after success.")] = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationFlags:
-    """What is measured."""
+    """Evaluation."""
 
-    skip_evaluation: Annotated[bool, _evaluation(help="Measure nothing.")] = False
+    skip_evaluation: Annotated[bool, _evaluation(help="Skip the evaluation.")] = False
     eval_data: Annotated[
         str | None,
         _evaluation(
             metavar="FILE|NAME",
-            help="Text to measure perplexity on, as for --dataset; held-out otherwise "
-            "(--evaluation_dataset and --eval_data_dir are the same).",
+            help="Text for the perplexity, like --dataset. Default: held-out "
+            f"{EMBEDDED}. Aliases: --evaluation_dataset, --eval_data_dir.",
         ),
     ] = None
     num_eval_data: Annotated[
@@ -270,11 +288,13 @@ class EvaluationFlags:
         _evaluation(
             metavar="N",
             min=-1,
-            help=f"Most windows of it ({EVAL_WINDOWS}) and questions of a task (all); -1 for all.",
+            help=f"Maximum number of windows (default {EVAL_WINDOWS}) and of questions per task "
+            "(default all); -1 = all.",
         ),
     ] = None
     eval_seq_len: Annotated[
-        int | None, _evaluation(metavar="N", min=2, help="Tokens of its windows: as --seq_len.")
+        int | None,
+        _evaluation(metavar="N", min=2, help="Tokens per evaluation window (default: --seq_len)."),
     ] = None
     tasks: Tasks = None
     include_path: IncludePath = None
@@ -284,47 +304,53 @@ class EvaluationFlags:
         str,
         _evaluation(
             metavar="N|auto[:N]",
-            help="What runs together: windows, or questions of a task, for which auto tries.",
+            help="Windows per batch, and questions per batch of a task (auto searches the "
+            "largest).",
         ),
     ] = "8"
     max_eval_batch_size: Annotated[
-        int, _evaluation(metavar="N", min=1, help="Most that auto tries.")
+        int, _evaluation(metavar="N", min=1, help="Upper bound of the search of auto.")
     ] = 64
     use_ppl_eval_for_kv_cache: Annotated[
         bool,
-        _evaluation(help="Measure perplexity on tokens after a long context, as a cache holds it."),
+        _evaluation(help="Measure perplexity after a long context that the cache holds."),
     ] = False
     ppl_eval_for_kv_cache_context_size: Annotated[
-        int, _evaluation(metavar="N", min=1, help="Tokens of that context.")
+        int, _evaluation(metavar="N", min=1, help="Tokens of the context.")
     ] = 1024
     ppl_eval_for_kv_cache_sample_size: Annotated[
-        int, _evaluation(metavar="N", min=1, help="Tokens measured after it.")
+        int, _evaluation(metavar="N", min=1, help="Tokens to measure after the context.")
     ] = 512
     ppl_eval_for_kv_cache_patch_size: Annotated[
-        int | None, _evaluation(metavar="N", min=1, help="Most of these contexts: all.")
+        int | None,
+        _evaluation(metavar="N", min=1, help="Maximum number of contexts (default: all)."),
     ] = None
     save_metrics_to_csv: Annotated[
-        bool, _evaluation(help="Write what was measured to a file evaluation_metrics.csv.")
+        bool, _evaluation(help="Write the metrics to evaluation_metrics.csv.")
     ] = False
     metrics_output_dir: Annotated[
-        Path, _evaluation(metavar="DIR", help="Directory of that file.")
+        Path, _evaluation(metavar="DIR", help="Directory of evaluation_metrics.csv.")
     ] = Path("metrics_output_dir")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReloadFlags:
-    """What is measured or exported without being quantized here."""
+    """Evaluation or export of a model that is already quantized."""
 
-    skip_quantization: Annotated[bool, _reload(help="Only measure the model as it is.")] = False
+    skip_quantization: Annotated[bool, _reload(help="Evaluate the float model only.")] = False
     model_reload: Annotated[
-        bool, _reload(help="Take a quantized model from --import_model_dir, or --output_dir.")
+        bool, _reload(help="Load a quantized checkpoint from --import_model_dir, or --output_dir.")
     ] = False
     import_model_dir: Annotated[
-        Path | None, _reload(metavar="DIR", help="Directory that it was exported to.")
+        Path | None, _reload(metavar="DIR", help="Directory of the quantized checkpoint.")
     ] = None
     params_load: Annotated[
-        bool, _reload(help="Take a quantized model from what --params_save wrote.")
+        bool, _reload(help="Load a quantized model from the files of --params_save.")
     ] = False
-    json_path: Annotated[Path | None, _reload(metavar="FILE", help="Its description.")] = None
-    safetensors_path: Annotated[Path | None, _reload(metavar="FILE", help="Its parameters.")] = None
+    json_path: Annotated[
+        Path | None, _reload(metavar="FILE", help="JSON file of --params_save.")
+    ] = None
+    safetensors_path: Annotated[
+        Path | None, _reload(metavar="FILE", help="Safetensors file of --params_save.")
+    ] = None
     verbose: Verbose = False

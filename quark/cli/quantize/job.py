@@ -1,4 +1,4 @@
-"""The work of ``quark quantize``, step by step."""
+"""The steps of ``quark quantize``: read, quantize, evaluate, write."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import typer
 from rich.markup import escape
 
 from quark.cli import console, models
-from quark.cli.collect import load_kept
+from quark.cli.collect import read_optional_statistics
 from quark.cli.metrics import Figures, Measures, prepare_measures, show_scores, write_metrics
-from quark.cli.options import GGUF_NAME, SEQ_LEN
-from quark.cli.quantize.config import excluding_head, make_config, needs_data
-from quark.cli.quantize.plan import Outcome, show_outcome, show_plan
+from quark.cli.options import SEQ_LEN
+from quark.cli.quantize.config import make_config, needs_data
 from quark.cli.quantize.request import Request, check_flags, check_places
+from quark.cli.quantize.tables import Outcome, show_outcome, show_plan
 
 if TYPE_CHECKING:
     import torch
@@ -27,43 +27,43 @@ if TYPE_CHECKING:
 
 
 def run(request: Request) -> None:
-    """Quantize, evaluate and write a model, as asked for.
+    """Quantize, evaluate and write a model.
 
     Raises:
-        typer.BadParameter: What was asked for cannot be done; found before the model is loaded.
-        ValueError: The model cannot be quantized like that. Nothing is written.
+        typer.BadParameter: A flag has a wrong value; raised before the model is loaded.
+        ValueError: The configuration does not fit the model. Nothing is written.
     """
     check_flags(request)
-    found = models.find_model(request.model_dir, "--model_dir", request.revision)
-    request = replace(request, model_dir=found)
+    directory = models.find_model(request.model_dir, "--model_dir", request.revision)
+    request = replace(request, model_dir=directory)
     check_places(request)
     described = models.read_config(request.model_dir, "--model_dir")
     if request.quantizes:
         _quantize(request, described)
     else:
-        _reuse(request, described)
+        _evaluate_unchanged(request, described)
 
 
 def _quantize(request: Request, described: dict[str, Any]) -> None:
     if "quantization_config" in described:
         raise console.wrong(
-            "--model_dir", f"{request.model_dir} is quantized already. Give the float model."
+            "--model_dir", f"{request.model_dir} is already quantized. Give the float model."
         )
     config = make_config(request, str(described.get("model_type", "")))
-    statistics = load_kept(request.statistics)
+    statistics = read_optional_statistics(request.statistics)
     device = models.pick_device(request.device)
     length = models.window_length(described, request.seq_len, SEQ_LEN)
     show_plan(request, config, described, length)
     tokenizer, calibration, measures = _read_text(request, config, described, length)
     model = _load(request, request.model_dir, device)
-    outcome = _work(request, model, config, calibration, measures, statistics)
+    outcome = _quantize_and_evaluate(request, model, config, calibration, measures, statistics)
     _write(request, model, tokenizer, str(described.get("model_type", "model")))
     show_outcome(request, outcome)
-    _tell(request, outcome.after)
+    _report_figures(request, outcome.after)
 
 
-def _reuse(request: Request, described: dict[str, Any]) -> None:
-    """Measure a model as it is, or one that was quantized before, and write it if asked for."""
+def _evaluate_unchanged(request: Request, described: dict[str, Any]) -> None:
+    """Evaluate a float or already quantized model, and write it if requested."""
     if request.model_reload:
         described = models.read_config(request.reload_dir, "--import_model_dir")
     device = models.pick_device(request.device)
@@ -78,7 +78,7 @@ def _reuse(request: Request, described: dict[str, Any]) -> None:
     _write(request, model, tokenizer, str(described.get("model_type", "model")))
     if figures is not None:
         console.out.print("", console.facts({"perplexity": f"{figures.perplexity:.2f}"}))
-    _tell(request, figures)
+    _report_figures(request, figures)
 
 
 def _load(request: Request, source: Path, device: str) -> nn.Module:
@@ -113,7 +113,7 @@ def _load_params(request: Request, device: str) -> nn.Module:
 
 
 def _tokenizer(request: Request, is_needed: bool) -> Any:
-    """Return the tokenizer of the model; None if it has none and it is not needed."""
+    """Return the tokenizer of the model; None if it is missing and not needed."""
     try:
         return models.load_tokenizer(request.model_dir, "--model_dir", request.trust_remote_code)
     except typer.BadParameter:
@@ -125,7 +125,7 @@ def _tokenizer(request: Request, is_needed: bool) -> Any:
 def _read_text(
     request: Request, config: Config, described: dict[str, Any], length: int
 ) -> tuple[Any, torch.Tensor | None, Measures | None]:
-    """Return tokenizer, windows to calibrate on and what to evaluate on, where needed."""
+    """Return the tokenizer, the calibration windows and the evaluation data, if needed."""
     is_calibrated = needs_data(config, request.statistics is not None)
     calibration = None
     with console.stage("reading text"):
@@ -138,7 +138,7 @@ def _read_text(
     return tokenizer, calibration, measures
 
 
-def _work(
+def _quantize_and_evaluate(
     request: Request,
     model: nn.Module,
     config: Config,
@@ -146,20 +146,18 @@ def _work(
     measures: Measures | None,
     statistics: Statistics | None,
 ) -> Outcome:
-    """Quantize and freeze the model in place, and measure it before and after."""
+    """Quantize and freeze the model in place, and evaluate it before and after."""
     import torch
 
-    from quark.torch.export.checks import expert_tokens
+    from quark.torch.export.expert_tokens import expert_tokens
     from quark.torch.quantization.api import ModelQuantizer
     from quark.torch.quantization.config.config import NAMED_ONLY
     from quark.torch.quantization.nn.operators import is_operator
 
-    if request.config is None and request.exclude_layers is None:
-        config = excluding_head(config, model)
     _check_cache(model, config)
     if request.weight_matrix_merge:
-        config = replace(config, shared_scale_groups=_siblings(model))
-    outcome = Outcome(shared=len(config.shared_scale_groups))
+        _check_shared_inputs(model)
+    outcome = Outcome()
     if measures is not None:
         outcome.before = measures.perplexity(model, "perplexity of the original")
     batches = None if calibration is None else [*torch.split(calibration, request.batch_size)]
@@ -169,6 +167,7 @@ def _work(
         model = quantizer.quantize_model(model, batches, statistics)
         model = ModelQuantizer.freeze(model)
     outcome.seconds = time.monotonic() - start
+    outcome.shared = _count_shared(model)
     outcome.experts = expert_tokens(model)
     kinds = [type(module) for module in model.modules()]
     outcome.left = sum(is_operator(kind) and kind not in NAMED_ONLY for kind in kinds)
@@ -186,27 +185,35 @@ def _check_cache(model: nn.Module, config: Config) -> None:
         raise console.wrong(
             "--kv_cache_dtype",
             f"{type(model).__name__} has no layers that match {' or '.join(patterns)}. Leave it "
-            "out, or name the layers in a Config and give --config.",
+            "out, or give a Config that names the layers with --config.",
         )
 
 
-def _siblings(model: nn.Module) -> list[list[str]]:
+def _check_shared_inputs(model: nn.Module) -> None:
     import torch
 
     from quark.torch.graph.shared_inputs import same_input_groups
     from quark.torch.pipeline.batches import run_batch
 
     batch = torch.ones(1, 8, dtype=torch.int64)
-    groups = same_input_groups(model, lambda: run_batch(model, batch))
-    if not groups:
-        raise console.wrong("--weight_matrix_merge", "no layers of this model read the same input.")
-    return groups
+    if not same_input_groups(model, lambda: run_batch(model, batch)):
+        raise console.wrong("--weight_matrix_merge", "no layers of this model share an input.")
+
+
+def _count_shared(model: Any) -> int:
+    """Return the number of groups of quantized layers that share scales."""
+    from quark.torch.quantization.calibration import group_by_parent
+    from quark.torch.quantization.preparation import quantized_layers
+
+    names = [name for name, _ in quantized_layers(model)]
+    groups = model.quant_config.shared_scale_groups
+    return sum(len(members) > 1 for group in groups for members in group_by_parent(names, group))
 
 
 def _write(request: Request, model: nn.Module, tokenizer: Any, model_type: str) -> None:
-    """Write all that is asked for, each directory when it is complete."""
-    from quark.torch.export.checkpoint.files import fresh_directory
+    """Write the checkpoint and the parameters; a directory appears only when it is complete."""
     from quark.torch.export.params import save_params
+    from quark.torch.files import fresh_directory
 
     formats = request.exports
     if formats:
@@ -225,42 +232,33 @@ def _write(request: Request, model: nn.Module, tokenizer: Any, model_type: str) 
 
 def _export(request: Request, model: nn.Module, tokenizer: Any, name: str, directory: Path) -> None:
     from quark.torch.export.api import ModelExporter
+    from quark.torch.export.containers.base import ExportSettings
     from quark.torch.quantization.config.export import JsonExporterConfig
 
     options = JsonExporterConfig(
         weight_format=request.export_weight_format, pack_method=request.pack_method
     )
+    settings = ExportSettings(
+        custom_mode=request.custom_mode,
+        options=options,
+        tokenizer=tokenizer,
+        tokenizer_path=request.model_dir,
+    )
     exporter = ModelExporter(options, directory, request.overwrite, request.verify)
-    mode = request.custom_mode
-    if name == "gguf":
-        exporter.export_gguf_model(model, request.model_dir, GGUF_NAME)
-    elif name == "onnx":
-        exporter.export_onnx_model(model, _example(model))
-    elif name == "quark_format":
-        exporter.export_quark_model(model, custom_mode=mode)
-    else:
-        exporter.export_safetensors_model(model, custom_mode=mode, tokenizer=tokenizer)
+    exporter.export(name, model, settings)
     if exporter.verdict is not None:
         console.out.print(f"  verified: {escape(str(exporter.verdict))}")
 
 
-def _example(model: Any) -> dict[str, torch.Tensor]:
-    """Return the inputs that a graph of a language model takes: tokens of all its vocabulary."""
-    import torch
-
-    ids = torch.arange(32).reshape(2, 16) * model.config.get_text_config().vocab_size // 32
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
 def _move_up(directory: Path) -> None:
-    """Move what a directory holds to its parent, and remove it."""
+    """Move the files of a directory to its parent, and remove the directory."""
     for file in directory.iterdir():
         file.rename(directory.parent / file.name)
     directory.rmdir()
 
 
-def _tell(request: Request, figures: Figures | None) -> None:
-    """Show the scores in tasks, and write a file of figures if asked for."""
+def _report_figures(request: Request, figures: Figures | None) -> None:
+    """Print the scores of tasks, and write the metrics if requested."""
     if figures is None:
         return
     if figures.scores:

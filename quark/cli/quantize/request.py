@@ -1,4 +1,4 @@
-"""What ``quark quantize`` was asked for, checked before any work."""
+"""The request of ``quark quantize``: its flags, checked before any work."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 import re
 import tempfile
 from dataclasses import dataclass, fields
-from importlib.util import find_spec
 from pathlib import Path
 
 from quark.cli.console import wrong
@@ -24,8 +23,8 @@ from quark.cli.quantize.flags import (
 
 logger = logging.getLogger(__name__)
 
-WAYS = ("quant_scheme", "recipe", "config")  # to say how a model is quantized
-EVALUATION_BATCH = 8  # windows, where the size of a batch is to be found by trying
+SOURCES = ("quant_scheme", "recipe", "config")  # flags that give a configuration; one of them
+EVALUATION_BATCH = 8  # windows per batch where --eval_batch_size is auto
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +38,7 @@ class Request(
     SchemeFlags,
     ModelFlags,
 ):
-    """The flags of ``quark quantize``; see its help. None is what was not given."""
+    """The flags of ``quark quantize``; see its help. None stands for a flag that is not given."""
 
     @property
     def layer_schemes(self) -> list[tuple[str, str]]:
@@ -56,30 +55,30 @@ class Request(
     @property
     def algorithms(self) -> list[str]:
         """Names of algorithms in the order in which they are applied."""
-        return names_in([*(self.pre_quantization_optimization or []), *(self.quant_algo or [])])
+        return split_names([*(self.pre_quantization_optimization or []), *(self.quant_algo or [])])
 
     @property
     def excluded(self) -> list[str] | None:
-        """Patterns of layers to leave alone, None for the output head."""
+        """Name patterns of layers to leave in float; None for the default."""
         if self.exclude_layers is None:
             return None
         return [pattern for pattern in self.exclude_layers if pattern]
 
     @property
     def is_reload(self) -> bool:
-        """Whether a quantized model is loaded."""
+        """Whether an already quantized model is loaded."""
         return self.model_reload or self.params_load
 
     @property
     def quantizes(self) -> bool:
-        """Whether a model is quantized here."""
+        """Whether the model is to be quantized."""
         return not (self.is_reload or self.skip_quantization)
 
     @property
     def exports(self) -> list[str]:
-        """Formats to write, without repetition."""
+        """Containers to write, without repetition."""
         if self.quantizes or "model_export" in self.given:
-            return list(dict.fromkeys(name.value for name in self.model_export))
+            return list(dict.fromkeys(self.model_export))
         return []
 
     @property
@@ -89,21 +88,21 @@ class Request(
 
     @property
     def evaluation_batch(self) -> int:
-        """Windows that are evaluated together."""
+        """Windows per evaluation batch."""
         size = self.eval_batch_size.rpartition(":")[2]
         return int(size) if size.isdecimal() else EVALUATION_BATCH
 
 
-def names_in(lists: list[str]) -> list[str]:
-    """Return the names in lists separated by commas."""
+def split_names(lists: list[str]) -> list[str]:
+    """Return the names of comma-separated lists."""
     return [name.strip() for names in lists for name in names.split(",") if name.strip()]
 
 
 def check_places(request: Request) -> None:
-    """Check that the model is there and that the output can be.
+    """Check that the model exists and that the output directories can be written.
 
     Raises:
-        typer.BadParameter: It is not, or cannot.
+        typer.BadParameter: The model does not exist, or a directory cannot be written.
     """
     sources = [request.model_dir.resolve()]
     if request.model_reload:
@@ -112,16 +111,24 @@ def check_places(request: Request) -> None:
         _check_target("--output_dir", request.output_dir, sources, request.overwrite)
     if request.params_save:
         _check_target("--save_dir", request.save_dir, sources, request.overwrite)
-    if "onnx" in request.exports and request.verify and _data_type(request) == "bfloat16":
-        raise wrong(
-            "--verify",
-            "the model is in bfloat16, in which ONNX Runtime computes nothing on a CPU. Give "
-            "--data_type float32 or float16, or leave this out.",
-        )
+    if request.exports and request.verify:
+        _check_verification(request)
+
+
+def _check_verification(request: Request) -> None:
+    """Check that the software that opens what is written is there, and computes in the type."""
+    from quark.torch.export.containers.base import get_container
+
+    dtype = _data_type(request)
+    try:
+        for name in request.exports:
+            get_container(name).check_verifiable([] if dtype is None else [dtype])
+    except (ImportError, ValueError) as error:
+        raise wrong("--verify", str(error)) from None
 
 
 def _data_type(request: Request) -> str | None:
-    """Return the type that the model is loaded in, None where only its parameters say it."""
+    """Return the type in which the model is loaded; None with --params_load."""
     if request.params_load:
         return None
     if request.data_type != "auto":
@@ -136,7 +143,7 @@ def _data_type(request: Request) -> str | None:
 def _check_target(flag: str, given: Path, sources: list[Path], overwrite: bool) -> None:
     target = given.resolve()
     if any(target == source or target in source.parents for source in sources):
-        raise wrong(flag, f"{target} holds the model itself. Choose another directory.")
+        raise wrong(flag, f"{target} contains the model. Choose another directory.")
     if target.exists() and not target.is_dir():
         raise wrong(flag, f"{target} is a file. Choose a directory.")
     if target.is_dir() and any(target.iterdir()) and not overwrite:
@@ -157,85 +164,100 @@ def check_flags(request: Request) -> None:
     """Check that flags do not contradict each other.
 
     Raises:
-        typer.BadParameter: Some do.
+        typer.BadParameter: Two flags contradict each other, or a value is wrong.
     """
     check_compatibility(request)
     if request.quantizes:
         _check_scheme(request)
     else:
         _check_reload(request)
-    formats = request.exports
-    for name, file in {"gguf": "a GGUF file", "onnx": "an ONNX file"}.items():
-        if name in formats and request.custom_mode != "quark":
-            raise wrong("--custom_mode", f"{file} has one layout. Leave it out.")
-    if "onnx" in formats and request.verify and find_spec("onnxruntime") is None:
-        raise wrong("--verify", "an ONNX file is run by ONNX Runtime: pip install onnxruntime.")
-    if {"hf_format", "quark_format"} <= set(formats):
-        raise wrong("--model_export", "hf_format and quark_format take two directories: run twice.")
+    _check_containers(request)
     _check_evaluation(request)
 
 
+def _check_containers(request: Request) -> None:
+    """Check that containers can be written, together and with the flags that are given."""
+    from quark.torch.export.containers.base import get_container
+
+    containers = [get_container(name) for name in request.exports]
+    for container in containers:
+        if not container.has_formats and request.custom_mode != "quark":
+            raise wrong("--custom_mode", f"{container.title} has one layout. Leave it out.")
+        try:
+            container.check_installed()
+        except ImportError as error:
+            raise wrong("--model_export", str(error)) from None
+    sharing = [container.name for container in containers if container.has_config_json]
+    if len(sharing) > 1:
+        names = " and ".join(sharing)
+        raise wrong("--model_export", f"{names} take two directories: run twice.")
+
+
 def _check_scheme(request: Request) -> None:
-    if sum(getattr(request, way) is not None for way in WAYS) != 1:
+    if sum(getattr(request, name) is not None for name in SOURCES) != 1:
         raise wrong(
             "--quant_scheme",
-            "give the name of a scheme ('quark schemes' lists them), or else --recipe NAME or "
-            "--config FILE.",
+            "give a scheme ('quark schemes' lists them), or --recipe NAME, or --config FILE: "
+            "one of them.",
         )
     described = {field.name for flags in (SchemeFlags, AlgorithmFlags) for field in fields(flags)}
-    for name in sorted(described - {*WAYS, "statistics", "weight_matrix_merge"}):
+    for name in sorted(described - {*SOURCES, "statistics", "weight_matrix_merge"}):
         if request.config is not None and name in request.given:
-            raise wrong(f"--{name}", "the file of --config says this. Leave one of them out.")
+            raise wrong(f"--{name}", "the file of --config sets this. Leave one of them out.")
     for name in ("pre_quantization_optimization", "quant_algo", "quant_algo_config_file"):
         if request.recipe is not None and name in request.given:
-            raise wrong(f"--{name}", "the recipe names its algorithms. Leave one of them out.")
+            raise wrong(f"--{name}", "the recipe sets the algorithms. Leave one of them out.")
     for name in ("min_kv_scale", "kv_cache_post_rope"):
         if request.kv_cache_dtype is None and name in request.given:
-            raise wrong(f"--{name}", "no cache is quantized without --kv_cache_dtype.")
+            raise wrong(f"--{name}", "the cache is quantized only with --kv_cache_dtype.")
     if request.group_size == 0:
-        raise wrong("--group_size", "a group of 0 weights has no scale. Give -1 for whole rows.")
+        raise wrong(
+            "--group_size", "a group size of 0 has no meaning. Give -1 for one group per row."
+        )
     if len(request.layer_quant_scheme or []) % 2:
-        raise wrong("--layer_quant_scheme", "expected a pattern and a scheme, as in '*.0.*' fp8.")
+        raise wrong("--layer_quant_scheme", "expected a pattern and a scheme, such as '*.0.*' fp8.")
     sizes = request.group_size_per_layer or []
     if len(sizes) % 2 or not all(size.isdecimal() and int(size) for size in sizes[1::2]):
-        raise wrong("--group_size_per_layer", "expected a pattern and a number: lm_head 32.")
+        raise wrong(
+            "--group_size_per_layer", "expected a pattern and a number, such as lm_head 32."
+        )
     for name in ("import_model_dir", "json_path", "safetensors_path"):
         if getattr(request, name) is not None:
-            raise wrong(f"--{name}", "nothing is loaded without --model_reload or --params_load.")
+            raise wrong(f"--{name}", "needs --model_reload or --params_load.")
 
 
 def _check_reload(request: Request) -> None:
     if request.model_reload and request.params_load:
-        raise wrong("--params_load", "the model comes from --model_reload. Leave one of them out.")
+        raise wrong("--params_load", "conflicts with --model_reload. Leave one of them out.")
     if request.params_load:
         for name in ("json_path", "safetensors_path"):
             path: Path | None = getattr(request, name)
             if path is None or not path.is_file():
-                raise wrong(f"--{name}", f"give the file that --params_save wrote, not {path}.")
+                raise wrong(f"--{name}", f"expected a file of --params_save, got {path}.")
     if not request.is_reload and (request.exports or request.params_save):
-        raise wrong("--skip_quantization", "a float model is not exported. Leave one of them out.")
+        raise wrong(
+            "--skip_quantization", "a float model cannot be exported. Leave one of them out."
+        )
     if request.skip_evaluation and not (request.exports or request.params_save):
-        raise wrong("--skip_evaluation", "nothing is left to be done. Leave it out.")
+        raise wrong("--skip_evaluation", "nothing is left to do. Leave it out.")
     unused = (SchemeFlags, AlgorithmFlags, CalibrationFlags)
     names = {field.name for flags in unused for field in fields(flags)} - {"seq_len"}
     for name in sorted(request.given & names):
-        logger.warning("--%s: nothing is quantized, so it has no effect.", name)
+        logger.warning("--%s has no effect: nothing is quantized.", name)
     if request.params_load and "data_type" in request.given:
-        logger.warning("--data_type: parameters have the types that they were saved in.")
+        logger.warning("--data_type has no effect: parameters keep their saved types.")
 
 
 def _check_evaluation(request: Request) -> None:
     measured = {field.name for field in fields(EvaluationFlags)} - {"skip_evaluation"}
     for name in sorted(request.given & measured):
         if request.skip_evaluation:
-            raise wrong(
-                f"--{name}", "nothing is evaluated with --skip_evaluation. Leave one of them out."
-            )
+            raise wrong(f"--{name}", "conflicts with --skip_evaluation. Leave one of them out.")
     for name in ("include_path", "num_fewshot", "apply_chat_template"):
         if request.tasks is None and name in request.given:
-            raise wrong(f"--{name}", "there are no tasks without --tasks.")
+            raise wrong(f"--{name}", "needs --tasks.")
     if request.num_eval_data == 0:
-        raise wrong("--num_eval_data", "nothing can be measured on 0. Give -1 for all.")
+        raise wrong("--num_eval_data", "expected a positive number, or -1 for all.")
     if not re.fullmatch(r"auto(:[1-9]\d*)?|[1-9]\d*", request.eval_batch_size):
         raise wrong(
             "--eval_batch_size", f"expected N, auto or auto:N, not {request.eval_batch_size}."

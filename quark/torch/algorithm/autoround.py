@@ -1,9 +1,10 @@
-"""AutoRound (Cheng et al. 2024): rounding and ranges that are learned from the outputs of a block.
+"""AutoRound (Cheng et al. 2024): learns rounding and ranges from the outputs of a decoder block.
 
-Every weight gets an offset of at most half a step before it is rounded, every range a factor for
-either end. They follow the signs of their gradients, straight through the rounding, so that the
-block gives for the inputs it will see what it gives in the float model (section 3 of the paper). A
-step is that of the format where the weight lies: from one integer, or one float, to the next.
+Each weight gets an offset V of at most half a step before it is rounded, and each range a factor
+for either end (section 3). Both follow the signs of their gradients, straight
+through the rounding, until the block returns for its new inputs what it returns in the float model.
+A step is the distance between neighbouring values of the format at the weight, of integers or
+floats.
 """
 
 from __future__ import annotations
@@ -14,225 +15,236 @@ from dataclasses import replace
 
 import torch
 
-from quark.torch.algorithm.awq import has_quantized_weight
-from quark.torch.algorithm.gptq import freeze, resolve, solved_blocks
-from quark.torch.algorithm.layer_inputs import rounding_inputs
-from quark.torch.algorithm.rescaling import check_served
+from quark.torch.algorithm.layer_inputs import quantize_inputs
+from quark.torch.algorithm.layers import check_weights_quantized, freeze
+from quark.torch.algorithm.weight_rounding import iterate_blocks, resolve
 from quark.torch.numerics.exponents import exponent_of, power_of_two
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.qdq import fake_quantize
 from quark.torch.numerics.rounding import round_
 from quark.torch.numerics.scales import round_scale
-from quark.torch.pipeline.batches import sequences
+from quark.torch.pipeline.batches import split_sequences
 from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.pipeline.runner import Block
 from quark.torch.quantization.config.algo import AutoRoundConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
-from quark.torch.quantization.nn.layer import QuantMixin
+from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 
 logger = logging.getLogger(__name__)
 
-LARGEST_OFFSET = 0.5  # steps
-SMALLEST_FACTOR = 0.1  # of a range
-CHECKS = 4  # times that all data tells how far the learning has come
+MAX_OFFSET = 0.5  # steps
+MIN_FACTOR = 0.1  # of a range
+EVALUATIONS = 4  # times that the error over all data is measured while learning
 
 
 def check(options: AutoRoundConfig, layers: Mapping[str, QuantizationConfig]) -> None:
-    """Raise if the algorithm cannot serve these layers.
+    """Raise if the algorithm cannot be applied to these layers.
 
     Raises:
         ValueError: No weight is quantized, or an option is out of its range.
     """
     for name in ("iters", "lr", "minmax_lr", "batch_size"):
-        given, least = getattr(options, name), int(name == "batch_size")
-        if not given >= least:
-            raise ValueError(f"autoround: {name} must be {least} or more, got {given}.")
-    check_served(layers, options.name, has_quantized_weight)
+        value, least = getattr(options, name), int(name == "batch_size")
+        if not value >= least:
+            raise ValueError(f"autoround: {name} must be {least} or more, got {value}.")
+    check_weights_quantized(options, layers)
 
 
 def apply(context: Context, options: AutoRoundConfig) -> None:
-    """Learn the rounding of each block in turn; later blocks see what became of earlier ones.
+    """Learn the rounding of each decoder block in turn; later blocks receive its new outputs.
 
-    Layers outside of decoder blocks are left to rounding to the nearest. Each sequence runs alone,
-    so that the batches in which data comes do not matter.
+    Layers outside of decoder blocks are later rounded to the nearest. Each sequence runs alone, so
+    the batch size of the data does not change the result.
     """
-    context = replace(context, batches=sequences(context.batches))
-    for block, layers in solved_blocks(context, options, compare=True):
-        with rounding_inputs(context, block.name, False):
+    context = replace(context, batches=split_sequences(context.batches))
+    for block, layers in iterate_blocks(context, options, compare=True):
+        with quantize_inputs(context, block.name, False):
             for index in range(len(block)):
-                block.refer(index)
-        context.settle(layers)
-        learned = {
-            f"{name.removeprefix(block.name)[1:]}.weight": Learned(
+                block.run_reference(index)
+        context.compute_scales(layers)
+        weights = {
+            f"{name.removeprefix(block.name)[1:]}.weight": LearnedWeight(
                 layer, options.enable_minmax_tuning
             )
             for name, layer in layers.items()
         }
-        before, after = learn(block, learned, options)
+        before, after = learn_rounding(block, weights, options)
         logger.info("%s: squared error %.4g, to nearest %.4g", block.name, after, before)
-        for weight in learned.values():
+        for weight in weights.values():
             weight.write()
 
 
-class Learned:
+class LearnedWeight:
     """A weight whose rounding is learned.
 
     Args:
-        layer: Its layer, whose scales are settled.
-        ranges: Whether to learn ranges too. They stay where scales are powers of two, which moving
-            a little leaves as they are, and where a scale is that of a whole tensor, which layers
-            that are served together may share.
+        layer: Its layer, with final scales.
+        ranges: Whether to learn ranges too. Ranges stay fixed where scales are powers of two, which
+            small changes do not reach, and where one scale belongs to the whole tensor, which
+            layers that are served together may share.
 
     Attributes:
         offset: Steps that are added before rounding, in the shape of the weight.
-        factors: (2, *scale) of the largest and the smallest value of every range, (1, *scale) where
-            it is symmetric, (0, *scale) where ranges stay.
+        factors: (2, *scale) of the largest and the smallest value of each range; (1, *scale) for
+            symmetric ranges; (0, *scale) for fixed ranges.
     """
 
-    def __init__(self, layer: QuantMixin, ranges: bool = True) -> None:
+    def __init__(self, layer: FakeQuantizedLayer, ranges: bool = True) -> None:
         quantizer = layer.weight_quantizer
         assert quantizer is not None
         self._layer, self._quantizer = layer, quantizer
         self._stage = stage = quantizer.last_stage(layer.weight)
         self._scheme = scheme = stage.scheme
         self._blocks = scheme.blocks(stage.values.shape)
-        stays = scheme.scales_by_powers or scheme.qscheme is QSchemeType.per_tensor
-        ends = 0 if stays or not ranges else 1 if scheme.symmetric or scheme.fmt.is_float else 2
+        is_fixed = scheme.scales_by_powers or scheme.qscheme is QSchemeType.per_tensor
+        is_symmetric = scheme.symmetric or scheme.fmt.is_float
+        ends = 0 if is_fixed or not ranges else 1 if is_symmetric else 2
         scale = stage.scale.float()
         self.offset = torch.zeros_like(stage.values, requires_grad=True)
         self.factors = scale.new_ones(ends, *scale.shape).requires_grad_()
 
     def value(self) -> torch.Tensor:
-        """Return the rounded weight, with gradients by offsets and factors."""
+        """Return the rounded weight, with gradients with respect to offsets and factors."""
         scheme, values = self._scheme, self._stage.values
         scale, zero_point = self._qparams()
-        by = self._spread(scale)
+        by = self._expand(scale)
         steps = values / by if scheme.divides else values * by.reciprocal()
-        # Values beyond the range follow the zero point, others do not: 0 with that gradient.
+        # Values outside of the range move with the zero point, values inside do not. `shift` is 0
+        # and has the gradient of the zero point. Clamped values have no gradient with respect to
+        # `steps + shift`, so `- shift` remains; elsewhere both cancel.
+        # Example: codes 0 … 15, zero point 3, steps -5 -> code clamped to 0, value 0 - 3 = -3,
+        # whose derivative with respect to the zero point is -1.
         shift: torch.Tensor | float = 0.0
         if zero_point is not None and zero_point.requires_grad:
-            shift = self._spread(zero_point - zero_point.detach())
+            shift = self._expand(zero_point - zero_point.detach())
         ones = torch.ones_like(scale)
-        codes = fake_quantize(self._moved(steps) + shift, ones, zero_point, scheme) - shift
+        codes = fake_quantize(self._add_offset(steps) + shift, ones, zero_point, scheme) - shift
         return (codes * by * self._stage.unit).to(self._layer.weight.dtype)
 
     @torch.no_grad()
     def write(self) -> None:
-        """Give the layer the rounded weight and its scales, and freeze it."""
+        """Write the rounded weight and its scales to the layer, and freeze it."""
         scale, zero_point = self._qparams()
         old = self._stage.zero_point
         if zero_point is not None and old is not None:
             zero_point = zero_point.to(old.dtype)
         weight = self.value()
-        self._quantizer.settle_last_stage(scale.to(self._stage.scale.dtype), zero_point)
+        self._quantizer.set_last_stage_scale(scale.to(self._stage.scale.dtype), zero_point)
         self._layer.weight.data.copy_(weight)
         freeze(self._layer)
 
     def _qparams(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return scale and zero point of the ranges times their factors, as they are stored.
-
-        Of a range from (qmin - z) s to (qmax - z) s the share (qmax - z) / (qmax - qmin) is above
-        zero.
-        """
+        """Return scale and zero point of the ranges times their factors, as they are stored."""
         scale, zero, fmt = self._stage.scale.float(), self._stage.zero_point, self._scheme.fmt
         if not len(self.factors):
             return scale, zero
         above, below = self.factors[0], self.factors[-1]
         if zero is None or len(self.factors) == 1:
-            return self._stored(scale * above), zero
+            return self._round_scale(scale * above), zero
+        # The range goes from (qmin - z) s to (qmax - z) s, and `share` of it lies above zero.
+        # Example: codes 0 … 15, z = 3, s = 1 -> range -3 … 12, share 0.8. Factors 0.5 above and 1
+        # below give -3 … 6, a scale of 1 + 0.8 (0.5 - 1) = 0.6 and a zero point of 3 / 0.6 = 5.
         share = (fmt.qmax - zero.float()) / (fmt.qmax - fmt.qmin)
-        found = self._stored(scale * (below + share * (above - below)))
-        moved = zero + (zero - fmt.qmin) * (below * scale / found - 1)
+        new_scale = self._round_scale(scale * (below + share * (above - below)))
+        new_zero = zero + (zero - fmt.qmin) * (below * scale / new_scale - 1)
         if self._scheme.float_zero_point:
-            return found, moved
-        return found, _straight(moved, moved.detach().round().clamp(fmt.qmin, fmt.qmax))
+            return new_scale, new_zero
+        rounded = new_zero.detach().round().clamp(fmt.qmin, fmt.qmax)
+        return new_scale, _straight_through(new_zero, rounded)
 
-    def _stored(self, scale: torch.Tensor) -> torch.Tensor:
+    def _round_scale(self, scale: torch.Tensor) -> torch.Tensor:
         """Round scales to their format."""
-        to, whole = self._scheme.scale, self._stage.tensor_scale
-        return _straight(scale, round_scale(scale.detach(), to, whole))
+        tensor_scale = self._stage.tensor_scale
+        rounded = round_scale(scale.detach(), self._scheme.scale, tensor_scale)
+        return _straight_through(scale, rounded)
 
-    def _moved(self, steps: torch.Tensor) -> torch.Tensor:
-        """Return values in units of the scale, moved by their offsets; floats are rounded already.
+    def _add_offset(self, steps: torch.Tensor) -> torch.Tensor:
+        """Add offsets to values in units of the scale; values of float formats come out rounded.
 
-        A float next to a power of two would be moved past it, where steps are smaller.
+        Float formats have smaller steps below each power of two. A value that an offset moves below
+        one would be rounded in smaller steps than its own, so values are rounded here.
         """
         fmt = self._scheme.fmt
         if not fmt.is_float:
             return steps + self.offset
+        # Example: fp4_e2m1 has steps of 1 from 2 to 4 and of 0.5 from 1 to 2. The value 2.2 with
+        # the offset -0.5 becomes 1.7, which rounds to 2 in steps of 1, not to 1.5.
         exponent = exponent_of(steps.detach()).clamp(fmt.min_exponent, fmt.max_exponent)
         spacing = power_of_two(exponent - fmt.mantissa_bits)
-        moved = steps / spacing + self.offset
-        return _straight(moved, round_(moved.detach().clone(), self._scheme.rounding)) * spacing
+        exact = steps / spacing + self.offset
+        rounded = round_(exact.detach().clone(), self._scheme.rounding)
+        return _straight_through(exact, rounded) * spacing
 
-    def _spread(self, x: torch.Tensor) -> torch.Tensor:
-        """Give every weight the number of its block."""
+    def _expand(self, x: torch.Tensor) -> torch.Tensor:
+        """Expand values of scale blocks to the shape of the weight."""
         whole = self._blocks.spread(x).expand(self._blocks.view)
         return self._blocks.join(whole).reshape(self._stage.values.shape)
 
 
-def learn(
-    block: Block, learned: Mapping[str, Learned], options: AutoRoundConfig
+def learn_rounding(
+    block: Block, weights: Mapping[str, LearnedWeight], options: AutoRoundConfig
 ) -> tuple[float, float]:
-    """Learn the rounding of weights of a block.
+    """Learn the rounding of the weights of a block by signed gradient descent.
 
-    What was best for all data is kept; the first candidate is rounding to the nearest.
+    The best parameters over all data are kept, starting from rounding to the nearest.
 
     Args:
-        block: The block, which the second stream has passed.
-        learned: Weights by their names in the block.
-        options: Number of steps and their length, which goes down to zero.
+        block: The block, whose second stream has passed it.
+        weights: Weights by their names in the block.
+        options: Number of steps and learning rates, which decrease linearly to zero.
 
     Returns:
-        Squared errors of the outputs over all data, by rounding to the nearest and at last.
+        Squared errors of the outputs over all data: rounded to the nearest, and learned.
     """
-    rules = [
-        *((w.offset, options.lr, -LARGEST_OFFSET, LARGEST_OFFSET) for w in learned.values()),
-        *((w.factors, options.minmax_lr, SMALLEST_FACTOR, 1.0) for w in learned.values()),
+    bounds = [
+        *((w.offset, options.lr, -MAX_OFFSET, MAX_OFFSET) for w in weights.values()),
+        *((w.factors, options.minmax_lr, MIN_FACTOR, 1.0) for w in weights.values()),
     ]
-    parameters = [parameter for parameter, *_ in rules]
-    before = lowest = total_error(block, learned)
+    parameters = [parameter for parameter, *_ in bounds]
+    before = lowest = total_error(block, weights)
     best = [p.detach().clone() for p in parameters]
-    picked = _picked(block, options.batch_size)
-    every = -(-options.iters // CHECKS)
+    batches = _sample_batches(block, options.batch_size)
+    interval = -(-options.iters // EVALUATIONS)
     for step in range(options.iters):
-        gradients = _gradients(block, learned, parameters, next(picked))
-        left = 1 - step / options.iters
+        gradients = _compute_gradients(block, weights, parameters, next(batches))
+        decay = 1 - step / options.iters
         with torch.no_grad():
-            for (parameter, rate, least, most), g in zip(rules, gradients, strict=True):
-                parameter.sub_(g.sign(), alpha=rate * left).clamp_(least, most)
-        if (step + 1) % every == 0 or step + 1 == options.iters:
-            error = total_error(block, learned)
+            for (parameter, rate, lowest_value, highest), g in zip(bounds, gradients, strict=True):
+                parameter.sub_(g.sign(), alpha=rate * decay).clamp_(lowest_value, highest)
+        if (step + 1) % interval == 0 or step + 1 == options.iters:
+            error = total_error(block, weights)
             if error < lowest:
                 lowest, best = error, [p.detach().clone() for p in parameters]
     with torch.no_grad():
-        for parameter, found in zip(parameters, best, strict=True):
-            parameter.copy_(found)
+        for parameter, value in zip(parameters, best, strict=True):
+            parameter.copy_(value)
     return before, lowest
 
 
 @torch.no_grad()
-def total_error(block: Block, learned: Mapping[str, Learned]) -> float:
+def total_error(block: Block, weights: Mapping[str, LearnedWeight]) -> float:
     """Return the squared error of the outputs of a block over all data."""
-    values = {name: weight.value() for name, weight in learned.items()}
-    return sum(float(_error(block, index, values)) for index in range(len(block)))
+    values = {name: weight.value() for name, weight in weights.items()}
+    return sum(float(_measure_error(block, index, values)) for index in range(len(block)))
 
 
-def _gradients(
+def _compute_gradients(
     block: Block,
-    learned: Mapping[str, Learned],
+    weights: Mapping[str, LearnedWeight],
     parameters: list[torch.Tensor],
     batches: list[int],
 ) -> list[torch.Tensor]:
-    """Return the gradients of the squared error over some batches, 0 of experts that saw none."""
+    """Return the gradients of the squared error over batches; 0 for experts without tokens."""
+    # Two steps, so that memory holds the graph of one batch: errors -> rounded weights, summed
+    # over batches in `leaves`; then rounded weights -> offsets and factors, once.
     with torch.enable_grad():
-        values = {name: weight.value() for name, weight in learned.items()}
+        values = {name: weight.value() for name, weight in weights.items()}
         leaves = {name: value.detach().requires_grad_() for name, value in values.items()}
         for leaf in leaves.values():
             leaf.grad = torch.zeros_like(leaf)
         for index in batches:
-            error = _error(block, index, leaves)
-            if error.requires_grad:  # not where a router sends all tokens to other experts
+            error = _measure_error(block, index, leaves)
+            if error.requires_grad:  # False if a router sends all tokens to other experts
                 torch.autograd.backward(error, inputs=list(leaves.values()))
         return list(
             torch.autograd.grad(
@@ -245,29 +257,29 @@ def _gradients(
         )
 
 
-def _error(block: Block, index: int, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the squared error of the outputs of a block for a batch, padding left out."""
-    target, kept = block.target(index)
+def _measure_error(block: Block, index: int, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the squared error of the outputs of a block for a batch, without padding."""
+    target, mask = block.reference_output(index)
     change = block.call(index, values).float() - target.float()
-    return (change if kept is None else change[kept.to(change.device)]).square().sum()
+    return (change if mask is None else change[mask.to(change.device)]).square().sum()
 
 
-def _picked(block: Block, sequences: int) -> Iterator[list[int]]:
-    """Yield batches for each step, as many as have so many sequences; each has its turn."""
+def _sample_batches(block: Block, sequences: int) -> Iterator[list[int]]:
+    """Yield indices of batches with at least so many sequences together, epoch after epoch."""
     generator = torch.Generator().manual_seed(0)
-    picked: list[int] = []
+    indices: list[int] = []
     count = 0
     while True:
         for index in torch.randperm(len(block), generator=generator).tolist():
-            picked.append(index)
-            count += len(block.target(index)[0])
+            indices.append(index)
+            count += len(block.reference_output(index)[0])
             if count >= sequences:
-                yield picked
-                picked, count = [], 0
+                yield indices
+                indices, count = [], 0
 
 
-def _straight(exact: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
-    """Return rounded values with the gradient of what they were rounded from."""
+def _straight_through(exact: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
+    """Return rounded values with the gradient of the exact ones (straight-through estimator)."""
     return rounded.float() + (exact - exact.detach())
 
 

@@ -1,4 +1,7 @@
-"""The inputs of the layers of a block, as they become, and beside those of the float model."""
+"""Statistics of the inputs of layers, collected while data runs through a decoder block.
+
+Layers that read the same tensor share one accumulator.
+"""
 
 from __future__ import annotations
 
@@ -6,75 +9,153 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from typing import TypeVar
 
 import torch
 
-from quark.torch.algorithm.rescaling import first_reader
-from quark.torch.pipeline.accumulators import Gram, observing
-from quark.torch.pipeline.capture import Enough
+from quark.torch.graph import shared_inputs
+from quark.torch.pipeline.accumulators import Accumulator, Gram, accumulate_inputs
+from quark.torch.pipeline.capture import StopForward
 from quark.torch.pipeline.context import Context
 from quark.torch.pipeline.runner import Block
-from quark.torch.quantization.nn.experts import counterparts
-from quark.torch.quantization.nn.layer import QuantMixin
+from quark.torch.quantization.nn.experts import corresponding_experts
+from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 
 Weights = Mapping[str, torch.Tensor]
-TokenWeights = Callable[[int], torch.Tensor | None]
+TokenWeights = Callable[[int], torch.Tensor | None]  # batch index -> (tokens,) or None
+T = TypeVar("T", bound=Accumulator)
 
 
-def observe_inputs(
+def first_readers(names: Iterable[str], context: Context) -> dict[str, str]:
+    """Map each layer to the first of the given layers that reads the same tensor.
+
+    Layers that rotate this tensor first form a group of their own.
+    """
+    names = list(names)
+    rotated = {name for name in names if context.layers[name].input_rotation is not None}
+    groups = context.structure.shared_inputs
+    first = shared_inputs.first_readers([n for n in names if n not in rotated], groups)
+    first |= shared_inputs.first_readers([n for n in names if n in rotated], groups)
+    return {name: first[name] for name in names}
+
+
+def split_by_input(
+    context: Context, layers: Mapping[str, FakeQuantizedLayer]
+) -> list[dict[str, FakeQuantizedLayer]]:
+    """Divide the layers of a block into sets that read the same tensor, in order of execution.
+
+    Corresponding layers of all experts form one set.
+    """
+    stacks = {name: names[0] for names in corresponding_experts(context.model) for name in names}
+    parts: dict[str, dict[str, FakeQuantizedLayer]] = {}
+    for name, first in first_readers(layers, context).items():
+        parts.setdefault(stacks.get(first, first), {})[name] = layers[name]
+    return list(parts.values())
+
+
+def observe_block(
+    context: Context, block: Block, names: Iterable[str], new: Callable[[], T]
+) -> dict[str, T]:
+    """Run the data through a block once and accumulate the inputs of layers.
+
+    Args:
+        context: The model.
+        block: The block.
+        names: Layers of the block.
+        new: Returns an empty accumulator.
+
+    Returns:
+        Layer to accumulator, the same one for layers that read the same tensor.
+    """
+    first = first_readers(dict.fromkeys(names), context)
+    accumulators = {name: new() for name in dict.fromkeys(first.values())}
+    observers = [(context.layers[name], observer) for name, observer in accumulators.items()]
+    with accumulate_inputs(observers, lambda: block.mask):
+        block.run()
+    return {name: accumulators[first[name]] for name in first}
+
+
+def collect_grams(
+    context: Context, block: Block, layers: Mapping[str, FakeQuantizedLayer]
+) -> dict[str, Gram]:
+    """Return the statistics of the inputs of layers, by one pass of the data through their block.
+
+    If the context has stored statistics, these are returned and no data runs.
+    """
+    if context.grams is not None:
+        return context.grams(layers)
+    return observe_block(context, block, layers, Gram)
+
+
+def collect_input_statistics(
     context: Context,
     block: Block,
-    layers: Mapping[str, QuantMixin],
+    layers: Mapping[str, FakeQuantizedLayer],
     floats: Weights | None = None,
     to_the_end: bool = False,
-    weights: TokenWeights = lambda index: None,
+    token_weights: TokenWeights = lambda index: None,
 ) -> tuple[dict[str, Gram], dict[str, torch.Tensor]]:
-    """Send the data through a block until all layers have seen their inputs.
+    """Run each batch through a block until all given layers have received their inputs.
 
-    Layers that read the same tensor share what is returned.
+    If the context has stored statistics, these are returned and no data runs.
 
     Args:
         context: The model.
         block: One of its blocks.
-        layers: The layers of the block to look at.
-        floats: Weights of its layers in the float model, to send the second stream through it too.
-        to_the_end: Whether the second stream is to pass the whole block.
-        weights: Returns how much each token of a batch counts that is not padding, (tokens,); None
-            for all alike. Tokens that a router sends to experts count alike.
+        layers: The layers of the block to observe.
+        floats: Weights of layers in the float model, by name. If given, the second stream runs
+            through the block with these weights.
+        to_the_end: Whether the second stream runs through the whole block.
+        token_weights: Returns the weight of each token of a batch that is not padding, (tokens,);
+            or None for equal weights. Tokens that a router sends to experts have equal weights.
 
     Returns:
-        Statistics of the inputs x of each layer; and, with two streams, the sum of (r - x) xᵀ with
-        the inputs r of the float model, (inputs, inputs) float32. Experts have none: a router may
-        send them other tokens. Where statistics were kept, they are returned and nothing runs.
+        The sums of x xᵀ over the inputs x of each layer; and, with two streams, the sums of
+        (r - x) xᵀ with the inputs r of the float model, (inputs, inputs) float32. Experts have no
+        such sum, since a router may send them other tokens.
     """
     if context.grams is not None:
         return context.grams(layers), {}
-    firsts = {name: first_reader(name, layers, context) for name in layers}
-    routed = {name for names in counterparts(context.model) for name in names}
-    seen = _Seen(dict.fromkeys(firsts.values()), routed)
-    observers = [(layers[first], partial(seen, first)) for first in seen.grams]
-    with observing(observers, lambda: block.mask):
+    first = first_readers(layers, context)
+    routed = {name for names in corresponding_experts(context.model) for name in names}
+    observer = _InputObserver(dict.fromkeys(first.values()), routed)
+    observers = [(layers[name], partial(observer, name)) for name in observer.grams]
+    with accumulate_inputs(observers, lambda: block.mask):
         for index in range(len(block)):
             if floats is not None:
-                seen.begin(is_reference=True, to_the_end=to_the_end)
-                with _holding(context, floats), rounding_inputs(context, block.name, False):
-                    block.refer(index)
-            seen.begin(is_reference=False, weights=weights(index))
-            block.look(index)
-            if index == 0:  # layers that run several times, or not always, are waited for
-                seen.stops = [seen.times[first] for first in seen.grams] == [1] * len(seen.grams)
-    crosses = {n: seen.crosses[first] for n, first in firsts.items() if first in seen.crosses}
-    return {name: seen.grams[first] for name, first in firsts.items()}, crosses
+                observer.begin(is_reference=True, to_the_end=to_the_end)
+                with (
+                    _replaced_weights(context, floats),
+                    quantize_inputs(context, block.name, False),
+                ):
+                    block.run_reference(index)
+            observer.begin(is_reference=False, token_weights=token_weights(index))
+            block.observe(index)
+            if index == 0:  # a pass stops early only if each layer runs exactly once in it
+                observer.stops_early = all(observer.calls[name] == 1 for name in observer.grams)
+    crosses = {n: observer.crosses[f] for n, f in first.items() if f in observer.crosses}
+    return {name: observer.grams[f] for name, f in first.items()}, crosses
 
 
-class _Seen:
-    """Takes in the inputs of layers, and ends a pass when all have seen theirs."""
+class _InputObserver:
+    """Accumulates inputs of layers in two streams, and ends a pass when all have received theirs.
 
-    def __init__(self, firsts: Iterable[str], routed: Container[str]) -> None:
-        self.grams = {first: Gram() for first in firsts}
+    Args:
+        names: The layers.
+        routed: Layers of experts, whose tokens a router chooses.
+
+    Attributes:
+        grams: Sum of x xᵀ by name of the layer.
+        crosses: Sum of (r - x) xᵀ by name of the layer.
+        calls: Number of inputs of each layer in this pass.
+        stops_early: Whether a pass ends as soon as each layer has received an input.
+    """
+
+    def __init__(self, names: Iterable[str], routed: Container[str]) -> None:
+        self.grams = {name: Gram() for name in names}
         self.crosses: dict[str, torch.Tensor] = {}
-        self.times: Counter[str] = Counter()
-        self.stops = False
+        self.calls: Counter[str] = Counter()
+        self.stops_early = False
         self._routed, self._references = routed, dict[str, torch.Tensor]()
         self._is_reference = self._to_the_end = False
         self._roots: torch.Tensor | None = None
@@ -83,75 +164,65 @@ class _Seen:
         self,
         is_reference: bool,
         to_the_end: bool = False,
-        weights: torch.Tensor | None = None,
+        token_weights: torch.Tensor | None = None,
     ) -> None:
-        """Begin a pass."""
+        """Begin a pass of the second stream (``is_reference``) or of the first."""
         self._is_reference, self._to_the_end = is_reference, to_the_end
-        self._roots = None if weights is None else weights.sqrt().unsqueeze(1)
-        self.times.clear()
+        self._roots = None if token_weights is None else token_weights.sqrt().unsqueeze(1)
+        self.calls.clear()
 
-    def __call__(self, first: str, x: torch.Tensor) -> None:
-        """Take in (tokens, channels)."""
-        self.times[first] += 1
+    def __call__(self, name: str, x: torch.Tensor) -> None:
+        """Accumulate an input, (tokens, channels)."""
+        self.calls[name] += 1
         if self._is_reference:
-            self._references[first] = x
+            self._references[name] = x
         else:
-            roots = self._roots_of(first, x)
-            self.grams[first](x if roots is None else x * roots)
-            r = self._references.pop(first, None)
-            if r is not None and first not in self._routed:
-                self._compare(first, r.float(), x.float(), roots)
-        if self.stops and len(self.times) == len(self.grams) and not self._to_the_end:
-            raise Enough
+            roots = self._roots_of(name, x)
+            self.grams[name](x if roots is None else x * roots)
+            reference = self._references.pop(name, None)
+            if reference is not None and name not in self._routed:
+                self._add_cross(name, reference.float(), x.float(), roots)
+        if self.stops_early and len(self.calls) == len(self.grams) and not self._to_the_end:
+            raise StopForward
 
-    def _roots_of(self, first: str, x: torch.Tensor) -> torch.Tensor | None:
-        """Return what tokens are multiplied with to count as much as they should."""
-        if self._roots is None or first in self._routed or len(self._roots) != len(x):
+    def _roots_of(self, name: str, x: torch.Tensor) -> torch.Tensor | None:
+        """Return the square roots of the weights of tokens, (tokens, 1); None for equal weights."""
+        if self._roots is None or name in self._routed or len(self._roots) != len(x):
             return None
         return self._roots
 
-    def _compare(
-        self, first: str, r: torch.Tensor, x: torch.Tensor, roots: torch.Tensor | None
+    def _add_cross(
+        self, name: str, reference: torch.Tensor, x: torch.Tensor, roots: torch.Tensor | None
     ) -> None:
-        if first not in self.crosses:
-            self.crosses[first] = x.new_zeros(x.shape[1], x.shape[1])
-        lost = r - x
+        if name not in self.crosses:
+            self.crosses[name] = x.new_zeros(x.shape[1], x.shape[1])
+        difference = reference - x
         if roots is not None:
-            lost, x = lost * roots, x * roots
-        self.crosses[first].addmm_(lost.T, x)
-
-
-def in_turn(context: Context, layers: Mapping[str, QuantMixin]) -> list[dict[str, QuantMixin]]:
-    """Divide layers of a block into those that see the same inputs; experts are taken as one."""
-    routed = {name: names[0] for names in counterparts(context.model) for name in names}
-    turns: dict[str, dict[str, QuantMixin]] = {}
-    for name, layer in layers.items():
-        first = first_reader(name, layers, context)
-        turns.setdefault(routed.get(first, first), {})[name] = layer
-    return list(turns.values())
+            difference, x = difference * roots, x * roots
+        self.crosses[name].addmm_(difference.T, x)
 
 
 @contextmanager
-def rounding_inputs(context: Context, block: str, wanted: bool = True) -> Iterator[None]:
-    """Let the layers of a block quantize their inputs for a while, or not.
+def quantize_inputs(context: Context, block: str, enabled: bool = True) -> Iterator[None]:
+    """Switch the quantization of the inputs of all layers of a block on or off inside the context.
 
-    Those that are quantized by settled ranges are not: these are settled later.
+    Quantizers with static ranges stay off: these ranges are calibrated later.
     """
     inside = (m for name, m in context.layers.items() if name.startswith(f"{block}."))
     quantizers = [q for m in inside if (q := m.input_quantizer) is not None and not q.needs_data]
     before = [q.enabled for q in quantizers]
     for quantizer in quantizers:
-        quantizer.enabled = wanted
+        quantizer.enabled = enabled
     try:
         yield
     finally:
-        for quantizer, enabled in zip(quantizers, before, strict=True):
-            quantizer.enabled = enabled
+        for quantizer, was_enabled in zip(quantizers, before, strict=True):
+            quantizer.enabled = was_enabled
 
 
 @contextmanager
-def _holding(context: Context, weights: Weights) -> Iterator[None]:
-    """Give layers other weights for a while."""
+def _replaced_weights(context: Context, weights: Weights) -> Iterator[None]:
+    """Replace the weights of layers inside the context."""
     own = {name: context.layers[name].weight.data for name in weights}
     for name, weight in weights.items():
         context.layers[name].weight.data = weight

@@ -1,132 +1,133 @@
-"""SmoothQuant (Xiao et al. 2023, section 4): outliers move from activations into weights."""
+"""SmoothQuant (Xiao et al. 2023, section 4): moves outliers from activations into weights.
+
+Inputs are divided by factors s and the weights that read them multiplied by the same factors, with
+s_j = max|x_j|^alpha / max|w_j|^(1 - alpha) for channel j (equation 4).
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from functools import partial
 
 import torch
 
+from quark.torch.algorithm.layer_inputs import first_readers
+from quark.torch.algorithm.layers import check_inputs_quantized, has_quantized_input, to_matrix
 from quark.torch.algorithm.rescaling import (
-    as_rows,
-    check_served,
     consumer_edits,
-    readers,
-    to_factors,
-    usable_groups,
+    reduce_to_factors,
+    require_groups,
+    select_groups,
 )
-from quark.torch.graph.eval_mode import at_inference
-from quark.torch.graph.structure import ScaleGroup
+from quark.torch.graph.eval_mode import eval_mode
+from quark.torch.graph.structure import RescalingGroup
 from quark.torch.numerics.granularity import QSchemeType
-from quark.torch.pipeline.accumulators import ChannelRange, observing
-from quark.torch.pipeline.batches import padding_mask, parts, progress, run_batch
+from quark.torch.pipeline.accumulators import ChannelRange, accumulate_inputs
+from quark.torch.pipeline.batches import flatten_batches, padding_mask, run_batch, show_progress
 from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.quantization.config.algo import SmoothQuantConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
-from quark.torch.quantization.nn.experts import counting
+from quark.torch.quantization.nn.experts import count_tokens
 
 logger = logging.getLogger(__name__)
 
-WEIGHT_FLOOR = 1e-5
-STRONG = 0.8  # alpha above which weights per tensor suffer
+MIN_WEIGHT = 1e-5  # magnitudes of weights are not taken below
+HIGH_ALPHA = 0.8  # above, weights with one scale lose accuracy
 
 
 def smoothing_factors(
-    inputs: torch.Tensor, weights: torch.Tensor, alpha: float, floor: float
+    inputs: torch.Tensor, weights: torch.Tensor, alpha: float, min_factor: float
 ) -> torch.Tensor:
     """Return max|x|^alpha / max|w|^(1 - alpha), equation 4 of the paper.
 
     Args:
         inputs: Largest magnitude of each channel of the input, (channels,).
         weights: Largest magnitude of the weights that read each channel, (channels,).
-        alpha: How much of the difficulty goes to the weights, 0 to 1.
-        floor: Smallest factor. Channels that are always zero get 1.
+        alpha: Migration strength, from 0 (into inputs) to 1 (into weights).
+        min_factor: Smallest factor. Channels that are always zero get 1.
     """
-    factors = inputs**alpha / weights.clamp(min=WEIGHT_FLOOR) ** (1 - alpha)
-    return torch.where(inputs > 0, factors.clamp(min=floor), 1.0)
+    factors = inputs**alpha / weights.clamp(min=MIN_WEIGHT) ** (1 - alpha)
+    return torch.where(inputs > 0, factors.clamp(min=min_factor), 1.0)
 
 
 def check(options: SmoothQuantConfig, layers: Mapping[str, QuantizationConfig]) -> None:
-    """Raise if the algorithm cannot serve these layers.
+    """Raise if the algorithm cannot be applied to these layers.
 
     Raises:
         ValueError: No input is quantized, or ``alpha`` is not between 0 and 1.
     """
     if not 0 <= options.alpha <= 1:
         raise ValueError(f"smooth: alpha must be between 0 and 1, got {options.alpha}.")
-    check_served(layers, "smooth", has_quantized_input)
-    whole = [c for c in layers.values() if c.weight and c.weight.qscheme is QSchemeType.per_tensor]
-    if options.alpha > STRONG and whole:
+    check_inputs_quantized(options, layers)
+    weights = [layer.weight for layer in layers.values() if layer.weight is not None]
+    is_per_tensor = any(spec.qscheme is QSchemeType.per_tensor for spec in weights)
+    if options.alpha > HIGH_ALPHA and is_per_tensor:
         logger.warning(
-            "smooth: alpha=%g makes the rows of weights very different, where one scale serves a "
-            "whole weight. Expect better of 0.5 to %g, autosmoothquant, or weights per channel.",
+            "smooth: alpha=%g gives the columns of weights very different magnitudes, but some "
+            "weights have one scale. Use an alpha of 0.5 to %g, autosmoothquant, or weights per "
+            "channel.",
             options.alpha,
-            STRONG,
+            HIGH_ALPHA,
         )
 
 
-def resolve(context: Context, options: SmoothQuantConfig) -> Collection[str]:
-    """Raise if nothing can be rescaled.
-
-    Raises:
-        ValueError: As of ``apply``.
-    """
-    _groups(context, options)
-    return ()
-
-
 def apply(context: Context, options: SmoothQuantConfig) -> None:
-    """Smooth the inputs of all layers whose inputs are quantized, in one pass over the data.
+    """Smooth the inputs of all layers with quantized inputs, in one pass over the data.
 
     Raises:
-        ValueError: No quantized input can be rescaled, or what ``scaling_layers`` names cannot.
+        ValueError: No quantized input can be rescaled, or ``scaling_layers`` names layers that
+            cannot be.
     """
-    groups = _groups(context, options)
-    ranges = {name: ChannelRange() for group in groups for name in readers(group, context)}
-    observers = [(context.layers[name], found) for name, found in ranges.items()]
-    present: list[torch.Tensor | None] = [None]
-    with (
-        at_inference(context.model),
-        observing(observers, lambda: present[0]),
-        torch.no_grad(),
-    ):
-        for index, batch in enumerate(progress(parts(context.batches), "smoothing")):
-            present[0] = padding_mask(batch)
-            with counting(context.model, index):
-                run_batch(context.model, batch)
+    groups = select_groups(context, options, has_quantized_input)
+    ranges = _observe_ranges(context, groups)
     for group in groups:
         inputs = [
-            to_factors(ranges[name].amax, edit, group.size, "amax")
+            reduce_to_factors(ranges[name].amax, edit, group.size, "amax")
             for name, _, edit in consumer_edits(group, context)
             if name in ranges and ranges[name].lo is not None
         ]
-        if inputs:  # no token reaches some experts
+        if inputs:  # empty for experts that received no token
             largest, weights = torch.stack(inputs).amax(0), largest_weights(group, context)
             factors = smoothing_factors(largest, weights, options.alpha, options.scale_clamp_min)
             group.apply_(context.model, factors)
 
 
-def has_quantized_input(config: QuantizationConfig) -> bool:
-    """Whether a layer rounds its inputs to a format with scales."""
-    spec = config.input_tensors
-    return spec is not None and spec.fmt.scaled
+def _observe_ranges(context: Context, groups: list[RescalingGroup]) -> dict[str, ChannelRange]:
+    """Return the range of each channel of the inputs of consumers, once for each tensor.
+
+    The name is that of the first consumer in a group that reads the tensor.
+    """
+    ranges = {
+        first: ChannelRange()
+        for group in groups
+        for first in first_readers(
+            [name for name, _, _ in consumer_edits(group, context)], context
+        ).values()
+    }
+    observers = [(context.layers[name], observer) for name, observer in ranges.items()]
+    mask: list[torch.Tensor | None] = [None]  # of the batch that runs
+    with (
+        eval_mode(context.model),
+        accumulate_inputs(observers, lambda: mask[0]),
+        torch.no_grad(),
+    ):
+        for index, batch in enumerate(show_progress(flatten_batches(context.batches), "smoothing")):
+            mask[0] = padding_mask(batch)
+            with count_tokens(context.model, index):
+                run_batch(context.model, batch)
+    return ranges
 
 
-def largest_weights(group: ScaleGroup, context: Context) -> torch.Tensor:
+def largest_weights(group: RescalingGroup, context: Context) -> torch.Tensor:
     """Return the largest magnitude of the weights that each factor multiplies, (size,)."""
-    found = []
+    largest = []
     for edit in group.edits:
         if edit.power > 0:
             weight = context.model.get_parameter(edit.parameter).detach()
-            largest = as_rows(weight, edit.axis).float().abs().amax(0)
-            found.append(to_factors(largest, edit, group.size, "amax"))
-    return torch.stack([f.to(found[0].device) for f in found]).amax(0)
+            channels = to_matrix(weight, edit.axis).float().abs().amax(0)
+            largest.append(reduce_to_factors(channels, edit, group.size, "amax"))
+    return torch.stack([x.to(largest[0].device) for x in largest]).amax(0)
 
 
-def _groups(context: Context, options: SmoothQuantConfig) -> list[ScaleGroup]:
-    return usable_groups(
-        context, "smooth", has_quantized_input, options.scaling_layers, options.model_decoder_layers
-    )
-
-
-ALGORITHM = Algorithm(check, apply, resolve=resolve)
+ALGORITHM = Algorithm(check, apply, resolve=partial(require_groups, predicate=has_quantized_input))

@@ -1,11 +1,11 @@
-"""YAQA (Tseng et al. 2025): weights are rounded for the sake of the predictions of the model.
+"""YAQA (Tseng et al. 2025): rounds weights so that the predictions of the model change least.
 
-What errors D of a weight do to the predictions is tr(O D H Dᵀ) to second order, with H the mean of
-x xᵀ over inputs and O that of g gᵀ over gradients of the log-likelihood by outputs, labels drawn
-from the predictions themselves (sketch A of the paper). GPTQ takes all outputs for equal: O = 1.
-Here errors go on to later rows as well as to later columns, and a token counts in H by the
-magnitude of the gradient behind its block. Weights first make up for what earlier
-layers did to their inputs, as in Qronos; the best weight to round is the same for every O.
+A change D of a weight changes the log-likelihood of the predictions by tr(O D H Dᵀ) to second
+order. H is the mean of x xᵀ over inputs; O is that of g gᵀ over gradients of the log-likelihood
+with respect to outputs, for labels drawn from the predictions themselves (sketch A of the paper).
+GPTQ is the case O = I. Here later rows compensate for errors as well as later columns, and a token
+is weighted in H by the norm of the gradient behind its decoder block. Weights first compensate for
+the errors of earlier layers (``input_correction``); the corrected weight does not depend on O.
 """
 
 from __future__ import annotations
@@ -18,174 +18,179 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quark.torch.algorithm.awq import has_quantized_weight
-from quark.torch.algorithm.gptq import (
-    Solver,
-    inverse_factor,
-    resolve,
-    solve,
-    solved_blocks,
-    solved_layers,
-)
-from quark.torch.algorithm.qronos import round_block
-from quark.torch.algorithm.rescaling import check_served
+from quark.torch.algorithm.gptq_solver import Solver, inverse_factor, round_columns
+from quark.torch.algorithm.input_correction import correct_and_round
+from quark.torch.algorithm.layers import check_fractions, check_weights_quantized
+from quark.torch.algorithm.weight_rounding import iterate_blocks, resolve, select_block_layers
 from quark.torch.numerics.qdq import ColumnRounding
 from quark.torch.pipeline.activation_store import ActivationStore
-from quark.torch.pipeline.backward import run_blocks_back
+from quark.torch.pipeline.backward import run_blocks_backward
 from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.quantization.config.algo import YaqaConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
-from quark.torch.quantization.nn.experts import counterparts
+from quark.torch.quantization.nn.experts import corresponding_experts
 
 logger = logging.getLogger(__name__)
 
-PIECES = 16  # rows are rounded in so many pieces; those of one do not see each other's errors
+ROW_CHUNKS = 16  # chunks of rows; rows of one chunk do not compensate for each other
 
 
 def check(options: YaqaConfig, layers: Mapping[str, QuantizationConfig]) -> None:
-    """Raise if the algorithm cannot serve these layers.
+    """Raise if the algorithm cannot be applied to these layers.
 
     Raises:
         ValueError: No weight is quantized, or an option is not between 0 and 1.
     """
-    for name in ("damp_percent", "output_damp_percent"):
-        given = getattr(options, name)
-        if not 0 <= given <= 1:
-            raise ValueError(f"yaqa: {name} is a share from 0 to 1, got {given}.")
-    check_served(layers, options.name, has_quantized_weight)
+    check_fractions(options, "damp_percent", "output_damp_percent")
+    check_weights_quantized(options, layers)
 
 
 def apply(context: Context, options: YaqaConfig) -> None:
-    """Correct and round weights layer by layer, each on what came of those before.
+    """Correct and round weights layer by layer, each on the outputs of those rounded before.
 
     Experts are rounded as by GPTQ.
     """
     with ActivationStore() as store:
-        found = observe_gradients(context, options, store)
+        gradients = collect_gradients(context, options, store)
 
         def solver_of(name: str) -> Solver:
-            outputs = found.outputs(name)
-            if outputs is None:
-                return solve
-            return partial(solve_both, outputs=outputs, damping=options.output_damp_percent)
+            output_hessian = gradients.output_hessian(name)
+            if output_hessian is None:
+                return round_columns
+            damping = options.output_damp_percent
+            return partial(
+                round_rows_and_columns, output_hessian=output_hessian, output_damping=damping
+            )
 
-        for block, layers in solved_blocks(context, options, compare=True):
-            round_block(
+        for block, layers in iterate_blocks(context, options, compare=True):
+            correct_and_round(
                 context,
                 block,
                 layers,
                 damping=options.damp_percent,
-                by_size=options.desc_act,
+                by_magnitude=options.desc_act,
                 solver_of=solver_of,
-                weights=partial(found.tokens, block.name),
+                token_weights=partial(gradients.token_norms, block.name),
             )
 
 
-def solve_both(
+def round_rows_and_columns(
     weight: torch.Tensor,
-    upper: torch.Tensor,
+    factor: torch.Tensor,
     order: torch.Tensor,
     rounding: ColumnRounding,
-    outputs: torch.Tensor,
-    damping: float,
+    output_hessian: torch.Tensor,
+    output_damping: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round a weight so that later columns and later rows make up for what was lost.
+    """Round a weight so that later columns and later rows compensate for errors.
 
-    The rows whose errors matter most come first. After each piece of them the best values of the
-    others are what they were less O₂₂⁻¹ O₂₁ times what the piece gained: H has no part in it.
+    Rows are taken in order of decreasing diagonal of O. After each chunk of rows changed by D₁, the
+    best remaining rows are W₂ - O₂₂⁻¹ O₂₁ D₁, whatever H is.
 
     Args:
-        weight: See ``solve``, as ``upper``, ``order`` and ``rounding``.
-        upper: See there.
-        order: See there.
-        rounding: See there.
-        outputs: (outputs, outputs): sum O of g gᵀ.
-        damping: Share of the mean of its diagonal that is added to all.
+        weight: (outputs, inputs) float32.
+        factor: See ``round_columns``.
+        order: See ``round_columns``.
+        rounding: See ``round_columns``.
+        output_hessian: Sum O of g gᵀ, (outputs, outputs).
+        output_damping: Fraction of the mean of its diagonal that is added to the diagonal.
 
     Returns:
-        The rounded weight, and the errors: the sum of their squares is tr(O D H Dᵀ), both damped,
-        but for what rows of one piece have to do with each other if there are several.
+        The rounded weight; and the errors, whose sum of squares is tr(O D H Dᵀ) with O and H
+        damped, except for the terms between different rows of one chunk.
     """
-    rows = torch.argsort(outputs.diagonal(), descending=True, stable=True)
-    factor = inverse_factor(outputs[rows][:, rows], damping)
-    if factor is None:
-        return solve(weight, upper, order, rounding)
-    rest = weight[rows]
-    done, errors = torch.empty_like(weight), torch.empty_like(weight)
-    step = -(-len(rows) // PIECES)
+    # Example with 64 rows: 16 chunks of 4. Rows 0..3 (by importance) are rounded as by GPTQ. With
+    # F the factor of O (Fᵀ F = O⁻¹), S solves F₁₁ᵀ S = W₁ - Q₁, and W₂ becomes W₂ - F₁₂ᵀ S. This
+    # is GPTQ's step from columns 0..3 to all later columns, here from rows to rows.
+    rows = torch.argsort(output_hessian.diagonal(), descending=True, stable=True)
+    row_factor = inverse_factor(output_hessian[rows][:, rows], output_damping)
+    if row_factor is None:
+        return round_columns(weight, factor, order, rounding)
+    remaining = weight[rows]
+    result, errors = torch.empty_like(weight), torch.empty_like(weight)
+    step = -(-len(rows) // ROW_CHUNKS)
     for start in range(0, len(rows), step):
         end = start + step
-        piece = rows[start:end]
-        rounded, lost = solve(rest[start:end], upper, order, rounding.of_rows(piece))
-        own = factor[start:end, start:end].T
-        share = torch.linalg.solve_triangular(own, rest[start:end] - rounded, upper=False)
-        rest[end:].addmm_(factor[start:end, end:].T, share, alpha=-1)
-        done[piece] = rounded
-        errors[piece] = torch.linalg.solve_triangular(own, lost, upper=False)
-    return done, errors
+        chunk = rows[start:end]
+        values, column_errors = round_columns(
+            remaining[start:end], factor, order, rounding.select_rows(chunk)
+        )
+        own = row_factor[start:end, start:end].T
+        change = remaining[start:end] - values
+        solution = torch.linalg.solve_triangular(own, change, upper=False)
+        remaining[end:].addmm_(row_factor[start:end, end:].T, solution, alpha=-1)
+        result[chunk] = values
+        errors[chunk] = torch.linalg.solve_triangular(own, column_errors, upper=False)
+    return result, errors
 
 
-class Gradients:
-    """What gradients of the log-likelihood tell of layers and of tokens, in a store."""
+class GradientStatistics:
+    """Statistics of the gradients of the log-likelihood, by layer and by token.
+
+    Args:
+        store: Holds the tensors.
+    """
 
     def __init__(self, store: ActivationStore) -> None:
         self._store = store
-        self._places: dict[str | tuple[str, int], int] = {}
+        self._indices: dict[str | tuple[str, int], int] = {}
 
-    def keep(self, what: str | tuple[str, int], x: torch.Tensor) -> None:
-        """Put a tensor of a layer, or of a block and a batch, into the store."""
-        self._places[what] = len(self._places)
-        self._store[self._places[what]] = x
+    def add(self, key: str | tuple[str, int], x: torch.Tensor) -> None:
+        """Store a tensor of a layer (its name), or of a block and a batch (name and index)."""
+        self._indices[key] = len(self._indices)
+        self._store[self._indices[key]] = x
 
-    def outputs(self, layer: str) -> torch.Tensor | None:
+    def output_hessian(self, layer: str) -> torch.Tensor | None:
         """Return the sum of g gᵀ over tokens for the outputs of a layer, (outputs, outputs).
 
-        Experts have none: too few tokens reach one.
+        None for experts, which receive too few tokens, and for layers without finite gradients.
         """
         return self._read(layer)
 
-    def tokens(self, block: str, index: int) -> torch.Tensor | None:
-        """Return |g| by what a block returns, for each token of a batch that is not padding."""
+    def token_norms(self, block: str, index: int) -> torch.Tensor | None:
+        """Return |g| with respect to the outputs of a block, (tokens,) without padding, or None."""
         return self._read((block, index))
 
-    def _read(self, what: str | tuple[str, int]) -> torch.Tensor | None:
-        return self._store[self._places[what]] if what in self._places else None
+    def _read(self, key: str | tuple[str, int]) -> torch.Tensor | None:
+        return self._store[self._indices[key]] if key in self._indices else None
 
 
-def observe_gradients(context: Context, options: YaqaConfig, store: ActivationStore) -> Gradients:
-    """Take the data through the model and back.
+def collect_gradients(
+    context: Context, options: YaqaConfig, store: ActivationStore
+) -> GradientStatistics:
+    """Run the data forward and backward through the model.
 
     Args:
         context: The model.
-        options: They say which layers.
-        store: Takes in what is found.
+        options: Options of the algorithm, which select layers.
+        store: Holds the statistics.
     """
-    routed = {name for names in counterparts(context.model) for name in names}
-    found = Gradients(store)
-    names = context.structure.blocks
-    for block, back in run_blocks_back(context.model, names, context.batches, "yaqa", Surprise()):
-        layers = solved_layers(context, block.name, options)
-        seen = {name: _Outputs(m) for name, m in layers.items() if name not in routed}
+    routed = {name for names in corresponding_experts(context.model) for name in names}
+    statistics = GradientStatistics(store)
+    names, loss = context.structure.blocks, SampledLabelLoss()
+    for block, back in run_blocks_backward(context.model, names, context.batches, "yaqa", loss):
+        layers = select_block_layers(context, block.name, options)
+        observers = {n: _OutputGradients(m) for n, m in layers.items() if n not in routed}
         try:
             for index in range(len(block)):
-                behind = back(index).float().norm(dim=-1).flatten()
+                norms = back(index).float().norm(dim=-1).flatten()
                 mask = block.masks(index)
-                behind = behind if mask is None else behind[mask.flatten().to(behind.device)]
-                if bool(behind.any()) and bool(behind.isfinite().all()):
-                    found.keep((block.name, index), behind)
+                norms = norms if mask is None else norms[mask.flatten().to(norms.device)]
+                if bool(norms.any()) and bool(norms.isfinite().all()):
+                    statistics.add((block.name, index), norms)
         finally:
-            for gradients in seen.values():
-                gradients.remove()
-        for name, gradients in seen.items():
-            if gradients.total is None or not bool(gradients.total.isfinite().all()):
-                logger.warning("yaqa: no finite gradients by %s: it is rounded as by GPTQ.", name)
+            for observer in observers.values():
+                observer.remove()
+        for name, observer in observers.items():
+            if observer.total is None or not bool(observer.total.isfinite().all()):
+                logger.warning("yaqa: %s has no finite gradients: it is rounded by GPTQ.", name)
                 continue
-            found.keep(name, gradients.total)
-    return found
+            statistics.add(name, observer.total)
+    return statistics
 
 
-class _Outputs:
-    """Takes in the gradients by the outputs of a layer."""
+class _OutputGradients:
+    """Sums g gᵀ over the gradients with respect to the outputs of a layer."""
 
     def __init__(self, layer: nn.Module) -> None:
         self.total: torch.Tensor | None = None
@@ -202,10 +207,10 @@ class _Outputs:
         self.total.addmm_(g.T, g)
 
 
-class Surprise:
-    """The negative log-likelihood of labels drawn from the predictions, summed over tokens.
+class SampledLabelLoss:
+    """Negative log-likelihood of labels drawn from the predictions, summed over tokens.
 
-    Each sequence has draws of its own, the same in whatever batch it comes.
+    Each sequence has its own random numbers, whatever the batch that it is part of.
     """
 
     def __init__(self) -> None:
@@ -220,18 +225,21 @@ class Surprise:
         """
         tokens = logits.flatten(1, -2) if logits.dim() > 2 else logits.unsqueeze(1)
         first, self._sequences = self._sequences, self._sequences + len(tokens)
-        draws = torch.stack([_draws(first + i, tokens.shape[1]) for i in range(len(tokens))])
+        draws = torch.stack([_draw_uniform(first + i, tokens.shape[1]) for i in range(len(tokens))])
         rows, draws = tokens.flatten(0, 1).float(), draws.flatten().to(logits.device)
         with torch.no_grad():
-            sums = rows.softmax(-1).cumsum(-1)
-            labels = torch.searchsorted(sums, draws.unsqueeze(1)).clamp_(max=rows.shape[1] - 1)
+            # Inverse transform sampling: the label whose interval of cumulative probability holds
+            # the random number. Example: probabilities (0.2, 0.5, 0.3), number 0.6 -> label 1.
+            cumulative = rows.softmax(-1).cumsum(-1)
+            labels = torch.searchsorted(cumulative, draws.unsqueeze(1))
+            labels.clamp_(max=rows.shape[1] - 1)
         if mask is not None:
             kept = mask.flatten().to(rows.device)
             rows, labels = rows[kept], labels[kept]
         return F.cross_entropy(rows, labels.flatten(), reduction="sum")
 
 
-def _draws(seed: int, count: int) -> torch.Tensor:
+def _draw_uniform(seed: int, count: int) -> torch.Tensor:
     return torch.rand(count, generator=torch.Generator().manual_seed(seed))
 
 

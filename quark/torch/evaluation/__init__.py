@@ -1,1 +1,1 @@
-"""Evaluation: how much of a model's quality is left after quantization."""
+"""Evaluation of models: perplexity, and tasks of lm-evaluation-harness."""

@@ -1,11 +1,11 @@
-"""Data sets by the names that they are known by for calibration and evaluation."""
+"""Datasets for calibration and evaluation, by their usual names."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import NamedTuple
 
-from quark.torch.evaluation.perplexity import load_documents
+from quark.torch.evaluation.documents import load_documents
 
 _PILE = "mit-han-lab/pile-val-backup"
 _WIKITEXT = "Salesforce/wikitext:wikitext-2-raw-v1"
@@ -13,13 +13,13 @@ _ULTRACHAT = "HuggingFaceH4/ultrachat_200k"
 
 
 class NamedSet(NamedTuple):
-    """Where a data set lies, and which of its records are taken."""
+    """The source of a dataset, and the splits for calibration and evaluation."""
 
     source: str
     calibration: str  # split
     evaluation: str
     field: str = "text"
-    is_one_text: bool = False  # records are lines of one text
+    is_one_text: bool = False  # the records are lines of one text
 
 
 _PILEVAL = NamedSet(_PILE, "validation[:20000]", "validation[-2000:]")
@@ -35,24 +35,26 @@ NAMED_SETS = {
     _ULTRACHAT: NamedSet(_ULTRACHAT, "train_sft[:20000]", "test_sft[:2000]", "messages"),
     "HelpSteer": NamedSet("nvidia/HelpSteer", "train", "validation", "response"),
 }
-_OTHER_THAN_TEXT = {"ScienceQA": "questions about pictures"}
+_NOT_TEXT = {"ScienceQA": "questions about pictures"}
 
 
 def named_documents(name: str, held_out: bool) -> list[str]:
-    """Return the documents of a file, a directory or a data set, which may be a named one.
+    """Return the documents of a file, a directory or a dataset.
 
     Args:
-        name: File, directory, one of ``NAMED_SETS``, or what ``load_documents`` takes.
-        held_out: Whether records of a named set are those to evaluate on, or to calibrate on.
+        name: One of ``NAMED_SETS``, or a source for `load_documents`. A local file or directory
+            comes before a dataset of the same name.
+        held_out: Whether to return the evaluation split of a named dataset; else the calibration
+            split.
 
     Raises:
-        FileNotFoundError: Nothing of that name is here or can be reached.
+        FileNotFoundError: No file, directory or reachable dataset has this name.
         ImportError: The ``datasets`` library is needed and missing.
-        ValueError: There is no text of that name.
+        ValueError: The dataset holds no text.
     """
-    if name in _OTHER_THAN_TEXT:
+    if name in _NOT_TEXT:
         raise ValueError(
-            f"{name} holds {_OTHER_THAN_TEXT[name]}, and models are given text alone: choose one "
+            f"{name} holds {_NOT_TEXT[name]}, and models are given text alone: choose one "
             f"of {', '.join(NAMED_SETS)}, or a local file"
         )
     if name not in NAMED_SETS or Path(name).exists():

@@ -1,31 +1,28 @@
-"""Perplexity of a causal language model: documents → token windows → one figure.
+"""Perplexity of a causal language model: documents → token windows → one number.
 
-The steps are separate so that two models, or two toolkits, can be given the very same windows:
+The steps are separate, so that two models or toolkits can be evaluated on the same windows:
 
     windows = token_windows(load_documents("text.txt"), tokenizer, length=2048)
     perplexity(model, windows)
 """
 
 import inspect
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from itertools import chain
-from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from quark.torch.graph.eval_mode import eval_mode
+
 ROWS_AT_ONCE = 512  # token positions converted to float32 together
-DATASET_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")  # [owner/]name[:configuration]
-FILE_READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
 class Tokenizer(Protocol):
-    """What is asked of a tokenizer; those of transformers have it all."""
+    """The interface of a tokenizer; those of Transformers implement it."""
 
     @property
     def bos_token_id(self) -> int | None:
@@ -45,17 +42,17 @@ class Tokenizer(Protocol):
 def token_windows(
     documents: Sequence[str], tokenizer: Tokenizer, length: int, limit: int | None = None
 ) -> torch.Tensor:
-    """Tokenize documents, lay them end to end and cut the row into whole windows.
+    """Tokenize documents, concatenate their tokens, and cut them into windows of equal length.
 
-    A document becomes beginning-of-text, its tokens, end-of-text, each of the two markers where
-    the tokenizer has it. Documents without tokens are passed over, and so is the incomplete
-    window at the end. No more documents are read than ``limit`` windows need.
+    The tokens of a document are put between the beginning-of-text and end-of-text tokens, as far as
+    the tokenizer has them. Empty documents are skipped, and the incomplete window at the end is
+    dropped. Only as many documents are tokenized as ``limit`` windows need.
 
     Args:
-        documents: Texts, in the order in which they are laid.
+        documents: Texts, in order.
         tokenizer: Tokenizer of the model.
-        length: Tokens in a window.
-        limit: Most windows to return, None for all of them.
+        length: Number of tokens per window.
+        limit: Maximum number of windows, None for all.
 
     Returns:
         Token identifiers, (windows, length) int64, on the CPU.
@@ -84,8 +81,8 @@ def token_windows(
 
 
 def _document_tokens(text: str, tokenizer: Tokenizer) -> torch.Tensor:
-    """Tokens of one document between its markers, (tokens,) int64; none for an empty text."""
-    # verbose=False: the text is cut afterwards, a warning about its length would mislead
+    """Return the tokens of one document with its markers, (tokens,) int64; none if it is empty."""
+    # verbose=False: no warning about the length of the text, which is cut afterwards
     tokens = tokenizer.encode(text, add_special_tokens=False, verbose=False)
     if len(tokens) == 0:
         return torch.empty(0, dtype=torch.int64)
@@ -103,26 +100,25 @@ def perplexity(
     progress: str | None = None,
     context: int = 1,
 ) -> float:
-    """Exponential of the mean negative log-likelihood of every token given those before it.
+    """Return the perplexity: exp of the mean negative log-likelihood of tokens given those before.
 
-    Each window is scored by itself; its first token has nothing before it and is not scored.
-    Logarithms are taken in float32 and added in float64, whatever the model computes in. Of the
-    logits only those of one batch exist at a time. The model is put in evaluation mode, and each
-    of its modules is back in its own mode afterwards.
+    Each window is scored on its own, and its first token is not scored. Logarithms are computed in
+    float32 and summed in float64 for any type of model. The logits of one batch are in memory at a
+    time. The model runs in evaluation mode, and every module returns to its own mode afterwards.
 
     Args:
         model: Model that takes token identifiers (batch, length) and returns logits
             (batch, length, vocabulary): a tensor, the first of a tuple, or an attribute or item
             named ``logits``.
-        windows: Token identifiers, (windows, length), as `token_windows` makes them.
-        batch_size: Windows in one forward pass.
-        progress: Title of a progress bar, which appears on a terminal if the work lasts more
-            than a second; None for no bar.
-        context: Tokens at the beginning of each window that are read but not scored.
+        windows: Token identifiers, (windows, length) integers, as `token_windows` returns them.
+        batch_size: Number of windows per forward pass.
+        progress: Title of a progress bar, which appears on a terminal after a second; None for no
+            bar.
+        context: Number of tokens at the beginning of each window that are read but not scored.
 
     Returns:
-        The perplexity: at least 1, the vocabulary's size for a model that knows nothing, infinite
-        where float64 cannot hold it.
+        The perplexity: at least 1, the size of the vocabulary for uniform logits, infinite if
+        float64 overflows.
 
     Raises:
         ValueError: The windows are empty, too short or not integers, or ``batch_size`` or
@@ -133,8 +129,8 @@ def perplexity(
     options = {"use_cache": False} if _takes_use_cache(model) else {}
     device = _input_device(model, default=windows.device)
     total = torch.zeros((), dtype=torch.float64)
-    with torch.inference_mode(), _evaluating(model):
-        for start in _steps(len(windows), batch_size, progress):
+    with torch.inference_mode(), eval_mode(model):
+        for start in _batch_starts(len(windows), batch_size, progress):
             tokens = windows[start : start + batch_size].to(device, torch.int64)
             losses = _window_losses(_logits(model(tokens, **options)), tokens, context)
             if not losses.isfinite().all():
@@ -167,25 +163,13 @@ def _takes_use_cache(model: nn.Module) -> bool:
 
 
 def _input_device(model: nn.Module, default: torch.device) -> torch.device:
-    """Device of the first stored tensor; ``default`` where there is none (or it is offloaded)."""
+    """Return the device of the first tensor of the model, ``default`` without any (offloaded)."""
     tensors = chain(model.parameters(), model.buffers())
     return next((tensor.device for tensor in tensors if tensor.device.type != "meta"), default)
 
 
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; afterwards every module has the mode it had, which may differ among them."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-def _steps(count: int, step: int, progress: str | None) -> Iterator[int]:
-    """First index of each batch, with a bar if there is a title for it."""
+def _batch_starts(count: int, step: int, progress: str | None) -> Iterator[int]:
+    """Iterate over the first index of each batch, with a progress bar if it has a title."""
     starts = range(0, count, step)
     if progress is None:
         return iter(starts)
@@ -194,7 +178,7 @@ def _steps(count: int, step: int, progress: str | None) -> Iterator[int]:
 
 
 def _logits(output: Any) -> torch.Tensor:
-    """Logits among what a model returned, (batch, length, vocabulary)."""
+    """Return the logits in the output of a model, (batch, length, vocabulary)."""
     if isinstance(output, Mapping) and "logits" in output:
         output = output["logits"]
     elif isinstance(output, tuple):
@@ -204,16 +188,16 @@ def _logits(output: Any) -> torch.Tensor:
         shape = getattr(logits, "shape", None)
         raise ValueError(
             f"the model returned {type(logits).__name__} of shape {shape}; expected logits "
-            "(batch, length, vocabulary), those of a causal language model"
+            "(batch, length, vocabulary) of a causal language model"
         )
     return logits
 
 
 def _window_losses(logits: torch.Tensor, tokens: torch.Tensor, context: int) -> torch.Tensor:
-    """Sum of the next-token negative log-likelihoods of each window, (batch,) float64, on the CPU.
+    """Return the summed negative log-likelihood of each window, (batch,) float64, on the CPU.
 
-    Converts a few hundred positions at a time: a float32 copy of all logits of a batch would take
-    twice the memory of the logits themselves.
+    A few hundred positions are converted at a time: a float32 copy of all logits of a batch would
+    take twice the memory of half-precision logits.
     """
     targets = tokens[:, context:].to(logits.device)
     losses = [
@@ -221,145 +205,10 @@ def _window_losses(logits: torch.Tensor, tokens: torch.Tensor, context: int) -> 
             [
                 functional.cross_entropy(part.float(), target, reduction="none")
                 for part, target in zip(
-                    rows.split(ROWS_AT_ONCE), wanted.split(ROWS_AT_ONCE), strict=True
+                    rows.split(ROWS_AT_ONCE), labels.split(ROWS_AT_ONCE), strict=True
                 )
             ]
         )
-        for rows, wanted in zip(logits[:, context - 1 : -1], targets, strict=True)
+        for rows, labels in zip(logits[:, context - 1 : -1], targets, strict=True)
     ]
     return torch.stack(losses).cpu().double().sum(-1)  # float64 is not on every device
-
-
-# ----------------------------------------------------------------------------------- documents
-
-
-def load_documents(
-    source: str | Path, split: str | None = None, text_field: str = "text"
-) -> list[str]:
-    """Read documents from a file, or from a dataset through the ``datasets`` library.
-
-    ========================================  ==================================================
-    ``source``                                documents
-    ========================================  ==================================================
-    ``.txt`` file (UTF-8)                     what lies between NUL characters, blank ones left
-                                              out; the whole file if there is no NUL
-    ``.jsonl``, ``.json``, ``.csv``,          ``text_field`` of each record, as it is
-    ``.parquet`` file
-    directory of a dataset                    ``text_field`` of each record of ``split``
-    name of a dataset, or                     the same, downloaded or from the local cache, as
-    ``name:configuration``                    in ``Salesforce/wikitext:wikitext-2-raw-v1``
-    ========================================  ==================================================
-
-    Args:
-        source: File, directory or name.
-        split: Part of the dataset, such as ``test`` or ``train[:1000]``. May be left out where
-            there is only one; a file has none.
-        text_field: Field that holds the text.
-
-    Returns:
-        The documents in their order. A record without text gives an empty one, and a chat, a list
-        of messages, what its messages say, one after another.
-
-    Raises:
-        FileNotFoundError: Nothing of that name is here or can be reached.
-        ImportError: The ``datasets`` library is needed and missing.
-        ValueError: The file's type, the split or the field does not exist, or there is no text.
-    """
-    path = Path(source)
-    if path.is_file():
-        documents = _read_file(path, split, text_field)
-    elif path.is_dir() or _is_dataset_name(source):
-        records = _dataset_records(str(source), split)
-        documents = [_record_text(record, text_field, source) for record in records]
-    else:
-        raise FileNotFoundError(f"there is no file or directory {source}")
-    if not any(document.strip() for document in documents):
-        raise ValueError(f"there is no text in {source}")
-    return documents
-
-
-def _is_dataset_name(source: str | Path) -> bool:
-    """Whether to ask for this name elsewhere, which takes long where there is no network."""
-    if isinstance(source, Path) or Path(source).suffix in (".txt", *FILE_READERS):
-        return False
-    return DATASET_NAME.fullmatch(source) is not None
-
-
-def _read_file(path: Path, split: str | None, text_field: str) -> list[str]:
-    if split is not None:
-        raise ValueError(f"{path} is one file and has no split {split!r}; leave split out")
-    kind = path.suffix.lower()
-    if kind == ".txt":
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8 text ({error}); convert it first") from error
-        return [document for document in text.split("\0") if document.strip()]
-    if kind not in FILE_READERS:
-        known = ", ".join([".txt", *FILE_READERS])
-        raise ValueError(f"{path} is of unknown type {kind!r}; expected one of {known}")
-    datasets = _import_datasets(path)
-    try:  # streaming reads in place; otherwise a copy of the file is put in the user's cache
-        records = list(
-            datasets.load_dataset(
-                FILE_READERS[kind], data_files=str(path), split="train", streaming=True
-            )
-        )
-    except (ValueError, datasets.exceptions.DatasetGenerationError) as error:
-        raise ValueError(f"{path} cannot be read as {kind}: {error}") from error
-    return [_record_text(record, text_field, path) for record in records]
-
-
-def _dataset_records(source: str, split: str | None) -> Iterable[Mapping[str, Any]]:
-    """Records of one split of a dataset's directory, saved directory, or name."""
-    datasets = _import_datasets(source)
-    path = Path(source)
-    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-        saved = datasets.load_from_disk(source)
-        splits = saved if isinstance(saved, Mapping) else {"train": saved}
-        return cast(Iterable[Mapping[str, Any]], splits[_one_split(splits, split, source)])
-    name, _, configuration = (source, "", "") if path.is_dir() else source.partition(":")
-    try:
-        if split is None:
-            splits = datasets.get_dataset_split_names(name, configuration or None)
-            split = _one_split(splits, split, source)
-        records = datasets.load_dataset(name, configuration or None, split=split)
-    except OSError as error:  # includes the library's own "not found" and "offline"
-        raise FileNotFoundError(
-            f"{source!r} is no file or directory here, and no dataset of that name can be "
-            f"reached: {error}. Check the name and the connection, or give a local file"
-        ) from error
-    return cast(Iterable[Mapping[str, Any]], records)
-
-
-def _one_split(splits: Iterable[str], split: str | None, source: str) -> str:
-    """The split asked for, or the only one there is."""
-    names = list(splits)
-    if split is None and len(names) == 1:
-        return names[0]
-    if split not in names:
-        asked = "name one of them" if split is None else f"there is no {split!r}"
-        raise ValueError(f"{source} has the splits {', '.join(names)}; {asked}")
-    return split
-
-
-def _record_text(record: Mapping[str, Any], text_field: str, source: str | Path) -> str:
-    if text_field not in record:
-        fields = ", ".join(record)
-        raise ValueError(f"{source} has no field {text_field!r}; its fields are {fields}")
-    text = record[text_field]
-    if isinstance(text, list) and all(isinstance(part, Mapping) for part in text):  # a chat
-        text = "\n\n".join(str(part.get("content") or "") for part in text)
-    if text is not None and not isinstance(text, str):
-        raise ValueError(f"{text_field!r} of {source} holds {type(text).__name__}, expected text")
-    return text or ""
-
-
-def _import_datasets(source: str | Path) -> Any:
-    try:
-        return import_module("datasets")
-    except ImportError as error:
-        raise ImportError(
-            f"reading {source} needs the datasets library: pip install datasets (or install this "
-            'package with its "data" extra); a .txt file needs nothing'
-        ) from error

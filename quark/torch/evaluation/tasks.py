@@ -1,6 +1,6 @@
 """Tasks of lm-evaluation-harness on a model in memory.
 
-Tasks are found, and their data is loaded, before any model is: what is missing is said at once.
+Tasks and their data are loaded before a model is, so that missing ones are reported at once.
 
     tasks = Tasks(["gsm8k", "my_task"], include_path="my_tasks")
     tasks.score(model, tokenizer)["my_task"]["acc"].value
@@ -20,26 +20,26 @@ RESAMPLES = 100  # of a metric whose standard error has no formula
 
 
 class Score(NamedTuple):
-    """A figure, and its standard error where there is one."""
+    """The value of a metric, and its standard error if it has one."""
 
     value: float
     error: float | None
 
 
 class Tasks:
-    """Tasks and how they are put.
+    """Tasks and the options of their evaluation.
 
     Args:
-        names: Names of tasks, groups or tags; patterns with ``*`` are fine.
-        include_path: Directory of task files besides those of the library.
-        num_fewshot: Examples before each question, None for what each task says.
-        limit: Most questions of a task, None for all.
-        apply_chat_template: Whether questions are put in the model's chat format.
+        names: Names of tasks, groups or tags, or patterns with ``*``.
+        include_path: Directory of additional task files.
+        num_fewshot: Number of examples before each question, None for the default of each task.
+        limit: Maximum number of questions per task, None for all.
+        apply_chat_template: Whether to format questions with the chat template of the tokenizer.
 
     Raises:
-        ImportError: The library lm_eval is missing.
-        FileNotFoundError: Data of a task can neither be found nor reached.
-        ValueError: A task is unknown, or its file is wrong.
+        ImportError: The library lm_eval is not installed.
+        FileNotFoundError: The data of a task cannot be found or reached.
+        ValueError: A task is unknown, or its file is invalid.
     """
 
     def __init__(
@@ -82,20 +82,21 @@ class Tasks:
         batch_size: int | str = 1,
         max_batch_size: int = 64,
     ) -> dict[str, dict[str, Score]]:
-        """Return the figures of each task by metric.
+        """Evaluate a model on the tasks.
 
         Args:
             model: Causal language model of Transformers. It is put in evaluation mode.
             tokenizer: Its tokenizer.
-            batch_size: Questions in a forward pass; ``auto`` or ``auto:N`` to try how many fit.
-            max_batch_size: Most that ``auto`` tries.
+            batch_size: Number of questions per forward pass; ``auto`` or ``auto:N`` for as many as
+                fit in memory.
+            max_batch_size: Maximum batch size for ``auto``.
 
         Returns:
-            Task, or group of tasks, to metric to score. A metric that a task takes from answers
-            filtered in several ways is ``metric (filter)``.
+            Task or group of tasks -> metric -> score. A metric of answers that pass through a
+            filter is named ``metric (filter)``.
         """
         language_model = import_module("lm_eval.models.huggingface").HFLM
-        with _keeping_ties(model):
+        with _prevent_tying(model):
             wrapped = language_model(
                 pretrained=model,
                 tokenizer=tokenizer,
@@ -103,7 +104,7 @@ class Tasks:
                 batch_size=batch_size,
                 max_batch_size=max_batch_size,
             )
-            found = self._library.simple_evaluate(
+            report = self._library.simple_evaluate(
                 model=wrapped,
                 tasks=self.names,
                 task_manager=self._manager,
@@ -111,7 +112,7 @@ class Tasks:
                 bootstrap_iters=RESAMPLES,
                 **self._options,
             )
-        results = {**found["results"], **found.get("groups", {})}
+        results = {**report["results"], **report.get("groups", {})}
         return {task: _scores(figures) for task, figures in results.items()}
 
 
@@ -126,8 +127,8 @@ def _import_library() -> Any:
 
 
 @contextmanager
-def _keeping_ties(model: nn.Module) -> Iterator[None]:
-    """Keep the library from tying weights again: a quantized output head has its own."""
+def _prevent_tying(model: nn.Module) -> Iterator[None]:
+    """Keep the library from tying weights: a quantized output head has a weight of its own."""
     model.tie_weights = lambda *_, **__: None  # type: ignore[assignment]
     try:
         yield
@@ -136,13 +137,13 @@ def _keeping_ties(model: nn.Module) -> Iterator[None]:
 
 
 def _scores(figures: Mapping[str, Any]) -> dict[str, Score]:
-    """Return metric -> score of what the library says of a task: "acc,none", "acc_stderr,none"."""
+    """Return metric -> score from the results of a task: "acc,none", "acc_stderr,none"."""
     scores = {}
     for key, value in figures.items():
-        metric, comma, taken = key.partition(",")
+        metric, comma, answer_filter = key.partition(",")
         if not comma or metric.endswith("_stderr") or not isinstance(value, (int, float)):
             continue
-        error = figures.get(f"{metric}_stderr,{taken}")
-        name = metric if taken == "none" else f"{metric} ({taken})"
+        error = figures.get(f"{metric}_stderr,{answer_filter}")
+        name = metric if answer_filter == "none" else f"{metric} ({answer_filter})"
         scores[name] = Score(float(value), error if isinstance(error, float) else None)
     return scores

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,30 +11,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.torch.export.checkpoint.config_json import CONFIG, read_description
-from quark.torch.export.checkpoint.files import (
-    NATIVE,
-    CheckpointReader,
-    NativeReader,
-    check_vacant,
-    fresh_directory,
-    size_of,
-    write_tensors,
-)
-from quark.torch.export.checkpoint.reader import format_of, load, receive, targets
-from quark.torch.export.checkpoint.writer import collect, make_format, write_model_files
-from quark.torch.export.checks import check_written
+from quark.torch.export.checkpoint.config_json import CONFIG, read_config_json
+from quark.torch.export.checkpoint.files import NATIVE, CheckpointReader, NativeReader
+from quark.torch.export.checkpoint.reader import load, prepare_layers, quantized_layers
+from quark.torch.export.containers.base import SHARD_SIZE, ExportSettings, get_container
+from quark.torch.export.containers.registry import SAFETENSORS
 from quark.torch.export.formats.base import get_format
-from quark.torch.export.gguf.writer import write_gguf
-from quark.torch.export.onnx.runtime import check_runnable
-from quark.torch.export.onnx.writer import LARGEST_FILE, OnnxOptions, write_onnx
-from quark.torch.export.recognition import open_checkpoint
-from quark.torch.export.verification import Verdict, verify
+from quark.torch.export.onnx.writer import MAX_FILE_SIZE, OnnxOptions
+from quark.torch.export.recognition import open_checkpoint, recognize_format
+from quark.torch.export.verification import Verdict
+from quark.torch.files import check_vacant, fresh_directory
 from quark.torch.quantization.config.config import Config
+from quark.torch.quantization.config.description import type_name
 from quark.torch.quantization.config.export import ExporterConfig, JsonExporterConfig
-from quark.torch.quantization.nn.experts import LinearExperts, fuse, unfuse
-
-SHARD_SIZE = "5GB"
+from quark.torch.quantization.nn.experts import LinearExperts, split_experts, stack_experts
 
 
 class ModelExporter:
@@ -98,15 +89,14 @@ class ModelExporter:
                 hold it.
             OSError: The disk is too full. Nothing is left behind.
         """
-        check_vacant(self.export_dir, self.overwrite)
-        options = self.config.json_export_config
-        fmt = make_format(model, quant_config, options, custom_mode)
-        tensors = collect(model, fmt)
-        with fresh_directory(self.export_dir, self.overwrite, size_of(tensors)) as directory:
-            write_tensors(tensors, directory, max_shard_size)
-            write_model_files(model, fmt.section(), directory, tokenizer)
-            check_written(tensors, CheckpointReader(directory))
-            self._judge(directory, model)
+        settings = ExportSettings(
+            custom_mode=custom_mode,
+            options=self.config.json_export_config,
+            quant_config=quant_config,
+            tokenizer=tokenizer,
+            max_shard_size=max_shard_size,
+        )
+        self.export(SAFETENSORS, model, settings)
 
     def export_quark_model(
         self,
@@ -118,15 +108,11 @@ class ModelExporter:
 
         Arguments and errors are those of ``export_safetensors_model``.
         """
-        check_vacant(self.export_dir, self.overwrite)
         options = self.config.json_export_config
-        fmt = make_format(model, quant_config, options, custom_mode)
-        tensors = {name: t.detach().cpu() for name, t in collect(model, fmt).items()}
-        with fresh_directory(self.export_dir, self.overwrite, size_of(tensors)) as directory:
-            torch.save(tensors, directory / NATIVE)
-            write_model_files(model, fmt.section(), directory, None)
-            check_written(tensors, NativeReader(directory))
-            self._judge(directory, model)
+        settings = ExportSettings(
+            custom_mode=custom_mode, options=options, quant_config=quant_config
+        )
+        self.export("quark_format", model, settings)
 
     def export_gguf_model(
         self, model: nn.Module, tokenizer_path: str | Path, model_type: str
@@ -148,7 +134,8 @@ class ModelExporter:
             ImportError: The package gguf is missing.
             ValueError: The family, the tokenizer or the scheme of a layer has no place in GGUF.
         """
-        write_gguf(model, self.export_dir, model_type, tokenizer_path, self.overwrite, self._judge)
+        settings = ExportSettings(tokenizer_path=tokenizer_path, file_name=model_type)
+        self.export("gguf", model, settings)
 
     def export_onnx_model(
         self,
@@ -163,7 +150,7 @@ class ModelExporter:
         uint4_int4_flag: bool = False,
         dynamic_shapes: Mapping[str, Mapping[int, str]] | None = None,
         matmul_nbits: bool = False,
-        max_file_size: int = LARGEST_FILE,
+        max_file_size: int = MAX_FILE_SIZE,
     ) -> None:
         """Write ``quark_model.onnx``: QuantizeLinear and DequantizeLinear, weights as codes.
 
@@ -194,8 +181,6 @@ class ModelExporter:
             ValueError: The model does not take the inputs, is quantized in a way that no graph
                 computes, or cannot be traced; or ``verify`` finds other outputs for the inputs.
         """
-        if self.verify:
-            check_runnable(model)
         options = OnnxOptions(
             input_names,
             output_names,
@@ -206,10 +191,37 @@ class ModelExporter:
             matmul_nbits,
             max_file_size,
         )
-        write_onnx(model, self.export_dir, input_args, options, self.overwrite, self._judge)
+        self.export("onnx", model, ExportSettings(inputs=input_args, graph=options))
 
-    def _judge(self, directory: Path, model: nn.Module, inputs: Any = None) -> None:
-        self.verdict = verify(directory, model, inputs=inputs) if self.verify else None
+    def export(self, container: str, model: nn.Module, settings: ExportSettings) -> None:
+        """Write a model to a container, and verify the result if ``verify`` is set.
+
+        Args:
+            container: Name of the container, one of ``CONTAINERS``.
+            model: A frozen model, or one that was imported. It is not changed.
+            settings: Settings of the export.
+
+        Raises:
+            FileExistsError: The directory is in use and ``overwrite`` is off.
+            ImportError: A package is missing.
+            OSError: The disk is too full. Nothing is left behind.
+            ValueError: The container is unknown or cannot hold the model, or verification failed.
+        """
+        kind = get_container(container)
+        kind.check_installed()
+        if self.verify:
+            kind.check_verifiable({type_name(p.dtype) for p in model.parameters()})
+        check_vacant(self.export_dir, self.overwrite)
+
+        @contextmanager
+        def target(size: int) -> Iterator[Path]:
+            with fresh_directory(self.export_dir, self.overwrite, size) as directory:
+                yield directory
+                self.verdict = (
+                    kind.verify(directory, model, inputs=settings.inputs) if self.verify else None
+                )
+
+        kind.write(model, target, settings)
 
 
 class ModelImporter:
@@ -217,8 +229,8 @@ class ModelImporter:
 
     Args:
         model_info_dir: Directory of the checkpoint.
-        saved_format: "safetensors", or "quark_format" for the native format. By default what the
-            directory holds.
+        saved_format: "safetensors", or "quark_format" for the native format, with safetensors
+            where there is no native file.
         multi_device: Accepted for compatibility.
     """
 
@@ -249,8 +261,8 @@ class ModelImporter:
             ValueError: A file is damaged, the configuration is not understood, or tensors do not
                 fit the model. The model is then as it was.
         """
-        described = read_description(self.model_info_dir)
-        fmt = format_of(described, str(self.model_info_dir / CONFIG))
+        config = read_config_json(self.model_info_dir)
+        fmt = recognize_format(config, str(self.model_info_dir / CONFIG))
         native = self.saved_format == "quark_format" and (self.model_info_dir / NATIVE).is_file()
         reader = (NativeReader if native else CheckpointReader)(self.model_info_dir)
         return load(model, fmt, reader)
@@ -374,13 +386,13 @@ def import_model_from_safetensors(
 def _map_to_quark(
     model: nn.Module, quantization_config: Config, pack_method: str, custom_mode: str
 ) -> None:
-    """Make a float model ready for stored tensors: what Transformers calls before it loads them."""
+    """Prepare a float model for stored tensors; Transformers calls this before it loads them."""
     options = quantization_config.export or JsonExporterConfig()
     options = replace(options, pack_method=pack_method)
-    experts = unfuse(model)
-    layers = targets(model, quantization_config)
-    fuse(experts, keep=layers)
-    receive(model, get_format(custom_mode, quantization_config, options), layers)
+    experts = split_experts(model)
+    layers = quantized_layers(model, quantization_config)
+    stack_experts(experts, keep=layers)
+    prepare_layers(model, get_format(custom_mode, quantization_config, options), layers)
     for module, _ in experts.values():
         if isinstance(module, LinearExperts):
             module.expect_stacked()

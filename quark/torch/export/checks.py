@@ -1,15 +1,12 @@
-"""What must be true of a checkpoint before it takes its place.
+"""Checks of a checkpoint before it is kept: of tensors before they are written, then of the files.
 
-Tensors are looked at on their way to the disk, so that nothing is read twice; the files are looked
-at once they are written.
+Tensors are checked in memory, so that nothing is read twice.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
-from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,20 +14,15 @@ from torch import nn
 from quark.torch.numerics.qdq import dequantize
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.match import assign
-from quark.torch.quantization.nn.experts import LinearExperts
 from quark.torch.quantization.nn.operators import is_operator
-from quark.torch.quantization.nn.quantizer import State
-
-FEW = 0.1  # of the median of a layer: experts with fewer tokens are told
-
-logger = logging.getLogger(__name__)
+from quark.torch.quantization.nn.quantizer import QuantizedTensor
 
 
-def check_state(state: State, what: str) -> None:
-    """Raise if a quantized tensor has numbers that no reader can make sense of.
+def check_state(state: QuantizedTensor, what: str) -> None:
+    """Check that the scales, zero points and codes of a quantized tensor are usable.
 
     Args:
-        state: The tensor in full.
+        state: The quantized tensor.
         what: Its name for messages, such as ``weight``.
 
     Raises:
@@ -66,7 +58,7 @@ def check_state(state: State, what: str) -> None:
             )
 
 
-def _check_offset(state: State, offset: torch.Tensor, what: str) -> None:
+def _check_offset(state: QuantizedTensor, offset: torch.Tensor, what: str) -> None:
     if state.scheme.float_zero_point:
         if not offset.isfinite().all():
             raise ValueError(f"a zero point of its {what} is NaN or infinite.")
@@ -85,11 +77,11 @@ def _hint(numbers: torch.Tensor) -> str:
 
 
 def check_rest(model: nn.Module, config: Config, quantized: Mapping[str, Any]) -> None:
-    """Raise if what stays in float is broken, or should not have stayed there.
+    """Check that parameters in float are finite, and that every configured layer is quantized.
 
     Args:
         model: The model that will be written.
-        config: How it is quantized.
+        config: Its configuration.
         quantized: Its quantized layers by name.
 
     Raises:
@@ -113,10 +105,10 @@ def check_rest(model: nn.Module, config: Config, quantized: Mapping[str, Any]) -
 
 
 def check_written(tensors: Mapping[str, torch.Tensor], reader: Any) -> None:
-    """Raise if files hold something other than what was given to be written.
+    """Check that files hold the tensors that were written, by name, shape and type.
 
     Args:
-        tensors: What was given.
+        tensors: The tensors that were written.
         reader: The files, opened again.
 
     Raises:
@@ -127,67 +119,4 @@ def check_written(tensors: Mapping[str, torch.Tensor], reader: Any) -> None:
         if entry is None or (entry.shape, entry.dtype) != (tuple(tensor.shape), tensor.dtype):
             raise OSError(
                 f"{name} is not in the files as it was written: check the disk, and export again."
-            )
-
-
-class ExpertTokens(NamedTuple):
-    """How many tokens calibration sent to the experts of a model.
-
-    Attributes:
-        experts: Number of experts.
-        least: Tokens of the expert with the fewest.
-        median: Median over all experts.
-        unseen: Names of those that saw none.
-        scarce: Names of those that saw less than a tenth of the median of their layer.
-    """
-
-    experts: int
-    least: int
-    median: float
-    unseen: list[str]
-    scarce: list[str]
-
-    def __str__(self) -> str:
-        text = f"{self.least} at least, median {self.median:g}"
-        return text + (f", none for {len(self.unseen)} of {self.experts}" * bool(self.unseen))
-
-
-def expert_tokens(model: nn.Module) -> ExpertTokens | None:
-    """Return how many tokens calibration sent to experts; None without experts or data."""
-    layers = {n: m.tokens for n, m in model.named_modules() if isinstance(m, LinearExperts)}
-    seen = {
-        f"{name}.{index}": (count, FEW * median(tokens))
-        for name, tokens in layers.items()
-        if tokens
-        for index, count in enumerate(tokens)
-    }
-    if not seen:
-        return None
-    counts = [count for count, _ in seen.values()]
-    return ExpertTokens(
-        len(seen),
-        min(counts),
-        median(counts),
-        [name for name, (count, _) in seen.items() if not count],
-        [name for name, (count, few) in seen.items() if 0 < count < few],
-    )
-
-
-def report_experts(model: nn.Module) -> None:
-    """Warn of experts that calibration sent no tokens to, or few."""
-    found = expert_tokens(model)
-    if found is None:
-        return
-    for names, what in (
-        (found.unseen, "no token at all"),
-        (found.scarce, "less than a tenth of the tokens that others beside them got"),
-    ):
-        if names:
-            logger.warning(
-                "%d of %d experts got %s in calibration: %s%s. Calibrate with more data.",
-                len(names),
-                found.experts,
-                what,
-                ", ".join(names[:5]),
-                " …" * (len(names) > 5),
             )

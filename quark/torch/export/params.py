@@ -1,4 +1,4 @@
-"""Parameters of a quantized model beside a description of its structure.
+"""Parameters of a quantized model with a JSON description of its structure.
 
 ``<model_type>.json`` has the version, the configuration of the model and the tree of its modules
 with the specification of each quantized tensor; ``<model_type>.safetensors`` has the tensors.
@@ -15,25 +15,19 @@ from torch import nn
 
 from quark import __version__
 from quark.torch.export.checkpoint.architecture import empty_model, made_config
-from quark.torch.export.checkpoint.files import (
-    NATIVE,
-    CheckpointReader,
-    fresh_directory,
-    read_json,
-    size_of,
-    write_json,
-)
+from quark.torch.export.checkpoint.files import NATIVE, CheckpointReader
 from quark.torch.export.checkpoint.reader import load
-from quark.torch.export.checkpoint.rotation_config import naming_rotations
+from quark.torch.export.checkpoint.rotation_config import with_rotations
 from quark.torch.export.checkpoint.writer import collect, make_format
 from quark.torch.export.formats.base import get_format
+from quark.torch.files import fresh_directory, read_json, size_of, write_json
 from quark.torch.quantization.config.config import OLDEST, Config, QuantizationConfig
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.match import literal
 from quark.torch.quantization.config.type import QuantizationMode
 from quark.torch.quantization.nn.attention import key_routes
-from quark.torch.quantization.nn.layer import QuantMixin
-from quark.torch.quantization.nn.packed import SHORT_NAMES, PackedMixin
+from quark.torch.quantization.nn.layer import QuantizedLayer
+from quark.torch.quantization.nn.packed import SHORT_NAMES
 
 _SPEC_KEYS = {name: f"{short}_quant" for name, short in SHORT_NAMES.items()}
 
@@ -133,7 +127,7 @@ def load_params(
         version=described.get("version", OLDEST),
     )
     rotated = [name for name, leaf in leaves.items() if "input_rotation" in leaf]
-    config = naming_rotations(config, {name: _rotation(name, reader) for name in rotated})
+    config = with_rotations(config, {name: _rotation(name, reader) for name in rotated})
     fmt = get_format("quark", config, _options(compressed, reorder))
     if model is None:
         model = _build(described.get("config"), reader, Path(json_path))
@@ -171,10 +165,9 @@ def _build(config: Any, reader: CheckpointReader, path: Path) -> nn.Module:
 
 
 def _structure(model: nn.Module) -> dict[str, Any]:
-    """Return the tree of modules down to those that hold tensors."""
+    """Return the tree of modules, with the tensors and specifications of each leaf."""
     tree: dict[str, Any] = {}
     for name, module in model.named_modules():
-        quantized = isinstance(module, (QuantMixin, PackedMixin))
         own = {n for n, t in module._parameters.items() if t is not None}
         if not name or not own:
             continue
@@ -182,7 +175,7 @@ def _structure(model: nn.Module) -> dict[str, Any]:
         own |= {"input_rotation"} if module._buffers.get("input_rotation") is not None else set()
         leaf |= {n: f"{name}.{n}" for n in sorted(own)}
         for tensor, key in _SPEC_KEYS.items():
-            state = module.state(tensor) if quantized else None
+            state = module.quantized_tensor(tensor) if isinstance(module, QuantizedLayer) else None
             if state is not None:
                 leaf[key] = state.spec.to_dict()
         branch = tree

@@ -1,55 +1,139 @@
-"""Checkpoints of every method that is read here, opened without being told which one it is."""
+"""Recognition of a checkpoint: the kind of its files, and the tool that it was written for.
+
+A directory that holds a model in several containers, as ``--model_export`` can write it, is read as
+the first of them in ``CONTAINERS``; give the file to read another one. A directory that has two
+checkpoints which share a ``config.json`` is refused.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from quark.torch.export.checkpoint.architecture import empty_model, read_config
-from quark.torch.export.checkpoint.config_json import CONFIG, read_description
-from quark.torch.export.checkpoint.files import NATIVE, CheckpointReader, NativeReader
-from quark.torch.export.checkpoint.reader import Loading, format_of, ready
-from quark.torch.export.gguf.importer import open_gguf
+from torch import nn
 
-GGUF = "gguf"
+from quark.torch.export.checkpoint.config_json import CONFIG, SECTION, has_separate_settings
+from quark.torch.export.checkpoint.reader import Loading
+from quark.torch.export.checkpoint_contents import Contents
+from quark.torch.export.containers.base import Container, get_container
+from quark.torch.export.containers.registry import CONTAINERS
+from quark.torch.export.formats.base import ExportFormat, format_class
+from quark.torch.export.formats.registry import FORMATS
+from quark.torch.export.verification import Verdict
+
+
+def recognize_container(path: str | Path) -> Container:
+    """Return the container that a file or directory is.
+
+    Raises:
+        FileNotFoundError: It does not exist, or is none that is known.
+        ValueError: It is a directory with two checkpoints, of which one may be outdated.
+    """
+    path = Path(path)
+    containers = [get_container(name) for name in CONTAINERS]
+    matches = [c for c in containers if c.holds(path)]
+    if not matches:
+        kinds = ", ".join(c.title for c in containers)
+        problem = f"has no {CONFIG}" if path.is_dir() else "does not exist or is of no known kind"
+        raise FileNotFoundError(f"{path} {problem}: give a checkpoint ({kinds}).")
+    sharing = [c for c in matches if c.has_config_json]
+    if len(sharing) > 1:
+        raise ValueError(
+            f"{path} holds two checkpoints, {' and '.join(c.title for c in sharing)}, which may "
+            "differ: move one of them to a directory of its own."
+        )
+    return matches[0]
 
 
 def open_checkpoint(source: str | Path, trust_remote_code: bool = False, **options: Any) -> Loading:
     """Return a model that is ready for the tensors of a checkpoint, headers checked.
 
     Args:
-        source: Directory of a checkpoint, or a GGUF file.
+        source: Directory of a checkpoint, or a file, of any container that is read.
         trust_remote_code: Passed to Transformers.
         options: Passed to Transformers where the model is built, such as ``attn_implementation``.
 
     Raises:
         FileNotFoundError: Files are missing.
-        ValueError: A file is damaged, or says something that is not understood.
+        ValueError: A file is damaged or not understood.
     """
-    source = Path(source)
-    file = gguf_of(source)
-    if file is not None:
-        return ready(*open_gguf(file))
-    fmt = format_of(read_description(source), str(source / CONFIG))
-    native = (source / NATIVE).is_file() and not any(source.glob("*.safetensors"))
-    reader = (NativeReader if native else CheckpointReader)(source)
-    config = read_config(source, trust_remote_code)
-    return ready(
-        empty_model(config, reader.entries, source, trust_remote_code=trust_remote_code, **options),
-        fmt,
-        reader,
-    )
+    return recognize_container(source).open(Path(source), trust_remote_code, **options)
 
 
-def gguf_of(source: Path) -> Path | None:
-    """Return the GGUF file that is meant by a path, None if it means something else.
+def read_contents(source: str | Path) -> Contents:
+    """Return what a checkpoint holds, quantized or not, from its headers alone.
+
+    Args:
+        source: Directory of a checkpoint, or a file, of any container that is read.
 
     Raises:
-        ValueError: A directory has several.
+        FileNotFoundError: Files are missing.
+        ValueError: A file is damaged, or of a container that is not read.
     """
-    if source.is_file() or source.suffix == ".gguf":
-        return source
-    files = sorted(source.glob("*.gguf")) if not (source / "config.json").is_file() else []
-    if len(files) > 1:
-        raise ValueError(f"{source} has {len(files)} GGUF files: name one of them.")
-    return files[0] if files else None
+    return recognize_container(source).contents(Path(source))
+
+
+def verify(
+    path: str | Path, model: nn.Module, trust_remote_code: bool = False, inputs: Any = None
+) -> Verdict:
+    """Open a checkpoint, a GGUF or an ONNX file and compare its predictions with those of a model.
+
+    Transformers opens checkpoints and GGUF files if the packages that it needs for the format are
+    installed. Otherwise, or if it fails, this package reads them, and the verdict says why. ONNX
+    Runtime runs ONNX files. A second model is in memory meanwhile.
+
+    Args:
+        path: Directory of the checkpoint, or the file. A directory with several containers is
+            verified as the first of ``CONTAINERS``.
+        model: The model that was exported: a causal language model of Transformers, or any model
+            whose graph was exported.
+        trust_remote_code: Passed to Transformers.
+        inputs: Inputs of an ONNX file, as ``ModelExporter.export_onnx_model`` takes them; by
+            default random tokens.
+
+    Raises:
+        ImportError: ONNX Runtime is missing.
+        FileNotFoundError: There is no checkpoint.
+        ValueError: The predictions differ, nothing can open the checkpoint, or the model takes no
+            text and there are no ``inputs``.
+    """
+    return recognize_container(path).verify(Path(path), model, trust_remote_code, inputs)
+
+
+def recognize_format(config_json: dict[str, Any], where: str) -> ExportFormat:
+    """Return the format of the checkpoint that a ``config.json`` describes.
+
+    Args:
+        config_json: What ``read_config_json`` returns.
+        where: Name of the file, for messages.
+
+    Raises:
+        ValueError: It has no ``quantization_config``, or one of an unknown method, or one with
+            unknown keys or names.
+    """
+    section = config_json.get(SECTION)
+    if not isinstance(section, dict):
+        raise ValueError(f"{where} has no {SECTION}: this is not a quantized checkpoint.")
+    method = section.get("quant_method", "quark")
+    if not isinstance(method, str) or method not in FORMATS:
+        raise ValueError(
+            f"{where}: quant_method={method!r} is unknown (known: {', '.join(FORMATS)})."
+        )
+    try:
+        return format_class(method).from_section(section)
+    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError) as error:
+        raise ValueError(f"{where}: the {SECTION} of {method!r} is malformed ({error}).") from None
+
+
+def loads_in_transformers(directory: str | Path) -> bool:
+    """Whether Transformers finds all weights of a directory, quantized or not.
+
+    It takes neither the native format nor settings in files of their own: weights that it does not
+    know would stay as they are initialized.
+
+    Raises:
+        FileNotFoundError: The directory holds no checkpoint.
+        ValueError: A file is damaged, or two of them disagree.
+    """
+    container = recognize_container(directory)
+    return container.loads_in_transformers and not has_separate_settings(directory)

@@ -1,1 +1,1 @@
-"""What can be learned of a model by running it; knows no architecture."""
+"""The structure of a model, discovered by running it; no architecture is known by name."""

@@ -1,4 +1,4 @@
-"""Parameters as operations see them: transposed, cast, sliced, or with a constant added."""
+"""Aliases of parameters: tensors that hold a transposed, cast, sliced or shifted parameter."""
 
 from __future__ import annotations
 
@@ -7,46 +7,53 @@ from typing import NamedTuple
 
 import torch
 
-from quark.torch.graph.movement_ops import along, is_move, replay
+from quark.torch.graph.movement_ops import is_move, move_labels, project_labels
 from quark.torch.graph.trace import Op, Trace
 
 
 class Alias(NamedTuple):
     """A tensor that holds elements of a parameter.
 
+    Example: ``w`` of shape (2, 3), and its alias ``w.T[1:]`` of shape (2, 2). Element [0, 1] of
+    the alias is w[1, 1]:
+
+        coordinates[0]   [[0, 1], [0, 1]]   row of w
+        coordinates[1]   [[1, 1], [2, 2]]   column of w
+
     Attributes:
         parameter: Name of the parameter.
-        coordinates: For each axis of the parameter, int64 in the shape of the tensor: where along
-            the axis each element comes from.
-        offset: What was added to the parameter.
+        coordinates: One tensor per axis of the parameter, int64 in the shape of the alias: the
+            index along this axis that each element comes from.
+        offset: Constant that was added to the parameter.
     """
 
     parameter: str
     coordinates: tuple[torch.Tensor, ...]
     offset: float
 
-    def axis_along(self, dim: int) -> tuple[int, torch.Tensor] | None:
-        """Return the axis of the parameter that a dimension runs along, and its coordinates.
+    def match_axis(self, dim: int) -> tuple[int, torch.Tensor] | None:
+        """Return the axis of the parameter that runs along a dimension, and its coordinates.
 
-        None if it runs along none, or along several.
+        Returns:
+            None if no axis runs along the dimension, or several do.
         """
-        found = [
+        matches = [
             (axis, vector)
-            for axis, marks in enumerate(self.coordinates)
-            if (vector := along(marks, dim)) is not None
+            for axis, labels in enumerate(self.coordinates)
+            if (vector := project_labels(labels, dim)) is not None
             and len(torch.unique(vector)) == len(vector)
         ]
-        found = [f for f in found if len(f[1]) > 1] or found
-        return found[0] if len(found) == 1 else None
+        matches = [match for match in matches if len(match[1]) > 1] or matches
+        return matches[0] if len(matches) == 1 else None
 
 
 class Aliases:
-    """All tensors of a pass that hold a parameter, and who reads them.
+    """All aliases of parameters in a trace, and the operations that read them.
 
     Attributes:
-        by_number: Number of a tensor -> what it holds.
-        numbers: Parameter -> the tensors that hold it.
-        readers: Parameter -> indices of the operations that compute with it.
+        by_number: Number of a tensor -> its alias.
+        numbers: Parameter -> numbers of its aliases.
+        readers: Parameter -> indices of the operations that compute with an alias of it.
         shapes: Parameter -> its shape.
     """
 
@@ -63,30 +70,32 @@ class Aliases:
             self.shapes[name] = value.shape
             self._add(number, Alias(name, _coordinates(value.shape), 0.0))
         for index, op in enumerate(trace.ops):
-            self._follow(index, op)
+            self._visit(index, op)
 
     def _add(self, number: int, alias: Alias) -> None:
         self.by_number[number] = alias
         self.numbers[alias.parameter].append(number)
 
-    def _follow(self, index: int, op: Op) -> None:
-        found = [self.by_number[v.number] for v in op.inputs if v.number in self.by_number]
-        if not found:
+    def _visit(self, index: int, op: Op) -> None:
+        """Add the outputs of an operation as aliases, or the operation as a reader."""
+        aliases = [self.by_number[v.number] for v in op.inputs if v.number in self.by_number]
+        if not aliases:
             return
-        alias, constant = found[0], _constant_added(op)
+        alias, constant = aliases[0], _added_constant(op)
         if len(op.inputs) == 1 and is_move(op):
             number = op.inputs[0].number
-            moved = [replay(op, {number: marks}) for marks in alias.coordinates]
+            moved = [move_labels(op, {number: labels}) for labels in alias.coordinates]
             for value, *coordinates in zip(op.outputs, *moved, strict=True):
                 self._add(value.number, alias._replace(coordinates=tuple(coordinates)))
         elif constant is not None:
             self._add(op.outputs[0].number, alias._replace(offset=alias.offset + constant))
-        elif not op.is_idle:
-            for name in {a.parameter for a in found}:
+        elif not op.is_empty:
+            for name in {a.parameter for a in aliases}:
                 self.readers[name].append(index)
 
 
 def _coordinates(shape: torch.Size) -> tuple[torch.Tensor, ...]:
+    """Return the coordinates of a whole tensor, as ``torch.meshgrid`` does, but expanded."""
     grid = []
     for axis, size in enumerate(shape):
         view = [1] * len(shape)
@@ -95,8 +104,8 @@ def _coordinates(shape: torch.Size) -> tuple[torch.Tensor, ...]:
     return tuple(grid)
 
 
-def _constant_added(op: Op) -> float | None:
-    """Return the number that is added to the only input."""
+def _added_constant(op: Op) -> float | None:
+    """Return the number that an operation adds to its only tensor, None if it does not."""
     if op.name != "add" or len(op.inputs) != 1:
         return None
     numbers = [a for a in op.args if isinstance(a, (int, float))]

@@ -1,4 +1,4 @@
-"""The structure of a model, found by running it once and proved by running parts of it again."""
+"""Discovery of the structure of a model: trace one pass, propose candidates, prove each of them."""
 
 from __future__ import annotations
 
@@ -9,85 +9,93 @@ import torch
 from torch import nn
 
 from quark.torch.graph.aliases import Aliases
-from quark.torch.graph.eval_mode import at_inference
-from quark.torch.graph.rescaling.proof import prove
-from quark.torch.graph.rescaling.proposal import propose, shared_inputs
-from quark.torch.graph.rotation.proof import prove_stream, prove_values
+from quark.torch.graph.eval_mode import eval_mode
+from quark.torch.graph.rescaling.proof import prove_groups
+from quark.torch.graph.rescaling.proposal import propose_groups
+from quark.torch.graph.rotation.proof import prove_stream, prove_value_heads
 from quark.torch.graph.rotation.residual_stream import (
+    Analysis,
     ObstacleError,
-    Seen,
-    expect_read,
-    find_ends,
+    check_all_read,
+    find_down_projections,
     find_stream,
-    find_values,
+    find_value_heads,
 )
-from quark.torch.graph.rotation.vectors import Follower
+from quark.torch.graph.rotation.vector_flow import VectorFlow
+from quark.torch.graph.shared_inputs import record_shared_inputs
 from quark.torch.graph.structure import ResidualStream, Structure
 from quark.torch.graph.trace import trace
 from quark.torch.graph.unreached import (
-    extended,
-    unread_weights,
-    unseen_siblings,
-    without_unread_readers,
+    extend_group,
+    find_counterparts,
+    find_unread_weights,
+    reject_unread_readers,
 )
 
 
 def discover(model: nn.Module, inputs: Any) -> Structure:
-    """Find what can be rescaled in a model, whatever its architecture.
+    """Find the parameters of a model that can be rescaled or rotated, for any architecture.
 
-    One forward pass is traced, candidates are read off the trace and each is proved. A few dozen
-    tokens are enough; experts that none of them reaches are treated like those of the same layer
-    which are reached.
+    One forward pass is traced, candidates are derived from the trace, and each is proved by running
+    parts of the model again. A few dozen tokens are enough. Experts without tokens are treated like
+    the experts of the same layer with tokens.
 
     Args:
-        model: Any model. It is unchanged in the end, bit by bit.
+        model: Any model. Its parameters and buffers have the same bits afterwards.
         inputs: A tensor, a tuple of arguments, a mapping of keyword arguments, or a function
             without arguments that runs the model once.
 
     Raises:
-        ValueError: Nothing was computed with the parameters of the model.
+        ValueError: The pass used no parameter of the model.
     """
-    run = _runner(model, inputs)
-    with at_inference(model), torch.no_grad():
-        seen = trace(model, run)
-        aliases = Aliases(seen)
+    run = _make_runner(model, inputs)
+    with eval_mode(model), torch.no_grad():
+        with record_shared_inputs(model) as shared:
+            record = trace(model, run)
+        aliases = Aliases(record)
         if not aliases.readers:
             raise ValueError(
                 f"No parameter of {type(model).__name__} was used. Give inputs for the model, or "
                 "a function that runs it."
             )
-        candidates, rejected = propose(seen, aliases)
-        siblings = unseen_siblings(model, aliases.readers)
-        unread = unread_weights(model, seen.blocks, aliases.readers, siblings)
-        candidates, unclear = without_unread_readers(candidates, unread)
-        proved, failed = prove(model, run, seen.blocks, candidates, siblings)
-        whole = Seen(seen, aliases, Follower(seen, aliases), siblings)
+        candidates, rejected = propose_groups(record, aliases)
+        counterparts = find_counterparts(model, aliases.readers)
+        unread = find_unread_weights(model, record.blocks, aliases.readers, counterparts)
+        candidates, unclear = reject_unread_readers(candidates, unread)
+        proved, failed = prove_groups(model, run, record.blocks, candidates, counterparts)
+        analysis = Analysis(record, aliases, VectorFlow(record, aliases), counterparts)
         stream: ResidualStream | None = None
         obstacle = ""
         try:
-            found, carried = find_stream(whole)
-            expect_read(found, unread)
-            prove_stream(model, run, seen.blocks, found, carried)
-            stream = found
+            candidate, carried = find_stream(analysis)
+            check_all_read(candidate, unread)
+            prove_stream(model, run, record.blocks, candidate, carried)
+            stream = candidate
         except ObstacleError as error:
             obstacle = str(error)
-        values = stream.values if stream else prove_values(model, seen.blocks, find_values(whole))
+        values = (
+            stream.value_heads
+            if stream
+            else prove_value_heads(model, record.blocks, find_value_heads(analysis))
+        )
     rejected += [*unclear, *failed]
     first = {n.rpartition(".")[0]: i[0] for n, i in reversed(aliases.readers.items())}
     proved.sort(key=lambda group: first[group.producer])
     return Structure(
-        blocks=tuple(seen.blocks),
-        groups=tuple(more for group in proved for more in extended(group, siblings)),
+        blocks=tuple(record.blocks),
+        groups=tuple(
+            extended for group in proved for extended in extend_group(group, counterparts)
+        ),
         rejected=tuple(sorted(rejected, key=lambda r: first[r.producer])),
-        shared_inputs=shared_inputs(seen, aliases),
+        shared_inputs=shared.groups(),
         stream=stream,
         obstacle=obstacle,
-        values=values,
-        downs=find_ends(whole, values),
+        value_heads=values,
+        down_projections=find_down_projections(analysis, values),
     )
 
 
-def _runner(model: nn.Module, inputs: Any) -> Callable[[], object]:
+def _make_runner(model: nn.Module, inputs: Any) -> Callable[[], object]:
     if isinstance(inputs, torch.Tensor):
         return lambda: model(inputs)
     if isinstance(inputs, Mapping):

@@ -1,4 +1,4 @@
-"""A model as it is at inference."""
+"""Evaluation mode of a model, caches included."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import nn
 
 
 @contextmanager
-def at_inference(model: nn.Module) -> Iterator[None]:
-    """Switch off what depends on chance or on earlier calls: dropout and key-value caches."""
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Switch off dropout and key-value caches, and restore the state of each module afterwards."""
     modes = {module: module.training for module in model.modules()}
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
     cached = [c for c in configs.values() if getattr(c, "use_cache", False)]

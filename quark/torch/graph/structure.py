@@ -1,4 +1,4 @@
-"""What is known of a model after looking at it: names of modules and parameters, and maps."""
+"""The structure of a model as data: names of modules and parameters, axes and index maps."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from torch import nn
 
 @dataclass(frozen=True, eq=False)
 class Edit:
-    """How one parameter takes part in a rescaling by factors.
+    """The change of one parameter in a rescaling by factors.
 
     Position ``i`` along ``axis`` is multiplied by ``factors[index[i]] ** power``.
 
+    Example: 4 query heads read 2 value heads of 1 channel each. The value projection is divided by
+    2 factors (index [0, 1], power -1). The columns of the output projection are multiplied by the
+    same (index [0, 0, 1, 1], power 1).
+
     Attributes:
         parameter: Full name of the parameter.
-        axis: Axis of the parameter that the factors belong to.
-        index: (size of the axis,) int64: which factor, -1 for untouched.
-        power: Exponent of the factors; negative divides.
-        offset: The parameter acts as (value + offset): 1.0 for norms that multiply by (1 + w).
+        axis: Axis of the parameter along which the factors apply.
+        index: (size of the axis,) int64, number of the factor at each position, -1 for none.
+        power: Exponent of the factors; a negative one divides.
+        offset: The model computes with (value + offset): 1.0 for norms that multiply by (1 + w).
     """
 
     parameter: str
@@ -30,39 +34,43 @@ class Edit:
 
     @torch.no_grad()
     def apply_(self, model: nn.Module, factors: torch.Tensor) -> None:
-        """Rescale the parameter in place, in double precision, in single for half precision.
+        """Rescale the parameter in place.
+
+        The product is computed in float64; in float32 for parameters in half precision.
 
         Args:
-            model: Model that has the parameter.
+            model: Model with the parameter.
             factors: (number of factors,), positive.
         """
         parameter = model.get_parameter(self.parameter)
         wide = torch.promote_types(parameter.dtype, torch.float32)
         wide = torch.float64 if parameter.dtype == wide else wide
         one = torch.ones(1, dtype=torch.float64)
-        by = torch.cat([factors.detach().cpu().double(), one])[self.index] ** self.power
-        by = by.to(parameter.device, wide)
+        # Index -1 selects the 1.0 behind the factors.
+        multiplier = torch.cat([factors.detach().cpu().double(), one])[self.index] ** self.power
+        multiplier = multiplier.to(parameter.device, wide)
         shape = [1] * parameter.dim()
         shape[self.axis] = -1
-        value = (parameter.to(wide) + self.offset) * by.view(shape) - self.offset
+        value = (parameter.to(wide) + self.offset) * multiplier.view(shape) - self.offset
         parameter.data.copy_(value)
 
 
 @dataclass(frozen=True, eq=False)
-class ScaleGroup:
-    """Parameters that can be rescaled together, and the model computes the same.
+class RescalingGroup:
+    """Parameters that can be rescaled together without changing the function of the model.
 
-    Whatever positive factors are taken: the producer is divided by them, the columns of the
-    consumers that read it are multiplied.
+    The output of the producer is divided by positive factors. The columns of the consumers that
+    read it are multiplied by them.
 
     Attributes:
-        kind: "norm" or "linear", what the producer is.
-        producer: Module of the parameters that are divided.
-        consumers: Modules that read what the producer gives, in the order of execution.
-        block: Decoder block they lie in, empty if they lie in none or in several.
+        kind: "norm" or "linear": kind of the producer.
+        producer: Module whose parameters are divided.
+        consumers: Modules that read the output of the producer, in the order of execution.
+        block: Decoder block of all these modules, empty if they are in none or in several.
         size: Number of factors.
-        edits: What happens to each parameter, first those of the producer.
-        unseen: Consumers that the input did not reach. They are alike to others that it did.
+        edits: Change of each parameter, those of the producer first.
+        unreached: Consumers that the traced input did not reach, such as experts without tokens.
+            They have the shapes of consumers that it reached.
     """
 
     kind: str
@@ -71,7 +79,7 @@ class ScaleGroup:
     block: str
     size: int
     edits: tuple[Edit, ...]
-    unseen: tuple[str, ...] = ()
+    unreached: tuple[str, ...] = ()
 
     def apply_(self, model: nn.Module, factors: torch.Tensor) -> None:
         """Rescale all parameters in place.
@@ -94,13 +102,13 @@ class ScaleGroup:
 
 
 @dataclass(frozen=True)
-class Rejected:
-    """A module whose output cannot be rescaled, and why.
+class Rejection:
+    """A module whose output cannot be rescaled, and the reason.
 
     Attributes:
         producer: The module.
-        consumers: Modules that do read its output in a way that could absorb factors.
-        reason: What stands in the way.
+        consumers: Modules that read its output and could be multiplied by the factors.
+        reason: The operation or parameter that prevents it.
     """
 
     producer: str
@@ -110,12 +118,12 @@ class Rejected:
 
 @dataclass(frozen=True)
 class StreamWeight:
-    """A parameter with an axis along which vectors of the residual stream lie.
+    """A parameter that a vector of the residual stream runs along, on one axis.
 
     Attributes:
         parameter: Full name of the parameter.
         axis: The axis.
-        norm: Norm that the vectors pass before they meet the parameter, if they pass one.
+        norm: Norm between the stream and the parameter, empty if there is none.
     """
 
     parameter: str
@@ -129,10 +137,10 @@ class StreamNorm:
 
     Attributes:
         module: Name of the norm.
-        kind: "rms", or "layer" if it takes the mean away.
-        weight: Parameter that it multiplies by, if any.
-        offset: What it adds to the parameter before: 1.0 for (1 + w).
-        bias: Parameter that it adds, if any.
+        kind: "rms", or "layer" if it subtracts the mean.
+        weight: Name of the gain, None if it has none.
+        offset: Constant that is added to the gain: 1.0 for norms that multiply by (1 + w).
+        bias: Name of the bias, None if it has none.
     """
 
     module: str
@@ -144,14 +152,14 @@ class StreamNorm:
 
 @dataclass(frozen=True, eq=False)
 class ValueHeads:
-    """Values and the projection of the attention output, whose heads may be rotated.
+    """Value and output projections of an attention block, whose heads can be rotated.
 
     Attributes:
         block: Decoder block.
-        sources: Parameters that give values, biases included, and the axis: rows.
-        output: Parameter that the attention output is multiplied with, and its axis: columns.
-        rows: (key-value heads, head size) int64: where the entries of each head are in the rows.
-        columns: (heads, head size) int64: where they are in the columns.
+        sources: Parameters of the value projection, bias included, each with its output axis.
+        output: Weight of the output projection, and its input axis.
+        rows: (key-value heads, head size) int64, positions of each head along the axis of sources.
+        columns: (heads, head size) int64, positions of each head along the axis of output.
     """
 
     block: str
@@ -163,19 +171,20 @@ class ValueHeads:
 
 @dataclass(frozen=True, eq=False)
 class ResidualStream:
-    """Everything that touches the vectors which decoder blocks read and add to.
+    """All parameters that write to or read from the residual stream.
 
     Attributes:
-        size: Entries of a vector.
-        embeddings: Tables whose rows are vectors of the stream.
+        size: Length of a vector of the stream, the hidden size.
+        embeddings: Embedding tables; their rows are vectors of the stream.
         writers: Weights whose outputs are added to the stream.
         biases: Vectors that are added to the stream.
-        readers: Weights that vectors of the stream are multiplied with.
-        norms: What vectors pass before they meet a reader.
-        head: Module that makes logits of the stream.
-        tied: Whether the weight of the head is an embedding too.
-        values: Heads of values that may be rotated besides.
-        downs: Modules that end other branches: an online rotation may be put before them.
+        readers: Weights that multiply vectors of the stream.
+        norms: Norms between the stream and its readers.
+        head: Module that computes logits from the stream.
+        tied: Whether the head shares its weight with an embedding.
+        value_heads: Attention heads whose values can be rotated as well.
+        down_projections: Modules that end the other branches of blocks, such as ``down_proj``. An
+            online rotation can be inserted before them.
     """
 
     size: int
@@ -186,30 +195,31 @@ class ResidualStream:
     norms: tuple[StreamNorm, ...]
     head: str
     tied: bool
-    values: tuple[ValueHeads, ...]
-    downs: tuple[str, ...]
+    value_heads: tuple[ValueHeads, ...]
+    down_projections: tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """What was found in a model.
+    """The structure of a model, found and proved by `quark.torch.graph.discovery.discover`.
 
     Attributes:
         blocks: Decoder blocks in the order of execution.
-        groups: What can be rescaled, proved.
-        rejected: What cannot, or could not be proved, with the reasons.
-        shared_inputs: Modules whose weights multiply the very same tensor.
-        stream: The residual stream, if it may be rotated, proved.
-        obstacle: What stands in the way of rotating it, empty if nothing does.
-        values: Heads of values that may be rotated whatever becomes of the stream, proved.
-        downs: Modules before which an online rotation may be put, whatever becomes of the stream.
+        groups: Proved groups of parameters that can be rescaled together.
+        rejected: Producers that cannot be rescaled or failed the proof, with the reasons.
+        shared_inputs: Groups of modules that read the same tensor.
+        stream: The residual stream if the proof of its rotation succeeded, else None.
+        obstacle: Reason why the stream cannot be rotated, empty if it can.
+        value_heads: Attention heads whose values can be rotated, with or without the stream.
+        down_projections: Modules before which an online rotation can be inserted, with or without
+            a rotation of the stream.
     """
 
     blocks: tuple[str, ...]
-    groups: tuple[ScaleGroup, ...]
-    rejected: tuple[Rejected, ...]
+    groups: tuple[RescalingGroup, ...]
+    rejected: tuple[Rejection, ...]
     shared_inputs: tuple[tuple[str, ...], ...]
     stream: ResidualStream | None
     obstacle: str
-    values: tuple[ValueHeads, ...]
-    downs: tuple[str, ...]
+    value_heads: tuple[ValueHeads, ...]
+    down_projections: tuple[str, ...]

@@ -1,4 +1,12 @@
-"""One forward pass, written down as the operations of torch it is made of."""
+"""Trace of one forward pass: the operations of torch that ran, linked by tensor numbers.
+
+Example: ``relu(x * 2).sum()`` of an input x is recorded as
+
+    name   inputs   outputs
+    mul    1        2
+    relu   2        3
+    sum    3        4
+"""
 
 from __future__ import annotations
 
@@ -14,17 +22,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-_Place = tuple[Any, ...]
-WRITTEN_INTO = "write_into"
+_ViewKey = tuple[Any, ...]  # storage, offset, shape, stride, dtype
+# Name of a recorded operation that torch does not have: a base tensor changed because one of its
+# views was written to. Its arguments: base, view, where the view lies in the base.
+VIEW_WRITE = "view_write"
 
 
 class Value(NamedTuple):
-    """A tensor of the pass. What is written to gets a new number.
+    """A tensor of the pass. A tensor that is written to gets a new number.
 
     Attributes:
-        number: One number for one content: all views of the same elements in the same order.
-        shape: Its shape.
-        content: The tensor, of integers and booleans only: indices and masks.
+        number: Identifies the content: views of one memory with one shape and stride share it.
+        shape: Shape of the tensor.
+        content: The tensor itself if it holds integers or booleans (indices, masks), else None.
     """
 
     number: int
@@ -36,14 +46,14 @@ class Op(NamedTuple):
     """An operation of the pass.
 
     Attributes:
-        name: Name of the operation, without the ending of operations that write in place.
+        name: Name of the operation, without the trailing underscore of in-place operations.
         func: The operation.
-        args: Its arguments, tensors as ``Value``.
-        kwargs: Its keyword arguments, tensors as ``Value``.
-        inputs: The tensors among both.
-        outputs: The tensors it gave.
-        module: The innermost module that ran it.
-        block: The block it ran in, empty outside.
+        args: Positional arguments, tensors as `Value`.
+        kwargs: Keyword arguments, tensors as `Value`.
+        inputs: The tensors among the arguments.
+        outputs: The tensors that the operation returned or wrote to.
+        module: Name of the innermost module that ran the operation.
+        block: Name of the block that ran it, empty outside of blocks.
     """
 
     name: str
@@ -56,55 +66,55 @@ class Op(NamedTuple):
     block: str
 
     @property
-    def where(self) -> str:
-        """Where the operation ran, in words."""
+    def location(self) -> str:
+        """Where the operation ran, for messages."""
         return f"in {self.module}" if self.module else "in the model itself"
 
     @property
-    def is_idle(self) -> bool:
-        """Whether it made empty tensors only, as experts without tokens do."""
+    def is_empty(self) -> bool:
+        """Whether all outputs are empty tensors, as in experts without tokens."""
         return bool(self.outputs) and not any(v.shape.numel() for v in self.outputs)
 
 
-class Call(NamedTuple):
-    """What a module was called with and gave.
+class BlockCall(NamedTuple):
+    """One call of a block.
 
     Attributes:
-        args: Arguments.
+        args: Positional arguments.
         kwargs: Keyword arguments.
-        output: What it returned.
-        given: Numbers of the tensors among both kinds of arguments.
-        made: Numbers of the tensors that it returned.
+        output: The value that the block returned.
+        input_numbers: Numbers of the tensors among the arguments.
+        output_numbers: Numbers of the tensors in the output.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Any
-    given: tuple[int, ...]
-    made: tuple[int, ...]
+    input_numbers: tuple[int, ...]
+    output_numbers: tuple[int, ...]
 
 
 @dataclass
 class Trace:
-    """What happened in one forward pass.
+    """Record of one forward pass.
 
     Attributes:
-        ops: The operations in the order of execution.
-        parameters: Number of a parameter -> its name, for the parameters that were read.
-        results: Numbers of the tensors the model returned.
+        ops: Operations in the order of execution.
+        parameters: Number -> name, of the parameters that were read.
+        results: Numbers of the tensors that the model returned.
         blocks: Decoder block -> its calls, in the order of execution.
     """
 
     ops: list[Op] = field(default_factory=list)
     parameters: dict[int, str] = field(default_factory=dict)
     results: set[int] = field(default_factory=set)
-    blocks: dict[str, list[Call]] = field(default_factory=dict)
+    blocks: dict[str, list[BlockCall]] = field(default_factory=dict)
 
 
 def trace(model: nn.Module, run: Callable[[], object]) -> Trace:
-    """Write down one forward pass.
+    """Record one forward pass.
 
-    What blocks get and give is kept, and so are indices and masks; a short input is best.
+    The trace holds the inputs and outputs of blocks, indices and masks. Use a short input.
 
     Args:
         model: The model. It is not changed.
@@ -113,15 +123,15 @@ def trace(model: nn.Module, run: Callable[[], object]) -> Trace:
     recorder = _Recorder(model)
     with ExitStack() as stack:
         for name, module in model.named_modules():
-            stack.enter_context(recorder.watched(name, module))
+            stack.enter_context(recorder.hooked(name, module))
         stack.enter_context(torch.no_grad())
         stack.enter_context(recorder)
         run()
-    recorder.trace.ops = _without_idle_writes(recorder.trace.ops)
+    recorder.trace.ops = _drop_unread_writes(recorder.trace.ops)
     return recorder.trace
 
 
-def tensors(tree: Any) -> Iterator[torch.Tensor]:
+def iter_tensors(tree: Any) -> Iterator[torch.Tensor]:
     """Iterate over the tensors in nested lists, tuples and mappings."""
     for leaf in tree_leaves(dict(tree) if isinstance(tree, dict) else tree):
         if isinstance(leaf, torch.Tensor):
@@ -129,19 +139,23 @@ def tensors(tree: Any) -> Iterator[torch.Tensor]:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Numbers tensors by where they lie, which is what a view and its origin have in common."""
+    """Numbers tensors by their place in memory: storage, offset, shape, stride and type.
+
+    Views with equal ones get one number. A copy gets a new number.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace()
         self._members = _outermost_members(model)
-        self._names = {_place(p): n for n, p in model.named_parameters()}
-        self._inside = [""]
+        self._names = {_view_key(p): n for n, p in model.named_parameters()}
+        self._running = [""]
         self._blocks = [""]
         self._count = 0
-        self._places: dict[int, dict[_Place, int]] = defaultdict(dict)  # storage -> numbers
-        # What has a weak reference keeps its address when it is freed, so a place means a tensor.
-        self._known: dict[int, StorageWeakRef] = {}
+        self._views: dict[int, dict[_ViewKey, int]] = defaultdict(dict)  # storage -> numbers
+        # A weak reference keeps the address of a freed storage from being used again. Without it,
+        # a new tensor at the same address would be taken for the freed one.
+        self._storages: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(
         self,
@@ -151,18 +165,19 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        given, named = tree_map(self._value, (args, kwargs))
-        inputs = tuple(v for v in _flat((given, named)) if isinstance(v, Value))
+        values, named_values = tree_map(self._value, (args, kwargs))
+        inputs = tuple(v for v in _leaves((values, named_values)) if isinstance(v, Value))
         out = func(*args, **kwargs)
-        written = list(_written(func, args, kwargs))
-        stale = [pair for tensor in written for pair in self._overwrite(tensor)]
-        results = tuple(self._value(t) for t in [*tensors(out), *written])
+        written = list(_written_arguments(func, args, kwargs))
+        stale = [write for tensor in written for write in self._renumber_views(tensor)]
+        results = tuple(self._value(t) for t in [*iter_tensors(out), *written])
+        # An operation that returns its input unchanged (a view of all elements) is left out.
         if not results or {v.number for v in results} - {v.number for v in inputs}:
             name = func._schema.name.split("::")[-1]
             name = name.removesuffix("_") if written else name
-            self._record(name, func, given, named, inputs, results)
-        for old, new, view, where in stale:
-            self._record(WRITTEN_INTO, func, (old, view, where), {}, (old, view), (new,))
+            self._record(name, func, values, named_values, inputs, results)
+        for old, new, view, region in stale:
+            self._record(VIEW_WRITE, func, (old, view, region), {}, (old, view), (new,))
         return out
 
     @classmethod
@@ -178,67 +193,71 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs: tuple[Value, ...],
         outputs: tuple[Value, ...],
     ) -> None:
-        where = self._inside[-1], self._blocks[-1]
-        self.trace.ops.append(Op(name, func, args, kwargs, inputs, outputs, *where))
+        module, block = self._running[-1], self._blocks[-1]
+        self.trace.ops.append(Op(name, func, args, kwargs, inputs, outputs, module, block))
 
     def _value(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        storage, place = leaf.untyped_storage(), _place(leaf)
-        numbers = self._places[storage._cdata]
-        if place not in numbers:
-            if storage._cdata not in self._known:
+        storage, key = leaf.untyped_storage(), _view_key(leaf)
+        numbers = self._views[storage._cdata]
+        if key not in numbers:
+            if storage._cdata not in self._storages:
                 weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-                self._known[storage._cdata] = weak
+                self._storages[storage._cdata] = weak
             self._count += 1
-            numbers[place] = self._count
-            if place in self._names:
-                self.trace.parameters[self._count] = self._names[place]
+            numbers[key] = self._count
+            if key in self._names:
+                self.trace.parameters[self._count] = self._names[key]
         is_index = not (leaf.is_floating_point() or leaf.is_complex())
-        return Value(numbers[place], leaf.shape, leaf if is_index else None)
+        return Value(numbers[key], leaf.shape, leaf if is_index else None)
 
     def _numbers(self, tree: Any) -> tuple[int, ...]:
-        return tuple(self._value(t).number for t in tensors(tree))
+        return tuple(self._value(t).number for t in iter_tensors(tree))
 
-    def _overwrite(self, tensor: torch.Tensor) -> list[tuple[Value, Value, Value, _Place]]:
-        """Give new numbers to what shares memory with a tensor that was written to.
+    def _renumber_views(self, tensor: torch.Tensor) -> list[tuple[Value, Value, Value, _ViewKey]]:
+        """Give new numbers to all views of the storage of a tensor that was written to.
+
+        Example: ``whole[:, :2] = y`` writes to a view. ``whole`` keeps its memory, but has other
+        content now: it gets a new number, recorded as the output of a `VIEW_WRITE` of the old
+        number and of y.
 
         Returns:
-            For each that is contiguous and may hold the tensor, what it was and is, the tensor,
-            and where in it the tensor lies. Others are new: nothing is known of them.
+            For each other view of the storage: its old value, its new value, the tensor, and
+            (stride of the view, shape, stride and offset of the tensor in it).
         """
-        numbers, written = self._places[tensor.untyped_storage()._cdata], _place(tensor)
-        found = []
-        for place, number in list(numbers.items()):
+        numbers, written = self._views[tensor.untyped_storage()._cdata], _view_key(tensor)
+        renumbered = []
+        for key, number in list(numbers.items()):
             self._count += 1
-            numbers[place] = self._count
-            if place != written:
-                found.append((place, Value(number, place[2], None), self._count))
+            numbers[key] = self._count
+            if key != written:
+                renumbered.append((key, Value(number, key[2], None), self._count))
         view = self._value(tensor)
-        made = []
-        for place, old, number in found:
-            where = (tensor.shape, tensor.stride(), tensor.storage_offset() - place[1])
-            made.append((old, Value(number, place[2], None), view, (place[3], *where)))
-        return made
+        writes = []
+        for key, old, number in renumbered:
+            region = (tensor.shape, tensor.stride(), tensor.storage_offset() - key[1])
+            writes.append((old, Value(number, key[2], None), view, (key[3], *region)))
+        return writes
 
     @contextmanager
-    def watched(self, name: str, module: nn.Module) -> Iterator[None]:
-        """Note when a module runs, the calls of blocks, and what the whole model returns."""
+    def hooked(self, name: str, module: nn.Module) -> Iterator[None]:
+        """Record when a module runs, the calls of blocks, and the output of the whole model."""
         entered: list[tuple[int, ...]] = []
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._inside.append(name)
+            self._running.append(name)
             if name in self._members:
                 self._blocks.append(name)
                 entered.append(self._numbers((args, kwargs)))
 
         def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            self._inside.pop()
+            self._running.pop()
             if name in self._members:
                 self._blocks.pop()
-                given = entered.pop()
-                if _keeps_shape(args, kwargs, output):
-                    call = Call(args, kwargs, output, given, self._numbers(output))
+                inputs = entered.pop()
+                if _preserves_shape(args, kwargs, output):
+                    call = BlockCall(args, kwargs, output, inputs, self._numbers(output))
                     self.trace.blocks.setdefault(name, []).append(call)
             if not name:
                 self.trace.results.update(self._numbers(output))
@@ -254,35 +273,40 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 handle.remove()
 
 
-def _without_idle_writes(ops: list[Op]) -> list[Op]:
-    """Leave out what became of views that nobody reads after what they show was written to."""
+def _drop_unread_writes(ops: list[Op]) -> list[Op]:
+    """Remove the `VIEW_WRITE` operations whose output no later operation reads."""
     read: set[int] = set()
     kept = []
     for op in reversed(ops):
-        if op.name != WRITTEN_INTO or op.outputs[0].number in read:
+        if op.name != VIEW_WRITE or op.outputs[0].number in read:
             read.update(v.number for v in op.inputs)
             kept.append(op)
     return kept[::-1]
 
 
-def _place(tensor: torch.Tensor) -> _Place:
+def _view_key(tensor: torch.Tensor) -> _ViewKey:
     storage = tensor.untyped_storage()._cdata
     return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _flat(given: Any) -> list[Any]:
-    return tree_flatten(given, is_leaf=lambda leaf: isinstance(leaf, Value))[0]
+def _leaves(tree: Any) -> list[Any]:
+    return tree_flatten(tree, is_leaf=lambda leaf: isinstance(leaf, Value))[0]
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+def _written_arguments(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[torch.Tensor]:
+    """Iterate over the tensors that an operation writes to, by its schema."""
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[index] if index < len(args) else kwargs.get(argument.name)
-            yield from tensors(given)
+            yield from iter_tensors(args[index] if index < len(args) else kwargs.get(argument.name))
 
 
 def _outermost_members(model: nn.Module) -> set[str]:
-    """Return the members of the lists of modules that lie in no other such list."""
+    """Return the members of every ``nn.ModuleList`` that is not inside another one.
+
+    Example: of ``layers`` and ``layers.0.experts`` only the members of ``layers``.
+    """
     lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList)]
     return {
         f"{name}.{key}"
@@ -292,7 +316,7 @@ def _outermost_members(model: nn.Module) -> set[str]:
     }
 
 
-def _keeps_shape(args: Any, kwargs: Any, output: Any) -> bool:
-    """Whether a module turns the first tensor it gets into another of its shape."""
-    given, made = next(tensors((args, kwargs)), None), next(tensors(output), None)
-    return given is not None and made is not None and given.shape == made.shape
+def _preserves_shape(args: Any, kwargs: Any, output: Any) -> bool:
+    """Whether the first tensor of the output has the shape of the first tensor of the arguments."""
+    x, y = next(iter_tensors((args, kwargs)), None), next(iter_tensors(output), None)
+    return x is not None and y is not None and x.shape == y.shape

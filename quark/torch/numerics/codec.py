@@ -1,4 +1,8 @@
-"""Codes of floating-point formats that torch has no type for: sign, exponent, mantissa."""
+"""Codes of float formats without a torch type: sign, exponent, mantissa.
+
+Example, fp4 (e2m1, exponent bias 1): 1.5 = 1.1b * 2^0 is the code 0 01 1 = 3, and -3 = -1.1b * 2^1
+is 1 10 1 = 13. The subnormal 0.5 is 0 00 1 = 1.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +18,17 @@ def encode(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     """
     bits = x.view(torch.int32)
     magnitude = bits & 0x7FFFFFFF
+    # For normal numbers, exponent and mantissa are adjacent bits in both formats: cut off the
+    # mantissa bits that are not kept and subtract the difference of the biases.
     normal = (magnitude >> (23 - fmt.mantissa_bits)) - (_offset(fmt) << fmt.mantissa_bits)
-    small = x.abs().clamp_(max=2.0**fmt.min_exponent)  # what is larger may not fit an integer
+    small = x.abs().clamp_(max=2.0**fmt.min_exponent)  # larger values may overflow an integer
     small = small.mul_(2.0 ** (fmt.mantissa_bits - fmt.min_exponent)).to(torch.int32)
-    codes = torch.maximum(small, normal)  # ``normal`` is the smaller below the smallest normal
+    codes = torch.maximum(small, normal)  # ``normal`` is too small for subnormals
     return codes.bitwise_or_(bits >> (32 - fmt.bits) & 1 << (fmt.bits - 1)) if fmt.signed else codes
 
 
 def decode(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Return the float32 values of codes, looked up among all: the inverse of ``encode``."""
+    """Return the float32 values of codes, from a table of all codes: the inverse of ``encode``."""
     table = _values(torch.arange(1 << fmt.bits, dtype=torch.int32, device=codes.device), fmt)
     return table.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
 
@@ -37,5 +43,5 @@ def _values(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 
 def _offset(fmt: Format) -> int:
-    """Difference between the exponent bias of float32 and that of ``fmt``."""
+    """Return the exponent bias of float32 minus the exponent bias of ``fmt``."""
     return 126 + fmt.min_exponent

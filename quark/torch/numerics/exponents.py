@@ -1,7 +1,10 @@
-"""Scales that are powers of two: exponents shared by the elements of a block.
+"""Scales that are powers of two: exponents that the elements of a block share.
 
-Exponents are read from the bits of float32, where a logarithm is off by one just below a power of
-two. Values below the smallest normal number count as zero.
+Exponents are read from the bits of float32, because a float32 logarithm is off by one just below a
+power of two. Values below the smallest normal number count as zero. Example::
+
+    6.0 = 1.5 * 2^2 = 0x40C00000: sign 0, exponent 0x81 = 129, mantissa 0x400000
+    exponent of 6.0 = 129 - 127 = 2
 """
 
 from __future__ import annotations
@@ -22,8 +25,9 @@ def exponent_of(x: torch.Tensor) -> torch.Tensor:
 
 def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
     """Return 2^exponent in float32, exactly, for exponents from -149 to 127."""
+    # Below 2^-126 the exponent bits end: 2^-130 = 2^-126 (from bits) * 2^-4 (from exp2).
     normal = (exponent.clamp(min=-126) + 127) << 23
-    rest = exponent.clamp(max=-126) + 126  # 0, or what is left of a subnormal
+    rest = exponent.clamp(max=-126) + 126
     return normal.view(torch.float32) * torch.exp2(rest.float())
 
 
@@ -31,9 +35,16 @@ def shared_exponent(amax: torch.Tensor, fmt: Format, mode: str) -> torch.Tensor:
     """Return the exponent of the scale of blocks whose largest magnitude is ``amax``.
 
     ``floor`` is the conversion of the OCP Microscaling specification 1.0, section 6.3:
-    floor(log2(amax)) less the largest exponent of the elements. ``ceil`` rounds the logarithm up.
-    ``even`` first rounds amax, half up, to the mantissa of the elements, so that a block whose
-    largest value would round beyond the range gets the next scale.
+    floor(log2(amax)) minus the largest exponent of the elements. ``ceil`` rounds the logarithm up.
+    ``even`` first rounds amax, half up, to the mantissa width of the elements: a block whose
+    largest value would round beyond the range gets the next larger scale.
+
+    Example, fp4 with values up to 6 = 1.5 * 2^2 (largest exponent 2)::
+
+        amax   floor  even  ceil
+        6.9    0      0     1
+        7.0    0      1     1      7 rounds to 8, beyond 6 * 2^0
+        8.0    1      1     1
 
     Args:
         amax: Largest magnitudes, float32.
@@ -46,6 +57,7 @@ def shared_exponent(amax: torch.Tensor, fmt: Format, mode: str) -> torch.Tensor:
     bits = amax.view(torch.int32)
     if mode == "even":
         mantissa = fmt.mantissa_bits if fmt.is_float else fmt.bits
+        # Half a unit of the last mantissa bit that elements keep; a carry raises the exponent.
         bits = bits + (1 << (22 - mantissa))
     exponent = (bits >> 23 & 0xFF) - 127 - fmt.max_exponent
     if mode == "ceil":
@@ -54,16 +66,20 @@ def shared_exponent(amax: torch.Tensor, fmt: Format, mode: str) -> torch.Tensor:
 
 
 def micro_exponents(amax: torch.Tensor, fmt: Format, axis: int) -> torch.Tensor:
-    """Return the exponent of the step of each sub-block of a shared-microexponent format.
+    """Return the exponent of the step of each sub-block of a format with shared microexponents.
 
-    The exponent E of a block is that of its largest value; a sub-block whose values all have a
-    smaller exponent gains a bit (Rouhani et al. 2023, "With Shared Microexponents, A Little
-    Shifting Goes a Long Way", section 3).
+    A block has the exponent E of its largest value. A sub-block whose values all have a smaller
+    exponent halves its step and gains a bit of precision (Rouhani et al. 2023, "With Shared
+    Microexponents, A Little Shifting Goes a Long Way", section 3).
+
+    Example: sub-blocks with the largest magnitudes (5, 3, 0.5) have the exponents (2, 1, -1), and
+    E = 2. The steps of MX9, with 6 bits below the leading bit, are 2^-4, 2^-5 and 2^-5: the shift
+    is one bit, however much smaller the values are.
 
     Args:
         amax: Largest magnitude of each sub-block.
         fmt: The format.
-        axis: Axis along which sub-blocks follow each other.
+        axis: Axis of the sub-blocks.
     """
     own = exponent_of(amax).movedim(axis, -1)
     count, per_block = own.shape[-1], fmt.block // fmt.sub_block
@@ -77,8 +93,9 @@ def micro_exponents(amax: torch.Tensor, fmt: Format, axis: int) -> torch.Tensor:
 def block_exponent(lo: torch.Tensor, hi: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Return the exponent of the step of block floating point, for blocks within [lo, hi].
 
-    It is that of the largest magnitude less the width of the mantissa, and one more if that value
-    would round beyond the codes.
+    It is the exponent of the largest magnitude minus the mantissa width, plus 1 if that value
+    would round beyond the codes. Example, codes of 8 bits: 127.4 rounds to code 127 under the step
+    2^0; 127.5 would round to 128, so its step is 2^1.
     """
     exponent = exponent_of(torch.maximum(-lo, hi)) - (fmt.bits - 2)
     step = power_of_two(exponent.clamp(min=-149))

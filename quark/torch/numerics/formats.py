@@ -1,4 +1,4 @@
-"""Number formats. A format is a value: everything else about it is derived from its fields."""
+"""Number formats. A format is a value: its range, grid and packing derive from its fields."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ class Format:
     Attributes:
         name: Name used in configurations and checkpoints.
         bits: Width of one code.
-        signed: Whether there are negative codes, in two's complement where they are integers.
+        signed: Whether there are negative codes; integers are in two's complement.
         exponent_bits: Exponent width of a float, 0 for integers.
         mantissa_bits: Stored mantissa width of a float, 0 for integers.
         max_value: Largest finite magnitude of a float, 0 for integers.
-        native: torch dtype which holds exactly the values of a float format.
-        scaled: Whether values are divided by a scale before they are rounded. Formats as wide as
-            bfloat16 are plain casts.
-        word_codes: How many codes share one packed word; 1 means that codes are stored as they are.
+        native: torch dtype with exactly the values of a float format.
+        scaled: Whether values are divided by a scale before rounding. bfloat16 and float16 are
+            plain casts.
+        word_codes: Number of codes in a packed word; 1 stores codes unpacked.
         word_dtype: Element type of packed storage. A word may span several elements.
-        first_high: Whether the first code of a word sits in its highest bits.
-        narrow: Whether the most negative code of an integer format is left out.
-        fraction_bits: Bits behind the binary point of an integer code.
-        block: Elements that share an exponent, where the format itself fixes how.
+        first_high: Whether the first code of a word is in its highest bits.
+        narrow: Whether an integer format excludes its most negative code.
+        fraction_bits: Bits after the binary point of an integer code.
+        block: Elements that share an exponent, if the format fixes their number; else 0.
         sub_block: Elements of a block that share a one-bit shift of the exponent.
     """
 
@@ -55,7 +55,7 @@ class Format:
 
     @property
     def is_encoded(self) -> bool:
-        """Whether codes are bits of a float that torch has no type for."""
+        """Whether codes are the bits of a float without a torch type."""
         return self.is_float and self.native is None
 
     @property
@@ -95,9 +95,9 @@ class Format:
 
 
 class Dtype(Enum):
-    """The number formats by name. Adding one is a line here.
+    """The number formats by name. A new format is one line here.
 
-    ``Dtype("int8")`` and ``Dtype.from_str("INT8")`` find a member by its name.
+    ``Dtype("int8")`` and ``Dtype.from_str("INT8")`` return a member by its name.
     """
 
     int32 = Format("int32", 32)

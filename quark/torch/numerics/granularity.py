@@ -1,4 +1,8 @@
-"""Granularity: which elements of a tensor share one scale, as a shape."""
+"""Granularity as shapes: the blocks of elements that share a scale, and the shape of the scales.
+
+``block_shape`` decides which elements share a scale, ``scale_shape`` the shape of the scales.
+Padding to whole blocks is decided by ``Blocks`` and nowhere else.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,15 @@ import torch.nn.functional as F
 
 
 class QSchemeType(Enum):
-    """Documented names of granularities."""
+    """Granularities by their documented names."""
 
     per_tensor = "per_tensor"
     per_channel = "per_channel"
     per_group = "per_group"
     per_block = "per_block"
+
+
+GROUPED = (QSchemeType.per_group, QSchemeType.per_block)
 
 
 def block_shape(
@@ -27,21 +34,22 @@ def block_shape(
     per_token: bool = False,
     block: tuple[int, int] | None = None,
 ) -> tuple[int, ...]:
-    """Return the shape of the block of elements which share a scale.
+    """Return the shape of the block of elements that share a scale.
 
-    Worked example, a weight of shape (out, in) = (8, 64): per tensor (8, 64); per channel along
-    axis 0 (1, 64); per group of 32 along axis -1 (1, 32).
+    Example, a weight of shape (out, in) = (8, 64): per tensor (8, 64); per channel along axis 0
+    (1, 64); per group of 32 along axis -1 (1, 32); per block of 4 x 16 (4, 16).
 
     Args:
         shape: Shape of the tensor.
         qscheme: Granularity.
-        axis: Channel axis, or the axis that is cut in groups.
-        group: Elements of a group; -1 takes the whole axis.
-        per_token: Every position along all axes but the last has a scale of its own.
-        block: Rows and columns of a block per block, along the last two axes; -1 for all.
+        axis: Channel axis, or the axis that groups divide.
+        group: Group size; -1 for the whole axis.
+        per_token: Whether each position along all axes but the last has its own scale.
+        block: Rows and columns of a two-dimensional block, along the last two axes; -1 for all.
 
     Raises:
-        ValueError: ``axis`` is not an axis of the tensor, or it has too few for ``block``.
+        ValueError: ``axis`` is not an axis of the tensor, or the tensor has too few axes for
+            ``block``.
     """
     if per_token:
         return (1,) * (len(shape) - 1) + shape[-1:]
@@ -64,16 +72,41 @@ def block_shape(
     return tuple(size if i == axis else 1 for i, n in enumerate(shape))
 
 
+def scale_shape(
+    shape: tuple[int, ...], qscheme: QSchemeType, axis: int, grid: tuple[int, ...], per_token: bool
+) -> tuple[int, ...]:
+    """Return the shape of the scales of a tensor.
+
+    It is [] per tensor, [channels] per channel, and the grid of blocks otherwise. Example, a
+    weight of shape (8, 64): per group of 32 along axis -1, the scales have the shape (8, 2).
+
+    Args:
+        shape: Shape of the tensor.
+        qscheme: Granularity.
+        axis: Channel axis.
+        grid: ``Blocks.grid`` of the tensor.
+        per_token: As in ``block_shape``.
+    """
+    if per_token or qscheme in GROUPED:
+        return grid
+    return (shape[axis],) if qscheme is QSchemeType.per_channel else ()
+
+
 @dataclass(frozen=True)
 class Blocks:
-    """A view of a tensor in which whole axes are reduced to get one number per block.
+    """A view of a tensor whose ``reduced`` axes run inside a block.
+
+    Reducing these axes gives one number per block. Example: blocks of (2, 3) over a tensor of
+    (4, 6) give the view (2, 2, 2, 3) with the reduced axes (1, 3): element (i, j) of the tensor is
+    element (i // 2, i % 2, j // 3, j % 3) of the view. Rows of 100 in groups of 32 are padded to
+    128: the last group holds 4 values and 28 zeros.
 
     Attributes:
         shape: Shape of the tensor.
-        padded: Shape after zero padding to whole blocks; equal to ``shape`` if nothing is ragged.
-        view: Shape of the view. Neighbouring axes of one kind are merged, so its rank is minimal.
-        reduced: Axes of the view which run inside a block.
-        grid: Number of blocks along each axis of the tensor: the natural shape of the scales.
+        padded: Shape after zero padding to whole blocks; equal to ``shape`` if blocks divide it.
+        view: Shape of the view. Adjacent axes of one kind are merged, so its rank is minimal.
+        reduced: Axes of the view that run inside a block.
+        grid: Number of blocks along each axis of the tensor.
     """
 
     shape: tuple[int, ...]
@@ -83,9 +116,11 @@ class Blocks:
     grid: tuple[int, ...]
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], block: tuple[int, ...]) -> Blocks:
-        """Lay blocks of shape ``block`` over a tensor of shape ``shape``."""
+    def cover(cls, shape: tuple[int, ...], block: tuple[int, ...]) -> Blocks:
+        """Cover a tensor of shape ``shape`` with blocks of shape ``block``."""
         grid = tuple(-(-n // b) if b else 0 for n, b in zip(shape, block, strict=True))
+        # Each axis of the tensor is (blocks, size of a block). Axes of length 1 are left out, and
+        # adjacent axes of one kind are merged: (8, 64) in rows is (8, 1, 1, 64), then (8, 64).
         axes: list[tuple[int, bool]] = []  # (size, runs inside a block)
         for count, size in zip(grid, block, strict=True):
             for length, inside in ((count, False), (size, True)):
@@ -111,7 +146,7 @@ class Blocks:
         return tuple(1 if i in self.reduced else n for i, n in enumerate(self.view))
 
     def split(self, x: torch.Tensor) -> torch.Tensor:
-        """View ``x`` in blocks, zero-padding ragged ones. Zeros never widen a range that has 0."""
+        """View ``x`` in blocks. Padding with zeros does not widen a range that includes 0."""
         x = x.reshape(self.shape)
         if self.padded != self.shape:
             widths = [p - n for n, p in zip(self.shape, self.padded, strict=True)]
@@ -126,10 +161,10 @@ class Blocks:
         return x
 
     def spread(self, scale: torch.Tensor) -> torch.Tensor:
-        """View one number per block, of any shape, so that it broadcasts over ``view``.
+        """View a tensor with one number per block so that it broadcasts over ``view``.
 
         Raises:
-            ValueError: The count differs from the number of blocks.
+            ValueError: The number of elements differs from the number of blocks.
         """
         if scale.numel() != math.prod(self.grid):
             raise ValueError(
@@ -141,9 +176,9 @@ class Blocks:
 
 
 def row_pieces(x: torch.Tensor, elements: int) -> list[torch.Tensor]:
-    """Cut along the first axis in pieces of about so many elements, which stay in a CPU's cache.
+    """Split along the first axis into pieces of about ``elements`` elements, which fit a CPU cache.
 
-    A small tensor, or one on another device, is one piece.
+    A small tensor, or a tensor on another device, is one piece.
     """
     if x.device.type != "cpu" or x.numel() <= elements:
         return [x]

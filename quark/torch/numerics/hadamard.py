@@ -1,4 +1,4 @@
-"""Hadamard matrices and fast rotations by them.
+"""Hadamard matrices, and fast products with them.
 
 Orders: 1, 2, q + 1 for prime powers q = 3 mod 4 and 2 (q + 1) for q = 1 mod 4 (Paley 1933), and
 their products (Sylvester 1867: Kronecker products of Hadamard matrices are Hadamard matrices).
@@ -14,14 +14,15 @@ from itertools import product
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-FACTOR = 128  # largest side of a dense factor, where a matrix has smaller ones
+FACTOR = 128  # largest side of a dense factor, if a matrix has Kronecker factors
 
 
 @cache
 def cores(n: int) -> tuple[int, ...] | None:
-    """Return orders whose Kronecker product has order ``n``, the largest as small as possible.
+    """Return orders with the product ``n``, the largest order as small as possible.
 
-    None if no construction reaches ``n``.
+    Return None if no construction reaches ``n``. Example: 40 = 20 * 2 (Paley 19 + 1, Sylvester 2),
+    14336 = 28 * 2^9.
     """
     if n in (1, 2):
         return (n,)
@@ -51,7 +52,8 @@ def hadamard(n: int, device: torch.device | str | None = None) -> torch.Tensor:
         raise ValueError(
             f"No Hadamard matrix of order {n} is known here: take blocks of {largest_order(n)}."
         )
-    # Cores are gathered to few factors of even size, in which products are fast.
+    # Gather the cores in few factors of similar size, because products with these are fast.
+    # Example, n = 2560: cores 20 and seven times 2 go to two factors, of orders 40 and 64.
     bins = [1] * max(1, math.ceil(math.log(n, FACTOR) - 1e-9))
     gathered = [torch.ones(1, 1, dtype=torch.int8) for _ in bins]
     for order in orders:
@@ -95,6 +97,8 @@ def rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
     if signs is not None:
         y = y * signs.to(y)
     scale = 1.0 if rotation.is_floating_point() else n**-0.5
+    # (A kron B) x for x seen as a matrix (side of A, side of B): multiply by A over the first axis,
+    # then by B over the second: n * (a + b) products instead of n * a * b.
     for factor in factors:
         side, n = len(factor), n // len(factor)
         by = factor.to(y) * scale
@@ -118,7 +122,7 @@ def _prime_power(q: int) -> tuple[int, int] | None:
 
 
 def _core(n: int) -> torch.Tensor:
-    """Return the Hadamard matrix of order ``n`` that is no product of smaller ones."""
+    """Return the Hadamard matrix of order ``n`` from the construction of Sylvester or Paley."""
     if n <= 2:
         return torch.tensor([[1, 1], [1, -1]], dtype=torch.int8)[:n, :n]
     field = _paley_field(n)
@@ -138,9 +142,11 @@ def _core(n: int) -> torch.Tensor:
 
 
 def _residues(p: int, k: int) -> torch.Tensor:
-    """Return (q, q) int8: 1 where the difference of two elements of a field is a square, else -1.
+    """Return (q, q) int8: 1 if the difference of two field elements is a square, 0 if 0, else -1.
 
-    Elements are polynomials over the integers modulo p. Even powers of a primitive one are squares.
+    Elements are polynomials over the integers modulo p; the polynomial a + b x has the number
+    a + b p. The even powers of a primitive element are the squares. Example, p = 7, k = 1: the
+    squares are 1, 2 and 4.
     """
     powers = next(
         found for rule in product(range(p), repeat=k) if len(found := _powers(rule, p)) == p**k - 1
@@ -154,7 +160,11 @@ def _residues(p: int, k: int) -> torch.Tensor:
 
 
 def _powers(rule: tuple[int, ...], p: int) -> list[tuple[int, ...]]:
-    """Return the powers of x until they repeat, where x^k is the polynomial ``rule``."""
+    """Return the powers of x up to the first that repeats, if x^k equals the polynomial ``rule``.
+
+    Multiplying by x shifts the coefficients up by one; the coefficient of x^k is replaced by that
+    multiple of ``rule``.
+    """
     one = (1, *(0 for _ in rule[1:]))
     powers, element = [one], one
     while len(powers) < p ** len(rule):
@@ -172,7 +182,7 @@ _KNOWN: MutableMapping[torch.Tensor, tuple[int, _Factored]] = WeakIdKeyDictionar
 
 
 def _factored(rotation: torch.Tensor) -> _Factored:
-    """Return row signs and Kronecker factors of a rotation; remembered as long as it lives."""
+    """Return row signs and Kronecker factors of a rotation, cached as long as it exists."""
     if rotation.is_floating_point():
         return None, [rotation]
     version = 0 if rotation.is_inference() else rotation._version
@@ -185,7 +195,11 @@ def _factored(rotation: torch.Tensor) -> _Factored:
 
 
 def _factors(matrix: torch.Tensor) -> list[torch.Tensor]:
-    """Return matrices whose Kronecker product is ``matrix``, whose first column is 1."""
+    """Return matrices whose Kronecker product is ``matrix``.
+
+    The first column of ``matrix`` is 1. The matrix is a product of left (n/b, n/b) and right (b, b)
+    if each of its blocks of (b, b) is the right factor times the sign of the left one.
+    """
     n = len(matrix)
     if n <= FACTOR:
         return [matrix]

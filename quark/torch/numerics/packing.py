@@ -1,7 +1,12 @@
 """Codes to words and back. Packing moves bits and nothing else.
 
-A word holds ``fmt.word_codes`` neighbours along one axis. Where it is wider than the storage type
-it is written in several elements, lowest bits first.
+A word holds ``fmt.word_codes`` adjacent codes along one axis. A word wider than the storage type
+takes several elements, lowest bits first. Examples::
+
+    int4, codes 0 … 7, "order"     0x76543210   code 0 in the lowest four bits
+    int4, codes 0 … 7, "reorder"   0x75316420   even codes below, odd codes above (AWQ)
+    uint2, codes 1 2 3 0           0b01101100   the first code in the highest bits
+    fp6, codes 1 2 3 4             0x103081     24 bits in the bytes 0x81 0x30 0x10
 """
 
 from __future__ import annotations
@@ -14,14 +19,14 @@ import torch.nn.functional as F
 from quark.torch.numerics.formats import Format
 from quark.torch.numerics.granularity import join_rows, row_pieces
 
-PIECE = 1 << 20  # codes that go through at once
+PIECE = 1 << 20  # codes that are packed at a time
 
-# Position j of a 32-bit word holds the code ORDERS[...][j] (the second is AWQ's interleaving).
+# Position j of a 32-bit word, from the lowest bits up, holds the code ORDERS[...][j].
 ORDERS = {"order": (0, 1, 2, 3, 4, 5, 6, 7), "reorder": (0, 2, 4, 6, 1, 3, 5, 7)}
 
 
 def packed_size(count: int, fmt: Format) -> int:
-    """Elements of storage that ``count`` codes take along their axis."""
+    """Return the number of storage elements that ``count`` codes take along their axis."""
     return -(-count // fmt.word_codes) * _elements(fmt)
 
 
@@ -33,7 +38,7 @@ def pack(
     Args:
         codes: (…, n, …), type ``fmt.code_dtype``.
         fmt: Format of the codes.
-        pack_method: "reorder" or "order": how 4-bit codes lie in a 32-bit word.
+        pack_method: Order of 4-bit codes in a 32-bit word, "reorder" or "order".
         axis: Axis of the n codes.
 
     Returns:
@@ -76,7 +81,7 @@ def unpack(
         words: (…, packed_size(count, fmt), …).
         fmt: Format of the codes.
         count: Codes along the axis.
-        pack_method: As it was packed.
+        pack_method: Order of the codes, as in ``pack``.
         axis: Axis of the words.
 
     Returns:
@@ -101,26 +106,27 @@ def _unpacked(words: torch.Tensor, fmt: Format, shifts: list[int], axis: int) ->
     top = 8 * word.itemsize - fmt.bits
     extends = codes.dtype.is_signed
     for i, shift in enumerate(shifts):
-        # Up to the top of the word, then down with or without the sign.
+        # Shift the code to the top of the word, then down with its sign: of the 32-bit word
+        # 0x000000F0, the code at bit 4 goes up by 24 to 0xF0000000 and down by 28 to -1.
         part = (word << (top - shift)).bitwise_right_shift_(top)
         codes.select(axis + 1, i).copy_(part if extends else part.bitwise_and_((1 << fmt.bits) - 1))
     return codes.flatten(axis, axis + 1)
 
 
 def _elements(fmt: Format) -> int:
-    """Elements of storage in one word."""
+    """Return the number of storage elements of a word."""
     if fmt.word_codes == 1:
         return 1
     return fmt.word_codes * fmt.bits // (8 * fmt.storage_dtype.itemsize)
 
 
 def _word_dtype(fmt: Format) -> torch.dtype:
-    """Integer type in which a word is put together."""
+    """Return an integer type that holds a word."""
     return torch.int32 if fmt.word_codes * fmt.bits <= 32 else torch.int64
 
 
 def _shifts(fmt: Format, pack_method: str) -> list[int]:
-    """Bit position of each code of a word."""
+    """Return the position of the lowest bit of each code in a word."""
     if pack_method not in ORDERS:
         raise ValueError(f"pack_method={pack_method!r} is unknown: give one of {list(ORDERS)}.")
     places = list(range(fmt.word_codes))

@@ -1,10 +1,11 @@
-"""Values to codes, codes to values, and their composition, fake quantization.
+"""Quantize (values to codes), dequantize (codes to values) and fake-quantize (both).
 
-All arithmetic is float32 whatever the type of the tensor. For integers, values are multiplied by
-the reciprocal of the scale, as ``torch.fake_quantize_per_tensor_affine`` does; for floats they are
-divided by it, as is documented. Either would move one exact tie in eight of the other. (Scales that
-are powers of two divide: it is exact, and their reciprocal could overflow.) Integers of more than
-24 bits need float64. On a CPU the work goes through pieces that stay in the cache.
+All arithmetic is float32, whatever the type of the tensor; integers of more than 24 bits need
+float64. For integers, values are multiplied by the reciprocal of the scale, as in
+``torch.fake_quantize_per_tensor_affine``. For floats, values are divided by the scale, as the
+formats document. The two methods round one in eight exact ties differently. Scales that are powers
+of two divide: that is exact, and their reciprocal could overflow. On a CPU, tensors are processed
+in pieces that fit the cache.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from quark.torch.numerics.scales import block_range, qparams_from_range
 from quark.torch.numerics.scheme import Scheme
 
 CHUNK = 1 << 18  # elements of a piece: 1 MiB of float32
-RANGE_CHUNK = 1 << 20  # the same where ranges are found, whose results are smaller
+RANGE_CHUNK = 1 << 20  # elements of a piece whose ranges are computed, with smaller results
 FLOAT16_MAX = torch.finfo(torch.float16).max
 E4M3_VALUES = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()
 
@@ -46,15 +47,16 @@ def quantize(
     return _map(_to_codes, x, scale, zero_point, scheme, fmt.code_dtype)
 
 
-def codes_of(
+def recover_codes(
     values: torch.Tensor,
     scale: torch.Tensor | None,
     zero_point: torch.Tensor | None,
     scheme: Scheme,
 ) -> torch.Tensor:
-    """Return the codes of values that are quantized already: the nearest, whatever the rounding.
+    """Return the codes of values that are quantized already: the nearest codes.
 
-    Rounding down, say, a value may lie a float32 step below its code and would lose a whole one.
+    The rounding mode of the scheme does not apply. Example: code 3 under the scale 0.1 has the
+    value 0.3, which may be stored as 0.29999998. Rounding that down would give code 2.
     """
     return quantize(values, scale, zero_point, replace(scheme, rounding=RoundType.half_even))
 
@@ -75,7 +77,7 @@ def dequantize(
 def fake_quantize_(
     x: torch.Tensor, scale: torch.Tensor | None, zero_point: torch.Tensor | None, scheme: Scheme
 ) -> torch.Tensor:
-    """Replace ``x`` by dequantize(quantize(x)) without a copy, and return it."""
+    """Replace ``x`` by dequantize(quantize(x)) in place and return it."""
     if not scheme.fmt.scaled:
         return x.copy_(quantize(x, None, None, scheme))
     result = _map(_round_trip, x, scale, zero_point, scheme, x.dtype, out=x)
@@ -90,8 +92,8 @@ def fake_quantize(
 ) -> torch.Tensor:
     """Return dequantize(quantize(x)) in the type of ``x``.
 
-    The gradient passes straight through where x is inside the range of the codes and is zero
-    where it saturates (Bengio et al. 2013, section 4).
+    The gradient passes straight through if x is inside the range of the codes, and is zero
+    if x saturates (Bengio et al. 2013, section 4).
     """
     result: torch.Tensor = _FakeQuantize.apply(x, scale, zero_point, scheme)  # type: ignore[no-untyped-call]
     return result
@@ -100,12 +102,13 @@ def fake_quantize(
 def dynamic_qparams(
     x: torch.Tensor, scheme: Scheme, tensor_scale: torch.Tensor | None = None
 ) -> QParams:
-    """Return the scale and zero point of the values of ``x`` itself.
+    """Return scale and zero point for the range of ``x`` itself.
 
-    Block scales are relative to ``tensor_scale`` where they have two levels.
+    Two-level block scales are relative to ``tensor_scale``.
     """
     x = x.detach()
-    apart = scheme.blocks(x.shape).grid[:1] == x.shape[:1]  # no block holds values of two rows
+    # Rows can be processed in pieces if no block spans two rows and no tensor scale is needed.
+    apart = scheme.blocks(x.shape).grid[:1] == x.shape[:1]
     whole = scheme.scale.two_level and tensor_scale is None
     pieces = row_pieces(x, RANGE_CHUNK) if apart and not whole else [x]
     parts = [
@@ -116,7 +119,7 @@ def dynamic_qparams(
 
 
 def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Convert to a float type, in which values beyond its range become its largest."""
+    """Convert to a float type; values beyond its range saturate."""
     bound = torch.finfo(dtype).max
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     size = CHUNK if x.device.type == "cpu" else max(1, x.numel())
@@ -149,27 +152,27 @@ class _FakeQuantize(torch.autograd.Function):
 
 
 class _Factors(NamedTuple):
-    """What a piece is quantized by, broadcast over it."""
+    """Scale, its reciprocal and zero point of a piece, in shapes that broadcast over it."""
 
     scale: torch.Tensor
     inverse: torch.Tensor
     zero_point: torch.Tensor | None
 
-    def cut(self, rows: slice) -> _Factors:
+    def slice_rows(self, rows: slice) -> _Factors:
         """Return the factors of some rows of the view."""
         if self.scale.shape[0] == 1:
             return self
         zeros = None if self.zero_point is None else self.zero_point[rows]
         return _Factors(self.scale[rows], self.inverse[rows], zeros)
 
-    def columns(self) -> list[_Factors]:
-        """Return the factors of each column, given those of (columns, rows)."""
+    def split_columns(self) -> list[_Factors]:
+        """Return the factors of each column of factors of shape (columns, rows)."""
         zeros = [None] * len(self.scale) if self.zero_point is None else self.zero_point.unbind()
         parts = zip(self.scale.unbind(), self.inverse.unbind(), zeros, strict=True)
         return [_Factors(*part) for part in parts]
 
-    def rows(self, rows: torch.Tensor) -> _Factors:
-        """Return the factors of some rows, given those of (columns, rows)."""
+    def select_rows(self, rows: torch.Tensor) -> _Factors:
+        """Return the factors of some rows of factors of shape (columns, rows)."""
         zeros = None if self.zero_point is None else self.zero_point[:, rows]
         return _Factors(self.scale[:, rows], self.inverse[:, rows], zeros)
 
@@ -182,17 +185,17 @@ class ColumnRounding(Protocol):
 
         Args:
             x: (rows,) values.
-            column: Which column.
+            column: Index of the column.
         """
         ...
 
-    def of_rows(self, rows: torch.Tensor) -> ColumnRounding:
-        """Return what rounds some rows, (rows,) int64, of every column."""
+    def select_rows(self, rows: torch.Tensor) -> ColumnRounding:
+        """Return the rounding of some rows, (rows,) int64, of every column."""
         ...
 
 
 class ColumnRounder:
-    """Rounds columns under scales that are settled beforehand; see ``ColumnRounding``.
+    """Rounds columns under given scales; see ``ColumnRounding``.
 
     Args:
         factors: Scales and zero points of every value, (columns, rows).
@@ -201,10 +204,10 @@ class ColumnRounder:
 
     def __init__(self, factors: _Factors, scheme: Scheme) -> None:
         self._factors, self._scheme = factors, scheme
-        self._columns = factors.columns()
+        self._columns = factors.split_columns()
 
     @classmethod
-    def of(
+    def from_scale(
         cls,
         scale: torch.Tensor,
         zero_point: torch.Tensor | None,
@@ -212,7 +215,7 @@ class ColumnRounder:
         shape: tuple[int, ...],
         axis: int = 1,
     ) -> ColumnRounder:
-        """Return what rounds a matrix.
+        """Return the rounding of a matrix under given scales.
 
         Args:
             scale: One per block.
@@ -223,36 +226,39 @@ class ColumnRounder:
         """
         blocks = scheme.blocks(shape)
 
-        def turned(x: torch.Tensor) -> torch.Tensor:
+        def columns_first(x: torch.Tensor) -> torch.Tensor:
+            """One number per block to one per value, (columns, rows)."""
             whole = blocks.spread(x.float()).expand(blocks.view)
             return blocks.join(whole).reshape(shape).movedim(axis, 0).flatten(1).contiguous()
 
         zeros = None
         if zero_point is not None and not (scheme.symmetric and scheme.fmt.signed):
-            zeros = turned(zero_point)
-        return cls(_Factors(turned(scale), turned(scale.float().reciprocal()), zeros), scheme)
+            zeros = columns_first(zero_point)
+        return cls(
+            _Factors(columns_first(scale), columns_first(scale.float().reciprocal()), zeros), scheme
+        )
 
     def __call__(self, x: torch.Tensor, column: int) -> torch.Tensor:
         """Return the rounded values of a column."""
         return _round_trip(x.clone(), self._columns[column], self._scheme)
 
-    def of_rows(self, rows: torch.Tensor) -> ColumnRounder:
-        """Return what rounds some rows of every column."""
-        return ColumnRounder(self._factors.rows(rows), self._scheme)
+    def select_rows(self, rows: torch.Tensor) -> ColumnRounder:
+        """Return the rounding of some rows of every column."""
+        return ColumnRounder(self._factors.select_rows(rows), self._scheme)
 
 
-# The maps below work on one piece, in float32 or float64, and may overwrite it.
+# The functions below process one piece in float32 or float64, and may overwrite it.
 _Piece = Callable[[torch.Tensor, _Factors, Scheme], torch.Tensor]
 
 
-def _divided(x: torch.Tensor, by: _Factors, scheme: Scheme) -> torch.Tensor:
+def _divide(x: torch.Tensor, by: _Factors, scheme: Scheme) -> torch.Tensor:
     return x.div_(by.scale) if scheme.divides else x.mul_(by.inverse)
 
 
-def _rounded(x: torch.Tensor, by: _Factors, scheme: Scheme) -> torch.Tensor:
-    """Values to codes, or to the values of codes where the format is a float."""
+def _round(x: torch.Tensor, by: _Factors, scheme: Scheme) -> torch.Tensor:
+    """Return integer codes, or for a float format the rounded values x / scale."""
     fmt, mode = scheme.fmt, scheme.rounding
-    x = _divided(x, by, scheme)
+    x = _divide(x, by, scheme)
     if fmt.is_float:
         return round_to_grid_(x, fmt, mode)
     if by.zero_point is None:
@@ -264,27 +270,28 @@ def _rounded(x: torch.Tensor, by: _Factors, scheme: Scheme) -> torch.Tensor:
     return x.clamp_(fmt.qmin, fmt.qmax)
 
 
-def _scaled(x: torch.Tensor, by: _Factors, scheme: Scheme) -> torch.Tensor:
+def _rescale(x: torch.Tensor, by: _Factors, scheme: Scheme) -> torch.Tensor:
     return (x if by.zero_point is None else x.sub_(by.zero_point)).mul_(by.scale)
 
 
 def _to_codes(x: torch.Tensor, by: _Factors, scheme: Scheme) -> torch.Tensor:
-    x = _rounded(x, by, scheme)
+    x = _round(x, by, scheme)
     return encode(x, scheme.fmt) if scheme.fmt.is_encoded else x
 
 
 def _from_codes(x: torch.Tensor, by: _Factors, scheme: Scheme) -> torch.Tensor:
-    return _scaled(decode(x, scheme.fmt) if scheme.fmt.is_encoded else x, by, scheme)
+    return _rescale(decode(x, scheme.fmt) if scheme.fmt.is_encoded else x, by, scheme)
 
 
 def _round_trip(x: torch.Tensor, by: _Factors, scheme: Scheme) -> torch.Tensor:
-    return _scaled(_rounded(x, by, scheme), by, scheme)
+    return _rescale(_round(x, by, scheme), by, scheme)
 
 
 def _is_inside(x: torch.Tensor, by: _Factors, scheme: Scheme) -> torch.Tensor:
     fmt = scheme.fmt
-    x = _divided(x, by, scheme)
-    # Half a step beyond the last code still rounds to it; the slack absorbs the reciprocal.
+    x = _divide(x, by, scheme)
+    # Values up to half a step beyond the last code still round to it. 0.501 instead of 0.5 allows
+    # for the rounding of the reciprocal. Example, fp4: max 6, step 2, so the limit is 7.002.
     if fmt.is_float:
         step = 2.0 ** (fmt.max_exponent - fmt.mantissa_bits)
         limit = fmt.max_value + 0.501 * step
@@ -303,9 +310,9 @@ def _map(
     dtype: torch.dtype,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Apply ``piece`` block by block and return the result in ``dtype``, in the shape of ``x``.
+    """Apply ``piece`` to the pieces of ``x`` and return the result in ``dtype`` and the shape of x.
 
-    ``out`` may be ``x`` itself. It is used only if it can be viewed in blocks without a copy.
+    ``out`` may be ``x`` itself. It is used only if its blocks can be viewed without a copy.
     """
     if scale is None:
         raise ValueError(f"{scheme.fmt.name} needs a scale, but none was given.")
@@ -321,7 +328,7 @@ def _map(
         out = torch.empty(blocks.padded, dtype=dtype, device=x.device)
     views = blocks.split(x), out.view(blocks.view)
     for src, dst, by in _pieces(*views, _Factors(scales, scales.reciprocal(), zeros)):
-        # Work in place in the result: one buffer less to travel through the cache.
+        # Work in place in the result if it is wide enough: one buffer less in the cache.
         work = dst if dst.dtype == wide else torch.empty(src.shape, dtype=wide, device=src.device)
         if work.data_ptr() != src.data_ptr():
             _load(src, work)
@@ -332,9 +339,9 @@ def _map(
 
 
 def _load(src: torch.Tensor, work: torch.Tensor) -> None:
-    """Copy values or codes to float32."""
+    """Copy values or codes to the float32 buffer ``work``."""
     if src.dtype == torch.float8_e4m3fn and src.device.type == "cpu":
-        # Torch converts these one by one there: looking the value up is five times faster.
+        # Torch converts this type one value at a time; a table lookup is five times faster.
         codes = src.view(torch.uint8).flatten().to(torch.int32)
         torch.index_select(E4M3_VALUES, 0, codes, out=work.view(-1))
     else:
@@ -342,22 +349,22 @@ def _load(src: torch.Tensor, work: torch.Tensor) -> None:
 
 
 def _store(done: torch.Tensor, dst: torch.Tensor) -> None:
-    """Copy a float32 result, or flags, to where it belongs."""
+    """Copy a float32 result, or flags, to ``dst``."""
     if dst.dtype == torch.float16:
-        done.clamp_(-FLOAT16_MAX, FLOAT16_MAX)  # rounding up may have left its range
+        done.clamp_(-FLOAT16_MAX, FLOAT16_MAX)  # rounding up may exceed the range
     elif dst.dtype == torch.uint8:
-        done = done.to(torch.int32)  # without this detour torch converts one by one
+        done = done.to(torch.int32)  # torch converts float32 to uint8 directly one value at a time
     dst.copy_(done)
 
 
 def _pieces(
     src: torch.Tensor, dst: torch.Tensor, by: _Factors
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, _Factors]]:
-    """Cut along the first axis in pieces of about ``CHUNK`` elements (one piece on a GPU)."""
+    """Split along the first axis into pieces of about ``CHUNK`` elements (one piece on a GPU)."""
     rows = max(1, CHUNK * src.shape[0] // max(1, src.numel()))
     if src.device.type != "cpu" or rows >= src.shape[0]:
         yield src, dst, by
         return
     for start in range(0, src.shape[0], rows):
-        cut = slice(start, start + rows)
-        yield src[cut], dst[cut], by.cut(cut)
+        rows_of_piece = slice(start, start + rows)
+        yield src[rows_of_piece], dst[rows_of_piece], by.slice_rows(rows_of_piece)

@@ -10,7 +10,7 @@ from quark.torch.numerics.formats import Format
 
 
 class RoundType(Enum):
-    """How a value between two codes is decided.
+    """Rounding mode of values between two codes.
 
     ``half_even`` rounds to the nearest, ties to the even code; ``round`` rounds to the nearest,
     ties away from zero; ``floor`` rounds towards minus infinity.
@@ -27,7 +27,7 @@ def round_(x: torch.Tensor, mode: RoundType) -> torch.Tensor:
         return x.round_()
     if mode is RoundType.floor:
         return x.floor_()
-    # floor(|x| + 1/2) is off for |x| just below 1/2, where the sum itself rounds up to 1.
+    # Not floor(|x| + 1/2): for 0.49999997, the float32 below 1/2, the sum rounds up to 1.
     whole = x.trunc()
     away = x.sub(whole).abs_().ge_(0.5).copysign_(x)
     return torch.add(whole, away, out=x)
@@ -36,8 +36,11 @@ def round_(x: torch.Tensor, mode: RoundType) -> torch.Tensor:
 def round_to_grid_(x: torch.Tensor, fmt: Format, mode: RoundType) -> torch.Tensor:
     """Round float32 ``x`` in place to the values of a float format, saturating at its largest.
 
-    The step of the grid is two to the exponent of x less the mantissa width. The exponent is read
-    from the bits: a float32 logarithm is off by one just below a power of two. NaN stays NaN.
+    The step of the grid is two to the power of the exponent of x minus the mantissa width. The
+    exponent is read from the bits, because a float32 logarithm is off by one just below a power of
+    two. NaN stays NaN. Example, fp4 (one mantissa bit): 2.9 = 1.45 * 2^1 has the step 2^(1 - 1) = 1
+    and rounds to 3; 0.3 is below the smallest normal number 2^0, has the step 2^-1 and rounds to
+    0.5.
     """
     x.clamp_(-fmt.max_value if fmt.signed else 0.0, fmt.max_value)
     exponent = x.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)  # 2^e

@@ -1,4 +1,4 @@
-"""Scales as they are stored, and back: exponents, narrow floats, exponents with shift bits."""
+"""Stored scales and back: biased exponents, narrow floats, exponents with shift bits."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ BIAS = 127
 def stored_shape(grid: tuple[int, ...], scheme: Scheme) -> tuple[int, ...]:
     """Return the shape in which scales of shape ``grid`` are stored.
 
-    Formats with shift bits store, for each block along the last axis, the bytes (exponent, shifts
-    of eight sub-blocks, ...), so that axis gives way to two: blocks and bytes.
+    Formats with shift bits store the bytes (exponent, shifts of eight sub-blocks, ...) for each
+    block. The quantized axis moves to the end and becomes two axes: blocks and bytes. Example,
+    MX9 over (4, 64): scales of (4, 32) sub-blocks are stored as (4, 4, 2).
     """
     fmt = scheme.fmt
     if not fmt.sub_block:
         return grid
-    along = _last(grid, scheme)
-    return (*along[:-1], -(-along[-1] // _per_block(fmt)), 1 + _shift_bytes(fmt))
+    moved = _axis_last(grid, scheme)
+    return (*moved[:-1], -(-moved[-1] // _per_block(fmt)), 1 + _shift_bytes(fmt))
 
 
 def stored_dtype(scheme: Scheme) -> torch.dtype:
@@ -35,12 +36,12 @@ def stored_dtype(scheme: Scheme) -> torch.dtype:
 def encode_scale(
     scale: torch.Tensor, scheme: Scheme, tensor_scale: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return scales as they are stored.
+    """Return scales in the stored type and shape.
 
     Args:
-        scale: Scales as they are multiplied, in the natural shape of the scheme.
+        scale: Scales that codes are multiplied by, of shape ``scheme.scale_shape``.
         scheme: How the tensor is quantized.
-        tensor_scale: Scale of the scales, where there is one.
+        tensor_scale: Tensor scale [] of two-level scales, or None.
     """
     fmt, to = scheme.fmt, scheme.scale
     if scheme.shares_exponents:
@@ -51,7 +52,9 @@ def encode_scale(
     if to.fmt is None or to.dtype == torch.float32:
         return scale.to(to.dtype)
     ratio = scale
-    if tensor_scale is not None:  # the product was rounded, so the quotient may be off the grid
+    # Scale = ratio * tensor scale was rounded to float32, so the quotient may be a float32 step
+    # beside the ratio: rounding it to the grid recovers the ratio exactly.
+    if tensor_scale is not None:
         ratio = round_to_grid_(scale / tensor_scale, to.fmt, RoundType.half_even)
     return ratio.to(to.dtype) if to.dtype.is_floating_point else encode(ratio, to.fmt).to(to.dtype)
 
@@ -66,7 +69,7 @@ def decode_scale(
     fmt, to = scheme.fmt, scheme.scale
     if scheme.shares_exponents:
         if fmt.sub_block:
-            count = _last(scheme.scale_shape(shape), scheme)[-1]
+            count = _axis_last(scheme.scale_shape(shape), scheme)[-1]
             return power_of_two(_without_shifts(stored, fmt, count).movedim(-1, scheme.axis))
         return power_of_two(stored.to(torch.int32) - BIAS - _step_offset(fmt))
     if to.fmt is None or to.dtype == torch.float32:
@@ -76,12 +79,17 @@ def decode_scale(
 
 
 def _step_offset(fmt: Format) -> int:
-    """Difference between the stored exponent of a block and that of a step of its codes."""
+    """Return the stored exponent of a block minus the exponent of the step of its codes.
+
+    Example: MX9 stores E = 2 for values up to 7.9. Its codes of 8 bits reach 127, so the step is
+    2^-4 and the difference 6 = bits - 2.
+    """
     return fmt.bits - 2 if fmt.block else fmt.fraction_bits
 
 
 def _exponent(scale: torch.Tensor) -> torch.Tensor:
-    """Return the exponent of powers of two down to the smallest subnormal."""
+    """Return the exponents of powers of two from 2^127 down to the smallest subnormal, 2^-149."""
+    # Subnormal numbers have no exponent bits: 2^-130 * 2^64 = 2^-66 has.
     tiny = scale < 2.0**-126
     return torch.where(tiny, exponent_of(scale * 2.0**64) - 64, exponent_of(scale))
 
@@ -94,13 +102,17 @@ def _shift_bytes(fmt: Format) -> int:
     return -(-_per_block(fmt) // 8)
 
 
-def _last(grid: tuple[int, ...], scheme: Scheme) -> tuple[int, ...]:
+def _axis_last(grid: tuple[int, ...], scheme: Scheme) -> tuple[int, ...]:
     axis = scheme.axis % len(grid)
     return (*grid[:axis], *grid[axis + 1 :], grid[axis])
 
 
 def _with_shifts(step: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Exponents of the steps of sub-blocks (..., n) to bytes (..., blocks, 1 + shift bytes)."""
+    """Return exponents of steps (..., sub-blocks) as bytes (..., blocks, 1 + shift bytes).
+
+    Example, a block of MX9 whose 8 sub-blocks have the steps 2^-4, 2^-5, ..., 2^-5: E = -4 + 6 = 2
+    is stored as 129, and the shift bits of all sub-blocks but the first as 0b11111110 = 254.
+    """
     size, width = _per_block(fmt), _shift_bytes(fmt)
     padded = F.pad(step, (0, -step.shape[-1] % size), value=-(1 << 20))
     blocks = padded.reshape(*padded.shape[:-1], -1, size)

@@ -12,13 +12,13 @@ from quark.torch.numerics.formats import Dtype, Format
 
 @dataclass(frozen=True)
 class ScaleFormat:
-    """How scales are rounded and stored.
+    """Number format of scales.
 
     Attributes:
         dtype: Type of a stored scale.
-        fmt: Float format narrower than ``dtype`` that scales are rounded to, if any.
-        power_of_two: Whether only the exponent is kept.
-        two_level: Whether scales are rounded relative to one float32 scale of the whole tensor.
+        fmt: Float format that scales are rounded to if it is narrower than ``dtype``, or None.
+        power_of_two: Whether scales are powers of two.
+        two_level: Whether scales are rounded relative to a float32 tensor scale.
     """
 
     dtype: torch.dtype = torch.float32
@@ -28,7 +28,7 @@ class ScaleFormat:
 
     @property
     def held_dtype(self) -> torch.dtype:
-        """Type of a scale in memory: the values of narrow formats are held in float32."""
+        """Type of a scale in memory. Scales in narrow formats are float32 there."""
         return self.dtype if self.dtype.is_floating_point and self.fmt is None else torch.float32
 
 

@@ -1,4 +1,4 @@
-"""From the range of values to scale and zero point."""
+"""Scale and zero point from the range of values."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from quark.torch.numerics.rounding import RoundType, round_to_grid_
 from quark.torch.numerics.scale_formats import ScaleFormat
 from quark.torch.numerics.scheme import Scheme
 
-# Smallest scale of an integer format, 2^-23: representable in float16, and the value that
-# checkpoints in this format carry for all-zero tensors.
+# Smallest scale of an integer format, 2^-23. float16 can represent it, and checkpoints of the
+# documented format have it for all-zero tensors.
 EPS = torch.finfo(torch.float32).eps
 
 
 class ZeroPointType(Enum):
-    """Whether zero points are integers or keep their fraction."""
+    """Type of zero points: integers, or floats that keep their fraction."""
 
     int32 = "int32"
     float32 = "float32"
@@ -43,7 +43,7 @@ def block_range(x: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Te
 
 
 def _extremes(view: torch.Tensor, reduced: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    if reduced == (view.dim() - 1,) and view.shape[-1] == 2:  # reducing pairs one by one is slow
+    if reduced == (view.dim() - 1,) and view.shape[-1] == 2:  # torch reduces pairs slowly
         first, second = view[..., 0], view[..., 1]
         return torch.minimum(first, second), torch.maximum(first, second)
     return view.amin(reduced), view.amax(reduced)
@@ -52,19 +52,23 @@ def _extremes(view: torch.Tensor, reduced: tuple[int, ...]) -> tuple[torch.Tenso
 def qparams_from_range(
     lo: torch.Tensor, hi: torch.Tensor, scheme: Scheme, tensor_scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Solve for scale and zero point of values in [lo, hi], widened to include zero.
+    """Compute scale and zero point for values in [lo, hi], widened to include zero.
 
     Symmetric integers: amax / ((qmax - qmin) / 2), zero point in the middle of the codes.
     Asymmetric: (hi - lo) / (qmax - qmin), zero point qmin - lo / scale, rounded unless
     ``scheme.float_zero_point``. Floats: amax / largest value, no zero point. Formats with shared
     exponents: see ``exponents``.
 
+    Example, values in [-1, 3] and codes of 4 bits: symmetric int4 has the scale 3 / 7.5 = 0.4 and
+    the zero point 0; asymmetric uint4 has the scale 4 / 15 and the zero point 0 + 1 / (4 / 15),
+    rounded to 4.
+
     Args:
         lo: Smallest values, float32.
         hi: Largest values, same shape.
         scheme: How the tensor is quantized.
-        tensor_scale: Scale of the whole tensor where scales have two levels; by default that of
-            the ranges given.
+        tensor_scale: Tensor scale [] of two-level scales; computed from the given ranges by
+            default.
 
     Returns:
         The scale in ``scheme.scale.held_dtype`` and the zero point (int32, float32, or None), in
@@ -99,15 +103,17 @@ def _smallest(fmt: Format) -> float:
 
 
 def _divided(x: torch.Tensor, by: float) -> torch.Tensor:
-    """Divide by a number, rounding once: a GPU would multiply by the reciprocal of a scalar."""
+    """Divide by a number. A GPU multiplies by the reciprocal of a scalar, which rounds twice."""
     return x / torch.full_like(x, by)
 
 
 def tensor_scale_from_range(lo: torch.Tensor, hi: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    """Return the float32 scale [] of a whole tensor whose block scales are relative to it.
+    """Return the float32 tensor scale [] of two-level scales.
 
-    The largest block scale becomes the largest value of the scale format, unless the smallest
-    would be a subnormal number, which has no finite reciprocal.
+    It maps the largest block scale to the largest value of the scale format. It is larger if the
+    smallest block scale would be a subnormal number, which has no finite reciprocal. Example,
+    NVFP4 with an amax of 12: block scales are up to 12 / 6 = 2, and e4m3 reaches 448, so the tensor
+    scale is 12 / (6 * 448) and the largest stored block scale is 448.
     """
     to = scheme.scale.fmt
     assert to is not None
@@ -121,9 +127,10 @@ def tensor_scale_from_range(lo: torch.Tensor, hi: torch.Tensor, scheme: Scheme) 
 def round_scale(
     scale: torch.Tensor, to: ScaleFormat, tensor_scale: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Round float32 scales to the format they are stored in; none becomes zero or infinite."""
+    """Round float32 scales to their stored format. No scale becomes zero or infinite."""
     if to.power_of_two:
-        # The nearest exponent: up from the square root of two.
+        # The nearest exponent: up from the square root of two, whose mantissa is 0x3504F3. Adding
+        # 0x7FFFFF - 0x3504F3 carries into the exponent exactly for larger mantissas.
         bits = scale.clamp(min=torch.finfo(torch.float32).smallest_normal).view(torch.int32)
         return power_of_two((bits + (0x7FFFFF - 0x3504F3) >> 23 & 0xFF) - 127)
     if to.fmt is not None:
@@ -131,7 +138,7 @@ def round_scale(
         ratio = round_to_grid_(scale / unit, to.fmt, RoundType.half_even)
         return ratio.clamp_(min=_smallest(to.fmt)) * unit
     limits = torch.finfo(to.dtype)
-    # float16 keeps subnormals down to 2^-24; elsewhere a subnormal has no finite reciprocal.
+    # A scale needs a finite reciprocal, which subnormals lack except in float16.
     smallest = limits.smallest_normal if limits.bits > 16 or limits.max > 1e5 else EPS
     return scale.clamp(smallest, limits.max).to(to.dtype)
 

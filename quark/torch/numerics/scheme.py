@@ -1,4 +1,4 @@
-"""How one tensor is quantized, as a value."""
+"""``Scheme``: how a tensor is quantized, as one immutable value."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 
 from quark.torch.numerics.formats import Format
-from quark.torch.numerics.granularity import Blocks, QSchemeType, block_shape
+from quark.torch.numerics.granularity import GROUPED, Blocks, QSchemeType, block_shape, scale_shape
 from quark.torch.numerics.rounding import RoundType
 from quark.torch.numerics.scale_formats import E8M0, FLOAT32, ScaleFormat
 
@@ -22,16 +22,16 @@ class Scheme:
         fmt: Number format of the elements.
         qscheme: Granularity.
         axis: Channel axis or grouped axis.
-        group: Elements of a group, -1 for the whole axis.
+        group: Group size, -1 for the whole axis.
         symmetric: Whether the range is centred on zero.
-        rounding: How values between two codes are decided.
-        block: Rows and columns of a two-dimensional block, where ``qscheme`` is per block.
-        scale: Format of the scales. They are rounded to it before they are used.
-        scale_mode: How the exponent of a power-of-two scale is rounded.
+        rounding: Rounding mode of values between two codes.
+        block: Rows and columns of a two-dimensional block, if ``qscheme`` is ``per_block``.
+        scale: Format of the scales. Scales are rounded to it before use.
+        scale_mode: Rounding mode of the exponent of a power-of-two scale.
         float_zero_point: Whether zero points keep their fraction.
-        per_token: One scale per position along all axes but the last.
-        flat: Whether groups and blocks run over all axes but the first as if they were one, as in
-            the weight of a convolution.
+        per_token: Whether each position along all axes but the last has its own scale.
+        flat: Whether groups and blocks treat all axes but the first as one, as in the weight of a
+            convolution.
     """
 
     fmt: Format
@@ -49,12 +49,12 @@ class Scheme:
 
     @property
     def has_zero_point(self) -> bool:
-        """Whether codes are offset: all integers, which store a zero even when symmetric."""
+        """Whether codes have an offset: all integers, of which symmetric ones store a constant."""
         return not self.fmt.is_float and not self.shares_exponents
 
     @property
     def shares_exponents(self) -> bool:
-        """Whether blocks share exponents, which are found from the bits of their values."""
+        """Whether the elements of a block share an exponent."""
         return self.fmt.block > 0 or self.scale == E8M0
 
     @property
@@ -64,26 +64,17 @@ class Scheme:
 
     @property
     def divides(self) -> bool:
-        """Whether values are divided by scales, and not multiplied by their reciprocals."""
+        """Whether values are divided by scales instead of multiplied by their reciprocals."""
         return self.fmt.is_float or self.scales_by_powers
 
     def blocks(self, shape: torch.Size | tuple[int, ...]) -> Blocks:
-        """Lay the blocks of this granularity over a tensor of shape ``shape``."""
+        """Return the blocks that share a scale in a tensor of shape ``shape``."""
         return _blocks(self, tuple(shape))
 
     def scale_shape(self, shape: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the scales of a tensor of shape ``shape``.
-
-        [] per tensor, [channels] per channel, the grid of blocks otherwise.
-        """
-        if self.per_token or self.qscheme in GROUPED:
-            return self.blocks(shape).grid
-        if self.qscheme is QSchemeType.per_channel:
-            return (tuple(shape)[self.axis],)
-        return ()
-
-
-GROUPED = (QSchemeType.per_group, QSchemeType.per_block)
+        """Return the shape of the scales of a tensor; see ``blocks.scale_shape``."""
+        grid = self.blocks(shape).grid
+        return scale_shape(tuple(shape), self.qscheme, self.axis, grid, self.per_token)
 
 
 @lru_cache(maxsize=1024)
@@ -92,4 +83,4 @@ def _blocks(scheme: Scheme, shape: tuple[int, ...]) -> Blocks:
         shape = (shape[0], math.prod(shape[1:]))
     group = scheme.fmt.sub_block or scheme.group
     block = block_shape(shape, scheme.qscheme, scheme.axis, group, scheme.per_token, scheme.block)
-    return Blocks.of(shape, block)
+    return Blocks.cover(shape, block)

@@ -1,1 +1,1 @@
-"""Runs data through a model block by block, and algorithms over the blocks."""
+"""Data that runs through a model block by block, and the statistics that it leaves."""

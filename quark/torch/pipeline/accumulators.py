@@ -1,4 +1,4 @@
-"""What is kept of the inputs of layers while data runs."""
+"""Accumulators of statistics of the inputs of layers."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 import torch
 
-from quark.torch.quantization.nn.layer import QuantMixin
+from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 
-Observe = Callable[[torch.Tensor], None]  # takes (tokens, channels)
-STRIDE = 0x9E3779B1  # 2³² over the golden ratio, odd
+Accumulator = Callable[[torch.Tensor], None]  # takes (tokens, channels)
+STRIDE = 0x9E3779B1  # 2³² divided by the golden ratio, odd
 
 
 class ChannelRange:
@@ -26,7 +26,7 @@ class ChannelRange:
         self.hi: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor) -> None:
-        """Take in (tokens, channels)."""
+        """Observe (tokens, channels)."""
         if not len(x):
             return
         lo, hi = (r.float() for r in x.aminmax(dim=0))
@@ -41,15 +41,14 @@ class ChannelRange:
 
 
 class Gram:
-    """Sum of x xᵀ and of |x| over tokens: all that errors of linear layers depend on.
+    """Sums of x xᵀ and of |x| over tokens, on which all errors of linear layers depend.
 
-    The squared error of outputs under weights W + D is tr(D G Dᵀ) with G the sum of x xᵀ.
-
-    Sums are in float32, those of float64 tensors in float64.
+    The squared error of the outputs under weights W + D is tr(D G Dᵀ) with G the sum of x xᵀ. Sums
+    are in float32, those of float64 tensors in float64.
 
     Attributes:
         tokens: Number of tokens.
-        is_pooled: Whether the statistics of other layers were mixed in.
+        is_pooled: Whether the statistics of other experts were mixed in.
     """
 
     def __init__(self) -> None:
@@ -60,7 +59,7 @@ class Gram:
 
     @property
     def total(self) -> torch.Tensor | None:
-        """(channels, channels) float32, or None before any data."""
+        """(channels, channels) float32: sum of x xᵀ; or None before any data."""
         return None if self._total is None else self._total.float()
 
     @total.setter
@@ -77,7 +76,7 @@ class Gram:
         self._magnitude = magnitude
 
     def __call__(self, x: torch.Tensor) -> None:
-        """Take in (tokens, channels)."""
+        """Observe (tokens, channels)."""
         if not len(x):
             return
         x = x if x.dtype is torch.float64 else x.float()
@@ -89,7 +88,7 @@ class Gram:
         self.tokens += len(x)
 
     def merge(self, other: Gram) -> None:
-        """Add what another has seen."""
+        """Add the sums of another accumulator."""
         if other._total is not None and other._magnitude is not None:
             if self._total is None or self._magnitude is None:
                 self._total = torch.zeros_like(other._total)
@@ -100,7 +99,7 @@ class Gram:
         self.is_pooled |= other.is_pooled
 
     def to(self, device: torch.device | str, copy: bool = False) -> Gram:
-        """Return the same on a device."""
+        """Return the same sums on a device."""
         moved = Gram()
         moved.tokens, moved.is_pooled = self.tokens, self.is_pooled
         if self._total is not None and self._magnitude is not None:
@@ -108,47 +107,50 @@ class Gram:
             moved._magnitude = self._magnitude.to(device, copy=copy)
         return moved
 
-    def rescale_(self, by: torch.Tensor) -> None:
-        """Follow inputs that are divided by ``by`` (channels,) from now on."""
+    def rescale_(self, factors: torch.Tensor) -> None:
+        """Change the sums to those of inputs divided by ``factors`` (channels,)."""
         assert self._total is not None and self._magnitude is not None
-        self._total.div_(by).div_(by.unsqueeze(1))
-        self._magnitude.div_(by)
+        self._total.div_(factors).div_(factors.unsqueeze(1))
+        self._magnitude.div_(factors)
 
 
-class Draw:
-    """Some of the tokens, the same ones however the data is cut.
+class TokenSample:
+    """A sample of the tokens, which does not depend on how the data is cut into batches.
 
-    Token i comes in the order of i · φ modulo 1. The first of any number in this order lie evenly
-    among all tokens, and among positions in sequences of any length, which steps would not.
+    Token i has the priority i · φ modulo 1, and the tokens of least priority are kept. They are
+    spread evenly over all tokens, and over positions in sequences of any length; every n-th token
+    would not be.
 
     Args:
         size: Number of tokens to keep.
 
     Attributes:
-        tokens: (up to ``size``, channels) in the order they came, or None before any data.
+        tokens: (up to ``size``, channels) in the order of the data, or None before any data.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.tokens: torch.Tensor | None = None
-        self._places = torch.empty(0, dtype=torch.int64)
-        self._seen = 0
+        self._priorities = torch.empty(0, dtype=torch.int64)
+        self._count = 0
 
     def __call__(self, x: torch.Tensor) -> None:
-        """Take in (tokens, channels)."""
+        """Observe (tokens, channels)."""
         if not len(x):
             return
-        index = torch.arange(self._seen, self._seen + len(x))
-        self._seen += len(x)
-        places = torch.cat([self._places, index * STRIDE % 2**32])
-        kept = places.argsort()[: self.size].sort().values
-        self._places = places[kept]
+        index = torch.arange(self._count, self._count + len(x))
+        self._count += len(x)
+        # i · STRIDE mod 2³² is i / φ mod 1 in units of 2⁻³². Tokens 0 … 7 have the priorities 0,
+        # 0.62, 0.24, 0.85, 0.47, 0.09, 0.71, 0.33: a sample of 4 keeps tokens 0, 2, 5, 7.
+        priorities = torch.cat([self._priorities, index * STRIDE % 2**32])
+        kept = priorities.argsort()[: self.size].sort().values
+        self._priorities = priorities[kept]
         tokens = x if self.tokens is None else torch.cat([self.tokens, x])
         self.tokens = tokens[kept.to(x.device)]
 
 
-class Sample:
-    """Some of the tokens, as drawn by ``Draw``, and the range of each channel over all.
+class InputSample:
+    """A sample of the tokens (``TokenSample``), and the range of each channel over all tokens.
 
     Args:
         size: Number of tokens to keep.
@@ -156,46 +158,48 @@ class Sample:
 
     def __init__(self, size: int) -> None:
         self.range = ChannelRange()
-        self._draw = Draw(size)
+        self._sample = TokenSample(size)
 
     def __call__(self, x: torch.Tensor) -> None:
-        """Take in (tokens, channels)."""
+        """Observe (tokens, channels)."""
         self.range(x)
-        self._draw(x)
+        self._sample(x)
 
     @property
     def is_empty(self) -> bool:
-        """Whether no token came."""
-        return self._draw.tokens is None
+        """Whether no token was observed."""
+        return self._sample.tokens is None
 
     @property
     def tokens(self) -> torch.Tensor:
         """(tokens, channels): up to ``size``."""
-        assert self._draw.tokens is not None
-        return self._draw.tokens
+        assert self._sample.tokens is not None
+        return self._sample.tokens
 
-    def rescale_(self, by: torch.Tensor) -> None:
-        """Follow inputs that are divided by ``by`` (channels,) from now on."""
+    def rescale_(self, factors: torch.Tensor) -> None:
+        """Change the sample to that of inputs divided by ``factors`` (channels,)."""
         assert self.range.lo is not None and self.range.hi is not None
         for x in (self.tokens, self.range.lo, self.range.hi):
-            x.div_(by)
+            x.div_(factors)
 
 
 @contextmanager
-def observing(
-    observers: Iterable[tuple[QuantMixin, Observe]], mask: Callable[[], torch.Tensor | None]
+def accumulate_inputs(
+    observers: Iterable[tuple[FakeQuantizedLayer, Accumulator]],
+    mask: Callable[[], torch.Tensor | None],
 ) -> Iterator[None]:
-    """Show what layers multiply with their weights to observers while data runs.
+    """Pass the inputs of layers to observers while data runs inside the context.
 
-    Tokens that are padding are left out, but for those which a router sends to experts.
+    Inputs are rotated and quantized as they are for the product with the weight. Padding is left
+    out, except among tokens that a router sends to experts.
 
     Args:
-        observers: Layers, each with what looks at its input.
-        mask: Returns which tokens of the present batch are not padding, or None for all.
+        observers: Pairs of a layer and the observer of its inputs.
+        mask: Returns which tokens of the current batch are not padding, or None for all.
     """
 
-    def watch(observe: Observe) -> Callable[..., None]:
-        def hook(layer: QuantMixin, args: tuple[torch.Tensor, ...]) -> None:
+    def watch(observe: Accumulator) -> Callable[..., None]:
+        def hook(layer: FakeQuantizedLayer, args: tuple[torch.Tensor, ...]) -> None:
             x, kept = layer.quantized_input(args[0].detach()), mask()
             rows = x.reshape(-1, x.shape[-1])
             if kept is not None and x.shape[:-1] in (kept.shape, (kept.numel(),)):
@@ -204,7 +208,7 @@ def observing(
 
         return hook
 
-    handles = [m.register_forward_pre_hook(watch(o)) for m, o in observers]
+    handles = [layer.register_forward_pre_hook(watch(o)) for layer, o in observers]
     try:
         yield
     finally:

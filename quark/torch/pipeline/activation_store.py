@@ -1,4 +1,4 @@
-"""Where activations wait between blocks: in memory up to a limit, then on disk."""
+"""Store of activations between blocks: in memory up to a limit, then on disk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _File(NamedTuple):
     dtype: torch.dtype
 
     def open(self) -> torch.Tensor:
-        """Return the tensor, mapped to memory for as long as it is in use."""
+        """Return the tensor, mapped to memory while it is in use."""
         size = self.shape.numel()
         return torch.from_file(self.path, True, size, dtype=self.dtype).view(self.shape)
 
@@ -34,8 +34,8 @@ class ActivationStore:
 
     def __init__(self, limit: int = LIMIT) -> None:
         self.limit = limit
-        self.held: dict[int, torch.Tensor | _File] = {}
-        self.places: dict[int, torch.device] = {}
+        self.tensors: dict[int, torch.Tensor | _File] = {}
+        self.devices: dict[int, torch.device] = {}
         self._size = 0
         self._directory: tempfile.TemporaryDirectory[str] | None = None
 
@@ -51,30 +51,30 @@ class ActivationStore:
         self.clear()
 
     def __len__(self) -> int:
-        return len(self.held)
+        return len(self.tensors)
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        """Return a tensor on the device it came from."""
-        return self._read(index).to(self.places[index])
+        """Return a tensor on its original device."""
+        return self._read(index).to(self.devices[index])
 
     def __setitem__(self, index: int, x: torch.Tensor) -> None:
-        """Keep a copy of ``x``; another of the same size takes the place of an earlier one."""
-        self.places[index] = x.device
-        old = self.held.get(index)
+        """Store a copy of ``x``. A tensor of the same shape and type is overwritten in place."""
+        self.devices[index] = x.device
+        old = self.tensors.get(index)
         if old is None or old.shape != x.shape or old.dtype != x.dtype:
-            self.held[index] = self._make(index, x)
+            self.tensors[index] = self._make(index, x)
         self._read(index).copy_(x)
 
     def clear(self) -> None:
-        """Forget everything and remove the files."""
-        self.held.clear()
+        """Remove all tensors and files."""
+        self.tensors.clear()
         self._size = 0
         if self._directory is not None:
             self._directory.cleanup()
             self._directory = None
 
     def _read(self, index: int) -> torch.Tensor:
-        held = self.held[index]
+        held = self.tensors[index]
         return held.open() if isinstance(held, _File) else held
 
     def _make(self, index: int, x: torch.Tensor) -> torch.Tensor | _File:

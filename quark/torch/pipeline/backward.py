@@ -10,16 +10,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.torch.graph.eval_mode import at_inference
+from quark.torch.graph.eval_mode import eval_mode
 from quark.torch.pipeline.activation_store import LIMIT, ActivationStore
-from quark.torch.pipeline.batches import parts, progress, run_batch
-from quark.torch.pipeline.capture import Calls, capture, standing_in, taken_apart
-from quark.torch.pipeline.runner import Block, Stream
+from quark.torch.pipeline.batches import flatten_batches, run_batch, show_progress
+from quark.torch.pipeline.capture import (
+    BlockArguments,
+    capture,
+    replace_forwards,
+    split_hidden_states,
+)
+from quark.torch.pipeline.runner import Block, HiddenStates
 
 Loss = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
-def run_blocks_back(
+def run_blocks_backward(
     model: nn.Module,
     names: Iterable[str],
     batches: Iterable[Any],
@@ -27,20 +32,23 @@ def run_blocks_back(
     loss: Loss,
     limit: int = LIMIT,
 ) -> Iterator[tuple[Block, Callable[[int], torch.Tensor]]]:
-    """Iterate over blocks from the last to the first, each with what takes a batch back through it.
+    """Iterate over blocks from the last to the first, each with a function that runs it backward.
 
-    The caller takes every batch back, and is given the gradient by what the block returned for it;
-    hooks on tensors within see theirs. Blocks run once
-    forwards, and again one by one for their gradients, so that memory holds the graph of one. What
-    reaches blocks waits in memory up to a limit, then on disk. Parameters get no gradients.
+    The function takes the number of a batch, runs the block on it, and backward. It returns the
+    gradient of the outputs of the block; hooks on tensors inside receive theirs. The caller calls
+    it once for every batch.
+
+    All blocks run forward once. Each runs forward again for its gradients, so that memory holds the
+    graph of one block. Hidden states are held in memory up to a limit, then on disk. Parameters get
+    no gradients.
 
     Args:
         model: The model.
         names: Its blocks in the order of execution.
         batches: Data for the model.
-        what: What is done, for the display of progress.
-        loss: Given the logits of each batch in turn and which of its tokens are not padding,
-            returns a loss.
+        what: Title of the progress bar.
+        loss: Takes the logits of a batch and the mask of tokens that are not padding (None for
+            all), and returns a loss.
         limit: Bytes of hidden states to hold in memory.
 
     Raises:
@@ -48,55 +56,59 @@ def run_blocks_back(
     """
     names = list(names)
     with ExitStack() as stack:
-        stack.enter_context(at_inference(model))
+        stack.enter_context(eval_mode(model))
         stack.enter_context(_constant(model))
         share = limit // (len(names) + 3)
         stores = [stack.enter_context(ActivationStore(share)) for _ in range(len(names) + 3)]
         gradients, others = stores.pop(), stores.pop()
-        calls = capture(model, names, batches, stores[0], others)
+        arguments = capture(model, names, batches, stores[0], others)
         blocks = [
-            Block(name, model.get_submodule(name), Stream(*ends), None, calls)
+            Block(name, model.get_submodule(name), HiddenStates(*ends), None, arguments)
             for name, ends in zip(names, pairwise(stores), strict=True)
         ]
-        for block in progress(blocks, f"{what}, forwards"):
+        for block in show_progress(blocks, f"{what}, forwards"):
             block.run()
-        for index, batch in enumerate(parts(batches)):
+        for index, batch in enumerate(flatten_batches(batches)):
             last = blocks[-1].outputs(index)
-            gradients[index] = _from_the_end(model, names, batch, last, calls, index, loss)
-        for block in progress(blocks[::-1], f"{what}, backwards"):
+            gradients[index] = _gradient_of_last_block(
+                model, names, batch, last, arguments, index, loss
+            )
+        for block in show_progress(blocks[::-1], f"{what}, backwards"):
 
             def back(index: int, block: Block = block) -> torch.Tensor:
-                behind = gradients[index].clone()
-                gradients[index] = block.back(index, behind)
-                return behind
+                output_gradient = gradients[index].clone()
+                gradients[index] = block.backward(index, output_gradient)
+                return output_gradient
 
             yield block, back
 
 
-def _from_the_end(
+def _gradient_of_last_block(
     model: nn.Module,
     names: list[str],
     batch: Any,
     last: torch.Tensor,
-    calls: Calls,
+    arguments: BlockArguments,
     index: int,
     loss: Loss,
 ) -> torch.Tensor:
-    """Return the gradient of the loss by what the last block returns for a batch."""
+    """Return the gradient of the loss with respect to the outputs of the last block."""
     last = last.detach().requires_grad_()
-    found: list[Any] = []
+    outputs: list[Any] = []
 
     def skip(name: str) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return calls.like(name, taken_apart(args, kwargs)[0] if name != names[-1] else last)
+            return arguments.wrap(
+                name, split_hidden_states(args, kwargs)[0] if name != names[-1] else last
+            )
 
         return forward
 
-    handle = model.register_forward_hook(lambda module, args, output: found.append(output))
+    handle = model.register_forward_hook(lambda module, args, output: outputs.append(output))
     try:
-        with standing_in(model, {name: skip(name) for name in names}), torch.enable_grad():
+        with replace_forwards(model, {name: skip(name) for name in names}), torch.enable_grad():
             run_batch(model, batch)
-            value = loss(_logits(found.pop()), calls.masks[index])
+            value = loss(_logits(outputs.pop()), arguments.masks[index])
             return torch.autograd.grad(value, last)[0]
     finally:
         handle.remove()
@@ -113,12 +125,12 @@ def _logits(output: Any) -> torch.Tensor:
 
 @contextmanager
 def _constant(model: nn.Module) -> Iterator[None]:
-    """Ask for no gradients of parameters for a while."""
-    asked = [p for p in model.parameters() if p.requires_grad]
-    for parameter in asked:
+    """Switch off gradients of parameters while the context is open."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    for parameter in parameters:
         parameter.requires_grad_(False)
     try:
         yield
     finally:
-        for parameter in asked:
+        for parameter in parameters:
             parameter.requires_grad_(True)

@@ -1,4 +1,4 @@
-"""Running a model on batches of any documented kind, without chance or memory of earlier calls."""
+"""Batches of calibration data, of any documented kind: run, flattened, split, cut."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ def run_batch(model: nn.Module, batch: Any) -> None:
         )
 
 
-def parts(batches: Iterable[Any]) -> Iterator[Any]:
-    """Iterate over what the model is called with once: a list of mappings is several."""
+def flatten_batches(batches: Iterable[Any]) -> Iterator[Any]:
+    """Iterate over batches for one call of the model each: a list of mappings is several."""
     for batch in batches:
         is_several = isinstance(batch, (list, tuple)) and not any(
             isinstance(part, torch.Tensor) for part in batch
         )
         if is_several:
-            yield from parts(batch)
+            yield from flatten_batches(batch)
         else:
             yield batch
 
 
-def sequences(batches: Iterable[Any]) -> Iterator[Any]:
-    """Iterate over the sequences of batches in order, each as a batch of one.
+def split_sequences(batches: Iterable[Any]) -> Iterator[Any]:
+    """Iterate over the sequences of batches in order, each as a batch of one sequence.
 
-    Values that are no tensors, and tensors without axes, go with every sequence. A batch that does
-    not tell its sequences apart stays whole: its tensors differ in length along the first axis, or
-    have no other axis, or lie within other values.
+    Numbers, strings and tensors without axes are repeated for every sequence. A batch whose
+    sequences are not along a common first axis stays whole: its tensors differ in size along the
+    first axis, have no other axis, or are nested in other values.
     """
-    for batch in parts(batches):
-        count = _sequences(batch)
+    for batch in flatten_batches(batches):
+        count = _count_sequences(batch)
         if count is None:
             yield batch
         else:
-            yield from (_changed(batch, partial(_row, index)) for index in range(count))
+            yield from (_map_values(batch, partial(_row, index)) for index in range(count))
 
 
-def _sequences(batch: Any) -> int | None:
-    """Return the number of sequences of a batch, or None if it does not tell them apart."""
+def _count_sequences(batch: Any) -> int | None:
+    """Return the number of sequences of a batch, or None if it cannot be split."""
     values = list(batch.values()) if hasattr(batch, "items") else batch
     values = values if isinstance(values, (list, tuple)) else [values]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
@@ -74,8 +74,8 @@ def _row(index: int, value: Any) -> Any:
     return value if is_whole else value[index : index + 1]
 
 
-def _changed(batch: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a batch that calls the model once, with each of its values changed."""
+def _map_values(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a batch for one call of the model with a function applied to each of its values."""
     if hasattr(batch, "items"):
         return {key: change(value) for key, value in batch.items()}
     if isinstance(batch, (list, tuple)):
@@ -83,21 +83,21 @@ def _changed(batch: Any, change: Callable[[Any], Any]) -> Any:
     return change(batch)
 
 
-def repeatable(batches: Iterable[Any] | None) -> Iterable[Any]:
-    """Return batches that can be run through more than once; those of an iterator are kept."""
+def make_repeatable(batches: Iterable[Any] | None) -> Iterable[Any]:
+    """Return batches that can be iterated over repeatedly: those of an iterator as a list."""
     if batches is None:
         return ()
     return list(batches) if iter(batches) is batches else batches
 
 
-def excerpt(batch: Any, tokens: int = 32) -> Any:
+def take_excerpt(batch: Any, tokens: int = 32) -> Any:
     """Return the beginning of the first sequence of a batch, without the padding before it.
 
-    Tensors of two axes are taken for (sequences, tokens); others are cut along the first alone.
+    Tensors of two axes are (sequences, tokens); others are cut along the first axis only.
     """
     if isinstance(batch, (list, tuple)) and batch and not isinstance(batch[0], torch.Tensor):
-        return excerpt(batch[0], tokens)
-    start = _start(batch)
+        return take_excerpt(batch[0], tokens)
+    start = _find_start(batch)
     piece = slice(start, start + tokens)
 
     def cut(value: Any) -> Any:
@@ -105,11 +105,11 @@ def excerpt(batch: Any, tokens: int = 32) -> Any:
             return value
         return value[:1, piece] if value.dim() == 2 else value[:1]
 
-    return _changed(batch, cut)
+    return _map_values(batch, cut)
 
 
-def _start(batch: Any) -> int:
-    """Return where the first sequence begins; tokens alike at its front are taken for padding."""
+def _find_start(batch: Any) -> int:
+    """Return where the first sequence begins; repeated tokens at its front count as padding."""
     mask = padding_mask(batch)
     if mask is not None:
         return int(mask[0].int().argmax())
@@ -118,20 +118,20 @@ def _start(batch: Any) -> int:
         ids = next(iter(batch.values() if hasattr(batch, "values") else batch), None)
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.is_floating_point():
         return 0
-    alike = int((ids[0] != ids[0, :1]).int().argmax())
-    return alike if alike > 1 else 0
+    repeated = int((ids[0] != ids[0, :1]).int().argmax())
+    return repeated if repeated > 1 else 0
 
 
 def padding_mask(batch: Any) -> torch.Tensor | None:
-    """Return which tokens of a batch are not padding, (sequences, tokens) bool, or None for all."""
+    """Return which tokens of a batch are not padding, (sequences, tokens) bool; None for all."""
     mask = batch.get("attention_mask") if hasattr(batch, "get") else None
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or bool(mask.all()):
         return None
     return mask.bool()
 
 
-def progress(items: Any, what: str) -> Any:
-    """Show progress on a terminal once it has taken a second."""
+def show_progress(items: Any, what: str) -> Any:
+    """Wrap an iterable with a progress bar that appears on a terminal after a second."""
     try:
         from tqdm import tqdm
     except ImportError:

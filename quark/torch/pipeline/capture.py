@@ -1,4 +1,4 @@
-"""What each batch calls each block of a model with."""
+"""Arguments that each block of a model receives for each batch."""
 
 from __future__ import annotations
 
@@ -11,54 +11,55 @@ import torch
 from torch import nn
 
 from quark.torch.pipeline.activation_store import ActivationStore
-from quark.torch.pipeline.batches import padding_mask, parts, run_batch
+from quark.torch.pipeline.batches import flatten_batches, padding_mask, run_batch
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]  # what a block is called with besides hidden states
+# Positional and keyword arguments of a block, without the hidden states.
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class _Place(NamedTuple):
-    """A tensor that waits in a store."""
+class _Slot(NamedTuple):
+    """The number of a tensor in a store."""
 
     number: int
 
 
-class Enough(Exception):
-    """Ends a forward pass whose rest is not needed."""
+class StopForward(Exception):
+    """Ends a forward pass of which the rest is not needed."""
 
 
 @dataclass
-class Calls:
-    """What batches call blocks with besides hidden states.
+class BlockArguments:
+    """The arguments of all blocks for all batches, without the hidden states.
 
     Attributes:
-        store: Where tensors among them wait.
-        of_batch: For each batch, calls by name of the block, with places in the store for tensors.
-        masks: For each batch, (sequences, tokens) bool: which tokens are not padding; or None.
-        returned: What each block returned for some batch, but for the hidden states.
+        store: Store of the tensors among the arguments.
+        by_batch: For each batch, name of a block -> its arguments, with slots in place of tensors.
+        masks: For each batch, (sequences, tokens) bool, which tokens are not padding; None for all.
+        outputs: Name of a block -> its output for the first batch, without the hidden states.
     """
 
     store: ActivationStore
-    of_batch: list[dict[str, Call]] = field(default_factory=list)
+    by_batch: list[dict[str, Arguments]] = field(default_factory=list)
     masks: list[torch.Tensor | None] = field(default_factory=list)
-    returned: dict[str, Any] = field(default_factory=dict)
+    outputs: dict[str, Any] = field(default_factory=dict)
 
-    def of(self, index: int, name: str) -> Call:
-        """Return what a batch calls a block with."""
-        args, kwargs = self.of_batch[index][name]
-        return self._filled(args), {key: self._filled(value) for key, value in kwargs.items()}
+    def get(self, index: int, name: str) -> Arguments:
+        """Return the arguments that a block receives for one batch."""
+        args, kwargs = self.by_batch[index][name]
+        return self._fetch(args), {key: self._fetch(value) for key, value in kwargs.items()}
 
-    def _filled(self, value: Any) -> Any:
-        if isinstance(value, _Place):
+    def _fetch(self, value: Any) -> Any:
+        if isinstance(value, _Slot):
             return self.store[value.number]
-        return tuple(map(self._filled, value)) if type(value) is tuple else value
+        return tuple(map(self._fetch, value)) if type(value) is tuple else value
 
     def __len__(self) -> int:
         """Return the number of batches."""
-        return len(self.of_batch)
+        return len(self.by_batch)
 
-    def like(self, name: str, x: torch.Tensor) -> Any:
-        """Return hidden states in the form in which a block returns them."""
-        form = self.returned[name]
+    def wrap(self, name: str, x: torch.Tensor) -> Any:
+        """Return hidden states in the form in which a block returns them, such as a tuple."""
+        form = self.outputs[name]
         return x if isinstance(form, torch.Tensor) else type(form)((x, *form[1:]))
 
 
@@ -69,41 +70,49 @@ def capture(
     batches: Iterable[Any],
     inputs: ActivationStore,
     others: ActivationStore,
-) -> Calls:
-    """Record what each batch calls each block with, and the hidden states of the first.
+) -> BlockArguments:
+    """Record the arguments of each block for each batch, and the inputs of the first block.
 
-    The model is run with blocks that only look.
+    The model runs with blocks that record their arguments and return their input, so a batch costs
+    no more than the embedding. Only the first batch runs through the real blocks as well, to learn
+    the form of their outputs.
 
     Args:
         model: The model.
         names: Its blocks in the order of execution.
         batches: Data for the model.
-        inputs: Takes in the hidden states that enter the first block, by batch.
-        others: Takes in other tensors, such as masks: one where batches have the same.
+        inputs: Store for the hidden states that enter the first block, by batch.
+        others: Store for other tensors, such as masks. Equal tensors of successive batches are
+            stored once.
+
+    Raises:
+        ValueError: A block runs more than once in a forward pass.
     """
-    calls, sharing = Calls(others), _Sharing(others)
-    for batch in parts(batches):
-        if not calls:
-            with _watching(model, names, calls.returned):
+    arguments, deduplicator = BlockArguments(others), _Deduplicator(others)
+    for batch in flatten_batches(batches):
+        if not arguments:
+            with _record_outputs(model, names, arguments.outputs):
                 run_batch(model, batch)
-        seen: dict[str, Call] = {}
-        with _looking(model, names, calls, seen, inputs), suppress(Enough):
+        received: dict[str, Arguments] = {}
+        with _record_arguments(model, names, arguments, received, inputs), suppress(StopForward):
             run_batch(model, batch)
-        calls.of_batch.append({name: sharing.call(name, call) for name, call in seen.items()})
-        calls.masks.append(padding_mask(batch))
-    return calls
+        arguments.by_batch.append({n: deduplicator.store(n, a) for n, a in received.items()})
+        arguments.masks.append(padding_mask(batch))
+    return arguments
 
 
 @contextmanager
-def standing_in(model: nn.Module, forwards: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Give modules another forward for a while.
+def replace_forwards(
+    model: nn.Module, forwards: Mapping[str, Callable[..., Any]]
+) -> Iterator[None]:
+    """Replace the ``forward`` of modules while the context is open.
 
     Args:
         model: The model.
-        forwards: By name of the module.
+        forwards: Name of a module -> its ``forward``.
     """
     modules = {name: model.get_submodule(name) for name in forwards}
-    own = {name: vars(module).get("forward") for name, module in modules.items()}
+    previous = {name: vars(module).get("forward") for name, module in modules.items()}
     for name, module in modules.items():
         module.forward = forwards[name]
     try:
@@ -111,13 +120,18 @@ def standing_in(model: nn.Module, forwards: Mapping[str, Callable[..., Any]]) ->
     finally:
         for name, module in modules.items():
             del module.forward
-            before = own[name]
-            if before is not None:
-                module.forward = before
+            forward = previous[name]
+            if forward is not None:
+                module.forward = forward
 
 
-def taken_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, Call]:
-    """Return the hidden states among the arguments of a block, and the others."""
+def split_hidden_states(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, Arguments]:
+    """Return the hidden states among the arguments of a block, and the other arguments.
+
+    Example: ``block(x, mask, use_cache=False)`` -> x and ((mask,), {"use_cache": False}).
+    """
     if args:
         return args[0], (args[1:], kwargs)
     others = dict(kwargs)
@@ -125,14 +139,14 @@ def taken_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Te
 
 
 @contextmanager
-def _watching(model: nn.Module, names: list[str], returned: dict[str, Any]) -> Iterator[None]:
-    """Record what blocks return."""
+def _record_outputs(model: nn.Module, names: list[str], outputs: dict[str, Any]) -> Iterator[None]:
+    """Record the outputs of blocks, without the hidden states."""
 
     def watch(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if name in returned:
+            if name in outputs:
                 raise ValueError(f"{name} runs more than once in a forward pass.")
-            returned[name] = _without_states(output)
+            outputs[name] = _drop_hidden_states(output)
 
         return hook
 
@@ -144,8 +158,8 @@ def _watching(model: nn.Module, names: list[str], returned: dict[str, Any]) -> I
             handle.remove()
 
 
-def _without_states(output: Any) -> Any:
-    """Return what a block returned with nothing for its hidden states, which would add up."""
+def _drop_hidden_states(output: Any) -> Any:
+    """Return an output with an empty tensor for the hidden states, which would fill the memory."""
     if isinstance(output, torch.Tensor):
         return output.new_empty(0)
     if isinstance(output, tuple) and output and isinstance(output[0], torch.Tensor):
@@ -153,64 +167,66 @@ def _without_states(output: Any) -> Any:
     return output
 
 
-def _looking(
+def _record_arguments(
     model: nn.Module,
     names: list[str],
-    calls: Calls,
-    seen: dict[str, Call],
+    arguments: BlockArguments,
+    received: dict[str, Arguments],
     inputs: ActivationStore,
 ) -> AbstractContextManager[None]:
-    """Make blocks record their arguments and pass hidden states on as they are."""
+    """Make blocks record their arguments and return their hidden states unchanged."""
 
-    def look(name: str) -> Callable[..., Any]:
+    def record(name: str) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            x, seen[name] = taken_apart(args, kwargs)
+            x, received[name] = split_hidden_states(args, kwargs)
             if name == names[0]:
-                inputs[len(calls)] = x
+                inputs[len(arguments)] = x
             if name == names[-1]:
-                raise Enough
-            return calls.like(name, x)
+                raise StopForward
+            return arguments.wrap(name, x)
 
         return forward
 
-    return standing_in(model, {name: look(name) for name in names})
+    return replace_forwards(model, {name: record(name) for name in names})
 
 
-class _Sharing:
+class _Deduplicator:
     """Puts tensors into a store, one for all that equal those of the batch before.
 
-    Masks and rotary embeddings are the same for most batches and blocks, and would add up.
+    Example: 128 batches of 32 blocks receive the same (1, 1, 2048, 2048) mask: it is stored once,
+    not 4096 times.
     """
 
     def __init__(self, store: ActivationStore) -> None:
         self._store = store
-        self._before: dict[Any, tuple[torch.Tensor, _Place]] = {}
+        self._previous: dict[Any, tuple[torch.Tensor, _Slot]] = {}
 
-    def call(self, name: str, call: Call) -> Call:
-        """Return what a block is called with, with places for tensors."""
-        args, kwargs = call
+    def store(self, name: str, arguments: Arguments) -> Arguments:
+        """Return the arguments of a block with slots in place of tensors."""
+        args, kwargs = arguments
         return self._value(args, name), {k: self._value(v, (name, k)) for k, v in kwargs.items()}
 
-    def _value(self, value: Any, what: Any) -> Any:
+    def _value(self, value: Any, key: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return self._place(value, what)
+            return self._slot(value, key)
         if type(value) is tuple:
-            return tuple(self._value(v, (what, i)) for i, v in enumerate(value))
-        return value  # lists and mappings as they are: blocks may share state through them
+            return tuple(self._value(v, (key, i)) for i, v in enumerate(value))
+        return value  # lists and mappings stay: blocks may share state through them
 
-    def _place(self, x: torch.Tensor, what: Any) -> _Place:
-        found = self._before.get(what)
-        if found is None or not (found[0] is x or _alike(found[0], x)):
-            found = next((pair for pair in self._before.values() if pair[0] is x), None)
-            found = found or self._kept(x)
-            self._before[what] = found
-        return found[1]
+    def _slot(self, x: torch.Tensor, key: Any) -> _Slot:
+        pair = self._previous.get(key)
+        if pair is None or not (pair[0] is x or _are_equal(pair[0], x)):
+            # The same tensor may have been stored for another block.
+            pair = next((other for other in self._previous.values() if other[0] is x), None)
+            pair = pair or self._store_new(x)
+            self._previous[key] = pair
+        return pair[1]
 
-    def _kept(self, x: torch.Tensor) -> tuple[torch.Tensor, _Place]:
-        place = _Place(len(self._store))
-        self._store[place.number] = x
-        return x, place
+    def _store_new(self, x: torch.Tensor) -> tuple[torch.Tensor, _Slot]:
+        slot = _Slot(len(self._store))
+        self._store[slot.number] = x
+        return x, slot
 
 
-def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)

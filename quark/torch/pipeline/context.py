@@ -1,4 +1,4 @@
-"""What an algorithm is given to work on."""
+"""The interface of algorithms: the context they work on, and the functions they provide."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from quark.torch.graph.structure import Structure
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.layer import QuantizationConfig
-from quark.torch.quantization.nn.layer import QuantMixin
+from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 
 if TYPE_CHECKING:
     from quark.torch.pipeline.accumulators import Gram
@@ -22,38 +22,39 @@ class Context:
     """A model prepared for quantization, whose quantizers are switched off.
 
     Attributes:
-        model: The model. Its weights are in float; algorithms change them in place.
+        model: The model. Its weights are in float, and algorithms change them in place.
         layers: Its quantized layers by name.
-        structure: What was found and proved of it.
-        batches: Calibration data, which can be run through any number of times.
-        config: How the model is quantized.
-        settle: Settles the scales of the weights of some layers, shared ones too, as they are.
-        rotated: Names of the layers whose inputs algorithms before this one will have rotated.
-        grams: Returns statistics of the inputs of layers of the float model, of which nothing has
-            been changed; None where the data has to tell.
+        structure: Its structure as discovered.
+        batches: Calibration data, which can be iterated any number of times.
+        config: Configuration of the quantization.
+        compute_scales: Computes the scales of the current weights of the given layers, including
+            shared scales.
+        rotated: Names of the layers whose inputs earlier algorithms rotate.
+        grams: Returns stored statistics of the inputs of layers in the float model; None if
+            statistics must be collected from the data.
     """
 
     model: nn.Module
-    layers: dict[str, QuantMixin]
+    layers: dict[str, FakeQuantizedLayer]
     structure: Structure
     batches: Iterable[Any]
     config: Config
-    settle: Callable[[Mapping[str, QuantMixin]], None]
+    compute_scales: Callable[[Mapping[str, FakeQuantizedLayer]], None]
     rotated: frozenset[str] = frozenset()
-    grams: Callable[[Mapping[str, QuantMixin]], dict[str, Gram]] | None = None
+    grams: Callable[[Mapping[str, FakeQuantizedLayer]], dict[str, Gram]] | None = None
 
 
 class Algorithm(NamedTuple):
-    """What a line in the table of algorithms leads to.
+    """The functions of an algorithm, to which its line in the table of algorithms refers.
 
     Attributes:
-        check: Given the options and the configuration of every layer to be quantized, raises
-            ``ValueError`` if the algorithm cannot serve them. Nothing has been done by then.
-        apply: Given the context and the options, changes the model.
-        needs_data: Given the options, tells whether calibration data is needed.
-        resolve: Given the context and the options, raises ``ValueError`` if the model lacks what
-            the options name or ask for, and returns the names of the layers whose inputs ``apply``
-            would rotate as they pass. The model is unchanged, no algorithm has been applied.
+        check: Takes the options and the configurations of all layers to be quantized. Raises
+            ``ValueError`` if the algorithm cannot be applied to them. It runs before any work.
+        apply: Takes the context and the options, and changes the model.
+        needs_data: Takes the options and returns whether calibration data is needed.
+        resolve: Takes the context and the options. Raises ``ValueError`` if the options do not fit
+            the model, and returns the names of the layers whose inputs ``apply`` will rotate
+            online. It runs for all algorithms before the first one is applied, and changes nothing.
     """
 
     check: Callable[[Any, Mapping[str, QuantizationConfig]], None]

@@ -1,4 +1,13 @@
-"""The loop over the blocks of a model: every algorithm that needs data goes through it."""
+"""The loop over the blocks of a model, for algorithms that need data.
+
+Each block sees the data twice. With blocks A and B, and a batch x:
+
+    x -> A, with hooks            the algorithm observes the inputs of the layers of A
+    the algorithm changes A
+    x -> A'                       pass without hooks: its outputs are the inputs of B
+
+So B is calibrated with the errors of the quantized blocks before it.
+"""
 
 from __future__ import annotations
 
@@ -10,101 +19,101 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from quark.torch.graph.eval_mode import at_inference
+from quark.torch.graph.eval_mode import eval_mode
 from quark.torch.pipeline.activation_store import LIMIT, ActivationStore
-from quark.torch.pipeline.batches import progress
-from quark.torch.pipeline.capture import Calls, Enough, capture
-from quark.torch.quantization.nn.experts import counting
+from quark.torch.pipeline.batches import show_progress
+from quark.torch.pipeline.capture import BlockArguments, StopForward, capture
+from quark.torch.quantization.nn.experts import count_tokens
 
 
-class Stream(NamedTuple):
-    """Hidden states that enter a block, by batch, and what it returned for them."""
+class HiddenStates(NamedTuple):
+    """Hidden states that enter a block, by batch, and the outputs of the block for them."""
 
     inputs: ActivationStore
     outputs: ActivationStore
 
-    def onward(self) -> Stream:
-        """Return the stream as the next block sees it."""
+    def advance(self) -> HiddenStates:
+        """Return the hidden states of the next block: the outputs of this one are its inputs."""
         self.inputs.clear()
-        return Stream(self.outputs, self.inputs)
+        return HiddenStates(self.outputs, self.inputs)
 
 
 class Block:
     """A block of the model and the data that reaches it.
 
-    There may be a second stream beside that of the model as it becomes: what reaches the block in
-    the model as it was, to compare with.
+    There may be a second set of hidden states, the reference: those that reach the block in the
+    unchanged model.
 
     Attributes:
         name: Full name of the module.
         module: The module.
-        mask: While data runs, (batch, tokens) bool: which tokens are not padding; or None.
+        mask: While data runs, (sequences, tokens) bool, which tokens are not padding; None for all.
     """
 
     def __init__(
         self,
         name: str,
         module: nn.Module,
-        stream: Stream,
-        reference: Stream | None,
-        calls: Calls,
+        stream: HiddenStates,
+        reference: HiddenStates | None,
+        arguments: BlockArguments,
     ) -> None:
         self.name, self.module = name, module
         self._stream, self._reference = stream, reference
-        self._calls = calls
+        self._arguments = arguments
         self.mask: torch.Tensor | None = None
 
     @torch.no_grad()
     def run(self) -> None:
-        """Send all data through the block; the next block gets what the last run returned."""
+        """Run all batches through the block. The next block receives the last outputs."""
         for index in range(len(self)):
             self._stream.outputs[index] = self.call(index)
 
     @torch.no_grad()
-    def look(self, index: int) -> None:
-        """Send a batch through the block for hooks to see, which may raise ``Enough``."""
-        with suppress(Enough):
+    def observe(self, index: int) -> None:
+        """Run a batch through the block for its hooks, which may raise `StopForward`."""
+        with suppress(StopForward):
             self.call(index)
 
     @torch.no_grad()
-    def refer(self, index: int) -> None:
-        """Send a batch of the second stream through the block, whose weights must be as they were.
+    def run_reference(self, index: int) -> None:
+        """Run a batch of the reference through the block, before its weights are changed.
 
-        Hooks may raise ``Enough``; the last time for each batch they must not.
+        Hooks may raise `StopForward`, except in the last run of each batch.
         """
         assert self._reference is not None
-        with suppress(Enough):
+        with suppress(StopForward):
             x = self._reference.inputs[index]
             self._reference.outputs[index] = self._pass(index, x)
 
     def masks(self, index: int) -> torch.Tensor | None:
-        """Return which tokens of a batch are no padding, (sequences, tokens) bool; None for all."""
-        return self._calls.masks[index]
+        """Return the reference output for a batch, and the mask of its tokens (see `masks`)."""
+        return self._arguments.masks[index]
 
     def outputs(self, index: int) -> torch.Tensor:
-        """Return what the last run returned for a batch."""
+        """Return the outputs of the last run for a batch."""
         return self._stream.outputs[index]
 
-    def target(self, index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return what ``refer`` found for a batch, and which of its tokens are not padding."""
+    def reference_output(self, index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the reference output for a batch, and the mask of tokens that are not padding."""
         assert self._reference is not None
-        return self._reference.outputs[index], self._calls.masks[index]
+        return self._reference.outputs[index], self._arguments.masks[index]
 
     def call(
         self, index: int, parameters: Mapping[str, torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """Return what the block returns for a batch now, gradients included.
+        """Return the output of the block for a batch, with its graph where gradients are enabled.
 
         Args:
             index: Number of the batch.
-            parameters: What to take in place of parameters of the block, by their names in it.
+            parameters: Name of a parameter in the block -> tensor to use in its place.
         """
         return self._pass(index, self._stream.inputs[index], parameters)
 
-    def back(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the gradient by what enters the block for a batch, given that by what leaves it.
+    def backward(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of the inputs of a batch, given the gradient of the outputs.
 
-        Hooks on tensors within see theirs.
+        Hooks on tensors inside of the block receive their gradients.
         """
         with torch.enable_grad():
             x = self._stream.inputs[index].detach().requires_grad_()
@@ -114,26 +123,26 @@ class Block:
     def _pass(
         self, index: int, x: torch.Tensor, parameters: Mapping[str, torch.Tensor] | None = None
     ) -> torch.Tensor:
-        args, kwargs = self._calls.of(index, self.name)
-        self.mask = self._calls.masks[index]
+        args, kwargs = self._arguments.get(index, self.name)
+        self.mask = self._arguments.masks[index]
         try:
-            with counting(self.module, index):
+            with count_tokens(self.module, index):
                 y = functional_call(self.module, dict(parameters or {}), (x, *args), kwargs)
             return _hidden(y)
         finally:
             self.mask = None
 
     def finish(self) -> None:
-        """Run what was not run."""
+        """Run the batches that the caller did not run."""
         if self._reference is not None:
             for index in range(len(self._reference.outputs), len(self)):
-                self.refer(index)
+                self.run_reference(index)
         if len(self._stream.outputs) < len(self):
             self.run()
 
     def __len__(self) -> int:
         """Return the number of batches."""
-        return len(self._calls)
+        return len(self._arguments)
 
 
 def run_blocks(
@@ -144,42 +153,44 @@ def run_blocks(
     limit: int = LIMIT,
     compare: bool = False,
 ) -> Iterator[Block]:
-    """Iterate over blocks with the data that reaches each; the caller runs it.
+    """Iterate over blocks, each with the data that reaches it; the caller runs the data.
 
-    A block that was not run when the next one is asked for is run then. What a batch calls the
-    blocks with is found by running the model with blocks that only look; hidden states between
-    blocks are held in memory up to a limit, then on disk.
+    A block that the caller did not run is run before the next one. Hidden states between blocks are
+    held in memory up to a limit, then on disk.
 
     Args:
         model: The model.
         names: Its blocks in the order of execution.
-        batches: Data for the model. Without any, blocks come without data.
-        what: What is done, for the display of progress.
+        batches: Data for the model; may be empty.
+        what: Title of the progress bar.
         limit: Bytes of hidden states to hold in memory.
-        compare: Whether to keep the second stream, of the model as it was.
+        compare: Whether to keep the reference: hidden states of the unchanged model.
     """
     names = list(names)
     with ExitStack() as stack:
         share = limit // (5 if compare else 3)
         stores = [stack.enter_context(ActivationStore(share)) for _ in range(5)]
-        stream, reference = Stream(*stores[:2]), Stream(*stores[2:4]) if compare else None
-        stack.enter_context(at_inference(model))
-        calls = capture(model, names, batches, stream.inputs, stores[4])
+        stream, reference = (
+            HiddenStates(*stores[:2]),
+            HiddenStates(*stores[2:4]) if compare else None,
+        )
+        stack.enter_context(eval_mode(model))
+        arguments = capture(model, names, batches, stream.inputs, stores[4])
         if reference is not None:
-            for index in range(len(calls)):
+            for index in range(len(arguments)):
                 reference.inputs[index] = stream.inputs[index]
-        for name in progress(names, what):
-            block = Block(name, model.get_submodule(name), stream, reference, calls)
+        for name in show_progress(names, what):
+            block = Block(name, model.get_submodule(name), stream, reference, arguments)
             yield block
             block.finish()
-            stream, reference = stream.onward(), reference and reference.onward()
+            stream, reference = stream.advance(), reference and reference.advance()
 
 
 def _hidden(output: Any) -> torch.Tensor:
-    """Return the hidden states in what a block returns."""
-    found = output if isinstance(output, torch.Tensor) else output[0]
-    if not isinstance(found, torch.Tensor):
+    """Return the hidden states in the output of a block."""
+    x = output if isinstance(output, torch.Tensor) else output[0]
+    if not isinstance(x, torch.Tensor):
         raise ValueError(
             f"A block returned {type(output).__name__} without hidden states as its first item."
         )
-    return found
+    return x

@@ -1,4 +1,4 @@
-"""Statistics that outlive the data they were collected with, and the model they belong to."""
+"""Statistics of a float model and its data, which any number of quantization runs can use."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ import torch
 from torch import nn
 
 from quark.torch.pipeline.accumulators import Gram
-from quark.torch.pipeline.batches import parts
-from quark.torch.pipeline.tensor_ranges import TensorRange, is_told
+from quark.torch.pipeline.batches import flatten_batches
+from quark.torch.pipeline.tensor_ranges import TensorRange, ranges_suffice
 from quark.torch.quantization.config.layer import QuantizationConfig
-from quark.torch.quantization.nn.layer import PARAMETERS, QuantMixin
+from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
+from quark.torch.quantization.nn.layer import PARAMETERS
 
 
 class Probe(NamedTuple):
-    """What became of a model when the weights of a unit alone were rounded.
+    """The effect on the model of rounding the weights of one unit alone.
 
     Attributes:
-        divergence: Of the predictions from those of the float model, summed over tokens, in nats.
+        divergence: KL divergence from the predictions of the float model, summed over tokens, nats.
         tokens: Number of these tokens.
         error: Squared error of the outputs of the unit, summed over all tokens of the data.
     """
@@ -33,26 +34,29 @@ class Probe(NamedTuple):
 
     @property
     def sensitivity(self) -> float:
-        """Divergence in nats per token, for each unit of squared error."""
+        """Divergence in nats per token, per unit of squared error."""
         return self.divergence / max(self.tokens, 1) / self.error if self.error else 0.0
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """What went into the linear layers of the decoder blocks of a float model.
+    """Statistics of the linear layers in the decoder blocks of a float model.
+
+    Layers that read the same tensor share the statistics of their input, which are stored under
+    the name of the first of them (``readers``).
 
     Attributes:
         model: Digest of each parameter and buffer of the model, by name.
         data: Digest of the batches.
         readers: Layer to the first of the layers that read the same tensor.
-        inputs: Sums over the tokens of what went into these first layers, in memory or on disk.
-        tokens: Number of these tokens.
-        units: Layers that are to share a format: those of one purpose in experts, else one each.
-        probes: Layer to what rounding its unit alone does. Empty if it was not measured.
-        samples: Some of the tokens that went into these first layers, (tokens, inputs) in the type
-            of the model, the same ones for all. Layers that no data reached are left out.
-        ranges: What went into these first layers and what all layers gave, padding included, by
-            ``place``. Layers that no data reached are left out.
+        inputs: Sums over the tokens of inputs, by first reader, in memory or on disk.
+        tokens: Number of these tokens, by first reader.
+        units: Layers that share a format: corresponding layers of experts, else one layer each.
+        probes: Layer to the effect of rounding its unit alone. Empty if it was not measured.
+        samples: A sample of the tokens of inputs by first reader, (tokens, inputs) in the dtype of
+            the model. Layers that no data reached are left out.
+        ranges: Ranges of inputs by first reader, and of the outputs of all layers, including
+            padding, by ``tensor_key``. Layers that no data reached are left out.
     """
 
     model: Mapping[str, str]
@@ -67,26 +71,26 @@ class Statistics:
 
     @cached_property
     def sensitivities(self) -> dict[str, float]:
-        """Layer to what the model minds of an error of its outputs; see ``Probe``."""
+        """Layer to its sensitivity; see ``Probe``."""
         return {name: probe.sensitivity for name, probe in self.probes.items()}
 
     def check(self, model: nn.Module, batches: Iterable[Any] | None = None) -> None:
-        """Raise if the statistics are not those of a model and data.
+        """Raise if the statistics belong to another model or to other data.
 
         Args:
             model: The float model.
             batches: The data, None for any.
 
         Raises:
-            ValueError: They are not; a tensor that differs is named.
+            ValueError: They do; the message names a tensor that differs.
         """
-        found = fingerprint(model)
-        other = differing(self.model, found)
-        if other:
+        digests = model_digests(model)
+        others = differing_names(self.model, digests)
+        if others:
             raise ValueError(
-                f"The statistics are of another model: {len(other)} of its {len(found)} tensors "
-                f"differ, such as {other[0]}. Load the model that they were collected from, in the "
-                "same type, or collect them anew."
+                f"The statistics are of another model: {len(others)} of its {len(digests)} tensors "
+                f"differ, such as {others[0]}. Load the model that they were collected from, in "
+                "the same type, or collect them anew."
             )
         if batches is not None and data_digest(batches) != self.data:
             raise ValueError(
@@ -94,111 +98,114 @@ class Statistics:
                 "out, or collect statistics with this data."
             )
 
-    def grams(self, layers: Mapping[str, QuantMixin]) -> dict[str, Gram]:
-        """Return copies of the sums for some layers, one for those that read the same tensor.
+    def grams(self, layers: Mapping[str, FakeQuantizedLayer]) -> dict[str, Gram]:
+        """Return copies of the sums for layers, one copy for layers that read the same tensor.
 
         Raises:
-            ValueError: A layer was not looked at.
+            ValueError: The statistics lack a layer.
         """
-        found: dict[str, Gram] = {}
+        copies: dict[str, Gram] = {}
         for name, layer in layers.items():
-            first = self.first(name)
-            if first not in found:
-                found[first] = self.inputs[first].to(layer.weight.device, copy=True)
-        return {name: found[self.readers[name]] for name in layers}
+            first = self.first_reader(name)
+            if first not in copies:
+                copies[first] = self.inputs[first].to(layer.weight.device, copy=True)
+        return {name: copies[self.readers[name]] for name in layers}
 
     def range_of(self, name: str, tensor: str) -> TensorRange:
-        """Return the range of what goes into a layer or what it gives, empty if no data came.
+        """Return the range of the inputs or outputs of a layer, empty if no data reached it.
 
         Args:
             name: Name of the layer.
             tensor: ``"input_tensors"`` or ``"output_tensors"``.
 
         Raises:
-            ValueError: The layer was not looked at.
+            ValueError: The statistics lack the layer.
         """
-        first = self.first(name)
-        found = self.ranges.get(place(first if tensor == "input_tensors" else name, tensor))
-        return TensorRange() if found is None else found
+        first = self.first_reader(name)
+        key = tensor_key(first if tensor == "input_tensors" else name, tensor)
+        return self.ranges.get(key) or TensorRange()
 
     def sample(self, name: str) -> torch.Tensor | None:
-        """Return some of the tokens that went into a layer, (tokens, inputs); None if none did.
+        """Return a sample of the inputs of a layer, (tokens, inputs); None if no data reached it.
 
         Raises:
-            ValueError: The layer was not looked at.
+            ValueError: The statistics lack the layer.
         """
-        return self.samples.get(self.first(name))
+        return self.samples.get(self.first_reader(name))
 
-    def first(self, name: str) -> str:
-        """Return the first of the layers that read what a layer reads.
+    def first_reader(self, name: str) -> str:
+        """Return the first of the layers that read the same tensor as a layer.
 
         Raises:
-            ValueError: The layer was not looked at.
+            ValueError: The statistics lack the layer.
         """
-        found = self.readers.get(name)
-        if found is None:
+        first = self.readers.get(name)
+        if first is None:
             raise ValueError(
-                f"The statistics have nothing of {name}: they hold linear layers of decoder "
-                "blocks alone. Exclude it, or pass a dataloader instead."
+                f"The statistics lack {name}: they hold linear layers of decoder blocks only. "
+                "Exclude it, or pass a dataloader instead."
             )
-        return found
+        return first
 
     def check_ranges(self, layers: Mapping[str, QuantizationConfig]) -> None:
-        """Raise if settled ranges of activations of some layers are not told.
+        """Raise if static ranges of activations cannot be computed from the stored ranges.
+
+        Args:
+            layers: Configurations by name of the layer.
 
         Raises:
-            ValueError: A layer was not looked at, or its ranges are not those that are kept.
+            ValueError: The statistics lack a layer, or an observer needs the data itself.
         """
         for name, layer in layers.items():
             for tensor, spec in layer.specs():
                 if tensor in PARAMETERS or not spec.needs_data:
                     continue
-                self.first(name)
-                if not is_told(spec):
+                self.first_reader(name)
+                if not ranges_suffice(spec):
                     kind = (
                         "no observer" if spec.observer_cls is None else spec.observer_cls.__name__
                     )
                     raise ValueError(
-                        f"{name}.{tensor}: {kind} needs the data itself; statistics tell ranges "
+                        f"{name}.{tensor}: {kind} needs the data itself; statistics hold ranges "
                         "of whole tensors and of channels, and histograms. Pass a dataloader."
                     )
 
 
-def place(name: str, tensor: str) -> str:
-    """Return the name of a tensor of a layer, ``"input_tensors"`` or ``"output_tensors"``."""
+def tensor_key(name: str, tensor: str) -> str:
+    """Return the key of ``"input_tensors"`` or ``"output_tensors"`` of a layer."""
     return f"{name}.{tensor}"
 
 
-def differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
-    """Return the names for which two mappings do not have the same."""
-    return [name for name in {**one, **other} if one.get(name) != other.get(name)]
+def differing_names(first: Mapping[str, str], second: Mapping[str, str]) -> list[str]:
+    """Return the keys under which two mappings have different values."""
+    return [key for key in {**first, **second} if first.get(key) != second.get(key)]
 
 
-def fingerprint(model: nn.Module) -> dict[str, str]:
+def model_digests(model: nn.Module) -> dict[str, str]:
     """Return a digest of each parameter and buffer of a model, by name."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return {name: digest(tensor) for name, tensor in tensors}
 
 
 def digest(*values: Any) -> str:
-    """Return a digest of tensors, bit by bit, with their types and shapes, and of other values."""
-    found = hashlib.sha256()
+    """Return a digest of tensors, by their bits, dtypes and shapes, and of other values."""
+    sha = hashlib.sha256()
     for value in values:
         if isinstance(value, torch.Tensor):
             x = value.detach().cpu().contiguous()
-            found.update(f"{x.dtype} {tuple(x.shape)}".encode())
-            found.update(x.flatten().view(torch.uint8).numpy().data)
+            sha.update(f"{x.dtype} {tuple(x.shape)}".encode())
+            sha.update(x.flatten().view(torch.uint8).numpy().data)
         else:
-            found.update(repr(value).encode())
-    return found.hexdigest()
+            sha.update(repr(value).encode())
+    return sha.hexdigest()
 
 
 def data_digest(batches: Iterable[Any]) -> str:
     """Return a digest of batches, of any documented kind."""
-    found = []
-    for batch in parts(batches):
+    digests = []
+    for batch in flatten_batches(batches):
         if hasattr(batch, "items"):
-            found.append(digest(*(x for item in sorted(batch.items()) for x in item)))
+            digests.append(digest(*(x for item in sorted(batch.items()) for x in item)))
         else:
-            found.append(digest(*(batch if isinstance(batch, (list, tuple)) else [batch])))
-    return digest(*found)
+            digests.append(digest(*(batch if isinstance(batch, (list, tuple)) else [batch])))
+    return digest(*digests)

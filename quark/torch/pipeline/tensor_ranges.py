@@ -1,4 +1,4 @@
-"""What is kept of a tensor for ranges that are settled later."""
+"""Ranges and histograms of activations, stored for static ranges that are computed later."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 class TensorRange:
-    """Range of each channel and histogram of the whole of a tensor, in main memory.
+    """Range of each channel of a tensor, and histogram of the whole, in main memory.
 
     Attributes:
         channels: Smallest and largest value of each channel, (channels,) float32.
@@ -30,33 +30,33 @@ class TensorRange:
         self.histogram = Histogram(CPU)
 
     @classmethod
-    def of(cls, lo: torch.Tensor, hi: torch.Tensor, counts: torch.Tensor) -> TensorRange:
-        """Return what was kept before.
+    def from_tensors(cls, lo: torch.Tensor, hi: torch.Tensor, counts: torch.Tensor) -> TensorRange:
+        """Return the range that was stored as these tensors.
 
         Args:
             lo: (channels,) float32.
             hi: (channels,) float32.
-            counts: Those of the histogram.
+            counts: Counts of the histogram.
         """
-        found = cls()
-        found.channels.lo, found.channels.hi = lo, hi
-        seen = found.histogram
-        seen.lo, seen.hi, seen.counts = float(lo.min()), float(hi.max()), counts
-        seen.limit = limit_of(seen.lo, seen.hi)
-        return found
+        result = cls()
+        result.channels.lo, result.channels.hi = lo, hi
+        histogram = result.histogram
+        histogram.lo, histogram.hi, histogram.counts = float(lo.min()), float(hi.max()), counts
+        histogram.limit = limit_of(histogram.lo, histogram.hi)
+        return result
 
     def __call__(self, x: torch.Tensor) -> None:
-        """Take in (tokens, channels).
+        """Observe (tokens, channels).
 
         Raises:
-            FloatingPointError: NaN or infinity was observed.
+            FloatingPointError: A value is NaN or infinite.
         """
         if len(x):
             self.histogram.observe(x)
             self.channels(torch.stack(x.aminmax(dim=0)).to(CPU))
 
     def merge(self, other: TensorRange) -> None:
-        """Take in what another has seen."""
+        """Include the values that another one has observed."""
         lo, hi = other.channels.lo, other.channels.hi
         if lo is not None and hi is not None:
             self.histogram.merge(other.histogram)
@@ -64,15 +64,15 @@ class TensorRange:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing has been observed."""
+        """Whether nothing was observed."""
         return self.histogram.is_empty
 
-    def show(self, quantizer: TensorQuantizer, device: torch.device) -> None:
-        """Let the observer of a quantizer know what it would, had it seen the tensor.
+    def fill_observer(self, quantizer: TensorQuantizer, device: torch.device) -> None:
+        """Set the observer of a quantizer to the state it would have after observing the tensor.
 
         Args:
-            quantizer: One whose specification ``is_told`` by ranges.
-            device: Where its scales are to be.
+            quantizer: A quantizer whose specification satisfies ``ranges_suffice``.
+            device: Device of the scales to be computed.
         """
         observer, lo, hi = quantizer.observer, self.channels.lo, self.channels.hi
         if lo is None or hi is None:
@@ -88,15 +88,15 @@ class TensorRange:
         observer.widen(lo.to(device), hi.to(device))
 
 
-def is_told(spec: QuantizationSpec) -> bool:
-    """Whether ranges of channels and a histogram tell the settled ranges of activations."""
+def ranges_suffice(spec: QuantizationSpec) -> bool:
+    """Whether a ``TensorRange`` is enough to compute the scales of an activation."""
     if spec.is_dynamic or not spec.needs_data:
-        return True  # at most the range of the whole tensor is settled
+        return True  # at most the range of the whole tensor is static
     kind = spec.observer_cls or MinMaxObserver
     if issubclass(kind, HistogramObserver):
         return True
     if not issubclass(kind, MinMaxObserver) or issubclass(kind, MovingAverageMinMaxObserver):
         return False
     scheme = spec.scheme
-    by_channel = scheme.qscheme is QSchemeType.per_channel and scheme.axis == -1
-    return by_channel or scheme.qscheme is QSchemeType.per_tensor
+    is_per_channel = scheme.qscheme is QSchemeType.per_channel and scheme.axis == -1
+    return is_per_channel or scheme.qscheme is QSchemeType.per_tensor

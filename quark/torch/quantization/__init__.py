@@ -9,14 +9,16 @@ if TYPE_CHECKING:
     from quark.torch.quantization.config.config import *  # noqa: F403
 
 
-def __getattr__(name: str) -> Any:
-    from importlib import import_module
+if not TYPE_CHECKING:  # a type checker would take every name for one of these
 
-    # A submodule of this name is being imported: it is not a public name of the configuration.
-    if name.startswith("_"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "api" if name == "ModelQuantizer" else "config.config"
-    try:
-        return getattr(import_module(f"{__name__}.{module}"), name)
-    except AttributeError:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+    def __getattr__(name: str) -> Any:
+        from importlib import import_module
+
+        # A submodule of this name is being imported: it is not a public name of the configuration.
+        if name.startswith("_"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = "api" if name == "ModelQuantizer" else "config.config"
+        try:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+        except AttributeError:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None

@@ -1,4 +1,4 @@
-"""Run data through a prepared model and settle the ranges of its quantizers."""
+"""Calibration: compute the scales of a prepared model from weights, data or statistics."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ import torch
 from torch import nn
 
 from quark.torch.numerics.granularity import QSchemeType
-from quark.torch.pipeline.batches import parts, progress, run_batch
+from quark.torch.pipeline.batches import flatten_batches, run_batch, show_progress
 from quark.torch.pipeline.statistics import Statistics
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.match import matches
-from quark.torch.quantization.nn.experts import counterparts, counting
-from quark.torch.quantization.nn.layer import PARAMETERS, QuantMixin
-from quark.torch.quantization.nn.quantizer import PARTS, State, TensorQuantizer
+from quark.torch.quantization.nn.experts import corresponding_experts, count_tokens
+from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
+from quark.torch.quantization.nn.layer import PARAMETERS
+from quark.torch.quantization.nn.quantizer import PARTS, QuantizedTensor, TensorQuantizer
+from quark.torch.quantization.plan import Plan
 from quark.torch.quantization.preparation import quantized_layers
 
 logger = logging.getLogger(__name__)
 
 
 def needs_data(layers: Iterable[Any]) -> bool:
-    """Whether a configuration of these layers has ranges that only data can tell."""
+    """Whether a configuration of these layers has static activations, which need data."""
     return any(
         name not in PARAMETERS and spec.needs_data
         for layer in layers
@@ -33,20 +35,37 @@ def needs_data(layers: Iterable[Any]) -> bool:
     )
 
 
+def calibrate(model: nn.Module, plan: Plan) -> None:
+    """Compute the scales of weights, biases and static activations of a prepared model.
+
+    Data or statistics give the ranges of activations; data if there is both.
+
+    Raises:
+        ValueError: A value is NaN or infinite, or a layer saw no data.
+    """
+    calibrate_parameters(model)
+    if not needs_data(plan.layers.values()):
+        return
+    if plan.statistics is None or plan.has_data:
+        calibrate_activations(model, plan.batches)
+    else:
+        compute_scales_from_statistics(model, plan.statistics)
+
+
 def calibrate_parameters(model: nn.Module) -> None:
-    """Settle the ranges of weights and biases.
+    """Compute the scales of weights and biases.
 
     Raises:
         ValueError: A weight or bias has NaN or infinite values; the layer is named.
     """
-    for name, layer in progress(list(quantized_layers(model)), "weight ranges"):
+    for name, layer in show_progress(list(quantized_layers(model)), "weight ranges"):
         if layer.frozen:
-            continue  # an algorithm has settled it
+            continue  # by an algorithm, which computed its scales
         for tensor, quantizer in layer.parameter_quantizers().items():
             value = getattr(layer, tensor)
             quantizer.observer(value)
             try:
-                quantizer.settle(value)
+                quantizer.compute_scales(value)
                 if not quantizer.scheme.fmt.scaled:
                     _check_finite(value)
             except FloatingPointError:
@@ -54,77 +73,70 @@ def calibrate_parameters(model: nn.Module) -> None:
                     f"{name}.{tensor} has NaN or infinite values: the model is damaged, or it "
                     "overflowed in half precision. Repair it, or exclude the layer."
                 ) from None
-            quantizer.observer.reset()  # ranges per group would take as much as the scales
+            quantizer.observer.reset()  # ranges per group take as much memory as the scales
 
 
 @torch.no_grad()
 def calibrate_activations(model: nn.Module, dataloader: Iterable[Any]) -> None:
-    """Run every batch through the model and settle the ranges of static activations.
+    """Run every batch through the model and compute the scales of static activations.
 
-    Weights pass unquantized meanwhile, so this costs a plain forward pass and its statistics.
+    Weights are not quantized meanwhile, so this costs a float forward pass and the statistics.
 
     Raises:
-        ValueError: There is no data, a layer saw none, or a range is not finite.
+        ValueError: The data is empty, a layer saw no data, or a range is not finite.
     """
     static = dict(_static_activations(model))
     batches = 0
-    with observing(model, static.values()):
-        for batch in parts(progress(dataloader, "calibration")):
-            with counting(model, batches):
+    with switch_quantizers(model, static.values()):
+        for batch in flatten_batches(show_progress(dataloader, "calibration")):
+            with count_tokens(model, batches):
                 run_batch(model, batch)
             batches += 1
     if not batches:
         raise ValueError("The dataloader is empty: static activation ranges need at least a batch.")
-    _settle_activations(model, static, f" in {batches} batches")
+    _compute_activation_scales(model, static, f" in {batches} batches")
 
 
 @torch.no_grad()
-def recall_activations(model: nn.Module, statistics: Statistics) -> None:
-    """Settle the ranges of static activations by those of the float model.
+def compute_scales_from_statistics(model: nn.Module, statistics: Statistics) -> None:
+    """Compute the scales of static activations from statistics of the float model.
 
     Args:
         model: A prepared model.
-        statistics: Statistics of the float model, which tell the ranges (``check_ranges``).
+        statistics: Statistics of the float model that passed ``check_ranges``.
 
     Raises:
         ValueError: A layer saw no data.
     """
     static, layers = dict(_static_activations(model)), dict(quantized_layers(model))
     for (name, tensor), quantizer in static.items():
-        statistics.range_of(name, tensor).show(quantizer, layers[name].weight.device)
-    _settle_activations(model, static, "")
+        statistics.range_of(name, tensor).fill_observer(quantizer, layers[name].weight.device)
+    _compute_activation_scales(model, static, "")
 
 
-def recall_tokens(model: nn.Module, statistics: Statistics) -> None:
-    """Let layers of experts know how many tokens the data sends to each in the float model."""
-    for names in counterparts(model):
-        if all(name in statistics.readers for name in names):
-            experts: Any = model.get_submodule(names[0].rsplit(".", 2)[0])
-            experts.sent = {0: [int(statistics.tokens[statistics.first(n)]) for n in names]}
-
-
-def _settle_activations(
+def _compute_activation_scales(
     model: nn.Module, static: dict[tuple[str, str], TensorQuantizer], where: str
 ) -> None:
-    """Settle the ranges of static activations that were observed.
+    """Compute the scales of static activations from the observed statistics.
 
     Raises:
         ValueError: A layer saw no data, or a range is not finite.
     """
     idle = _idle_experts(model, static)
-    unseen = sorted(
+    unobserved = sorted(
         {n for (n, t), q in static.items() if q.observer.is_empty and (n, t) not in idle}
     )
-    if unseen:
+    if unobserved:
+        names = ", ".join(unobserved[:5]) + (" …" if len(unobserved) > 5 else "")
         raise ValueError(
-            f"No data reached {', '.join(unseen[:5])}{' …' if len(unseen) > 5 else ''}{where}. "
+            f"No data reached {names}{where}. "
             "Calibrate with data that uses these layers, or exclude them."
         )
     for (name, tensor), quantizer in static.items():
         if (name, tensor) in idle:
             continue
         try:
-            quantizer.settle()
+            quantizer.compute_scales()
         except FloatingPointError:
             raise ValueError(
                 f"The {tensor.split('_')[0]} of {name} was NaN or infinite in calibration: check "
@@ -137,15 +149,15 @@ def _settle_activations(
             setattr(static[place], part, None if value is None else value.clone())
     if idle:
         logger.warning(
-            "No data reached %d tensors of experts, such as %s: they take the widest range among "
-            "the experts beside them. Calibrate with more data to give them their own.",
+            "No data reached %d tensors of experts, such as %s: they take the widest range of the "
+            "other experts of their layer. Calibrate with more data to give them their own range.",
             len(idle),
             ".".join(next(iter(idle))),
         )
 
 
 def _width(quantizer: TensorQuantizer) -> float:
-    """Return how wide a settled range is: of blocks that are dynamic, that of the whole tensor."""
+    """Return the largest scale, or the tensor scale if block scales are dynamic."""
     scale = quantizer.scale_2 if quantizer.scale is None else quantizer.scale
     assert scale is not None
     return float(scale.max())
@@ -154,45 +166,45 @@ def _width(quantizer: TensorQuantizer) -> float:
 def _idle_experts(
     model: nn.Module, static: dict[tuple[str, str], TensorQuantizer]
 ) -> dict[tuple[str, str], list[TensorQuantizer]]:
-    """Return the tensors of experts that saw no data, with those of their counterparts that did."""
-    found: dict[tuple[str, str], list[TensorQuantizer]] = {}
-    for names in counterparts(model):
+    """Return the tensors of experts that saw no data, each with the observed ones of its group."""
+    idle: dict[tuple[str, str], list[TensorQuantizer]] = {}
+    for names in corresponding_experts(model):
         for tensor in ("input_tensors", "output_tensors"):
             places = [(name, tensor) for name in names if (name, tensor) in static]
             seen = [static[place] for place in places if not static[place].observer.is_empty]
             if seen:
-                found |= {p: seen for p in places if static[p].observer.is_empty}
-    return found
+                idle |= {p: seen for p in places if static[p].observer.is_empty}
+    return idle
 
 
-def settle_weights(layers: Mapping[str, QuantMixin], config: Config) -> None:
-    """Settle the ranges of the weights of some layers, those that they share as well."""
+def compute_weight_scales(layers: Mapping[str, FakeQuantizedLayer], config: Config) -> None:
+    """Compute the scales of the weights of some layers, and merge those that layers share."""
     for layer in layers.values():
         quantizer = layer.weight_quantizer
         if quantizer is not None:
             quantizer.observer(layer.weight)
-            quantizer.settle(layer.weight)
+            quantizer.compute_scales(layer.weight)
             quantizer.observer.reset()
     _share(layers, config, "weight")
 
 
 def share_scales(model: nn.Module, config: Config) -> None:
-    """Give layers that are served together the scale of the widest among them.
+    """Set the scales of layers that share one to the largest of these scales.
 
-    Modules of one parent that match a group of ``shared_scale_groups`` share per-tensor scales of
-    weight and input; those that match the cache patterns share that of the output, which is also
-    kept from falling below ``min_kv_scale``. With ``sync_moe_expert_input_amax`` the experts of a
-    layer share that of the input.
+    Modules of one parent that match a group of ``shared_scale_groups`` share the per-tensor scales
+    of weight and input. Modules that match the cache patterns share the scale of the output, which
+    is at least ``min_kv_scale``. With ``sync_moe_expert_input_amax``, the experts of a layer share
+    the scale of the input.
     """
     layers = dict(quantized_layers(model))
     _share({n: layer for n, layer in layers.items() if not layer.frozen}, config, "weight")
     _share(layers, config, "input_tensors")
     if config.sync_moe_expert_input_amax:
-        for members in counterparts(model):
+        for members in corresponding_experts(model):
             inputs = [layers[n].quantizers().get("input_tensors") for n in members if n in layers]
             _merge(inputs, [None] * len(inputs))
     cache = config.kv_cache_patterns
-    for members in siblings(layers, cache):
+    for members in group_by_parent(layers, cache):
         quantizers = [layers[n].quantizers().get("output_tensors") for n in members]
         _merge(quantizers, [None] * len(quantizers))
         for quantizer in quantizers:
@@ -200,15 +212,19 @@ def share_scales(model: nn.Module, config: Config) -> None:
                 quantizer.scale = quantizer.scale.clamp(min=config.min_kv_scale)
 
 
-def _share(layers: Mapping[str, QuantMixin], config: Config, tensor: str) -> None:
+def _share(layers: Mapping[str, FakeQuantizedLayer], config: Config, tensor: str) -> None:
     for group in config.shared_scale_groups:
-        for members in siblings(layers, group):
+        for members in group_by_parent(layers, group):
             values = [getattr(layers[n], tensor, None) for n in members]
             _merge([layers[n].quantizers().get(tensor) for n in members], values)
 
 
-def siblings(names: Iterable[str], patterns: list[str]) -> list[list[str]]:
-    """Group the names that match patterns, or end in them, by their parent module."""
+def group_by_parent(names: Iterable[str], patterns: list[str]) -> list[list[str]]:
+    """Group names by parent module, if they match patterns or end in them.
+
+    Example: ``a.0.k_proj``, ``a.0.v_proj`` and ``a.1.k_proj`` under the patterns ``k_proj`` and
+    ``v_proj`` are the groups [a.0.k_proj, a.0.v_proj] and [a.1.k_proj].
+    """
     patterns = [*patterns, *(f"*.{pattern}" for pattern in patterns)]
     groups: dict[str, list[str]] = defaultdict(list)
     for name in names:
@@ -218,11 +234,11 @@ def siblings(names: Iterable[str], patterns: list[str]) -> list[list[str]]:
 
 
 def merged_scale(
-    quantizers: Sequence[TensorQuantizer | State | None],
+    quantizers: Sequence[TensorQuantizer | QuantizedTensor | None],
 ) -> torch.Tensor | None:
-    """Return the largest scale of quantizers that can share one, or None if they cannot.
+    """Return the largest scale of quantizers that can share one; None if they cannot.
 
-    They can if all are settled, symmetric, per tensor, and of one format.
+    Quantizers can share a scale if all have one and are symmetric, per tensor and of one format.
     """
     scales: list[torch.Tensor] = []
     schemes = set()
@@ -249,7 +265,7 @@ def _merge(quantizers: list[TensorQuantizer | None], values: Sequence[torch.Tens
         if all(q.scheme == present[0].scheme and q.scheme.scale.two_level for q in present):
             largest = torch.stack([q.scale_2.cpu() for q in present]).amax(0)  # type: ignore[union-attr]
             for q, value in zip(present, values, strict=True):
-                q.resettle(largest.to(q.scale_2.device, copy=True), value)  # type: ignore[union-attr]
+                q.set_tensor_scale(largest.to(q.scale_2.device, copy=True), value)  # type: ignore[union-attr]
         return
     scale = merged_scale(quantizers)
     if scale is None:
@@ -269,14 +285,14 @@ def _static_activations(
 
 
 @contextmanager
-def observing(model: nn.Module, observers: Iterable[TensorQuantizer]) -> Iterator[None]:
-    """Switch the given quantizers to observing, all others off, and the model to evaluation."""
+def switch_quantizers(model: nn.Module, observers: Iterable[TensorQuantizer]) -> Iterator[None]:
+    """Let only the given quantizers observe and disable the others, in evaluation mode."""
     modes = {module: module.training for module in model.modules()}
     quantizers = [m for m in model.modules() if isinstance(m, TensorQuantizer)]
     for quantizer in quantizers:
         quantizer.enabled = False
     for quantizer in observers:
-        quantizer.enabled = quantizer.observing = True
+        quantizer.enabled = quantizer.is_observing = True
     model.eval()
     try:
         yield
@@ -284,7 +300,7 @@ def observing(model: nn.Module, observers: Iterable[TensorQuantizer]) -> Iterato
         for module, training in modes.items():
             module.training = training
         for quantizer in quantizers:
-            quantizer.enabled, quantizer.observing = True, False
+            quantizer.enabled, quantizer.is_observing = True, False
 
 
 def _dtype(model: nn.Module) -> torch.dtype:

@@ -1,41 +1,41 @@
-"""Replace the modules that a configuration names by quantized ones."""
+"""Preparation of a model: select the layers to quantize, and replace them in reversible steps."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 
+from quark.torch.quantization.config.compatibility import check_compatibility, warn_about_ignored
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import assign, report_unmatched
-from quark.torch.quantization.config.type import QuantFlow
-from quark.torch.quantization.nn.attention import unroute_keys
-from quark.torch.quantization.nn.layer import PARAMETERS, QuantMixin, is_transposed
+from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
+from quark.torch.quantization.nn.layer import PARAMETERS, QuantizedLayer, input_axis
 from quark.torch.quantization.nn.operators import is_operator, operator, operator_names
-from quark.torch.quantization.nn.packed import PackedMixin
 
 logger = logging.getLogger(__name__)
 
 
-def quantized_layers(model: nn.Module) -> Iterator[tuple[str, QuantMixin]]:
+def quantized_layers(model: nn.Module) -> Iterator[tuple[str, FakeQuantizedLayer]]:
     """Iterate over (name, module) of the quantized modules of a model, each once."""
     for name, module in model.named_modules():
-        if isinstance(module, QuantMixin):
+        if isinstance(module, FakeQuantizedLayer):
             yield name, module
 
 
-def plan(model: nn.Module, config: Config) -> dict[str, QuantizationConfig]:
-    """Return the configuration of each module that will be quantized; change nothing.
+def select_layers(model: nn.Module, config: Config) -> dict[str, QuantizationConfig]:
+    """Return the configuration of each module that will be quantized. The model is not changed.
 
     Raises:
-        ValueError: The model is quantized already, no module of it can be or is meant to be, or a
+        ValueError: The model is quantized already, no module can be quantized or is selected, or a
             configuration does not fit a module.
     """
-    _check_config(config)
+    check_compatibility(config)
+    warn_about_ignored(config)
     names = {name: type(module) for name, module in model.named_modules()}
     for name, kind in names.items():
-        if issubclass(kind, (QuantMixin, PackedMixin)):
+        if issubclass(kind, QuantizedLayer):
             raise ValueError(f"{name} is quantized already: load the float model again.")
     _check_layer_types(names, config)
     candidates = {name: kind for name, kind in names.items() if is_operator(kind)}
@@ -53,29 +53,28 @@ def plan(model: nn.Module, config: Config) -> dict[str, QuantizationConfig]:
         )
     for name, layer in layers.items():
         check_fit(name, model.get_submodule(name), layer)
-    _report_left(model)
+    _warn_of_float_modules(model)
     return layers
 
 
-def prepare(model: nn.Module, layers: dict[str, QuantizationConfig]) -> None:
-    """Turn the named modules into quantized ones in place.
+def replace_layers(model: nn.Module, layers: Mapping[str, QuantizationConfig]) -> None:
+    """Replace the named modules by quantized ones, in place.
 
-    A module that goes by several names is changed once, under all of them.
+    A module with several names is replaced once, under all of them.
     """
     for name, layer in layers.items():
         module = model.get_submodule(name)
         operator(type(module)).quantized.from_float(module, layer)
 
 
-def restore(model: nn.Module) -> None:
-    """Undo ``prepare``, as long as nothing is frozen, and what lets attention quantize keys."""
-    unroute_keys(model)
+def restore_layers(model: nn.Module) -> None:
+    """Undo ``replace_layers``. No layer may be frozen."""
     for _, layer in list(quantized_layers(model)):
         layer.to_float()
 
 
-def _report_left(model: nn.Module) -> None:
-    """Warn of modules that cannot be quantized but hold much of the model."""
+def _warn_of_float_modules(model: nn.Module) -> None:
+    """Warn about modules that cannot be quantized, if they hold more than 5 % of the parameters."""
     sizes: dict[str, int] = {}
     for name, module in model.named_modules():
         if is_operator(type(module)):
@@ -96,18 +95,6 @@ def _report_left(model: nn.Module) -> None:
         )
 
 
-def _check_config(config: Config) -> None:
-    if config.softmax_quant_spec is not None:
-        raise ValueError(
-            "softmax_quant_spec is not supported: leave it out. Keys and values can be quantized "
-            "by kv_cache_quant_config."
-        )
-    if config.kv_cache_post_rope and not config.kv_cache_quant_config:
-        logger.warning("kv_cache_post_rope changes nothing without kv_cache_quant_config.")
-    if config.quant_flow is not QuantFlow.standard:
-        raise ValueError(f"quant_flow={config.quant_flow.name}: only standard is supported.")
-
-
 def _check_layer_types(names: dict[str, type[nn.Module]], config: Config) -> None:
     for kind in config.layer_type_quant_config:
         if not is_operator(kind) and kind in names.values():
@@ -118,10 +105,10 @@ def _check_layer_types(names: dict[str, type[nn.Module]], config: Config) -> Non
 
 
 def check_fit(name: str, module: nn.Module, layer: QuantizationConfig) -> None:
-    """Raise if a configuration does not fit a module that can be quantized.
+    """Raise if the configuration of a module does not fit it.
 
     Raises:
-        ValueError: It does not; the tensor is named.
+        ValueError: The message names the tensor.
     """
     if layer.input_tensors is not None and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         raise ValueError(
@@ -140,7 +127,7 @@ def check_fit(name: str, module: nn.Module, layer: QuantizationConfig) -> None:
         if not value.is_floating_point():
             raise ValueError(f"{name}.{tensor} is {value.dtype}; only floats can be quantized.")
         try:
-            used = spec.for_parameter(is_transposed(type(module)))
+            used = spec.for_parameter(input_axis(type(module)) == 0)
             blocks = used.coded.scheme.blocks(value.shape)
         except ValueError as error:
             raise ValueError(f"{name}.{tensor}: {error}") from None

@@ -1,10 +1,10 @@
-"""What data does in a quantized model: inputs of layers, and predictions beside the original's."""
+"""Measurements on data: inputs of layers, and predictions compared with the original model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -14,13 +14,12 @@ from torch import nn
 from quark.torch.evaluation.perplexity import perplexity
 from quark.torch.numerics.hadamard import rotate
 from quark.torch.pipeline.activation_store import ActivationStore
-from quark.torch.quantization.nn.layer import is_transposed
-from quark.torch.quantization.nn.packed import PackedMixin
+from quark.torch.quantization.nn.packed import PackedLayer
 from quark.torch.report.weights import Histogram, Values, histogram, values_of
 
-SAMPLE = 512  # tokens of the inputs of a layer that are kept
-POSITIONS = 64  # of a window, whose predictions are compared
-CHANNELS = 5  # of the inputs of a layer, that are named
+SAMPLE = 512  # tokens whose inputs to a layer are stored
+POSITIONS = 64  # positions of a window at which predictions are compared
+CHANNELS = 5  # channels with the largest ranges that are listed for a layer
 
 
 @dataclass(frozen=True)
@@ -40,11 +39,11 @@ class Channel:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a layer reads, as it is when it is quantized.
+    """Inputs of a layer, rotated where the layer rotates them before it quantizes.
 
     Attributes:
-        tokens: How many tokens reached the layer.
-        values: How large the values are.
+        tokens: Number of tokens that reached the layer.
+        values: Magnitudes of the values.
         channels: The channels with the largest range.
         histogram: Values before and after quantization.
         error: Norm of the error of quantizing them in units of their norm; None if they are not.
@@ -61,13 +60,13 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Predictions:
-    """What a model predicts beside the original.
+    """Predictions of a quantized model compared with those of the original.
 
     Attributes:
-        perplexity: Of the quantized model.
-        original: Of the original, None where there is none.
+        perplexity: Perplexity of the quantized model.
+        original: Perplexity of the original, None without one.
         kl: Mean over positions of KL(original ‖ quantized), nats.
-        agreement: Share of positions where both find the same token likeliest.
+        agreement: Share of positions where the top-1 predictions agree.
         positions: Number of positions that were compared.
     """
 
@@ -79,24 +78,25 @@ class Predictions:
 
 
 @dataclass
-class Seen:
-    """What was seen of the inputs of a layer: tokens, ranges of channels, places of a sample."""
+class InputRecord:
+    """Record of the inputs of a layer.
+
+    Attributes:
+        tokens: Number of tokens.
+        largest: Largest magnitude of each channel, (inputs,) float32; None without tokens.
+        places: Indices of the samples in the store.
+    """
 
     tokens: int = 0
     largest: torch.Tensor | None = None
     places: list[int] = field(default_factory=list)
 
 
-def is_linear(layer: PackedMixin) -> bool:
-    """Whether a layer multiplies the last axis of its input by a matrix."""
-    return issubclass(layer.float_class, nn.Linear) or is_transposed(layer.float_class)
-
-
 class Reference:
-    """What the original predicts, kept to be compared with.
+    """Predictions of the original model, stored to compare others with.
 
     Args:
-        store: Where logarithms of probabilities are kept.
+        store: Store for log-probabilities.
     """
 
     def __init__(self, store: ActivationStore) -> None:
@@ -105,37 +105,37 @@ class Reference:
         self._count, self._divergence, self._same = 0, 0.0, 0
 
     def run(self, model: nn.Module, windows: torch.Tensor, batch_size: int) -> None:
-        """Send windows of tokens through the original."""
+        """Run the original on windows of tokens."""
         with _predicting(model, self._keep):
             self.perplexity = perplexity(model, windows, batch_size, "original")
 
     def compare(self, model: nn.Module, windows: torch.Tensor, batch_size: int) -> Predictions:
-        """Send the same windows through the quantized model."""
+        """Run the quantized model on the same windows and compare its predictions."""
         batches = iter(range(len(self._store)))
         with _predicting(model, partial(self._compare, batches)):
-            found = perplexity(model, windows, batch_size, "quantized")
+            value = perplexity(model, windows, batch_size, "quantized")
         if self.perplexity is None:
-            return Predictions(found)
+            return Predictions(value)
         mean, same = self._divergence / self._count, self._same / self._count
-        return Predictions(found, self.perplexity, mean, same, self._count)
+        return Predictions(value, self.perplexity, mean, same, self._count)
 
-    def _keep(self, found: torch.Tensor) -> None:
-        self._store[len(self._store)] = found
+    def _keep(self, log_probs: torch.Tensor) -> None:
+        self._store[len(self._store)] = log_probs
 
-    def _compare(self, batches: Iterator[int], found: torch.Tensor) -> None:
+    def _compare(self, batches: Iterator[int], log_probs: torch.Tensor) -> None:
         index = next(batches, None)
         if index is None:
             return
-        expected = self._store[index].to(found.device)
-        total = (expected.exp() * (expected - found)).sum(-1).double().sum()
+        expected = self._store[index].to(log_probs.device)
+        total = (expected.exp() * (expected - log_probs)).sum(-1).double().sum()
         self._divergence += float(total)
-        self._same += int((expected.argmax(-1) == found.argmax(-1)).sum())
-        self._count += len(found)
+        self._same += int((expected.argmax(-1) == log_probs.argmax(-1)).sum())
+        self._count += len(log_probs)
 
 
 @contextmanager
 def _predicting(model: nn.Module, take: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Hand on what a model predicts at some positions, (positions, vocabulary) float32."""
+    """Pass log-probabilities at some positions to a function, (positions, vocabulary) float32."""
 
     def hook(module: nn.Module, args: Any, output: Any) -> None:
         logits = output.logits
@@ -150,61 +150,64 @@ def _predicting(model: nn.Module, take: Callable[[torch.Tensor], None]) -> Itera
 
 
 @contextmanager
-def watching(
-    layers: Mapping[str, PackedMixin], store: ActivationStore, calls: int
-) -> Iterator[dict[str, Seen]]:
-    """Look at the inputs of linear layers while data runs through the model.
+def recording_inputs(
+    layers: Mapping[str, PackedLayer], store: ActivationStore, calls: int
+) -> Iterator[dict[str, InputRecord]]:
+    """Record the inputs of linear layers while data runs through the model.
 
     Args:
         layers: Layers by name.
-        store: Where a sample of their inputs is kept.
-        calls: How often the model will be called.
+        store: Store for a sample of their inputs.
+        calls: Number of times the model will be called.
     """
-    seen = {name: Seen() for name, layer in layers.items() if is_linear(layer)}
+    records = {name: InputRecord() for name, layer in layers.items() if layer.is_linear}
     share = -(-SAMPLE // calls)
 
-    def look(found: Seen, layer: Any, args: tuple[torch.Tensor, ...]) -> None:
+    def record_input(record: InputRecord, layer: Any, args: tuple[torch.Tensor, ...]) -> None:
         x = args[0].detach().flatten(0, -2)
-        largest = _turned(layer, x).abs().amax(0).float()
-        found.tokens += len(x)
-        found.largest = largest if found.largest is None else found.largest.maximum(largest)
-        found.places.append(len(store))
+        largest = _rotated(layer, x).abs().amax(0).float()
+        record.tokens += len(x)
+        record.largest = largest if record.largest is None else record.largest.maximum(largest)
+        record.places.append(len(store))
         store[len(store)] = x[:: max(1, len(x) // share)][:share]
 
-    handles = [layers[n].register_forward_pre_hook(partial(look, s)) for n, s in seen.items()]
+    handles = [
+        layers[n].register_forward_pre_hook(partial(record_input, record))
+        for n, record in records.items()
+    ]
     try:
-        yield seen
+        yield records
     finally:
         for handle in handles:
             handle.remove()
 
 
-def sample_of(seen: Seen, store: ActivationStore) -> torch.Tensor:
+def sample_of(record: InputRecord, store: ActivationStore) -> torch.Tensor:
     """Return the sample of the inputs of a layer, (tokens, inputs) float32."""
-    return torch.cat([store[place] for place in seen.places]).float()
+    return torch.cat([store[place] for place in record.places]).float()
 
 
-def inputs_of(layer: PackedMixin, seen: Seen, sample: torch.Tensor) -> Inputs:
-    """Return what a layer reads.
+def inputs_of(layer: PackedLayer, record: InputRecord, sample: torch.Tensor) -> Inputs:
+    """Return figures of the inputs of a layer.
 
     Args:
         layer: A linear layer.
-        seen: What was seen of its inputs.
+        record: Record of its inputs.
         sample: Some of them, (tokens, inputs) float32, as they reach the layer.
     """
-    x = _turned(layer, sample)
+    x = _rotated(layer, sample)
     after = layer.quantized_input(sample.unsqueeze(0)).squeeze(0)
-    assert seen.largest is not None
-    found = Inputs(seen.tokens, values_of(x), _widest(seen.largest), histogram(x, after))
+    assert record.largest is not None
+    figures = Inputs(record.tokens, values_of(x), _widest(record.largest), histogram(x, after))
     if layer.input_quantizer is None:
-        return found
+        return figures
     norm = float(x.norm())
     error = float((after - x).norm()) / norm if norm else 0.0
     clipped = float((x.abs() > after.abs().max()).float().mean())
-    return Inputs(found.tokens, found.values, found.channels, found.histogram, error, clipped)
+    return replace(figures, error=error, clipped=clipped)
 
 
-def output_error(layer: PackedMixin, reference: torch.Tensor, sample: torch.Tensor) -> float | None:
+def output_error(layer: PackedLayer, reference: torch.Tensor, sample: torch.Tensor) -> float | None:
     """Return the norm of the error of the outputs of a layer in units of their norm.
 
     It is the error that the layer itself adds to the same inputs, by rounding its weight, its
@@ -212,20 +215,20 @@ def output_error(layer: PackedMixin, reference: torch.Tensor, sample: torch.Tens
 
     Args:
         layer: A linear layer.
-        reference: What its weight was rounded from, float32, for inputs as they are quantized.
+        reference: Weight before it was rounded, float32, for rotated inputs.
         sample: Inputs, (tokens, inputs) float32.
 
     Returns:
         The error; None if all outputs are zero.
     """
     bias = layer.value("bias", torch.float32)
-    expected = layer.product(_turned(layer, sample), reference, bias)
+    expected = layer.product(_rotated(layer, sample), reference, bias)
     norm = float(expected.norm())
     return float((layer(sample.unsqueeze(0)) - expected).norm()) / norm if norm else None
 
 
-def _turned(layer: PackedMixin, x: torch.Tensor) -> torch.Tensor:
-    """Return inputs as they are when they are quantized."""
+def _rotated(layer: PackedLayer, x: torch.Tensor) -> torch.Tensor:
+    """Return inputs as the layer quantizes them: rotated, where it rotates them."""
     return x if layer.input_rotation is None else rotate(x, layer.input_rotation)
 
 

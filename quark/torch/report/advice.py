@@ -1,4 +1,4 @@
-"""What a report comes to: sentences for everybody, and what may help the worst layers."""
+"""Summary of a report in sentences, and remedies for the worst layers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from quark.torch.quantization.config.algo import ALGO_CONFIGS, RoundingConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.config.type import QSchemeType
 from quark.torch.report.activations import Predictions
@@ -13,7 +14,7 @@ from quark.torch.report.layer import Layer
 from quark.torch.report.storage import FloatPart
 
 WORST = 5
-MOST_WORDS = 3  # of advice for a layer
+MAX_REMEDIES = 3  # for a layer
 WIDE = 20.0  # ratio of the range of a channel of inputs to the median, from which it is an outlier
 CLIPPED = 1e-3  # share of inputs beyond the largest quantized one, from which it matters
 SMALL_GROUP = 32
@@ -26,14 +27,12 @@ _PER_ROW = {
     ("ptpc", False): "ptpc_int8",
     ("ptpc", True): "ptpc_fp8",
 }
-_ROUNDING = {"gptq", "gptaq", "qronos", "yaqa", "autoround"}
-# What layers are ranked by, the first that is known.
+# Layers are ranked by the first of these that is known.
 _MEASURES: dict[str, Callable[[Layer], float | None]] = {
     "output error": lambda layer: layer.output_error,
     "weight error": lambda layer: None if layer.error is None else layer.error.relative,
     "outliers": lambda layer: layer.values.peak,
 }
-_SMOOTHING = {"smooth", "autosmoothquant", "awq", "rotation", "quarot"}
 
 
 @dataclass(frozen=True)
@@ -42,9 +41,9 @@ class Worst:
 
     Attributes:
         name: Full name of the layer.
-        measure: What it is ranked by: ``output error``, ``weight error`` or ``outliers``.
-        value: That figure: a share of the norm, or a ratio to the root mean square for outliers.
-        tries: What may help, the most promising first.
+        measure: Figure that it is ranked by: ``output error``, ``weight error`` or ``outliers``.
+        value: The figure: a share of the norm, or for outliers a ratio to the root mean square.
+        tries: Remedies, the most promising first.
     """
 
     name: str
@@ -60,14 +59,14 @@ def verdict(
     layers: Sequence[Layer],
     floats: Sequence[FloatPart],
 ) -> list[str]:
-    """Say in a few sentences what quantization gave and cost.
+    """Return a few sentences on the size and accuracy of a quantized model.
 
     Args:
         size: Bytes of the checkpoint.
         original: Bytes of the original, None if it is not known.
         predictions: What the models predict, None without data.
         layers: The quantized layers.
-        floats: What is not quantized.
+        floats: Modules that are not quantized.
     """
     weights, bits = sum(x.weights for x in layers), 8 * sum(x.bytes for x in layers)
     count = weights + sum(x.parameters for x in floats)
@@ -78,15 +77,15 @@ def verdict(
     if original is not None:
         said.insert(0, f"The model is {original / size:.1f} times smaller than the original.")
     if predictions is None:
-        said.append("What that does to predictions was not measured: give --dataset.")
+        said.append("The effect on predictions was not measured: give --dataset.")
     elif predictions.original is None or predictions.agreement is None:
-        said.append("How good the original is was not measured: give --original.")
+        said.append("The original was not measured: give --original to compare with it.")
     else:
         change = predictions.perplexity / predictions.original - 1
         grade = next((words for most, words in _GRADES if change < most), "a severe loss")
         said.append(
-            f"Perplexity changes by {change:+.1%}: {grade}. Both find the same token likeliest at "
-            f"{predictions.agreement:.1%} of positions."
+            f"Perplexity changes by {change:+.1%}: {grade}. The top-1 predictions agree on "
+            f"{predictions.agreement:.1%} of tokens."
         )
     moved = sum(x.error is not None and x.error.change == "other" for x in layers)
     if moved:
@@ -102,41 +101,40 @@ def worst_layers(
     configs: Mapping[str, QuantizationConfig],
     algorithms: Collection[str],
 ) -> list[Worst]:
-    """Return the layers with the largest errors, the worst first, and what may help.
+    """Return the layers with the largest errors, the worst first, with remedies.
 
-    Layers are ranked by the errors of outputs where these are known, else of weights, else by
-    outliers.
+    Layers are ranked by output error; if that is unknown, by weight error, then by outliers.
 
     Args:
         layers: The quantized layers.
-        configs: How each is quantized.
-        algorithms: Names of the algorithms that prepared the weights.
+        configs: Configuration of each layer.
+        algorithms: Names of the algorithms that were used.
     """
     return [
-        Worst(x.name, measure, value, list(_tries(x, configs[x.name], algorithms))[:MOST_WORDS])
+        Worst(x.name, measure, value, list(_tries(x, configs[x.name], algorithms))[:MAX_REMEDIES])
         for measure, value, x in ranked(layers)[:WORST]
     ]
 
 
 def ranked(layers: Sequence[Layer]) -> list[tuple[str, float, Layer]]:
-    """Return the layers that can be compared, the worst first: measure, figure, layer."""
-    found: list[tuple[str, float, Layer]] = []
+    """Return the layers that can be ranked, the worst first: measure, value, layer."""
+    rows: list[tuple[str, float, Layer]] = []
     for measure, figure in _MEASURES.items():
-        found = [(measure, value, x) for x in layers if (value := figure(x)) is not None]
-        if found:
+        rows = [(measure, value, x) for x in layers if (value := figure(x)) is not None]
+        if rows:
             break
-    return sorted(found, key=lambda row: -row[1])
+    return sorted(rows, key=lambda row: -row[1])
 
 
 def _tries(layer: Layer, config: QuantizationConfig, algorithms: Collection[str]) -> Iterator[str]:
-    """Iterate over what may help a layer."""
+    """Iterate over the remedies for a layer."""
     inputs = layer.inputs
     lost = layer.error.relative if layer.error and layer.error.relative else 0.0
     if inputs is not None and inputs.error is not None and inputs.error > lost:
         yield from _for_inputs(layer, config, algorithms)
     yield from _for_weights(layer, config, algorithms)
     yield (
-        f"leave it in float, {layer.weights * 2 / 1e6:.1f} MB in 16 bits: add "
+        f"keep it in float ({layer.weights * 2 / 1e6:.1f} MB in 16 bits): add "
         f"{shlex.quote(layer.name)} to --exclude_layers"
     )
 
@@ -147,17 +145,17 @@ def _for_inputs(
     inputs, spec = layer.inputs, config.input_tensors
     assert inputs is not None and spec is not None
     ratio = inputs.channels[0].ratio if inputs.channels else None
-    if ratio is not None and ratio > WIDE and not _SMOOTHING & set(algorithms):
+    if ratio is not None and ratio > WIDE and all(map(_rounds, algorithms)):
         channel = inputs.channels[0].index
         yield (
-            f"channel {channel} of its inputs reaches {ratio:.0f} times as far as most: "
+            f"channel {channel} of its inputs has {ratio:.0f} times the median range: use "
             "--quant_algo smoothquant or --pre_quantization_optimization rotation"
         )
     if not spec.is_dynamic and inputs.clipped is not None and inputs.clipped > CLIPPED:
-        yield f"{inputs.clipped:.1%} of its inputs are clipped: calibrate with more or other text"
+        yield f"{inputs.clipped:.1%} of its inputs are clipped: calibrate with other text"
     if not spec.is_dynamic and spec.qscheme is QSchemeType.per_tensor:
         name = "ptpc_int8" if not spec.scheme.fmt.is_float else "ptpc_fp8"
-        yield f"all its inputs share one scale; one for each token: {_scheme(layer.name, name)}"
+        yield f"all its inputs share one scale: use one for each token, {_scheme(layer.name, name)}"
 
 
 def _for_weights(
@@ -168,16 +166,21 @@ def _for_weights(
         return
     is_grouped = spec.qscheme in (QSchemeType.per_group, QSchemeType.per_block)
     is_narrow = layer.bits_per_weight < NARROW
-    if is_narrow and not _ROUNDING & set(algorithms):
-        yield "round against data instead of to the nearest: --quant_algo qronos, or gptq"
+    if is_narrow and not any(map(_rounds, algorithms)):
+        yield "round with calibration data, not to the nearest code: --quant_algo qronos or gptq"
     if spec.qscheme is QSchemeType.per_tensor:
         kind = "wo" if config.input_tensors is None else "ptpc"
         name = _PER_ROW[kind, spec.scheme.fmt.is_float]
-        yield f"all its weights share one scale; one for each row: {_scheme(layer.name, name)}"
+        yield f"all its weights share one scale: use one for each row, {_scheme(layer.name, name)}"
     elif is_narrow and not (is_grouped and 0 < spec.scheme.group <= SMALL_GROUP):
-        yield f"smaller groups: {_scheme(layer.name, 'int4_wo_32')}"
+        yield f"use smaller groups: {_scheme(layer.name, 'int4_wo_32')}"
     if layer.bits_per_weight < 2 * NARROW - 2:
-        yield f"more bits: {_scheme(layer.name, 'int8_wo')}"
+        yield f"use more bits: {_scheme(layer.name, 'int8_wo')}"
+
+
+def _rounds(algorithm: str) -> bool:
+    """Whether an algorithm solves for rounded weights; the others change weights and inputs."""
+    return issubclass(ALGO_CONFIGS[algorithm], RoundingConfig)
 
 
 def _scheme(name: str, scheme: str) -> str:

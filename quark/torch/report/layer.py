@@ -1,11 +1,11 @@
-"""What a report knows of one quantized layer."""
+"""Figures of one quantized layer in a report."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quark.torch.quantization.config.description import LayerDescription
 from quark.torch.report.activations import Inputs
-from quark.torch.report.summary import Scheme
 from quark.torch.report.weights import Histogram, Scales, Values, WeightError
 
 
@@ -15,25 +15,24 @@ class Layer:
 
     Attributes:
         name: Full name of the layer.
-        kind: What layers of its purpose are called: ``q_proj``.
+        kind: Name of layers with its purpose, such as ``q_proj``.
         scheme: How it is quantized, in words.
         shape: Shape of its weight.
         weights: Number of its weights.
-        bytes: What is stored for them: codes, scales, zero points.
-        values: How large the quantized weights are.
-        original: The same of those of the original, None without one.
-        scales: Scales of the weight, None where it has none.
-        error: How far the weight is from the original's, None without one.
-        inputs: What it reads, None without data.
+        bytes: Bytes stored for them: codes, scales, zero points.
+        values: Magnitudes of the quantized weights.
+        original: Magnitudes of the weights of the original, None without one.
+        scales: Scales of the weight, None if it has none.
+        error: Error of the weight against the original, None without one.
+        inputs: Its inputs, None without data.
         output_error: Norm of the error it adds to its outputs in units of their norm, None without
             data or original.
-        histogram: Weights before, rescaled where they were, and after; None where many layers have
-            larger errors.
+        histogram: Weights before and after quantization; None if many layers have larger errors.
     """
 
     name: str
     kind: str
-    scheme: Scheme
+    scheme: LayerDescription
     shape: tuple[int, ...]
     weights: int
     bytes: int

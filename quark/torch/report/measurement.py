@@ -1,7 +1,7 @@
-"""All that a report says of a quantized checkpoint, as numbers.
+"""Measurement of a quantized checkpoint: the numbers of a report.
 
-The checkpoint is held as it is stored. Of the original, one weight at a time is in memory; only to
-compare predictions it is loaded whole, before the checkpoint is.
+The checkpoint stays packed in memory. Weights of the original are read one by one. The original is
+loaded as a whole only to compare predictions, before the checkpoint is loaded.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +17,27 @@ from torch import nn
 
 from quark import __version__
 from quark.torch.export.checkpoint.reader import Loading
-from quark.torch.export.recognition import GGUF, open_checkpoint
-from quark.torch.numerics.hadamard import rotate
+from quark.torch.export.checkpoint_contents import weight_bytes
+from quark.torch.export.recognition import recognize_container
 from quark.torch.pipeline.activation_store import ActivationStore
-from quark.torch.pipeline.batches import progress
+from quark.torch.pipeline.batches import show_progress
+from quark.torch.quantization.config.description import describe_layer
 from quark.torch.quantization.config.match import matches
-from quark.torch.quantization.nn.experts import counterparts
-from quark.torch.quantization.nn.layer import is_transposed
-from quark.torch.quantization.nn.packed import PackedMixin
+from quark.torch.quantization.nn.experts import corresponding_experts
+from quark.torch.quantization.nn.packed import PackedLayer
 from quark.torch.report.activations import (
+    InputRecord,
     Predictions,
     Reference,
-    Seen,
     inputs_of,
     output_error,
+    recording_inputs,
     sample_of,
-    watching,
 )
 from quark.torch.report.advice import Worst, ranked, verdict, worst_layers
 from quark.torch.report.layer import Layer
 from quark.torch.report.original_weights import OriginalWeights
-from quark.torch.report.storage import FloatPart, Kind, float_parts, kind_of, kinds, stored_bytes
-from quark.torch.report.summary import describe_layer
+from quark.torch.report.storage import FloatPart, Kind, float_parts, kind_of, kinds
 from quark.torch.report.weights import (
     compare,
     histogram,
@@ -47,12 +45,12 @@ from quark.torch.report.weights import (
     values_of,
 )
 
-SHOWN = 400  # layers that histograms are kept of: those with the largest errors
+SHOWN = 400  # layers with the largest errors, whose histograms are kept
 
 
 @dataclass(frozen=True)
 class Text:
-    """What the model was run on: where it comes from, how many windows of how many tokens."""
+    """Text that the model was run on: its source, number of windows, and tokens of a window."""
 
     source: str
     windows: int
@@ -61,23 +59,23 @@ class Text:
 
 @dataclass(frozen=True)
 class Report:
-    """All that is known of a quantized checkpoint.
+    """Measurements of a quantized checkpoint.
 
     Attributes:
-        directory: Where it is.
-        original: Where the original is, "" if it is not known.
+        directory: Path of the checkpoint.
+        original: Path of the original, "" without one.
         model_type: Architecture, as ``config.json`` names it.
         method: Layout of the checkpoint.
-        algorithms: What prepared the weights, as far as the checkpoint says so.
+        algorithms: Algorithms that the checkpoint names.
         bytes: Bytes of its tensors.
-        original_bytes: Those of the original, None without one.
-        text: What the model was run on, None without data.
-        predictions: What came of that.
-        verdict: What it comes to, in sentences.
-        worst: The layers with the largest errors, and what may help.
-        kinds: What all layers of a kind take.
+        original_bytes: Bytes of the tensors of the original, None without one.
+        text: Text that the model was run on, None without data.
+        predictions: Predictions on that text.
+        verdict: Summary in sentences.
+        worst: The layers with the largest errors, and remedies.
+        kinds: Totals of all layers of one kind.
         layers: The quantized layers in the order of the model.
-        floats: What is not quantized, and why.
+        floats: Modules that are not quantized, with reasons.
         experts: Tokens that reached each expert, by layer of experts; none without data.
     """
 
@@ -117,13 +115,13 @@ def measure(
     device: str = "cpu",
     trust_remote_code: bool = False,
 ) -> Report:
-    """Measure a quantized checkpoint, and what quantization changed if the original is given.
+    """Measure a quantized checkpoint, and compare it with the original if that is given.
 
     Args:
-        directory: Directory of a checkpoint of any method that is read here, or a GGUF file.
-        original: Directory of the float model that it was made of.
+        directory: Directory of a checkpoint, or a file, of any container that is read.
+        original: Directory of the float model that it was made from.
         windows: Token identifiers, (windows, length), to run the models on.
-        source: Where these come from, for the report.
+        source: Name of their source, for the report.
         batch_size: Windows that run together.
         device: Where the models run.
         trust_remote_code: Passed to Transformers.
@@ -132,7 +130,8 @@ def measure(
         FileNotFoundError: Files are missing.
         ValueError: A checkpoint is damaged or not quantized, or the original is another model.
     """
-    loading = open_checkpoint(directory, trust_remote_code)
+    container = recognize_container(directory)
+    loading = container.open(Path(directory), trust_remote_code)
     layers = _packed(loading.model)
     weights = None
     if original is not None:
@@ -140,34 +139,35 @@ def measure(
         weights.check({name: layer.shapes["weight"] for name, layer in layers.items()})
     with ExitStack() as stack:
         logits, samples = (stack.enter_context(ActivationStore()) for _ in range(2))
-        reference, seen, predictions = Reference(logits), dict[str, Seen](), None
+        reference, records, predictions = Reference(logits), dict[str, InputRecord](), None
         if windows is not None and original is not None:
             reference.run(_load(original, device, trust_remote_code), windows, batch_size)
         model = loading.fill().to(device)
         if windows is not None:
-            with watching(layers, samples, -(-len(windows) // batch_size)) as seen:
+            with recording_inputs(layers, samples, -(-len(windows) // batch_size)) as records:
                 predictions = reference.compare(model, windows, batch_size)
-        sizes, caches = stored_bytes(loading, layers), loading.fmt.config.kv_cache_patterns
-        make = _Maker(layers, sizes, seen, samples, caches)
+        sizes = weight_bytes(loading.reader.entries, layers)
+        caches = loading.fmt.config.kv_cache_patterns
+        make = _Maker(layers, sizes, records, samples, caches)
         found = {name: make(name, weight) for name, weight in _pairs(layers, weights)}
     return _report(
         loading,
         [found[name] for name in layers],
         directory=str(directory),
-        method=loading.fmt.name if (Path(directory) / "config.json").is_file() else GGUF,
+        method=loading.fmt.name if container.has_formats else container.name,
         original="" if original is None else str(original),
         original_bytes=None if weights is None else weights.bytes,
         text=None if windows is None else Text(source, *windows.shape),
         predictions=predictions,
-        experts=_experts(model, seen),
+        experts=_experts(model, records),
     )
 
 
 def _report(loading: Loading, layers: list[Layer], **known: Any) -> Report:
-    """Return the report, given what is not read off the checkpoint and its layers."""
+    """Return the report; ``known`` has the figures that come from other sources."""
     model, config = loading.model, loading.fmt.config
     algorithms = tuple(options.name for options in config.algo_config or [])
-    total = sum(prod(e.shape) * e.dtype.itemsize for e in loading.reader.entries.values())
+    total = sum(entry.nbytes for entry in loading.reader.entries.values())
     floats = float_parts(model, config)
     configs = {name: layer.quant_config for name, layer in _packed(model).items()}
     return Report(
@@ -183,8 +183,8 @@ def _report(loading: Loading, layers: list[Layer], **known: Any) -> Report:
     )
 
 
-def _packed(model: nn.Module) -> dict[str, PackedMixin]:
-    return {name: m for name, m in model.named_modules() if isinstance(m, PackedMixin)}
+def _packed(model: nn.Module) -> dict[str, PackedLayer]:
+    return {name: m for name, m in model.named_modules() if isinstance(m, PackedLayer)}
 
 
 def _load(directory: str | Path, device: str, trust_remote_code: bool) -> nn.Module:
@@ -197,16 +197,16 @@ def _load(directory: str | Path, device: str, trust_remote_code: bool) -> nn.Mod
 
 
 def _pairs(
-    layers: Mapping[str, PackedMixin], weights: OriginalWeights | None
+    layers: Mapping[str, PackedLayer], weights: OriginalWeights | None
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Iterate over layers with their original weights, None where these are not known."""
+    """Iterate over layers with their original weights, None without an original."""
     found = ((name, None) for name in layers) if weights is None else weights.weights(layers)
-    yield from progress(_Sized(found, len(layers)), "layers")
+    yield from show_progress(_Sized(found, len(layers)), "layers")
 
 
 @dataclass(frozen=True)
 class _Sized:
-    """What is iterated over, and how many there are, for the display of progress."""
+    """An iterator with a length, for the display of progress."""
 
     items: Iterator[tuple[str, torch.Tensor | None]]
     count: int
@@ -222,28 +222,28 @@ class _Sized:
 class _Maker:
     """Measures one layer after another."""
 
-    layers: Mapping[str, PackedMixin]
+    layers: Mapping[str, PackedLayer]
     bytes: Mapping[str, int]
-    seen: Mapping[str, Seen]
+    records: Mapping[str, InputRecord]
     samples: ActivationStore
     caches: Sequence[str]  # patterns of the layers that write the key-value cache
 
     @torch.inference_mode()
     def __call__(self, name: str, original: torch.Tensor | None) -> Layer:
-        """Return what is known of a layer, given its weight in the original if there is one."""
+        """Return the figures of a layer, given its weight in the original if there is one."""
         layer = self.layers[name]
         weight = layer.value("weight", torch.float32)
         assert weight is not None
         error = reference = inputs = lost = None
         if original is not None:
-            original = _turned(layer, original.to(weight))
+            original = _rotated(layer, original.to(weight))
             error, reference = compare(original, weight)
-        seen = self.seen.get(name)
-        if seen is not None and seen.tokens:
-            sample = sample_of(seen, self.samples).to(weight.device)
-            inputs = inputs_of(layer, seen, sample)
+        record = self.records.get(name)
+        if record is not None and record.tokens:
+            sample = sample_of(record, self.samples).to(weight.device)
+            inputs = inputs_of(layer, record, sample)
             lost = None if reference is None else output_error(layer, reference, sample)
-        state = layer.state("weight")
+        state = layer.quantized_tensor("weight")
         return Layer(
             name=name,
             kind=kind_of(name),
@@ -261,14 +261,12 @@ class _Maker:
         )
 
 
-def _turned(layer: PackedMixin, weight: torch.Tensor) -> torch.Tensor:
-    """Return an original weight for inputs that are rotated as they pass, where they are."""
+def _rotated(layer: PackedLayer, weight: torch.Tensor) -> torch.Tensor:
+    """Return an original weight for rotated inputs, if the layer rotates its inputs."""
     rotation = layer.input_rotation
     if rotation is None:
         return weight
-    if is_transposed(layer.float_class):
-        return rotate(weight.T, rotation).T
-    return rotate(weight, rotation)
+    return layer.rotated_weight(weight, rotation)
 
 
 def _with_few_histograms(layers: list[Layer]) -> list[Layer]:
@@ -276,10 +274,10 @@ def _with_few_histograms(layers: list[Layer]) -> list[Layer]:
     return [x if x.name in kept else replace(x, histogram=None) for x in layers]
 
 
-def _experts(model: nn.Module, seen: Mapping[str, Seen]) -> dict[str, list[int]]:
+def _experts(model: nn.Module, records: Mapping[str, InputRecord]) -> dict[str, list[int]]:
     """Return the tokens that reached each expert, by layer of experts."""
     return {
-        names[0].rsplit(".", 2)[0]: [seen[name].tokens for name in names]
-        for names in counterparts(model)
-        if all(name in seen for name in names)
+        names[0].rsplit(".", 2)[0]: [records[name].tokens for name in names]
+        for names in corresponding_experts(model)
+        if all(name in records for name in names)
     }

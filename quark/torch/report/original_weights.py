@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from quark.torch.export.checkpoint.architecture import empty_model, read_config
-from quark.torch.export.checkpoint.config_json import SECTION, read_description
+from quark.torch.export.checkpoint.config_json import SECTION, read_config_json
 from quark.torch.export.checkpoint.files import CheckpointReader
-from quark.torch.export.checkpoint.transformers_names import in_model_names
-from quark.torch.quantization.nn.experts import LinearExperts, unfuse
+from quark.torch.export.checkpoint.transformers_names import rename_for_model
+from quark.torch.quantization.nn.experts import LinearExperts, split_experts
 
 
 class OriginalWeights:
-    """The checkpoint of a float model, of which only headers are read until weights are asked for.
+    """The checkpoint of a float model. Only headers are read until weights are needed.
 
     Args:
         directory: Directory of the model.
@@ -32,22 +31,22 @@ class OriginalWeights:
     """
 
     def __init__(self, directory: Path, trust_remote_code: bool = False) -> None:
-        if read_description(directory).get(SECTION):
+        if read_config_json(directory).get(SECTION):
             raise ValueError(f"{directory}: this model is quantized. Give the float model.")
         reader = CheckpointReader(directory)
         config = read_config(directory, trust_remote_code)
         model = empty_model(config, reader.entries, directory, trust_remote_code=trust_remote_code)
-        unfuse(model)
+        split_experts(model)
         self.directory = directory
-        self.bytes = sum(prod(e.shape) * e.dtype.itemsize for e in reader.entries.values())
-        self._reader = in_model_names(reader, model)
+        self.bytes = sum(entry.nbytes for entry in reader.entries.values())
+        self._reader = rename_for_model(reader, model)
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._tied: dict[str, list[str]] = {}
         for name, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
             self._tied.setdefault(source, []).append(name)
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise if it is not the model that layers of these shapes were quantized from.
+        """Check that layers of these shapes were quantized from this model.
 
         Raises:
             ValueError: A layer is missing, or has another shape.
@@ -68,7 +67,7 @@ class OriginalWeights:
                 )
 
     def weights(self, wanted: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Iterate over the wanted layers with their weights, as they lie in the files."""
+        """Iterate over the wanted layers with their weights, in the order of the files."""
         for name, tensor in self._reader.tensors():
             for layer, weight in self._layers(name, tensor):
                 if layer in wanted:

@@ -1,23 +1,20 @@
-"""Where the bytes of a quantized checkpoint go, and what of the model stays in float and why."""
+"""Bytes of a quantized checkpoint by kind of layer, and the modules that stay in float."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 from torch import nn
 
-from quark.torch.export.checkpoint.reader import Loading
 from quark.torch.quantization.config.config import NAMED_ONLY, Config
 from quark.torch.quantization.config.match import config_for, matches
 from quark.torch.quantization.nn.experts import is_stacked
 from quark.torch.quantization.nn.operators import is_operator
-from quark.torch.quantization.nn.packed import PackedMixin
+from quark.torch.quantization.nn.packed import PackedLayer
 from quark.torch.report.layer import Layer
 
-_OF_ACTIVATIONS = ("bias", "input", "output", "k_scale", "v_scale")  # beginnings of names
 OTHER = "biases, scales of activations"
 
 
@@ -27,10 +24,10 @@ class FloatPart:
 
     Attributes:
         name: Full name of the module.
-        kind: What modules of its purpose are called.
+        kind: Name of modules with its purpose.
         parameters: Number of its own parameters.
-        bytes: Bytes of these.
-        reason: Why it is not quantized.
+        bytes: Bytes of these parameters.
+        reason: Reason why it is not quantized.
     """
 
     name: str
@@ -45,11 +42,11 @@ class Kind:
     """All layers of one purpose.
 
     Attributes:
-        name: What they are called.
+        name: Name of the purpose, such as ``q_proj``.
         is_quantized: Whether they are quantized.
-        layers: How many there are.
-        parameters: Number of their weights, or parameters where they are in float.
-        bytes: Bytes that these take.
+        layers: Number of layers.
+        parameters: Number of their weights, or of all parameters if they are in float.
+        bytes: Bytes of these.
     """
 
     name: str
@@ -65,29 +62,11 @@ def kind_of(name: str) -> str:
     return parts[-1] if parts else name
 
 
-def stored_bytes(loading: Loading, layers: Collection[str]) -> dict[str, int]:
-    """Return the bytes stored for the weight of each layer: codes, scales, zero points, indices.
-
-    Args:
-        loading: The checkpoint.
-        layers: Names of its quantized layers.
-    """
-    found = dict.fromkeys(layers, 0)
-    for key, entry in loading.reader.entries.items():
-        layer, _, rest = key.rpartition(".")
-        while layer and layer not in found:
-            layer, _, last = layer.rpartition(".")
-            rest = f"{last}.{rest}"
-        if layer and not rest.startswith(_OF_ACTIVATIONS):
-            found[layer] += prod(entry.shape) * entry.dtype.itemsize
-    return found
-
-
 def float_parts(model: nn.Module, config: Config) -> list[FloatPart]:
-    """Return what is not quantized of a model, in its order; what is shared counts once."""
+    """Return the modules that are not quantized, in order; shared modules count once."""
     found = []
     for name, module in model.named_modules():
-        if isinstance(module, PackedMixin):
+        if isinstance(module, PackedLayer):
             continue
         own: list[Any] = [p for p in module._parameters.values() if p is not None]
         if own:
@@ -110,11 +89,11 @@ def _reason(name: str, module: nn.Module, config: Config) -> str:
         return "stored in float, although the configuration names it"
     if kind in NAMED_ONLY:
         return f"{kind.__name__} is quantized where a configuration names it"
-    return "the configuration leaves it alone"
+    return "the configuration does not name it"
 
 
 def kinds(layers: Sequence[Layer], floats: Sequence[FloatPart], total: int) -> list[Kind]:
-    """Return what layers of each kind take, the largest first; they sum to ``total`` bytes."""
+    """Return totals by kind of layer, the largest first; they sum to ``total`` bytes."""
     parts = [(x.kind, True, x.weights, x.bytes) for x in layers]
     parts += [(x.kind, False, x.parameters, x.bytes) for x in floats]
     found: dict[tuple[str, bool], Kind] = {}

@@ -1,4 +1,4 @@
-"""What quantization did to one weight: errors, outliers, scales, histograms."""
+"""Figures of one quantized weight: errors, outliers, scales, histograms."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GAIN = 0.5  # share of the squared error that is left if a weight was rescaled, 
 
 @dataclass(frozen=True)
 class Histogram:
-    """How values are distributed before and after quantization.
+    """Distribution of values before and after quantization.
 
     Attributes:
         limit: Bins have the same width and reach from ``-limit`` to ``limit``.
@@ -30,7 +30,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Values:
-    """How large values are.
+    """Magnitudes of values.
 
     Attributes:
         rms: Root of the mean square.
@@ -48,7 +48,7 @@ class Values:
 
 @dataclass(frozen=True)
 class Scales:
-    """The scales of a weight as they multiply its codes.
+    """Distribution of the scales of a weight.
 
     Attributes:
         count: How many there are.
@@ -71,7 +71,7 @@ class Scales:
 
 @dataclass(frozen=True)
 class WeightError:
-    """How far a weight is from that of the original.
+    """Error of a weight against the original.
 
     Attributes:
         change: ``rounded``: the original weight, quantized. ``rescaled``: its rows and columns were
@@ -88,14 +88,14 @@ class WeightError:
 
 
 def values_of(x: torch.Tensor) -> Values:
-    """Return how large the values of a tensor are."""
+    """Return the magnitudes of the values of a tensor."""
     if not x.numel():
         return Values(0.0, 0.0)
     return Values(float(x.float().square().mean().sqrt()), float(x.abs().max()))
 
 
 def histogram(before: torch.Tensor | None, after: torch.Tensor) -> Histogram:
-    """Count the values of a tensor before, where that is known, and after quantization."""
+    """Return histograms of a tensor after quantization and, if it is known, before."""
     shown = [x for x in (before, after) if x is not None and x.numel()]
     limit = max((float(x.abs().max()) for x in shown), default=0.0) or 1.0
     counts = [_counts(x, limit) for x in shown]
@@ -107,7 +107,7 @@ def _counts(x: torch.Tensor, limit: float) -> list[int]:
 
 
 def scales_of(scale: torch.Tensor | None) -> Scales | None:
-    """Return how the scales of a weight are distributed, None where it has none."""
+    """Return the distribution of the scales of a weight, None if it has none."""
     if scale is None:
         return None
     flat = scale.detach().float().flatten()

@@ -1,8 +1,8 @@
-"""One of several choices for each unit, so that losses add up to the least under any budget.
+"""Choose one option per unit so that the sum of losses is least, for all budgets at once.
 
-The multiple-choice knapsack, solved by dynamic programming over the size: exact where sizes have a
-common divisor that is not too small (layers of like shapes do), and else to a 2¹⁷th of the span of
-sizes, never above the budget.
+This is the multiple-choice knapsack problem, solved by dynamic programming over the size. The
+result is exact if the sizes have a large enough common divisor, as layers of similar shapes do.
+Otherwise sizes are rounded up to multiples of a 2¹⁷th of their span, and the budget still holds.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections.abc import Sequence
 
 import torch
 
-STEPS = 1 << 17  # sizes that are told apart, at most
+STEPS = 1 << 17  # maximum number of distinct sizes
 
 
 class Frontier:
-    """The best choices under every budget.
+    """The best choices for every budget.
 
     Args:
-        sizes: Size of each choice of each unit.
-        losses: Loss of each choice of each unit, not negative.
+        sizes: Size of each option of each unit.
+        losses: Loss of each option of each unit, not negative.
 
     Attributes:
-        least: Size of the smallest choices together.
+        least: Sum of the smallest sizes.
     """
 
     def __init__(self, sizes: Sequence[Sequence[int]], losses: Sequence[Sequence[float]]) -> None:
@@ -34,38 +34,49 @@ class Frontier:
         self._step = math.gcd(*(size for row in added for size in row)) or 1
         if span // self._step > STEPS:
             self._step = math.ceil(span / STEPS)
-        # Rounded up, so that what is chosen fits.
+        # Rounded up, so that the choice fits the budget.
         self._steps = [[-(-size // self._step) for size in row] for row in added]
         self._solve(sum(max(row) for row in self._steps))
 
-    def _solve(self, most: int) -> None:
-        best = torch.zeros(most + 1, dtype=torch.float64)  # loss of the units so far, by budget
-        taken = []
+    def _solve(self, largest: int) -> None:
+        """Compute the least loss, and the choice of each unit, for each budget in steps.
+
+        Args:
+            largest: Largest useful budget, in steps above the least size.
+        """
+        # best[b] is the least loss of the units so far with b steps. With one more unit it is the
+        # minimum over its options of best[b - steps] + loss.
+        # Example: options of 0, 1, 3 steps with losses 9, 4, 0, and best = (8, 5, 5, 5):
+        #   0 steps: 17 14 14 14
+        #   1 step:   -  12  9  9
+        #   3 steps:  -   -  -  8  ->  best = (17, 12, 9, 8), choices (0, 1, 1, 2)
+        best = torch.zeros(largest + 1, dtype=torch.float64)
+        choices = []
         for steps, losses in zip(self._steps, self.losses, strict=True):
-            options = torch.full((len(steps), most + 1), torch.inf, dtype=torch.float64)
+            options = torch.full((len(steps), largest + 1), torch.inf, dtype=torch.float64)
             for row, step, loss in zip(options, steps, losses, strict=True):
-                row[step:] = best[: most + 1 - step] + loss
+                row[step:] = best[: largest + 1 - step] + loss
             best, choice = options.min(0)
-            taken.append(choice.to(torch.int16))
-        self._best, self._taken = best, taken
+            choices.append(choice.to(torch.int16))
+        self._best, self._choices = best, choices
 
     def choose(self, budget: float) -> list[int]:
-        """Return the choice of each unit that loses least within a budget.
+        """Return the index of the option of each unit with the least total loss within a budget.
 
         Raises:
-            ValueError: Even the smallest choices exceed it.
+            ValueError: Even the smallest options exceed the budget.
         """
         if budget < self.least:
             raise ValueError(f"a budget of {budget:.0f} is less than the least, {self.least}.")
         left = min(int((budget - self.least) // self._step), len(self._best) - 1)
         chosen = []
-        for steps, taken in zip(reversed(self._steps), reversed(self._taken), strict=True):
-            chosen.append(int(taken[left]))
+        for steps, choice in zip(reversed(self._steps), reversed(self._choices), strict=True):
+            chosen.append(int(choice[left]))
             left -= steps[chosen[-1]]
         return chosen[::-1]
 
     def points(self) -> list[tuple[int, float]]:
-        """Return the budgets at which less can be lost than below, with that loss."""
+        """Return (size, loss) of each budget that allows a smaller loss than all lower budgets."""
         falls = torch.cat([torch.ones(1, dtype=torch.bool), self._best[1:] < self._best[:-1]])
         steps = falls.nonzero().flatten().tolist()
         return [(self.least + step * self._step, float(self._best[step])) for step in steps]

@@ -1,4 +1,4 @@
-"""The sizes and losses of mixtures as a picture that any browser shows."""
+"""Chart of the sizes and losses of mixtures, as an SVG image."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ WIDTH, HEIGHT, LEFT, BOTTOM, MARGIN = 760, 460, 70, 50, 20
 Point = tuple[float, float]  # bits per weight, loss in nats per token
 
 
-def picture(points: Iterable[Point], marked: Mapping[str, Point]) -> str:
+def render_chart(points: Iterable[Point], marked: Mapping[str, Point]) -> str:
     """Return an SVG of loss over size, the loss on a logarithmic axis.
 
     Args:
-        points: The mixtures that no other one beats.
-        marked: Others to show, by name.
+        points: Mixtures on the frontier.
+        marked: Other mixtures to mark, by name.
     """
     curve = [(bits, loss) for bits, loss in points if loss > 0]
     marks = {name: point for name, point in marked.items() if point[1] > 0}
     shown = [*curve, *marks.values()]
     scale = _Scale(shown)
-    places = " ".join("{:.1f},{:.1f}".format(*scale(point)) for point in curve)
+    vertices = " ".join("{:.1f},{:.1f}".format(*scale(point)) for point in curve)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
         'font-family="sans-serif" font-size="12">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         *scale.axes(),
-        f'<polyline points="{places}" fill="none" stroke="#1f6feb" stroke-width="2"/>',
+        f'<polyline points="{vertices}" fill="none" stroke="#1f6feb" stroke-width="2"/>',
         *(_mark(name, point, scale(point)) for name, point in marks.items()),
         "</svg>",
     ]
@@ -36,7 +36,7 @@ def picture(points: Iterable[Point], marked: Mapping[str, Point]) -> str:
 
 
 class _Scale:
-    """Where a point lies in the picture."""
+    """Maps points to positions in the image."""
 
     def __init__(self, points: list[Point]) -> None:
         self.low = math.floor(min(bits for bits, _ in points))
@@ -45,13 +45,13 @@ class _Scale:
         self.most = max(math.ceil(math.log10(max(loss for _, loss in points))), self.least + 1)
 
     def __call__(self, point: Point) -> Point:
-        across = (point[0] - self.low) / (self.high - self.low)
-        up = (math.log10(point[1]) - self.least) / (self.most - self.least)
+        x = (point[0] - self.low) / (self.high - self.low)
+        y = (math.log10(point[1]) - self.least) / (self.most - self.least)
         width, height = WIDTH - LEFT - MARGIN, HEIGHT - BOTTOM - MARGIN
-        return LEFT + across * width, MARGIN + (1 - up) * height
+        return LEFT + x * width, MARGIN + (1 - y) * height
 
     def axes(self) -> Iterator[str]:
-        """Iterate over lines of the grid with their numbers."""
+        """Iterate over the SVG elements of the grid and its labels."""
         for bits in range(self.low, self.high + 1):
             x, y = self((bits, 10**self.least))
             yield f'<line x1="{x:.1f}" y1="{MARGIN}" x2="{x:.1f}" y2="{y:.1f}" stroke="#ddd"/>'
@@ -69,8 +69,8 @@ class _Scale:
         )
 
 
-def _mark(name: str, point: Point, place: Point) -> str:
-    x, y = place
+def _mark(name: str, point: Point, position: Point) -> str:
+    x, y = position
     text = escape(name)
     return (
         f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="#d1242f">'

@@ -1,10 +1,10 @@
-"""What a format costs layers of a model: stored bits, and the loss of predictions.
+"""Cost of a format for layers of a model: stored bits, and loss of the predictions.
 
-A weight W that becomes W + D moves the outputs of its layer by tr(D G Dᵀ), squared and summed over
-tokens, with G the sum of x xᵀ over its inputs. Where inputs x become x + e too, outputs move by
-D x + (W + D) e, and what that adds is found for some of the inputs. How much the predictions of the
-model mind was measured once, under coarse rounding; so the loss of a format is its squared error
-times that, in nats per token.
+A change D of a weight W causes the squared error tr(D G Dᵀ) of the outputs, summed over tokens,
+with G the sum of x xᵀ over the inputs x. If inputs become x + e too, outputs change by
+D x + (W + D) e, and the additional error is measured on a sample of the inputs. The loss of a
+format, in nats per token, is its squared error times the sensitivity of the predictions, which was
+measured once under coarse rounding.
 """
 
 from __future__ import annotations
@@ -15,25 +15,32 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from quark.torch.algorithm.awq import has_quantized_weight
-from quark.torch.algorithm.gptq import round_layer
-from quark.torch.algorithm.rescaling import as_rows
+from quark.torch.algorithm.layers import has_quantized_weight, to_matrix
+from quark.torch.algorithm.weight_rounding import round_layer
 from quark.torch.export.formats.base import ExportFormat, get_format
 from quark.torch.pipeline.accumulators import Gram
 from quark.torch.pipeline.statistics import Statistics
-from quark.torch.quantization.calibration import recall_activations, settle_weights
+from quark.torch.quantization.calibration import (
+    compute_scales_from_statistics,
+    compute_weight_scales,
+)
 from quark.torch.quantization.config.algo import GPTQConfig
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.config.match import literal
-from quark.torch.quantization.nn.layer import QuantMixin, is_transposed
-from quark.torch.quantization.preparation import plan, prepare, quantized_layers, restore
-from quark.torch.statistics.collection import rounded, weight_error
+from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
+from quark.torch.quantization.preparation import (
+    quantized_layers,
+    replace_layers,
+    restore_layers,
+    select_layers,
+)
+from quark.torch.statistics.collection import round_to_nearest, weight_error
 
 
 class Cost(NamedTuple):
-    """What a format costs a layer.
+    """Cost of a format for a layer.
 
     Attributes:
         bits: Stored bits of the weight: codes, scales, zero points.
@@ -51,37 +58,37 @@ def layer_costs(
     layer: QuantizationConfig,
     solved: bool,
 ) -> dict[str, Cost]:
-    """Return what a format costs each of some layers, by name.
+    """Return the cost of a format for each of the given layers, by name.
 
     Args:
-        model: The float model of the statistics, experts unfused. It is unchanged in the end.
+        model: The float model of the statistics, with experts split. It is unchanged afterwards.
         statistics: Its statistics.
-        names: The layers, which the format fits.
+        names: The layers, each with a shape that the format fits.
         layer: The format.
-        solved: Whether weights are rounded by GPTQ rather than to the nearest.
+        solved: Whether weights are rounded by GPTQ instead of to the nearest.
     """
     if not names:
         return {}
     fmt = get_format("quark", Config(), JsonExporterConfig())
     named = Config(layer_quant_config={literal(name): layer for name in names})
-    prepare(model, plan(model, named))
+    replace_layers(model, select_layers(model, named))
     try:
-        recall_activations(model, statistics)
+        compute_scales_from_statistics(model, statistics)
         layers = dict(quantized_layers(model))
-        return {name: _cost(name, layers[name], statistics, fmt, solved) for name in names}
+        return {name: _compute_cost(name, layers[name], statistics, fmt, solved) for name in names}
     finally:
-        restore(model)
+        restore_layers(model)
 
 
-def _cost(
-    name: str, layer: QuantMixin, statistics: Statistics, fmt: ExportFormat, solved: bool
+def _compute_cost(
+    name: str, layer: FakeQuantizedLayer, statistics: Statistics, fmt: ExportFormat, solved: bool
 ) -> Cost:
-    settle_weights({name: layer}, Config())
-    stored = fmt.tensors(layer, {})
+    compute_weight_scales({name: layer}, Config())
+    stored = fmt.layer_tensors(layer, {})
     bits = sum(8 * t.nbytes for part, t in stored.items() if part.startswith("weight"))
     gram = statistics.grams({name: layer})[name]
     is_solved = solved and gram.total is not None and has_quantized_weight(layer.quant_config)
-    weight = _solved(name, layer, gram) if is_solved else rounded(layer)
+    weight = _round_by_gptq(name, layer, gram) if is_solved else round_to_nearest(layer)
     error = weight_error(layer, weight, gram)
     sample = statistics.sample(name)
     if layer.input_quantizer is not None and sample is not None:
@@ -89,24 +96,25 @@ def _cost(
     return Cost(bits, max(error, 0.0) * statistics.sensitivities[name])
 
 
-def input_error(layer: QuantMixin, weight: torch.Tensor, x: torch.Tensor) -> float:
-    """Return what rounding inputs adds to the squared error of the outputs of a layer.
+def input_error(layer: FakeQuantizedLayer, weight: torch.Tensor, x: torch.Tensor) -> float:
+    """Return the squared error of the outputs of a layer that rounding its inputs adds.
 
     Args:
-        layer: The layer, which has its own weight. Ranges of inputs are settled.
-        weight: The weight to look at instead.
+        layer: The layer, with its float weight and final scales of inputs.
+        weight: The rounded weight.
         x: Inputs, (tokens, inputs).
     """
-    axis = 0 if is_transposed(layer.float_class) else 1
+    axis = layer.input_axis
     x = x.to(weight.device)
-    lost = layer.quantized_input(x).float() - x.float()
-    change = as_rows(weight.float() - layer.weight.detach().float(), axis)  # (outputs, inputs)
-    added = lost @ as_rows(weight.float(), axis).T  # (tokens, outputs)
+    input_change = layer.quantized_input(x).float() - x.float()  # e
+    change = to_matrix(weight.float() - layer.weight.detach().float(), axis)  # D, (outputs, inputs)
+    added = input_change @ to_matrix(weight.float(), axis).T  # (W + D) e, (tokens, outputs)
+    # |D x + (W + D) e|² - |D x|² = a (a + 2 D x) with a = (W + D) e.
     return float((added * (added + 2 * (x.float() @ change.T))).sum())
 
 
-def _solved(name: str, layer: QuantMixin, gram: Gram) -> torch.Tensor:
-    """Return the weight of a layer as GPTQ rounds it; the layer keeps its own."""
+def _round_by_gptq(name: str, layer: FakeQuantizedLayer, gram: Gram) -> torch.Tensor:
+    """Return the weight of a layer as GPTQ rounds it; the layer keeps its float weight."""
     weight: torch.Tensor = layer.weight.detach()
     before = weight.clone()
     try:

@@ -1,7 +1,7 @@
-"""The formats that layers of a model may get, what each would cost, and mixtures of them.
+"""Mixed precision: candidate formats of layers, their costs, and the best mixtures.
 
-Costs come from statistics alone. Losses of layers are added up, which overstates the whole but
-tells mixtures apart.
+Costs come from statistics alone. The loss of a mixture is the sum of the losses of its layers,
+which is larger than the measured loss but orders mixtures correctly.
 """
 
 from __future__ import annotations
@@ -15,16 +15,26 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from quark.torch.pipeline.batches import progress
+from quark.torch.pipeline.batches import show_progress
 from quark.torch.pipeline.statistics import Statistics
-from quark.torch.pipeline.tensor_ranges import is_told
-from quark.torch.quantization.calibration import calibrate_parameters, recall_activations
+from quark.torch.pipeline.tensor_ranges import ranges_suffice
+from quark.torch.quantization.calibration import (
+    calibrate_parameters,
+    compute_scales_from_statistics,
+)
+from quark.torch.quantization.config.builder import build_config
 from quark.torch.quantization.config.config import NAMED_ONLY, Config
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.config.match import literal, matches
-from quark.torch.quantization.nn.experts import fuse, unfuse
+from quark.torch.quantization.config.resolution import resolve_exclude
+from quark.torch.quantization.nn.experts import temporarily_split_experts
 from quark.torch.quantization.nn.operators import is_operator
-from quark.torch.quantization.preparation import check_fit, plan, prepare, restore
+from quark.torch.quantization.preparation import (
+    check_fit,
+    replace_layers,
+    restore_layers,
+    select_layers,
+)
 from quark.torch.search.allocation import Frontier
 from quark.torch.search.costs import Cost, layer_costs
 
@@ -33,13 +43,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Unit:
-    """Layers that get one format, and what each format costs them.
+    """Layers that get the same format, and the cost of each format.
 
     Attributes:
         layers: Their names.
         weights: Number of their weights.
         bits: Format to the stored bits of the weights: codes, scales, zero points. Formats that
-            do not fit all of the layers are left out.
+            do not fit each of the layers are left out.
         losses: Format to the loss, in nats per token.
     """
 
@@ -50,10 +60,10 @@ class Unit:
 
 
 class Mixture:
-    """The formats of all units under any budget.
+    """The best formats of all units for any budget.
 
     Args:
-        units: What ``weigh`` returned.
+        units: The result of ``measure_costs``.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -65,17 +75,20 @@ class Mixture:
         )
 
     def choose(self, bits_per_weight: float) -> dict[str, str]:
-        """Return the format of each layer that loses least, by the name of the layer.
+        """Return the format of each layer in the mixture with the least loss, by name of the layer.
+
+        Args:
+            bits_per_weight: Maximum size.
 
         Raises:
-            ValueError: Even the smallest formats take more bits.
+            ValueError: Even the smallest formats need more bits.
         """
         least = self._frontier.least / self.weights
         if bits_per_weight < least:
             raise ValueError(
                 f"{bits_per_weight:g} bits per weight are less than "
-                f"{math.ceil(1000 * least) / 1000:g}, what the smallest "
-                "of the formats take with their scales. Ask for more, or allow smaller formats."
+                f"{math.ceil(1000 * least) / 1000:g}, the size of the smallest formats with their "
+                "scales. Give a larger size, or allow smaller formats."
             )
         chosen = self._frontier.choose(bits_per_weight * self.weights + 0.5)
         names = [list(unit.bits)[index] for unit, index in zip(self.units, chosen, strict=True)]
@@ -83,48 +96,52 @@ class Mixture:
         return {layer: name for unit, name in pairs for layer in unit.layers}
 
     def cost(self, chosen: Mapping[str, str]) -> tuple[float, float]:
-        """Return bits per weight and loss of formats by the names of layers."""
+        """Return bits per weight and loss of a mixture.
+
+        Args:
+            chosen: Format of each layer, by its name.
+        """
         names = [chosen[unit.layers[0]] for unit in self.units]
         pairs = list(zip(self.units, names, strict=True))
         bits = sum(unit.bits[name] for unit, name in pairs)
         return bits / self.weights, sum(unit.losses[name] for unit, name in pairs)
 
     def points(self) -> list[tuple[float, float]]:
-        """Return (bits per weight, loss) of all mixtures that no other one beats."""
+        """Return (bits per weight, loss) of all mixtures on the frontier, by size."""
         return [(bits / self.weights, loss) for bits, loss in self._frontier.points()]
 
     def uniform(self) -> dict[str, tuple[float, float]]:
-        """Return bits per weight and loss with one format for all, by its name, if it fits all."""
+        """Return bits per weight and loss of each format that fits all layers, used for all."""
         layers = [layer for unit in self.units for layer in unit.layers]
         names = [n for n in self.units[0].bits if all(n in unit.bits for unit in self.units)]
         return {name: self.cost(dict.fromkeys(layers, name)) for name in names}
 
 
 @torch.no_grad()
-def weigh(
+def measure_costs(
     model: nn.Module,
     statistics: Statistics,
     formats: Mapping[str, QuantizationConfig],
     exclude: Iterable[str] = (),
-    together: bool = False,
+    share_formats: bool = False,
     solved: bool = False,
 ) -> list[Unit]:
-    """Find what each format costs each layer; no data runs.
+    """Return the cost of each format for each layer; no data runs.
 
     Args:
-        model: The float model of the statistics. It is unchanged in the end.
-        statistics: What ``collect_statistics`` returned for it.
-        formats: Configurations of a layer's weight, or of weight and inputs, by a name each. One
-            that does not fit some layers is left out there, with a warning.
-        exclude: Patterns of layers to leave in float.
-        together: Whether layers that read the same tensor are to share a format, as software
-            that fuses them expects.
-        solved: Whether weights are rounded by GPTQ rather than to the nearest, for mixtures that
-            GPTQ or its like will round.
+        model: The float model of the statistics. It is unchanged afterwards.
+        statistics: The result of ``collect_statistics`` for it.
+        formats: Configurations of a layer's weight, or of weight and inputs, by name of the format.
+            A format that does not fit some layers is left out for them, with a warning.
+        exclude: Patterns of layers that stay in float.
+        share_formats: Whether layers that read the same tensor get the same format, which software
+            that fuses them needs.
+        solved: Whether weights are rounded by GPTQ instead of to the nearest, for mixtures that
+            GPTQ or a similar algorithm will round.
 
     Raises:
         ValueError: A format quantizes no weight, or outputs or a bias; no format fits a layer; or
-            the statistics are of another model, lack sensitivities or do not tell static ranges.
+            the statistics are of another model, lack sensitivities or lack static ranges.
     """
     check_formats(formats)
     if not statistics.sensitivities:
@@ -132,32 +149,29 @@ def weigh(
             "These statistics were collected without sensitivities (probes=0): collect them anew."
         )
     statistics.check(model)
-    patterns = list(exclude)
+    patterns = resolve_exclude(list(exclude), model)
     units = [
-        kept
-        for unit in (_together(statistics) if together else statistics.units)
-        if (kept := tuple(name for name in unit if not matches(name, patterns)))
+        names
+        for unit in (_unite_shared_inputs(statistics) if share_formats else statistics.units)
+        if (names := tuple(name for name in unit if not matches(name, patterns)))
     ]
     if not units:
         raise ValueError("exclude leaves no layer to choose a format for.")
-    names = [name for unit in units for name in unit]
-    experts = unfuse(model)
-    try:
-        fitting = _fitting(model, formats, units)
+    layers = [name for unit in units for name in unit]
+    with temporarily_split_experts(model):
+        fitting = _find_fitting(model, formats, units)
         costs = {
-            name: layer_costs(model, statistics, fitting[name], layer, solved)
-            for name, layer in progress(list(formats.items()), "formats")
+            name: layer_costs(model, statistics, fitting[name], config, solved)
+            for name, config in show_progress(list(formats.items()), "formats")
         }
-        sizes = {name: model.get_submodule(name).weight.numel() for name in names}  # type: ignore[operator]
-    finally:
-        fuse(experts)
-    return [_unit(unit, sizes, costs) for unit in units]
+        sizes = {name: model.get_submodule(name).weight.numel() for name in layers}  # type: ignore[operator]
+    return [_make_unit(unit, sizes, costs) for unit in units]
 
 
 def mixed_config(
     model: nn.Module, chosen: Mapping[str, str], formats: Mapping[str, QuantizationConfig]
 ) -> Config:
-    """Return the configuration that gives layers their formats, and leaves all others alone.
+    """Return the configuration that quantizes layers to their formats and excludes all others.
 
     Args:
         model: The float model.
@@ -166,96 +180,92 @@ def mixed_config(
     """
     names = list(chosen.values())
     main = max(dict.fromkeys(names), key=names.count)
-    experts = unfuse(model)
-    kinds = {name: type(module) for name, module in model.named_modules()}
-    fuse(experts)
+    with temporarily_split_experts(model):
+        kinds = {name: type(module) for name, module in model.named_modules()}
     others = [n for n, kind in kinds.items() if is_operator(kind) and kind not in NAMED_ONLY]
-    return Config(
-        global_quant_config=formats[main],
-        layer_quant_config={
-            literal(layer): formats[name] for layer, name in chosen.items() if name != main
-        },
+    return build_config(
+        formats[main],
+        layers={literal(layer): formats[name] for layer, name in chosen.items() if name != main},
         exclude=[literal(name) for name in others if name not in chosen],
     )
 
 
 @contextmanager
-def rounded_as(model: nn.Module, config: Config, statistics: Statistics) -> Iterator[None]:
-    """Let a model compute with weights rounded to the nearest, and give it back its own.
+def temporarily_quantized(
+    model: nn.Module, config: Config, statistics: Statistics
+) -> Iterator[None]:
+    """Quantize a model inside the context, with weights rounded to the nearest.
 
     Args:
-        model: A float model.
-        config: What ``mixed_config`` returned for it.
-        statistics: Its statistics, which tell static ranges of inputs.
+        model: A float model, which is restored afterwards.
+        config: The result of ``mixed_config`` for it.
+        statistics: Its statistics, which hold static ranges of inputs.
     """
-    experts = unfuse(model)
-    try:
-        prepare(model, plan(model, config))
+    with temporarily_split_experts(model):
+        replace_layers(model, select_layers(model, config))
         try:
             calibrate_parameters(model)
-            recall_activations(model, statistics)
+            compute_scales_from_statistics(model, statistics)
             yield
         finally:
-            restore(model)
-    finally:
-        fuse(experts)
+            restore_layers(model)
 
 
 def check_formats(formats: Mapping[str, QuantizationConfig]) -> None:
-    """Raise if statistics cannot tell what formats cost.
+    """Raise if statistics are not enough to compute the costs of formats.
 
     Raises:
-        ValueError: One quantizes no weight, or outputs or a bias, or its static ranges of inputs
-            are not told.
+        ValueError: A format quantizes no weight, or outputs or a bias, or statistics lack its
+            static ranges of inputs.
     """
     for name, layer in formats.items():
         tensors = [tensor for tensor, _ in layer.specs()]
         if "weight" not in tensors or not {*tensors} <= {"weight", "input_tensors"}:
             raise ValueError(
-                f"{name} quantizes {' and '.join(tensors) or 'nothing'}, and statistics tell what "
-                "rounding weights costs, or weights and inputs (input_tensors). Search among "
-                "formats of these, such as int4_wo_128 and ptpc_int8."
+                f"{name} quantizes {' and '.join(tensors) or 'nothing'}, but statistics give the "
+                "cost of rounding weights, or weights and inputs (input_tensors). Search among "
+                "such formats, for example int4_wo_128 and ptpc_int8."
             )
-        if layer.input_tensors is not None and not is_told(layer.input_tensors):
+        if layer.input_tensors is not None and not ranges_suffice(layer.input_tensors):
             raise ValueError(
-                f"{name} has static ranges of inputs that statistics do not tell. Search among "
-                "formats that take the minimum and maximum, a histogram, or dynamic ranges."
+                f"{name} has static ranges of inputs that statistics do not hold. Search among "
+                "formats with dynamic ranges, or ranges by minimum and maximum or by a histogram."
             )
 
 
-def _fitting(
+def _find_fitting(
     model: nn.Module,
     formats: Mapping[str, QuantizationConfig],
     units: Sequence[tuple[str, ...]],
 ) -> dict[str, list[str]]:
-    """Return the layers that each format can be given to: those of units it fits as a whole.
+    """Return the layers of the units that each format fits as a whole, by format.
 
     Raises:
         ValueError: No format fits a unit.
     """
     problems: dict[str, dict[tuple[str, ...], str]] = {
-        name: {unit: said for unit in units if (said := _problem(model, unit, layer))}
+        name: {unit: reason for unit in units if (reason := _find_problem(model, unit, layer))}
         for name, layer in formats.items()
     }
     for unit in units:
-        if all(unit in found for found in problems.values()):
+        if all(unit in reasons for reasons in problems.values()):
             raise ValueError(
                 f"None of the formats fits {unit[0]}, so add one that does: "
-                + " ".join(f"{name}: {found[unit]}" for name, found in problems.items())
+                + " ".join(f"{name}: {reasons[unit]}" for name, reasons in problems.items())
             )
-    for name, found in problems.items():
-        if found:
-            layers = [layer for unit in found for layer in unit]
-            reason = next(iter(found.values()))
+    for name, reasons in problems.items():
+        if reasons:
+            layers = [layer for unit in reasons for layer in unit]
+            reason = next(iter(reasons.values()))
             logger.warning("%s is left out for %d layers: %s", name, len(layers), reason)
     return {
-        name: [layer for unit in units if unit not in found for layer in unit]
-        for name, found in problems.items()
+        name: [layer for unit in units if unit not in reasons for layer in unit]
+        for name, reasons in problems.items()
     }
 
 
-def _problem(model: nn.Module, unit: Sequence[str], layer: QuantizationConfig) -> str | None:
-    """Return why a format does not fit a unit, or None."""
+def _find_problem(model: nn.Module, unit: Sequence[str], layer: QuantizationConfig) -> str | None:
+    """Return the reason why a format does not fit a unit, or None."""
     try:
         for name in unit:
             check_fit(name, model.get_submodule(name), layer)
@@ -264,8 +274,8 @@ def _problem(model: nn.Module, unit: Sequence[str], layer: QuantizationConfig) -
     return None
 
 
-def _together(statistics: Statistics) -> list[tuple[str, ...]]:
-    """Return the units with those of one layer that read the same tensor united."""
+def _unite_shared_inputs(statistics: Statistics) -> list[tuple[str, ...]]:
+    """Return the units, with single layers that read the same tensor united to one unit."""
     united: dict[str, list[str]] = {}
     for unit in statistics.units:
         key = statistics.readers[unit[0]] if len(unit) == 1 else unit[0]
@@ -273,15 +283,19 @@ def _together(statistics: Statistics) -> list[tuple[str, ...]]:
     return [tuple(unit) for unit in united.values()]
 
 
-def _unit(
+def _make_unit(
     names: tuple[str, ...],
     sizes: Mapping[str, int],
     costs: Mapping[str, Mapping[str, Cost]],
 ) -> Unit:
-    fitting = {fmt: [found[n] for n in names] for fmt, found in costs.items() if names[0] in found}
+    fitting = {
+        fmt: [of_layer[name] for name in names]
+        for fmt, of_layer in costs.items()
+        if names[0] in of_layer
+    }
     return Unit(
         names,
         sum(sizes[name] for name in names),
-        {fmt: sum(cost.bits for cost in found) for fmt, found in fitting.items()},
-        {fmt: sum(cost.loss for cost in found) for fmt, found in fitting.items()},
+        {fmt: sum(cost.bits for cost in of_layers) for fmt, of_layers in fitting.items()},
+        {fmt: sum(cost.loss for cost in of_layers) for fmt, of_layers in fitting.items()},
     )

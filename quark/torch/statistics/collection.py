@@ -1,10 +1,11 @@
-"""Run data through a float model once, and keep all that quantizing it asks of the data.
+"""Collect statistics of a float model and its data once, for any number of quantization runs.
 
-The sums of x xᵀ over the inputs x of each layer give the squared error of its outputs for any
-change of its weight; some of these inputs, what rounding them adds; ranges and histograms of inputs
-and outputs, the scales that are settled. It is also measured how much the model's predictions mind
-an error: each layer alone is rounded coarsely, and the divergence of the predictions divided by the
-squared error of the layer's outputs.
+- The sums of x xᵀ over the inputs x of each layer give the squared error of its outputs under any
+  change of its weight.
+- A sample of these inputs gives the error of rounding them.
+- Ranges and histograms of inputs and outputs give static ranges.
+- Sensitivities relate errors to predictions: each layer alone is rounded coarsely, and the KL
+  divergence of the predictions is divided by the squared error of the outputs of the layer.
 """
 
 from __future__ import annotations
@@ -18,101 +19,104 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from quark.torch.algorithm.awq import output_error
-from quark.torch.algorithm.rescaling import as_rows, block_layers, first_reader, observe_grams
+from quark.torch.algorithm.layer_inputs import collect_grams, first_readers
+from quark.torch.algorithm.layers import block_layers, output_error, to_matrix
 from quark.torch.graph.discovery import discover
-from quark.torch.graph.eval_mode import at_inference
+from quark.torch.graph.eval_mode import eval_mode
 from quark.torch.graph.structure import Structure
-from quark.torch.pipeline.accumulators import Draw, Gram, Observe
-from quark.torch.pipeline.accumulators import observing as watching
+from quark.torch.pipeline.accumulators import Accumulator, Gram, TokenSample, accumulate_inputs
 from quark.torch.pipeline.activation_store import ActivationStore
 from quark.torch.pipeline.batches import (
-    excerpt,
+    flatten_batches,
+    make_repeatable,
     padding_mask,
-    parts,
-    progress,
-    repeatable,
     run_batch,
+    show_progress,
+    take_excerpt,
 )
 from quark.torch.pipeline.context import Context
 from quark.torch.pipeline.runner import Block, run_blocks
-from quark.torch.pipeline.statistics import Probe, Statistics, data_digest, fingerprint, place
+from quark.torch.pipeline.statistics import (
+    Probe,
+    Statistics,
+    data_digest,
+    model_digests,
+    tensor_key,
+)
 from quark.torch.pipeline.tensor_ranges import TensorRange
-from quark.torch.quantization.calibration import observing, settle_weights
+from quark.torch.quantization.calibration import compute_weight_scales, switch_quantizers
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.config.spec import QuantizationSpec
-from quark.torch.quantization.nn.experts import counterparts, fuse, unfuse
-from quark.torch.quantization.nn.layer import QuantMixin, is_transposed
-from quark.torch.quantization.preparation import prepare, quantized_layers, restore
+from quark.torch.quantization.nn.experts import corresponding_experts, temporarily_split_experts
+from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
+from quark.torch.quantization.nn.layer import input_axis, is_linear
+from quark.torch.quantization.preparation import quantized_layers, replace_layers, restore_layers
 
-PROBES = 8  # calls of the model that each layer is rounded for
-COARSE = 64  # weights that share a scale then
-TOKENS = 512  # that are kept of what goes into each layer
+PROBES = 8  # default number of model calls on which sensitivities are measured
+COARSE_GROUP = 64  # group size of the coarse rounding
+TOKENS = 512  # size of the sample of inputs of each layer
 
 
 def collect_statistics(
     model: nn.Module, dataloader: Iterable[Any], probes: int = PROBES
 ) -> Statistics:
-    """Collect what algorithms and searches need to know of a float model and its data.
+    """Collect the statistics of a float model that algorithms and searches need.
 
-    Data runs through each decoder block once. After that the first calls of the model are repeated
-    for each layer. The sums take 4 · inputs² bytes of main memory for each tensor that linear
-    layers of decoder blocks read; tokens up to 2048 · inputs bytes; and each range 32 kB, and 8
-    bytes for each channel.
+    Data runs through each decoder block once. Then the first calls of the model are repeated for
+    each layer. Main memory holds 4 · inputs² bytes of sums and up to 2048 · inputs bytes of tokens
+    for each tensor that linear layers of decoder blocks read, 32 kB for each range, and 8 bytes for
+    each channel.
 
     Args:
-        model: A float model, on any device. It is unchanged in the end.
+        model: A float model, on any device. It is unchanged afterwards.
         dataloader: Batches for the model: tensors, mappings of arguments, or lists of these.
-        probes: Calls of the model to measure sensitivities on, which a search for mixed precision
-            needs; 0 to leave that out.
+        probes: Number of model calls on which sensitivities are measured. A search for mixed
+            precision needs sensitivities; 0 skips them.
 
     Raises:
-        ValueError: There is no data, the model has no linear layers in decoder blocks, or what goes
-            into one of them or comes out is NaN or infinite.
+        ValueError: There is no data, the model has no linear layers in decoder blocks, or an input
+            or output of one is NaN or infinite.
     """
-    batches = repeatable(dataloader)
-    first = next(iter(parts(batches)), None)
+    batches = make_repeatable(dataloader)
+    first = next(iter(flatten_batches(batches)), None)
     if first is None:
         raise ValueError("The dataloader is empty: statistics need at least a batch.")
-    digests, data = fingerprint(model), data_digest(batches)
-    experts = unfuse(model)
-    try:
-        structure = discover(model, lambda: run_batch(model, excerpt(first)))
-        names = list(_linear_layers(model, structure))
+    digests, data = model_digests(model), data_digest(batches)
+    with temporarily_split_experts(model):
+        structure = discover(model, lambda: run_batch(model, take_excerpt(first)))
+        names = list(_find_linear_layers(model, structure))
         if not names:
             raise ValueError(f"{type(model).__name__} has no linear layers in decoder blocks.")
-        prepare(model, {name: _coarse(model.get_submodule(name)) for name in names})
+        replace_layers(
+            model, {name: _make_coarse_config(model.get_submodule(name)) for name in names}
+        )
         try:
-            with observing(model, ()), at_inference(model):
-                seen = _observe(model, structure, batches)
-                units = _units(model, names)
-                calls = list(islice(parts(batches), probes))
-                found = _probes(model, units, calls, seen) if calls else {}
+            with switch_quantizers(model, ()), eval_mode(model):
+                inputs = _observe(model, structure, batches)
+                units = _group_units(model, names)
+                calls = list(islice(flatten_batches(batches), probes))
+                measured = _measure_probes(model, units, calls, inputs) if calls else {}
         finally:
-            restore(model)
-    finally:
-        fuse(experts)
-    ranges = {name: kept for name, kept in seen.ranges.items() if not kept.is_empty}
-    tokens = {name: gram.tokens for name, gram in seen.inputs.items()}
+            restore_layers(model)
+    ranges = {key: tensor for key, tensor in inputs.ranges.items() if not tensor.is_empty}
+    tokens = {name: gram.tokens for name, gram in inputs.grams.items()}
     return Statistics(
-        digests, data, seen.readers, seen.inputs, tokens, units, found, seen.samples, ranges
+        digests, data, inputs.readers, inputs.grams, tokens, units, measured, inputs.samples, ranges
     )
 
 
-def _linear_layers(model: nn.Module, structure: Structure) -> Iterator[str]:
+def _find_linear_layers(model: nn.Module, structure: Structure) -> Iterator[str]:
     blocks = tuple(f"{block}." for block in structure.blocks)
     for name, module in model.named_modules():
-        is_linear = type(module) is nn.Linear or is_transposed(type(module))
-        if is_linear and name.startswith(blocks):
+        if is_linear(type(module)) and name.startswith(blocks):
             yield name
 
 
-def _coarse(layer: Any) -> QuantizationConfig:
-    """Return the configuration of a layer that is rounded to two bits."""
-    turned = is_transposed(type(layer))
-    inputs = layer.weight.shape[0 if turned else 1]
-    size = COARSE if inputs % COARSE == 0 else inputs
+def _make_coarse_config(layer: Any) -> QuantizationConfig:
+    """Return a configuration that rounds the weight of a layer to two bits."""
+    inputs = layer.weight.shape[input_axis(type(layer))]
+    size = COARSE_GROUP if inputs % COARSE_GROUP == 0 else inputs
     spec = QuantizationSpec(
         "int2",  # type: ignore[arg-type]
         qscheme="per_group",  # type: ignore[arg-type]
@@ -124,75 +128,86 @@ def _coarse(layer: Any) -> QuantizationConfig:
     return QuantizationConfig(weight=spec)
 
 
-class _Seen(NamedTuple):
-    """What was kept: by the first layers that read a tensor, ranges by ``place``."""
+class _Activations(NamedTuple):
+    """Statistics of inputs and outputs while they are collected; see ``Statistics``.
+
+    Attributes:
+        readers: Layer to the first of the layers that read the same tensor.
+        grams: Sums by first reader.
+        samples: Tokens by first reader.
+        ranges: Ranges by ``tensor_key``.
+    """
 
     readers: dict[str, str]
-    inputs: dict[str, Gram]
+    grams: dict[str, Gram]
     samples: dict[str, torch.Tensor]
     ranges: dict[str, TensorRange]
 
 
-def _observe(model: nn.Module, structure: Structure, batches: Iterable[Any]) -> _Seen:
-    """Run the data through all blocks."""
+def _observe(model: nn.Module, structure: Structure, batches: Iterable[Any]) -> _Activations:
+    """Run the data through all decoder blocks."""
     layers = dict(quantized_layers(model))
-    settle = partial(settle_weights, config=Config())
-    context = Context(model, layers, structure, batches, Config(), settle)
-    seen = _Seen({}, {}, {}, {})
+    compute_scales = partial(compute_weight_scales, config=Config())
+    context = Context(model, layers, structure, batches, Config(), compute_scales)
+    activations = _Activations({}, {}, {}, {})
     for block in run_blocks(model, structure.blocks, batches, "statistics"):
         inside = block_layers(context, block.name, lambda _: True)
-        seen.readers.update({name: first_reader(name, inside, context) for name in inside})
-        with _watching(block, inside, seen):
-            grams = observe_grams(context, block, inside)
-        firsts = dict.fromkeys(seen.readers[name] for name in inside)
-        seen.inputs.update({first: grams[first].to("cpu") for first in firsts})
-    return seen
+        activations.readers.update(first_readers(inside, context))
+        with _observe_ranges(block, inside, activations):
+            grams = collect_grams(context, block, inside)
+        firsts = dict.fromkeys(activations.readers[name] for name in inside)
+        activations.grams.update({first: grams[first].to("cpu") for first in firsts})
+    return activations
 
 
 @contextmanager
-def _watching(block: Block, layers: Mapping[str, QuantMixin], seen: _Seen) -> Iterator[None]:
-    """Keep tokens and ranges of the layers of a block while its data runs."""
-    firsts = dict.fromkeys(seen.readers[name] for name in layers)
-    draws = {first: Draw(TOKENS) for first in firsts}
+def _observe_ranges(
+    block: Block, layers: Mapping[str, FakeQuantizedLayer], activations: _Activations
+) -> Iterator[None]:
+    """Add samples and ranges of the layers of a block while its data runs inside the context."""
+    firsts = dict.fromkeys(activations.readers[name] for name in layers)
+    samples = {first: TokenSample(TOKENS) for first in firsts}
     inputs = {first: TensorRange() for first in firsts}
     outputs = {name: TensorRange() for name in layers}
     with ExitStack() as stack:
-        stack.enter_context(
-            watching([(layers[n], d) for n, d in draws.items()], lambda: block.mask)
-        )
-        into = [(layers[n], _finite(n, "inputs", kept)) for n, kept in inputs.items()]
-        stack.enter_context(watching(into, lambda: None))  # ranges are those of padding too
-        for name, kept in outputs.items():
-            observe = _finite(name, "outputs", kept)
+        observers = [(layers[name], sample) for name, sample in samples.items()]
+        stack.enter_context(accumulate_inputs(observers, lambda: block.mask))
+        checked = [(layers[n], _check_finite(n, "inputs", tensor)) for n, tensor in inputs.items()]
+        stack.enter_context(accumulate_inputs(checked, lambda: None))  # ranges include padding
+        for name, tensor in outputs.items():
+            observe = _check_finite(name, "outputs", tensor)
             hook = layers[name].register_forward_hook(
                 lambda _, __, y, observe=observe: observe(y.reshape(-1, y.shape[-1]))
             )
             stack.callback(hook.remove)
         yield
-    kept_tokens = {name: draw.tokens for name, draw in draws.items()}
-    seen.samples.update({n: x.to("cpu") for n, x in kept_tokens.items() if x is not None})
-    seen.ranges.update({place(name, "input_tensors"): kept for name, kept in inputs.items()})
-    seen.ranges.update({place(name, "output_tensors"): kept for name, kept in outputs.items()})
+    tokens = {name: sample.tokens for name, sample in samples.items()}
+    activations.samples.update({n: x.to("cpu") for n, x in tokens.items() if x is not None})
+    ranges = activations.ranges
+    ranges.update({tensor_key(n, "input_tensors"): tensor for n, tensor in inputs.items()})
+    ranges.update({tensor_key(n, "output_tensors"): tensor for n, tensor in outputs.items()})
 
 
-def _finite(name: str, what: str, kept: TensorRange) -> Observe:
-    """Return what takes in (tokens, channels), or raises ``ValueError`` if not all are finite."""
+def _check_finite(name: str, tensor: str, target: TensorRange) -> Accumulator:
+    """Return an observer of (tokens, channels) that raises ``ValueError`` unless all are finite."""
 
     def observe(x: torch.Tensor) -> None:
         try:
-            kept(x)
+            target(x)
         except FloatingPointError:
             raise ValueError(
-                f"The {what} of {name} were NaN or infinite: check the data, or collect statistics "
-                f"in a wider type than {x.dtype}."
+                f"The {tensor} of {name} were NaN or infinite: check the data, or collect "
+                f"statistics in a wider type than {x.dtype}."
             ) from None
 
     return observe
 
 
-def _units(model: nn.Module, names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """Return the layers by what must share a format: all experts beside each other, else each."""
-    stacks = {name: name.rsplit(".", 2)[0] for names in counterparts(model) for name in names}
+def _group_units(model: nn.Module, names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """Return the layers in units that share a format: all experts of a layer, or one layer each."""
+    stacks = {
+        name: name.rsplit(".", 2)[0] for names in corresponding_experts(model) for name in names
+    }
     units: dict[str, list[str]] = {}
     for name in names:
         units.setdefault(stacks.get(name, name), []).append(name)
@@ -200,54 +215,56 @@ def _units(model: nn.Module, names: Sequence[str]) -> tuple[tuple[str, ...], ...
 
 
 @torch.no_grad()
-def _probes(
+def _measure_probes(
     model: nn.Module,
     units: Sequence[Sequence[str]],
     calls: Sequence[Any],
-    seen: _Seen,
+    activations: _Activations,
 ) -> dict[str, Probe]:
-    """Round each unit alone, and return what that does, by layer."""
-    found: dict[str, Probe] = {}
+    """Return the effect of rounding each unit alone, by layer."""
+    probes: dict[str, Probe] = {}
     with ActivationStore() as expected:
         for index, call in enumerate(calls):
-            expected[index] = _predictions(model, call)
-        for unit in progress(units, "sensitivities"):
-            layers = {name: _layer(model, name) for name in unit}
-            settle_weights(layers, Config())
+            expected[index] = _predict(model, call)
+        for unit in show_progress(units, "sensitivities"):
+            layers = {name: _get_layer(model, name) for name in unit}
+            compute_weight_scales(layers, Config())
             error = sum(
-                weight_error(layer, rounded(layer), seen.inputs[seen.readers[name]])
+                weight_error(
+                    layer, round_to_nearest(layer), activations.grams[activations.readers[name]]
+                )
                 for name, layer in layers.items()
             )
-            with _rounding(layers.values()):
-                lost, tokens = _divergence(model, calls, expected)
-            found |= dict.fromkeys(unit, Probe(lost, tokens, error))
-    return found
+            with _enable_weight_quantizers(layers.values()):
+                divergence, tokens = _measure_divergence(model, calls, expected)
+            probes |= dict.fromkeys(unit, Probe(divergence, tokens, error))
+    return probes
 
 
-def _layer(model: nn.Module, name: str) -> QuantMixin:
+def _get_layer(model: nn.Module, name: str) -> FakeQuantizedLayer:
     layer = model.get_submodule(name)
-    assert isinstance(layer, QuantMixin)
+    assert isinstance(layer, FakeQuantizedLayer)
     return layer
 
 
-def rounded(layer: QuantMixin) -> torch.Tensor:
-    """Return the weight of a layer rounded to the nearest, under settled scales."""
+def round_to_nearest(layer: FakeQuantizedLayer) -> torch.Tensor:
+    """Return the weight of a layer with final scales, rounded to the nearest values."""
     assert layer.weight_quantizer is not None
-    return layer.weight_quantizer.bake_(layer.weight.detach().clone())
+    return layer.weight_quantizer.freeze_(layer.weight.detach().clone())
 
 
-def weight_error(layer: QuantMixin, weight: torch.Tensor, gram: Gram) -> float:
+def weight_error(layer: FakeQuantizedLayer, weight: torch.Tensor, gram: Gram) -> float:
     """Return the squared error of the outputs of a layer under another weight, over all tokens."""
     if gram.total is None:
         return 0.0
     change = weight.float() - layer.weight.detach().float()
-    rows = as_rows(change, 0 if is_transposed(layer.float_class) else 1)
+    rows = to_matrix(change, layer.input_axis)
     return float(output_error(rows, gram.total.to(rows.device)))
 
 
 @contextmanager
-def _rounding(layers: Iterable[QuantMixin]) -> Iterator[None]:
-    """Let the quantizers of weights work meanwhile."""
+def _enable_weight_quantizers(layers: Iterable[FakeQuantizedLayer]) -> Iterator[None]:
+    """Switch on the quantizers of weights inside the context."""
     quantizers = [q for layer in layers if (q := layer.weight_quantizer) is not None]
     for quantizer in quantizers:
         quantizer.enabled = True
@@ -258,36 +275,36 @@ def _rounding(layers: Iterable[QuantMixin]) -> Iterator[None]:
             quantizer.enabled = False
 
 
-def _divergence(
+def _measure_divergence(
     model: nn.Module, calls: Sequence[Any], expected: ActivationStore
 ) -> tuple[float, int]:
-    """Return the sum over tokens of KL(expected ‖ found), in nats, and the number of tokens."""
+    """Return the sum over tokens of KL(expected ‖ actual) in nats, and the number of tokens."""
     total, tokens = 0.0, 0
     for index, call in enumerate(calls):
-        reference, found = expected[index], _predictions(model, call)
-        total += float((reference.exp() * (reference - found)).sum(dtype=torch.float64))
-        tokens += len(found)
+        reference, actual = expected[index], _predict(model, call)
+        total += float((reference.exp() * (reference - actual)).sum(dtype=torch.float64))
+        tokens += len(actual)
     return total, tokens
 
 
-def _predictions(model: nn.Module, call: Any) -> torch.Tensor:
-    """Return the logarithms of what a model predicts, (tokens, classes) float32, padding left out.
+def _predict(model: nn.Module, call: Any) -> torch.Tensor:
+    """Return the log-probabilities of a call, (tokens, classes) float32, without padding.
 
     Raises:
         ValueError: The model returns no logits.
     """
-    seen: list[Any] = []
-    handle = model.register_forward_hook(lambda module, args, output: seen.append(output))
+    outputs: list[Any] = []
+    handle = model.register_forward_hook(lambda module, args, output: outputs.append(output))
     try:
         run_batch(model, call)
     finally:
         handle.remove()
-    output = seen[0][0] if isinstance(seen[0], tuple) else seen[0]
+    output = outputs[0][0] if isinstance(outputs[0], tuple) else outputs[0]
     logits = getattr(output, "logits", output)
     if not isinstance(logits, torch.Tensor):
         raise ValueError(
-            f"{type(model).__name__} returned {type(output).__name__} without logits, whose change "
-            "tells sensitivities. Pass probes=0, or a model with a head."
+            f"{type(model).__name__} returned {type(output).__name__} without logits, which "
+            "sensitivities are measured on. Pass probes=0, or a model with a head."
         )
     rows, mask = logits.flatten(0, -2), padding_mask(call)
     return (rows if mask is None else rows[mask.flatten().to(rows.device)]).float().log_softmax(-1)

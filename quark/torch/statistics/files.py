@@ -1,4 +1,4 @@
-"""Statistics as files: ``statistics.json``, and ``statistics.safetensors`` read layer by layer."""
+"""Statistics on disk: ``statistics.json``, and ``statistics.safetensors`` read layer by layer."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from quark.torch.export.checkpoint.files import fresh_directory, read_json, write_json
+from quark.torch.files import fresh_directory, read_json, write_json
 from quark.torch.pipeline.accumulators import Gram
 from quark.torch.pipeline.statistics import Probe, Statistics
 from quark.torch.pipeline.tensor_ranges import TensorRange
 
 HEADER, TENSORS = "statistics.json", "statistics.safetensors"
-LAYOUT = 3  # of the files; another is refused
+LAYOUT = 3  # version of the files; others are refused
 SUMS, RANGE = ("total", "magnitude"), ("lo", "hi", "counts")
 _KINDS = {
     "model": dict,
@@ -31,16 +31,16 @@ T = TypeVar("T")
 
 
 def save_statistics(statistics: Statistics, path: str | Path, overwrite: bool = False) -> None:
-    """Write statistics to a directory, which stands there whole or not at all.
+    """Write statistics to a directory, which appears complete or not at all.
 
     Args:
-        statistics: What ``collect_statistics`` returned.
+        statistics: The result of ``collect_statistics`` or ``merge_statistics``.
         path: Directory to write.
         overwrite: Whether an existing directory may be replaced.
 
     Raises:
         FileExistsError: The directory is in use.
-        OSError: The disk has too little room.
+        OSError: The disk has too little space.
     """
     from safetensors.torch import save_file
 
@@ -48,10 +48,10 @@ def save_statistics(statistics: Statistics, path: str | Path, overwrite: bool = 
     for name, gram in statistics.inputs.items():
         if gram.total is not None and gram.magnitude is not None:
             tensors |= {f"{name}.total": gram.total, f"{name}.magnitude": gram.magnitude}
-    for name, found in statistics.ranges.items():
-        lo, hi = found.channels.lo, found.channels.hi
+    for name, tensor in statistics.ranges.items():
+        lo, hi = tensor.channels.lo, tensor.channels.hi
         assert lo is not None and hi is not None
-        tensors |= {f"{name}.lo": lo, f"{name}.hi": hi, f"{name}.counts": found.histogram.counts}
+        tensors |= {f"{name}.lo": lo, f"{name}.hi": hi, f"{name}.counts": tensor.histogram.counts}
     tensors |= {f"{name}.sample": tokens for name, tokens in statistics.samples.items()}
     header = {
         "layout": LAYOUT,
@@ -71,41 +71,41 @@ def save_statistics(statistics: Statistics, path: str | Path, overwrite: bool = 
 
 
 def load_statistics(path: str | Path) -> Statistics:
-    """Open statistics; tensors are read when they are asked for.
+    """Open statistics; each tensor is read when it is accessed.
 
     Raises:
-        FileNotFoundError: The directory holds none.
+        FileNotFoundError: The directory holds no statistics.
         ValueError: A file is damaged, or of another version.
     """
     header = read_json(Path(path) / HEADER)
     if not _is_header(header):
         raise ValueError(
-            f"{Path(path) / HEADER} holds no statistics that this version reads: collect them "
-            "anew with 'quark collect'."
+            f"{Path(path) / HEADER} holds no statistics that this version can read: collect "
+            "them anew with 'quark collect'."
         )
     tokens, samples, ranges = header["tokens"], header["samples"], header["ranges"]
-    file = _open(Path(path) / TENSORS, _parts(tokens, samples, ranges))
+    file = _open(Path(path) / TENSORS, _list_tensors(tokens, samples, ranges))
 
     def gram(name: str) -> Gram:
-        found = Gram()
-        found.tokens = tokens[name]
-        if found.tokens:
-            found.total, found.magnitude = (file.get_tensor(f"{name}.{part}") for part in SUMS)
-        return found
+        result = Gram()
+        result.tokens = tokens[name]
+        if result.tokens:
+            result.total, result.magnitude = (file.get_tensor(f"{name}.{part}") for part in SUMS)
+        return result
 
     def tensor_range(name: str) -> TensorRange:
-        return TensorRange.of(*(file.get_tensor(f"{name}.{part}") for part in RANGE))
+        return TensorRange.from_tensors(*(file.get_tensor(f"{name}.{part}") for part in RANGE))
 
     return Statistics(
         header["model"],
         header["data"],
         header["readers"],
-        _Stored(tokens, gram),
+        _LazyMapping(tokens, gram),
         tokens,
         tuple(tuple(unit) for unit in header["units"]),
         {name: Probe(*probe) for name, probe in header["probes"].items()},
-        _Stored(samples, lambda name: file.get_tensor(f"{name}.sample")),
-        _Stored(ranges, tensor_range),
+        _LazyMapping(samples, lambda name: file.get_tensor(f"{name}.sample")),
+        _LazyMapping(ranges, tensor_range),
     )
 
 
@@ -115,10 +115,10 @@ def _is_header(header: Any) -> bool:
     return all(isinstance(header.get(key), kind) for key, kind in _KINDS.items())
 
 
-def _parts(
+def _list_tensors(
     tokens: Mapping[str, float], samples: Iterable[str], ranges: Iterable[str]
 ) -> Iterator[str]:
-    """Iterate over the names of the tensors that a header tells of."""
+    """Iterate over the names of the tensors that a header lists."""
     yield from (f"{name}.{part}" for name, count in tokens.items() if count for part in SUMS)
     yield from (f"{name}.sample" for name in samples)
     yield from (f"{name}.{part}" for name in ranges for part in RANGE)
@@ -128,7 +128,7 @@ def _open(path: Path, expected: Iterable[str]) -> Any:
     """Return an open file of tensors.
 
     Raises:
-        ValueError: It is damaged, or holds other tensors than those that are expected.
+        ValueError: It is damaged, or holds other tensors than expected.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -141,8 +141,8 @@ def _open(path: Path, expected: Iterable[str]) -> Any:
     return file
 
 
-class _Stored(Mapping[str, T]):
-    """What is in a file, by name."""
+class _LazyMapping(Mapping[str, T]):
+    """Values by name that are read from a file on each access."""
 
     def __init__(self, names: Iterable[str], read: Callable[[str], T]) -> None:
         self._names, self._read = dict.fromkeys(names), read

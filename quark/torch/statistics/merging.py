@@ -1,4 +1,4 @@
-"""Statistics of parts of the data, put together to those of all of it."""
+"""Merge statistics of parts of the data into statistics of all data."""
 
 from __future__ import annotations
 
@@ -7,41 +7,43 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from quark.torch.pipeline.accumulators import Draw, Gram
-from quark.torch.pipeline.batches import progress
-from quark.torch.pipeline.statistics import Probe, Statistics, differing, digest, place
+from quark.torch.pipeline.accumulators import Gram, TokenSample
+from quark.torch.pipeline.batches import show_progress
+from quark.torch.pipeline.statistics import Probe, Statistics, differing_names, digest, tensor_key
 from quark.torch.pipeline.tensor_ranges import TensorRange
 from quark.torch.statistics.collection import TOKENS
 
 
 def merge_statistics(statistics: Iterable[Statistics]) -> Statistics:
-    """Put statistics of parts of the data together: what collecting on all of it gives.
+    """Merge statistics of parts of the data; the result is that of collecting on all data.
 
-    Sums of inputs are the same but for rounding; ranges and histograms, to the bit. Each part gives
-    its share of the tokens that are kept. Sensitivities are those of the calls that all parts were
-    measured on. The order of parts does not matter. The result is held in memory; of parts on disk
-    one tensor at a time is.
+    Sums of inputs agree up to rounding errors; ranges and histograms agree exactly. The sample of
+    tokens has the share of each part. Sensitivities are those over the calls of all parts. The
+    order of parts does not matter. Memory holds the result and one tensor of a part on disk.
 
     Args:
-        statistics: What was collected with each part of the data, of one model.
+        statistics: Statistics of one model, each collected with one part of the data.
 
     Raises:
-        ValueError: There are none; they are of different models or layers, or two of the same data;
-            or some have sensitivities and others have not.
+        ValueError: There are no statistics; they are of different models or layers, or two are of
+            the same data; or only some have sensitivities.
     """
     parts = list(statistics)
     _check(parts)
     if len(parts) == 1:
         return parts[0]
     first, *_ = parts = sorted(parts, key=lambda part: part.data)
-    readers = _readers(parts)
+    readers = _merge_readers(parts)
     inputs = {
-        name: _gram(parts, name)
-        for name in progress(list(dict.fromkeys(readers.values())), "merging sums")
+        name: _merge_grams(parts, name)
+        for name in show_progress(list(dict.fromkeys(readers.values())), "merging sums")
     }
-    places = [(name, "input_tensors") for name in inputs]
-    places += [(name, "output_tensors") for name in readers]
-    ranges = {place(*at): _range(parts, *at) for at in progress(places, "merging ranges")}
+    tensors = [(name, "input_tensors") for name in inputs]
+    tensors += [(name, "output_tensors") for name in readers]
+    ranges = {
+        tensor_key(name, tensor): _merge_ranges(parts, name, tensor)
+        for name, tensor in show_progress(tensors, "merging ranges")
+    }
     return Statistics(
         first.model,
         digest(*(part.data for part in parts)),
@@ -49,53 +51,55 @@ def merge_statistics(statistics: Iterable[Statistics]) -> Statistics:
         inputs,
         {name: gram.tokens for name, gram in inputs.items()},
         first.units,
-        {name: _probe(parts, name) for name in first.probes},
-        {name: _sample(parts, name) for name, gram in inputs.items() if gram.tokens},
-        {name: kept for name, kept in ranges.items() if not kept.is_empty},
+        {name: _merge_probes(parts, name) for name in first.probes},
+        {name: _merge_samples(parts, name) for name, gram in inputs.items() if gram.tokens},
+        {key: tensor for key, tensor in ranges.items() if not tensor.is_empty},
     )
 
 
 def _check(parts: Sequence[Statistics]) -> None:
-    """Raise if parts do not belong together.
+    """Raise if parts cannot be merged.
 
     Raises:
-        ValueError: They do not; which of them is told, counted from 1.
+        ValueError: Two parts do not match; the message numbers them from 1.
     """
     if not parts:
-        raise ValueError("There are no statistics to merge: give those of each part of the data.")
-    first, seen = parts[0], dict[str, int]()
+        raise ValueError(
+            "There are no statistics to merge: give the statistics of each part of the data."
+        )
+    first, numbers = parts[0], dict[str, int]()
     for number, part in enumerate(parts, 1):
         for what, others in (
-            ("tensors of the model", differing(first.model, part.model)),
-            ("units of layers", differing(_unit_of(first), _unit_of(part))),
+            ("tensors of the model", differing_names(first.model, part.model)),
+            ("units of layers", differing_names(_map_units(first), _map_units(part))),
         ):
             if others:
                 raise ValueError(
                     f"Statistics 1 and {number} differ in {len(others)} {what}, such as "
-                    f"{others[0]}: merge those of one model, loaded in one type."
+                    f"{others[0]}: merge statistics of one model, loaded in one type."
                 )
         if first.probes.keys() != part.probes.keys():
             raise ValueError(
                 f"One of statistics 1 and {number} has sensitivities and the other has not: "
                 "collect all with probes, or all with probes=0."
             )
-        if part.data in seen:
+        if part.data in numbers:
             raise ValueError(
-                f"Statistics {seen[part.data]} and {number} are of the same data, which would "
+                f"Statistics {numbers[part.data]} and {number} are of the same data, which would "
                 "count twice: collect each with a part of its own."
             )
-        seen[part.data] = number
+        numbers[part.data] = number
 
 
-def _unit_of(part: Statistics) -> dict[str, str]:
+def _map_units(part: Statistics) -> dict[str, str]:
     """Return the first layer of the unit of each layer."""
     return {name: unit[0] for unit in part.units for name in unit}
 
 
-def _readers(parts: Sequence[Statistics]) -> dict[str, str]:
-    """Return the first of the layers that read the same tensor, for each layer.
+def _merge_readers(parts: Sequence[Statistics]) -> dict[str, str]:
+    """Map each layer to the first of the layers that read the same tensor in any part.
 
-    What experts share is found where the data reaches them, which is not in all parts.
+    A part does not show that layers of an expert share an input if no token reached the expert.
     """
     order = {name: index for index, name in enumerate(parts[0].readers)}
     readers: dict[str, str] = {}
@@ -105,36 +109,38 @@ def _readers(parts: Sequence[Statistics]) -> dict[str, str]:
     return readers
 
 
-def _gram(parts: Iterable[Statistics], name: str) -> Gram:
+def _merge_grams(parts: Iterable[Statistics], name: str) -> Gram:
     merged = Gram()
     for part in parts:
         merged.merge(part.inputs[part.readers[name]])
     return merged
 
 
-def _range(parts: Iterable[Statistics], name: str, tensor: str) -> TensorRange:
+def _merge_ranges(parts: Iterable[Statistics], name: str, tensor: str) -> TensorRange:
     merged = TensorRange()
     for part in parts:
         merged.merge(part.range_of(name, tensor))
     return merged
 
 
-def _probe(parts: Iterable[Statistics], name: str) -> Probe:
+def _merge_probes(parts: Iterable[Statistics], name: str) -> Probe:
     divergences, tokens, errors = zip(*(part.probes[name] for part in parts), strict=True)
     return Probe(sum(divergences), sum(tokens), sum(errors))
 
 
-def _sample(parts: Sequence[Statistics], name: str) -> torch.Tensor:
-    """Return as many tokens of each part as it has among all, evenly drawn from those it kept."""
+def _merge_samples(parts: Sequence[Statistics], name: str) -> torch.Tensor:
+    """Return a sample of tokens; each part contributes in proportion to its number of tokens."""
+    # Example: parts of 300 and 100 tokens, TOKENS = 8: counts 0, 300, 400, ends 0, 6, 8. The first
+    # part contributes 6 tokens of its own sample, the second 2.
     counts = list(accumulate((part.tokens[part.readers[name]] for part in parts), initial=0.0))
     size = min(TOKENS, counts[-1])
     ends = [round(size * count / counts[-1]) for count in counts]
-    found = []
+    tokens = []
     for part, (start, end) in zip(parts, pairwise(ends), strict=True):
         sample = part.sample(name) if end > start else None
         if sample is not None:
-            draw = Draw(end - start)
-            draw(sample)
-            assert draw.tokens is not None
-            found.append(draw.tokens)
-    return torch.cat(found)
+            subsample = TokenSample(end - start)
+            subsample(sample)
+            assert subsample.tokens is not None
+            tokens.append(subsample.tokens)
+    return torch.cat(tokens)

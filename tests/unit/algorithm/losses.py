@@ -60,8 +60,10 @@ class Judge:
         for name, inputs in seen.items():
             layer, exact = self.context.layers[name], torch.cat(self.exact[name])
             x, bias = torch.cat(inputs), 0 if layer.bias is None else layer.bias
-            x = x if layer.input_quantizer is None else layer.input_quantizer.rounded(x)
-            found = layer.product(x, layer.weight_quantizer.rounded(layer.weight), layer.bias)
+            x = x if layer.input_quantizer is None else layer.input_quantizer.fake_quantize_copy(x)
+            found = layer.product(
+                x, layer.weight_quantizer.fake_quantize_copy(layer.weight), layer.bias
+            )
             loss = float((found - exact).detach().abs().pow(power).sum())
             whole = float((exact - bias).detach().abs().pow(power).sum()) if relative else 1
             by_block[re.match(r".*?\.\d+", name)[0]] += loss / whole

@@ -10,15 +10,15 @@ from transformers.pytorch_utils import Conv1D
 
 from quark.torch import ModelQuantizer
 from quark.torch.algorithm import autoround
-from quark.torch.algorithm.autoround import SMALLEST_FACTOR, Learned, learn, total_error
-from quark.torch.algorithm.gptq import solved_blocks
+from quark.torch.algorithm.autoround import MIN_FACTOR, LearnedWeight, learn_rounding, total_error
+from quark.torch.algorithm.weight_rounding import iterate_blocks
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.scales import ZeroPointType
 from quark.torch.quantization.config.algo import AutoRoundConfig, AWQConfig
 from quark.torch.quantization.config.config import Config, QuantizationSpec
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.config.presets import scheme
-from quark.torch.quantization.preparation import plan, prepare, quantized_layers
+from quark.torch.quantization.preparation import quantized_layers, replace_layers, select_layers
 from tests.models.architectures import build, small_config, tokens
 from tests.unit.algorithm.contexts import context_of
 
@@ -58,11 +58,13 @@ def learned_of(name, kind=nn.Linear, **options):
     nn.init.normal_(linear.weight.detach(), generator=generator)
     model = nn.Sequential(linear)
     found = FORMATS[name]
-    prepare(model, plan(model, Config(scheme(found, 32) if isinstance(found, str) else found)))
+    replace_layers(
+        model, select_layers(model, Config(scheme(found, 32) if isinstance(found, str) else found))
+    )
     layer = model[0]
     layer.weight_quantizer.observer(layer.weight)
-    layer.weight_quantizer.settle(layer.weight)
-    return Learned(layer, **options), layer
+    layer.weight_quantizer.compute_scales(layer.weight)
+    return LearnedWeight(layer, **options), layer
 
 
 def scatter_(learned):
@@ -80,7 +82,7 @@ def scatter_(learned):
 @pytest.mark.parametrize("name", FORMATS)
 def test_it_starts_from_rounding_to_the_nearest(name, kind):
     learned, layer = learned_of(name, kind)
-    expected = layer.weight_quantizer.bake_(layer.weight.detach().clone())
+    expected = layer.weight_quantizer.freeze_(layer.weight.detach().clone())
     assert torch.equal(learned.value(), expected)
     assert (len(learned.factors) == 0) == (name in HELD)
 
@@ -95,7 +97,7 @@ def test_what_is_written_is_what_was_learned(name, kind):
     assert not torch.equal(expected, nearest)
     learned.write()
     assert layer.frozen and torch.equal(layer.weight, expected)
-    assert torch.equal(layer.state("weight").value(torch.float32), expected)
+    assert torch.equal(layer.quantized_tensor("weight").value(torch.float32), expected)
 
 
 def straight(x):
@@ -167,14 +169,14 @@ def test_ranges_may_be_left_alone(name):
 def first_block(kind="llama", name="int4_wo_32", batches=BATCHES):
     """The first block with the data of both streams, and the weights to learn."""
     context = context_of(build(small_config(kind), torch.float32), name, batches=batches)
-    blocks = solved_blocks(context, AutoRoundConfig(), compare=True)
+    blocks = iterate_blocks(context, AutoRoundConfig(), compare=True)
     block, layers = next(blocks)
     for index in range(len(block)):
-        block.refer(index)
-    context.settle(layers)
+        block.run_reference(index)
+    context.compute_scales(layers)
     return (
         block,
-        {f"{n.removeprefix(block.name)[1:]}.weight": Learned(m) for n, m in layers.items()},
+        {f"{n.removeprefix(block.name)[1:]}.weight": LearnedWeight(m) for n, m in layers.items()},
         closing(blocks),
     )
 
@@ -182,7 +184,7 @@ def first_block(kind="llama", name="int4_wo_32", batches=BATCHES):
 @torch.no_grad()
 def error_of(block):
     """Squared error of the outputs of a block as it is."""
-    pairs = [(block.call(index), block.target(index)[0]) for index in range(len(block))]
+    pairs = [(block.call(index), block.reference_output(index)[0]) for index in range(len(block))]
     return sum(float((found - target).square().sum()) for found, target in pairs)
 
 
@@ -191,7 +193,7 @@ def error_of(block):
 def test_outputs_come_closer_to_those_of_the_float_model(name, kind):
     block, learned, opened = first_block(kind, name)
     with opened:
-        before, after = learn(block, learned, AutoRoundConfig(**QUICK))
+        before, after = learn_rounding(block, learned, AutoRoundConfig(**QUICK))
         for weight in learned.values():
             weight.write()
         assert error_of(block) == pytest.approx(after, rel=1e-4)
@@ -202,7 +204,7 @@ def test_steps_that_lead_away_are_taken_back():
     block, learned, opened = first_block(name="int8")
     with opened:
         nearest = {name: weight.value().detach() for name, weight in learned.items()}
-        before, after = learn(block, learned, AutoRoundConfig(iters=1, lr=0.5))
+        before, after = learn_rounding(block, learned, AutoRoundConfig(iters=1, lr=0.5))
     assert after == before
     assert all(torch.equal(learned[name].value(), value) for name, value in nearest.items())
 
@@ -218,7 +220,7 @@ def test_the_best_is_kept_whatever_comes_after_it(monkeypatch):
 
     monkeypatch.setattr(autoround, "total_error", look)
     with opened:
-        assert learn(block, learned, AutoRoundConfig(**QUICK)) == (5.0, 1.0)
+        assert learn_rounding(block, learned, AutoRoundConfig(**QUICK)) == (5.0, 1.0)
     kept = [weight.offset for weight in learned.values()]
     assert all(torch.equal(found, best) for found, best in zip(kept, seen[2], strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(seen[2], seen[3], strict=True))
@@ -227,10 +229,10 @@ def test_the_best_is_kept_whatever_comes_after_it(monkeypatch):
 def test_offsets_and_factors_stay_in_their_bounds():
     block, learned, opened = first_block(name="uint4_wo_32")
     with opened:
-        learn(block, learned, AutoRoundConfig(iters=4, lr=3.0, minmax_lr=0.9))
+        learn_rounding(block, learned, AutoRoundConfig(iters=4, lr=3.0, minmax_lr=0.9))
         for weight in learned.values():
             assert float(weight.offset.detach().abs().max()) <= 0.5
-            assert SMALLEST_FACTOR <= float(weight.factors.detach().min()) <= 1
+            assert MIN_FACTOR <= float(weight.factors.detach().min()) <= 1
             assert float(weight.factors.detach().max()) <= 1
             assert weight.value().isfinite().all()
 
@@ -253,7 +255,7 @@ def test_every_batch_has_its_turn():
     batches = [torch.randint(3, 64, (rows, 8)) for rows in (1, 2, 1, 3, 1)]
     block, _, opened = first_block(batches=batches)
     with opened:
-        picked = autoround._picked(block, sequences=3)
+        picked = autoround._sample_batches(block, sequences=3)
         steps = [next(picked) for _ in range(20)]
     assert all(sum(len(batches[i]) for i in step) >= 3 for step in steps)
     assert all(sum(len(batches[i]) for i in step[:-1]) < 3 for step in steps)
@@ -272,7 +274,7 @@ def quantized(name, options, data=BATCHES, kind="llama"):
 
 
 def states_of(model):
-    return {name: layer.state("weight") for name, layer in quantized_layers(model)}
+    return {name: layer.quantized_tensor("weight") for name, layer in quantized_layers(model)}
 
 
 @pytest.mark.parametrize("name", ["int4_wo_32", "uint4_wo_32", "nvfp4_weight_only", "fp8"])
@@ -324,7 +326,7 @@ def test_a_layer_that_no_token_reaches_has_nothing_to_learn_from():
     frozen = {name: layer for name, layer in quantized_layers(model) if layer.frozen}
     assert set(frozen) == {"model.layers.0.mlp.experts.3.w1"}
     for name, layer in frozen.items():
-        assert torch.equal(layer.state("weight").codes, expected[name].codes)
+        assert torch.equal(layer.quantized_tensor("weight").codes, expected[name].codes)
 
 
 def test_the_target_is_the_float_model_with_its_own_inputs(monkeypatch):
@@ -333,11 +335,11 @@ def test_the_target_is_the_float_model_with_its_own_inputs(monkeypatch):
 
     def look(block, learned, options):
         rows = range(len(block))
-        targets[block.name] = torch.cat([block.target(row)[0] for row in rows])
+        targets[block.name] = torch.cat([block.reference_output(row)[0] for row in rows])
         found[block.name] = torch.cat([block.call(row).detach() for row in rows])
         return 0.0, 0.0
 
-    monkeypatch.setattr(autoround, "learn", look)
+    monkeypatch.setattr(autoround, "learn_rounding", look)
     quantized("ptpc_int8", AutoRoundConfig(), BATCHES[:1])
     model, expected = build(small_config("llama"), torch.float32), {}
     for name in targets:

@@ -7,7 +7,12 @@ import torch
 
 from quark.torch import ModelQuantizer
 from quark.torch.algorithm import autosmoothquant
-from quark.torch.algorithm.autosmoothquant import apply, check, rounded_inputs, strength
+from quark.torch.algorithm.autosmoothquant import (
+    apply,
+    check,
+    fake_quantized_inputs,
+    scaling_factors,
+)
 from quark.torch.quantization.config.config import (
     AutoSmoothQuantConfig,
     Config,
@@ -27,12 +32,12 @@ LARGEST = torch.tensor([8.0, 0.0, 2.0, 0.5])
 def test_strength(alpha):
     used = LARGEST > 0
     expected = (LARGEST / 2) ** alpha  # the middle of 8 and 0.5 is 2
-    torch.testing.assert_close(strength(LARGEST, alpha)[used], expected[used])
-    assert strength(LARGEST, alpha)[1] == 1
+    torch.testing.assert_close(scaling_factors(LARGEST, alpha)[used], expected[used])
+    assert scaling_factors(LARGEST, alpha)[1] == 1
 
 
 def test_no_channel_is_ever_used():
-    assert torch.equal(strength(torch.zeros(3), 0.5), torch.ones(3))
+    assert torch.equal(scaling_factors(torch.zeros(3), 0.5), torch.ones(3))
 
 
 @pytest.mark.parametrize(("loss", "serves"), [("mse", True), ("MAE", True), (None, True)])
@@ -47,7 +52,7 @@ def test_a_loss_that_is_not_known():
 
 
 def test_weights_alone_are_not_served():
-    with pytest.raises(ValueError, match=r"serves none of the layers.*needs inputs"):
+    with pytest.raises(ValueError, match=r"applies to none of the layers.*needs inputs"):
         check(AutoSmoothQuantConfig(), {"a": scheme("int4_wo_128")})
 
 
@@ -58,7 +63,7 @@ def test_static_ranges_are_those_of_all_tokens():
     lo, hi = x.amin(0) - 1, x.amax(0) + torch.arange(64)
     scale = float(torch.maximum(-lo, hi).max()) / 127.5
     expected = torch.fake_quantize_per_tensor_affine(x, scale, 0, -128, 127)
-    torch.testing.assert_close(rounded_inputs(layer, x, lo, hi), expected)
+    torch.testing.assert_close(fake_quantized_inputs(layer, x, lo, hi), expected)
 
 
 @pytest.mark.parametrize(("loss", "power"), [("MSE", 2), ("MAE", 1)])
@@ -91,7 +96,7 @@ def test_the_layer_before_is_judged_by_the_inputs_it_has_now(monkeypatch):
         seen[edit.parameter] = x
         return torch.zeros_like(factors)
 
-    monkeypatch.setattr(autosmoothquant, "_relative_error", record)
+    monkeypatch.setattr(autosmoothquant, "_measure_relative_error", record)
     model = build(small_config("llama"), torch.float32)
     apply(context_of(model, "int8", batches=BATCHES), AutoSmoothQuantConfig())
     inputs = []

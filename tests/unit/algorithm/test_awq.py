@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from quark.torch.algorithm import awq
-from quark.torch.algorithm.awq import apply, check, output_error, strengths
+from quark.torch.algorithm.awq import apply, candidate_factors, check
+from quark.torch.algorithm.layers import output_error
 from quark.torch.quantization.config.algo import AWQConfig, GPTQConfig
 from quark.torch.quantization.config.presets import scheme
 from tests.models.architectures import build, small_config
@@ -24,7 +25,7 @@ def test_errors_of_outputs():
 
 def test_strengths():
     magnitude, weight = X.abs().mean(0), torch.rand(12) + 0.1
-    found = list(strengths(magnitude, weight))
+    found = list(candidate_factors(magnitude, weight))
     assert len(found) == 40
     for step, (plain, divided) in enumerate(zip(found[::2], found[1::2], strict=True)):
         r = step / 20
@@ -40,18 +41,18 @@ def test_strengths():
 def test_a_channel_that_is_always_zero_does_not_count(dead):
     alive = torch.arange(12) != dead
     magnitude, weight = X.abs().mean(0) * alive, torch.rand(12) + 0.1
-    others = strengths(magnitude[alive], weight[alive])
-    for found, expected in zip(strengths(magnitude, weight), others, strict=True):
+    others = candidate_factors(magnitude[alive], weight[alive])
+    for found, expected in zip(candidate_factors(magnitude, weight), others, strict=True):
         assert found[dead] == 1
         torch.testing.assert_close(found[alive], expected)
 
 
 def test_no_channel_is_ever_used():
-    assert list(strengths(torch.zeros(4), torch.ones(4))) == []
+    assert list(candidate_factors(torch.zeros(4), torch.ones(4))) == []
 
 
 def test_factors_stay_within_bounds():
-    for factors in strengths(torch.logspace(-30, 8, 12), torch.ones(12)):
+    for factors in candidate_factors(torch.logspace(-30, 8, 12), torch.ones(12)):
         assert float(factors.min()) >= 0.99e-4 and float(factors.max()) <= 1.01e4
 
 
@@ -64,7 +65,7 @@ def test_formats_it_serves(name, serves):
     if serves:
         check(AWQConfig(), layers)
     else:
-        with pytest.raises(ValueError, match=r"awq serves none of the layers.*needs weights"):
+        with pytest.raises(ValueError, match=r"awq applies to none of the layers.*needs weights"):
             check(AWQConfig(), layers)
 
 
@@ -78,7 +79,7 @@ def test_formats_it_serves(name, serves):
 )
 def test_outputs_lose_less_than_by_rounding(name, kind, readers, monkeypatch):
     """With one rescaling of a block, judged by the outputs of the layers it serves."""
-    monkeypatch.setattr(awq, "clip_", lambda *_: None)
+    monkeypatch.setattr(awq, "clip_weight_", lambda *_: None)
     context = context_of(build(small_config(kind), torch.float32), name, batches=BATCHES)
     judge = Judge(context, readers)
     plain = judge.losses(relative=True)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from quark.torch.algorithm.clipping import SHARES, clipped
+from quark.torch.algorithm.clipping import FRACTIONS, clip_weight
 from quark.torch.quantization.config.config import (
     Config,
     Int4PerChannelSpec,
@@ -17,7 +17,7 @@ from quark.torch.quantization.config.config import (
 )
 from quark.torch.quantization.config.presets import scheme, scheme_names
 from quark.torch.quantization.config.type import QSchemeType
-from quark.torch.quantization.preparation import plan, prepare
+from quark.torch.quantization.preparation import replace_layers, select_layers
 
 INPUTS, OUTPUTS = 256, 6
 BLOCKS = QuantizationSpec(
@@ -34,7 +34,7 @@ def made(layer_config, kind=nn.Linear, inputs=INPUTS, outputs=OUTPUTS, seed=0):
     with torch.no_grad():
         linear.weight.copy_(values if kind is nn.Linear else values.T)
     model = nn.Sequential(linear)
-    prepare(model, plan(model, Config(layer_config)))
+    replace_layers(model, select_layers(model, Config(layer_config)))
     x = torch.randn(400, inputs, generator=generator)
     mix = torch.randn(inputs, inputs, generator=generator) / inputs**0.5
     return model[0], x @ (torch.eye(inputs) + mix)
@@ -59,12 +59,12 @@ def test_an_exhaustive_search_finds_the_same(kind, width):
     spec = Int4PerGroupSpec(ch_axis=-1, group_size=width).to_quantization_spec()
     layer, x = made(QuantizationConfig(weight=spec), kind)
     weight = (layer.weight if kind is nn.Linear else layer.weight.T).detach()
-    found = clipped(layer, x.T @ x)
+    found = clip_weight(layer, x.T @ x)
     found = found if kind is nn.Linear else found.T
 
     groups = weight.reshape(-1, width)
     candidates = [groups]
-    for share in SHARES:
+    for share in FRACTIONS:
         bound = share * groups.abs().amax(1, keepdim=True)
         candidates.append(groups.clamp(-bound, bound))
     losses = torch.stack(
@@ -94,10 +94,10 @@ def test_never_worse_whatever_the_format(name, kind):
     width = width if width > 0 else INPUTS
 
     def loss(candidate):
-        change = quantizer.rounded(candidate) - weight
+        change = quantizer.fake_quantize_copy(candidate) - weight
         return float(errors_of(change if kind is nn.Linear else change.T, x, width).sum())
 
-    before, after = loss(weight), loss(clipped(layer, x.T @ x))
+    before, after = loss(weight), loss(clip_weight(layer, x.T @ x))
     assert after < before if quantizer.scheme.fmt.bits <= 4 else after <= before * (1 + 1e-6)
 
 
@@ -110,9 +110,9 @@ def test_a_scale_of_the_scales_may_shrink(seed):
     weight, quantizer = layer.weight.detach(), layer.weight_quantizer
 
     def loss(candidate):
-        return float(errors_of(quantizer.rounded(candidate) - weight, x, 16).sum())
+        return float(errors_of(quantizer.fake_quantize_copy(candidate) - weight, x, 16).sum())
 
-    assert loss(clipped(layer, x.T @ x)) <= loss(weight)
+    assert loss(clip_weight(layer, x.T @ x)) <= loss(weight)
 
 
 @pytest.mark.parametrize(
@@ -129,14 +129,14 @@ def test_a_scale_of_the_scales_may_shrink(seed):
 )
 def test_rows_that_share_a_range_are_left_alone(spec):
     layer, x = made(QuantizationConfig(weight=spec), outputs=64)
-    assert clipped(layer, x.T @ x) is None
+    assert clip_weight(layer, x.T @ x) is None
 
 
 def test_groups_that_are_cut_short_are_left_alone():
     layer, x = made(scheme("mxfp4"), inputs=48)
-    assert clipped(layer, x.T @ x) is None
+    assert clip_weight(layer, x.T @ x) is None
 
 
 def test_inputs_that_are_always_zero_ask_for_nothing():
     layer, _ = made(scheme("int4_wo_32"))
-    assert torch.equal(clipped(layer, torch.zeros(INPUTS, INPUTS)), layer.weight)
+    assert torch.equal(clip_weight(layer, torch.zeros(INPUTS, INPUTS)), layer.weight)

@@ -5,16 +5,20 @@ import logging
 import pytest
 import torch
 
+from quark.torch.algorithm.layer_inputs import first_readers
+from quark.torch.algorithm.layers import (
+    check_inputs_quantized,
+    check_weights_quantized,
+    to_matrix,
+)
 from quark.torch.algorithm.rescaling import (
-    as_rows,
-    check_served,
-    first_reader,
-    to_channels,
-    to_factors,
-    usable_groups,
+    expand_to_channels,
+    reduce_to_factors,
+    select_groups,
 )
 from quark.torch.graph.structure import Edit
 from quark.torch.numerics.hadamard import hadamard
+from quark.torch.quantization.config.algo import AWQConfig, GPTQConfig, SmoothQuantConfig
 from quark.torch.quantization.config.presets import scheme
 from tests.models.architectures import build, small_config
 from tests.unit.algorithm.contexts import context_of
@@ -37,7 +41,7 @@ def edit(power=1, index=INDEX):
     ],
 )
 def test_one_value_for_each_factor(how, power, expected):
-    found = to_factors(VALUES, edit(power), 3, how)
+    found = reduce_to_factors(VALUES, edit(power), 3, how)
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float32))
 
 
@@ -46,22 +50,24 @@ def test_channels_take_their_factor(power):
     factors = torch.tensor([2.0, 3.0, 5.0])
     expected = torch.tensor([3.0, 1, 2, 3, 5, 1, 3]) ** power
     expected[INDEX < 0] = 1
-    torch.testing.assert_close(to_channels(factors, edit(power)), expected)
+    torch.testing.assert_close(expand_to_channels(factors, edit(power)), expected)
 
 
 def test_a_permutation_goes_there_and_back():
     index = torch.randperm(9, generator=torch.Generator().manual_seed(0))
     factors = torch.rand(9) + 0.1
     for power in (1, 2):
-        channels = to_channels(factors, edit(power, index))
-        torch.testing.assert_close(to_factors(channels, edit(power, index), 9, "mean"), factors)
+        channels = expand_to_channels(factors, edit(power, index))
+        torch.testing.assert_close(
+            reduce_to_factors(channels, edit(power, index), 9, "mean"), factors
+        )
 
 
 def test_what_is_applied_is_what_was_judged():
     """The two ways to rescale a parameter agree: by hand, and in place."""
     weight = torch.nn.Linear(7, 3, bias=False)
     factors, chosen = torch.tensor([2.0, 3.0, 5.0]), edit(2)
-    expected = weight.weight.detach() * to_channels(factors, chosen)
+    expected = weight.weight.detach() * expand_to_channels(factors, chosen)
     chosen.apply_(weight, factors)
     torch.testing.assert_close(weight.weight.detach(), expected)
 
@@ -69,19 +75,22 @@ def test_what_is_applied_is_what_was_judged():
 @pytest.mark.parametrize(("shape", "axis", "rows"), [((3, 4), 1, (3, 4)), ((4, 3), 0, (3, 4))])
 def test_weights_as_rows(shape, axis, rows):
     weight = torch.randn(shape)
-    assert torch.equal(as_rows(weight, axis), weight if axis else weight.T)
-    assert as_rows(torch.randn(3, 2, 4), 2).shape == (6, 4)
-    assert as_rows(weight, axis).shape == rows
+    assert torch.equal(to_matrix(weight, axis), weight if axis else weight.T)
+    assert to_matrix(torch.randn(3, 2, 4), 2).shape == (6, 4)
+    assert to_matrix(weight, axis).shape == rows
 
 
 @pytest.mark.parametrize(
-    ("what", "needed"), [("awq", "weights"), ("gptq", "weights"), ("smooth", "inputs")]
+    ("options", "needed"),
+    [(AWQConfig(), "weights"), (GPTQConfig(), "weights"), (SmoothQuantConfig(), "inputs")],
+    ids=lambda value: getattr(value, "name", value),
 )
-def test_what_an_algorithm_needs_is_said(what, needed):
-    layers = dict.fromkeys("abc", scheme("int8"))
-    check_served(layers, what, lambda layer: layer is layers["b"])
-    with pytest.raises(ValueError, match=f"{what} serves none of the layers.*needs {needed}"):
-        check_served(layers, what, lambda layer: False)
+def test_what_an_algorithm_needs_is_said(options, needed):
+    check = {"weights": check_weights_quantized, "inputs": check_inputs_quantized}[needed]
+    check(options, {"a": scheme("bfloat16"), "b": scheme("int8")})
+    name = options.name
+    with pytest.raises(ValueError, match=f"{name} applies to none of the layers.*needs {needed}"):
+        check(options, dict.fromkeys("abc", scheme("bfloat16")))
 
 
 # ---- which groups -------------------------------------------------------------------------------
@@ -93,7 +102,8 @@ def llama():
 
 
 def usable(context, written=None, decoder=None, wanted=lambda layer: True):
-    return [g.producer for g in usable_groups(context, "awq", wanted, written, decoder)]
+    options = AWQConfig(scaling_layers=written or [], model_decoder_layers=decoder or "")
+    return [g.producer for g in select_groups(context, options, wanted)]
 
 
 NAMES = ["input_layernorm", "self_attn.v_proj", "post_attention_layernorm", "mlp.up_proj"]
@@ -113,7 +123,7 @@ def test_those_that_are_written(llama, caplog):
         found = usable(llama, written, "model.layers")
     expected = [(0, "mlp.up_proj"), (1, "mlp.up_proj"), (0, NAMES[0]), (1, NAMES[0])]
     assert found == [f"{BLOCK.format(i)}.{name}" for i, name in expected]
-    assert "read it too" in caplog.text and "k_proj" in caplog.text
+    assert "read the same output" in caplog.text and "k_proj" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -121,14 +131,14 @@ def test_those_that_are_written(llama, caplog):
     [
         (
             {"prev_op": "input_layernrom", "layers": ["self_attn.q_proj"]},
-            "'input_layernrom' .*no decoder block has them so connected.*can be: input_layernorm",
+            "'input_layernrom' .*no decoder block connects them so.*Rescalable: input_layernorm",
         ),
-        ({"prev_op": "input_layernorm", "layers": ["mlp.up_proj"]}, "so connected"),
+        ({"prev_op": "input_layernorm", "layers": ["mlp.up_proj"]}, "connects them so"),
         ({"prev_op": "input_layernorm"}, r"layers=\[\], which cannot"),
-        ({"layers": ["mlp.up_proj"]}, "so connected"),
+        ({"layers": ["mlp.up_proj"]}, "connects them so"),
         (
             {"prev_op": "self_attn.o_proj", "layers": ["mlp.up_proj"]},
-            "cannot be rescaled: is added to something else",
+            "cannot be rescaled: is added to another tensor",
         ),
     ],
     ids=["name", "not connected", "no layers", "no producer", "residual"],
@@ -139,7 +149,7 @@ def test_what_is_written_and_cannot_be(llama, entry, said):
 
 
 def test_another_list_of_blocks(llama):
-    with pytest.raises(ValueError, match="so connected"):
+    with pytest.raises(ValueError, match="connects them so"):
         usable(llama, [{"prev_op": NAMES[3], "layers": ["mlp.down_proj"]}], "model.decoder")
 
 
@@ -175,7 +185,7 @@ def test_rotated_inputs_are_not_rescaled(llama):
 
 def test_layers_of_one_input_are_looked_at_once(llama):
     q, k, v, o = (f"{BLOCK.format(0)}.self_attn.{name}_proj" for name in "qkvo")
-    assert [first_reader(n, (q, k, v, o), llama) for n in (q, k, v, o)] == [q, q, q, o]
-    assert first_reader(v, (k, v), llama) == k
+    assert first_readers((q, k, v, o), llama) == {q: q, k: q, v: q, o: o}
+    assert first_readers((k, v), llama) == {k: k, v: k}
     llama.layers[q].rotate_input(hadamard(32))
-    assert [first_reader(n, (q, k, v), llama) for n in (q, k, v)] == [q, k, k]
+    assert first_readers((q, k, v), llama) == {q: q, k: k, v: k}

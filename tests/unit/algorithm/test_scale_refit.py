@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from quark.torch.algorithm import scale_refit as fitting
-from quark.torch.algorithm.scale_refit import fitted_scales, round_and_fit
+from quark.torch.algorithm import scale_refit
+from quark.torch.algorithm.scale_refit import best_scales, round_and_refit
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.presets import scheme
-from quark.torch.quantization.preparation import plan, prepare
+from quark.torch.quantization.preparation import replace_layers, select_layers
 
 OUTPUTS, INPUTS = 12, 64
 
@@ -39,12 +39,12 @@ def loss(codes, scales, weight, hessian):
 
 
 @pytest.mark.parametrize("groups", [1, 2, 8])
-@pytest.mark.parametrize("piece", [1, 200, fitting.PIECE])
+@pytest.mark.parametrize("piece", [1, 200, scale_refit.CHUNK])
 def test_scales_are_those_of_least_squares(groups, piece, monkeypatch):
-    monkeypatch.setattr(fitting, "PIECE", piece)
-    monkeypatch.setattr(fitting, "MOST", 1e6)
+    monkeypatch.setattr(scale_refit, "CHUNK", piece)
+    monkeypatch.setattr(scale_refit, "MAX_CHANGE", 1e6)
     codes, scales, weight, hessian = problem(groups)
-    found = fitted_scales(codes, scales, weight, hessian)
+    found = best_scales(codes, scales, weight, hessian)
     root = torch.linalg.cholesky(hessian.double()).T
     own = torch.eye(groups, dtype=torch.float64).repeat_interleave(INPUTS // groups, 0)
     for row in range(OUTPUTS):
@@ -56,7 +56,7 @@ def test_scales_are_those_of_least_squares(groups, piece, monkeypatch):
 @given(seed=st.integers(0, 10**6), groups=st.sampled_from([1, 2, 4, 16, 64]))
 def test_no_row_loses_by_it(seed, groups):
     codes, scales, weight, hessian = problem(groups, seed)
-    found = fitted_scales(codes, scales, weight, hessian)
+    found = best_scales(codes, scales, weight, hessian)
     before, after = (loss(codes, s, weight, hessian) for s in (scales, found))
     assert bool((after <= before * (1 + 1e-4)).all())
     assert bool((found > scales / 2.001).all()) and bool((found < scales * 2.001).all())
@@ -64,7 +64,7 @@ def test_no_row_loses_by_it(seed, groups):
 
 def test_what_codes_fit_exactly_is_found():
     codes, scales, _, hessian = problem()
-    found = fitted_scales(codes, scales * 1.3, product(codes, scales), hessian)
+    found = best_scales(codes, scales * 1.3, product(codes, scales), hessian)
     torch.testing.assert_close(found, scales, rtol=1e-4, atol=1e-5)
 
 
@@ -72,7 +72,7 @@ def test_a_row_whose_best_scales_are_far_away_keeps_its_own():
     codes, scales, weight, hessian = problem()
     weight[3] *= -1
     weight[5] *= 7
-    found = fitted_scales(codes, scales, weight, hessian)
+    found = best_scales(codes, scales, weight, hessian)
     assert torch.equal(found[[3, 5]], scales[[3, 5]])
     assert not torch.equal(found[4], scales[4])
 
@@ -80,7 +80,7 @@ def test_a_row_whose_best_scales_are_far_away_keeps_its_own():
 def test_a_group_of_zeros_keeps_its_scale():
     codes, scales, weight, hessian = problem()
     codes[2, :16] = 0
-    found = fitted_scales(codes, scales, weight, hessian)
+    found = best_scales(codes, scales, weight, hessian)
     assert found[2, 0] == scales[2, 0]
     assert not torch.equal(found[2, 1:], scales[2, 1:])
 
@@ -93,10 +93,10 @@ def layer_of(spec, kind=nn.Linear, width=OUTPUTS):
     linear = nn.Linear(128, width) if kind is nn.Linear else Conv1D(width, 128)
     nn.init.normal_(linear.weight, generator=torch.Generator().manual_seed(1))
     model = nn.Sequential(linear)
-    prepare(model, plan(model, Config(QuantizationConfig(weight=spec))))
+    replace_layers(model, select_layers(model, Config(QuantizationConfig(weight=spec))))
     quantizer = model[0].weight_quantizer
     quantizer.observer(model[0].weight)
-    quantizer.settle(model[0].weight)
+    quantizer.compute_scales(model[0].weight)
     return model[0]
 
 
@@ -109,7 +109,7 @@ def turns(layer, kind):
         seen.append(rounding)
         return torch.stack([rounding(rows[:, i], i) for i in range(rows.shape[1])], 1)
 
-    found = round_and_fit(layer, rows.clone(), torch.eye(128), [attempt] * 3)
+    found = round_and_refit(layer, rows.clone(), torch.eye(128), [attempt] * 3)
     layer.weight.data.copy_(found.T if kind is Conv1D else found)
     layer.frozen = True
     return len(seen), not torch.equal(before, layer.weight_quantizer.scale)
@@ -120,9 +120,9 @@ def turns(layer, kind):
 def test_scales_of_rows_and_groups_are_fitted(name, kind):
     layer = layer_of(scheme(name).weight, kind)
     before = layer.weight.detach().clone()
-    nearest = layer.weight_quantizer.bake_(before.clone())
+    nearest = layer.weight_quantizer.freeze_(before.clone())
     assert turns(layer, kind) == (3, True)
-    assert torch.equal(layer.state("weight").value(torch.float32), layer.weight)
+    assert torch.equal(layer.quantized_tensor("weight").value(torch.float32), layer.weight)
     assert (layer.weight - before).square().sum() < (nearest - before).square().sum()
 
 

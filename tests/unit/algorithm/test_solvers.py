@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from itertools import product
 
 import pytest
@@ -19,10 +19,11 @@ from quark.torch.quantization.config.algo import (
     QronosConfig,
     YaqaConfig,
 )
-from quark.torch.quantization.config.config import Config, QuantizationSpec
+from quark.torch.quantization.config.config import QuantizationSpec
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.preparation import quantized_layers
-from tests.models.architectures import VARIED, build, small_config
+from tests.configurations import quantized_by
+from tests.models.architectures import VARIED, varied
 
 SOLVERS = {
     "gptq": GPTQConfig,
@@ -30,25 +31,14 @@ SOLVERS = {
     "yaqa": YaqaConfig,
     "autoround": partial(AutoRoundConfig, iters=20, lr=0.05, minmax_lr=0.01),
 }
+# For tests that do not ask how much is learned.
+QUICK = SOLVERS | {"autoround": partial(AutoRoundConfig, iters=4, lr=0.05, minmax_lr=0.01)}
 VARIANTS = SOLVERS | {"gptaq": GPTAQConfig, "in turn": partial(GPTQConfig, true_sequential=True)}
 SCHEMES = ["int4_wo_32", "uint4_wo_32", "int2_wo_32", "mxfp4_weight_only", "nvfp4_weight_only"]
 DATA = torch.randint(3, 64, (32, 24), generator=torch.Generator().manual_seed(6))
 
 
-def made(name, dtype=torch.float32):
-    kind, changes = VARIED[name]
-    return build(small_config(kind, **changes), dtype)
-
-
-def config_of(name, *algorithms, exclude=("lm_head", "embed_out"), **rest):
-    layers = scheme(name, 32) if isinstance(name, str) else name
-    return Config(layers, exclude=list(exclude), algo_config=list(algorithms) or None, **rest)
-
-
-def quantized(model, name, *algorithms, data=(DATA,), frozen=True, **rest):
-    config = config_of(name, *algorithms, **rest)
-    model = ModelQuantizer(config).quantize_model(model, list(data))
-    return ModelQuantizer.freeze(model) if frozen else model
+quantized = partial(quantized_by, data=[DATA])
 
 
 @torch.no_grad()
@@ -66,6 +56,19 @@ def error(model, name, *algorithms, **rest):
     return float((logits_of(quantized(model, name, *algorithms, **rest)) - expected).norm())
 
 
+@cache
+def error_of(model, name, solver=None):
+    """Return the error of a model under an algorithm; several tests compare with the same ones."""
+    return error(varied(model), name, *([VARIANTS[solver]()] if solver else []))
+
+
+@cache
+def error_of_block(name, solver=None, dtype=torch.float32):
+    """Return the error of a model of one decoder block."""
+    model = varied("llama", dtype, num_hidden_layers=1)
+    return error(model, name, *([SOLVERS[solver]()] if solver else []))
+
+
 # ---- what models compute ------------------------------------------------------------------------
 
 
@@ -74,29 +77,28 @@ def error(model, name, *algorithms, **rest):
     [*((name, "gptq") for name in VARIED), *(("llama", solver) for solver in VARIANTS)],
 )
 def test_models_lose_less_than_by_rounding(name, solver):
-    plain = error(made(name), "int4_wo_32")
-    assert error(made(name), "int4_wo_32", VARIANTS[solver]()) < 0.85 * plain
+    plain = error_of(name, "int4_wo_32")
+    assert error_of(name, "int4_wo_32", solver) < 0.85 * plain
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("name", SCHEMES)
 def test_formats_lose_less_than_by_rounding(name, solver):
-    plain = error(made("llama"), name)
-    assert error(made("llama"), name, SOLVERS[solver]()) < 0.85 * plain
+    assert error_of_block(name, solver) < 0.85 * error_of_block(name)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_it_goes_together_with_awq(solver):
-    alone = error(made("llama"), "int4_wo_32", SOLVERS[solver]())
-    both = error(made("llama"), "int4_wo_32", AWQConfig(), SOLVERS[solver]())
-    assert both < 1.1 * alone < error(made("llama"), "int4_wo_32", AWQConfig())
+    alone = error_of("llama", "int4_wo_32", solver)
+    both = error(varied("llama"), "int4_wo_32", AWQConfig(), SOLVERS[solver]())
+    assert both < 1.1 * alone < error(varied("llama"), "int4_wo_32", AWQConfig())
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_the_same_each_time(name, solver):
     first, second = (
-        weights_of(quantized(made(name), "int4_wo_32", SOLVERS[solver]())) for _ in range(2)
+        weights_of(quantized(varied(name), "int4_wo_32", QUICK[solver]())) for _ in range(2)
     )
     assert all(torch.equal(first[n], second[n]) for n in first)
 
@@ -104,10 +106,8 @@ def test_the_same_each_time(name, solver):
 @pytest.mark.parametrize("solver", VARIANTS)
 def test_other_batches_lose_the_same(solver):
     """Sums differ in their last bits, which single codes may follow."""
-    whole, cut = (
-        error(made("llama"), "int4_wo_32", VARIANTS[solver](), data=data)
-        for data in ([DATA], DATA.split(5))
-    )
+    whole = error_of("llama", "int4_wo_32", solver)
+    cut = error(varied("llama"), "int4_wo_32", VARIANTS[solver](), data=DATA.split(5))
     assert cut == pytest.approx(whole, rel=0.03)
 
 
@@ -127,7 +127,7 @@ CUTS = {  # eight sequences and more, in batches of so many
 def test_what_is_learned_is_the_same_bits_in_any_batches(data, name):
     options = AutoRoundConfig(iters=4, lr=0.05, minmax_lr=0.02, batch_size=3)
     expected, *others = (
-        weights_of(quantized(made(name), "uint4_wo_32", options, data=data(size)))
+        weights_of(quantized(varied(name), "uint4_wo_32", options, data=data(size)))
         for size in (1, 3, 8)
     )
     for found, layer in product(others, expected):
@@ -137,8 +137,8 @@ def test_what_is_learned_is_the_same_bits_in_any_batches(data, name):
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision(dtype, solver):
-    plain = error(made("llama", dtype), "int4_wo_32")
-    model = made("llama", dtype)
+    plain = error_of_block("int4_wo_32", None, dtype)
+    model = varied("llama", dtype, num_hidden_layers=1)
     assert error(model, "int4_wo_32", SOLVERS[solver]()) < 0.85 * plain
     assert {p.dtype for p in model.parameters()} == {dtype}
 
@@ -147,9 +147,9 @@ def test_half_precision(dtype, solver):
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
 def test_experts_that_saw_few_tokens_or_none(name, solver):
     few = torch.tensor([[7, 9, 7]])
-    model = quantized(made(name), "int4_wo_32", SOLVERS[solver](), data=[few])
-    plain = quantized(made(name), "int4_wo_32")
-    expected = logits_of(made(name))
+    model = quantized(varied(name), "int4_wo_32", SOLVERS[solver](), data=[few])
+    plain = quantized(varied(name), "int4_wo_32")
+    expected = logits_of(varied(name))
     found, nearest = logits_of(model) - expected, logits_of(plain) - expected
     assert float(found.norm()) < 1.5 * float(nearest.norm())
 
@@ -160,12 +160,12 @@ def test_experts_that_saw_few_tokens_or_none(name, solver):
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_values_and_scales_are_kept(solver):
     """Neither calibration nor freezing touches what was solved for."""
-    model = made("llama")
-    model = quantized(model, "w_uint4_per_group_a_int8_per_tensor", SOLVERS[solver](), frozen=False)
+    model = varied("llama")
+    model = quantized(model, "w_uint4_per_group_a_int8_per_tensor", QUICK[solver](), frozen=False)
     layers = dict(quantized_layers(model))
     assert all(layer.frozen for layer in layers.values())
     for layer in layers.values():
-        assert torch.equal(layer.state("weight").value(torch.float32), layer.weight)
+        assert torch.equal(layer.quantized_tensor("weight").value(torch.float32), layer.weight)
         assert layer.input_quantizer.scale is not None
     before = weights_of(model)
     after = weights_of(ModelQuantizer.freeze(model))
@@ -179,7 +179,7 @@ def test_layers_that_are_served_together_share_a_scale(name, solver):
     layers = scheme("nvfp4_weight_only")
     layers.weight = weight if name == "int8_tensor" else layers.weight
     groups = [["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]]
-    model = quantized(made("llama"), layers, SOLVERS[solver](), shared_scale_groups=groups)
+    model = quantized(varied("llama"), layers, QUICK[solver](), shared_scale_groups=groups)
     part = "scale" if name == "int8_tensor" else "scale_2"
     for block in model.model.layers:
         for parent, names in zip((block.self_attn, block.mlp), groups, strict=True):
@@ -196,10 +196,10 @@ def test_layers_that_are_served_together_share_a_scale(name, solver):
     ],
 )
 def test_a_model_comes_back_bit_by_bit(name, kind, solver, export):
-    options = SOLVERS[solver]()
-    model = quantized(made(name), kind, options)
+    options = QUICK[solver]()
+    model = quantized(varied(name), kind, options)
     expected, path = logits_of(model), export(model)
-    fresh = ModelImporter(path).import_model_info(made(name))
+    fresh = ModelImporter(path).import_model_info(varied(name))
     assert torch.equal(logits_of(fresh), expected)
     loaded = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
     assert torch.equal(logits_of(loaded), expected)
@@ -208,7 +208,7 @@ def test_a_model_comes_back_bit_by_bit(name, kind, solver, export):
 
 
 def test_embeddings_that_are_tied_stay_what_they_are():
-    model = made("tied")
+    model = varied("tied")
     table = model.model.embed_tokens.weight.detach().clone()
     quantized(model, "int4_wo_32", GPTQConfig())
     assert torch.equal(model.model.embed_tokens.weight, table)
@@ -219,11 +219,11 @@ def test_embeddings_that_are_tied_stay_what_they_are():
 
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_layers_that_are_named(solver):
-    options = SOLVERS[solver](
+    options = QUICK[solver](
         inside_layer_modules=["self_attn.q_proj", "mlp.down_proj", "other"],
         model_decoder_layers="model.layers",
     )
-    model = quantized(made("llama"), "int4_wo_32", options, frozen=False)
+    model = quantized(varied("llama"), "int4_wo_32", options, frozen=False)
     frozen = {n.split(".", 3)[-1] for n, layer in quantized_layers(model) if layer.frozen}
     assert frozen == {"self_attn.q_proj", "mlp.down_proj"}
 
@@ -235,7 +235,7 @@ def test_layers_that_are_named(solver):
     ids=["layers", "blocks"],
 )
 def test_names_that_lead_nowhere(written, solver, unchanged):
-    model = made("llama")
+    model = varied("llama")
     with unchanged(model), pytest.raises(ValueError, match="Leave both empty for all"):
         quantized(model, "int4_wo_32", SOLVERS[solver](**written))
 
@@ -243,22 +243,22 @@ def test_names_that_lead_nowhere(written, solver, unchanged):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (GPTQConfig(damp_percent=-0.1), "gptq: damp_percent is a share from 0 to 1, got -0.1"),
-        (GPTAQConfig(damp_percent=1.5), "gptaq: damp_percent is a share from 0 to 1, got 1.5"),
-        (GPTAQConfig(alpha=-1.0), "gptaq: alpha is a share from 0 to 1, got -1.0"),
+        (GPTQConfig(damp_percent=-0.1), "gptq: damp_percent must be between 0 and 1, got -0.1"),
+        (GPTAQConfig(damp_percent=1.5), "gptaq: damp_percent must be between 0 and 1, got 1.5"),
+        (GPTAQConfig(alpha=-1.0), "gptaq: alpha must be between 0 and 1, got -1.0"),
     ],
     ids=lambda value: value.name if hasattr(value, "name") else None,
 )
 def test_options_out_of_range(options, said, unchanged):
-    model = made("llama")
+    model = varied("llama")
     with unchanged(model), pytest.raises(ValueError, match=said):
         quantized(model, "int4_wo_32", options)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_formats_without_scales(solver, unchanged):
-    model = made("llama")
-    with unchanged(model), pytest.raises(ValueError, match=r"serves none of .* needs weights"):
+    model = varied("llama")
+    with unchanged(model), pytest.raises(ValueError, match=r"applies to none of .* needs weights"):
         quantized(model, "bfloat16", SOLVERS[solver]())
 
 

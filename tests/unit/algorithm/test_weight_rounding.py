@@ -1,4 +1,4 @@
-"""GPTQ, against what its mathematics says of one matrix."""
+"""One layer rounded with compensation, and the statistics that experts pool."""
 
 import logging
 
@@ -7,8 +7,9 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from quark.torch.algorithm import gptq
-from quark.torch.algorithm.gptq import inverse_factor, round_layer, shrink_to_pool, solve
+from quark.torch.algorithm import weight_rounding
+from quark.torch.algorithm.gptq_solver import inverse_factor, round_columns
+from quark.torch.algorithm.weight_rounding import pool_expert_statistics, round_layer
 from quark.torch.pipeline.accumulators import Gram
 from quark.torch.quantization.config.config import (
     Config,
@@ -17,10 +18,16 @@ from quark.torch.quantization.config.config import (
     QuantizationSpec,
 )
 from quark.torch.quantization.config.presets import scheme, scheme_names
-from quark.torch.quantization.preparation import plan, prepare
+from quark.torch.quantization.preparation import replace_layers, select_layers
+from tests.unit.algorithm.test_gptq_solver import (
+    DAMPING,
+    INPUTS,
+    OUTPUTS,
+    TOKENS,
+    correlated,
+    generator,
+)
 
-INPUTS, OUTPUTS, TOKENS = 128, 24, 512
-DAMPING = 0.01
 EACH_ONCE = {  # each format of weights
     str(spec): name for name in scheme_names() if (spec := scheme(name, 32).weight).fmt.scaled
 }
@@ -40,17 +47,6 @@ WEIGHTS = {
 FEW_BITS = {name: spec for name, spec in WEIGHTS.items() if spec.coded.fmt.bits <= 4}
 
 
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
-def correlated(tokens=TOKENS, inputs=INPUTS):
-    """Inputs that depend on each other, of which some are much larger than others."""
-    mix = torch.randn(inputs, inputs, generator=generator(1)) / inputs**0.5
-    x = torch.randn(tokens, inputs, generator=generator(2)) @ (torch.eye(inputs) + mix)
-    return x * torch.logspace(-1, 1, inputs)[torch.randperm(inputs, generator=generator(3))]
-
-
 def gram_of(x):
     gram = Gram()
     gram(x)
@@ -64,14 +60,14 @@ def layer_of(spec, kind=nn.Linear, bias=None, inputs=INPUTS):
     with torch.no_grad():
         linear.weight.copy_(values if kind is nn.Linear else values.T)
     model = nn.Sequential(linear)
-    prepare(model, plan(model, Config(QuantizationConfig(weight=spec, bias=bias))))
+    replace_layers(model, select_layers(model, Config(QuantizationConfig(weight=spec, bias=bias))))
     settle(model[0])
     return model[0]
 
 
 def settle(layer):
     layer.weight_quantizer.observer(layer.weight)
-    layer.weight_quantizer.settle(layer.weight)
+    layer.weight_quantizer.compute_scales(layer.weight)
     layer.weight_quantizer.observer.reset()
 
 
@@ -79,49 +75,13 @@ def rows_of(layer):
     return (layer.weight.T if isinstance(layer, Conv1D) else layer.weight).detach().clone()
 
 
-def rounded(layer, gram, damping=DAMPING, by_size=True, solver=solve):
+def rounded(layer, gram, damping=DAMPING, by_magnitude=True, solver=round_columns):
     """Return the rows of a layer after GPTQ."""
-    round_layer("layer", layer, gram, damping, by_size, solver)
+    round_layer("layer", layer, gram, damping, by_magnitude, solver)
     return rows_of(layer)
 
 
-def quarters(x, column):
-    return (x * 4).round() / 4
-
-
-def problem(inputs=INPUTS, dtype=torch.float64):
-    """A weight, a Hessian, and the Hessian with damping."""
-    weight = torch.randn(OUTPUTS, inputs, generator=generator(), dtype=dtype)
-    x = correlated(inputs=inputs).to(dtype)
-    hessian = x.T @ x / len(x)
-    damped = hessian + DAMPING * hessian.diagonal().mean() * torch.eye(inputs, dtype=dtype)
-    return weight, hessian, damped
-
-
-# ---- one matrix ---------------------------------------------------------------------------------
-
-
-def test_the_factor_is_that_of_the_damped_inverse():
-    _, hessian, damped = problem()
-    upper = inverse_factor(hessian, DAMPING)
-    assert torch.equal(upper, upper.triu())
-    torch.testing.assert_close(upper.T @ upper @ damped, torch.eye(INPUTS, dtype=torch.float64))
-
-
-def test_each_column_makes_up_for_those_before_as_well_as_it_can():
-    """Given the columns that are rounded, the others are those of least squares."""
-    weight, hessian, damped = problem()
-    shown = []
-
-    def watch(x, column):
-        shown.append(x.clone())
-        return quarters(x, column)
-
-    found, _ = solve(weight, inverse_factor(hessian, DAMPING), torch.arange(INPUTS), watch)
-    for column in range(1, INPUTS):
-        lost = (weight - found)[:, :column]
-        rest = torch.linalg.solve(damped[column:, column:], damped[column:, :column] @ lost.T)
-        torch.testing.assert_close(shown[column], weight[:, column] + rest[0])
+# ---- one layer ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
@@ -130,7 +90,7 @@ def test_errors_add_up_to_the_damped_error_of_outputs(name, kind):
     kept = []
 
     def watched(*args):
-        kept.append(solve(*args))
+        kept.append(round_columns(*args))
         return kept[-1]
 
     layer, x = layer_of(WEIGHTS[name], kind), correlated()
@@ -144,46 +104,15 @@ def test_errors_add_up_to_the_damped_error_of_outputs(name, kind):
     torch.testing.assert_close(errors.double().square().sum(1), expected, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("leaf", [1, 5, 1000])
-@pytest.mark.parametrize("inputs", [7, 64, 100])
-def test_halving_changes_nothing(leaf, inputs, monkeypatch):
-    weight, hessian, _ = problem(inputs)
-    given = weight, inverse_factor(hessian, DAMPING), torch.arange(inputs), quarters
-    expected = solve(*given)
-    monkeypatch.setattr(gptq, "LEAF", leaf)
-    for found, wanted in zip(solve(*given), expected, strict=True):
-        torch.testing.assert_close(found, wanted)
-
-
-def test_rows_do_not_depend_on_each_other():
-    weight, hessian, _ = problem()
-    upper, order = inverse_factor(hessian, DAMPING), torch.arange(INPUTS)
-    turned = torch.randperm(OUTPUTS, generator=generator(5))
-    found, _ = solve(weight[turned], upper, order, quarters)
-    torch.testing.assert_close(found, solve(weight, upper, order, quarters)[0][turned])
-
-
-def test_an_order_is_that_of_turned_columns():
-    weight, hessian, _ = problem()
-    order = torch.randperm(INPUTS, generator=generator(5))
-    upper = inverse_factor(hessian[order][:, order], DAMPING)
-    found, errors = solve(weight, upper, order, quarters)
-    turned, turned_errors = solve(weight[:, order], upper, torch.arange(INPUTS), quarters)
-    assert torch.equal(found[:, order], turned) and torch.equal(errors[:, order], turned_errors)
-
-
-# ---- one layer ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", WEIGHTS)
 @pytest.mark.parametrize("kind", [nn.Linear, Conv1D], ids=["rows", "transposed"])
 def test_inputs_without_correlation_ask_for_rounding_to_nearest(name, kind, monkeypatch):
-    monkeypatch.setattr(gptq, "clipped", lambda *_: None)
+    monkeypatch.setattr(weight_rounding, "clip_weight", lambda *_: None)
     layer = layer_of(WEIGHTS[name], kind)
-    expected = layer.state("weight").codes
+    expected = layer.quantized_tensor("weight").codes
     gram = gram_of(torch.diag(torch.linspace(0.5, 2, INPUTS)))
     rounded(layer, gram)
-    assert torch.equal(layer.state("weight").codes, expected)
+    assert torch.equal(layer.quantized_tensor("weight").codes, expected)
 
 
 def loss(change, x):
@@ -192,14 +121,14 @@ def loss(change, x):
 
 @pytest.mark.parametrize("name", FEW_BITS)
 @pytest.mark.parametrize("kind", [nn.Linear, Conv1D], ids=["rows", "transposed"])
-@pytest.mark.parametrize("by_size", [True, False])
-def test_outputs_lose_less_than_by_rounding(name, kind, by_size):
+@pytest.mark.parametrize("by_magnitude", [True, False])
+def test_outputs_lose_less_than_by_rounding(name, kind, by_magnitude):
     layer, x = layer_of(WEIGHTS[name], kind), correlated()
     before = rows_of(layer)
-    nearest = layer.weight_quantizer.rounded(layer.weight.detach())
+    nearest = layer.weight_quantizer.fake_quantize_copy(layer.weight.detach())
     nearest = nearest if kind is nn.Linear else nearest.T
-    after = rounded(layer, gram_of(x), by_size=by_size)
-    assert loss(after - before, x) < (0.5 if by_size else 0.75) * loss(nearest - before, x)
+    after = rounded(layer, gram_of(x), by_magnitude=by_magnitude)
+    assert loss(after - before, x) < (0.5 if by_magnitude else 0.75) * loss(nearest - before, x)
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
@@ -207,27 +136,27 @@ def test_values_are_those_of_codes(name):
     layer = layer_of(WEIGHTS[name])
     after = rounded(layer, gram_of(correlated()))
     assert layer.frozen
-    assert torch.equal(layer.state("weight").value(torch.float32), after)
+    assert torch.equal(layer.quantized_tensor("weight").value(torch.float32), after)
 
 
 def test_inputs_that_are_always_zero_are_rounded_to_nearest(monkeypatch):
-    monkeypatch.setattr(gptq, "clipped", lambda *_: None)
+    monkeypatch.setattr(weight_rounding, "clip_weight", lambda *_: None)
     layer, x = layer_of(scheme("int4_wo_32").weight), correlated()
     dead = torch.tensor([0, 17, 127])
     x[:, dead] = 0
-    nearest = layer.state("weight").codes
+    nearest = layer.quantized_tensor("weight").codes
     rounded(layer, gram_of(x))
-    codes = layer.state("weight").codes
+    codes = layer.quantized_tensor("weight").codes
     assert torch.equal(codes[:, dead], nearest[:, dead])
     assert not torch.equal(codes, nearest)
 
 
 def test_no_input_is_ever_used(monkeypatch):
-    monkeypatch.setattr(gptq, "clipped", lambda *_: None)
+    monkeypatch.setattr(weight_rounding, "clip_weight", lambda *_: None)
     layer = layer_of(scheme("int4_wo_32").weight)
-    nearest = layer.state("weight").codes
+    nearest = layer.quantized_tensor("weight").codes
     rounded(layer, gram_of(torch.zeros(8, INPUTS)))
-    assert torch.equal(layer.state("weight").codes, nearest)
+    assert torch.equal(layer.quantized_tensor("weight").codes, nearest)
 
 
 @pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
@@ -245,9 +174,9 @@ def test_no_input_is_ever_used(monkeypatch):
 def test_hessians_that_can_hardly_be_inverted(x, damping, scale):
     layer = layer_of(scheme("int4_wo_32").weight)
     before = rows_of(layer)
-    nearest = layer.weight_quantizer.rounded(layer.weight.detach())
+    nearest = layer.weight_quantizer.fake_quantize_copy(layer.weight.detach())
     rounded(layer, gram_of(x * scale), damping)
-    after = layer.weight_quantizer.bake_(layer.weight.detach().clone())
+    after = layer.weight_quantizer.freeze_(layer.weight.detach().clone())
     assert bool(after.isfinite().all())
     assert loss(after - before, x) <= loss(nearest - before, x) * (1 + 1e-4)
 
@@ -281,7 +210,7 @@ def test_a_layer_without_data_is_left_to_rounding(caplog):
 def test_biases_are_rounded_too():
     spec = Int8PerTensorSpec().to_quantization_spec()
     layer = layer_of(scheme("int4_wo_32").weight, bias=spec)
-    expected = layer.bias_quantizer.rounded(layer.bias.detach())
+    expected = layer.bias_quantizer.fake_quantize_copy(layer.bias.detach())
     assert not torch.equal(expected, layer.bias)
     rounded(layer, gram_of(correlated()))
     assert torch.equal(layer.bias, expected)
@@ -303,7 +232,7 @@ def test_experts_lean_on_those_beside_them():
     many, few, none = gram_of(correlated(4096)), gram_of(correlated(4)), Gram()
     alone = {"many": many.total / 4096, "few": few.total / 4}
     pool = (many.total + few.total) / 4100
-    shrink_to_pool([["many", "few", "none"]], {"many": many, "few": few, "none": none})
+    pool_expert_statistics([["many", "few", "none"]], {"many": many, "few": few, "none": none})
 
     def close(gram, expected, share):
         return float((gram.total / gram.tokens - expected).norm() / expected.norm()) < share
@@ -315,21 +244,21 @@ def test_experts_lean_on_those_beside_them():
 
 def test_an_expert_that_saw_nothing_is_solved_for_by_the_others():
     gram = Gram()
-    shrink_to_pool([["a", "b"]], {"a": gram_of(correlated()), "b": gram})
+    pool_expert_statistics([["a", "b"]], {"a": gram_of(correlated()), "b": gram})
     layer = layer_of(scheme("int4_wo_32").weight)
     before, x = rows_of(layer), correlated()
-    nearest = layer.weight_quantizer.rounded(layer.weight.detach())
+    nearest = layer.weight_quantizer.fake_quantize_copy(layer.weight.detach())
     assert loss(rounded(layer, gram) - before, x) < 0.6 * loss(nearest - before, x)
 
 
 def test_statistics_that_experts_share_are_mixed_once():
     shared, other = gram_of(correlated()), gram_of(correlated(64))
     grams = {"0.gate": shared, "0.up": shared, "1.gate": other, "1.up": other}
-    shrink_to_pool([["0.gate", "1.gate"], ["0.up", "1.up"]], grams)
+    pool_expert_statistics([["0.gate", "1.gate"], ["0.up", "1.up"]], grams)
     assert shared.tokens == TOKENS + INPUTS / 4 and other.tokens == 64 + INPUTS / 4
 
 
 def test_no_expert_saw_anything():
     gram = Gram()
-    shrink_to_pool([["a"]], {"a": gram})
+    pool_expert_statistics([["a"]], {"a": gram})
     assert gram.total is None

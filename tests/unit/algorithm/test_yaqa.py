@@ -6,15 +6,15 @@ import torch.nn.functional as F
 
 from quark.torch import ModelQuantizer
 from quark.torch.algorithm import yaqa
-from quark.torch.algorithm.gptq import inverse_factor, solve
-from quark.torch.algorithm.yaqa import Surprise, observe_gradients, solve_both
+from quark.torch.algorithm.gptq_solver import inverse_factor, round_columns
+from quark.torch.algorithm.yaqa import SampledLabelLoss, collect_gradients, round_rows_and_columns
 from quark.torch.pipeline.activation_store import ActivationStore
 from quark.torch.quantization.config.algo import YaqaConfig
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.presets import scheme
 from tests.models.architectures import build, small_config
 from tests.unit.algorithm.contexts import context_of
-from tests.unit.algorithm.test_weight_rounding import DAMPING, INPUTS, OUTPUTS, correlated, problem
+from tests.unit.algorithm.test_gptq_solver import DAMPING, INPUTS, OUTPUTS, correlated, problem
 
 IDS = torch.randint(3, 64, (6, 16), generator=torch.Generator().manual_seed(4))
 STRONG = 0.1
@@ -27,8 +27,8 @@ def quarters(x, column):
 class Rounding:
     """Rounds to quarters, or some rows as asked."""
 
-    def __init__(self, of_rows):
-        self.of_rows = of_rows
+    def __init__(self, select_rows):
+        self.select_rows = select_rows
 
     def __call__(self, x, column):
         return quarters(x, column)
@@ -48,7 +48,9 @@ def gradients():
 def both(outputs, rounding=QUARTERS):
     weight, hessian, _ = problem()
     order = torch.arange(INPUTS)
-    return solve_both(weight, inverse_factor(hessian, DAMPING), order, rounding, outputs, STRONG)
+    return round_rows_and_columns(
+        weight, inverse_factor(hessian, DAMPING), order, rounding, outputs, STRONG
+    )
 
 
 def weighted(error, outputs, inputs):
@@ -56,7 +58,7 @@ def weighted(error, outputs, inputs):
 
 
 def test_errors_add_up_to_what_they_do_to_predictions(monkeypatch):
-    monkeypatch.setattr(yaqa, "PIECES", OUTPUTS)
+    monkeypatch.setattr(yaqa, "ROW_CHUNKS", OUTPUTS)
     weight, _, damped = problem()
     outputs, strong = gradients()
     found, errors = both(outputs)
@@ -66,10 +68,12 @@ def test_errors_add_up_to_what_they_do_to_predictions(monkeypatch):
 
 @pytest.mark.parametrize("pieces", [3, 5, OUTPUTS])
 def test_predictions_lose_less_than_by_gptq(monkeypatch, pieces):
-    monkeypatch.setattr(yaqa, "PIECES", pieces)
+    monkeypatch.setattr(yaqa, "ROW_CHUNKS", pieces)
     weight, hessian, damped = problem()
     outputs, strong = gradients()
-    plain, _ = solve(weight, inverse_factor(hessian, DAMPING), torch.arange(INPUTS), quarters)
+    plain, _ = round_columns(
+        weight, inverse_factor(hessian, DAMPING), torch.arange(INPUTS), quarters
+    )
     found, _ = both(outputs)
     before = weighted(plain - weight, strong, damped)
     assert weighted(found - weight, strong, damped) < 0.9 * before
@@ -77,7 +81,7 @@ def test_predictions_lose_less_than_by_gptq(monkeypatch, pieces):
 
 def test_rows_make_up_for_those_before_as_well_as_they_can(monkeypatch):
     """Given the first piece of rows, the others aim at what is best for them all."""
-    monkeypatch.setattr(yaqa, "PIECES", 2)
+    monkeypatch.setattr(yaqa, "ROW_CHUNKS", 2)
     weight, _, _ = problem()
     outputs, strong = gradients()
     order = torch.argsort(outputs.diagonal(), descending=True)
@@ -98,14 +102,18 @@ def test_rows_make_up_for_those_before_as_well_as_they_can(monkeypatch):
 def test_outputs_that_matter_alike_are_rounded_as_by_gptq():
     weight, hessian, _ = problem()
     alike = 3 * torch.eye(OUTPUTS, dtype=weight.dtype)
-    expected, _ = solve(weight, inverse_factor(hessian, DAMPING), torch.arange(INPUTS), quarters)
+    expected, _ = round_columns(
+        weight, inverse_factor(hessian, DAMPING), torch.arange(INPUTS), quarters
+    )
     assert torch.equal(both(alike)[0], expected)
 
 
 def test_gradients_that_tell_nothing():
     outputs = torch.full((OUTPUTS, OUTPUTS), torch.nan, dtype=torch.float64)
     weight, hessian, _ = problem()
-    expected, _ = solve(weight, inverse_factor(hessian, DAMPING), torch.arange(INPUTS), quarters)
+    expected, _ = round_columns(
+        weight, inverse_factor(hessian, DAMPING), torch.arange(INPUTS), quarters
+    )
     assert torch.equal(both(outputs)[0], expected)
 
 
@@ -115,14 +123,14 @@ def test_gradients_that_tell_nothing():
 def observed(name, batches, options=None):
     context = context_of(build(small_config(name)), "int4_wo_32", batches=batches)
     with ActivationStore() as store:
-        found = observe_gradients(context, options or YaqaConfig(), store)
-        sums = {name: found.outputs(name) for name in context.layers}
+        found = collect_gradients(context, options or YaqaConfig(), store)
+        sums = {name: found.output_hessian(name) for name in context.layers}
         kept = {name: total.clone() for name, total in sums.items() if total is not None}
         tokens = {
             (block, i): weights.clone()
             for block in context.structure.blocks
             for i in range(len(batches))
-            if (weights := found.tokens(block, i)) is not None
+            if (weights := found.token_norms(block, i)) is not None
         }
         return context.model, kept, tokens
 
@@ -145,7 +153,7 @@ def test_gradients_are_those_of_the_loss_of_the_whole_model(name):
 
     for layer in found:
         watch(model.get_submodule(layer), layer)
-    Surprise()(model(IDS, use_cache=False).logits, None).backward()
+    SampledLabelLoss()(model(IDS, use_cache=False).logits, None).backward()
     assert len(found) == len(expected) > 4
     for layer, g in expected.items():
         close(found[layer], (g.T @ g).float())
@@ -180,7 +188,7 @@ def test_experts_have_none():
 def test_labels_are_drawn_from_the_predictions():
     chances = torch.tensor([0.5, 0.2, 0.3])
     logits = chances.log().expand(1, 20_000, 3).clone().requires_grad_()
-    Surprise()(logits, None).backward()
+    SampledLabelLoss()(logits, None).backward()
     # The gradient of a token is its predictions less one at the label.
     labels = (chances - logits.grad[0]).argmax(-1)
     shares = labels.bincount(minlength=3) / len(labels)
@@ -190,5 +198,5 @@ def test_labels_are_drawn_from_the_predictions():
 @pytest.mark.parametrize("option", ["damp_percent", "output_damp_percent"])
 def test_shares_that_are_none(option):
     config = Config(scheme("int4_wo_32"), algo_config=[YaqaConfig(**{option: 1.5})])
-    with pytest.raises(ValueError, match=f"yaqa: {option} is a share from 0 to 1, got 1.5"):
+    with pytest.raises(ValueError, match=f"yaqa: {option} must be between 0 and 1, got 1.5"):
         ModelQuantizer(config).quantize_model(build(small_config("llama")), [IDS])

@@ -13,8 +13,9 @@ import pytest
 import typer
 
 from quark import __version__
-from quark.cli import console, models
+from quark.cli import console
 from quark.demo.text import model_directory
+from quark.torch.export.containers.safetensors import Safetensors
 
 VERBS = ["demo", "quantize", "evaluate", "inspect", "schemes"]
 MAIN = [sys.executable, "-m", "quark.cli.main"]
@@ -60,13 +61,13 @@ def test_wrong_calls(arguments, said, refused):
 
 
 def test_a_failure_is_one_line(refused, monkeypatch, model_dir):
-    monkeypatch.setattr(models, "read_summary", fail)
+    monkeypatch.setattr(Safetensors, "contents", fail)
     message = refused("inspect", model_dir, code=1)
     assert message == "error: RuntimeError: first line second line"
 
 
 def test_verbose_shows_where(quark, monkeypatch, model_dir):
-    monkeypatch.setattr(models, "read_summary", fail)
+    monkeypatch.setattr(Safetensors, "contents", fail)
     result = quark("inspect", model_dir, "-v")
     assert result.exit_code == 1
     assert 'raise RuntimeError("first line' in result.stderr
@@ -82,10 +83,10 @@ def test_an_interruption(error, quark, monkeypatch, model_dir):
     def interrupt(*_):
         raise error
 
-    monkeypatch.setattr(models, "read_summary", interrupt)
+    monkeypatch.setattr(Safetensors, "contents", interrupt)
     result = quark("inspect", model_dir)
     assert result.exit_code == 130
-    assert result.stderr == "Interrupted. Nothing is left half-written.\n"
+    assert result.stderr == "Interrupted. No incomplete files are left.\n"
 
 
 def test_own_warnings_are_shown_and_others_are_not(quark, monkeypatch, model_dir):
@@ -95,7 +96,7 @@ def test_own_warnings_are_shown_and_others_are_not(quark, monkeypatch, model_dir
         warnings.warn("a warning of others", stacklevel=1)
         raise ValueError("stop")
 
-    monkeypatch.setattr(models, "read_summary", read)
+    monkeypatch.setattr(Safetensors, "contents", read)
     shown = quark("inspect", model_dir).stderr
     assert shown == "warning: a [warning] of ours\nerror: stop\n"
 
@@ -103,7 +104,7 @@ def test_own_warnings_are_shown_and_others_are_not(quark, monkeypatch, model_dir
 def test_nothing_of_a_session_stays(quark, monkeypatch, model_dir):
     logger = logging.getLogger("quark")
     before = logger.handlers, logger.level, list(warnings.filters)
-    monkeypatch.setattr(models, "read_summary", fail)
+    monkeypatch.setattr(Safetensors, "contents", fail)
     quark("inspect", model_dir, "--verbose")
     assert (logger.handlers, logger.level, list(warnings.filters)) == before
     assert "Traceback" not in quark("inspect", model_dir).stderr
@@ -120,7 +121,7 @@ def test_inspect_loads_no_transformers(model_dir):
 
 
 @pytest.mark.parametrize(
-    ("count", "in_bytes", "in_count"),
+    ("count", "format_bytes", "format_count"),
     [
         (0, "0 B", "0"),
         (999, "999 B", "999"),
@@ -132,9 +133,9 @@ def test_inspect_loads_no_transformers(model_dir):
         (7 * 10**15, "7000 TB", "7000 T"),
     ],
 )
-def test_numbers_for_people(count, in_bytes, in_count):
-    assert console.in_bytes(count) == in_bytes
-    assert console.in_count(count) == in_count
+def test_numbers_for_people(count, format_bytes, format_count):
+    assert console.format_bytes(count) == format_bytes
+    assert console.format_count(count) == format_count
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT for one process")
@@ -158,7 +159,7 @@ def test_control_c_leaves_nothing(tmp_path):
     process.send_signal(signal.SIGINT)
     _, complaint = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert complaint == "Interrupted. Nothing is left half-written.\n"
+    assert complaint == "Interrupted. No incomplete files are left.\n"
     assert list(tmp_path.rglob("*")) == []
 
 

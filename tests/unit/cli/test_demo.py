@@ -64,8 +64,8 @@ def test_refusals(flags, said, refused):
 
 
 def test_every_scheme_by_default_is_known():
-    from quark.cli.demo import KEPT, SCHEMES
+    from quark.cli.demo import EXPORTED, SCHEMES
     from quark.torch.quantization.config.presets import scheme_names
 
-    assert {KEPT, *SCHEMES} <= set(scheme_names())
-    assert KEPT in SCHEMES
+    assert {EXPORTED, *SCHEMES} <= set(scheme_names())
+    assert EXPORTED in SCHEMES

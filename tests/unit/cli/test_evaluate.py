@@ -10,7 +10,8 @@ def reference(text):
     """Perplexity of a directory by the library itself."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from quark.torch.evaluation.perplexity import load_documents, perplexity, token_windows
+    from quark.torch.evaluation.documents import load_documents
+    from quark.torch.evaluation.perplexity import perplexity, token_windows
 
     def reference(path, length, limit):
         tokenizer = AutoTokenizer.from_pretrained(path)

@@ -36,7 +36,8 @@ def reference(model_dir, text):
     """Perplexity of the model on the text after a context, window by window, token by token."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from quark.torch.evaluation.perplexity import load_documents, token_windows
+    from quark.torch.evaluation.documents import load_documents
+    from quark.torch.evaluation.perplexity import token_windows
 
     def reference(context, sample, count):
         tokenizer = AutoTokenizer.from_pretrained(model_dir)
@@ -73,7 +74,8 @@ def test_perplexity_after_a_context(quark, reference, model_dir, text, tmp_path)
 def test_windows_of_another_length(quark, model_dir, text, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from quark.torch.evaluation.perplexity import load_documents, perplexity, token_windows
+    from quark.torch.evaluation.documents import load_documents
+    from quark.torch.evaluation.perplexity import perplexity, token_windows
 
     place = ["--model_dir", model_dir, "--skip_quantization", "--eval_data", text]
     flags = ["--eval_seq_len", 16, "--num_eval_data", -1, "--eval_batch_size", "auto"]
@@ -117,8 +119,8 @@ def test_tasks_of_two_models(quark, quantize, harness, model_dir, text):
         (["--tasks", "gone"], "there is no task 'gone'"),
         (["--tasks", "one", "--include_path", "gone"], "there is no directory gone"),
         (["--tasks", ","], "expected names of tasks"),
-        (["--num_fewshot", 2], "there are no tasks without --tasks"),
-        (["--num_eval_data", 0], "nothing can be measured on 0"),
+        (["--num_fewshot", 2], "needs --tasks"),
+        (["--num_eval_data", 0], "expected a positive number"),
         (["--eval_batch_size", "0"], "expected N, auto or auto:N, not 0"),
         (["--eval_seq_len", 65], "--eval_seq_len: 65 is more than the 64 tokens"),
         (["--use_ppl_eval_for_kv_cache"], "1536 is more than the 64 tokens"),
@@ -129,7 +131,7 @@ def test_tasks_of_two_models(quark, quantize, harness, model_dir, text):
             ],
             "fewer than one window of 64",
         ),
-        (["--skip_evaluation", "--tasks", "one"], "nothing is evaluated"),
+        (["--skip_evaluation", "--tasks", "one"], "conflicts with --skip_evaluation"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
 )

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from importlib.util import find_spec
 
 import pytest
 
@@ -34,14 +35,16 @@ def test_gguf(quantize):
     assert "Q4_0" in kinds and "model.gguf" in said
 
 
-def test_onnx(quantize):
+def test_onnx(quantize, onnx_operators):
     onnx = pytest.importorskip("onnx")
-    pytest.importorskip("onnxscript")
-    path, said = quantize(*FLAGS, "--model_export", "onnx")
+    is_verified = find_spec("onnxruntime") is not None
+    verify = ["--verify"] if is_verified else []
+    path, said = quantize(*FLAGS, "--model_export", "onnx", *verify)
     graph = onnx.load(path / "quark_model.onnx").graph
     assert [i.name for i in graph.input] == ["input_ids", "attention_mask"]
     assert sum(n.op_type == "DequantizeLinear" for n in graph.node) == 14
     assert "onnxruntime.InferenceSession" in said
+    assert ("verified: opened by onnxruntime" in said) == is_verified
 
 
 @pytest.mark.parametrize(("export", "file"), [("gguf", "a GGUF file"), ("onnx", "an ONNX file")])
@@ -62,14 +65,8 @@ def test_what_no_graph_computes(refused, model_dir, tmp_path):
     assert "--model_export" in said and "rounds half to even, not by floor" in said
 
 
-def test_onnx_is_verified(quantize):
-    pytest.importorskip("onnxruntime")
-    _, said = quantize(*FLAGS, "--model_export", "onnx", "--verify")
-    assert "verified: opened by onnxruntime" in said
-
-
 def test_onnx_is_not_verified_without_a_runtime(refused, model_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr("quark.cli.quantize.request.find_spec", lambda name: None)
+    monkeypatch.setattr("quark.torch.export.onnx.runtime.find_spec", lambda name: None)
     place = ["--model_dir", model_dir, "--output_dir", tmp_path / "out", *FLAGS]
     said = refused("quantize", *place, "--model_export", "onnx", "--verify")
     assert "pip install onnxruntime" in said

@@ -35,7 +35,7 @@ def test_a_recipe_is_its_scheme_with_its_algorithms(quantize, tmp_path):
     [
         (("--recipe", "w5"), "w4"),
         (("--recipe", "w4", "--quant_scheme", "fp8"), "--recipe NAME"),
-        (("--recipe", "w4", "--quant_algo", "awq"), "names its algorithms"),
+        (("--recipe", "w4", "--quant_algo", "awq"), "sets the algorithms"),
     ],
     ids=["unknown", "two ways", "algorithm"],
 )

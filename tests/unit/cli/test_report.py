@@ -34,8 +34,19 @@ def test_the_perplexities_are_those_of_evaluate(quark, quantize, model_dir, text
     assert found["perplexity"] == pytest.approx(quantized["perplexity"], rel=1e-6)
 
 
-def test_the_sizes_are_those_of_inspect(quark, quantize):
-    path, _ = quantize("--quant_scheme", "fp8", "--kv_cache_dtype", "fp8")
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["fp8", "--kv_cache_dtype", "fp8"],
+        ["fp8", "--kv_cache_dtype", "fp8", "--custom_mode", "fp8"],
+        ["uint4_wo_32", "--custom_mode", "gptq"],
+        ["uint4_wo_32", "--custom_mode", "compressed-tensors"],
+        ["int8_wo", "--model_export", "quark_format"],
+    ],
+    ids=["quark", "fp8", "gptq", "compressed-tensors", "native"],
+)
+def test_the_sizes_are_those_of_inspect(quark, quantize, flags):
+    path, _ = quantize("--quant_scheme", *flags)
     found = json.loads(quark("report", path, "--json").stdout)
     summary = json.loads(quark("inspect", path, "--json").stdout)
     assert found["bytes"] == summary["bytes"]
@@ -59,6 +70,10 @@ def test_gguf(quark, quantize, model_dir, tmp_path):
         for p in (tmp_path / "gguf", path)
     )
     assert (found["method"], other["method"]) == ("gguf", "quark")
+    summary = json.loads(quark("inspect", tmp_path / "gguf", "--json").stdout)
+    assert found["bytes"] == summary["bytes"]
+    assert [8 * x["bytes"] / x["weights"] for x in found["layers"]] == [4.5] * 14
+    assert [x["bits"] / x["weights"] for x in summary["layers"]] == [4.5] * 14
     errors = [{x["name"]: x["error"]["relative"] for x in r["layers"]} for r in (found, other)]
     assert errors[0] == pytest.approx(errors[1], rel=1e-3)  # scales of GGUF are float16
 

@@ -4,7 +4,7 @@ import datasets
 import pytest
 
 from quark.torch.evaluation.datasets import NAMED_SETS, named_documents
-from quark.torch.evaluation.perplexity import load_documents
+from quark.torch.evaluation.documents import load_documents
 
 RECORDS = {
     "text": ["one", "two"],

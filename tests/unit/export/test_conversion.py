@@ -13,7 +13,7 @@ from quark.torch.export.checkpoint.files import CheckpointReader
 from quark.torch.export.recognition import open_checkpoint
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.spec import QuantizationSpec
-from tests.unit.export.specs import per_group
+from tests.configurations import half_groups
 
 LAYER = "model.layers.1.self_attn.k_proj"
 CT = "compressed-tensors"
@@ -21,7 +21,7 @@ FP8 = QuantizationSpec("fp8_e4m3", qscheme="per_tensor", is_dynamic=False)
 
 
 def weights(dtype, symmetric):
-    weight = per_group(dtype, symmetric)
+    weight = half_groups(dtype, symmetric)
     return Config(QuantizationConfig(weight=weight), exclude=["lm_head"])
 
 
@@ -92,8 +92,8 @@ def test_codes_and_scales_stay(made, logits, tmp_path, case, one, two):
     loaded = open_checkpoint(tmp_path / "out").fill()
     for name, layer in model.named_modules():
         if name.endswith("_proj"):
-            before = numbers(layer.state("weight"))
-            after = numbers(loaded.get_submodule(name).state("weight"))
+            before = numbers(layer.quantized_tensor("weight"))
+            after = numbers(loaded.get_submodule(name).quantized_tensor("weight"))
             assert all(x.equal(y) for x, y in zip(before, after, strict=True)), name
     assert logits(loaded).equal(logits(model)) and verdict.spread > 0
 

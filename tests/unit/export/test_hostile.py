@@ -243,7 +243,7 @@ class TestConfiguration:
             groups = described["quantization_config"]["config_groups"]
             groups["group_0"]["weights"][key] = value
 
-        said = f"{key}|bits of type .* are not read here|is malformed|does not fit"
+        said = f"{key}|bits of type .* are not supported|is malformed|does not fit"
         refused(configured(sound("compressed-tensors"), change), said)
 
     @pytest.mark.parametrize("key", ["ignore", "config_groups"])
@@ -259,7 +259,7 @@ class TestConfiguration:
     def test_patterns(self, sound, refused, exclude):
         section = {"exclude": exclude}
         change = lambda c: c["quantization_config"].update(section)  # noqa: E731
-        refused(configured(sound("quark"), change), "exclude is no list of names")
+        refused(configured(sound("quark"), change), "exclude is not a list of names")
 
     @pytest.mark.parametrize("size", [0, -32, 10**30, "32", 32.5])
     def test_groups(self, sound, refused, size):
@@ -292,8 +292,8 @@ class TestGguf:
             (b"GGML" + bytes(64), "does not begin with GGUF"),
             (b"GGUF" + number(1, "I") + bytes(64), "its version is 1"),
             (HEAD, "ends too early"),
-            (HEAD + number(1 << 62) + number(0), r"announces \d+ entries"),
-            (HEAD + number(0) + number((1 << 64) - 1), r"announces \d+ entries"),
+            (HEAD + number(1 << 62) + number(0), r"claims \d+ entries"),
+            (HEAD + number(0) + number((1 << 64) - 1), r"claims \d+ entries"),
             (HEAD + number(0) + number(1) + number(1 << 63) + bytes(64), "ends too early"),
             (HEAD + number(0) + number(1) + text(b"\xff") + bytes(64), "is not UTF-8"),
             (HEAD + number(0) + number(2) + ENTRY + ENTRY, "key is there twice"),
@@ -301,7 +301,7 @@ class TestGguf:
             (
                 HEAD + number(0) + number(1) + text(b"k") + number(9, "I")
                 + number(8, "I") + number(1 << 61) + bytes(64),
-                r"announces \d+ entries",
+                r"claims \d+ entries",
             ),
             (
                 HEAD + number(0) + number(1) + text(b"k") + number(9, "I")
@@ -335,7 +335,7 @@ class TestGguf:
         (tmp_path / "model.gguf").write_bytes(data)
         with pytest.raises(ValueError, match=said) as error:
             GgufFile(tmp_path / "model.gguf")
-        assert "is damaged or no GGUF file that is read here" in str(error.value)
+        assert "is damaged or not a supported GGUF file" in str(error.value)
 
     def test_a_sound_header(self, tmp_path):
         data = HEAD + number(1) + number(1) + ENTRY + TENSOR

@@ -7,20 +7,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quark.torch import ModelExporter, ModelImporter
-from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.spec import QuantizationSpec
+from tests.configurations import config, groups
 
 LAYER = "model.layers.1.self_attn.k_proj"
-
-
-def group(dtype, symmetric=True, **rest):
-    where = {"qscheme": "per_group", "ch_axis": -1, "group_size": 32}
-    return QuantizationSpec(dtype, symmetric=symmetric, is_dynamic=False, **{**where, **rest})
-
-
-def config(weight, inputs=None, exclude=("lm_head",)):
-    layer = QuantizationConfig(weight=weight, input_tensors=inputs)
-    return Config(layer, exclude=list(exclude))
 
 
 FP8 = QuantizationSpec("fp8_e4m3", qscheme="per_tensor", is_dynamic=False)
@@ -67,7 +57,7 @@ def less_one(stored):
 class TestGptq:
     def test_zero_points_less_one_of_asymmetric_weights(self, altered, read, logits):
         model, path = altered(
-            config(group("uint4", False)), "gptq", less_one, checkpoint_format="gptq"
+            config(groups("uint4", False)), "gptq", less_one, checkpoint_format="gptq"
         )
         assert logits(read(path)).equal(logits(model))
 
@@ -75,7 +65,7 @@ class TestGptq:
         def lose(stored):
             stored[f"{LAYER}.qzeros"] = stored[f"{LAYER}.qzeros"] | 15
 
-        _, path = altered(config(group("uint4", False)), "gptq", lose, checkpoint_format="gptq")
+        _, path = altered(config(groups("uint4", False)), "gptq", lose, checkpoint_format="gptq")
         with pytest.raises(ValueError, match=rf"{LAYER}\.qzeros: .* have lost 0"):
             read(path)
 
@@ -85,12 +75,12 @@ class TestGptq:
                 assert (stored[name] == 0x77777777).all()
                 stored[name] = torch.full_like(stored[name], -0x77777778)
 
-        model, path = altered(config(group("int4")), "gptq", plain, checkpoint_format="gptq_v2")
+        model, path = altered(config(groups("int4")), "gptq", plain, checkpoint_format="gptq_v2")
         assert logits(read(path)).equal(logits(model))
 
     @pytest.mark.parametrize("stated", [True, False])
     def test_act_order_that_changes_nothing(self, altered, read, logits, stated):
-        model, path = altered(config(group("int4")), "gptq", desc_act=stated)
+        model, path = altered(config(groups("int4")), "gptq", desc_act=stated)
         assert logits(read(path)).equal(logits(model))
 
     @pytest.mark.parametrize("stated", [True, False])
@@ -98,15 +88,17 @@ class TestGptq:
         def turn(stored):
             stored[f"{LAYER}.g_idx"] = stored[f"{LAYER}.g_idx"].flip(0)
 
-        model, path = altered(config(group("int4")), "gptq", turn, desc_act=stated)
-        before, after = (m.get_submodule(LAYER).state("weight") for m in (model, read(path)))
+        model, path = altered(config(groups("int4")), "gptq", turn, desc_act=stated)
+        before, after = (
+            m.get_submodule(LAYER).quantized_tensor("weight") for m in (model, read(path))
+        )
         codes = after.codes.int() - 8  # stored without sign
         assert codes.reshape(-1, 2, 32).equal(before.codes.int().reshape(-1, 2, 32).flip(1))
         assert after.scale.equal(before.scale)
 
     def test_layers_of_blocks_that_are_left_in_float(self, altered, read, logits):
         exclude = ("lm_head", "*.mlp.down_proj")
-        configuration = config(group("int4"), exclude=exclude)
+        configuration = config(groups("int4"), exclude=exclude)
         model, path = altered(configuration, "gptq", modules_in_block_to_quantize="absent")
         loaded = read(path)
         assert type(loaded.model.layers[0].mlp.down_proj) is torch.nn.Linear
@@ -121,7 +113,7 @@ class TestGptq:
                     size = (size[1], size[0] * 8) if part == "qweight" else size
                     stored |= {f"{layer}.weight": torch.ones(size)} if part == "qweight" else {}
 
-        _, path = altered(config(group("int4")), "gptq", decode)
+        _, path = altered(config(groups("int4")), "gptq", decode)
         with pytest.raises(ValueError, match="every weight is stored in float"):
             read(path)
 
@@ -129,7 +121,7 @@ class TestGptq:
 class TestAwq:
     @pytest.mark.parametrize(("dtype", "symmetric"), [("int4", True), ("uint4", False)])
     def test_zero_points_in_the_middle_are_symmetric(self, altered, read, dtype, symmetric):
-        _, path = altered(config(group(dtype, symmetric)), "awq")
+        _, path = altered(config(groups(dtype, symmetric)), "awq")
         assert read(path).get_submodule(LAYER).quant_config.weight.symmetric is symmetric
 
     def test_scales_keep_their_type(self, altered, read, tmp_path):
@@ -137,7 +129,7 @@ class TestAwq:
             for name in [n for n in stored if n.endswith("scales")]:
                 stored[name] = stored[name].half()
 
-        _, path = altered(config(group("uint4", False, scale_type="float16")), "awq", halve)
+        _, path = altered(config(groups("uint4", False, scale_type="float16")), "awq", halve)
         ModelExporter(tmp_path / "out").export_safetensors_model(read(path))
         again = load_file(tmp_path / "out" / "model.safetensors")
         one = load_file(path / "model.safetensors")[f"{LAYER}.scales"]
@@ -152,14 +144,15 @@ class TestCompressedTensors:
         def order(stored):
             stored[f"{LAYER}.weight_g_idx"] = torch.arange(64, dtype=torch.int32) % 2
 
-        model, path = altered(config(group("uint4", False)), "compressed-tensors", order)
-        state = model.get_submodule(LAYER).state("weight")
-        groups = torch.arange(64) % 2
-        weight = (state.codes.int() - state.zero_point[:, groups].int()) * state.scale[:, groups]
+        model, path = altered(config(groups("uint4", False)), "compressed-tensors", order)
+        state = model.get_submodule(LAYER).quantized_tensor("weight")
+        group = torch.arange(64) % 2
+        weight = (state.codes.int() - state.zero_point[:, group].int()) * state.scale[:, group]
         model.get_submodule(LAYER).weight.data = weight
         assert logits(read(path)).equal(logits(model))
         ModelExporter(tmp_path / "out").export_safetensors_model(read(path), custom_mode="gptq")
-        assert load_file(tmp_path / "out" / "model.safetensors")[f"{LAYER}.g_idx"].equal(groups)
+        written = load_file(tmp_path / "out" / "model.safetensors")
+        assert written[f"{LAYER}.g_idx"].equal(group.int())
         assert logits(read(tmp_path / "out")).equal(logits(model))
 
 

@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from quark.torch import ModelExporter
 from quark.torch.export import verify
+from quark.torch.export.containers.safetensors import Safetensors
 from quark.torch.export.verification import TOLERANCE, Verdict
 
 SCHEMES = ("int8", "fp8", "w_uint4_per_group_asym", "mxfp4")
@@ -41,7 +42,7 @@ def test_nothing_is_opened_unless_asked_for(build, quantize, tmp_path, monkeypat
     def opened(*_):
         raise AssertionError
 
-    monkeypatch.setattr("quark.torch.export.api.verify", opened)
+    monkeypatch.setattr(Safetensors, "verify", opened)
     exporter = ModelExporter(tmp_path / "out")
     exporter.export_safetensors_model(quantize(build(), "int8"))
     assert exporter.verdict is None
@@ -79,7 +80,7 @@ class TestWrong:
             wrong = {k: t.flip(0) if k.endswith("_proj.weight") else t for k, t in tensors.items()}
             save_file(wrong, directory / "model.safetensors", metadata={"format": "pt"})
 
-        monkeypatch.setattr("quark.torch.export.api.write_tensors", rotten)
+        monkeypatch.setattr("quark.torch.export.containers.safetensors.write_tensors", rotten)
         exporter = ModelExporter(None, tmp_path / "out", overwrite=True, verify=True)
         with pytest.raises(ValueError, match="does not compute"):
             exporter.export_safetensors_model(model)
@@ -90,7 +91,7 @@ class TestWrong:
         def fails(*_):
             raise RuntimeError("no kernel\nat all")
 
-        monkeypatch.setattr("quark.torch.export.verification._by_transformers", fails)
+        monkeypatch.setattr("quark.torch.export.verification._load_with_transformers", fails)
         verdict = verify(export(model), model)
         assert verdict.reader == "this package"
         assert verdict.note == "Transformers does not open it: no kernel"

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from quark.torch.graph.shared_inputs import same_input_groups
+from quark.torch.graph.shared_inputs import first_readers, same_input_groups
 
 
 class Block(nn.Module):
@@ -69,6 +69,22 @@ def test_layers_of_different_parents_are_no_siblings():
 )
 def test_what_counts_is_the_memory(second, expected):
     assert find(Reads(lambda x: x, second)) == expected
+
+
+def test_what_is_written_in_place_is_another_input():
+    assert find(Reads(lambda x: x, lambda x: x.add_(1))) == []
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ("abcd", {"a": "a", "b": "b", "c": "a", "d": "b"}),
+        ("cda", {"c": "c", "d": "d", "a": "c"}),
+        ("xd", {"x": "x", "d": "d"}),
+    ],
+)
+def test_the_first_of_the_given_layers_stands_for_the_others(names, expected):
+    assert first_readers(names, [("a", "c"), ("b", "d", "e")]) == expected
 
 
 def test_freed_memory_is_not_taken_for_the_same_tensor():

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from quark.torch.graph.aliases import Aliases
-from quark.torch.graph.trace import WRITTEN_INTO, trace
+from quark.torch.graph.trace import VIEW_WRITE, trace
 
 
 def ops(function, *given):
@@ -50,7 +49,7 @@ def test_a_view_keeps_up_with_what_is_written_to_its_origin():
         return y * 2
 
     found, _ = ops(function)
-    (into,) = (op for op in found if op[0] == WRITTEN_INTO)
+    (into,) = (op for op in found if op[0] == VIEW_WRITE)
     (before,) = (op for op in found if op[0] == "mul" and op[1] == [1])
     assert into[1][0] == before[2][0]
     assert found[-1][1] == into[2]
@@ -62,7 +61,7 @@ def test_a_view_that_nobody_reads_again_is_not_mentioned():
         y[0] = x[1]
         return x
 
-    assert WRITTEN_INTO not in {name for name, *_ in ops(function)[0]}
+    assert VIEW_WRITE not in {name for name, *_ in ops(function)[0]}
 
 
 def test_results_of_a_language_model(build, batches):
@@ -90,26 +89,3 @@ def test_the_model_is_left_as_it_was(build, unchanged):
     with unchanged(model), pytest.raises(IndexError):
         trace(model, lambda: model(torch.full((1, 2), 64)))
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-
-
-@pytest.mark.parametrize(
-    ("view", "coordinates", "offset"),
-    [
-        (lambda w: w.T, ([0, 1], [0, 1, 2]), 0.0),
-        (lambda w: w.double(), ([0, 1], [0, 1, 2]), 0.0),
-        (lambda w: w[:, 1:] + 1, ([0, 1], [1, 2]), 1.0),
-        (lambda w: w.flip(0), ([1, 0], [0, 1, 2]), 0.0),
-        (lambda w: w[1].expand(4, 3), ([1], [0, 1, 2]), 0.0),
-    ],
-    ids=["transposed", "cast", "part with a constant", "reversed", "expanded"],
-)
-def test_forms_of_a_parameter(view, coordinates, offset):
-    layer = nn.Linear(3, 2)
-    layer.forward = lambda x: view(layer.weight) * 2
-    aliases = Aliases(trace(layer, lambda: layer(None)))
-    last = aliases.by_number[aliases.numbers["weight"][-1]]
-    assert last.offset == offset
-    assert tuple(marks.unique().tolist() for marks in last.coordinates) == tuple(
-        sorted(expected) for expected in coordinates
-    )
-    assert len(aliases.readers["weight"]) == 1

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from quark.torch.graph.discovery import discover
-from quark.torch.graph.unreached import exchanged, rounds, unseen_siblings
+from quark.torch.graph.unreached import find_counterparts, iterate_pairings, swap_parameters
 
 
 class Experts(nn.Module):
@@ -38,9 +38,9 @@ def test_all_experts_take_part(data, unchanged, chosen):
     norm, *experts = groups
     assert norm.producer == "norm"
     assert sorted(norm.consumers) == [f"experts.{e}.up" for e in range(5)]
-    assert sorted(norm.unseen) == [f"experts.{e}.up" for e in range(5) if e not in chosen]
+    assert sorted(norm.unreached) == [f"experts.{e}.up" for e in range(5) if e not in chosen]
     assert sorted(g.producer for g in experts) == sorted(norm.consumers)
-    assert {g.producer for g in experts if g.unseen} == set(norm.unseen)
+    assert {g.producer for g in experts if g.unreached} == set(norm.unreached)
 
 
 def test_what_is_told_of_experts_that_did_not_run_is_right(data):
@@ -64,15 +64,15 @@ def test_every_one_gets_a_turn_in_the_place_of_another(data):
     model = Experts([1, 3])
     groups = discover(model, data).groups
     read = [n for n, _ in model.named_parameters() if ".1." in n or ".3." in n]
-    siblings = unseen_siblings(model, read)
-    assert siblings == {f"experts.{e}": ("experts.1", "experts.3") for e in (0, 2, 4)}
-    pairs = list(rounds(siblings, groups))
+    counterparts = find_counterparts(model, read)
+    assert counterparts == {f"experts.{e}": ("experts.1", "experts.3") for e in (0, 2, 4)}
+    pairs = list(iterate_pairings(counterparts, groups))
     assert [len(p) for p in pairs] == [2, 1]
-    assert list(rounds(siblings, [])) == []
-    assert {u for p in pairs for u in p} == set(siblings)
+    assert list(iterate_pairings(counterparts, [])) == []
+    assert {u for p in pairs for u in p} == set(counterparts)
     weights = [e["up"].weight.clone() for e in model.experts]
-    with exchanged(model, pairs[0]):
-        for unseen, seen in pairs[0].items():
+    with swap_parameters(model, pairs[0]):
+        for unreached, seen in pairs[0].items():
             moved = model.get_submodule(seen)["up"].weight
-            assert torch.equal(moved, weights[int(unseen[-1])])
+            assert torch.equal(moved, weights[int(unreached[-1])])
     assert all(torch.equal(e["up"].weight, w) for e, w in zip(model.experts, weights, strict=True))

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -12,17 +11,11 @@ from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.qdq import dequantize, dynamic_qparams, fake_quantize, quantize
 from quark.torch.numerics.scale_formats import E8M0
 from quark.torch.numerics.scheme import Scheme
+from tests.unit.numerics import kinds
+from tests.unit.numerics.kinds import FLOATS, cast
 
-# Name -> (type that casts as the elements do, largest element, exponent of the largest element)
-MX_FLOATS = {
-    "fp4": (ml_dtypes.float4_e2m1fn, 6.0, 2),
-    "fp6_e3m2": (ml_dtypes.float6_e3m2fn, 28.0, 4),
-    "fp6_e2m3": (ml_dtypes.float6_e2m3fn, 7.5, 2),
-    "fp8_e4m3": (ml_dtypes.float8_e4m3fn, 448.0, 8),
-    "fp8_e5m2": (ml_dtypes.float8_e5m2, 57344.0, 15),
-}
 MODES = ["floor", "even", "ceil"]
-SHARED = [*MX_FLOATS, "mx", "mx6", "mx9", "bfp16"]
+SHARED = [*FLOATS, *kinds.SHARED]
 SHAPES = [(4, 64), (3, 50), (33,), (2, 3, 40), (5, 1), (1, 7)]
 KINDS = ["normal", "zeros", "zero rows", "wide", "subnormal", "tiny", "huge", "powers", "outlier"]
 VECTOR = [1, 0.9, -0.4, 0.3, 0.1, -0.05, 0.02, 0.01, 3.7, -2.2, 0.6, 0.5, 1.5, -0.75, 0.125]
@@ -84,11 +77,12 @@ def normal(amax):
 
 
 def mx_float(values, name, mode):
-    kind, largest, top = MX_FLOATS[name]
+    largest = kinds.largest(name)
+    top = floor_log2(largest)  # exponent of the largest element
     amax = np.abs(values).max()
     exponent = -127
     if normal(amax):
-        mantissa = ml_dtypes.finfo(kind).nmant
+        mantissa = kinds.mantissa_bits(name)
         exponent = floor_log2(amax)
         if mode == "ceil":
             exponent += amax > 2.0**exponent
@@ -96,7 +90,7 @@ def mx_float(values, name, mode):
             exponent += amax >= 2.0**exponent * (2 - 2.0 ** -(mantissa + 1))
         exponent = min(max(exponent - top, -127), 127)
     scaled = np.clip(values / 2.0**exponent, -largest, largest)
-    return scaled.astype(kind).astype(np.float64) * 2.0**exponent
+    return cast(scaled, name) * 2.0**exponent
 
 
 def mx_int8(values):
@@ -134,7 +128,7 @@ def bfp(values):
 
 
 def oracle(x, name, axis, mode="even"):
-    if name in MX_FLOATS:
+    if name in FLOATS:
         return slowly(x, axis, 32, lambda v: mx_float(v, name, mode))
     if name == "mx":
         return slowly(x, axis, 32, mx_int8)
@@ -156,7 +150,7 @@ def test_as_the_slow_oracle(name, axis, kind):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", MX_FLOATS)
+@pytest.mark.parametrize("name", FLOATS)
 def test_scale_modes_as_the_slow_oracle(name, mode):
     for kind in ("normal", "powers", "wide", "huge"):
         x = sample(kind, (4, 96), seed=1)

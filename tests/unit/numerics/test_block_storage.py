@@ -12,21 +12,20 @@ from quark.torch.numerics.formats import Dtype
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.packing import pack, unpack
 from quark.torch.numerics.qdq import (
-    codes_of,
     dequantize,
     dynamic_qparams,
     fake_quantize,
     fake_quantize_,
     quantize,
+    recover_codes,
 )
 from quark.torch.numerics.rounding import RoundType
 from quark.torch.numerics.scale_codec import decode_scale, encode_scale
 from quark.torch.numerics.scale_formats import E4M3, E5M3, E8M0, POF2, ScaleFormat
 from quark.torch.numerics.scales import block_range, tensor_scale_from_range
 from quark.torch.numerics.scheme import Scheme
+from tests.unit.numerics.kinds import FLOATS, SHARED
 
-FLOATS = ["fp4", "fp6_e3m2", "fp6_e2m3", "fp8_e4m3", "fp8_e5m2"]
-BLOCKS = ["mx6", "mx9", "bfp16"]
 SCALES = {
     "float32": ScaleFormat(),
     "float16": ScaleFormat(torch.float16),
@@ -37,7 +36,7 @@ SCALES = {
     "e5m3": E5M3,
 }
 CASES = [(name, scale) for name in FLOATS for scale in SCALES]
-CASES += [("mx", "e8m0"), *((name, "float32") for name in BLOCKS)]
+CASES += [(name, "float32" if Dtype[name].value.block else "e8m0") for name in SHARED]
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 quick = settings(deadline=None, derandomize=True, max_examples=30)
 
@@ -100,7 +99,7 @@ def test_quantized_values_keep_their_codes(name, scale, data):
     scales, _ = dynamic_qparams(x.float(), scheme)
     codes = quantize(x.float(), scales, None, scheme)
     values = dequantize(codes, scales, None, scheme)
-    again = codes_of(values, scales, None, scheme)
+    again = recover_codes(values, scales, None, scheme)
     # A value rounded to zero keeps its sign where the format has one.
     assert torch.equal(again.float(), codes.float())
     nearest = replace(scheme, rounding=RoundType.half_even)

@@ -27,10 +27,10 @@ SPECS = {
 }
 
 
-def settled(spec, weight, transposed):
+def calibrated(spec, weight, transposed):
     quantizer = TensorQuantizer(spec.for_parameter(transposed))
     quantizer.observer(weight)
-    quantizer.settle(weight)
+    quantizer.compute_scales(weight)
     return quantizer
 
 
@@ -42,20 +42,20 @@ def test_columns_are_those_of_the_matrix(name, inputs, transposed):
     weight = torch.randn(12, inputs) * torch.logspace(-2, 1, 12).unsqueeze(1)
     weight = weight.T.contiguous() if transposed else weight
     axis = 0 if transposed else 1
-    quantizer = settled(spec, weight, transposed)
-    expected = quantizer.bake_(weight.clone())
+    quantizer = calibrated(spec, weight, transposed)
+    expected = quantizer.freeze_(weight.clone())
     columns = quantizer.column_rounder(tuple(weight.shape), axis)
     found = [columns(weight.select(axis, i), i) for i in range(inputs)]
     assert torch.equal(torch.stack(found, axis), expected)
     rows = torch.tensor([7, 2, 11])
-    some, picked = columns.of_rows(rows), weight.index_select(1 - axis, rows)
+    some, picked = columns.select_rows(rows), weight.index_select(1 - axis, rows)
     found = [some(picked.select(axis, i), i) for i in range(inputs)]
     assert torch.equal(torch.stack(found, axis), expected.index_select(1 - axis, rows))
 
 
 def test_values_beyond_the_range_saturate():
     weight = torch.randn(4, 32)
-    quantizer = settled(scheme("int4_wo_32").weight, weight, False)
+    quantizer = calibrated(scheme("int4_wo_32").weight, weight, False)
     column = quantizer.column_rounder((4, 32), 1)(weight[:, 3] * 1000, 3)
     scale = quantizer.scale[:, 0]
     assert torch.equal(column, torch.where(weight[:, 3] > 0, 7, -8) * scale)
@@ -64,5 +64,5 @@ def test_values_beyond_the_range_saturate():
 def test_the_column_is_left_as_it_was():
     weight = torch.randn(4, 32)
     column = weight[:, 0].clone()
-    settled(scheme("mxfp4").weight, weight, False).column_rounder((4, 32), 1)(column, 0)
+    calibrated(scheme("mxfp4").weight, weight, False).column_rounder((4, 32), 1)(column, 0)
     assert torch.equal(column, weight[:, 0])

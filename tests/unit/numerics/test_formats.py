@@ -1,5 +1,6 @@
 """Every number format against what torch and ml_dtypes say of the same type."""
 
+import re
 from dataclasses import FrozenInstanceError
 
 import ml_dtypes
@@ -7,24 +8,21 @@ import numpy as np
 import pytest
 import torch
 
+from quark.torch.numerics.codec import decode
 from quark.torch.numerics.formats import Dtype
+from tests.unit.numerics import kinds
 
-# (bits, smallest, largest), from the integer types of others; 3 bits have none.
+# Integers of others.
 INTEGERS = {
-    "int32": (32, torch.iinfo(torch.int32).min, torch.iinfo(torch.int32).max),
-    "int16": (16, torch.iinfo(torch.int16).min, torch.iinfo(torch.int16).max),
-    "uint16": (16, torch.iinfo(torch.uint16).min, torch.iinfo(torch.uint16).max),
-    "uint7": (7, 0, 127),
-    "uint6": (6, 0, 63),
-    "uint5": (5, 0, 31),
-    "uint3": (3, 0, 7),
-    "uint2": (2, ml_dtypes.iinfo(ml_dtypes.uint2).min, ml_dtypes.iinfo(ml_dtypes.uint2).max),
-    "int8": (8, torch.iinfo(torch.int8).min, torch.iinfo(torch.int8).max),
-    "uint8": (8, torch.iinfo(torch.uint8).min, torch.iinfo(torch.uint8).max),
-    "int4": (4, ml_dtypes.iinfo(ml_dtypes.int4).min, ml_dtypes.iinfo(ml_dtypes.int4).max),
-    "uint4": (4, ml_dtypes.iinfo(ml_dtypes.uint4).min, ml_dtypes.iinfo(ml_dtypes.uint4).max),
-    "int3": (3, -4, 3),
-    "int2": (2, ml_dtypes.iinfo(ml_dtypes.int2).min, ml_dtypes.iinfo(ml_dtypes.int2).max),
+    "int32": torch.iinfo(torch.int32),
+    "int16": torch.iinfo(torch.int16),
+    "uint16": torch.iinfo(torch.uint16),
+    "int8": torch.iinfo(torch.int8),
+    "uint8": torch.iinfo(torch.uint8),
+    "int4": ml_dtypes.iinfo(ml_dtypes.int4),
+    "uint4": ml_dtypes.iinfo(ml_dtypes.uint4),
+    "int2": ml_dtypes.iinfo(ml_dtypes.int2),
+    "uint2": ml_dtypes.iinfo(ml_dtypes.uint2),
 }
 FLOATS = {
     "fp8_e4m3": (torch.float8_e4m3fn, ml_dtypes.finfo(ml_dtypes.float8_e4m3fn)),
@@ -38,10 +36,7 @@ ENCODED = {
     "fp6_e2m3": ml_dtypes.finfo(ml_dtypes.float6_e2m3fn),
     "fp4": ml_dtypes.finfo(ml_dtypes.float4_e2m1fn),
 }
-# Formats with exponents of their own, and the unsigned float of scales: see test_block_formats.py
-# and test_codec.py. (bits of a code)
-OTHERS = {"mx": 8, "mx6": 5, "mx9": 8, "bfp16": 8, "fp8_e5m3": 8}
-# Packed types that checkpoints hold.
+# Packed types of formats that checkpoints hold: what is written stays readable.
 PACKED = {
     "int32": torch.int32,
     "int16": torch.int16,
@@ -72,8 +67,11 @@ PACKED = {
 }
 
 
-def test_every_format_is_tested_here():
-    assert {*INTEGERS, *FLOATS, *ENCODED, *OTHERS} == set(PACKED) == set(Dtype.__members__)
+def test_every_format_is_of_one_kind():
+    groups = (kinds.ALL_INTEGERS, kinds.FLOATS, kinds.UNSIGNED_FLOATS, kinds.CASTS, kinds.SHARED)
+    assert sorted(name for group in groups for name in group) == sorted(Dtype.__members__)
+    assert {*INTEGERS} <= {*kinds.ALL_INTEGERS}
+    assert {*FLOATS} == {*kinds.NATIVE, *kinds.CASTS} and {*ENCODED} <= {*kinds.ENCODED}
 
 
 @pytest.mark.parametrize("dtype", Dtype, ids=lambda d: d.name)
@@ -81,15 +79,23 @@ def test_goes_by_its_name(dtype):
     assert dtype.value.name == dtype.name
 
 
-@pytest.mark.parametrize("name", INTEGERS)
+@pytest.mark.parametrize("name", kinds.ALL_INTEGERS)
 def test_integer_range(name):
-    fmt = Dtype[name].value
-    assert (fmt.bits, fmt.qmin, fmt.qmax) == INTEGERS[name]
+    """Two's complement, of the width that the name gives."""
+    fmt, bits = Dtype[name].value, int(re.search(r"\d+", name)[0])
+    lowest, count = 0 if name.startswith("u") else -(1 << (bits - 1)), 1 << bits
+    assert (fmt.bits, fmt.qmin, fmt.qmax) == (bits, lowest, lowest + count - 1)
     assert fmt.signed == (fmt.qmin < 0)
     assert not fmt.is_float and fmt.scaled and fmt.native is None
 
 
 @pytest.mark.parametrize("name", INTEGERS)
+def test_integer_limits_of_others(name):
+    fmt, info = Dtype[name].value, INTEGERS[name]
+    assert (fmt.bits, fmt.qmin, fmt.qmax) == (info.bits, info.min, info.max)
+
+
+@pytest.mark.parametrize("name", kinds.ALL_INTEGERS)
 def test_integer_codes_fit_their_type(name):
     fmt = Dtype[name].value
     held = torch.iinfo(fmt.code_dtype)
@@ -118,6 +124,17 @@ def test_float_fields_fill_the_code(name):
     assert fmt.native == fmt.code_dtype == kind
 
 
+@pytest.mark.parametrize("name", kinds.ENCODED)
+def test_values_of_floats_without_a_torch_type(name):
+    """As ml_dtypes has them, or as the fields of the name define them."""
+    fmt, values = Dtype[name].value, torch.from_numpy(kinds.values_of(name))
+    assert fmt.is_encoded and fmt.code_dtype == torch.uint8
+    assert decode(torch.arange(1 << fmt.bits).to(torch.uint8), fmt).equal(values)
+    assert fmt.max_value == values.max() and -fmt.max_value == values.min()
+    assert fmt.mantissa_bits == kinds.mantissa_bits(name)
+    assert 1 + fmt.exponent_bits + fmt.mantissa_bits == fmt.bits
+
+
 @pytest.mark.parametrize("name", ENCODED)
 def test_limits_of_floats_without_a_torch_type(name):
     fmt, info = Dtype[name].value, ENCODED[name]
@@ -134,7 +151,9 @@ def test_formats_as_wide_as_bfloat16_are_not_scaled():
 
 @pytest.mark.parametrize("dtype", Dtype, ids=lambda d: d.name)
 def test_packed_type(dtype):
-    assert dtype.to_torch_packed_dtype() == dtype.value.storage_dtype == PACKED[dtype.name]
+    fmt = dtype.value
+    stored = fmt.word_dtype if fmt.word_codes > 1 else fmt.code_dtype
+    assert dtype.to_torch_packed_dtype() == fmt.storage_dtype == PACKED.get(dtype.name, stored)
 
 
 @pytest.mark.parametrize("dtype", Dtype, ids=lambda d: d.name)
@@ -145,10 +164,10 @@ def test_packed_words_have_no_spare_bits(dtype):
 
 @pytest.mark.parametrize("dtype", Dtype, ids=lambda d: d.name)
 def test_bitwidth(dtype):
-    widths = {name: limits[0] for name, limits in INTEGERS.items()}
-    widths |= {name: info.bits for name, (_, info) in FLOATS.items()}
-    widths |= {name: info.bits for name, info in ENCODED.items()}
-    assert dtype.to_bitwidth() == {**widths, **OTHERS}[dtype.name]
+    """The name says it, except for codes of blocks, which share an exponent."""
+    blocks = {"mx": 8, "mx6": 5, "mx9": 8, "bfp16": 8}
+    bits = blocks.get(dtype.name) or int(re.search(r"\d+", dtype.name)[0])
+    assert dtype.to_bitwidth() == bits
 
 
 @pytest.mark.parametrize("dtype", Dtype, ids=lambda d: d.name)

@@ -70,7 +70,7 @@ def test_axis_that_is_not_there(qscheme, shape, axis):
 @given(tilings())
 def test_split_and_join_are_inverse(tiling):
     shape, block = tiling
-    blocks, x = Blocks.of(shape, block), numbered(shape)
+    blocks, x = Blocks.cover(shape, block), numbered(shape)
     assert torch.equal(blocks.join(blocks.split(x)), x)
 
 
@@ -80,7 +80,7 @@ def test_split_and_join_of_a_permuted_tensor(tiling, random):
     shape, block = tiling
     order = random.sample(range(len(shape)), len(shape))
     x = numbered(shape).permute(order)
-    blocks = Blocks.of(tuple(x.shape), tuple(block[i] for i in order))
+    blocks = Blocks.cover(tuple(x.shape), tuple(block[i] for i in order))
     assert torch.equal(blocks.join(blocks.split(x)), x)
 
 
@@ -89,7 +89,7 @@ def test_split_and_join_of_a_permuted_tensor(tiling, random):
 def test_reductions_run_over_the_elements_of_a_block(tiling):
     """Sums tell every element apart, and padding adds nothing to them."""
     shape, block = tiling
-    blocks, x = Blocks.of(shape, block), numbered(shape)
+    blocks, x = Blocks.cover(shape, block), numbered(shape)
     found = members(shape, block)
     sums = blocks.split(x).sum(blocks.reduced).reshape(blocks.grid)
     largest = blocks.split(x).amax(blocks.reduced).reshape(blocks.grid)
@@ -103,7 +103,7 @@ def test_reductions_run_over_the_elements_of_a_block(tiling):
 @given(tilings())
 def test_spread_gives_each_element_the_number_of_its_block(tiling):
     shape, block = tiling
-    blocks = Blocks.of(shape, block)
+    blocks = Blocks.cover(shape, block)
     scale = numbered(blocks.grid)
     spread = blocks.join(blocks.spread(scale).expand(blocks.view).contiguous())
     for place, elements in members(shape, block).items():
@@ -113,7 +113,7 @@ def test_spread_gives_each_element_the_number_of_its_block(tiling):
 @quick
 @given(tilings())
 def test_spread_takes_any_shape_of_the_right_count(tiling):
-    blocks = Blocks.of(*tiling)
+    blocks = Blocks.cover(*tiling)
     scale = numbered(blocks.grid)
     assert torch.equal(blocks.spread(scale.flatten()), blocks.spread(scale))
 
@@ -135,13 +135,13 @@ def test_spread_takes_any_shape_of_the_right_count(tiling):
     ids=str,
 )
 def test_views_have_the_fewest_axes(shape, block, view, reduced):
-    blocks = Blocks.of(shape, block)
+    blocks = Blocks.cover(shape, block)
     assert (blocks.view, blocks.reduced) == (view, reduced)
 
 
 def test_whole_blocks_are_not_copied():
     x = torch.randn(8, 64)
-    blocks = Blocks.of((8, 64), (1, 32))
+    blocks = Blocks.cover((8, 64), (1, 32))
     assert blocks.split(x).data_ptr() == x.data_ptr()
     assert blocks.join(blocks.split(x)).data_ptr() == x.data_ptr()
 
@@ -151,13 +151,13 @@ def test_whole_blocks_are_not_copied():
 def test_empty_tensors(shape, qscheme):
     if qscheme is QSchemeType.per_block:
         shape = (*shape, 3)  # blocks have two axes
-    blocks = Blocks.of(shape, block_shape(shape, qscheme, -1, -1, block=(2, 2)))
+    blocks = Blocks.cover(shape, block_shape(shape, qscheme, -1, -1, block=(2, 2)))
     assert blocks.join(blocks.split(torch.empty(shape))).shape == shape
 
 
 @pytest.mark.parametrize("count", [0, 1, 15, 17])
 def test_spread_of_a_wrong_count(count):
-    blocks = Blocks.of((8, 64), (1, 32))
+    blocks = Blocks.cover((8, 64), (1, 32))
     said = r"shape \(8, 64\) has 16 blocks \(a grid of \(8, 2\)\)"
     with pytest.raises(ValueError, match=rf"{said}.* of shape \({count},\) was given"):
         blocks.spread(torch.ones(count))

@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -20,18 +19,17 @@ from quark.torch.numerics.qdq import (
 )
 from quark.torch.numerics.rounding import RoundType
 from quark.torch.numerics.scheme import Scheme
+from tests.unit.numerics.kinds import (
+    CASTS,
+    ENCODED,
+    FLOATS,
+    INTEGERS,
+    NATIVE,
+    encode,
+    values_of,
+)
 
-CASTS = ["bfloat16", "float16"]
-FP8 = ["fp8_e4m3", "fp8_e5m2"]
-NARROW = {
-    "fp6_e3m2": ml_dtypes.float6_e3m2fn,
-    "fp6_e2m3": ml_dtypes.float6_e2m3fn,
-    "fp4": ml_dtypes.float4_e2m1fn,
-}
-FLOATS = [*FP8, *NARROW]
-# Tested elsewhere: 32 bits in test_wide_integers.py, the others in test_block_formats.py.
-OTHERS = ["int32", "mx", "mx6", "mx9", "bfp16", "fp8_e5m3"]
-INTEGERS = [n for n in Dtype.__members__ if n not in (*CASTS, *FLOATS, *OTHERS)]
+# Integers of 32 bits are in test_wide_integers.py, shared exponents in test_block_formats.py.
 SCALED = [*INTEGERS, *FLOATS]
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 GRANULARITIES = {
@@ -99,7 +97,7 @@ def test_integers_per_channel_as_torch(name, symmetric, axis):
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.25, 0.0067424, 1e-30])
-@pytest.mark.parametrize("name", FP8)
+@pytest.mark.parametrize("name", NATIVE)
 def test_fp8_as_casts_of_clamped_values(name, scale):
     fmt, scale = Dtype[name].value, torch.tensor(scale)
     every_code = torch.arange(256, dtype=torch.uint8).view(fmt.native).float()
@@ -113,17 +111,16 @@ def test_fp8_as_casts_of_clamped_values(name, scale):
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.25, 0.0067424, 1e-30])
-@pytest.mark.parametrize("name", NARROW)
+@pytest.mark.parametrize("name", ENCODED)
 def test_narrow_floats_as_casts_of_clamped_values(name, scale):
-    fmt, scale, kind = Dtype[name].value, torch.tensor(scale), NARROW[name]
-    every_code = np.arange(1 << fmt.bits, dtype=np.uint8).view(kind).astype(np.float32)
-    every_code = torch.from_numpy(every_code).sort().values
+    fmt, scale = Dtype[name].value, torch.tensor(scale)
+    every_code = torch.from_numpy(values_of(name)).sort().values
     middles = (every_code[1:] + every_code[:-1]) / 2
     x = torch.cat([torch.randn(4096) * fmt.max_value / 3, every_code, middles]) * scale
     clamped = (x / scale).clamp(-fmt.max_value, fmt.max_value)
-    expected = clamped.numpy().astype(kind)
-    assert quantize(x, scale, None, Scheme(fmt)).tolist() == expected.view(np.uint8).tolist()
-    values = torch.from_numpy(expected.astype(np.float32)) * scale
+    codes = encode(clamped.numpy(), name)
+    assert quantize(x, scale, None, Scheme(fmt)).tolist() == codes.tolist()
+    values = torch.from_numpy(values_of(name)[codes]) * scale
     assert same(fake_quantize(x, scale, None, Scheme(fmt)), values)
 
 

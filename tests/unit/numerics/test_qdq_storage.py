@@ -9,12 +9,12 @@ from quark.torch.numerics.formats import Dtype
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.packing import ORDERS, pack, unpack
 from quark.torch.numerics.qdq import (
-    codes_of,
     dequantize,
     dynamic_qparams,
     fake_quantize,
     fake_quantize_,
     quantize,
+    recover_codes,
 )
 from quark.torch.numerics.rounding import RoundType
 from quark.torch.numerics.scale_formats import ScaleFormat
@@ -123,7 +123,7 @@ def test_quantized_values_keep_their_codes(name, granularity, data):
     qparams = dynamic_qparams(x, scheme)
     codes = quantize(x, *qparams, scheme)
     values = dequantize(codes, *qparams, scheme)
-    assert same(codes_of(values, *qparams, scheme), codes)
+    assert same(recover_codes(values, *qparams, scheme), codes)
     if scheme.rounding is not RoundType.floor:
         assert same(fake_quantize(values, *qparams, scheme), values)
 

@@ -4,7 +4,6 @@ import itertools
 import math
 from fractions import Fraction
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -17,18 +16,9 @@ from quark.torch.numerics.qdq import dynamic_qparams, fake_quantize
 from quark.torch.numerics.scale_formats import ScaleFormat, ScaleType
 from quark.torch.numerics.scales import EPS, block_range, qparams_from_range
 from quark.torch.numerics.scheme import Scheme
+from tests.unit.numerics.kinds import FLOATS, INTEGERS, cast, largest
 
-# Float formats: the largest value, and another implementation.
-FLOATS = {
-    "fp8_e4m3": (448, ml_dtypes.float8_e4m3fn),
-    "fp8_e5m2": (57344, ml_dtypes.float8_e5m2),
-    "fp6_e3m2": (28, ml_dtypes.float6_e3m2fn),
-    "fp6_e2m3": (7.5, ml_dtypes.float6_e2m3fn),
-    "fp4": (6, ml_dtypes.float4_e2m1fn),
-}
-# Without a scale, or tested in test_wide_integers.py, test_block_formats.py, test_scale_codec.py.
-OTHERS = ["bfloat16", "float16", "int32", "mx", "mx6", "mx9", "bfp16", "fp8_e5m3"]
-INTEGERS = [n for n in Dtype.__members__ if n not in (*FLOATS, *OTHERS)]
+# The others are in test_wide_integers.py, test_block_formats.py and test_scale_codec.py.
 SCALED = [*INTEGERS, *FLOATS]
 TYPES = [torch.float32, torch.float16, torch.bfloat16]
 each_integer = pytest.mark.parametrize("name", INTEGERS)
@@ -106,7 +96,7 @@ def test_asymmetric_formula(name, lo, hi):
 def test_float_formula(name, lo, hi):
     assume(lo <= hi and max(-lo, hi) > 1e-20)
     scale, zero_point = solve(lo, hi, name)
-    assert scale.item() == in_float32(Fraction(max(-lo, hi)) / Fraction(FLOATS[name][0]))
+    assert scale.item() == in_float32(Fraction(max(-lo, hi)) / Fraction(float(largest(name))))
     assert zero_point is None
 
 
@@ -147,15 +137,14 @@ DEGENERATE = {
 @each_type
 @each_symmetry
 @pytest.mark.parametrize("name", SCALED)
-@pytest.mark.parametrize("case", DEGENERATE)
-def test_degenerate_ranges(case, name, symmetric, kind):
-    lo, hi = DEGENERATE[case]
-    scale, zero_point = solve(lo, hi, name, symmetric=symmetric, scale=ScaleFormat(kind))
-    assert scale.dtype == kind
-    assert scale.isfinite() and scale > 0 and scale.float().reciprocal().isfinite()
-    if zero_point is not None:
-        fmt = Dtype[name].value
-        assert fmt.qmin <= zero_point.item() <= fmt.qmax
+def test_degenerate_ranges(name, symmetric, kind):
+    for case, (lo, hi) in DEGENERATE.items():
+        scale, zero_point = solve(lo, hi, name, symmetric=symmetric, scale=ScaleFormat(kind))
+        assert scale.dtype == kind, case
+        assert scale.isfinite() and scale > 0 and scale.float().reciprocal().isfinite(), case
+        if zero_point is not None:
+            fmt = Dtype[name].value
+            assert fmt.qmin <= zero_point.item() <= fmt.qmax, case
 
 
 @settings(quick, max_examples=500)
@@ -210,10 +199,7 @@ def test_the_stored_scale_is_the_one_used(name, symmetric, kind):
     x = torch.randn(16, 64)
     scale, zero_point = dynamic_qparams(x, scheme)
     steps = fake_quantize(x, scale, zero_point, scheme) / scale.float()[:, None]
-    if name in INTEGERS:
-        codes = steps.round()
-    else:
-        codes = torch.from_numpy(steps.numpy().astype(FLOATS[name][1]).astype(np.float32))
+    codes = steps.round() if name in INTEGERS else torch.from_numpy(cast(steps.numpy(), name))
     assert torch.equal(codes * scale.float()[:, None], steps * scale.float()[:, None])
     assert torch.allclose(codes, steps, rtol=1e-6)
 

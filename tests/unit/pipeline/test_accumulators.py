@@ -5,10 +5,16 @@ import torch
 from torch import nn
 
 from quark.torch.numerics.hadamard import hadamard
-from quark.torch.pipeline.accumulators import ChannelRange, Draw, Gram, Sample, observing
+from quark.torch.pipeline.accumulators import (
+    ChannelRange,
+    Gram,
+    InputSample,
+    TokenSample,
+    accumulate_inputs,
+)
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.presets import scheme
-from quark.torch.quantization.preparation import plan, prepare
+from quark.torch.quantization.preparation import replace_layers, select_layers
 
 X = torch.randn(50, 8, generator=torch.Generator().manual_seed(5)) * torch.logspace(-1, 2, 8)
 CUTS = {"whole": [50], "one by one": [1] * 50, "uneven": [7, 0, 30, 13], "end": [0, 49, 1]}
@@ -69,7 +75,7 @@ def test_sums_of_parts_add_up():
 
 
 @pytest.mark.parametrize(
-    ("make", "what"), [(ChannelRange, "lo"), (Gram, "total"), (lambda: Draw(4), "tokens")]
+    ("make", "what"), [(ChannelRange, "lo"), (Gram, "total"), (lambda: TokenSample(4), "tokens")]
 )
 def test_no_token_is_no_data(make, what):
     kept = make()
@@ -80,7 +86,7 @@ def test_no_token_is_no_data(make, what):
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("size", [1, 7, 49, 50, 60])
 def test_the_same_tokens_are_drawn_however_data_is_cut(size, cut):
-    whole, parts = Draw(size), Draw(size)
+    whole, parts = TokenSample(size), TokenSample(size)
     fed(whole)
     fed(parts, cut=cut)
     assert len(whole.tokens) == min(size, 50)
@@ -91,7 +97,7 @@ def test_the_same_tokens_are_drawn_however_data_is_cut(size, cut):
 @pytest.mark.parametrize("tokens", [1000, 4096, 32768])
 def test_tokens_are_drawn_from_everywhere(tokens, length):
     """Among all tokens no gap is wide, and all parts of sequences of a length come alike."""
-    draw = Draw(256)
+    draw = TokenSample(256)
     draw(torch.arange(tokens).unsqueeze(1))
     index = draw.tokens.flatten()
     assert len(index.unique()) == 256
@@ -102,7 +108,7 @@ def test_tokens_are_drawn_from_everywhere(tokens, length):
 
 
 def test_a_sample_has_tokens_and_the_range_of_all():
-    kept, drawn = Sample(10), Draw(10)
+    kept, drawn = InputSample(10), TokenSample(10)
     assert kept.is_empty
     fed(kept)
     fed(drawn)
@@ -113,12 +119,12 @@ def test_a_sample_has_tokens_and_the_range_of_all():
 
 def test_a_sample_owns_its_tokens():
     x = X.clone()
-    kept, expected = fed(Sample(10), x), fed(Sample(10))
+    kept, expected = fed(InputSample(10), x), fed(InputSample(10))
     x.zero_()
     assert torch.equal(kept.tokens, expected.tokens)
 
 
-@pytest.mark.parametrize("make", [Gram, lambda: Sample(10)], ids=["gram", "sample"])
+@pytest.mark.parametrize("make", [Gram, lambda: InputSample(10)], ids=["gram", "sample"])
 def test_rescaled_inputs_are_followed(make):
     by = torch.logspace(-2, 2, 8)
     kept, expected = fed(make()), fed(make(), X / by)
@@ -126,7 +132,7 @@ def test_rescaled_inputs_are_followed(make):
     names = ["total", "magnitude"] if isinstance(kept, Gram) else ["tokens"]
     for name in names:
         torch.testing.assert_close(getattr(kept, name), getattr(expected, name))
-    if isinstance(kept, Sample):
+    if isinstance(kept, InputSample):
         torch.testing.assert_close(kept.range.lo, expected.range.lo)
         torch.testing.assert_close(kept.range.hi, expected.range.hi)
 
@@ -138,14 +144,14 @@ def test_rescaled_inputs_are_followed(make):
 def layer():
     """A quantized linear layer of 8 inputs, switched off."""
     model = nn.Sequential(nn.Linear(8, 4))
-    prepare(model, plan(model, Config(scheme("int8_wo"))))
+    replace_layers(model, select_layers(model, Config(scheme("int8_wo"))))
     model[0].weight_quantizer.enabled = False
     return model[0]
 
 
 def seen(layer, x, mask=None):
     found = []
-    with observing([(layer, found.append)], lambda: mask):
+    with accumulate_inputs([(layer, found.append)], lambda: mask):
         layer(x)
     layer(x)  # is not looked at any more
     (tokens,) = found

@@ -40,10 +40,10 @@ def test_copies_are_kept(limit):
 def test_a_place_is_used_again(limit):
     with ActivationStore(limit) as store:
         store[0] = made(torch.float32, 4, 4)
-        place = store.held[0]
+        stored = store.tensors[0]
         second = made(torch.float32, 4, 4)
         store[0] = second
-        assert store.held[0] is place and torch.equal(store[0], second)
+        assert store.tensors[0] is stored and torch.equal(store[0], second)
         wider = made(torch.float32, 2, 9)
         store[0] = wider
         assert torch.equal(store[0], wider)

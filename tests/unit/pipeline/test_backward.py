@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from quark.torch.pipeline.backward import run_blocks_back
-from quark.torch.quantization.nn.experts import unfuse
+from quark.torch.pipeline.backward import run_blocks_backward
+from quark.torch.quantization.nn.experts import split_experts
 from tests.models.architectures import build, small_config
 from tests.unit.pipeline.test_runner import KINDS, LIMITS, blocks_of
 
@@ -54,7 +54,7 @@ def through_the_whole(model, names, batches):
 
 def through_blocks(model, names, batches, **options):
     kept, order = {}, []
-    for block, back in run_blocks_back(model, names, batches, "test", squares, **options):
+    for block, back in run_blocks_backward(model, names, batches, "test", squares, **options):
         order.append(block.name)
         handles = watch(model, [block.name], kept)
         for index in range(len(block)):
@@ -69,7 +69,7 @@ def through_blocks(model, names, batches, **options):
 @pytest.mark.parametrize("name", KINDS)
 def test_gradients_are_those_through_the_whole_model(name, limit):
     model = build(small_config(name, **KINDS[name])).eval()
-    unfuse(model)  # grouped products have no gradients in double precision
+    split_experts(model)  # grouped products have no gradients in double precision
     names = blocks_of(model)
     batches = [{"input_ids": IDS[:1]}, {"input_ids": IDS, "attention_mask": MASK}]
     expected = through_the_whole(model, names, batches)

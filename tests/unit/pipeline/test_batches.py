@@ -5,14 +5,13 @@ import torch
 from torch import nn
 from transformers import BatchEncoding
 
-from quark.torch.graph.eval_mode import at_inference
 from quark.torch.pipeline.batches import (
-    excerpt,
+    flatten_batches,
+    make_repeatable,
     padding_mask,
-    parts,
-    repeatable,
     run_batch,
-    sequences,
+    split_sequences,
+    take_excerpt,
 )
 
 IDS = torch.arange(3, 83).view(2, 40)
@@ -52,7 +51,7 @@ def test_what_is_no_batch(batch):
 
 def test_parts_are_what_the_model_is_called_with_once():
     batches = [IDS, {"x": IDS}, [IDS, ONES], [{"x": IDS}, [{"x": ONES}]], (IDS,)]
-    found = list(parts(batches))
+    found = list(flatten_batches(batches))
     assert [len(called(part)) for part in found] == [1] * 6
     assert [call for part in found for call in called(part)] == [
         call for batch in batches for call in called(batch)
@@ -76,7 +75,7 @@ ROWS = {
 
 @pytest.mark.parametrize(("batch", "expected"), ROWS.values(), ids=ROWS)
 def test_sequences_are_batches_of_one(batch, expected):
-    found = list(sequences([batch]))
+    found = list(split_sequences([batch]))
     assert [type(part) for part in found] == [type(part) for part in expected]
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
@@ -92,20 +91,20 @@ WHOLE = {
 
 @pytest.mark.parametrize("batch", WHOLE.values(), ids=WHOLE)
 def test_sequences_that_cannot_be_told_apart_stay_together(batch):
-    (found,) = sequences([batch])
+    (found,) = split_sequences([batch])
     assert found is batch
 
 
 @pytest.mark.parametrize("make", [iter, lambda x: (b for b in x)], ids=["iterator", "generator"])
 def test_an_iterator_is_kept(make):
-    batches = repeatable(make([1, 2]))
+    batches = make_repeatable(make([1, 2]))
     assert list(batches) == list(batches) == [1, 2]
 
 
 def test_a_loader_is_taken_as_it_is():
     loader = torch.utils.data.DataLoader(IDS)
-    assert repeatable(loader) is loader
-    assert list(repeatable(None)) == []
+    assert make_repeatable(loader) is loader
+    assert list(make_repeatable(None)) == []
 
 
 @pytest.mark.parametrize(
@@ -122,7 +121,7 @@ def test_a_loader_is_taken_as_it_is():
     ids=["ids", "short", "mapping", "arguments", "several", "three axes", "floats"],
 )
 def test_an_excerpt_is_the_beginning_of_the_first_sequence(batch, expected):
-    torch.testing.assert_close(excerpt(batch), expected, rtol=0, atol=0)
+    torch.testing.assert_close(take_excerpt(batch), expected, rtol=0, atol=0)
 
 
 def padded(left):
@@ -135,15 +134,15 @@ def padded(left):
 def test_padding_in_front_is_left_out(left, start):
     ids, _ = padded(left)
     expected = ids[:1, start : start + 32]
-    assert torch.equal(excerpt(ids), expected)
-    assert torch.equal(excerpt({"input_ids": ids})["input_ids"], expected)
-    assert torch.equal(excerpt([ids, ONES])[0], expected)
+    assert torch.equal(take_excerpt(ids), expected)
+    assert torch.equal(take_excerpt({"input_ids": ids})["input_ids"], expected)
+    assert torch.equal(take_excerpt([ids, ONES])[0], expected)
 
 
 def test_the_mask_says_where_padding_ends():
     ids, mask = padded(9)
     ids[0, 9] = 0  # a token like those of the padding
-    found = excerpt({"input_ids": ids, "attention_mask": mask})
+    found = take_excerpt({"input_ids": ids, "attention_mask": mask})
     assert torch.equal(found["input_ids"], ids[:1, 9:])
     assert bool(found["attention_mask"].all())
 
@@ -167,15 +166,3 @@ def test_padding_is_what_the_mask_says():
 )
 def test_without_a_mask_nothing_is_padding(batch):
     assert padding_mask(batch) is None
-
-
-def test_chance_and_caches_are_off_for_a_while(build):
-    model = build("opt").train()
-    model.model.decoder.layers[0].eval()
-    modes = [module.training for module in model.modules()]
-    with pytest.raises(RuntimeError, match="inside"), at_inference(model):
-        assert not any(module.training for module in model.modules())
-        assert not model.config.use_cache
-        raise RuntimeError("inside")
-    assert [module.training for module in model.modules()] == modes
-    assert model.config.use_cache

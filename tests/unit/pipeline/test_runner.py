@@ -159,8 +159,8 @@ def test_targets_are_outputs_of_the_model_as_it_was(build, batches):
     expected = seen_by(model, names, data)
     for block in run_blocks(model, names, data, "test", compare=True):
         for index in range(len(block)):
-            block.refer(index)
-            target, kept = block.target(index)
+            block.run_reference(index)
+            target, kept = block.reference_output(index)
             torch.testing.assert_close(target, expected[block.name][index], rtol=0, atol=0)
             assert (kept is None) if index else torch.equal(kept, mask)
         with torch.no_grad():
@@ -192,7 +192,7 @@ def test_equal_arguments_of_batches_are_kept_once(build):
     same = [torch.randint(3, 64, (1, 12)) for _ in range(4)]
     blocks = run_blocks(model, names, same, "test")
     block = next(blocks)
-    calls = [block._calls.of(index, names[0]) for index in range(len(block))]
+    calls = [block._arguments.get(index, names[0]) for index in range(len(block))]
     cosines = {kwargs["position_embeddings"][0].data_ptr() for _, kwargs in calls}
     assert len(cosines) == 1
 
@@ -212,5 +212,5 @@ def test_masks_of_batches_wait_with_the_hidden_states(build, limit):
     equal(run(model, names, batches, limit=limit), expected)
     blocks = run_blocks(model, names, batches, "test", limit=limit)
     block = next(blocks)
-    held = [v for v in block._calls.store.held.values() if isinstance(v, torch.Tensor)]
-    assert len(block._calls.store) >= 3 and bool(held) == bool(limit)
+    held = [v for v in block._arguments.store.tensors.values() if isinstance(v, torch.Tensor)]
+    assert len(block._arguments.store) >= 3 and bool(held) == bool(limit)

@@ -31,7 +31,7 @@ def test_a_range_is_the_same_however_data_is_cut(cut, dtype):
 def test_a_range_comes_back_from_its_parts(x):
     kept = TensorRange()
     kept(x)
-    found = TensorRange.of(kept.channels.lo, kept.channels.hi, kept.histogram.counts)
+    found = TensorRange.from_tensors(kept.channels.lo, kept.channels.hi, kept.histogram.counts)
     assert vars(found.histogram).keys() == vars(kept.histogram).keys()
     for name in ("limit", "lo", "hi"):
         assert getattr(found.histogram, name) == getattr(kept.histogram, name)

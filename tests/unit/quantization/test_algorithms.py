@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from functools import partial
 
 import pytest
 import torch
@@ -22,11 +23,12 @@ from quark.torch.quantization.config.config import (
     SVDQuantConfig,
 )
 from quark.torch.quantization.config.presets import scheme
-from quark.torch.quantization.nn.experts import unfuse
+from quark.torch.quantization.nn.experts import split_experts
 from quark.torch.quantization.nn.quantizer import TensorQuantizer
-from tests.models.architectures import VARIED, InDouble, build, small_config, tokens
+from tests.configurations import preset, quantized_by
+from tests.models.architectures import VARIED, InDouble, tokens, varied
+from tests.unit.algorithm.contexts import logits_of, outliers
 
-MODELS = VARIED | {"gemma": ("gemma", {})}
 ALGORITHMS = {  # options, and a scheme that they serve
     "smooth": (SmoothQuantConfig(alpha=0.5), "int8"),
     "autosmoothquant": (AutoSmoothQuantConfig(), "int8"),
@@ -34,24 +36,7 @@ ALGORITHMS = {  # options, and a scheme that they serve
 }
 
 
-def made(name, dtype=torch.float32):
-    kind, changes = MODELS[name]
-    return build(small_config(kind, **changes), dtype)
-
-
-def config_of(name, *algorithms, exclude=("lm_head", "embed_out")):
-    return Config(scheme(name, 32), exclude=list(exclude), algo_config=list(algorithms) or None)
-
-
-def quantized(model, name, *algorithms, data=None, frozen=True):
-    data = [tokens(40), tokens(60)] if data is None else data
-    model = ModelQuantizer(config_of(name, *algorithms)).quantize_model(model, data)
-    return ModelQuantizer.freeze(model) if frozen else model
-
-
-@torch.no_grad()
-def logits_of(model):
-    return model(tokens(20)).logits
+quantized = partial(quantized_by, data=[tokens(40), tokens(60)])
 
 
 def as_float(model):
@@ -74,12 +59,12 @@ def changed(model, before):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", VARIED)
 def test_the_float_model_computes_the_same(name, algorithm, monkeypatch):
-    monkeypatch.setattr(awq, "clip_", lambda *_: None)
+    monkeypatch.setattr(awq, "clip_weight_", lambda *_: None)
     options, kind = ALGORITHMS[algorithm]
-    model = made(name, torch.float64)
-    unfuse(model)
+    model = varied(name, torch.float64)
+    split_experts(model)
     before = parameters_of(model)
     with InDouble():
         expected = logits_of(model)
@@ -93,8 +78,8 @@ def test_the_float_model_computes_the_same(name, algorithm, monkeypatch):
 
 def test_experts_that_no_token_reaches_are_rescaled_with_the_others():
     """Whatever token comes later, its experts expect the inputs that the norm gives now."""
-    model = made("mixtral", torch.float64)
-    unfuse(model)
+    model = varied("mixtral", torch.float64)
+    split_experts(model)
     with InDouble():
         expected = logits_of(model)
     one, reached = torch.full((1, 1), 7), []
@@ -109,30 +94,13 @@ def test_experts_that_no_token_reaches_are_rescaled_with_the_others():
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9 * float(expected.abs().max()))
 
 
-def outliers(factor=60.0):
-    """A model with channels of norms turned up, and what reads them turned down."""
-    model = made("llama")
-    channels = torch.tensor([3, 17, 40])
-    with torch.no_grad():
-        for layer in model.model.layers:
-            attention, mlp = layer.self_attn, layer.mlp
-            for norm, readers in (
-                (layer.input_layernorm, [attention.q_proj, attention.k_proj, attention.v_proj]),
-                (layer.post_attention_layernorm, [mlp.gate_proj, mlp.up_proj]),
-            ):
-                norm.weight[channels] *= factor
-                for reader in readers:
-                    reader.weight[:, channels] /= factor
-    return model
-
-
 def error(model, name, *algorithms):
     expected = logits_of(model)
     return float((logits_of(quantized(model, name, *algorithms)) - expected).norm())
 
 
 def test_outliers_cost_nothing_in_float():
-    torch.testing.assert_close(logits_of(outliers()), logits_of(made("llama")), rtol=0, atol=1e-3)
+    torch.testing.assert_close(logits_of(outliers()), logits_of(varied("llama")), rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +109,7 @@ def test_outliers_cost_nothing_in_float():
     ids=["0.5", "0.8", "auto"],
 )
 def test_smoothing_recovers_what_outliers_cost(options):
-    without, with_outliers = error(made("llama"), "int8"), error(outliers(), "int8")
+    without, with_outliers = error(varied("llama"), "int8"), error(outliers(), "int8")
     smoothed = error(outliers(), "int8", options)
     assert with_outliers > 3 * without
     assert smoothed - without < 0.2 * (with_outliers - without)
@@ -155,13 +123,13 @@ def test_awq_recovers_what_outliers_cost(name):
 
 def test_awq_beats_rounding_where_nothing_stands_out():
     for name in ("int4_wo_32", "int3_wo_32"):
-        assert error(made("llama"), name, AWQConfig()) < error(made("llama"), name)
+        assert error(varied("llama"), name, AWQConfig()) < error(varied("llama"), name)
 
 
 def test_algorithms_follow_each_other():
-    model = made("llama")
+    model = varied("llama")
     found = error(model, "w_uint4_per_group_a_int8_per_tensor", SmoothQuantConfig(), AWQConfig())
-    assert found < error(made("llama"), "w_uint4_per_group_a_int8_per_tensor")
+    assert found < error(varied("llama"), "w_uint4_per_group_a_int8_per_tensor")
     assert [options.name for options in model.quant_config.algo_config] == ["smooth", "awq"]
 
 
@@ -176,9 +144,9 @@ ROTATIONS = {
 @pytest.mark.parametrize("rotation", ROTATIONS)
 @pytest.mark.parametrize("name", ["llama", "opt"])
 def test_rotations_and_rescalings_go_together(name, rotation, algorithm, monkeypatch):
-    monkeypatch.setattr(awq, "clip_", lambda *_: None)
+    monkeypatch.setattr(awq, "clip_weight_", lambda *_: None)
     options, kind = ALGORITHMS[algorithm]
-    model = made(name, torch.float64)
+    model = varied(name, torch.float64)
     with InDouble():
         expected = logits_of(model)
     quantized(model, kind, ROTATIONS[rotation], options, frozen=False)
@@ -189,12 +157,12 @@ def test_rotations_and_rescalings_go_together(name, rotation, algorithm, monkeyp
 
 def test_quantized_caches_stay_what_they_are():
     """Values that are quantized as they leave the projection are not rescaled."""
-    config = config_of("int8", SmoothQuantConfig(alpha=0.5))
+    config = preset("int8", SmoothQuantConfig(alpha=0.5))
     layer = scheme("int8")
     layer.output_tensors = scheme("int8").input_tensors
     config.kv_cache_quant_config = {"*v_proj": layer}
     config.layer_quant_config = {"*v_proj": layer}
-    model = made("llama")
+    model = varied("llama")
     before = parameters_of(model)
     ModelQuantizer(config).quantize_model(model, [tokens()])
     assert not {n for n in changed(model, before) if n.endswith("o_proj.weight")}
@@ -215,9 +183,9 @@ def outcome(monkeypatch):
         options, kind = ALGORITHMS[algorithm]
         seen = []
         if algorithm == "awq":
-            monkeypatch.setattr(awq, "strengths", lambda *_: ())
-            monkeypatch.setattr(awq, "clip_", lambda layer, gram: seen.append(gram))
-        model = quantized(made(name), kind, options, data=data, frozen=False)
+            monkeypatch.setattr(awq, "candidate_factors", lambda *_: ())
+            monkeypatch.setattr(awq, "clip_weight_", lambda layer, gram: seen.append(gram))
+        model = quantized(varied(name), kind, options, data=data, frozen=False)
         return dict(enumerate(seen)) if algorithm == "awq" else parameters_of(model)
 
     return outcome
@@ -264,7 +232,7 @@ def test_padding_changes_nothing(algorithm, name, outcome):
 
 def test_padding_in_front_is_no_obstacle():
     """The structure is looked at with tokens, even where padding stands before them."""
-    model = made("llama")
+    model = varied("llama")
     with torch.no_grad():
         model.model.embed_tokens.weight[0] = 0  # of which nothing can be seen
     before = parameters_of(model)
@@ -277,7 +245,7 @@ def test_padding_in_front_is_no_obstacle():
 def test_the_same_each_time(algorithm):
     options, kind = ALGORITHMS[algorithm]
     first, second = (
-        parameters_of(quantized(made("mixtral"), kind, options, frozen=False)) for _ in range(2)
+        parameters_of(quantized(varied("mixtral"), kind, options, frozen=False)) for _ in range(2)
     )
     assert all(torch.equal(first[name], second[name]) for name in first)
 
@@ -286,7 +254,7 @@ def test_the_same_each_time(algorithm):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision(algorithm, dtype):
     options, kind = ALGORITHMS[algorithm]
-    model = made("llama", dtype)
+    model = varied("llama", dtype)
     expected = logits_of(model).float()
     found = logits_of(quantized(model, kind, options)).float()
     assert {p.dtype for p in model.parameters()} == {dtype}
@@ -294,7 +262,7 @@ def test_half_precision(algorithm, dtype):
 
 
 def test_training_mode_and_caches_are_left_alone(unchanged):
-    model = made("opt").train()
+    model = varied("opt").train()
     config = model.config.to_dict()
     quantized(model, "int8", AutoSmoothQuantConfig(), frozen=False)
     assert all(module.training for module in model.modules() if not list(module.children()))
@@ -309,7 +277,7 @@ def refused(unchanged):
     """Quantize, which must fail, leave the model as it was, and not run it before."""
 
     def refused(config, said, data=(LONG,), name="llama", error=ValueError, runs=0):
-        model = made(name)
+        model = varied(name)
         count = []
         model.register_forward_pre_hook(lambda *_: count.append(1))
         with unchanged(model), pytest.raises(error, match=said):
@@ -323,9 +291,13 @@ def refused(unchanged):
 @pytest.mark.parametrize(
     ("scheme_name", "options", "said"),
     [
-        ("int4_wo_32", SmoothQuantConfig(), "smooth serves none of .* needs inputs"),
-        ("int4_wo_32", AutoSmoothQuantConfig(), "autosmoothquant serves none of .* needs inputs"),
-        ("bfloat16", AWQConfig(), "awq serves none of .* needs weights"),
+        ("int4_wo_32", SmoothQuantConfig(), "smooth applies to none of .* needs inputs"),
+        (
+            "int4_wo_32",
+            AutoSmoothQuantConfig(),
+            "autosmoothquant applies to none of .* needs inputs",
+        ),
+        ("bfloat16", AWQConfig(), "awq applies to none of .* needs weights"),
         ("int8", SmoothQuantConfig(alpha=1.5), "alpha must be between 0 and 1, got 1.5"),
         ("int8", AutoSmoothQuantConfig(compute_scale_loss="RMS"), "'RMS' is unknown"),
         ("int4_wo_32", SVDQuantConfig(), "'svdquant' is not available in this version"),
@@ -333,27 +305,27 @@ def refused(unchanged):
     ids=["smooth", "auto", "awq", "alpha", "loss", "not there"],
 )
 def test_refused_before_the_model_runs(refused, name, scheme_name, options, said):
-    refused(config_of(scheme_name, options), said, name=name)
+    refused(preset(scheme_name, options), said, name=name)
 
 
 def test_what_rounds_comes_last(refused):
-    config = config_of("int4_wo_32", GPTQConfig(), AWQConfig())
+    config = preset("int4_wo_32", GPTQConfig(), AWQConfig())
     refused(config, "awq follows gptq, which rounds weights for good. Put gptq last")
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_data_that_is_missing(refused, algorithm):
     options, kind = ALGORITHMS[algorithm]
-    refused(config_of(kind, options), r"Algorithms need calibration data: pass a data", data=None)
-    refused(config_of(kind, options), r"The dataloader is empty: algorithms need", data=[])
-    refused(config_of(kind, options), r"The dataloader is empty: algorithms need", data=iter([]))
+    refused(preset(kind, options), r"Algorithms need calibration data: pass a data", data=None)
+    refused(preset(kind, options), r"The dataloader is empty: algorithms need", data=[])
+    refused(preset(kind, options), r"The dataloader is empty: algorithms need", data=iter([]))
 
 
 @pytest.mark.parametrize("cls", [SmoothQuantConfig, AutoSmoothQuantConfig, AWQConfig])
 def test_layers_that_are_named_wrongly(refused, cls):
     written = [{"prev_op": "input_layernorm", "layers": ["self_attn.qkv_proj"]}]
     options = cls(scaling_layers=written, model_decoder_layers="model.layers")
-    refused(config_of("int8", options), "which cannot be rescaled: no decoder block", runs=None)
+    refused(preset("int8", options), "which cannot be rescaled: no decoder block", runs=None)
 
 
 _WRONG = {"scaling_layers": [{"prev_op": "no", "layers": ["x"]}]}
@@ -373,7 +345,7 @@ LATER = {  # what is wrong with the second algorithm, and what is said of it
 
 @pytest.mark.parametrize(("options", "said"), LATER.values(), ids=LATER)
 def test_a_later_algorithm_is_refused_before_the_first_is_applied(refused, options, said):
-    config = config_of("int8", RotationConfig(r2=True, r4=True), options)
+    config = preset("int8", RotationConfig(r2=True, r4=True), options)
     refused(config, said, runs=None)
 
 
@@ -383,8 +355,8 @@ def test_nothing_is_left_to_rescale_once_all_is_rotated(refused):
         scaling_layers=[{"prev_op": "mlp.up_proj", "layers": ["mlp.down_proj"]}],
         model_decoder_layers="model.layers",
     )
-    quantized(made("llama"), "int4_wo_32", options, frozen=False)
-    config = config_of("int4_wo_32", RotationConfig(r4=True), options)
+    quantized(varied("llama"), "int4_wo_32", options, frozen=False)
+    config = preset("int4_wo_32", RotationConfig(r4=True), options)
     refused(config, r"awq found nothing to rescale", runs=None)
 
 
@@ -396,7 +368,7 @@ def test_a_model_without_anything_to_rescale(refused):
 
 
 def test_data_that_the_model_cannot_take(refused):
-    config = config_of("int8", SmoothQuantConfig())
+    config = preset("int8", SmoothQuantConfig())
     refused(config, "out of range", data=[torch.full((1, 4), 64)], error=IndexError, runs=1)
 
 
@@ -407,9 +379,9 @@ def test_data_that_the_model_cannot_take(refused):
 @pytest.mark.parametrize("name", ["llama", "tied", "opt", "qwen3_moe", "gpt2"])
 def test_a_model_comes_back_bit_by_bit(name, algorithm, export):
     options, kind = ALGORITHMS[algorithm]
-    model = quantized(made(name), kind, options)
+    model = quantized(varied(name), kind, options)
     expected, path = logits_of(model), export(model)
-    fresh = ModelImporter(path).import_model_info(made(name))
+    fresh = ModelImporter(path).import_model_info(varied(name))
     assert torch.equal(logits_of(fresh), expected)
     loaded = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
     assert torch.equal(logits_of(loaded), expected)

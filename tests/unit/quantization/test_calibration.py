@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from quark.torch import ModelQuantizer
-from quark.torch.quantization.calibration import merged_scale, run_batch, siblings
+from quark.torch.quantization.calibration import group_by_parent, merged_scale, run_batch
 from quark.torch.quantization.config.config import (
     Config,
     FP8E4M3PerTensorSpec,
@@ -16,7 +16,7 @@ from quark.torch.quantization.config.config import (
     QuantizationConfig,
     Uint8PerTensorSpec,
 )
-from quark.torch.quantization.nn.quantizer import State
+from quark.torch.quantization.nn.quantizer import QuantizedTensor
 from quark.torch.quantization.preparation import quantized_layers
 
 INT8 = Int8PerTensorSpec().to_quantization_spec()
@@ -334,15 +334,19 @@ class TestSharedScales:
 
 def test_siblings():
     names = ["a.0.k_proj", "a.0.v_proj", "a.1.k_proj", "k_proj", "a.0.xk_proj"]
-    assert siblings(names, ["k_proj", "v_proj"]) == [names[:2], [names[2]], [names[3]]]
-    assert siblings(names, ["*k_proj"]) == [["a.0.k_proj", "a.0.xk_proj"], [names[2]], [names[3]]]
-    assert siblings(names, []) == []
+    assert group_by_parent(names, ["k_proj", "v_proj"]) == [names[:2], [names[2]], [names[3]]]
+    assert group_by_parent(names, ["*k_proj"]) == [
+        ["a.0.k_proj", "a.0.xk_proj"],
+        [names[2]],
+        [names[3]],
+    ]
+    assert group_by_parent(names, []) == []
 
 
 class TestMergedScale:
     @staticmethod
     def state(scale, spec=INT8):
-        return State(spec, None, torch.tensor(scale), None)
+        return QuantizedTensor(spec, None, torch.tensor(scale), None)
 
     def test_largest(self):
         assert merged_scale([self.state(1.0), self.state(3.0), self.state(2.0)]) == 3
@@ -353,8 +357,8 @@ class TestMergedScale:
         [
             [None],
             [SimpleNamespace(scale=None, scheme=INT8.scheme)],
-            [State(FP8, None, torch.tensor(1.0), None)],
-            [State(UINT8, None, torch.tensor(1.0), None)],
+            [QuantizedTensor(FP8, None, torch.tensor(1.0), None)],
+            [QuantizedTensor(UINT8, None, torch.tensor(1.0), None)],
         ],
         ids=["not_quantized", "dynamic", "other_format", "asymmetric"],
     )

@@ -19,7 +19,12 @@ from quark.torch.quantization.config.config import (
 )
 from quark.torch.quantization.config.type import QuantFlow
 from quark.torch.quantization.nn.operators import QuantLinear
-from quark.torch.quantization.preparation import plan, prepare, quantized_layers, restore
+from quark.torch.quantization.preparation import (
+    quantized_layers,
+    replace_layers,
+    restore_layers,
+    select_layers,
+)
 
 INT8 = QuantizationConfig(weight=Int8PerTensorSpec().to_quantization_spec())
 FP8 = QuantizationConfig(weight=FP8E4M3PerTensorSpec().to_quantization_spec())
@@ -53,7 +58,7 @@ class TestPlan:
             exclude=["lm_head", "*self_attn*"],
         )
         with unchanged(model):
-            layers = plan(model, config)
+            layers = select_layers(model, config)
         assert {n.removeprefix("model.decoder.layers."): c for n, c in layers.items()} == {
             "0.fc1": INT8,
             "0.fc2": FP8,
@@ -64,14 +69,16 @@ class TestPlan:
     def test_excluded_cache_layers_keep_their_outputs(self, build, config_of):
         cache = QuantizationConfig(output_tensors=FP8.weight)
         config = config_of("int8", ["*self_attn*"], kv_cache_quant_config={"*k_proj": cache})
-        layers = plan(build(), config)
+        layers = select_layers(build(), config)
         assert layers["model.layers.0.self_attn.k_proj"] == cache
         assert "model.layers.0.self_attn.v_proj" not in layers
 
     def test_groups_that_divide_and_float_formats_that_pad(self):
-        assert set(plan(nn.Sequential(nn.Linear(96, 4)), grouped(32))) == {"0"}
+        assert set(select_layers(nn.Sequential(nn.Linear(96, 4)), grouped(32))) == {"0"}
         spec = replace(FP8.weight, qscheme="per_group", ch_axis=-1, group_size=64)
-        assert set(plan(nn.Sequential(nn.Linear(96, 4)), Config(QuantizationConfig(weight=spec))))
+        assert set(
+            select_layers(nn.Sequential(nn.Linear(96, 4)), Config(QuantizationConfig(weight=spec)))
+        )
 
 
 def offloaded():
@@ -174,7 +181,7 @@ def test_patterns_that_match_nothing_are_reported(build, caplog):
         kv_cache_group=["*xyzzy"],
     )
     with caplog.at_level(logging.WARNING, logger="quark"):
-        plan(build(), config)
+        select_layers(build(), config)
     reported = {r.args[1]: r.getMessage() for r in caplog.records if "matches no" in r.message}
     assert set(reported) == {"lm_haed", "*.up_projj", "*key", "*xyzzy"}
     assert reported["lm_haed"].startswith("exclude: ") and "lm_head" in reported["lm_haed"]
@@ -185,14 +192,16 @@ def test_patterns_that_match_nothing_are_reported(build, caplog):
 
 def test_a_configuration_that_fits_reports_nothing(build, caplog):
     with caplog.at_level(logging.WARNING, logger="quark"):
-        plan(build(), Config(INT8, exclude=["lm_head"], layer_quant_config={"*q_proj": FP8}))
+        select_layers(
+            build(), Config(INT8, exclude=["lm_head"], layer_quant_config={"*q_proj": FP8})
+        )
     assert not caplog.records
 
 
 def test_large_modules_that_stay_in_float_are_reported(caplog):
     model = nn.Sequential(nn.Linear(8, 8), nn.Bilinear(16, 16, 16))
     with caplog.at_level(logging.WARNING, logger="quark"):
-        plan(model, Config(INT8))
+        select_layers(model, Config(INT8))
     assert "1 (Bilinear)" in caplog.text and "98 %" in caplog.text
 
 
@@ -202,11 +211,11 @@ class TestPrepareAndRestore:
         before = logits(model)
         layer = model.model.decoder.layers[0].fc1
         with unchanged(model):
-            prepare(model, plan(model, Config(INT8)))
+            replace_layers(model, select_layers(model, Config(INT8)))
             assert model.model.decoder.layers[0].fc1 is layer
             assert type(layer) is QuantLinear and isinstance(layer, nn.Linear)
             assert layer.weight_quantizer is not None and layer.input_quantizer is None
-            restore(model)
+            restore_layers(model)
         assert torch.equal(logits(model), before)
 
     def test_a_module_under_two_names_is_quantized_once(self):
@@ -229,7 +238,7 @@ class TestPrepareAndRestore:
             pass
 
         model = nn.Sequential(Special(8, 8), nn.Linear(8, 8))
-        assert set(plan(model, Config(INT8))) == {"1"}
+        assert set(select_layers(model, Config(INT8))) == {"1"}
 
     def test_modules_that_accelerate_placed(self, build, logits, quantize, config_of):
         from accelerate import dispatch_model
@@ -252,6 +261,6 @@ class TestPrepareAndRestore:
         per_channel = FP8E4M3PerChannelSpec(ch_axis=0).to_quantization_spec()
         layer = QuantizationConfig(FP8.weight, None, per_channel, INT8.weight)
         model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4, bias=False))
-        prepare(model, plan(model, Config(layer)))
+        replace_layers(model, select_layers(model, Config(layer)))
         assert set(model[0].quantizers()) == {"input_tensors", "weight", "bias"}
         assert set(model[1].quantizers()) == {"input_tensors", "weight"}

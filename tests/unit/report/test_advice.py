@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from quark.torch.quantization.config.description import LayerDescription
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.report.activations import Channel, Inputs, Predictions
 from quark.torch.report.advice import ranked, verdict, worst_layers
 from quark.torch.report.layer import Layer
 from quark.torch.report.storage import FloatPart, kind_of, kinds
-from quark.torch.report.summary import Scheme
 from quark.torch.report.weights import Values, WeightError, histogram
 
 BITS = {"int4_wo_32": 5.125, "int4_wo_128": 4.25, "int8": 8.0, "fp8": 8.0, "ptpc_int8": 8.1}
@@ -20,7 +20,7 @@ def layer(
     return Layer(
         name=name,
         kind="q_proj",
-        scheme=Scheme(),
+        scheme=LayerDescription(),
         shape=(100, 80),
         weights=8000,
         bytes=int(1000 * bits),

@@ -9,11 +9,12 @@ from transformers.pytorch_utils import Conv1D
 
 from quark.torch.export.checkpoint.files import CheckpointReader
 from quark.torch.export.checkpoint.writer import collect, make_format
+from quark.torch.export.checkpoint_contents import summarize
 from quark.torch.quantization.config.config import Config, QuantizationConfig, QuantizationSpec
+from quark.torch.quantization.config.description import LayerDescription, describe, describe_layer
 from quark.torch.quantization.config.export import JsonExporterConfig
+from quark.torch.quantization.config.kv_cache import with_kv_cache
 from quark.torch.quantization.config.presets import kv_cache_scheme, scheme, scheme_names
-from quark.torch.quantization.config.template import with_kv_cache
-from quark.torch.report.summary import Scheme, describe, describe_layer, summarize
 
 GROUPED = {"qscheme": "per_group", "ch_axis": -1, "group_size": 32}
 TOKEN = {"qscheme": "per_channel", "ch_axis": 1, "is_dynamic": True}
@@ -46,8 +47,10 @@ def test_words(given, is_weight, words):
 def test_words_of_a_layer():
     layer = QuantizationConfig(weight=spec("int8"), output_tensors=spec("fp8_e4m3"))
     words = "fp8_e4m3 per tensor static"
-    assert describe_layer(layer) == Scheme(weight="int8 per tensor sym", output=words)
-    assert describe_layer(layer, True) == Scheme(weight="int8 per tensor sym", kv_cache=words)
+    assert describe_layer(layer) == LayerDescription(weight="int8 per tensor sym", output=words)
+    assert describe_layer(layer, True) == LayerDescription(
+        weight="int8 per tensor sym", kv_cache=words
+    )
 
 
 class Net(nn.Module):
@@ -163,10 +166,12 @@ def test_the_cache_has_a_column_of_its_own(quantize):
     summary = summarize(stored(config, quantize), config, "float32")
     words = describe(kv_cache_scheme("fp8"))
     by_name = {layer.name: layer for layer in summary.layers}
-    assert by_name["blocks.0"].scheme == Scheme(weight="int8 per channel sym", kv_cache=words)
-    assert by_name["blocks.1"].scheme == Scheme(kv_cache=words)
+    assert by_name["blocks.0"].scheme == LayerDescription(
+        weight="int8 per channel sym", kv_cache=words
+    )
+    assert by_name["blocks.1"].scheme == LayerDescription(kv_cache=words)
     assert by_name["blocks.1"].weights == by_name["blocks.1"].bits == 0
-    assert by_name["blocks.2"].scheme == Scheme(weight="int8 per channel sym")
+    assert by_name["blocks.2"].scheme == LayerDescription(weight="int8 per channel sym")
     assert summary.weights == 10 * 96 * 64
     assert summary.parameters == 11 * 96 * 64 + REST
     without_weights = next(s for s in summary.schemes() if not s.weights)

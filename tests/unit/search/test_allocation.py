@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quark.torch.search import allocation as allocate
+from quark.torch.search import allocation
 from quark.torch.search.allocation import Frontier
 
 CHOICE = st.tuples(st.integers(1, 40), st.integers(0, 1000).map(lambda n: n / 7))
@@ -66,7 +66,7 @@ def test_coarse_steps_never_exceed_the_budget(monkeypatch):
     sizes = [[101, 211, 307], [97, 199, 401], [53, 103, 409], [89, 113, 127]]
     losses = [[9.0, 4.0, 1.0], [8.0, 5.0, 2.0], [7.0, 3.0, 0.5], [2.0, 1.5, 1.0]]
     exact = Frontier(sizes, losses)
-    monkeypatch.setattr(allocate, "STEPS", 64)
+    monkeypatch.setattr(allocation, "STEPS", 64)
     coarse = Frontier(sizes, losses)
     problem = [list(zip(*row, strict=True)) for row in zip(sizes, losses, strict=True)]
     step = -(-sum(max(row) - min(row) for row in sizes) // 64)

@@ -2,7 +2,7 @@
 
 from xml.etree import ElementTree
 
-from quark.torch.search.chart import HEIGHT, WIDTH, picture
+from quark.torch.search.chart import HEIGHT, WIDTH, render_chart
 
 NAME = "{http://www.w3.org/2000/svg}"
 POINTS = [(2.5, 1.6), (3.3, 0.27), (4.3, 0.07), (8.1, 0.0004)]
@@ -10,7 +10,7 @@ MARKED = {"int3 & <more>": (3.27, 0.36), "nothing lost": (16.0, 0.0)}
 
 
 def drawn():
-    root = ElementTree.fromstring(picture(POINTS, MARKED))
+    root = ElementTree.fromstring(render_chart(POINTS, MARKED))
     (line,) = root.iter(f"{NAME}polyline")
     places = [tuple(map(float, pair.split(","))) for pair in line.get("points").split()]
     return root, places

@@ -8,13 +8,13 @@ import torch
 
 from quark.torch import ModelQuantizer, collect_statistics
 from quark.torch.export.checkpoint.writer import collect, make_format
+from quark.torch.export.checkpoint_contents import summarize
 from quark.torch.quantization.config.algo import GPTQConfig
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.config.presets import scheme
-from quark.torch.report.summary import summarize
-from quark.torch.search.mixtures import Mixture, mixed_config, rounded_as, weigh
+from quark.torch.search.mixtures import Mixture, measure_costs, mixed_config, temporarily_quantized
 
 FORMATS = {name: scheme(name) for name in ("int2_wo_32", "int3_wo_32", "uint4_wo_32", "int8_wo")}
 INPUTS = ("ptpc_int8", "int8", "fp8", "mxfp4", "nvfp4", "mx6", "int4_wa_32", "mxfp4_fp8")
@@ -28,7 +28,7 @@ def statistics(build, batches):
 
 @pytest.fixture(scope="module")
 def units(build, statistics):
-    return weigh(build(), statistics, FORMATS)
+    return measure_costs(build(), statistics, FORMATS)
 
 
 def test_bits_are_those_of_a_checkpoint(build, units):
@@ -59,7 +59,7 @@ def error_of(name, layer, model, batches):
 def test_losses_are_errors_of_outputs_times_sensitivities(fmt, model, build, batches):
     statistics, layer = collect_statistics(build(model), batches), scheme(fmt)
     names = {"llama": ["1.mlp.down_proj"], "opt": ["0.fc2"], "gpt2": ["1.attn.c_attn"]}[model]
-    units = weigh(build(model), statistics, {fmt: layer})
+    units = measure_costs(build(model), statistics, {fmt: layer})
     (unit,) = (unit for unit in units if unit.layers[0].endswith(tuple(names)))
     (name,) = unit.layers
     expected = error_of(name, layer, build(model), batches) * statistics.sensitivities[name]
@@ -74,7 +74,7 @@ def test_some_tokens_stand_for_all(build, monkeypatch):
     whole, part = (
         (
             monkeypatch.setattr("quark.torch.statistics.collection.TOKENS", size),
-            weigh(build(), collect_statistics(build(), data, probes=1), formats),
+            measure_costs(build(), collect_statistics(build(), data, probes=1), formats),
         )[1]
         for size in (2000, 200)
     )
@@ -94,12 +94,12 @@ def test_more_bits_lose_less(units):
 def test_weighing_leaves_no_trace(solved, build, statistics, unchanged):
     model = build()
     with unchanged(model):
-        weigh(model, statistics, FORMATS, solved=solved)
+        measure_costs(model, statistics, FORMATS, solved=solved)
 
 
 def test_what_is_solved_loses_what_gptq_loses(build, statistics, units):
     """Statistics alone give the very weights of GPTQ, and so its errors."""
-    solved = weigh(build(), statistics, FORMATS, solved=True)
+    solved = measure_costs(build(), statistics, FORMATS, solved=True)
     model, name = build(), "int3_wo_32"
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     config = Config(FORMATS[name], exclude=["lm_head"], algo_config=[GPTQConfig()])
@@ -132,7 +132,7 @@ def test_too_small_a_budget_is_an_error(units):
 
 
 def test_layers_that_read_the_same_get_one_format(build, statistics):
-    together = weigh(build(), statistics, FORMATS, together=True)
+    together = measure_costs(build(), statistics, FORMATS, share_formats=True)
     ends = [{name.rpartition(".")[2] for name in unit.layers} for unit in together]
     block = [{"q_proj", "k_proj", "v_proj"}, {"o_proj"}, {"gate_proj", "up_proj"}, {"down_proj"}]
     assert ends == block * 2
@@ -154,22 +154,22 @@ def test_the_configuration_quantizes_just_as_chosen(build, units):
 
 
 def test_excluded_layers_stay(build, statistics):
-    units = weigh(build(), statistics, FORMATS, exclude=["*down_proj"])
+    units = measure_costs(build(), statistics, FORMATS, exclude=["*down_proj"])
     names = {unit.layers[0].rpartition(".")[2] for unit in units}
     assert names == PROJECTIONS - {"down_proj"}
     config = mixed_config(build(), Mixture(units).choose(4.2), FORMATS)
     assert set(config.exclude) == {"lm_head", *(f"model.layers.{i}.mlp.down_proj" for i in (0, 1))}
     with pytest.raises(ValueError, match="leaves no layer"):
-        weigh(build(), statistics, FORMATS, exclude=["*"])
+        measure_costs(build(), statistics, FORMATS, exclude=["*"])
 
 
 @pytest.mark.parametrize("names", [tuple(FORMATS), ("int8", "mxfp4")], ids=["weights", "inputs"])
 def test_a_trial_computes_as_the_frozen_model(names, build, statistics, batches, logits, unchanged):
     model, formats = build(), {name: scheme(name) for name in names}
-    chosen = Mixture(weigh(model, statistics, formats)).choose(6)
+    chosen = Mixture(measure_costs(model, statistics, formats)).choose(6)
     assert len(set(chosen.values())) > 1
     config = mixed_config(model, chosen, formats)
-    with unchanged(model), rounded_as(model, config, statistics):
+    with unchanged(model), temporarily_quantized(model, config, statistics):
         found = logits(model)
     frozen = ModelQuantizer.freeze(ModelQuantizer(config).quantize_model(build(), batches))
     assert torch.equal(found, logits(frozen))
@@ -188,7 +188,7 @@ UNKNOWN = {
 @pytest.mark.parametrize(("layer", "said"), UNKNOWN.values(), ids=UNKNOWN)
 def test_formats_whose_cost_is_not_told_are_refused(layer, said, build, statistics):
     with pytest.raises(ValueError, match=f"other .*{said}"):
-        weigh(build(), statistics, {"other": layer})
+        measure_costs(build(), statistics, {"other": layer})
 
 
 MISFITS = {name: scheme(name) for name in ("int2_wo_32", "int4_wo_64", "uint4_wo_128", "int8_wo")}
@@ -197,11 +197,11 @@ MISFITS = {name: scheme(name) for name in ("int2_wo_32", "int4_wo_64", "uint4_wo
 @pytest.fixture
 def fitting(build, statistics):
     """Units of a model that groups of 64 fit but for down projections, and those of 128 nowhere."""
-    return weigh(build(), statistics, MISFITS)
+    return measure_costs(build(), statistics, MISFITS)
 
 
 def test_formats_that_do_not_fit_are_left_out(build, statistics, caplog):
-    fitting = weigh(build(), statistics, MISFITS)
+    fitting = measure_costs(build(), statistics, MISFITS)
     for unit in fitting:
         ends = "down_proj" in unit.layers[0]
         expected = {"int2_wo_32", "int8_wo"} if ends else {"int2_wo_32", "int4_wo_64", "int8_wo"}
@@ -238,23 +238,23 @@ def test_a_layer_that_no_format_fits_is_named(build, statistics, unchanged):
     model, formats = build(), {name: scheme(name) for name in ("int4_wo_64", "uint4_wo_128")}
     said = "None of the formats fits model.layers.0.mlp.down_proj.*=64 does not.*=128 does not"
     with unchanged(model), pytest.raises(ValueError, match=said):
-        weigh(model, statistics, formats)
+        measure_costs(model, statistics, formats)
 
 
 def test_statistics_without_sensitivities_are_refused(build, statistics):
     with pytest.raises(ValueError, match="without sensitivities"):
-        weigh(build(), replace(statistics, probes={}), FORMATS)
+        measure_costs(build(), replace(statistics, probes={}), FORMATS)
 
 
 def test_statistics_of_another_model_are_refused(build, statistics):
     with pytest.raises(ValueError, match="of another model"):
-        weigh(build("tied"), statistics, FORMATS)
+        measure_costs(build("tied"), statistics, FORMATS)
 
 
 def test_experts_of_a_layer_share_a_format(build, batches, quantize):
     statistics = collect_statistics(build("mixtral", num_local_experts=4), batches)
     model = build("mixtral", num_local_experts=4)
-    mixture = Mixture(weigh(model, statistics, FORMATS))
+    mixture = Mixture(measure_costs(model, statistics, FORMATS))
     chosen = mixture.choose(4.0)
     of_experts = [
         {chosen[n] for n in unit.layers} for unit in mixture.units if len(unit.layers) > 1

@@ -16,8 +16,7 @@ from quark.torch import (
     save_statistics,
 )
 from quark.torch.quantization.config.algo import GPTQConfig
-from quark.torch.statistics import collection as collect
-from quark.torch.statistics import merging as merge
+from quark.torch.statistics import collection, merging
 
 ROWS = torch.randint(3, 64, (8, 40), generator=torch.Generator().manual_seed(4))
 BATCHES = [*ROWS.split(1)]
@@ -53,8 +52,8 @@ def same_ranges(found, expected):
 def same_sums(found, expected, share=0.0):
     assert list(found.readers) == list(expected.readers)
     for layer in expected.readers:
-        kept, other = (given.inputs[given.first(layer)] for given in (expected, found))
-        assert found.tokens[found.first(layer)] == other.tokens == kept.tokens
+        kept, other = (given.inputs[given.first_reader(layer)] for given in (expected, found))
+        assert found.tokens[found.first_reader(layer)] == other.tokens == kept.tokens
         if kept.total is None:
             assert other.total is None
             continue
@@ -81,26 +80,34 @@ def test_parts_are_merged_to_the_whole(name, collected):
 
 def test_layers_that_read_the_same_do_so_if_any_part_tells():
     """Experts are seen to share their inputs only where the data reaches them."""
-    told = ({"a": "a", "b": "a", "c": "c"}, {"a": "a", "b": "b", "c": "b"}, {n: n for n in "abc"})
-    assert merge._readers([SimpleNamespace(readers=readers) for readers in told]) == dict.fromkeys(
-        "abc", "a"
+    told = (
+        {"a": "a", "b": "a", "c": "c"},
+        {"a": "a", "b": "b", "c": "b"},
+        {n: n for n in "abc"},
     )
+    assert merging._merge_readers(
+        [SimpleNamespace(readers=readers) for readers in told]
+    ) == dict.fromkeys("abc", "a")
 
 
 def test_experts_have_the_tokens_of_parts_that_reached_them(build):
     model = build("mixtral", **MIXTURE)
     parts = [collect_statistics(model, [torch.full((1, 2), token)]) for token in (5, 9)]
     merged = merge_statistics(parts)
-    saw = {n: [p for p in parts if p.tokens[p.first(n)]] for n in merged.readers if "experts" in n}
+    saw = {
+        n: [p for p in parts if p.tokens[p.first_reader(n)]]
+        for n in merged.readers
+        if "experts" in n
+    }
     assert {len(found) for found in saw.values()} == {0, 1, 2}
     for name, found in saw.items():
-        gram = merged.inputs[merged.first(name)]
+        gram = merged.inputs[merged.first_reader(name)]
         assert gram.tokens == 2 * len(found)
         assert (gram.total is None) == (merged.sample(name) is None) == (not found)
         assert merged.range_of(name, "input_tensors").is_empty == (not found)
         if len(found) == 1:
             (part,) = found
-            assert torch.equal(gram.total, part.inputs[part.first(name)].total)
+            assert torch.equal(gram.total, part.inputs[part.first_reader(name)].total)
 
 
 def quantized(model, config, statistics):
@@ -171,7 +178,7 @@ def test_parts_are_left_as_they_are(collected):
 
 
 def test_each_part_gives_its_share_of_tokens(build, monkeypatch):
-    for module in (collect, merge):
+    for module in (collection, merging):
         monkeypatch.setattr(module, "TOKENS", 16)
     parts = [collect_statistics(build(), part, probes=0) for part in (BATCHES[:1], BATCHES[1:])]
     for number, part in enumerate(parts):

@@ -62,7 +62,7 @@ def test_padding_is_in_ranges_as_in_those_of_data(build, config_of):
     data = [{"input_ids": ids, "attention_mask": mask}]
     found = collect_statistics(build(), data, probes=0)
     x = passing(build(), data)["model.layers.0.self_attn.q_proj", "input_tensors"]
-    first = found.first("model.layers.0.self_attn.q_proj")
+    first = found.first_reader("model.layers.0.self_attn.q_proj")
     assert torch.equal(found.range_of(first, "input_tensors").channels.hi, x.amax(0))
     assert torch.equal(found.samples[first], x[mask.flatten().bool()])
 
@@ -195,7 +195,7 @@ REFUSED = {
         r"q_proj.input_tensors: MovingAverageMinMaxObserver needs the data itself",
     ),
     "axis": (with_inputs(qscheme="per_channel", ch_axis=1), "PerChannelMinMaxObserver needs"),
-    "head": (Config(scheme("int8")), "nothing of lm_head"),
+    "head": (Config(scheme("int8")), "lack lm_head"),
     "rescaled": (replace(with_inputs(), algo_config=[AWQConfig()]), "awq rescales inputs"),
     "nothing to do": (Config(scheme("int8_wo"), exclude=["lm_head"]), "got none"),
     "rotary": (

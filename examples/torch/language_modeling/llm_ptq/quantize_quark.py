@@ -1,4 +1,4 @@
-r"""Quantize a language model by the documented flags: ``quark quantize`` with documented defaults.
+r"""Quantize a language model: ``quark quantize`` with the documented defaults.
 
     python quantize_quark.py --model_dir MODEL --output_dir OUT --quant_scheme fp8 \
         --kv_cache_dtype fp8 --num_calib_data 512 --model_export hf_format --tasks gsm8k,wikitext

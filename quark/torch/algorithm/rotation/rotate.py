@@ -1,9 +1,14 @@
 """Rotations that spread outliers: QuaRot (Ashkboos et al. 2024), SpinQuant (Liu et al. 2024).
 
-R1 rotates the residual stream and R2 the values of each attention head, both within the weights.
-R3 rotates queries and keys after rotary embedding, R4 the inputs of down projections, as they pass.
-Where the stream is normalized by layer
-norms, R1 keeps the mean: then LayerNorm(x R) = LayerNorm(x) R, and the architecture stays.
+The rotations are those of SpinQuant, section 3.1:
+
+- R1 rotates the residual stream, and R2 the values of each attention head. Both are merged into the
+  weights.
+- R3 rotates queries and keys after rotary embedding, and R4 the inputs of down projections. Both
+  are computed online, in each forward pass.
+
+If layer norms normalize the stream, R1 preserves the mean. Then LayerNorm(x R) = LayerNorm(x) R,
+and the architecture stays the same.
 """
 
 from __future__ import annotations
@@ -16,8 +21,14 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from quark.torch.algorithm.rotation.config_file import written_stream
-from quark.torch.algorithm.rotation.edits import STREAM, Turns, rotate_stream, rotate_values, untie
+from quark.torch.algorithm.rotation.config_file import stream_from_config
+from quark.torch.algorithm.rotation.weight_edits import (
+    STREAM,
+    RotationEdits,
+    add_stream_rotation,
+    add_value_rotation,
+    untie,
+)
 from quark.torch.graph.structure import ResidualStream
 from quark.torch.numerics.hadamard import hadamard, largest_order, random_hadamard
 from quark.torch.pipeline.context import Algorithm, Context
@@ -31,18 +42,20 @@ _SEED = 0
 
 
 def check(options: RotationConfig, layers: Mapping[str, QuantizationConfig]) -> None:
-    """Raise if the options ask for what cannot be done.
+    """Raise if the options contradict each other or are not supported.
 
     Raises:
-        ValueError: Nothing is to be rotated, an option is not supported, or ``rotation_size`` is
-            not the order of a Hadamard matrix.
+        ValueError: No rotation is selected, an option is not supported, or ``rotation_size`` is
+            not the order of a known Hadamard matrix.
     """
     online = options.online_config
     wanted = (options.r1, options.r2, options.r3, options.r4)
     if not (any(wanted) or (online and online.online_rotation_layers)):
-        raise ValueError("rotation: nothing is to be rotated. Set r1, r2, r3 or r4.")
+        raise ValueError("rotation: no rotation is selected. Set r1, r2, r3 or r4.")
     if options.train_smooth or options.smooth_positions:
-        raise ValueError("rotation: train_smooth is not supported. Use smoothing as well instead.")
+        raise ValueError(
+            "rotation: train_smooth is not supported. Add smoothing to the algorithms instead."
+        )
     if online is not None and online.use_input_prescale:
         raise ValueError("rotation: use_input_prescale is not supported. Leave it out.")
     if options.rotation_size is not None:
@@ -50,40 +63,40 @@ def check(options: RotationConfig, layers: Mapping[str, QuantizationConfig]) -> 
 
 
 class _Plan(NamedTuple):
-    """What is to be done.
+    """The rotations of a model, before anything is changed.
 
     Attributes:
-        stream: The residual stream, or None if no option asks for it.
-        turns: Changes of its parameters.
+        stream: The residual stream, or None if no option needs it.
+        edits: Edits of the parameters for R1 and R2.
         rotations: The rotations by name.
-        online: Names of the layers whose inputs are rotated as they pass.
-        size: Size of the rotation of these.
+        online: Names of the layers whose inputs are rotated online.
+        size: Size of the online rotations.
     """
 
     stream: ResidualStream | None
-    turns: Turns
+    edits: RotationEdits
     rotations: dict[str, torch.Tensor]
     online: list[str]
     size: int
 
 
 def resolve(context: Context, options: RotationConfig) -> Collection[str]:
-    """Return the names of the layers whose inputs are to be rotated as they pass.
+    """Return the names of the layers whose inputs ``apply`` will rotate online.
 
     Raises:
-        ValueError: As of ``apply``.
+        ValueError: As in ``apply``.
     """
-    return _plan(context, options).online
+    return _make_plan(context, options).online
 
 
 def apply(context: Context, options: RotationConfig) -> None:
-    """Rotate a model in place. What it computes in float stays the same.
+    """Rotate a model in place. In float it computes the same.
 
     Raises:
-        ValueError: The model has a structure that cannot be rotated, or a size does not divide a
-            width. The model is then unchanged.
+        ValueError: The structure of the model does not allow a rotation, or a size does not divide
+            a width. The model is then unchanged.
     """
-    plan = _plan(context, options)
+    plan = _make_plan(context, options)
     stream, rotations = plan.stream, plan.rotations
     if options.r3:
         _rotate_keys(context.model)
@@ -92,10 +105,10 @@ def apply(context: Context, options: RotationConfig) -> None:
     for name in plan.online:
         context.layers[name].rotate_input(hadamard(plan.size))
     if options.trainable and stream is not None:
-        from quark.torch.algorithm.rotation.spinquant import learn
+        from quark.torch.algorithm.rotation.spinquant import learn_rotations
 
-        rotations = learn(context, plan.turns, rotations, _takes_mean(stream))
-    plan.turns.apply_(context.model, rotations)
+        rotations = learn_rotations(context, plan.edits, rotations, _subtracts_mean(stream))
+    plan.edits.apply_(context.model, rotations)
 
 
 def _rotate_keys(model: nn.Module) -> None:
@@ -105,13 +118,13 @@ def _rotate_keys(model: nn.Module) -> None:
         route.rotates = True
     if not routes:
         logger.warning(
-            "rotation: r3 is skipped. It rotates queries and keys after rotary embedding, where "
-            "nothing is quantized: set kv_cache_post_rope=True and kv_cache_quant_config."
+            "rotation: r3 is skipped. It rotates queries and keys after rotary embedding, but "
+            "nothing is quantized there: set kv_cache_post_rope=True and kv_cache_quant_config."
         )
 
 
-def keeping_ones(rotation: torch.Tensor) -> torch.Tensor:
-    """Return a rotation times the reflection that brings the vector of ones back to itself.
+def preserve_ones(rotation: torch.Tensor) -> torch.Tensor:
+    """Return a rotation followed by a reflection, which together preserve the vector of ones.
 
     Args:
         rotation: (n, n) int8 +-1 with orthogonal rows.
@@ -121,72 +134,76 @@ def keeping_ones(rotation: torch.Tensor) -> torch.Tensor:
     """
     n = len(rotation)
     unit = rotation.double() / math.sqrt(n)
-    apart = unit.sum(0) / math.sqrt(n) - 1 / math.sqrt(n)
-    if float(apart.norm()) < 1e-12:
+    # With u = 1/√n · (1, …, 1), the Householder reflection along d = u R - u maps u R to u.
+    # R preserves the mean of every vector then: the mean of x is x uᵀ / √n.
+    difference = unit.sum(0) / math.sqrt(n) - 1 / math.sqrt(n)
+    if float(difference.norm()) < 1e-12:
         return unit
-    return unit - 2 * torch.outer(unit @ apart, apart) / apart.square().sum()
+    return unit - 2 * torch.outer(unit @ difference, difference) / difference.square().sum()
 
 
-def _stream(context: Context, options: RotationConfig) -> ResidualStream:
-    """Return the residual stream as the options name it, or as it was found."""
+def _select_stream(context: Context, options: RotationConfig) -> ResidualStream:
+    """Return the residual stream that the options name, or the discovered one."""
     if options.scaling_layers:
-        return written_stream(context.model, options)
-    found = context.structure
-    if found.stream is not None:
-        return found.stream
+        return stream_from_config(context.model, options)
+    structure = context.structure
+    if structure.stream is not None:
+        return structure.stream
     if options.r1:
         raise ValueError(
-            f"rotation: the stream of this model cannot be rotated: {found.obstacle}. Set r1=False "
-            "for what else can be, or name its modules in scaling_layers if you know better."
+            f"rotation: the stream of this model cannot be rotated: {structure.obstacle}. Set "
+            "r1=False to apply the other rotations, or name the modules of the stream in "
+            "scaling_layers."
         )
-    return ResidualStream(0, (), (), (), (), (), "", False, found.values, found.downs)
+    values, downs = structure.value_heads, structure.down_projections
+    return ResidualStream(0, (), (), (), (), (), "", False, values, downs)
 
 
-def _plan(context: Context, options: RotationConfig) -> _Plan:
-    """Return what is to be done, and change nothing.
+def _make_plan(context: Context, options: RotationConfig) -> _Plan:
+    """Return the plan of all rotations; the model is unchanged.
 
     Raises:
-        ValueError: It cannot be done.
+        ValueError: As in ``apply``.
     """
-    online = _listed(context, options)
-    is_read = options.r1 or options.r2 or (options.r4 and not online)
-    stream = _stream(context, options) if is_read else None
-    turns, rotations = Turns(), {}
+    online = _check_named_layers(context, options)
+    needs_stream = options.r1 or options.r2 or (options.r4 and not online)
+    stream = _select_stream(context, options) if needs_stream else None
+    edits, rotations = RotationEdits(), {}
     if stream is not None:
-        rotations = _plan_stream(turns, context.model, stream, options)
-        online = online or _online_layers(context, options, stream)
+        rotations = _plan_merged_rotations(edits, context.model, stream, options)
+        online = online or _select_online_layers(context, options, stream)
     for name in online:
         layer = context.layers[name]
         if not layer.is_linear or layer.input_rotation is not None or name in context.rotated:
             raise ValueError(
-                f"rotation: the inputs of {name} cannot be rotated: only those of linear layers "
-                "can, once."
+                f"rotation: the inputs of {name} cannot be rotated: it must be a linear layer "
+                "whose inputs are not rotated yet."
             )
-    return _Plan(stream, turns, rotations, online, _online_size(context, options, online))
+    return _Plan(stream, edits, rotations, online, _choose_online_size(context, options, online))
 
 
-def _plan_stream(
-    turns: Turns, model: nn.Module, stream: ResidualStream, options: RotationConfig
+def _plan_merged_rotations(
+    edits: RotationEdits, model: nn.Module, stream: ResidualStream, options: RotationConfig
 ) -> dict[str, torch.Tensor]:
-    """Plan R1 and R2, and return the rotations."""
+    """Add the edits of R1 and R2, and return the rotations by name."""
     generator = torch.Generator().manual_seed(_SEED)
     rotations: dict[str, torch.Tensor] = {}
     if options.r1 and not options.online_r1_rotation:
-        rotations[STREAM] = _stream_rotation(stream, options, generator)
-        rotate_stream(turns, model, stream)
-    for heads in stream.values if options.r2 else ():
+        rotations[STREAM] = _make_stream_rotation(stream, options, generator)
+        add_stream_rotation(edits, model, stream)
+    for heads in stream.value_heads if options.r2 else ():
         name = f"values of {heads.block}"
-        size = _size(heads.rows.shape[1], options)
-        rotations[name] = _matrix(size, options.random_r2, generator)
-        rotate_values(turns, heads, name)
+        size = _choose_size(heads.rows.shape[1], options)
+        rotations[name] = _make_hadamard(size, options.random_r2, generator)
+        add_value_rotation(edits, heads, name)
     return rotations
 
 
-def _takes_mean(stream: ResidualStream) -> bool:
+def _subtracts_mean(stream: ResidualStream) -> bool:
     return any(norm.kind == "layer" for norm in stream.norms)
 
 
-def _stream_rotation(
+def _make_stream_rotation(
     stream: ResidualStream, options: RotationConfig, generator: torch.Generator
 ) -> torch.Tensor:
     size = options.rotation_size or largest_order(stream.size)
@@ -195,42 +212,46 @@ def _stream_rotation(
             f"rotation: rotation_size={size} does not divide the width {stream.size} of the "
             "residual stream."
         )
-    if _takes_mean(stream):
-        return keeping_ones(_matrix(size, True, generator))
-    return _matrix(size, options.random_r1, generator)
+    if _subtracts_mean(stream):
+        return preserve_ones(_make_hadamard(size, True, generator))
+    return _make_hadamard(size, options.random_r1, generator)
 
 
-def _size(width: int, options: RotationConfig) -> int:
-    """Return ``rotation_size`` where it divides a width, else the largest order that does."""
+def _choose_size(width: int, options: RotationConfig) -> int:
+    """Return ``rotation_size`` if it divides a width, else the largest Hadamard order that does."""
     size = options.rotation_size
     return size if size and width % size == 0 else largest_order(width)
 
 
-def _matrix(size: int, is_random: bool, generator: torch.Generator) -> torch.Tensor:
+def _make_hadamard(size: int, is_random: bool, generator: torch.Generator) -> torch.Tensor:
     return random_hadamard(size, generator) if is_random else hadamard(size)
 
 
-def _listed(context: Context, options: RotationConfig) -> list[str]:
-    """Return the layers that the options name, whose inputs are rotated as they pass."""
+def _check_named_layers(context: Context, options: RotationConfig) -> list[str]:
+    """Return the layers in ``online_rotation_layers``."""
     online = options.online_config
     names = list(online.online_rotation_layers or ()) if online else []
     for name in names:
         if name not in context.layers:
             raise ValueError(
-                f"rotation: online_rotation_layers has {name!r}, which is no quantized layer."
+                f"rotation: online_rotation_layers has {name!r}, which is not a quantized layer."
             )
     return names
 
 
-def _online_layers(context: Context, options: RotationConfig, stream: ResidualStream) -> list[str]:
-    """Return the quantized layers whose inputs are rotated as they pass: R4, and R1 if online."""
+def _select_online_layers(
+    context: Context, options: RotationConfig, stream: ResidualStream
+) -> list[str]:
+    """Return the quantized layers whose inputs are rotated online: by R4, and by an online R1."""
     readers = stream.readers if options.r1 and options.online_r1_rotation else ()
     names = [weight.parameter.removesuffix(".weight") for weight in readers]
-    return [n for n in [*names, *(stream.downs if options.r4 else ())] if n in context.layers]
+    return [
+        n for n in [*names, *(stream.down_projections if options.r4 else ())] if n in context.layers
+    ]
 
 
-def _online_size(context: Context, options: RotationConfig, names: list[str]) -> int:
-    """Return the one size of all online rotations, which a checkpoint tells once."""
+def _choose_online_size(context: Context, options: RotationConfig, names: list[str]) -> int:
+    """Return the size of all online rotations; a checkpoint stores only one."""
     widths = {name: context.layers[name].input_width for name in names}
     size = options.rotation_size or largest_order(math.gcd(*widths.values())) if names else 1
     for name, width in widths.items():

@@ -1,4 +1,4 @@
-"""The empty architecture that a checkpoint describes."""
+"""The architecture that a checkpoint describes, built without values."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-MOST_MODULES = 4096  # of a kind, in a checkpoint that has fewer tensors
+MAX_MODULES = 4096  # of a kind, in a checkpoint with fewer tensors
 _COUNTS = re.compile(r"^(num|n)_.*(layer|expert|block)")
 
 
 def read_config(directory: Path, trust_remote_code: bool = False, **source: Any) -> Any:
-    """Return the configuration of a model, without what it says of quantization.
+    """Return the configuration of a model, without its quantization settings.
 
     Args:
         directory: Directory of the checkpoint.
@@ -57,17 +57,19 @@ def made_config(described: dict[str, Any], where: Path) -> Any:
 
 
 def check_counts(config: Any, entries: Mapping[str, Any], where: Path) -> None:
-    """Raise if a model would have far more parts than are stored: building it would never end.
+    """Check that a model does not have far more modules than tensors are stored.
+
+    Building such a model, from a damaged ``config.json``, would never end.
 
     Args:
         config: Configuration of the model.
-        entries: What is stored.
-        where: Where the configuration comes from, for messages.
+        entries: Headers of the stored tensors.
+        where: Source of the configuration, for messages.
 
     Raises:
-        ValueError: It would.
+        ValueError: It does.
     """
-    most = max(MOST_MODULES, len(entries))
+    most = max(MAX_MODULES, len(entries))
     for key, value in config.get_text_config().to_dict().items():
         if _COUNTS.match(key) and isinstance(value, int) and value > most:
             raise ValueError(f"{where}: {key}={value}, but only {len(entries)} tensors are stored.")
@@ -80,9 +82,9 @@ def empty_model(
 
     Args:
         config: Configuration of the model.
-        entries: What is stored, to see that the model is not far larger.
-        where: Where the configuration comes from, for messages.
-        dtype: Type of the model, by default that of its configuration.
+        entries: Headers of the stored tensors, to check that the model is not far larger.
+        where: Source of the configuration, for messages.
+        dtype: Type of the model; by default the one in its configuration.
         options: Passed to Transformers.
 
     Raises:

@@ -1,23 +1,24 @@
-"""What a checkpoint says of itself, in ``config.json`` or in the file that older tools wrote."""
+"""``config.json`` of a checkpoint, with the settings that older tools wrote to other files.
+
+AutoGPTQ wrote its settings to ``quantize_config.json`` alone, AutoAWQ to ``quant_config.json``.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from quark.torch.export.checkpoint.files import NATIVE, read_json
+from quark.torch.files import read_json
 
 CONFIG, SECTION = "config.json", "quantization_config"
-# File beside config.json -> method it is of where it does not say: AutoGPTQ, AutoAWQ.
-_BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}  # of AutoAWQ
-_TELLING = ("quant_method", "bits", "group_size", "sym", "zero_point", "checkpoint_format")
+# File with settings -> quant_method, which the file does not name.
+_SETTINGS_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}  # of AutoAWQ -> here
+_COMPARED = ("quant_method", "bits", "group_size", "sym", "zero_point", "checkpoint_format")
 
 
-def read_description(directory: str | Path) -> dict[str, Any]:
-    """Return ``config.json`` of a checkpoint, quantization settings of a file beside it included.
-
-    AutoGPTQ wrote them to ``quantize_config.json`` alone, and AutoAWQ to ``quant_config.json``.
+def read_config_json(directory: str | Path) -> dict[str, Any]:
+    """Return ``config.json`` of a checkpoint, with the quantization settings of other files.
 
     Args:
         directory: Directory of a model, quantized or not.
@@ -27,49 +28,45 @@ def read_description(directory: str | Path) -> dict[str, Any]:
         ValueError: A file is damaged, or two of them disagree.
     """
     path = Path(directory) / CONFIG
-    found = _read_object(path)
-    for name, method in _BESIDE.items():
+    config = _read_object(path)
+    for name, method in _SETTINGS_FILES.items():
         if not (path.parent / name).is_file():
             continue
-        beside = _read_object(path.parent / name)
-        beside = {_NAMES.get(k, k): value for k, value in beside.items() if value is not None}
-        section = found.get(SECTION)
+        settings = _read_object(path.parent / name)
+        settings = {_NAMES.get(k, k): value for k, value in settings.items() if value is not None}
+        section = config.get(SECTION)
         if section is None:
-            found[SECTION] = {"quant_method": method, **beside}
+            config[SECTION] = {"quant_method": method, **settings}
         elif isinstance(section, dict):
-            _check_agreement(section, beside, path.parent, name)
-    return found
+            _check_agreement(section, settings, path.parent, name)
+    return config
 
 
-def is_for_transformers(directory: str | Path) -> bool:
-    """Whether Transformers finds all that a directory says of its weights.
-
-    It takes neither the native format nor settings beside ``config.json``: weights that it does
-    not know would be left as they are initialized.
+def has_separate_settings(directory: str | Path) -> bool:
+    """Whether ``config.json`` lacks quantization settings that another file has.
 
     Raises:
         FileNotFoundError: There is no ``config.json``.
         ValueError: A file is damaged, or two of them disagree.
     """
-    described = read_description(directory)
-    said = _read_object(Path(directory) / CONFIG)
-    return not (Path(directory) / NATIVE).is_file() and said.get(SECTION) == described.get(SECTION)
+    stored = _read_object(Path(directory) / CONFIG)
+    return bool(read_config_json(directory).get(SECTION) != stored.get(SECTION))
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    found = read_json(path)
-    if not isinstance(found, dict):
+    data = read_json(path)
+    if not isinstance(data, dict):
         raise ValueError(f"{path} does not describe a model: expected an object.")
-    return found
+    return data
 
 
 def _check_agreement(
-    section: dict[str, Any], beside: dict[str, Any], directory: Path, name: str
+    section: dict[str, Any], settings: dict[str, Any], directory: Path, name: str
 ) -> None:
-    """Raise if two files tell one thing differently."""
-    for key in _TELLING:
-        if key in section and key in beside and section[key] != beside[key]:
+    """Raise if two files have different values for one setting."""
+    for key in _COMPARED:
+        if key in section and key in settings and section[key] != settings[key]:
             raise ValueError(
                 f"{directory}: {SECTION} of {CONFIG} has {key}={section[key]!r}, but {name} has "
-                f"{beside[key]!r}. Remove the one that is not true of the weights."
+                f"{settings[key]!r}. Remove the one that is not true of the weights."
             )

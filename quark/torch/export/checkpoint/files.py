@@ -1,98 +1,19 @@
-"""Files of a checkpoint: written beside their place and renamed, read tensor by tensor."""
+"""Files of a checkpoint: safetensors in shards, and the native format, read tensor by tensor."""
 
 from __future__ import annotations
 
-import json
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
+
+from quark.torch.files import parse_json, read_json, write_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 NATIVE = "model_state_dict.pth"
-
-
-@contextmanager
-def fresh_directory(path: str | Path, overwrite: bool = False, needed: int = 0) -> Iterator[Path]:
-    """Give a new directory to write to, which takes the place of ``path`` when all went well.
-
-    Args:
-        path: Where the directory goes. Missing parents are made.
-        overwrite: Whether an existing, non-empty directory may be replaced.
-        needed: Bytes that will be written.
-
-    Raises:
-        FileExistsError: The directory exists and is not empty.
-        OSError: The disk has less room than needed.
-    """
-    target = Path(path).resolve()
-    check_vacant(target, overwrite)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(target.parent).free
-    if free < needed:
-        raise OSError(
-            f"{target.parent} has {free / 1e9:.2f} GB free, but {needed / 1e9:.2f} GB will be "
-            "written: make room, or choose another directory."
-        )
-    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
-    try:
-        yield partial
-        _grant_default_modes(partial)
-        _replace(partial, target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def check_vacant(path: str | Path, overwrite: bool = False) -> None:
-    """Raise if ``path`` holds something that must not be replaced.
-
-    Raises:
-        FileExistsError: It is a file, or a directory that is not empty.
-    """
-    target = Path(path)
-    if target.is_dir() and not any(target.iterdir()):
-        return
-    if target.exists() and not (overwrite and target.is_dir()):
-        raise FileExistsError(
-            f"{target} already exists: choose another directory, remove it, or pass overwrite=True."
-        )
-
-
-def _grant_default_modes(directory: Path) -> None:
-    """Give files and directory the access of newly made ones, not that of temporary ones."""
-    probe = directory / ".probe"
-    probe.touch()
-    mode = probe.stat().st_mode & 0o666
-    probe.unlink()
-    for file in directory.iterdir():
-        file.chmod(mode)
-    directory.chmod(mode | (mode & 0o444) >> 2)
-
-
-def _replace(partial: Path, target: Path) -> None:
-    """Move ``partial`` to ``target``; what was there goes only once the new one stands."""
-    if not target.exists():
-        partial.rename(target)
-        return
-    old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old-", dir=target.parent))
-    target.rename(old / target.name)
-    try:
-        partial.rename(target)
-    except BaseException:
-        (old / target.name).rename(target)
-        raise
-    finally:
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def write_json(path: Path, data: Any) -> None:
-    """Write a JSON file for people to read."""
-    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
 def write_tensors(
@@ -111,12 +32,43 @@ def write_tensors(
         write_json(directory / INDEX, index)
 
 
-class Stored(NamedTuple):
-    """Where a tensor lies and what it is, as far as the header of its file says."""
+class Entry(Protocol):
+    """A tensor, or the header of one in a file."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Length of each axis."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the elements."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+
+
+class TensorHeader(NamedTuple):
+    """Header of a tensor in a file.
+
+    Attributes:
+        file: Name of the file.
+        shape: Shape of the tensor as it is read.
+        dtype: Its type.
+        stored_bytes: Bytes that it takes in the file, None if they are those of shape and type.
+    """
 
     file: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    stored_bytes: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the tensor takes in its file."""
+        if self.stored_bytes is not None:
+            return self.stored_bytes
+        return prod(self.shape) * self.dtype.itemsize
 
 
 # Types as safetensors spells them.
@@ -148,7 +100,7 @@ class CheckpointReader:
 
     def __init__(self, directory: str | Path, file: str | None = None) -> None:
         self.directory = Path(directory)
-        self.entries: dict[str, Stored] = {}
+        self.entries: dict[str, TensorHeader] = {}
         for name in [file] if file else self._files():
             for key, entry in self._header(name):
                 if key in self.entries:
@@ -171,7 +123,7 @@ class CheckpointReader:
                 raise FileNotFoundError(f"{self.directory} lacks {file}, which its index names.")
         return files
 
-    def _header(self, file: str) -> Iterator[tuple[str, Stored]]:
+    def _header(self, file: str) -> Iterator[tuple[str, TensorHeader]]:
         with self._open(file) as opened:
             self._check_names(file)
             for key in opened.keys():  # noqa: SIM118 - not a mapping
@@ -179,13 +131,13 @@ class CheckpointReader:
                 dtype = _DTYPES.get(entry.get_dtype())
                 if dtype is None:
                     raise ValueError(f"{file}: {key} has the unknown type {entry.get_dtype()}.")
-                yield key, Stored(file, tuple(entry.get_shape()), dtype)
+                yield key, TensorHeader(file, tuple(entry.get_shape()), dtype)
 
     def _check_names(self, file: str) -> None:
         """Raise if a sound header has a name twice: readers differ in which they take."""
         with (self.directory / file).open("rb") as opened:
             size = int.from_bytes(opened.read(8), "little")
-            _parse(opened.read(size), self.directory / file)
+            parse_json(opened.read(size), self.directory / file)
 
     def _open(self, file: str) -> Any:
         from safetensors import SafetensorError, safe_open
@@ -239,7 +191,7 @@ class NativeReader:
             raise ValueError(f"{path} holds something other than tensors.")
         self._state: dict[str, torch.Tensor] = dict(state)
         self.entries = {
-            key: Stored(NATIVE, tuple(value.shape), value.dtype)
+            key: TensorHeader(NATIVE, tuple(value.shape), value.dtype)
             for key, value in self._state.items()
         }
 
@@ -258,38 +210,6 @@ def _indexed_files(index: Path) -> list[str]:
     if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
         raise ValueError(f"{index} has no weight_map of tensor names to file names.")
     return sorted(set(files.values()))
-
-
-def read_json(path: str | Path) -> Any:
-    """Read a JSON file.
-
-    Raises:
-        FileNotFoundError: It is missing.
-        ValueError: It is not JSON, or has a name twice.
-    """
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"{path} does not exist.")
-    return _parse(Path(path).read_bytes(), path)
-
-
-def _parse(data: bytes, path: str | Path) -> Any:
-    try:
-        return json.loads(data, object_pairs_hook=_once)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} is there twice")
-    return found
-
-
-def size_of(tensors: dict[str, torch.Tensor]) -> int:
-    """Bytes of the tensors."""
-    return sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
 
 
 def _progress(items: Any, what: str) -> Any:

@@ -1,4 +1,4 @@
-"""From the files of a checkpoint to a model."""
+"""Reading a checkpoint: from headers to a model that is ready for its tensors, then to values."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from quark.torch.export.checkpoint.files import Stored
+from quark.torch.export.checkpoint.files import TensorHeader
 from quark.torch.export.checkpoint.rotation_config import declare_rotation, rotates_keys
-from quark.torch.export.checkpoint.transformers_names import in_model_names
-from quark.torch.export.formats.base import FORMATS, ExportFormat, format_class
+from quark.torch.export.checkpoint.transformers_names import rename_for_model
+from quark.torch.export.formats.base import ExportFormat
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import assign
-from quark.torch.quantization.config.name_lookup import nearest
+from quark.torch.quantization.config.name_lookup import names_as_subject, nearest
 from quark.torch.quantization.nn.attention import check_routes, key_projections, route_keys
-from quark.torch.quantization.nn.experts import fuse, unfuse
-from quark.torch.quantization.nn.layer import PARAMETERS, QuantMixin
+from quark.torch.quantization.nn.experts import split_experts, stack_experts
+from quark.torch.quantization.nn.layer import PARAMETERS, QuantizedLayer
 from quark.torch.quantization.nn.operators import is_operator
-from quark.torch.quantization.nn.packed import SHORT_NAMES, PackedMixin, PackedQuantizer
+from quark.torch.quantization.nn.packed import SHORT_NAMES, PackedLayer, PackedQuantizer
 
 logger = logging.getLogger(__name__)
 
 
 class Reader(Protocol):
-    """Where tensors come from."""
+    """Source of tensors."""
 
-    entries: dict[str, Stored]
+    entries: dict[str, TensorHeader]
 
     def tensor(self, key: str) -> torch.Tensor:
         """Return one tensor."""
@@ -41,37 +41,14 @@ class Reader(Protocol):
         ...
 
 
-def format_of(config_json: dict[str, Any], where: str) -> ExportFormat:
-    """Return the format of the checkpoint that a ``config.json`` describes.
-
-    Raises:
-        ValueError: It has no ``quantization_config``, or one of an unknown method, or one with
-            unknown keys or names.
-    """
-    section = config_json.get("quantization_config")
-    if not isinstance(section, dict):
-        raise ValueError(f"{where} has no quantization_config: this is not a quantized checkpoint.")
-    method = section.get("quant_method", "quark")
-    if not isinstance(method, str) or method not in FORMATS:
-        raise ValueError(
-            f"{where}: quant_method={method!r} is not read here (known: {', '.join(FORMATS)})."
-        )
-    try:
-        return format_class(method).of_section(section)
-    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError) as error:
-        raise ValueError(
-            f"{where}: the quantization_config of {method!r} is malformed ({error})."
-        ) from None
-
-
-def targets(model: nn.Module, config: Config) -> dict[str, QuantizationConfig]:
+def quantized_layers(model: nn.Module, config: Config) -> dict[str, QuantizationConfig]:
     """Return the configuration of each layer that a checkpoint stores quantized.
 
     Raises:
         ValueError: The model is quantized already, nothing matches, or keys are quantized after
             rotary embedding, but not in this architecture.
     """
-    if any(isinstance(m, (QuantMixin, PackedMixin)) for m in model.modules()):
+    if any(isinstance(m, QuantizedLayer) for m in model.modules()):
         raise ValueError("The model is quantized already: give the float architecture.")
     operators = {n: type(m) for n, m in model.named_modules() if is_operator(type(m))}
     layers = assign(operators, config)
@@ -84,33 +61,35 @@ def targets(model: nn.Module, config: Config) -> dict[str, QuantizationConfig]:
     return layers
 
 
-def receive(model: nn.Module, fmt: ExportFormat, layers: dict[str, QuantizationConfig]) -> None:
-    """Turn the named layers in place into ones that take stored tensors."""
+def prepare_layers(
+    model: nn.Module, fmt: ExportFormat, layers: dict[str, QuantizationConfig]
+) -> None:
+    """Replace layers in place by packed layers that take stored tensors."""
     for name, layer in layers.items():
         module = model.get_submodule(name)
         if is_operator(type(module)):
-            _receive(module, name, layer, fmt)
+            _prepare_layer(module, name, layer, fmt)
     route_keys(model, key_projections(layers, fmt.config), rotates_keys(fmt.config))
 
 
-def _receive(
+def _prepare_layer(
     module: nn.Module, name: str, layer: QuantizationConfig, fmt: ExportFormat
 ) -> nn.Module:
-    made = fmt.receive(module, layer)
-    assert isinstance(made, PackedMixin)
-    declare_rotation(made, name, fmt.config)
-    return made
+    packed = fmt.prepare_for_load(module, layer)
+    assert isinstance(packed, PackedLayer)
+    declare_rotation(packed, name, fmt.config)
+    return packed
 
 
 class Loading(NamedTuple):
-    """A model that is ready for the tensors of a checkpoint, all checked but none read.
+    """A model that is ready for the tensors of a checkpoint; only headers have been read.
 
     Attributes:
-        model: The model, its quantized layers replaced by empty ones.
+        model: The model, with empty packed layers.
         fmt: Format of the checkpoint.
         reader: Its tensors, under the names of the model.
         outline: The state the model will have, on the meta device.
-        tied: Names of tensors that are the same as others, and of these.
+        tied: Names of tied tensors -> names of the tensors that they are tied to.
         devices: Where parameters and buffers were.
     """
 
@@ -131,8 +110,8 @@ class Loading(NamedTuple):
             expected = absent.pop(name, None)
             if expected is not None:
                 device = devices.get(name, fallback)
-                taken = fmt.taken(key, tensor).reshape(expected.shape)
-                _assign(model, name, taken.to(fallback if device.type == "meta" else device))
+                value = fmt.convert_loaded(key, tensor).reshape(expected.shape)
+                _assign(model, name, value.to(fallback if device.type == "meta" else device))
         for name, expected in absent.items():
             if name.endswith(".zero_point"):
                 _assign(model, name, _zeros(model, name, expected, fallback))
@@ -143,12 +122,12 @@ class Loading(NamedTuple):
             if name in absent:
                 _share(model, name, source)
             elif hasattr(model, "config"):
-                # Stored apart, so what the architecture ties is not tied in this model.
+                # Stored separately, so the tensors that the architecture ties differ in this model.
                 model.config.tie_word_embeddings = False  # type: ignore[union-attr]
         return model.eval()
 
 
-def ready(model: nn.Module, fmt: ExportFormat, reader: Reader) -> Loading:
+def prepare_load(model: nn.Module, fmt: ExportFormat, reader: Reader) -> Loading:
     """Check the headers of a checkpoint and make ``model`` ready for its tensors, in place.
 
     Everything is checked before the model is touched. Values of quantized layers are dropped.
@@ -156,20 +135,20 @@ def ready(model: nn.Module, fmt: ExportFormat, reader: Reader) -> Loading:
     Raises:
         ValueError: Tensors are missing, unexpected, or of the wrong shape or type.
     """
-    experts = unfuse(model)
+    experts = split_experts(model)
     try:
-        layers = fmt.found(targets(model, fmt.config), reader)
-        fuse(experts, keep=layers)
-        reader = in_model_names(reader, model)
+        layers = fmt.stored_layers(quantized_layers(model, fmt.config), reader)
+        stack_experts(experts, keep=layers)
+        reader = rename_for_model(reader, model)
         outline = _outline(model, fmt, layers)
         tied = {n: s for n, s in _tied(model).items() if n in outline and s in outline}
         _check(model, outline, _optional(fmt, layers, tied), fmt, reader)
         _check_buffers(model)
     except BaseException:
-        fuse(experts)
+        stack_experts(experts)
         raise
     devices = {n: p.device for n, p in [*model.named_parameters(), *model.named_buffers()]}
-    receive(model, fmt, layers)
+    prepare_layers(model, fmt, layers)
     model.quant_config = fmt.config  # type: ignore[assignment]
     return Loading(model, fmt, reader, outline, tied, devices)
 
@@ -184,13 +163,13 @@ def load(model: nn.Module, fmt: ExportFormat, reader: Reader) -> nn.Module:
     Raises:
         ValueError: Tensors are missing, unexpected, or of the wrong shape or type.
     """
-    return ready(model, fmt, reader).fill()
+    return prepare_load(model, fmt, reader).fill()
 
 
 def _optional(
     fmt: ExportFormat, layers: dict[str, QuantizationConfig], tied: dict[str, str]
 ) -> set[str]:
-    """Return the names of tensors that need not be stored: they are known, or tied to others."""
+    """Return the names of tensors that may be missing: they are known, or tied to others."""
     packed = {f"{n}.{t}" for n, layer in layers.items() for t, _ in layer.specs()}
     known = {f"{n}.{t}" for n, layer in layers.items() for t in _known_offsets(layer, fmt)}
     known |= {f"{n}.weight_groups" for n in layers}
@@ -198,7 +177,7 @@ def _optional(
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
-    """Return the names of tensors that are the same as another one, and of that one."""
+    """Return names of tied tensors -> names of the tensors that they are tied to."""
     tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
     first: dict[int, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -227,7 +206,7 @@ def _outline(
     }
     for name, layer in layers.items():
         empty = _on_meta(model.get_submodule(name))
-        for key, tensor in _receive(empty, name, layer, fmt).state_dict().items():
+        for key, tensor in _prepare_layer(empty, name, layer, fmt).state_dict().items():
             outline[f"{name}.{key}"] = tensor
     return outline
 
@@ -252,7 +231,7 @@ def _check(
     fmt: ExportFormat,
     reader: Reader,
 ) -> None:
-    """Compare the headers with what the model needs."""
+    """Check the headers against the state of the model."""
     stored = {n: entry for key, entry in reader.entries.items() if (n := fmt.state_name(key))}
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
     missing = [n for n in outline if n not in stored and n not in optional]
@@ -265,9 +244,11 @@ def _check(
     problems = []
     if missing:
         near = nearest(missing[0], stored, 1)
-        problems.append(f"{_some(missing)} missing" + (f" (there is {near[0]})" if near else ""))
+        problems.append(
+            f"{names_as_subject(missing)} missing" + (f" (there is {near[0]})" if near else "")
+        )
     if extra:
-        problems.append(f"{_some(extra)} unexpected")
+        problems.append(f"{names_as_subject(extra)} unexpected")
     if wrong:
         problems.append("; ".join(wrong[:3]) + (" …" if len(wrong) > 3 else ""))
     if problems:
@@ -276,7 +257,7 @@ def _check(
         )
 
 
-def _fits(entry: Stored, expected: torch.Tensor, is_offset: bool) -> bool:
+def _fits(entry: TensorHeader, expected: torch.Tensor, is_offset: bool) -> bool:
     """Whether shapes agree, and types do or are both wide floats (or both integer offsets).
 
     A single number has any shape of one element: tools differ in that.
@@ -299,9 +280,9 @@ def _known_offsets(layer: QuantizationConfig, fmt: ExportFormat) -> list[str]:
 
 
 def _may_ignore(name: str, outline: dict[str, torch.Tensor], ignored: list[str]) -> bool:
-    """Whether a stored tensor can be passed over.
+    """Whether a stored tensor can be ignored.
 
-    Such are buffers that are computed, and the scale that earlier versions wrote beside casts.
+    These are buffers that are computed, and scales that earlier versions wrote for casts.
     """
     layer = name.rsplit(".", 2)[0]
     cast = name.endswith("_quantizer.scale") and f"{layer}.weight" in outline
@@ -336,8 +317,8 @@ def _check_buffers(model: nn.Module) -> None:
     absent = [n for n, b in model.named_buffers() if b.is_meta and n not in state]
     if absent and not hasattr(model, "_init_weights"):
         raise ValueError(
-            f"{_some(absent)} not stored and cannot be computed: build the model on a real device "
-            "instead of meta."
+            f"{names_as_subject(absent)} not stored and cannot be computed: build the model on a "
+            "real device instead of meta."
         )
 
 
@@ -348,7 +329,7 @@ def _compute_buffers(model: nn.Module, device: torch.device) -> None:
         absent = {n: b for n, b in buffers.items() if b is not None and b.is_meta}
         if not absent:
             continue
-        # Transformers initializes a module as a whole: what was read stands aside meanwhile.
+        # Transformers initializes a whole module: tensors that were read are put back afterwards.
         held: list[dict[str, Any]] = [module._parameters, buffers]
         read = [{n: t for n, t in tensors.items() if n not in absent} for tensors in held]
         for tensors in held:
@@ -358,8 +339,3 @@ def _compute_buffers(model: nn.Module, device: torch.device) -> None:
         model._init_weights(module)  # type: ignore[operator]
         for tensors, kept in zip(held, read, strict=True):
             tensors.update(kept)
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(sorted(names)[:3]) + more + (" are" if len(names) > 1 else " is")

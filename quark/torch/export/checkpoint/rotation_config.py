@@ -1,4 +1,4 @@
-"""What the configuration of a checkpoint tells of rotations that stay in the forward pass."""
+"""The part of the configuration that describes rotations in the forward pass."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 
 from quark.torch.quantization.config.algo import OnlineRotationConfig, RotationConfig
 from quark.torch.quantization.config.config import Config
-from quark.torch.quantization.nn.packed import PackedMixin
+from quark.torch.quantization.nn.packed import PackedLayer
 
 
-def naming_rotations(
+def with_rotations(
     config: Config, rotations: Mapping[str, torch.Tensor], has_keys: bool = False
 ) -> Config:
-    """Return a configuration that names the layers whose inputs are rotated, as readers need it.
+    """Return a configuration that names the layers with rotated inputs, as readers need it.
 
     They look at the first algorithm, and take the matrices for +-1 unless it is ``trainable``. What
     was learned is part of the weights, so that this says what is stored, not how it came about.
@@ -48,12 +48,12 @@ def naming_rotations(
 
 
 def rotates_keys(config: Config) -> bool:
-    """Whether a configuration tells of queries and keys that are rotated."""
+    """Whether queries and keys are rotated under a configuration."""
     return any(isinstance(a, RotationConfig) and a.r3 for a in config.algo_config or [])
 
 
-def declare_rotation(layer: PackedMixin, name: str, config: Config) -> None:
-    """Make room for the rotation of the input of a layer if a configuration tells of one."""
+def declare_rotation(layer: PackedLayer, name: str, config: Config) -> None:
+    """Declare the input rotation of a layer, if the configuration has one."""
     for options in config.algo_config or []:
         if isinstance(options, RotationConfig) and _is_rotated(name, options):
             kind = torch.float64 if options.trainable else torch.int8

@@ -1,4 +1,4 @@
-"""Checkpoints whose tensors go by other names than the model's, or are cut otherwise.
+"""Names of tensors in checkpoints of Transformers that differ from those of the model.
 
 Transformers renames and fuses tensors of some architectures when it loads them (the experts of
 Mixtral become one tensor) and undoes that when it saves; what is exported is in the saved form.
@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.torch.export.checkpoint.files import Stored
+from quark.torch.export.checkpoint.files import TensorHeader
 
 
-def in_model_names(reader: Any, model: nn.Module) -> Any:
-    """Return a reader that gives tensors as ``model`` holds them: ``reader`` if they are already.
+def rename_for_model(reader: Any, model: nn.Module) -> Any:
+    """Return a reader with the names and shapes of ``model``; ``reader`` itself if it has them.
 
     Args:
         reader: Tensors of a checkpoint.
@@ -37,7 +37,7 @@ def in_model_names(reader: Any, model: nn.Module) -> Any:
 
 
 def saved_names(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Return module names as a checkpoint has them."""
+    """Return module names as a checkpoint stores them."""
     names = list(names)
     if not hasattr(model, "save_pretrained"):
         return names
@@ -71,7 +71,7 @@ class ConvertedReader:
         self.names: dict[str, tuple[str, str | None]] = {}  # stored name -> name, pattern
         self.parts: dict[str, list[str]] = {}  # first name of a fused tensor -> stored names
         modules, state = {name for name, _ in model.named_modules()}, set(model.state_dict())
-        self.entries: dict[str, Stored] = {}
+        self.entries: dict[str, TensorHeader] = {}
         for key in sorted(reader.entries, key=dot_natural_key):
             name, pattern = rename_source_key(key, renamings, converters)
             if pattern is None and not {key.rpartition(".")[0]}.isdisjoint(modules):
@@ -93,10 +93,10 @@ class ConvertedReader:
             }
             file = headers[keys[0]].file
             for target, tensor in self._fuse(name, empty).items():
-                self.entries[target] = Stored(file, tuple(tensor.shape), tensor.dtype)
+                self.entries[target] = TensorHeader(file, tuple(tensor.shape), tensor.dtype)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Iterate over all tensors; parts are held only until the last of a fused one is read."""
+        """Iterate over all tensors. Parts of a fused tensor are held until the last one is read."""
         waiting: dict[str, dict[str, torch.Tensor]] = {name: {} for name in self.parts}
         for key, tensor in self.reader.tensors():
             name, pattern = self.names[key]

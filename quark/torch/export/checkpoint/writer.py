@@ -1,4 +1,4 @@
-"""From a quantized model to the tensors and the configuration of a checkpoint."""
+"""Writing a checkpoint: the tensors and the configuration of a quantized model."""
 
 from __future__ import annotations
 
@@ -12,38 +12,39 @@ import torch
 from torch import nn
 
 from quark import __version__
-from quark.torch.export.checkpoint.rotation_config import naming_rotations
+from quark.torch.export.checkpoint.rotation_config import with_rotations
 from quark.torch.export.checkpoint.transformers_names import saved_names
-from quark.torch.export.checks import check_rest, report_experts
+from quark.torch.export.checks import check_rest
+from quark.torch.export.expert_tokens import report_experts
 from quark.torch.export.formats.base import ExportFormat, get_format
-from quark.torch.quantization.calibration import merged_scale, siblings
+from quark.torch.quantization.calibration import group_by_parent, merged_scale
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.match import config_for, without_order
 from quark.torch.quantization.nn.attention import key_routes
 from quark.torch.quantization.nn.experts import is_stacked
-from quark.torch.quantization.nn.layer import QuantMixin
+from quark.torch.quantization.nn.layer import QuantizedLayer, float_class
 from quark.torch.quantization.nn.operators import is_operator
-from quark.torch.quantization.nn.packed import PackedMixin
 
 logger = logging.getLogger(__name__)
 
 Scales = dict[str, dict[str, torch.Tensor]]  # layer -> tensor of the configuration -> scale
-_QUANTIZED = (QuantMixin, PackedMixin)
 
 
 def check_exportable(model: nn.Module) -> None:
-    """Raise if a model has no quantized values to be written.
+    """Check that a model is quantized and frozen.
 
     Raises:
         ValueError: It is not quantized or not frozen.
     """
-    if not any(isinstance(m, _QUANTIZED) for m in model.modules()):
+    if not any(isinstance(m, QuantizedLayer) for m in model.modules()):
         raise ValueError(
             "The model has no quantized module: call ModelQuantizer.quantize_model and freeze "
             "before an export."
         )
-    unfrozen = [n for n, m in model.named_modules() if isinstance(m, QuantMixin) and not m.frozen]
+    unfrozen = [
+        n for n, m in model.named_modules() if isinstance(m, QuantizedLayer) and not m.frozen
+    ]
     if unfrozen:
         raise ValueError(
             f"{unfrozen[0]} and {len(unfrozen) - 1} more modules are not frozen: "
@@ -52,7 +53,7 @@ def check_exportable(model: nn.Module) -> None:
 
 
 def check_present(model: nn.Module) -> None:
-    """Raise if a model has no values.
+    """Check that a model has values, which tensors on the meta device have not.
 
     Raises:
         ValueError: Tensors are on the meta device.
@@ -68,7 +69,7 @@ def check_present(model: nn.Module) -> None:
 def make_format(
     model: nn.Module, config: Config | None, options: JsonExporterConfig, mode: str
 ) -> ExportFormat:
-    """Return the format that writes ``model``, under its configuration made order-free.
+    """Return the format that writes ``model``, with a configuration that no order of rules changes.
 
     Raises:
         ValueError: The model is not quantized, no configuration is given or remembered, or the
@@ -79,8 +80,8 @@ def make_format(
     if config is None:
         raise ValueError("Pass quant_config: the model does not remember how it was quantized.")
     options = _completed(options, config)
-    names = {n: _operator(m) for n, m in model.named_modules() if n}
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, _QUANTIZED)}
+    names = {n: float_class(m) for n, m in model.named_modules() if n}
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLayer)}
     rotations = {n: m.input_rotation for n, m in layers.items() if m.input_rotation is not None}
     routes = key_routes(model)
     has_keys = any(route.rotates for route in routes)
@@ -90,15 +91,15 @@ def make_format(
             "quantize without r3, or use custom_mode='quark'."
         )
     config = replace(config, version=__version__, kv_cache_post_rope=bool(routes))
-    config = without_order(names, naming_rotations(config, rotations, has_keys))
+    config = without_order(names, with_rotations(config, rotations, has_keys))
     fmt = get_format(mode, _naming_all(model, config), options)
     saved = dict(zip(saved_names(model, layers), layers.values(), strict=True))
-    fmt.admit({**layers, **saved}, _left(model))
+    fmt.check_writable({**layers, **saved}, _left(model))
     return fmt
 
 
 def _completed(options: JsonExporterConfig, config: Config) -> JsonExporterConfig:
-    """Return options of an export with what the model, or an export it was read from, has."""
+    """Return options completed with those of the model, or of the export it was read from."""
     before = config.export or JsonExporterConfig()
     group = options.kv_cache_group or config.kv_cache_group or before.kv_cache_group
     return replace(
@@ -110,8 +111,8 @@ def _completed(options: JsonExporterConfig, config: Config) -> JsonExporterConfi
 
 
 def _left(model: nn.Module) -> list[str]:
-    """Return the names of what other software may take for linear layers, but stays in float."""
-    known = (*_QUANTIZED, nn.Embedding)
+    """Return the names of float modules that other software may take for linear layers."""
+    known = (QuantizedLayer, nn.Embedding)
     modules = {n: m for n, m in model.named_modules() if not isinstance(m, known)}
     weights = {n: m._parameters.get("weight") for n, m in modules.items()}
     matrices = {n for n, weight in weights.items() if weight is not None and weight.dim() == 2}
@@ -120,24 +121,24 @@ def _left(model: nn.Module) -> list[str]:
 
 
 def _naming_all(model: nn.Module, config: Config) -> Config:
-    """Name what is left in float as other software knows it.
+    """Return a configuration that excludes float layers by the names that other software uses.
 
-    Some layers are linear elsewhere but not here, such as the routers of experts, or experts that
-    are stacked; some go by another name in the checkpoint.
+    Some layers are linear in other software but not here, such as routers of experts, or stacked
+    experts. Some have another name in the checkpoint.
     """
     exclude = list(config.exclude)
     for name, module in model.named_modules():
         if is_stacked(module):
             exclude += [name, f"{name}.*"]
         weight = module._parameters.get("weight")
-        own = weight is not None and weight.dim() == 2 and not isinstance(module, _QUANTIZED)
+        own = weight is not None and weight.dim() == 2 and not isinstance(module, QuantizedLayer)
         if own and not is_operator(type(module)) and config_for(name, type(module), config):
             exclude.append(name)
     return replace(config, exclude=list(dict.fromkeys([*exclude, *saved_names(model, exclude)])))
 
 
 def _remembered(model: nn.Module) -> Config | None:
-    """Return the configuration that a model got here, or from Transformers when it was loaded."""
+    """Return the configuration that quantization or Transformers stored on a model."""
     of_transformers = getattr(getattr(model, "config", None), "quantization_config", None)
     for holder in (model, of_transformers):
         config = getattr(holder, "quant_config", None)
@@ -146,12 +147,8 @@ def _remembered(model: nn.Module) -> Config | None:
     return None
 
 
-def _operator(module: nn.Module) -> type[nn.Module]:
-    return module.float_class if isinstance(module, _QUANTIZED) else type(module)
-
-
 def collect(model: nn.Module, fmt: ExportFormat) -> dict[str, torch.Tensor]:
-    """Return the tensors of a checkpoint under the names it stores them by.
+    """Return the tensors of a checkpoint by their stored names.
 
     The model is not changed. Tied tensors appear once.
 
@@ -159,10 +156,10 @@ def collect(model: nn.Module, fmt: ExportFormat) -> dict[str, torch.Tensor]:
         ValueError: The model has no values, or such as no reader can make sense of.
     """
     check_present(model)
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, _QUANTIZED)}
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLayer)}
     scales = _merged_scales(layers, fmt.options)
     every_name = {
-        n for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, _QUANTIZED)
+        n for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, QuantizedLayer)
     }
     # A quantized layer holds tensors itself and in its quantizers.
     state = {
@@ -174,7 +171,7 @@ def collect(model: nn.Module, fmt: ExportFormat) -> dict[str, torch.Tensor]:
     report_experts(model)
     for name, layer in layers.items():
         try:
-            found = fmt.tensors(layer, scales.get(name, {}))
+            found = fmt.layer_tensors(layer, scales.get(name, {}))
         except ValueError as error:
             raise ValueError(f"{name} cannot be written: {error}") from None
         for part, tensor in found.items():
@@ -183,13 +180,13 @@ def collect(model: nn.Module, fmt: ExportFormat) -> dict[str, torch.Tensor]:
 
 
 def _merged_scales(layers: dict[str, Any], options: JsonExporterConfig) -> Scales:
-    """Scales that the options of the export change, with a warning: the frozen model has others."""
+    """Return the scales that the options of the export change, and warn about them."""
     scales: Scales = {}
     wanted = [(group, "weight", 0.0) for group in options.weight_merge_groups or []]
     wanted.append((options.kv_cache_group, "output_tensors", options.min_kv_scale))
     for group, tensor, floor in wanted:
-        for members in siblings(layers, group):
-            states = [layers[name].state(tensor) for name in members]
+        for members in group_by_parent(layers, group):
+            states = [layers[name].quantized_tensor(tensor) for name in members]
             scale = merged_scale(states)
             if scale is None:
                 continue
@@ -209,7 +206,7 @@ def _merged_scales(layers: dict[str, Any], options: JsonExporterConfig) -> Scale
 
 
 def _untie(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Keep one name of each tensor that goes by several."""
+    """Keep one name of each tensor that has several."""
     secondary = set(getattr(model, "all_tied_weights_keys", None) or ())
     owners: dict[tuple[Any, ...], str] = {}
     for name in sorted(state, key=lambda n: n in secondary):
@@ -220,12 +217,12 @@ def _untie(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return what two tensors have in common only if they are the same values in memory."""
+    """Return a key that two tensors share only if they are the same values in memory."""
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _original_names(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Undo the renaming and fusing that Transformers does when it loads some architectures."""
+    """Undo the renaming and fusing of Transformers when it loads some architectures."""
     if not hasattr(model, "save_pretrained"):
         return state
     try:
@@ -240,7 +237,7 @@ def write_model_files(
     model: nn.Module, section: dict[str, Any], directory: Path, tokenizer: Any | None
 ) -> None:
     """Write config.json, the generation configuration and the tokenizer."""
-    from quark.torch.export.checkpoint.files import write_json
+    from quark.torch.files import write_json
 
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "save_pretrained"):
@@ -264,13 +261,13 @@ def write_model_files(
 
 
 def _has_untied(model: nn.Module) -> bool:
-    """Whether tensors that the architecture ties are apart, as where one of them is quantized."""
+    """Whether tensors that the architecture ties differ, for instance if one is quantized."""
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     state = model.state_dict()
     return any(_place(state[name]) != _place(state[source]) for name, source in tied.items())
 
 
 def _float_type(model: nn.Module) -> torch.dtype | None:
-    """Return the type of the first parameter that is not made of codes."""
+    """Return the type of the first parameter that holds values, not codes."""
     types = (p.dtype for p in model.parameters())
     return next((t for t in types if t.is_floating_point and t.itemsize > 1), None)

@@ -1,7 +1,8 @@
-"""The layout of AutoAWQ's GEMM kernels: ``quant_method`` "awq".
+"""The format of AutoAWQ: ``quant_method`` "awq".
 
-Per layer: ``qweight`` int32 [K, N/8] with codes in the interleaved order, ``qzeros`` int32
-[K/g, N/8] likewise, ``scales`` [K/g, N] in the ``scale_type`` of the weight. Codes are unsigned.
+Per layer of N outputs and K inputs in groups of g: ``qweight`` int32 [K, N/8] and ``qzeros`` int32
+[K/g, N/8], eight unsigned 4-bit codes per word in interleaved order (``layouts/awq.py``);
+``scales`` [K/g, N] in the ``scale_type`` of the weight.
 """
 
 from __future__ import annotations
@@ -9,115 +10,114 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import torch
-
 from quark.torch.export.formats.config_section import (
-    group_size,
-    named_config,
-    names_in,
-    required,
-    unsigned_spec,
+    config_for_blocks,
+    config_without,
+    read_choice,
+    read_group_size,
+    read_names,
+    unsigned_weight_spec,
+    with_all_weight_fields,
+    with_weight_fields,
 )
-from quark.torch.export.formats.layouts.packed import PackedLayout
-from quark.torch.export.formats.third_party import (
-    ForeignFormat,
-    group_of,
-    integer_problem,
-    shape_of,
-    unsigned,
+from quark.torch.export.formats.layer_checks import (
+    integer_weight_problem,
+    weight_group_size,
     weight_only_problem,
-    with_weight,
-    with_weights,
+    weight_shape,
+    weight_spec,
 )
+from quark.torch.export.formats.layouts.awq import MIDDLE_ZEROS, AwqLayout
+from quark.torch.export.formats.third_party import ThirdPartyFormat
 from quark.torch.quantization.config.config import Config, QuantizationConfig
-from quark.torch.quantization.nn.packed import Layout, Stored
-from quark.torch.quantization.nn.quantizer import State
-
-MIDDLES = -0x77777778  # eight codes of 8
+from quark.torch.quantization.nn.layer import QuantizedLayer
+from quark.torch.quantization.nn.packed import TensorLayout
 
 
-class AwqLayout(PackedLayout):
-    """Words of neighbouring outputs, interleaved, of codes without sign."""
-
-    def pack(self, state: State, value: torch.Tensor | None) -> Stored:
-        """Return codes, scales and zero points as they are stored."""
-        return super().pack(unsigned(state), value)
-
-
-class AwqFormat(ForeignFormat):
+class AwqFormat(ThirdPartyFormat):
     """4-bit weights per group, read by Transformers with gptqmodel, AutoAWQ and vLLM."""
 
     name = "awq"
-    holds = (
+    transformers_packages: ClassVar = {"gptqmodel": "gptqmodel"}
+    supported = (
         "uint4 or int4 weights per group of a positive group_size, of Linear layers inside of the "
         "model's blocks with a multiple of 8 outputs, inputs in float"
     )
-    renamed: ClassVar = {
+    tensor_names: ClassVar = {
         "weight": "qweight",
         "weight_scale": "scales",
         "weight_zero_point": "qzeros",
     }
-    group: int
+    group_size: int
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> TensorLayout:
         """Layout of the tensors."""
-        return AwqLayout("reorder")
+        return AwqLayout()
 
-    def admit(self, layers: Mapping[str, Any], left: Sequence[str]) -> None:
-        """Check the layers, and that the names of those in float do not match others too."""
+    def check_writable(
+        self, layers: Mapping[str, QuantizedLayer], float_layers: Sequence[str]
+    ) -> None:
+        """Check every layer, and that no float layer's name is part of a quantized layer's name.
+
+        Raises:
+            ValueError: The format cannot hold a layer, or its section cannot exclude one.
+        """
         if self.options.pack_method != "reorder":
             raise ValueError("custom_mode='awq' has its own order of codes: leave out pack_method.")
-        super().admit(layers, left)
-        self.group = self.one_of_all(
-            {name: group_of(layer.quant_config.weight) for name, layer in layers.items()}
+        super().check_writable(layers, float_layers)
+        self.group_size = self.common_scheme(
+            {name: weight_group_size(weight_spec(layer)) for name, layer in layers.items()}
         )
+        # AutoAWQ excludes layers by substring: "mlp.gate" would also exclude "mlp.gate_proj".
         for name in layers:
-            inside = next((part for part in left if part in name), None)
-            if inside:
+            part = next((part for part in float_layers if part in name), None)
+            if part:
                 raise ValueError(
-                    f"custom_mode='awq' leaves out layers by parts of names, and {inside}, in "
+                    f"custom_mode='awq' leaves out layers by parts of names, and {part}, in "
                     f"float, is part of {name}: exclude both, or use custom_mode='quark'."
                 )
 
-    def problem(self, name: str, layer: Any) -> str | None:
-        """Return why a layer cannot be held, or None."""
-        config = layer.quant_config
-        problem = weight_only_problem(name, config) or integer_problem(config.weight, (4,))
-        if problem is None and group_of(config.weight) <= 0:
+    def layer_problem(self, name: str, layer: QuantizedLayer) -> str | None:
+        """Return why the format cannot hold a layer, or None."""
+        weight = weight_spec(layer)
+        problem = weight_only_problem(name, layer.quant_config)
+        problem = problem or integer_weight_problem(weight, (4,))
+        if problem is None and weight_group_size(weight) <= 0:
             problem = "its weight has no groups"
-        if problem is None and shape_of(layer)[0] % 8:
-            problem = f"it has {shape_of(layer)[0]} outputs"
+        if problem is None and weight_shape(layer)[0] % 8:
+            problem = f"it has {weight_shape(layer)[0]} outputs"
         return problem
 
-    def section(self) -> dict[str, Any]:
-        """Return what AutoAWQ writes; zero points are stored even where they are all the same."""
+    def config_section(self) -> dict[str, Any]:
+        """Return the section as AutoAWQ writes it; zero points are stored for any scheme."""
         return {
             "bits": 4,
-            "group_size": self.group,
-            "modules_to_not_convert": list(self.left),
+            "group_size": self.group_size,
+            "modules_to_not_convert": list(self.float_layers),
             "quant_method": self.name,
             "version": "gemm",
             "zero_point": True,
         }
 
-    def found(
+    def stored_layers(
         self, layers: dict[str, QuantizationConfig], reader: Any
     ) -> dict[str, QuantizationConfig]:
-        """Return the layers whose codes are stored, symmetric if all zero points are the middle."""
-        layers = super().found(layers, reader)
+        """Return the layers stored in codes, symmetric if all zero points are the middle code."""
+        layers = super().stored_layers(layers, reader)
         zeros = (reader.tensor(key) for key in reader.entries if key.endswith(".qzeros"))
-        if not all((words == MIDDLES).all() for words in zeros):
+        if not all((words == MIDDLE_ZEROS).all() for words in zeros):
             return layers
-        self.config = with_weights(self.config, symmetric=True)
-        return {name: with_weight(layer, symmetric=True) for name, layer in layers.items()}
+        self.config = with_all_weight_fields(self.config, symmetric=True)
+        return {name: with_weight_fields(layer, symmetric=True) for name, layer in layers.items()}
 
     @classmethod
-    def read(cls, section: dict[str, Any]) -> Config:
-        """Return uint4 per group for all layers but those named."""
-        required(section, "bits", (4,), 4)
-        required(section, "version", ("gemm", "GEMM"), "gemm")
-        required(section, "zero_point", (True,), True)
-        weight = unsigned_spec(4, group_size(section, 128), symmetric=False)
-        left = names_in(section, "modules_to_not_convert")
-        return named_config(QuantizationConfig(weight=weight), left or None)
+    def parse_section(cls, section: dict[str, Any]) -> Config:
+        """Return uint4 per group, for all layers but those excluded or for those of the blocks."""
+        read_choice(section, "bits", (4,), 4)
+        read_choice(section, "version", ("gemm", "GEMM"), "gemm")
+        read_choice(section, "zero_point", (True,), True)
+        weight = unsigned_weight_spec(4, read_group_size(section, 128), symmetric=False)
+        layer = QuantizationConfig(weight=weight)
+        excluded = read_names(section, "modules_to_not_convert")
+        return config_without(layer, excluded) if excluded else config_for_blocks(layer)

@@ -1,120 +1,137 @@
-"""What a checkpoint format is, and the table of them."""
+"""The interface of a checkpoint format: how quantized layers are stored as tensors."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from importlib import import_module
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from quark.torch.export.checkpoint.files import Entry
+from quark.torch.export.formats.registry import FORMATS, load_format
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.name_lookup import one_of
-
-# Name given as ``custom_mode`` -> "module:class", loaded on use.
-FORMATS: dict[str, str] = {
-    "quark": "quark.torch.export.formats.quark:QuarkFormat",
-    "awq": "quark.torch.export.formats.awq:AwqFormat",
-    "gptq": "quark.torch.export.formats.gptq:GptqFormat",
-    "compressed-tensors": "quark.torch.export.formats.compressed_tensors:CompressedTensorsFormat",
-    "fp8": "quark.torch.export.formats.fp8:Fp8Format",
-}
+from quark.torch.quantization.config.spec import QuantizationSpec
+from quark.torch.quantization.nn.layer import QuantizedLayer
 
 
 class ExportFormat(ABC):
-    """How quantized layers and their configuration are stored.
+    """A checkpoint format: the layout of tensors, their names, and the section of config.json.
 
-    Import is the same object run backwards: what ``tensors`` writes, a layer made by ``receive``
-    takes.
+    The same class writes and reads. Writing calls ``check_writable``, then ``layer_tensors`` and
+    ``stored_name`` for each layer, then ``config_section``. Reading calls ``from_section``,
+    ``stored_layers``, ``prepare_for_load`` for each layer, then ``state_name`` and
+    ``convert_loaded`` for each tensor.
 
     Args:
         config: Configuration of the model.
         options: Options of the export.
+
+    Attributes:
+        name: Name in ``FORMATS``.
+        transformers_packages: Modules -> distributions that Transformers needs to load it; None if
+            not every machine can load it.
     """
 
     name: str
+    transformers_packages: ClassVar[Mapping[str, str] | None] = None
 
     def __init__(self, config: Config, options: JsonExporterConfig) -> None:
         self.config = config
         self.options = options
 
     @classmethod
-    def read(cls, section: dict[str, Any]) -> Config:
-        """Return the configuration that a ``quantization_config`` stands for.
+    def parse_section(cls, section: dict[str, Any]) -> Config:
+        """Return the configuration that a ``quantization_config`` describes.
 
         Raises:
-            ValueError: It says something that is not understood.
+            ValueError: The section has a key or a value that is not supported.
         """
         return Config.from_dict(section)
 
     @classmethod
-    def of_section(cls, section: dict[str, Any]) -> ExportFormat:
-        """Return the format that a ``quantization_config`` stands for.
+    def from_section(cls, section: dict[str, Any]) -> ExportFormat:
+        """Return the format that reads a checkpoint with this ``quantization_config``.
 
         Raises:
-            ValueError: It says something that is not understood.
+            ValueError: The section has a key or a value that is not supported.
         """
-        config = cls.read(section)
+        config = cls.parse_section(section)
         return cls(config, config.export or JsonExporterConfig())
 
-    def found(
+    def stored_layers(
         self, layers: dict[str, QuantizationConfig], reader: Any
     ) -> dict[str, QuantizationConfig]:
-        """Look at what is stored before a model takes it.
+        """Return the layers that the checkpoint stores quantized, before any is loaded.
 
         Args:
-            layers: Layers that the configuration calls quantized.
-            reader: Tensors by the names of the checkpoint.
-
-        Returns:
-            The layers that are stored quantized.
+            layers: Layers that the configuration quantizes, by name.
+            reader: Reader of the checkpoint's tensors.
 
         Raises:
-            ValueError: Something is stored that a model cannot take.
+            ValueError: The checkpoint stores something that cannot be loaded.
         """
         return layers
 
-    def admit(self, layers: Mapping[str, Any], left: Sequence[str]) -> None:  # noqa: B027
-        """Look at all that will be written before anything is; a format that holds all need not.
+    def check_writable(  # noqa: B027
+        self, layers: Mapping[str, QuantizedLayer], float_layers: Sequence[str]
+    ) -> None:
+        """Check that the format can hold every layer, before anything is written.
+
+        The default accepts all layers.
 
         Args:
-            layers: The quantized layers, by their names in the model and in the checkpoint.
-            left: Names of the layers that stay in float, likewise.
+            layers: Quantized layers, by their names in the model and in the checkpoint.
+            float_layers: Names of the layers in float, in the model and in the checkpoint.
 
         Raises:
-            ValueError: The format cannot hold them.
+            ValueError: The format cannot hold a layer.
         """
 
     @abstractmethod
-    def tensors(self, layer: nn.Module, scales: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return what is stored for a quantized layer, by the part of the name behind the layer's.
+    def layer_tensors(
+        self, layer: QuantizedLayer, scales: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Return the stored tensors of a quantized layer, by name relative to the layer.
 
         Args:
             layer: A quantized layer. It is not changed.
-            scales: Scales to use instead of the layer's own, by tensor of the configuration.
+            scales: Scales that replace the layer's own, by tensor of the configuration.
         """
 
     @abstractmethod
-    def receive(self, module: nn.Module, layer: QuantizationConfig) -> nn.Module:
-        """Turn a float layer in place into one ready to take the stored tensors."""
+    def prepare_for_load(self, module: nn.Module, layer: QuantizationConfig) -> nn.Module:
+        """Replace a float layer in place by an empty one that accepts the stored tensors."""
 
     @abstractmethod
     def state_name(self, key: str) -> str:
-        """Return the name in the state of a tensor stored as ``key``, empty if nothing needs it."""
+        """Return the name in the model's state of the tensor stored as ``key``, "" if unused."""
 
-    def taken(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what the state of the model takes for a tensor stored as ``key``."""
+    def convert_loaded(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the value in the model's state of the tensor stored as ``key``."""
         return tensor
 
     def stored_name(self, key: str) -> str:
-        """Return the name in the checkpoint of what ``tensors`` calls ``key``, layer included."""
+        """Return the full name in the checkpoint of ``<layer>.<name from layer_tensors>``."""
         return key
 
+    def weight_count(self, spec: QuantizationSpec, codes: Entry, scale: Entry | None) -> int:
+        """Return the number of weights of a layer, from headers alone.
+
+        Codes that fill the last word of a row are counted too.
+
+        Args:
+            spec: Specification of the weight.
+            codes: Header of its codes.
+            scale: Header of its scales, None if there are none.
+        """
+        return 8 * codes.nbytes // spec.fmt.bits
+
     @abstractmethod
-    def section(self) -> dict[str, Any]:
+    def config_section(self) -> dict[str, Any]:
         """Return ``quantization_config`` for ``config.json``."""
 
 
@@ -133,6 +150,5 @@ def format_class(name: str) -> type[ExportFormat]:
     Raises:
         ValueError: No format has that name.
     """
-    module, _, attribute = FORMATS[one_of(name, FORMATS, "custom_mode")].partition(":")
-    found: type[ExportFormat] = getattr(import_module(module), attribute)
-    return found
+    cls: type[ExportFormat] = load_format(one_of(name, FORMATS, "custom_mode"))
+    return cls

@@ -1,9 +1,9 @@
-"""The checkpoints of compressed-tensors: ``quant_method`` "compressed-tensors".
+"""The format of compressed-tensors: ``quant_method`` "compressed-tensors".
 
 Each group of layers has a format. ``pack-quantized``: ``weight_packed`` int32, ``weight_scale``,
-``weight_zero_point`` and ``weight_shape``; ``int-quantized`` and ``float-quantized``: ``weight``
-int8 or float8; ``mxfp4-pack-quantized`` and ``nvfp4-pack-quantized``: ``weight_packed`` uint8. The
-scale of scales of NVFP4 is stored as what scales are multiplied by: its reciprocal.
+``weight_zero_point`` and ``weight_shape``. ``int-quantized`` and ``float-quantized``: ``weight``
+int8 or float8. ``mxfp4-pack-quantized`` and ``nvfp4-pack-quantized``: ``weight_packed`` uint8. The
+tensor scale of NVFP4 is stored as its reciprocal, ``weight_global_scale``.
 """
 
 from __future__ import annotations
@@ -13,199 +13,210 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
-from quark.torch.export.formats.compressed_tensors_args import arguments, format_name, specification
-from quark.torch.export.formats.config_section import names_in
-from quark.torch.export.formats.layouts.compressed_tensors import CompressedLayout
-from quark.torch.export.formats.third_party import FP8, ForeignFormat, is_static_fp8, shape_of
+from quark.torch.export.formats.compressed_tensors_args import (
+    INT,
+    PACKED,
+    args_to_spec,
+    format_name,
+    layer_scheme,
+    spec_to_args,
+)
+from quark.torch.export.formats.config_section import read_names
+from quark.torch.export.formats.kv_cache import STATIC_FP8, is_static_fp8, kv_cache_config
+from quark.torch.export.formats.layer_checks import weight_shape, weight_spec
+from quark.torch.export.formats.layouts.compressed_tensors import CompressedTensorsLayout
+from quark.torch.export.formats.third_party import ThirdPartyFormat
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.match import literal
-from quark.torch.quantization.nn.packed import Layout
+from quark.torch.quantization.nn.layer import QuantizedLayer
+from quark.torch.quantization.nn.packed import TensorLayout
 
-PACK, INT, MIXED = "pack-quantized", "int-quantized", "mixed-precision"
+MIXED = "mixed-precision"  # format of a checkpoint whose groups differ
 
 
-class CompressedTensorsFormat(ForeignFormat):
+class CompressedTensorsFormat(ThirdPartyFormat):
     """Integer, fp8, MXFP4 and NVFP4 checkpoints for vLLM and Transformers."""
 
     name = "compressed-tensors"
-    holds = (
+    transformers_packages: ClassVar = {"compressed_tensors": "compressed-tensors"}
+    supported = (
         "Linear layers with integer weights per channel or per group of inputs (inputs in float or "
         "int8), int8 weights and inputs (symmetric weights per tensor or per channel), fp8_e4m3 "
         "weights (inputs in float or fp8_e4m3), MXFP4 and NVFP4"
     )
-    renamed: ClassVar = {
+    tensor_names: ClassVar = {
         "weight_scale_2": "weight_global_scale",
         "input_scale_2": "input_global_scale",
         "weight_groups": "weight_g_idx",
     }
-    unneeded = ("weight_shape",)
-    has_cache = True
+    redundant_tensors = ("weight_shape",)
+    supports_kv_cache = True
 
     def __init__(self, config: Config, options: JsonExporterConfig) -> None:
         super().__init__(config, options)
         layers = (config.global_quant_config, *config.layer_quant_config.values())
-        self.packed_layout = CompressedLayout(all(format_name(c) != INT for c in layers))
+        self.packed_layout = CompressedTensorsLayout(all(format_name(c) != INT for c in layers))
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> TensorLayout:
         """Layout of the tensors."""
-        return self.in_any_order(self.packed_layout)
+        return self.with_act_order(self.packed_layout)
 
-    def admit(self, layers: Mapping[str, Any], left: Sequence[str]) -> None:
-        """Check the layers and put those that are quantized alike together."""
-        super().admit(layers, left)
-        self.groups: list[tuple[dict[str, Any], list[str]]] = []
+    def check_writable(
+        self, layers: Mapping[str, QuantizedLayer], float_layers: Sequence[str]
+    ) -> None:
+        """Check every layer, and collect the layers of each scheme in a group.
+
+        Raises:
+            ValueError: The format cannot hold a layer.
+        """
+        super().check_writable(layers, float_layers)
+        self.groups: list[tuple[dict[str, Any], list[str]]] = []  # scheme, names of layers
         for name, layer in layers.items():
-            scheme = _scheme(layer.quant_config)
+            scheme = layer_scheme(layer.quant_config)
             names = next((n for known, n in self.groups if known == scheme), None)
             if names is None:
                 self.groups.append((scheme, [name]))
             else:
                 names.append(name)
-        self.packed_layout = CompressedLayout(all(s["format"] != INT for s, _ in self.groups))
-        wide = [s for s, _ in self.groups if s["weights"]["num_bits"] == 8]
-        if {PACK, INT} <= {s["format"] for s in wide}:
+        self.packed_layout = CompressedTensorsLayout(
+            all(s["format"] != INT for s, _ in self.groups)
+        )
+        formats_of_int8 = {s["format"] for s, _ in self.groups if s["weights"]["num_bits"] == 8}
+        if {PACKED, INT} <= formats_of_int8:
             raise ValueError(
                 "custom_mode='compressed-tensors' cannot hold int8 weights with and without "
                 "quantized inputs in one checkpoint: exclude some, or use custom_mode='quark'."
             )
 
-    def problem(self, name: str, layer: Any) -> str | None:
-        """Return why a layer cannot be held, or None."""
+    def layer_problem(self, name: str, layer: QuantizedLayer) -> str | None:
+        """Return why the format cannot hold a layer, or None."""
         config = layer.quant_config
-        found = format_name(config)
-        if found is None:
-            parts = {"weight": config.weight, "input": config.input_tensors}
+        fmt = format_name(config)
+        if fmt is None:
+            specs = {"weight": config.weight, "input": config.input_tensors}
             return " and ".join(
-                f"its {what} is {spec.dtype.name} {spec.scheme.qscheme.name}"
-                for what, spec in parts.items()
+                f"its {tensor} is {spec.dtype.name} {spec.scheme.qscheme.name}"
+                for tensor, spec in specs.items()
                 if spec is not None
             )
-        group = config.weight.scheme.group
-        if found == PACK and group > 0 and shape_of(layer)[1] % group:
-            return f"its {shape_of(layer)[1]} inputs are no multiple of {group}"
+        group = weight_spec(layer).scheme.group
+        if fmt == PACKED and group > 0 and weight_shape(layer)[1] % group:
+            return f"its {weight_shape(layer)[1]} inputs are no multiple of {group}"
         return None
 
-    def tensors(self, layer: nn.Module, scales: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the tensors of a layer, packed weights with their shape."""
-        found = super().tensors(layer, scales)
-        for name, tensor in found.items():
+    def layer_tensors(
+        self, layer: QuantizedLayer, scales: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Return the tensors of a layer, with ``weight_shape`` for weights in dense words."""
+        tensors = super().layer_tensors(layer, scales)
+        for name, tensor in tensors.items():
             if name.endswith("_global_scale"):
-                found[name] = tensor.reciprocal()
-        form = format_name(layer.quant_config)  # type: ignore[arg-type]
-        if form is not None and "pack" in form:
-            found["weight_packed"] = found.pop("weight")
-        if form == PACK:
-            found["weight_shape"] = torch.tensor(shape_of(layer))
-        return found
+                tensors[name] = tensor.reciprocal()
+        fmt = format_name(layer.quant_config)
+        if fmt is not None and "pack" in fmt:
+            tensors["weight_packed"] = tensors.pop("weight")
+        if fmt == PACKED:
+            tensors["weight_shape"] = torch.tensor(weight_shape(layer))
+        return tensors
 
     def state_name(self, key: str) -> str:
-        """Return the name in the state of the model."""
+        """Return the name in the model's state of the tensor stored as ``key``."""
         return super().state_name(re.sub(r"\.weight_packed$", ".weight", key))
 
-    def taken(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return scales of scales instead of their reciprocals."""
+    def convert_loaded(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return tensor scales instead of their stored reciprocals."""
         return tensor.reciprocal() if key.endswith("_global_scale") else tensor
 
-    def section(self) -> dict[str, Any]:
-        """Return what compressed-tensors reads."""
+    def config_section(self) -> dict[str, Any]:
+        """Return the section that compressed-tensors reads."""
         formats = {scheme["format"] for scheme, _ in self.groups}
-        alone = len(self.groups) == 1
+        is_only_group = len(self.groups) == 1
         groups = {
-            f"group_{i}": {**scheme, "targets": ["Linear"] if alone else names}
+            f"group_{i}": {**scheme, "targets": ["Linear"] if is_only_group else names}
             for i, (scheme, names) in enumerate(self.groups)
         }
+        kv_cache = spec_to_args(STATIC_FP8, is_input=True) if self.has_kv_cache else None
         return {
             "config_groups": groups,
             "format": formats.pop() if len(formats) == 1 else MIXED,
-            "ignore": list(self.left),
-            "kv_cache_scheme": arguments(FP8, is_input=True) if self.cache else None,
+            "ignore": list(self.float_layers),
+            "kv_cache_scheme": kv_cache,
             "quant_method": self.name,
             "quantization_status": "compressed",
         }
 
     @classmethod
-    def read(cls, section: dict[str, Any]) -> Config:
-        """Return the configuration that the groups stand for.
+    def parse_section(cls, section: dict[str, Any]) -> Config:
+        """Return the configuration that the groups describe.
 
         Raises:
-            ValueError: They are malformed, or say what is not read here.
+            ValueError: A group is malformed or not supported.
         """
         _check_dense(section)
-        whole = QuantizationConfig()
+        default = QuantizationConfig()
         layers: dict[str, QuantizationConfig] = {}
-        for group in _groups(section):
-            form = group.get("format") or section.get("format")
+        for group in _read_groups(section):
+            fmt = group.get("format") or section.get("format")
             layer = QuantizationConfig(
-                weight=specification(group.get("weights"), is_input=False, form=form),
-                input_tensors=specification(group.get("input_activations"), True, form),
+                weight=args_to_spec(group.get("weights"), is_input=False, fmt=fmt),
+                input_tensors=args_to_spec(group.get("input_activations"), True, fmt),
             )
-            if format_name(layer) != form or group.get("output_activations"):
+            if format_name(layer) != fmt or group.get("output_activations"):
                 raise ValueError(
-                    f"compressed-tensors: {group} in the format {form!r} is not read here. Load "
+                    f"compressed-tensors: {group} in the format {fmt!r} is not supported. Load "
                     "the checkpoint with compressed-tensors."
                 )
-            for target in names_in(group, "targets"):
+            for target in read_names(group, "targets"):
                 if target == "Linear":
-                    whole = layer
+                    default = layer
                 else:
-                    layers[_pattern(target)] = layer
-        cache = specification(section.get("kv_cache_scheme"), True, None)
-        if cache is not None and not is_static_fp8(cache):
+                    layers[_to_pattern(target)] = layer
+        kv_cache = args_to_spec(section.get("kv_cache_scheme"), True, None)
+        if kv_cache is not None and not is_static_fp8(kv_cache):
             raise ValueError(
-                f"compressed-tensors: kv_cache_scheme={section['kv_cache_scheme']} is not read "
-                "here, only static fp8 per tensor."
+                f"compressed-tensors: kv_cache_scheme={section['kv_cache_scheme']} is not "
+                "supported, only static fp8 per tensor."
             )
-        cached = QuantizationConfig(output_tensors=cache)
         return Config(
-            whole,
-            exclude=[_pattern(name) for name in names_in(section, "ignore")],
+            default,
+            exclude=[_to_pattern(name) for name in read_names(section, "ignore")],
             layer_quant_config=layers,
-            kv_cache_quant_config={} if cache is None else {"*k_proj": cached, "*v_proj": cached},
+            kv_cache_quant_config=kv_cache_config(kv_cache),
         )
 
 
-def _groups(section: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return what ``config_groups`` has by the names of groups."""
+def _read_groups(section: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the groups of ``config_groups``, without their names."""
     groups = section.get("config_groups") or {}
     if not isinstance(groups, dict) or not all(isinstance(g, dict) for g in groups.values()):
         raise ValueError(
-            f"compressed-tensors: config_groups has to map names to groups, got {groups!r}."
+            f"compressed-tensors: config_groups must map names to groups, got {groups!r}."
         )
     return list(groups.values())
 
 
 def _check_dense(section: dict[str, Any]) -> None:
-    """Raise if a model computes with more than what is read here."""
+    """Check that weights are dense and that inputs are not transformed."""
     sparsity = section.get("sparsity_config") or {}
     if sparsity.get("format", "dense") != "dense":
-        raise ValueError("compressed-tensors: sparse weights (sparsity_config) are not read here.")
+        raise ValueError("compressed-tensors: sparse weights (sparsity_config) are not supported.")
     if (section.get("transform_config") or {}).get("config_groups"):
         raise ValueError(
-            "compressed-tensors: transforms of inputs (transform_config) are not read here."
+            "compressed-tensors: transforms of inputs (transform_config) are not supported."
         )
 
 
-def _scheme(config: QuantizationConfig) -> dict[str, Any]:
-    """Return the scheme of a layer as compressed-tensors writes it."""
-    assert config.weight is not None
-    inputs = config.input_tensors
-    return {
-        "format": format_name(config),
-        "input_activations": None if inputs is None else arguments(inputs, is_input=True),
-        "output_activations": None,
-        "weights": arguments(config.weight, is_input=False),
-    }
+def _to_pattern(name: str) -> str:
+    """Return the pattern of ``Config`` for a name or a simple regular expression.
 
-
-def _pattern(name: str) -> str:
-    """Return a pattern for a name, or for an expression ``re:`` as simple as most are.
+    Expressions may have ``.*`` between literal parts: ``re:.*down_proj$`` becomes ``*down_proj``,
+    ``re:.*mlp.*`` becomes ``*mlp*``.
 
     Raises:
-        ValueError: The expression says more than that names begin, end or contain something.
+        ValueError: The expression has other operators.
     """
     if not name.startswith("re:"):
         return literal(name)
@@ -215,7 +226,7 @@ def _pattern(name: str) -> str:
     plain[-1] = plain[-1].removesuffix("$")
     if any(re.search(r"[^\w.\-]", part) for part in plain):
         raise ValueError(
-            f"compressed-tensors: the expression {name!r} is not read here: list the layers by "
+            f"compressed-tensors: the expression {name!r} is not supported: list the layers by "
             "their full names in config.json."
         )
     return "*".join(plain) + ("" if ends or not plain[-1] else "*")

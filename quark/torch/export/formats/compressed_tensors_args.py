@@ -1,10 +1,13 @@
-"""Specifications as the arguments of compressed-tensors, and back."""
+"""QuantizationArgs and QuantizationScheme of compressed-tensors, to specifications and back.
+
+QuantizationArgs describe one tensor, a QuantizationScheme the weight and the input of a layer.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from quark.torch.export.formats.third_party import integer_problem
+from quark.torch.export.formats.layer_checks import integer_weight_problem
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.scale_formats import E8M0
 from quark.torch.quantization.config.config import QuantizationConfig
@@ -13,31 +16,44 @@ from quark.torch.quantization.config.type import Dtype
 
 NVFP4_BLOCK = 16
 PER = QSchemeType
-_PLAIN = {PER.per_tensor: "tensor", PER.per_channel: "channel", PER.per_block: "block"}
+PACKED, INT, FLOAT = "pack-quantized", "int-quantized", "float-quantized"
+_STRATEGIES = {PER.per_tensor: "tensor", PER.per_channel: "channel", PER.per_block: "block"}
 
 
 def format_name(config: QuantizationConfig) -> str | None:
-    """Return the name of the format that holds a layer, None if there is none."""
+    """Return the compressed-tensors format that can hold a layer, or None."""
     weight, inputs = config.weight, config.input_tensors
-    kind = None if weight is None else _kind(weight)
-    reads = None if inputs is None else _input_kind(inputs)
-    if weight is None or kind is None or (inputs is not None and reads is None):
+    kind = None if weight is None else _number_kind(weight)
+    input_kind = None if inputs is None else _input_number_kind(inputs)
+    if weight is None or kind is None or (inputs is not None and input_kind is None):
         return None
     if weight.scheme.qscheme is PER.per_channel and weight.scheme.axis not in (0, -2):
         return None
     if kind == "int":
         is_int8 = weight.dtype is Dtype.int8 and weight.scheme.symmetric
-        if reads == "int" and is_int8 and weight.qscheme is not PER.per_group:
-            return "int-quantized"
-        packs = reads is None or (reads == "int" and weight.fmt.bits < 8)
-        return "pack-quantized" if packs and not integer_problem(weight, range(2, 9)) else None
+        if input_kind == "int" and is_int8 and weight.qscheme is not PER.per_group:
+            return INT
+        packs = input_kind is None or (input_kind == "int" and weight.fmt.bits < 8)
+        return PACKED if packs and not integer_weight_problem(weight, range(2, 9)) else None
     if kind == "float":
-        return "float-quantized" if reads in (None, "float") else None
-    return f"{kind}-pack-quantized" if reads in (None, kind) else None
+        return FLOAT if input_kind in (None, "float") else None
+    return f"{kind}-{PACKED}" if input_kind in (None, kind) else None
 
 
-def _kind(spec: QuantizationSpec) -> str | None:
-    """Return int, float, mxfp4 or nvfp4, None for other formats."""
+def layer_scheme(config: QuantizationConfig) -> dict[str, Any]:
+    """Return the QuantizationScheme of a layer, without targets."""
+    assert config.weight is not None
+    inputs = config.input_tensors
+    return {
+        "format": format_name(config),
+        "input_activations": None if inputs is None else spec_to_args(inputs, is_input=True),
+        "output_activations": None,
+        "weights": spec_to_args(config.weight, is_input=False),
+    }
+
+
+def _number_kind(spec: QuantizationSpec) -> str | None:
+    """Return "int", "float" (fp8_e4m3), "mxfp4" or "nvfp4", None for other number formats."""
     scheme, second = spec.scheme, spec.second_stage
     if spec.fmt == Dtype.fp4.value and scheme.axis in (-1, 1):
         if second is not None and second.is_scale_quant and scheme.group == NVFP4_BLOCK:
@@ -51,18 +67,18 @@ def _kind(spec: QuantizationSpec) -> str | None:
     return "int" if scheme.has_zero_point and spec.fmt.bits <= 8 else None
 
 
-def _input_kind(spec: QuantizationSpec) -> str | None:
-    """Return what ``_kind`` does, None also for inputs that compressed-tensors has no words for."""
-    kind, per_channel = _kind(spec), spec.scheme.qscheme is PER.per_channel
+def _input_number_kind(spec: QuantizationSpec) -> str | None:
+    """Return ``_number_kind`` of an input, None also for what QuantizationArgs cannot express."""
+    kind, per_channel = _number_kind(spec), spec.scheme.qscheme is PER.per_channel
     if (kind == "int" and spec.dtype is not Dtype.int8) or (per_channel and not spec.is_dynamic):
         return None
     return kind
 
 
-def arguments(spec: QuantizationSpec, is_input: bool) -> dict[str, Any]:
-    """Return the arguments of a tensor."""
-    scheme, kind = spec.scheme, _kind(spec)
-    found: dict[str, Any] = {
+def spec_to_args(spec: QuantizationSpec, is_input: bool) -> dict[str, Any]:
+    """Return the QuantizationArgs of a tensor."""
+    scheme, kind = spec.scheme, _number_kind(spec)
+    args: dict[str, Any] = {
         "dynamic": bool(is_input and spec.is_dynamic),
         "group_size": None,
         "num_bits": spec.fmt.bits,
@@ -70,69 +86,69 @@ def arguments(spec: QuantizationSpec, is_input: bool) -> dict[str, Any]:
         "type": "int" if kind == "int" else "float",
     }
     if scheme.qscheme is PER.per_group and scheme.group > 0:
-        found |= {"strategy": "group", "group_size": scheme.group}
+        args |= {"strategy": "group", "group_size": scheme.group}
     else:
-        found["strategy"] = "token" if scheme.per_token and is_input else _whole(spec)
+        args["strategy"] = "token" if scheme.per_token and is_input else _strategy(spec)
     if scheme.qscheme is PER.per_block:
-        found["block_structure"] = list(scheme.block or ())
+        args["block_structure"] = list(scheme.block or ())
     if kind == "mxfp4":
-        found["scale_dtype"] = "torch.uint8"
+        args["scale_dtype"] = "torch.uint8"
     if kind == "nvfp4":
-        found |= {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"}
-        found["dynamic"] = "local" if is_input else False
-    return found
+        args |= {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"}
+        args["dynamic"] = "local" if is_input else False
+    return args
 
 
-def _whole(spec: QuantizationSpec) -> str:
-    """Return the strategy of scales that are not per group."""
-    return _PLAIN.get(spec.scheme.qscheme, "channel")
+def _strategy(spec: QuantizationSpec) -> str:
+    """Return the strategy of scales that are neither per group nor per token."""
+    return _STRATEGIES.get(spec.scheme.qscheme, "channel")
 
 
-def specification(
-    args: dict[str, Any] | None, is_input: bool, form: str | None
+def args_to_spec(
+    args: dict[str, Any] | None, is_input: bool, fmt: str | None
 ) -> QuantizationSpec | None:
-    """Return the specification of a tensor from its arguments, None for none.
+    """Return the specification that QuantizationArgs describe, None for None.
 
     Args:
-        args: Arguments of compressed-tensors.
+        args: QuantizationArgs of a tensor.
         is_input: Whether the tensor is an activation.
-        form: Format of the group.
+        fmt: Format of the group.
 
     Raises:
-        ValueError: They are not understood.
+        ValueError: The type or the strategy is not supported.
     """
     if args is None:
         return None
     bits, is_int = args.get("num_bits", 8), args.get("type", "int") == "int"
     strategy, group = args.get("strategy") or "tensor", args.get("group_size")
     if (bits, is_int) == (4, False):
-        return _fp4(strategy, is_input)
+        return _fp4_spec(strategy, is_input)
     name = {True: f"int{bits}", False: "fp8_e4m3"}[is_int]
-    if is_int and not is_input and form == "pack-quantized":
+    if is_int and not is_input and fmt == PACKED:
         name = f"uint{bits}"
-    where = {
+    granularity = {
         "tensor": {"qscheme": PER.per_tensor},
         "channel": {"qscheme": PER.per_channel, "ch_axis": 0},
         "token": {"qscheme": PER.per_channel, "ch_axis": 1},
         "group": {"qscheme": PER.per_group, "ch_axis": -1, "group_size": group},
         "block": {"qscheme": PER.per_block, "block_size": args.get("block_structure")},
     }
-    is_known = name in Dtype.__members__ and strategy in where and type(bits) is int
+    is_known = name in Dtype.__members__ and strategy in granularity and type(bits) is int
     if not is_known or args.get("dynamic") not in (True, False, None):
         raise ValueError(
             f"compressed-tensors: {bits} bits of type {args.get('type')!r} with strategy "
-            f"{strategy!r} are not read here. Load the checkpoint with compressed-tensors."
+            f"{strategy!r} are not supported. Load the checkpoint with compressed-tensors."
         )
     return QuantizationSpec(
         Dtype[name],
         is_dynamic=bool(args.get("dynamic")),
         symmetric=bool(args.get("symmetric", True)),
-        **where[strategy],  # type: ignore[arg-type]
+        **granularity[strategy],  # type: ignore[arg-type]
     )
 
 
-def _fp4(strategy: str, is_input: bool) -> QuantizationSpec:
-    """Return the specification of NVFP4 (blocks within a tensor) or MXFP4."""
+def _fp4_spec(strategy: str, is_input: bool) -> QuantizationSpec:
+    """Return the specification of NVFP4 (strategy "tensor_group") or MXFP4."""
     blocks = {"qscheme": PER.per_group, "ch_axis": -1, "is_dynamic": is_input}
     if strategy != "tensor_group":
         return QuantizationSpec(Dtype.fp4, group_size=MX_BLOCK, scale_format="e8m0", **blocks)  # type: ignore[arg-type]

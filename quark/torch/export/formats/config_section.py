@@ -1,8 +1,9 @@
-"""What the ``quantization_config`` of other tools says, checked as it is read."""
+"""Reading the ``quantization_config`` section of config.json as other tools write it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from quark.torch.numerics.granularity import QSchemeType
@@ -11,77 +12,91 @@ from quark.torch.quantization.config.match import literal
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.config.type import Dtype
 
-LARGEST = 1 << 31  # inputs of a group
-IN_BLOCKS = "*.[0-9]*.*"  # names of layers inside of numbered blocks
+MAX_GROUP_SIZE = 1 << 31
+IN_BLOCKS = "*.[0-9]*.*"  # layers inside numbered decoder blocks: model.layers.0.mlp.up_proj
 
 
-def required(section: Mapping[str, Any], key: str, known: Sequence[Any], default: Any) -> Any:
-    """Return the value of a key of a ``quantization_config``.
+def read_choice(section: Mapping[str, Any], key: str, known: Sequence[Any], default: Any) -> Any:
+    """Return the value of a key that has a fixed set of supported values.
 
     Raises:
-        ValueError: It is not one of ``known``.
+        ValueError: The value is not one of ``known``.
     """
     value = section.get(key, default)
+    # The type counts: True == 1, but "sym": 1 is not a flag.
     if not any(value == one and type(value) is type(one) for one in known):
         raise ValueError(
-            f"quant_method={section.get('quant_method')!r}: {key}={value!r} is not read here "
-            f"(known: {', '.join(map(repr, known))})."
+            f"quant_method={section.get('quant_method')!r}: {key}={value!r} is not supported "
+            f"(supported: {', '.join(map(repr, known))})."
         )
     return value
 
 
-def group_size(section: Mapping[str, Any], default: int) -> int:
-    """Return the inputs of a group, -1 for all, as a ``quantization_config`` says.
+def read_group_size(section: Mapping[str, Any], default: int) -> int:
+    """Return ``group_size``: a number of inputs, or -1 for all inputs.
 
     Raises:
-        ValueError: It is no such number.
+        ValueError: It is neither a positive integer nor -1.
     """
     value = section.get("group_size", default)
     if (
         not isinstance(value, int)
         or isinstance(value, bool)
-        or not (value == -1 or 0 < value <= LARGEST)
+        or not (value == -1 or 0 < value <= MAX_GROUP_SIZE)
     ):
         raise ValueError(
-            f"quant_method={section.get('quant_method')!r}: group_size={value!r} is no positive "
+            f"quant_method={section.get('quant_method')!r}: group_size={value!r} is not a positive "
             "integer, nor -1 for all inputs."
         )
     return value
 
 
-def names_in(section: Mapping[str, Any], key: str) -> list[str]:
-    """Return the names that a ``quantization_config`` lists, none if it lacks the key.
+def read_names(section: Mapping[str, Any], key: str) -> list[str]:
+    """Return the list of names under ``key``, [] if the key is absent or null.
 
     Raises:
-        ValueError: It has something else there.
+        ValueError: The value is not a list of strings.
     """
     value = section.get(key)
     names = [] if value is None else value
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(
-            f"quant_method={section.get('quant_method')!r}: {key} is no list of names."
+            f"quant_method={section.get('quant_method')!r}: {key} is not a list of names."
         )
     return names
 
 
-def unsigned_spec(bits: int, group: int, symmetric: bool, **fields: Any) -> QuantizationSpec:
-    """Return the specification of a weight of unsigned integers per group of inputs."""
+def unsigned_weight_spec(bits: int, group_size: int, symmetric: bool) -> QuantizationSpec:
+    """Return the specification of a weight in unsigned integers, per group of inputs."""
     return QuantizationSpec(
         Dtype[f"uint{bits}"],
         qscheme=QSchemeType.per_group,
         ch_axis=-1,
-        group_size=group,
+        group_size=group_size,
         symmetric=symmetric,
         is_dynamic=False,
-        **fields,
     )
 
 
-def named_config(layer: QuantizationConfig, left: Sequence[str] | None) -> Config:
-    """Return the configuration of all layers but those whose names contain one of ``left``.
+def config_for_blocks(layer: QuantizationConfig) -> Config:
+    """Return a configuration that quantizes the layers inside numbered decoder blocks."""
+    return Config(QuantizationConfig(), layer_quant_config={IN_BLOCKS: layer})
 
-    Without names to leave out it is that of the layers inside of numbered blocks.
-    """
-    if left is None:
-        return Config(QuantizationConfig(), layer_quant_config={IN_BLOCKS: layer})
-    return Config(layer, exclude=[f"*{literal(name)}*" for name in left])
+
+def config_without(layer: QuantizationConfig, name_parts: Sequence[str]) -> Config:
+    """Return a configuration for all layers except those whose name contains one of the parts."""
+    return Config(layer, exclude=[f"*{literal(part)}*" for part in name_parts])
+
+
+def with_weight_fields(layer: QuantizationConfig, **fields: Any) -> QuantizationConfig:
+    """Return a layer's configuration with other fields of its weight specification, if any."""
+    return layer if layer.weight is None else replace(layer, weight=replace(layer.weight, **fields))
+
+
+def with_all_weight_fields(config: Config, **fields: Any) -> Config:
+    """Return a configuration with other fields in all its weight specifications."""
+    layers = {
+        n: with_weight_fields(layer, **fields) for n, layer in config.layer_quant_config.items()
+    }
+    default = with_weight_fields(config.global_quant_config, **fields)
+    return replace(config, global_quant_config=default, layer_quant_config=layers)

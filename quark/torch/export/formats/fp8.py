@@ -1,9 +1,10 @@
-"""The layout of fp8 checkpoints: ``quant_method`` "fp8".
+"""The format of fp8 checkpoints: ``quant_method`` "fp8".
 
-Per layer: ``weight`` float8_e4m3fn [N, K]; one scale for the tensor, ``weight_scale`` [] and, where
-inputs are static, ``input_scale`` []; or one for each block of the weight, ``weight_scale_inv``
-[N/rows, K/columns], which it is multiplied by whatever the name says. An fp8 key-value cache adds
-``k_scale`` and ``v_scale`` [] to the attention. Transformers reads blocks alone, vLLM both.
+Per layer of N outputs and K inputs: ``weight`` float8_e4m3fn [N, K], with either ``weight_scale``
+[] and, for static inputs, ``input_scale`` []; or one scale per block of the weight,
+``weight_scale_inv`` [N/rows, K/columns]. Despite its name, codes are multiplied by it. An fp8
+key-value cache adds ``k_scale`` and ``v_scale`` [] to the attention. Transformers reads only the
+layout with blocks, vLLM reads both.
 """
 
 from __future__ import annotations
@@ -12,94 +13,99 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
-from quark.torch.export.formats.config_section import names_in, required
+from quark.torch.export.formats.config_section import read_choice, read_names
+from quark.torch.export.formats.kv_cache import STATIC_FP8, kv_cache_config
+from quark.torch.export.formats.layer_checks import weight_spec
 from quark.torch.export.formats.layouts.packed import PackedLayout
-from quark.torch.export.formats.third_party import FP8, ForeignFormat
+from quark.torch.export.formats.third_party import ThirdPartyFormat
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import literal
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.config.type import Dtype
-from quark.torch.quantization.nn.packed import Layout
+from quark.torch.quantization.nn.layer import QuantizedLayer
+from quark.torch.quantization.nn.packed import TensorLayout
 
-SCHEMES = ("static", "dynamic")
+ACTIVATION_SCHEMES = ("static", "dynamic")
 BLOCK_SCALE = "weight_scale_inv"
 
 
-class Fp8Format(ForeignFormat):
+class Fp8Format(ThirdPartyFormat):
     """Weights and inputs in fp8_e4m3, per tensor or in blocks."""
 
     name = "fp8"
-    holds = (
+    supported = (
         "Linear layers with fp8_e4m3 weights and inputs, both per tensor, the inputs static or "
         "dynamic, or weights per block and dynamic inputs per group of as many columns"
     )
-    has_cache = True
-    activations: str
-    block: tuple[int, int] | None
+    supports_kv_cache = True
+    activation_scheme: str
+    block_size: tuple[int, int] | None
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> TensorLayout:
         """Layout of the tensors."""
         return PackedLayout(self.options.pack_method)
 
-    def admit(self, layers: Mapping[str, Any], left: Sequence[str]) -> None:
-        """Check the layers, all of one scheme."""
-        super().admit(layers, left)
-        configs = {name: layer.quant_config for name, layer in layers.items()}
-        kinds = {
-            name: (SCHEMES[bool(c.input_tensors.is_dynamic)], c.weight.block_size)
-            for name, c in configs.items()
-        }
-        self.activations, self.block = self.one_of_all(kinds)
+    def check_writable(
+        self, layers: Mapping[str, QuantizedLayer], float_layers: Sequence[str]
+    ) -> None:
+        """Check every layer, and that all have one scheme."""
+        super().check_writable(layers, float_layers)
+        schemes = {name: _scheme(layer) for name, layer in layers.items()}
+        self.activation_scheme, self.block_size = self.common_scheme(schemes)
 
-    def problem(self, name: str, layer: Any) -> str | None:
-        """Return why a layer cannot be held, or None."""
-        weight, inputs = layer.quant_config.weight, layer.quant_config.input_tensors
+    def layer_problem(self, name: str, layer: QuantizedLayer) -> str | None:
+        """Return why the format cannot hold a layer, or None."""
+        weight, inputs = weight_spec(layer), layer.quant_config.input_tensors
         if inputs is None:
             return "its input is not quantized"
-        for what, spec in (("weight", weight), ("input", inputs)):
+        for tensor, spec in (("weight", weight), ("input", inputs)):
             if spec.dtype is not Dtype.fp8_e4m3 or spec.second_stage is not None:
-                return f"its {what} is {spec.dtype.name}"
-        whole = QSchemeType.per_tensor
-        kinds = weight.scheme.qscheme, inputs.scheme.qscheme
-        blocks = (QSchemeType.per_block, QSchemeType.per_group)
-        fits = kinds == blocks and inputs.is_dynamic and inputs.group_size == weight.block_size[1]
-        if kinds != (whole, whole) and not fits:
-            return f"its weight is {kinds[0].name} and its input {kinds[1].name}"
+                return f"its {tensor} is {spec.dtype.name}"
+        both = weight.scheme.qscheme, inputs.scheme.qscheme
+        per_tensor = both == (QSchemeType.per_tensor, QSchemeType.per_tensor)
+        # Blocks of 128 x 128 weights need dynamic inputs in groups of 128.
+        in_blocks = both == (QSchemeType.per_block, QSchemeType.per_group)
+        columns = weight.block_size[1] if weight.block_size else None
+        aligned = in_blocks and inputs.is_dynamic and inputs.group_size == columns
+        if not (per_tensor or aligned):
+            return f"its weight is {both[0].name} and its input {both[1].name}"
         return None
 
-    def tensors(self, layer: nn.Module, scales: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the tensors of a layer, scales of blocks under their own name."""
-        found = super().tensors(layer, scales)
-        if self.block is not None:
-            found[BLOCK_SCALE] = found.pop("weight_scale")
-        return found
+    def layer_tensors(
+        self, layer: QuantizedLayer, scales: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Return the tensors of a layer; scales of blocks are called ``weight_scale_inv``."""
+        tensors = super().layer_tensors(layer, scales)
+        if self.block_size is not None:
+            tensors[BLOCK_SCALE] = tensors.pop("weight_scale")
+        return tensors
 
     def state_name(self, key: str) -> str:
-        """Return the name in the state of the model."""
+        """Return the name in the model's state of the tensor stored as ``key``."""
         return super().state_name(key.removesuffix("_inv") if key.endswith(BLOCK_SCALE) else key)
 
-    def section(self) -> dict[str, Any]:
-        """Return what vLLM and Transformers read."""
+    def config_section(self) -> dict[str, Any]:
+        """Return the section that vLLM and Transformers read."""
         return {
-            "activation_scheme": self.activations,
-            "ignored_layers": list(self.left),
-            "kv_cache_scheme": "static" if self.cache else None,
+            "activation_scheme": self.activation_scheme,
+            "ignored_layers": list(self.float_layers),
+            "kv_cache_scheme": "static" if self.has_kv_cache else None,
             "quant_method": self.name,
-            "weight_block_size": None if self.block is None else list(self.block),
+            "weight_block_size": None if self.block_size is None else list(self.block_size),
         }
 
     @classmethod
-    def read(cls, section: dict[str, Any]) -> Config:
-        """Return fp8 weights and inputs for all layers but those named."""
-        is_dynamic = required(section, "activation_scheme", SCHEMES, "dynamic") == "dynamic"
-        required(section, "scale_fmt", (None, "float"), None)
-        required(section, "fmt", (None, "e4m3", "float8_e4m3fn"), None)
-        cache = required(section, "kv_cache_scheme", (None, "static"), None)
-        weight, block = FP8, section.get("weight_block_size")
+    def parse_section(cls, section: dict[str, Any]) -> Config:
+        """Return fp8 weights and inputs for all layers but those excluded."""
+        activations = read_choice(section, "activation_scheme", ACTIVATION_SCHEMES, "dynamic")
+        is_dynamic = activations == "dynamic"
+        read_choice(section, "scale_fmt", (None, "float"), None)
+        read_choice(section, "fmt", (None, "e4m3", "float8_e4m3fn"), None)
+        kv_cache = read_choice(section, "kv_cache_scheme", (None, "static"), None)
+        weight, block = STATIC_FP8, section.get("weight_block_size")
         inputs = QuantizationSpec(
             Dtype.fp8_e4m3, qscheme=QSchemeType.per_tensor, is_dynamic=is_dynamic
         )
@@ -115,18 +121,26 @@ class Fp8Format(ForeignFormat):
                 group_size=block[1],
                 is_dynamic=True,
             )
-        left = names_in(section, "ignored_layers") or names_in(section, "modules_to_not_convert")
-        cached = QuantizationConfig(output_tensors=FP8)
+        excluded = read_names(section, "ignored_layers")
+        excluded = excluded or read_names(section, "modules_to_not_convert")
         return Config(
             QuantizationConfig(weight=weight, input_tensors=inputs),
-            exclude=[literal(name) for name in left],
-            kv_cache_quant_config={"*k_proj": cached, "*v_proj": cached} if cache else {},
+            exclude=[literal(name) for name in excluded],
+            kv_cache_quant_config=kv_cache_config(STATIC_FP8 if kv_cache else None),
         )
 
 
+def _scheme(layer: QuantizedLayer) -> tuple[str, tuple[int, int] | None]:
+    """Return activation scheme and block size of a layer."""
+    inputs = layer.quant_config.input_tensors
+    assert inputs is not None
+    return ACTIVATION_SCHEMES[bool(inputs.is_dynamic)], weight_spec(layer).block_size
+
+
 def _check_block(block: Any) -> None:
+    """Check that ``weight_block_size`` is [rows, columns]."""
     sides = block if isinstance(block, list) else []
     if len(sides) != 2 or not all(type(side) is int and side > 0 for side in sides):
         raise ValueError(
-            f"quant_method='fp8': weight_block_size={block!r} is no pair of positive integers."
+            f"quant_method='fp8': weight_block_size={block!r} is not a pair of positive integers."
         )

@@ -1,32 +1,37 @@
-"""The format of Quark: codes and scales beside each other, the whole configuration in config.json.
+"""Quark's own format: packed codes with scales beside them, the configuration in config.json.
 
-Per tensor of a layer: ``weight`` and ``bias`` hold packed codes, ``weight_scale``,
-``weight_zero_point``, ``input_scale``, … what they need. Scales are [] per tensor, [channels] per
-channel and a grid per group. Integer weights per group are stored transposed, so that one word
-holds neighbouring output channels. ``input_rotation`` is (n, n) int8 +-1, to be divided by the root
-of n: inputs are multiplied by it, n at a time, before they are quantized.
+Per layer: ``weight`` and ``bias`` hold packed codes or float values; ``weight_scale``,
+``weight_zero_point``, ``input_scale`` and so on hold static scales and zero points. Scales are []
+per tensor, [channels] per channel, and a grid of blocks per group. Integer weights per group are
+stored transposed, so that one word holds neighbouring output channels. ``input_rotation`` is (n, n)
+int8 of +1 and -1: divided by the square root of n, it multiplies each n inputs before they are
+quantized.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from math import prod
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from quark.torch.export.checkpoint.files import Entry
 from quark.torch.export.checks import check_state
 from quark.torch.export.formats.base import ExportFormat
-from quark.torch.export.formats.config_section import names_in
-from quark.torch.export.formats.layouts.act_order import PROBLEM, has_order
+from quark.torch.export.formats.config_section import read_names
+from quark.torch.export.formats.layouts.act_order import ACT_ORDER_PROBLEM, has_act_order
 from quark.torch.export.formats.layouts.packed import PackedLayout, ValueLayout
 from quark.torch.numerics.qdq import fake_quantize, quantize
 from quark.torch.quantization.config.config import Config, QuantizationConfig
-from quark.torch.quantization.nn.layer import PARAMETERS, QuantMixin, activation_shape
+from quark.torch.quantization.config.spec import QuantizationSpec
+from quark.torch.quantization.config.type import QSchemeType
+from quark.torch.quantization.nn.layer import PARAMETERS, QuantizedLayer
 from quark.torch.quantization.nn.operators import operator
-from quark.torch.quantization.nn.packed import SHORT_NAMES, Layout, PackedMixin
-from quark.torch.quantization.nn.quantizer import State
+from quark.torch.quantization.nn.packed import SHORT_NAMES, TensorLayout
+from quark.torch.quantization.nn.quantizer import QuantizedTensor
 
 _SUFFIXES = {
     f"{short}_{part}": f"{short}_quantizer.{part}"
@@ -39,82 +44,105 @@ class QuarkFormat(ExportFormat):
     """Quark's own checkpoint, read by Transformers, vLLM and this package."""
 
     name = "quark"
+    transformers_packages: ClassVar[Mapping[str, str] | None] = {}
 
     @classmethod
-    def read(cls, section: dict[str, Any]) -> Config:
-        """Return the configuration, its patterns checked."""
+    def parse_section(cls, section: dict[str, Any]) -> Config:
+        """Return the configuration that the section holds in full.
+
+        Raises:
+            ValueError: It has an unknown key, or ``exclude`` is not a list of names.
+        """
         for key in ("exclude", "kv_cache_group"):
             if not isinstance(section.get(key), str):
-                names_in(section, key)
+                read_names(section, key)
         return Config.from_dict(section)
 
     @property
-    def layout(self) -> Layout:
-        """Layout of the tensors under the options and the version of the configuration."""
+    def layout(self) -> TensorLayout:
+        """Layout of the tensors, by the options and the version of the configuration."""
         is_current = not str(self.config.version or "0").startswith("0")
         if self.options.weight_format == "fake_quantized":
             return ValueLayout(is_current)
         return PackedLayout(self.options.pack_method, is_current)
 
-    def tensors(self, layer: nn.Module, scales: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return weight, bias, scales, zero points and rotation of a layer as they are stored."""
-        assert isinstance(layer, (QuantMixin, PackedMixin))
-        found: dict[str, torch.Tensor] = {}
+    def layer_tensors(
+        self, layer: QuantizedLayer, scales: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Return the stored weight, bias, scales, zero points and rotation of a layer."""
+        tensors: dict[str, torch.Tensor] = {}
         if layer.input_rotation is not None:
-            found["input_rotation"] = layer.input_rotation.clone()  # layers may share one
+            tensors["input_rotation"] = layer.input_rotation.clone()  # layers may share one
         for name, short in SHORT_NAMES.items():
             value = layer.value(name)
             value = None if value is None else value.detach()
-            state = layer.state(name)
+            state = layer.quantized_tensor(name)
             if state is None:
                 if value is not None:
-                    found[name] = value
+                    tensors[name] = value
                 continue
             if name in scales:
-                codes, how = None, (scales[name], state.zero_point, state.spec.scheme)
+                codes, qparams = None, (scales[name], state.zero_point, state.spec.scheme)
                 if value is not None:
-                    value, codes = fake_quantize(value, *how), quantize(value, *how)
+                    value, codes = fake_quantize(value, *qparams), quantize(value, *qparams)
                 state = state._replace(scale=scales[name], codes=codes)
             check_state(state, name.removesuffix("_tensors"))
             _check_channels(layer, name, state)
             for part, tensor in self.layout.pack(state, value).items():
-                found[f"{short}_{part}" if part else name] = tensor
-        return found
+                tensors[f"{short}_{part}" if part else name] = tensor
+        return tensors
 
-    def admit(self, layers: Mapping[str, Any], left: Sequence[str]) -> None:
-        """Check that groups of inputs are where readers look for them."""
-        name = next((name for name, layer in layers.items() if has_order(layer)), None)
+    def check_writable(
+        self, layers: Mapping[str, QuantizedLayer], float_layers: Sequence[str]
+    ) -> None:
+        """Check that no layer has act order, which the format cannot hold."""
+        name = next((name for name, layer in layers.items() if has_act_order(layer)), None)
         if name is not None:
             raise ValueError(
-                f"custom_mode={self.name!r} cannot hold {name}: {PROBLEM}. custom_mode='gptq' can; "
-                "for others quantize the float model again."
+                f"custom_mode={self.name!r} cannot hold {name}: {ACT_ORDER_PROBLEM}. "
+                "custom_mode='gptq' can; for others quantize the float model again."
             )
 
-    def receive(self, module: nn.Module, layer: QuantizationConfig) -> nn.Module:
-        """Turn a float layer in place into one ready to take the stored tensors."""
+    def prepare_for_load(self, module: nn.Module, layer: QuantizationConfig) -> nn.Module:
+        """Replace a float layer in place by an empty one that accepts the stored tensors."""
         return operator(type(module)).packed.from_module(module, layer, self.layout)
 
     def state_name(self, key: str) -> str:
-        """Return ``….weight_quantizer.scale`` for ``….weight_scale`` and so on."""
-        head, _, last = key.rpartition(".")
-        return f"{head}.{_SUFFIXES[last]}" if head and last in _SUFFIXES else key
+        """Return ``….weight_quantizer.scale`` for ``….weight_scale``, and so on."""
+        path, _, last = key.rpartition(".")
+        return f"{path}.{_SUFFIXES[last]}" if path and last in _SUFFIXES else key
 
-    def section(self) -> dict[str, Any]:
+    def weight_count(self, spec: QuantizationSpec, codes: Entry, scale: Entry | None) -> int:
+        """Return the number of weights; see ``ExportFormat.weight_count``."""
+        last = spec.coded.for_parameter()
+        fmt = last.fmt
+        if fmt.word_codes == 1 or codes.dtype != fmt.storage_dtype:
+            return prod(codes.shape)  # an element each: wide codes, values, or old 2-bit codes
+        row = codes.shape[-1] * codes.dtype.itemsize * 8 // fmt.bits
+        if last.qscheme is QSchemeType.per_group and last.scheme.has_zero_point:
+            assert scale is not None
+            if scale.shape[0] != codes.shape[0]:  # stored (in, out), scales (groups, out)
+                row = min(row, scale.shape[-1])
+            elif last.scheme.group > 0:
+                row = min(row, scale.shape[-1] * last.scheme.group)
+        return prod(codes.shape[:-1]) * row
+
+    def config_section(self) -> dict[str, Any]:
         """Return the whole configuration with the options of the export."""
-        written = replace(self.config, export=None).to_dict()
-        written |= {"export": asdict(self.options), "quant_method": "quark"}
-        return dict(sorted(written.items()))
+        section = replace(self.config, export=None).to_dict()
+        section |= {"export": asdict(self.options), "quant_method": "quark"}
+        return dict(sorted(section.items()))
 
 
-def _check_channels(layer: nn.Module, name: str, state: State) -> None:
-    """Raise if scales of inputs or outputs are not those of channels, as readers take them to be.
+def _check_channels(layer: QuantizedLayer, name: str, state: QuantizedTensor) -> None:
+    """Check that static scales of inputs and outputs are per tensor or per channel.
 
     Raises:
-        ValueError: They are those of another axis.
+        ValueError: They lie along another axis, which no reader expects.
     """
     if name in PARAMETERS or state.scale is None:
         return
-    expected = state.scheme.scale_shape(activation_shape(layer, name, state.scheme))
+    expected = state.scheme.scale_shape(layer.shape(name))
     if tuple(state.scale.shape) != expected:
         what = name.removesuffix("_tensors")
         raise ValueError(

@@ -1,19 +1,33 @@
-"""Quantized weights as the blocks of ggml: 32 neighbours of a row with one float16 scale."""
+"""The blocks of ggml: 32 neighbours of a row with one float16 scale.
+
+=====  =====  ============================================  ==========================
+type   bytes  content                                       value
+=====  =====  ============================================  ==========================
+Q4_0   18     float16 scale, 16 bytes of codes              scale * (code - 8)
+Q4_1   20     float16 scale, float16 minimum, 16 bytes      scale * code + minimum
+Q8_0   34     float16 scale, 32 int8 codes                  scale * code
+=====  =====  ============================================  ==========================
+
+Byte i of 4-bit codes holds element i in the low half and element i + 16 in the high half: byte 0
+has the elements 0 and 16, byte 15 the elements 15 and 31.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from quark.torch.export.formats.third_party import unsigned
+from quark.torch.export.formats.layouts.dense_words import to_unsigned
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.quantization.config.spec import QuantizationSpec
-from quark.torch.quantization.nn.quantizer import State
+from quark.torch.quantization.nn.quantizer import QuantizedTensor
 
-BLOCK = 32
+BLOCK = 32  # elements
 _BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
-HOLDS = (
+_FLOATS = {"Q4_0": 1, "Q4_1": 2, "Q8_0": 1}  # float16 numbers at the head of a block
+SUPPORTED = (
     "integer weights: up to 4 bits (Q4_0 symmetric, Q4_1 asymmetric) and symmetric ones up to 8 "
     "bits (Q8_0), with one scale per tensor, per output channel or per group of a multiple of 32 "
     "inputs"
@@ -21,11 +35,11 @@ HOLDS = (
 
 
 def block_type(spec: QuantizationSpec, columns: int) -> str | None:
-    """Return Q4_0, Q4_1 or Q8_0, whichever holds a weight, or None if none does.
+    """Return the block type that holds a weight: Q4_0, Q4_1 or Q8_0; or None.
 
     Args:
         spec: Specification of the weight.
-        columns: Inputs of a row.
+        columns: Inputs of the layer.
     """
     scheme = spec.scheme
     group = columns if scheme.group == -1 else scheme.group
@@ -41,67 +55,84 @@ def block_type(spec: QuantizationSpec, columns: int) -> str | None:
     return "Q8_0" if spec.fmt.bits > 4 else "Q4_0" if scheme.symmetric else "Q4_1"
 
 
-def to_blocks(state: State, kind: str) -> torch.Tensor:
+def pack_blocks(state: QuantizedTensor, kind: str) -> torch.Tensor:
     """Return a weight as rows of blocks.
 
-    The scale of a block, and in Q4_1 the value of code 0, are rounded to float16; codes stay.
+    Scales, and in Q4_1 minima, are rounded to float16. Codes do not change.
 
     Args:
-        state: Codes (N, K) and their scales and zero points.
-        kind: What ``block_type`` returned.
+        state: Codes (N, K) with scales and zero points.
+        kind: Block type, from ``block_type``.
 
     Returns:
         (N, K / 32 * bytes of a block) uint8.
 
     Raises:
-        ValueError: A scale is too large for float16, or a symmetric weight has another zero point
-            than the middle code.
+        ValueError: A scale exceeds the range of float16, or the zero point of a symmetric weight
+            is not the middle code.
     """
-    state = unsigned(state)
+    state = to_unsigned(state)
     codes, scale, zeros = state.codes, state.scale, state.zero_point
     assert codes is not None and scale is not None and zeros is not None
     rows, columns = codes.shape
     scale, zeros = (_per_block(part.float(), rows, columns) for part in (scale, zeros))
     blocks = codes.to(torch.int16).reshape(rows, -1, BLOCK)
-    head = [scale]
-    if kind == "Q4_1":
-        head.append(-scale * zeros)
-    else:
-        blocks = blocks - zeros.to(torch.int16).unsqueeze(-1) + (8 if kind == "Q4_0" else 0)
-    halves = torch.stack(head, -1).half()
+    floats, body = _PACK[kind](blocks, scale, zeros)
+    halves = torch.stack(floats, -1).half()
     if not halves.isfinite().all():
         raise ValueError("GGUF stores scales as float16, but a scale of the model exceeds 65504.")
-    if kind == "Q8_0":
-        body = blocks.to(torch.int8).view(torch.uint8)
-    else:
-        low, high = blocks.to(torch.uint8).chunk(2, -1)
-        body = low | high << 4
     return torch.cat([halves.view(torch.uint8), body], -1).reshape(rows, -1)
 
 
-def spec_of(kind: str, blocks: torch.Tensor, name: str) -> QuantizationSpec:
-    """Return the specification of a weight that is stored in blocks.
+Packed = tuple[list[torch.Tensor], torch.Tensor]  # numbers at the head (N, blocks), bytes of codes
 
-    Offsets of Q4_1 are integers if these give the stored minima exactly, else float32.
+
+def _pack_q4_0(codes: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor) -> Packed:
+    # The middle code of Q4_0 is 8. Codes of fewer bits move there: 2-bit codes 0 … 3 around 2
+    # become 6 … 9.
+    return [scale], _join_nibbles(codes - zeros.to(torch.int16).unsqueeze(-1) + 8)
+
+
+def _pack_q4_1(codes: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor) -> Packed:
+    # scale * (code - zero) = scale * code + minimum
+    return [scale, -scale * zeros], _join_nibbles(codes)
+
+
+def _pack_q8_0(codes: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor) -> Packed:
+    signed = codes - zeros.to(torch.int16).unsqueeze(-1)
+    return [scale], signed.to(torch.int8).view(torch.uint8)
+
+
+_PACK: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Packed]] = {
+    "Q4_0": _pack_q4_0,
+    "Q4_1": _pack_q4_1,
+    "Q8_0": _pack_q8_0,
+}
+
+
+def block_spec(kind: str, blocks: torch.Tensor, name: str) -> QuantizationSpec:
+    """Return the specification of a weight stored in blocks.
+
+    Zero points of Q4_1 are integers if they reproduce the stored minima exactly, else float32.
 
     Args:
-        kind: Type of the blocks.
+        kind: Block type.
         blocks: The weight, (N, bytes of a row) uint8.
         name: Its name, for messages.
 
     Raises:
-        ValueError: The type is not read here, or the weight is no matrix.
+        ValueError: The block type is not supported, or the weight is not a matrix.
     """
     if kind not in _BYTES or blocks.dim() != 2:
         raise ValueError(
-            f"{name} is {kind} with {blocks.dim()} axes: GGUF is read where it holds matrices in "
-            f"{', '.join(_BYTES)}, and F32, F16 or BF16."
+            f"{name} is {kind} with {blocks.dim()} axes: only matrices in {', '.join(_BYTES)}, and "
+            "tensors in F32, F16 or BF16, can be read from GGUF."
         )
     fields: dict[str, Any] = {"dtype": "int8" if kind == "Q8_0" else "int4", "symmetric": True}
     if kind == "Q4_1":
-        is_whole = _whole_offsets(*_heads(blocks, kind)) is not None
+        is_integer = _integer_zero_points(*_head_floats(blocks, kind)) is not None
         fields = {"dtype": "uint4", "symmetric": False}
-        fields |= {} if is_whole else {"zero_point_type": "float32"}
+        fields |= {} if is_integer else {"zero_point_type": "float32"}
     return QuantizationSpec(
         **fields,
         qscheme="per_group",  # type: ignore[arg-type]
@@ -112,53 +143,68 @@ def spec_of(kind: str, blocks: torch.Tensor, name: str) -> QuantizationSpec:
     )
 
 
-def from_blocks(blocks: torch.Tensor, spec: QuantizationSpec, kind: str) -> State:
-    """Return codes, scales and offsets of a weight: the inverse of ``to_blocks``.
-
-    Blocks of Q4_1 with the scale 0 have one value, which is not 0 perhaps: they get the scale 1
-    and that value as their offset.
+def unpack_blocks(blocks: torch.Tensor, spec: QuantizationSpec, kind: str) -> QuantizedTensor:
+    """Return codes, scales and zero points of a weight: the inverse of ``pack_blocks``.
 
     Args:
         blocks: (N, bytes of a row) uint8.
-        spec: What ``spec_of`` returned.
-        kind: Type of the blocks.
+        spec: Specification, from ``block_spec``.
+        kind: Block type.
     """
     rows = len(blocks)
-    body = blocks.reshape(rows, -1, _BYTES[kind])[..., 2 * (1 + (kind == "Q4_1")) :]
-    heads = _heads(blocks, kind)
-    scale = heads[0]
+    body = blocks.reshape(rows, -1, _BYTES[kind])[..., 2 * _FLOATS[kind] :]
+    floats = _head_floats(blocks, kind)
+    if kind == "Q4_1":
+        return _unpack_q4_1(spec, body, *floats)
+    scale = floats[0]
+    zeros = torch.zeros_like(scale, dtype=torch.int8)
     if kind == "Q8_0":
         codes = body.clone().view(torch.int8)
-        return State(
-            spec, codes.reshape(rows, -1), scale, torch.zeros_like(scale, dtype=torch.int8)
-        )
-    codes = torch.cat([body & 15, body >> 4], -1)
-    if kind == "Q4_0":
-        signed = codes.to(torch.int8) - 8
-        zeros = torch.zeros_like(scale, dtype=torch.int8)
-        return State(spec, signed.reshape(rows, -1), scale, zeros)
-    whole = _whole_offsets(*heads)
-    if whole is None:
-        empty = scale == 0
-        codes = torch.where(empty.unsqueeze(-1), 0, codes)
-        scale = torch.where(empty, 1, scale)
-        return State(spec, codes.reshape(rows, -1), scale, -heads[1].float() / scale.float())
-    return State(spec, codes.reshape(rows, -1), scale, whole.to(torch.uint8))
+    else:
+        codes = _split_nibbles(body).to(torch.int8) - 8
+    return QuantizedTensor(spec, codes.reshape(rows, -1), scale, zeros)
 
 
-def _heads(blocks: torch.Tensor, kind: str) -> list[torch.Tensor]:
+def _unpack_q4_1(
+    spec: QuantizationSpec, body: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor
+) -> QuantizedTensor:
+    codes, rows = _split_nibbles(body), len(body)
+    zeros = _integer_zero_points(scale, minimum)
+    if zeros is not None:
+        return QuantizedTensor(spec, codes.reshape(rows, -1), scale, zeros.to(torch.uint8))
+    # A block with scale 0 has one value, its minimum: code 0 with scale 1 and zero point -minimum.
+    is_constant = scale == 0
+    codes = torch.where(is_constant.unsqueeze(-1), 0, codes)
+    scale = torch.where(is_constant, 1, scale)
+    return QuantizedTensor(spec, codes.reshape(rows, -1), scale, -minimum.float() / scale.float())
+
+
+def _join_nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """Return 4-bit codes (N, blocks, 32) as bytes (N, blocks, 16) uint8."""
+    low, high = codes.to(torch.uint8).chunk(2, -1)
+    return low | high << 4
+
+
+def _split_nibbles(body: torch.Tensor) -> torch.Tensor:
+    """Return bytes (N, blocks, 16) as 4-bit codes (N, blocks, 32) uint8."""
+    return torch.cat([body & 15, body >> 4], -1)
+
+
+def _head_floats(blocks: torch.Tensor, kind: str) -> list[torch.Tensor]:
     """Return the numbers at the head of each block, (N, blocks) float16 each."""
-    count = 1 + (kind == "Q4_1")
-    parts = blocks.reshape(len(blocks), -1, _BYTES[kind])[..., : 2 * count].clone()
-    return list(parts.view(torch.float16).unbind(-1))
+    head = blocks.reshape(len(blocks), -1, _BYTES[kind])[..., : 2 * _FLOATS[kind]].clone()
+    return list(head.view(torch.float16).unbind(-1))
 
 
-def _whole_offsets(scale: torch.Tensor, least: torch.Tensor) -> torch.Tensor | None:
-    """Return the codes of 0 if all minima are those of whole ones, exactly, else None."""
-    zeros = (-least.float() / scale.float()).round()
+def _integer_zero_points(scale: torch.Tensor, minimum: torch.Tensor) -> torch.Tensor | None:
+    """Return the codes 0 to 15 that reproduce all stored minima exactly, None if a block has none.
+
+    Example: scale 0.5 and minimum -4 give the zero point 8; minimum -4.1 gives None.
+    """
+    zeros = (-minimum.float() / scale.float()).round()
     zeros = torch.where(scale == 0, 0, zeros)
     is_code = (zeros >= 0) & (zeros <= 15)
-    exact = (-scale.float() * zeros).half() == least
+    exact = (-scale.float() * zeros).half() == minimum
     return zeros if bool((is_code & exact).all()) else None
 
 

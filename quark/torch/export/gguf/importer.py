@@ -1,49 +1,46 @@
-"""GGUF files as checkpoints of Quark: the same codes, scales and offsets under other names."""
+"""Loading GGUF files: their tensors as a checkpoint in Quark's format."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from quark import __version__
 from quark.torch.export.checkpoint.architecture import empty_model, read_config
-from quark.torch.export.checkpoint.files import Stored
+from quark.torch.export.checkpoint.files import TensorHeader
 from quark.torch.export.formats.layouts.packed import PackedLayout
 from quark.torch.export.formats.quark import QuarkFormat
-from quark.torch.export.gguf.blocks import from_blocks, spec_of
-from quark.torch.export.gguf.metadata import (
+from quark.torch.export.gguf.architectures import (
     Architecture,
     architecture_of,
     head_size,
-    interleaved_rows,
-    rope_factors,
-    rope_of,
+    is_rotated,
+    tensor_names,
 )
+from quark.torch.export.gguf.blocks import block_spec, unpack_blocks
 from quark.torch.export.gguf.reader import GgufFile
-from quark.torch.export.gguf.writer import tensor_names
+from quark.torch.export.gguf.rope import FACTORS, check_factors, interleaved_rows, read_scaling
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.match import literal
+from quark.torch.quantization.config.name_lookup import names_as_subject
 from quark.torch.quantization.config.spec import QuantizationSpec
 
-FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-FACTORS = "rope_freqs.weight"
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-_LLAMA3_CONTEXT = 8192
+FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class GgufCheckpoint(NamedTuple):
-    """A GGUF file, ready to be loaded.
+    """A GGUF file that is ready to be loaded.
 
     Attributes:
-        model: Its architecture, on the meta device.
-        fmt: The format that ``reader`` gives its tensors in.
-        reader: Its tensors.
+        model: The model without values, on the meta device.
+        fmt: Format in which ``reader`` returns tensors.
+        reader: Reader of the tensors.
     """
 
     model: nn.Module
@@ -52,12 +49,12 @@ class GgufCheckpoint(NamedTuple):
 
 
 def open_gguf(path: Path) -> GgufCheckpoint:
-    """Return the model of a GGUF file, without its values.
+    """Open a GGUF file as a checkpoint, without reading its tensors.
 
     Raises:
         ImportError: The package gguf is missing.
-        FileNotFoundError: There is no such file.
-        ValueError: It is damaged, or holds an architecture or a type that is not read here.
+        FileNotFoundError: The file does not exist.
+        ValueError: The file is damaged, or its architecture or a tensor type is not supported.
     """
     file = GgufFile(path)
     config = read_config(path.parent, gguf_file=path.name)
@@ -67,66 +64,68 @@ def open_gguf(path: Path) -> GgufCheckpoint:
             f"{path}: architecture {file.values.get('general.architecture')!r} is read as "
             f"{config.model_type!r} by Transformers, which is {architecture.name!r} in GGUF."
         )
-    _scale_rotary(config, file, architecture.name)
+    read_scaling(config, file, architecture.name)
     dtype = _float_type(file)
     model = empty_model(config, file.tensors, path, dtype)
     names = tensor_names(architecture, config)
     tied = getattr(model, "all_tied_weights_keys", None) or {}
-    places = {names(key): key for key in model.state_dict() if key not in tied}
-    extra = [name for name in file.tensors if name not in places and name != FACTORS]
-    missing = [name for name in places if name not in file.tensors]
-    if extra or missing:
-        raise ValueError(
-            f"{path} does not fit {type(model).__name__}: {_some(missing)} missing, "
-            f"{_some(extra)} unexpected."
-        )
-    _check_factors(model, config, file)
-    reader = GgufTensors(file, places, architecture, head_size(config), dtype)
+    keys = {names(key): key for key in model.state_dict() if key not in tied}
+    unlike = {
+        "missing": [name for name in keys if name not in file.tensors],
+        "unexpected": [name for name in file.tensors if name not in keys and name != FACTORS],
+    }
+    problems = [f"{names_as_subject(some)} {problem}" for problem, some in unlike.items() if some]
+    if problems:
+        raise ValueError(f"{path} does not fit {type(model).__name__}: {'; '.join(problems)}.")
+    check_factors(model, config, file, head_size(config))
+    reader = GgufTensors(file, keys, architecture, head_size(config), dtype)
     exporter = JsonExporterConfig(weight_format="real_quantized", pack_method="reorder")
-    return GgufCheckpoint(model, QuarkFormat(_config(model, reader), exporter), reader)
+    return GgufCheckpoint(model, QuarkFormat(_to_config(model, reader), exporter), reader)
 
 
 class GgufTensors:
-    """Tensors of a GGUF file as a checkpoint of Quark has them.
+    """Reader of a GGUF file that returns tensors in Quark's format.
 
     Args:
         file: The file.
-        places: Names of its tensors -> names in the model.
-        architecture: How the family is stored.
+        keys: Names of its tensors -> names in the model.
+        architecture: How the model family is stored.
         head: Width of an attention head.
-        dtype: Type of what is not quantized.
+        dtype: Type of the tensors that are not quantized.
 
     Attributes:
-        specs: How each quantized layer is quantized.
-        entries: Headers by the names of a checkpoint.
+        specs: Specification of the weight of each quantized layer.
+        entries: Headers of tensors by their names in Quark's format.
 
     Raises:
-        ValueError: A tensor is of a type that is not read here, or none is quantized.
+        ValueError: A tensor has an unsupported type, or no tensor is quantized.
     """
 
     def __init__(
         self,
         file: GgufFile,
-        places: dict[str, str],
+        keys: dict[str, str],
         architecture: Architecture,
         head: int,
         dtype: torch.dtype,
     ) -> None:
-        self.file, self.places, self.architecture = file, places, architecture
+        self.file, self.keys, self.architecture = file, keys, architecture
         self.head, self.dtype = head, dtype
         self.layout = PackedLayout("reorder")
         self.specs: dict[str, QuantizationSpec] = {}
-        self.entries: dict[str, Stored] = {}
-        for name, key in places.items():
+        self.entries: dict[str, TensorHeader] = {}
+        for name, key in keys.items():
             tensor = file.tensors[name]
-            if tensor.kind in FLOATS:
-                self.entries[key] = Stored(file.path.name, tensor.shape, dtype)
+            if tensor.kind in FLOAT_TYPES:
+                self.entries[key] = TensorHeader(file.path.name, tensor.shape, dtype, tensor.bytes)
                 continue
             layer = key.removesuffix(".weight")
-            self.specs[layer] = spec = spec_of(tensor.kind, file.blocks(name), name)
-            for part, (shape, kind) in self.layout.declare(spec, tensor.shape, True).items():
-                stored = f"{layer}.weight" + (f"_{part}" if part else "")
-                self.entries[stored] = Stored(file.path.name, shape, kind)
+            self.specs[layer] = spec = block_spec(tensor.kind, file.blocks(name), name)
+            for part, (shape, part_dtype) in self.layout.declare(spec, tensor.shape, True).items():
+                # A block holds codes and scales: the codes stand for all its bytes.
+                size = 0 if part else tensor.bytes
+                header = TensorHeader(file.path.name, shape, part_dtype, size)
+                self.entries[_part_name(layer, part)] = header
         if not self.specs:
             raise ValueError(f"{file.path} is not quantized: load it with Transformers.")
 
@@ -135,47 +134,56 @@ class GgufTensors:
         return next(tensor for name, tensor in self.tensors() if name == key)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Iterate over all tensors, one of the file after the other."""
-        for name, key in self.places.items():
+        """Iterate over (name, tensor), in the order of the file."""
+        for name, key in self.keys.items():
             layer = key.removesuffix(".weight")
             blocks, kind = self.file.blocks(name), self.file.tensors[name].kind
-            if self.architecture.interleaves and key.split(".")[-2] in ("q_proj", "k_proj"):
+            if self.architecture.interleaves and is_rotated(key):
+                # argsort inverts the permutation: rows return to the order of Transformers.
                 blocks = blocks[torch.argsort(interleaved_rows(len(blocks), self.head))]
-            if kind in FLOATS:
-                values = blocks.clone().view(FLOATS[kind])
+            if kind in FLOAT_TYPES:
+                values = blocks.clone().view(FLOAT_TYPES[kind])
                 if self.architecture.norm_offset and key.endswith("norm.weight"):
                     values = values - self.architecture.norm_offset
                 yield key, values.to(self.dtype)
                 continue
-            parts = self.layout.pack(from_blocks(blocks, self.specs[layer], kind), None)
+            parts = self.layout.pack(unpack_blocks(blocks, self.specs[layer], kind), None)
             for part, tensor in parts.items():
-                yield f"{layer}.weight" + (f"_{part}" if part else ""), tensor
+                yield _part_name(layer, part), tensor
 
 
-def _config(model: nn.Module, reader: GgufTensors) -> Config:
-    """Return a configuration: what most layers have for all, the others by name."""
+def _part_name(layer: str, part: str) -> str:
+    return f"{layer}.weight" + (f"_{part}" if part else "")
+
+
+def _to_config(model: nn.Module, reader: GgufTensors) -> Config:
+    """Return the configuration: the most frequent specification for all, others by layer name."""
     layers = {n: QuantizationConfig(weight=spec) for n, spec in reader.specs.items()}
     modules = dict(model.named_modules())
     kinds = Counter(str(layer.weight) for layer in layers.values())
     usual, _ = kinds.most_common(1)[0]
-    whole = next(layer for layer in layers.values() if str(layer.weight) == usual)
-    plain = [n for n, m in modules.items() if isinstance(m, nn.Linear) and n not in layers]
+    default = next(layer for layer in layers.values() if str(layer.weight) == usual)
+    in_float = [n for n, m in modules.items() if isinstance(m, nn.Linear) and n not in layers]
     others = {
         literal(n): layer
         for n, layer in layers.items()
         if str(layer.weight) != usual or not isinstance(modules[n], nn.Linear)
     }
     return Config(
-        whole,
+        default,
         layer_quant_config=others,
-        exclude=[literal(name) for name in plain],
+        exclude=[literal(name) for name in in_float],
         version=__version__,
     )
 
 
 def _float_type(file: GgufFile) -> torch.dtype:
-    """Return the type of the matrices in float if it holds all vectors too, else float32."""
-    kinds = {FLOATS[t.kind] for t in file.tensors.values() if t.kind in FLOATS and len(t.shape) > 1}
+    """Return the type for tensors that are not quantized.
+
+    It is the type of the float matrices, unless a float32 vector does not fit in it exactly.
+    """
+    matrices = [t for t in file.tensors.values() if len(t.shape) > 1]
+    kinds = {FLOAT_TYPES[t.kind] for t in matrices if t.kind in FLOAT_TYPES}
     if len(kinds) != 1:
         return torch.float32
     (kind,) = kinds
@@ -185,52 +193,3 @@ def _float_type(file: GgufFile) -> torch.dtype:
             if not values.to(kind).float().equal(values):
                 return torch.float32
     return kind
-
-
-def _scale_rotary(config: Any, file: GgufFile, name: str) -> None:
-    """Take over how rotary embedding is scaled, which Transformers passes over.
-
-    Raises:
-        ValueError: It is scaled in a way that is not read here.
-    """
-    kind = file.values.get(f"{name}.rope.scaling.type", "none")
-    rope = {"rope_theta": 10000.0, **rope_of(config)}
-    if kind == "linear":
-        factor = float(file.values.get(f"{name}.rope.scaling.factor", 1.0))
-        config.rope_parameters = {**rope, "rope_type": "linear", "factor": factor}
-    elif kind != "none":
-        raise ValueError(f"{file.path}: rotary embedding scaled by {kind!r} is not read here.")
-    if FACTORS in file.tensors:
-        factors = _factors(file)
-        config.rope_parameters = {
-            **rope,
-            **_LLAMA3,
-            "rope_type": "llama3",
-            "factor": float(factors.max()),
-            "original_max_position_embeddings": _LLAMA3_CONTEXT,
-        }
-
-
-def _factors(file: GgufFile) -> torch.Tensor:
-    tensor = file.tensors[FACTORS]
-    if tensor.kind != "F32":
-        raise ValueError(f"{file.path}: {FACTORS} is {tensor.kind}, expected F32.")
-    return file.blocks(FACTORS).clone().view(torch.float32).flatten()
-
-
-def _check_factors(model: nn.Module, config: Any, file: GgufFile) -> None:
-    """Raise if frequencies are divided by other factors than those of Llama 3."""
-    if FACTORS not in file.tensors:
-        return
-    rotary = next((m for n, m in model.named_modules() if n.endswith("rotary_emb")), None)
-    if rotary is None:
-        raise ValueError(f"{file.path}: {FACTORS}, but the model has no rotary embedding.")
-    holder = nn.Module()
-    holder.rotary_emb = type(rotary)(config)
-    expected, found = rope_factors(holder, config), _factors(file)
-    if expected is None or expected.shape != found.shape or not expected.allclose(found):
-        raise ValueError(f"{file.path}: {FACTORS} are not those of Llama 3: not read here.")
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (" …" if len(names) > 3 else "") if names else "nothing"

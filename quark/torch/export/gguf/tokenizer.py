@@ -1,19 +1,19 @@
-"""Token tables of a GGUF file, from the tokenizer of Transformers."""
+"""The tokenizer in the header of a GGUF file: vocabulary, merges or scores, special tokens."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-LAST_SCORE = -1e6  # of tokens that no merge makes
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token types of llama.cpp
+LAST_SCORE = -1e6  # of tokens that no merge produces
 
-# Expression that cuts text before merges -> name of it in llama.cpp.
+# Regular expression of the pre-tokenizer -> its name in llama.cpp.
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASES = r"[^\r\n\p{L}\p{N}]?" + _UPPER
-_CUTS = {
+_PRE_TOKENIZERS = {
     rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}": "llama-bpe",
     rf"{_WORDS}|\p{{N}}|{_REST}": "qwen2",
     rf"{_CASES}*{_LOWER}+|{_CASES}+{_LOWER}*|\p{{N}}|"
@@ -27,10 +27,10 @@ def add_tokens(writer: Any, tokenizer: Any, size: int) -> None:
     Args:
         writer: A GGUFWriter.
         tokenizer: A fast tokenizer of Transformers.
-        size: Tokens the model knows; what the tokenizer lacks is filled up.
+        size: Vocabulary size of the model. A smaller tokenizer is padded with unused tokens.
 
     Raises:
-        ValueError: The tokenizer has more tokens, or is of a kind that GGUF has no name for.
+        ValueError: The tokenizer has more tokens, or its kind has no name in GGUF.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -38,7 +38,7 @@ def add_tokens(writer: Any, tokenizer: Any, size: int) -> None:
             f"GGUF export needs a fast tokenizer, got {type(tokenizer).__name__}: give a directory "
             "with tokenizer.json or tokenizer.model."
         )
-    described = json.loads(backend.to_str())
+    definition = json.loads(backend.to_str())  # the content of tokenizer.json
     vocabulary = tokenizer.get_vocab()
     if max(vocabulary.values()) >= size:
         raise ValueError(
@@ -47,73 +47,75 @@ def add_tokens(writer: Any, tokenizer: Any, size: int) -> None:
         )
     names = [f"[PAD{i}]" for i in range(size)]
     kinds = [UNUSED] * size
-    model = described["model"]
+    model = definition["model"]
     for token, i in vocabulary.items():
         names[i], kinds[i] = token, NORMAL
         if model.get("byte_fallback") and len(token) == 6 and token.startswith("<0x"):
             kinds[i] = BYTE
-    for added in described["added_tokens"]:
+    for added in definition["added_tokens"]:
         kinds[added["id"]] = CONTROL if added["special"] else USER_DEFINED
     if model.get("unk_token") in vocabulary:
         kinds[vocabulary[model["unk_token"]]] = UNKNOWN
-    _add_model(writer, described, names)
+    _add_model(writer, definition, names)
     writer.add_token_list(names)
     writer.add_token_types(kinds)
     _add_special(writer, tokenizer)
 
 
-def _add_model(writer: Any, described: dict[str, Any], names: list[str]) -> None:
-    model = described["model"]
+def _add_model(writer: Any, definition: dict[str, Any], names: list[str]) -> None:
+    model = definition["model"]
     if model["type"] != "BPE":
         raise ValueError(f"GGUF export knows BPE tokenizers, not {model['type']}.")
     merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
     if model.get("byte_fallback"):
-        # As in SentencePiece: what is merged first has the highest score.
-        rank = {"".join(pair): float(-i) for i, pair in reversed([*enumerate(merges)])}
+        # SentencePiece merges the pair with the highest score first: merge i gets the score -i.
+        scores = {"".join(pair): float(-i) for i, pair in reversed([*enumerate(merges)])}
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
-        writer.add_token_scores([rank.get(name, LAST_SCORE) for name in names])
-        writer.add_add_space_prefix(_prepends(described))
+        writer.add_token_scores([scores.get(name, LAST_SCORE) for name in names])
+        writer.add_add_space_prefix(_adds_space_prefix(definition))
         return
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(_cut(described.get("pre_tokenizer")))
+    writer.add_tokenizer_pre(_pre_tokenizer_name(definition.get("pre_tokenizer")))
     writer.add_token_merges([" ".join(pair) for pair in merges])
 
 
-def _steps(part: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Return the members of a sequence, or the part alone."""
-    if part is None:
+def _flatten_sequence(component: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the members of a Sequence of normalizers or pre-tokenizers, or a single component."""
+    if component is None:
         return []
-    return list(part.get("pretokenizers") or part.get("normalizers") or [part])
+    return list(component.get("pretokenizers") or component.get("normalizers") or [component])
 
 
-def _prepends(described: dict[str, Any]) -> bool:
-    """Whether a space is put before the text."""
-    before = any(step["type"] == "Prepend" for step in _steps(described.get("normalizer")))
-    spaces = [s for s in _steps(described.get("pre_tokenizer")) if s["type"] == "Metaspace"]
-    return before or any(step.get("prepend_scheme", "always") != "never" for step in spaces)
+def _adds_space_prefix(definition: dict[str, Any]) -> bool:
+    """Whether the tokenizer puts a space before the text."""
+    normalizers = _flatten_sequence(definition.get("normalizer"))
+    pre_tokenizers = _flatten_sequence(definition.get("pre_tokenizer"))
+    prepends = any(step["type"] == "Prepend" for step in normalizers)
+    spaces = [step for step in pre_tokenizers if step["type"] == "Metaspace"]
+    return prepends or any(step.get("prepend_scheme", "always") != "never" for step in spaces)
 
 
-def _cut(part: dict[str, Any] | None) -> str:
-    """Return the name in llama.cpp of how text is cut before merges."""
-    steps = _steps(part)
+def _pre_tokenizer_name(pre_tokenizer: dict[str, Any] | None) -> str:
+    """Return the name in llama.cpp of a pre-tokenizer, which splits text before merges."""
+    steps = _flatten_sequence(pre_tokenizer)
     splits = [step["pattern"].get("Regex", "") for step in steps if step["type"] == "Split"]
-    if len(splits) == 1 and splits[0] in _CUTS:
-        return _CUTS[splits[0]]
+    if len(splits) == 1 and splits[0] in _PRE_TOKENIZERS:
+        return _PRE_TOKENIZERS[splits[0]]
     if [(step["type"], step.get("use_regex", True)) for step in steps] == [("ByteLevel", True)]:
         return "gpt-2"
     raise ValueError(
-        f"GGUF export does not know how llama.cpp calls the pre-tokenizer {steps}: known are those "
-        f"of GPT-2 and {', '.join(_CUTS.values())}, and SentencePiece models."
+        f"GGUF export does not know the name in llama.cpp of the pre-tokenizer {steps}: known are "
+        f"those of GPT-2 and {', '.join(_PRE_TOKENIZERS.values())}, and SentencePiece models."
     )
 
 
 def _add_special(writer: Any, tokenizer: Any) -> None:
     ids = tokenizer("a")["input_ids"]
     for name in ("bos", "eos", "unk", "pad"):
-        found = getattr(tokenizer, f"{name}_token_id", None)
-        if found is not None:
-            getattr(writer, f"add_{name}_token_id")(found)
+        token_id = getattr(tokenizer, f"{name}_token_id", None)
+        if token_id is not None:
+            getattr(writer, f"add_{name}_token_id")(token_id)
     first, last = tokenizer.bos_token_id, tokenizer.eos_token_id
     writer.add_add_bos_token(first is not None and ids[0] == first)
     writer.add_add_eos_token(last is not None and ids[-1] == last)

@@ -24,4 +24,4 @@ class QuantConfigParser:
             ValueError: The method, or something the section says, is not read by this version.
         """
         method = str(custom_config.get("quant_method"))
-        return format_class(method).read(custom_config)
+        return format_class(method).parse_section(custom_config)

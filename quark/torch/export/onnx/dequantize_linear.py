@@ -1,4 +1,9 @@
-"""Quantized tensors as DequantizeLinear takes them: codes, scale and zero point of ONNX types."""
+"""Quantized parameters as inputs of DequantizeLinear: codes, scale and zero point in ONNX types.
+
+DequantizeLinear computes scale * (code - zero point). Integers for which ONNX has no type are
+stored in the next wider one. fp6 is stored as its values in FLOAT8E4M3FN, fp4 as 4-bit indices of a
+table of its values.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +15,18 @@ import torch.nn.functional as F
 
 from quark.torch.numerics.codec import decode
 from quark.torch.numerics.formats import Format
-from quark.torch.numerics.granularity import QSchemeType
-from quark.torch.numerics.scheme import GROUPED, Scheme
+from quark.torch.numerics.granularity import GROUPED, QSchemeType
+from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.spec import QuantizationSpec
-from quark.torch.quantization.nn.quantizer import State
+from quark.torch.quantization.nn.quantizer import QuantizedTensor
 
-HOLDS = (
+SUPPORTED = (
     "weights of integers up to 16 bits, of fp8, fp6 and fp4, and of blocks that share exponents; "
     "inputs and outputs in the same formats, static per tensor or channel, or dynamic"
 )
-_WIDTHS = (2, 4, 8, 16)  # of integers that ONNX has types for
+_WIDTHS = (2, 4, 8, 16)  # bits of the integer types of ONNX
 FLOAT8_OPSET = 19
-NARROW_OPSET, NARROW_IR = 25, 13  # the first with integers of two bits
+NARROW_OPSET, NARROW_IR = 25, 13  # the first with 2-bit integers
 _OPSETS = {
     "INT8": 18,
     "UINT8": 18,
@@ -31,49 +36,49 @@ _OPSETS = {
     "UINT2": NARROW_OPSET,
 }
 _NATIVE = {torch.float8_e4m3fn: "FLOAT8E4M3FN", torch.float8_e5m2: "FLOAT8E5M2"}
-BLOCKED_OPSET = 21
+BLOCKED_OPSET = 21  # the first with block_size, 16-bit and 4-bit integers
 BYTES = ("INT8", "UINT8")
-LOOKED_UP = "FLOAT8E4M3FN"  # type of the values in a table
+DECODED = "FLOAT8E4M3FN"  # holds all values of fp4 and fp6 exactly
 
 
-class Held(NamedTuple):
-    """A quantized parameter as it is stored.
+class DequantizeInputs(NamedTuple):
+    """A quantized parameter as inputs and attributes of DequantizeLinear.
 
     Attributes:
-        codes: Codes in the shape that is stored; 2-bit and 4-bit ones fill a byte each here.
+        codes: Codes in the stored shape. Here each 2-bit or 4-bit code fills a byte.
         scale: float32: [] per tensor, [channels], or of the rank of ``codes``; None for casts.
-        zero_point: Like ``scale``, in the type of ``codes``; or None for zero.
-        kind: Name of the ONNX type of the codes.
+        zero_point: Shaped like ``scale``, in the type of ``codes``; or None for zero.
+        code_type: Name of the ONNX type of the codes.
         axis: Axis of the channels or blocks, None per tensor.
         block: Elements of a block along ``axis``, 0 per tensor and per channel.
-        table: float32 value of each code, where these are no numbers; or None.
+        table: float32 value of each code, if codes are indices; or None.
     """
 
     codes: torch.Tensor
     scale: torch.Tensor | None
     zero_point: torch.Tensor | None
-    kind: str
+    code_type: str
     axis: int | None = None
     block: int = 0
     table: torch.Tensor | None = None
 
     @property
     def is_pairable(self) -> bool:
-        """Whether ONNX Runtime loads a product of two DequantizeLinear of which this is one.
+        """Whether the other factor of a product may be the output of a DequantizeLinear too.
 
-        It makes an integer product of them even where it has none: for floats and, once it runs,
-        for blocks of bytes.
+        ONNX Runtime fuses such a product into an integer product, even where it has no kernel for
+        it: for floats, which it then does not load, and for blocks of bytes, which fail on a run.
         """
-        is_integer = "INT" in self.kind and self.table is None
-        return is_integer and not (self.block and self.kind in BYTES)
+        is_integer = "INT" in self.code_type and self.table is None
+        return is_integer and not (self.block and self.code_type in BYTES)
 
     @property
     def opset(self) -> int:
-        """Lowest opset in which DequantizeLinear takes them."""
-        least = _OPSETS.get(self.kind, BLOCKED_OPSET)
+        """Lowest opset in which DequantizeLinear accepts the inputs."""
+        least = _OPSETS.get(self.code_type, BLOCKED_OPSET)
         return max(least, BLOCKED_OPSET) if self.block else least
 
-    def transposed(self) -> Held:
+    def transposed(self) -> DequantizeInputs:
         """Return a matrix with its axes exchanged."""
         scale, zero_point = self.scale, self.zero_point
         if self.block:
@@ -85,26 +90,29 @@ class Held(NamedTuple):
         return self._replace(codes=codes, scale=scale, zero_point=zero_point, axis=axis)
 
 
-def kind_of(fmt: Format) -> str | None:
-    """Return the name of the ONNX type that holds the codes of a format exactly, or None."""
+def code_type(fmt: Format) -> str | None:
+    """Return the name of the ONNX type that holds the codes of a format exactly, or None.
+
+    Examples: int4 -> INT4, int3 -> INT4, fp8_e4m3 -> FLOAT8E4M3FN, fp4 -> UINT4 (indices).
+    """
     if fmt.native is not None:
         return _NATIVE.get(fmt.native)
     if fmt.is_float and (fmt.bits == 8 or not fmt.signed):
         return None
     if fmt.is_float:
-        return f"UINT{fmt.bits}" if fmt.bits in _WIDTHS else LOOKED_UP
+        return f"UINT{fmt.bits}" if fmt.bits in _WIDTHS else DECODED
     bits = fmt.bits + (fmt.sub_block > 0)  # codes are doubled where sub-blocks have a larger step
     width = next((w for w in _WIDTHS if w >= bits), None)
     return width and f"{'' if fmt.signed else 'U'}INT{width}"  # type: ignore[return-value]
 
 
 def weight_problem(spec: QuantizationSpec) -> str | None:
-    """Return why no type of ONNX holds a parameter, or None."""
+    """Return why ONNX cannot hold a parameter quantized this way, or None."""
     scheme = spec.coded.scheme
     fmt = scheme.fmt
     if not fmt.scaled:
         return None
-    if kind_of(fmt) is None:
+    if code_type(fmt) is None:
         return f"has no type for {spec.coded.dtype.name}"
     if scheme.float_zero_point:
         return "has no float zero points"
@@ -113,14 +121,14 @@ def weight_problem(spec: QuantizationSpec) -> str | None:
     return None
 
 
-def held(state: State) -> Held:
-    """Return a parameter as ONNX stores it. Its values do not change.
+def to_dequantize_inputs(state: QuantizedTensor) -> DequantizeInputs:
+    """Return a parameter as inputs of DequantizeLinear. Its values do not change.
 
-    A scale per block of rows and columns is repeated for each row. Where a second stage quantizes
-    the codes of a first one, the scales are multiplied.
+    A scale per block of rows and columns is repeated for each row. The scales of two stages are
+    multiplied.
 
     Args:
-        state: A parameter that ``weight_problem`` has nothing against.
+        state: A parameter for which ``weight_problem`` is None.
     """
     codes, scale, zeros = state.codes, state.scale, state.zero_point
     scheme = state.scheme
@@ -131,30 +139,35 @@ def held(state: State) -> Held:
     assert codes is not None
     fmt = scheme.fmt
     if not fmt.scaled:
-        return Held(codes, None, None, fmt.name.upper())
-    kind = kind_of(fmt)
+        return DequantizeInputs(codes, None, None, fmt.name.upper())
+    kind = code_type(fmt)
     assert kind is not None and scale is not None
     table = None
-    if fmt.is_encoded and kind == LOOKED_UP:
+    if fmt.is_encoded and kind == DECODED:
         codes = decode(codes, fmt).to(torch.float8_e4m3fn)
     elif fmt.is_encoded:
         table = decode(torch.arange(1 << fmt.bits), fmt)
     if scheme.flat and scheme.qscheme in GROUPED and codes.dim() > 2:
         codes = codes.flatten(1)
     if fmt.sub_block:
-        codes, scale, scheme = _merged(codes, scale, scheme)
-    if scheme.symmetric and fmt.signed:  # ONNX Runtime makes up wrong ones for bytes without
+        codes, scale, scheme = _merge_sub_blocks(codes, scale, scheme)
+    if scheme.symmetric and fmt.signed:
+        # ONNX Runtime uses a wrong default where the zero point of bytes is left out.
         zeros = torch.zeros_like(scale) if kind in BYTES else None
-    scale = _placed(scale.float(), scheme, codes.shape)
-    zeros = None if zeros is None else _placed(zeros, scheme, codes.shape).to(codes.dtype)
-    axis, block = _where(scheme, codes.shape)
-    return Held(codes.contiguous(), scale, zeros, kind, axis, block, table)
+    scale = _to_onnx_shape(scale.float(), scheme, codes.shape)
+    zeros = None if zeros is None else _to_onnx_shape(zeros, scheme, codes.shape).to(codes.dtype)
+    axis, block = _axis_and_block(scheme, codes.shape)
+    return DequantizeInputs(codes.contiguous(), scale, zeros, kind, axis, block, table)
 
 
-def _merged(
+def _merge_sub_blocks(
     codes: torch.Tensor, scale: torch.Tensor, scheme: Scheme
 ) -> tuple[torch.Tensor, torch.Tensor, Scheme]:
-    """Give all sub-blocks of a block the smaller of their two steps, and double the other codes."""
+    """Give the sub-blocks of a block (MX6, MX9) one step: the smallest.
+
+    The steps of a block are s and 2s. Codes of sub-blocks with the step 2s are doubled: the code 5
+    with the step 2s becomes the code 10 with the step s, in a type that is one bit wider.
+    """
     fmt, axis = scheme.fmt, scheme.axis % codes.dim()
     per_block = fmt.block // fmt.sub_block
     steps = scale.reshape(scheme.blocks(codes.shape).grid).movedim(axis, -1)
@@ -169,8 +182,8 @@ def _merged(
     return wider, step.squeeze(-1).movedim(-1, axis), merged
 
 
-def _where(scheme: Scheme, shape: torch.Size) -> tuple[int | None, int]:
-    """Return the axis of channels or blocks, and the elements of a block along it."""
+def _axis_and_block(scheme: Scheme, shape: torch.Size) -> tuple[int | None, int]:
+    """Return the attributes ``axis`` and ``block_size`` of DequantizeLinear."""
     if scheme.qscheme is QSchemeType.per_tensor:
         return None, 0
     if scheme.block is not None:
@@ -182,12 +195,14 @@ def _where(scheme: Scheme, shape: torch.Size) -> tuple[int | None, int]:
     return axis, shape[axis] if scheme.group == -1 else scheme.group
 
 
-def _placed(parts: torch.Tensor, scheme: Scheme, shape: torch.Size) -> torch.Tensor:
-    """Return scales or zero points in the shape that DequantizeLinear takes."""
+def _to_onnx_shape(parts: torch.Tensor, scheme: Scheme, shape: torch.Size) -> torch.Tensor:
+    """Return scales or zero points in the shape that DequantizeLinear expects."""
     if scheme.qscheme not in GROUPED:
         return parts.reshape(scheme.scale_shape(shape))
     parts = parts.reshape(scheme.blocks(shape).grid)
     if scheme.block is not None and scheme.block[0] != 1:
+        # DequantizeLinear has blocks along one axis. Weight 4 x 6 in blocks of 2 x 3: the grid
+        # of scales [2, 2] becomes [4, 2], each row of scales twice.
         rows = shape[-2] if scheme.block[0] == -1 else scheme.block[0]
         parts = parts.repeat_interleave(rows, -2).narrow(-2, 0, shape[-2])
     return parts.contiguous()

@@ -1,30 +1,31 @@
-"""Layers of experts as the exporter of torch traces them."""
+"""Layers of experts in a form that the exporter of torch can trace."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from quark.torch.quantization.nn.experts import LinearExperts, unfuse
-from quark.torch.quantization.nn.layer import become
+from quark.torch.quantization.nn.experts import LinearExperts, split_experts
+from quark.torch.quantization.nn.layer import change_class
 
 
 class OnnxExperts(LinearExperts):
-    """A layer of experts that a graph holds: each computes the tokens that come to it alone.
+    """A layer of experts in which each expert computes only the tokens routed to it.
 
-    Which tokens these are is found by NonZero, so that their number is one of the run, not one of
-    the trace.
+    NonZero selects the tokens of an expert, so their number depends on the data of each run, not
+    on the data of the trace.
     """
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Send tokens through their experts and add up what these return.
+        """Route tokens to their experts and add up the weighted outputs.
 
         Args:
             hidden_states: (tokens, hidden).
-            top_k_index: Expert of each of the (tokens, k); those from ``num_experts`` on give 0.
-            top_k_weights: Factor of each of the (tokens, k).
+            top_k_index: Experts of each token, (tokens, k). An index of ``num_experts`` or more
+                stands for no expert.
+            top_k_weights: Routing weights, (tokens, k).
         """
         dtype = torch.result_type(hidden_states, top_k_weights)
         summed = torch.zeros_like(hidden_states, dtype=dtype)
@@ -36,9 +37,9 @@ class OnnxExperts(LinearExperts):
         return summed.to(hidden_states.dtype)
 
 
-def trace_experts(model: nn.Module) -> None:
-    """Make all layers of experts such that they can be traced, in place, float ones as well."""
-    unfuse(model)
+def make_experts_traceable(model: nn.Module) -> None:
+    """Replace all layers of experts, quantized or not, by ``OnnxExperts``, in place."""
+    split_experts(model)
     for module in list(model.modules()):
         if isinstance(module, LinearExperts):
-            become(module, OnnxExperts)
+            change_class(module, OnnxExperts)

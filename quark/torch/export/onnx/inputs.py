@@ -1,4 +1,4 @@
-"""How a model is called where it is exported: by names of inputs, with examples of them."""
+"""The inputs of a model for ONNX export: named tensors, constants, and axes of dynamic size."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from torch import nn
 BATCH, SEQUENCE = "batch", "sequence"
 
 
-class Call(NamedTuple):
-    """The arguments of a model.
+class ModelInputs(NamedTuple):
+    """The arguments of a model's forward, by name.
 
     Attributes:
-        inputs: Tensors by name: what the graph takes.
-        constants: The other arguments, which the graph keeps.
+        tensors: Tensors, which become the inputs of the graph.
+        constants: All other arguments, which are fixed in the graph.
     """
 
-    inputs: dict[str, torch.Tensor]
+    tensors: dict[str, torch.Tensor]
     constants: dict[str, Any]
 
     @classmethod
-    def of(cls, model: nn.Module, args: Any) -> Call:
-        """Name the arguments of a model and put tensors where its parameters are.
+    def bind(cls, model: nn.Module, args: Any) -> ModelInputs:
+        """Bind arguments to the names of a model's forward, on the device of its parameters.
 
         Args:
-            model: The model. If it can return a key-value cache, it is told not to.
-            args: A tensor, a sequence of positional arguments or a mapping of named ones.
+            model: The model. If its forward has ``use_cache``, that is set to False.
+            args: A tensor, a sequence of positional arguments, or a mapping of named arguments.
 
         Raises:
-            ValueError: The model does not take them, or none is a tensor.
+            ValueError: The arguments do not match the signature of forward, or none is a tensor.
         """
         signature = inspect.signature(model.forward)
         positional = (args,) if isinstance(args, torch.Tensor) else args
@@ -55,87 +55,92 @@ class Call(NamedTuple):
         if "use_cache" in signature.parameters:
             bound["use_cache"] = False
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        inputs = {n: v.to(device) for n, v in bound.items() if isinstance(v, torch.Tensor)}
-        if not inputs:
+        tensors = {n: v.to(device) for n, v in bound.items() if isinstance(v, torch.Tensor)}
+        if not tensors:
             raise ValueError(f"input_args has no tensor among {sorted(bound)}.")
-        return cls(inputs, {n: v for n, v in bound.items() if n not in inputs})
+        return cls(tensors, {n: v for n, v in bound.items() if n not in tensors})
 
     def run(self, model: nn.Module) -> tuple[list[str], list[torch.Tensor]]:
-        """Run the model once and return its outputs, and their names, [] where they have none."""
+        """Run the model once; return the names of its outputs ([] if unnamed), and the outputs."""
         with torch.no_grad():
-            output = model(**self.inputs, **self.constants)
+            output = model(**self.tensors, **self.constants)
         if isinstance(output, Mapping):
-            named = _tensors(output)
+            named = _named_tensors(output)
             return list(named), list(named.values())
-        return [], list(_leaves(output))
+        return [], list(_leaf_tensors(output))
 
-    def repeated(self, shapes: Sequence[Mapping[int, str]]) -> tuple[torch.Tensor, ...]:
-        """Return the inputs, where axes that may vary but have one element have it twice.
+    def trace_examples(self, axes: Sequence[Mapping[int, str]]) -> tuple[torch.Tensor, ...]:
+        """Return the inputs with at least two elements along every dynamic axis.
 
-        A trace takes one element for a fixed size.
-        """
-        made = []
-        for tensor, axes in zip(self.inputs.values(), shapes, strict=True):
-            for axis in axes:
-                if tensor.shape[axis] == 1:
-                    tensor = tensor.repeat_interleave(2, axis)
-            made.append(tensor)
-        return tuple(made)
-
-    def shapes(self, given: Mapping[str, Mapping[int, str]] | None) -> list[Mapping[int, str]]:
-        """Return the axes of each input that may vary, with names for them.
+        The exporter treats an axis of size 1 as fixed, so such axes are repeated.
 
         Args:
-            given: Those that the caller wants, by input. By default the first axis of every input,
-                and the second one of integers and flags, such as token ids and masks.
+            axes: Dynamic axes of each input, from ``dynamic_axes``.
+        """
+        examples = []
+        for tensor, dynamic in zip(self.tensors.values(), axes, strict=True):
+            for axis in dynamic:
+                if tensor.shape[axis] == 1:
+                    tensor = tensor.repeat_interleave(2, axis)
+            examples.append(tensor)
+        return tuple(examples)
+
+    def dynamic_axes(
+        self, requested: Mapping[str, Mapping[int, str]] | None
+    ) -> list[Mapping[int, str]]:
+        """Return the axes of each input that have any size, with names for them.
+
+        Args:
+            requested: Axes by input. By default the first axis of every input, and the second one
+                of integers and flags, such as token ids and masks.
 
         Raises:
             ValueError: An input or an axis does not exist.
         """
-        if given is None:
-            return [self._default(tensor) for tensor in self.inputs.values()]
-        for name, axes in given.items():
-            if name not in self.inputs:
+        if requested is None:
+            return [self._default_axes(tensor) for tensor in self.tensors.values()]
+        for name, axes in requested.items():
+            if name not in self.tensors:
                 raise ValueError(
-                    f"dynamic_shapes names {name!r}, but the inputs are {list(self.inputs)}."
+                    f"dynamic_shapes names {name!r}, but the inputs are {list(self.tensors)}."
                 )
-            rank = self.inputs[name].dim()
+            rank = self.tensors[name].dim()
             wrong = [axis for axis in axes if not 0 <= axis < rank]
             if wrong:
                 raise ValueError(
                     f"dynamic_shapes gives axis {wrong[0]} of {name!r}, which has {rank} axes."
                 )
-        return [given.get(name, {}) for name in self.inputs]
+        return [requested.get(name, {}) for name in self.tensors]
 
     @staticmethod
-    def _default(tensor: torch.Tensor) -> dict[int, str]:
+    def _default_axes(tensor: torch.Tensor) -> dict[int, str]:
         if tensor.is_floating_point() or tensor.dim() != 2:
             return {0: BATCH} if tensor.dim() else {}
         return {0: BATCH, 1: SEQUENCE}
 
 
-class Entry(nn.Module):
-    """A model that takes tensors by position and returns tensors alone."""
+class PositionalModel(nn.Module):
+    """A model whose forward accepts tensors by position and returns tensors only."""
 
-    def __init__(self, model: nn.Module, call: Call) -> None:
+    def __init__(self, model: nn.Module, inputs: ModelInputs) -> None:
         super().__init__()
         self.model = model
-        self.names, self.constants = list(call.inputs), call.constants
+        self.names, self.constants = list(inputs.tensors), inputs.constants
 
-    def forward(self, *inputs: torch.Tensor) -> Any:
-        """Return the outputs: those that are tensors where the model names them."""
-        output = self.model(**dict(zip(self.names, inputs, strict=True)), **self.constants)
-        return tuple(_tensors(output).values()) if isinstance(output, Mapping) else output
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        """Return the outputs of the model; of named outputs, those that are tensors."""
+        output = self.model(**dict(zip(self.names, tensors, strict=True)), **self.constants)
+        return tuple(_named_tensors(output).values()) if isinstance(output, Mapping) else output
 
 
-def _leaves(output: Any) -> Iterator[torch.Tensor]:
-    """Iterate over the tensors of an output and of what it holds."""
+def _leaf_tensors(output: Any) -> Iterator[torch.Tensor]:
+    """Iterate over the tensors in nested sequences and mappings."""
     if isinstance(output, torch.Tensor):
         yield output
     elif isinstance(output, (Mapping, Sequence)) and not isinstance(output, str):
         for part in output.values() if isinstance(output, Mapping) else output:
-            yield from _leaves(part)
+            yield from _leaf_tensors(part)
 
 
-def _tensors(output: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _named_tensors(output: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in output.items() if isinstance(value, torch.Tensor)}

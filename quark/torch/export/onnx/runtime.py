@@ -1,59 +1,54 @@
-"""Graphs run by ONNX Runtime on a CPU."""
+"""Running ONNX files in ONNX Runtime on a CPU."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 PACKAGE = "onnxruntime"
-# Products of integer weights add up in float, and no kernel saturates.
+# Products of integer weights accumulate in float32, and no kernel saturates.
 EXACT = {"session.qdq_matmulnbits_accuracy_level": "1", "session.x64quantprecision": "1"}
-# Where operators are fused, it does not load bytes that two products share under the last of these.
+# With extended optimizations ONNX Runtime fails to load 8-bit weights that two products share, so
+# basic optimizations are tried next.
 _LEVELS = ("ORT_ENABLE_ALL", "ORT_ENABLE_BASIC")
 _SILENT = 4
 
 
-def check_runtime() -> None:
-    """Raise if ONNX Runtime is missing.
+def check_runtime(dtypes: Collection[str] = ()) -> None:
+    """Check that ONNX Runtime is installed and can run a model.
 
-    Raises:
-        ImportError: It is.
-    """
-    if find_spec(PACKAGE) is None:
-        raise ImportError(
-            "Verification opens ONNX files with ONNX Runtime: pip install onnxruntime, or export "
-            "without verification."
-        )
-
-
-def check_runnable(model: nn.Module) -> None:
-    """Raise if ONNX Runtime is missing or cannot run the graph of a model.
+    Args:
+        dtypes: Names of the types of its parameters.
 
     Raises:
         ImportError: It is missing.
-        ValueError: The model is in a type in which it computes nothing.
+        ValueError: It does not compute in one of these types.
     """
-    check_runtime()
-    if any(p.dtype == torch.bfloat16 for p in model.parameters()):
+    if find_spec(PACKAGE) is None:
+        raise ImportError(
+            "ONNX files are verified with ONNX Runtime: pip install onnxruntime, or leave out "
+            "verification."
+        )
+    if "bfloat16" in dtypes:
         raise ValueError(
-            "Verification runs ONNX files in ONNX Runtime, which computes nothing in bfloat16 on a "
-            "CPU, and the model is in bfloat16: load it in float32 or float16, or export without "
+            "the model is in bfloat16, in which ONNX Runtime computes nothing on a CPU, so it "
+            "cannot be verified in bfloat16: load it in float32 or float16, or leave out "
             "verification."
         )
 
 
-class Graph:
-    """An ONNX file, loaded with settings under which integers are multiplied exactly.
+class OnnxSession:
+    """An ONNX file in ONNX Runtime, with settings for exact integer products.
 
     Args:
-        path: The file.
+        path: Path of the file.
 
     Raises:
-        ValueError: ONNX Runtime does not load it.
+        ValueError: ONNX Runtime cannot load the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -61,9 +56,9 @@ class Graph:
         problem: Exception | None = None
         for level in _LEVELS:
             try:
-                self._session = _session(path, level)
+                self._session = _open_session(path, level)
                 break
-            except Exception as error:  # it has its own classes, which no module names for all
+            except Exception as error:  # ONNX Runtime has no common base class of errors
                 problem = error
         else:
             raise ValueError(f"ONNX Runtime does not load {path.name}: {problem}") from problem
@@ -75,7 +70,7 @@ class Graph:
         return [torch.from_numpy(y) for y in self._session.run(None, given)]
 
 
-def _session(path: Path, level: str) -> Any:
+def _open_session(path: Path, level: str) -> Any:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()

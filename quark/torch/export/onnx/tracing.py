@@ -1,4 +1,4 @@
-"""Modules as the exporter of torch traces them."""
+"""Tracing modules with the ONNX exporter of torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 
-def traced(
+def trace_module(
     module: nn.Module,
     args: Sequence[torch.Tensor],
     shapes: Sequence[Mapping[int, Any]],
@@ -21,19 +21,19 @@ def traced(
     output_names: Sequence[str] = (),
     verbose: bool = False,
 ) -> Any:
-    """Return the ``onnx_ir.Model`` of a module, as it was traced.
+    """Return the ``onnx_ir.Model`` of a module, without optimization.
 
     Args:
-        module: What takes tensors alone: ``forward(*tensors)``.
-        args: These.
-        shapes: The axes of each that may have any size.
+        module: A module whose forward accepts tensors only: ``forward(*tensors)``.
+        args: Examples of the tensors.
+        shapes: Axes of each tensor that have any size.
         opset: Version of the operators.
         input_names: Names of the inputs.
-        output_names: Names of the outputs, where they have any.
+        output_names: Names of the outputs, [] for the exporter's names.
         verbose: Passed to ``torch.onnx.export``.
 
     Raises:
-        ValueError: The operators are not converted to that version.
+        ValueError: The operators cannot be converted to that version.
         torch.onnx.OnnxExporterError: The module cannot be traced.
     """
     with _quiet():
@@ -58,7 +58,7 @@ def traced(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Leave out what the exporter says of packages it does not need and of its own code."""
+    """Silence the exporter's warnings about optional packages and about its own code."""
     log = logging.getLogger("torch.onnx")
     level = log.level
     log.setLevel(logging.ERROR)

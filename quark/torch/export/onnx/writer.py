@@ -1,10 +1,10 @@
-"""Models in one ONNX file, for ONNX Runtime and what else reads it."""
+"""Writing a model to one ONNX file, for ONNX Runtime and other software that reads ONNX."""
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,35 +13,39 @@ import torch
 from torch import nn
 
 from quark import __version__
-from quark.torch.export.checkpoint.files import check_vacant, fresh_directory
 from quark.torch.export.checkpoint.writer import check_exportable, check_present
-from quark.torch.export.checks import report_experts
-from quark.torch.export.formats.layouts.act_order import PROBLEM, has_order
-from quark.torch.export.onnx.dequantize_linear import HOLDS, NARROW_IR, NARROW_OPSET, weight_problem
-from quark.torch.export.onnx.experts import trace_experts
-from quark.torch.export.onnx.functions import Functions, activation_problem
-from quark.torch.export.onnx.inputs import Call, Entry
+from quark.torch.export.expert_tokens import report_experts
+from quark.torch.export.formats.layouts.act_order import ACT_ORDER_PROBLEM, has_act_order
+from quark.torch.export.onnx.activations import activation_problem
+from quark.torch.export.onnx.dequantize_linear import (
+    NARROW_IR,
+    NARROW_OPSET,
+    SUPPORTED,
+    weight_problem,
+)
+from quark.torch.export.onnx.experts import make_experts_traceable
+from quark.torch.export.onnx.functions import FunctionTable
+from quark.torch.export.onnx.inputs import ModelInputs, PositionalModel
 from quark.torch.export.onnx.layers import OnnxLayer
-from quark.torch.export.onnx.placeholders import place_weights
-from quark.torch.export.onnx.tracing import traced
-from quark.torch.graph.eval_mode import at_inference
+from quark.torch.export.onnx.placeholders import replace_placeholders
+from quark.torch.export.onnx.tracing import trace_module
+from quark.torch.files import Target
+from quark.torch.graph.eval_mode import eval_mode
 from quark.torch.quantization.config.config import QuantizationConfig
-from quark.torch.quantization.nn.layer import PARAMETERS, QUANTIZERS, QuantMixin
-from quark.torch.quantization.nn.packed import PackedMixin
+from quark.torch.quantization.nn.fake_quantized import QUANTIZERS
+from quark.torch.quantization.nn.layer import PARAMETERS, QuantizedLayer
 
 logger = logging.getLogger(__name__)
 
-FILE = "quark_model.onnx"
+FILE_NAME = "quark_model.onnx"
 DEFAULT_OPSET = 20
-OLDEST_OPSET = 18  # that torch converts to
-LARGEST_FILE = 2_000_000_000  # bytes: a message of protobuf ends at 2^31
-_LAYERS = (QuantMixin, PackedMixin)
-Judge = Callable[[Path, nn.Module, Any], None]
+OLDEST_OPSET = 18  # the oldest that torch can convert to
+MAX_FILE_SIZE = 2_000_000_000  # bytes: protobuf messages have less than 2^31
 
 
 @dataclass(frozen=True)
 class OnnxOptions:
-    """How an ONNX file is written; see ``ModelExporter.export_onnx_model``."""
+    """Options of ``ModelExporter.export_onnx_model``, which documents them."""
 
     input_names: Sequence[str] = ()
     output_names: Sequence[str] = ()
@@ -50,96 +54,92 @@ class OnnxOptions:
     do_constant_folding: bool = True
     dynamic_shapes: Mapping[str, Any] | None = None
     matmul_nbits: bool = False
-    max_file_size: int = LARGEST_FILE
+    max_file_size: int = MAX_FILE_SIZE
 
 
-def write_onnx(
-    model: nn.Module,
-    directory: Path,
-    input_args: Any,
-    options: OnnxOptions,
-    overwrite: bool,
-    judge: Judge,
-) -> None:
+def write_onnx(model: nn.Module, target: Target, input_args: Any, options: OnnxOptions) -> None:
     """Write ``quark_model.onnx``; see ``ModelExporter.export_onnx_model``.
 
-    ``judge`` sees the directory, the model and its inputs before the directory takes its place.
+    ``target`` is called with the number of bytes and gives the directory to write to.
     """
-    _check_packages()
-    check_vacant(directory, overwrite)
-    check_exportable(model)
+    check_packages()
+    check_writable(model)
     check_present(model)
-    _check_layers(model)
-    call = Call.of(model, input_args)
-    shapes = call.shapes(options.dynamic_shapes)
+    inputs = ModelInputs.bind(model, input_args)
+    axes = inputs.dynamic_axes(options.dynamic_shapes)
     report_experts(model)
     if any(p.dtype == torch.bfloat16 for p in model.parameters()):
         logger.warning(
             "The model is in bfloat16, in which ONNX Runtime computes nothing on a CPU: load it in "
             "float32 or float16 for that."
         )
-    with at_inference(model):
-        named, returned = call.run(model)
-        _check_names("input_names", options.input_names, len(call.inputs))
-        _check_names("output_names", options.output_names, len(returned))
-        outputs = list(options.output_names) or named
-        functions = Functions()
-        entry = Entry(_twin(model, options.matmul_nbits, functions), call).eval()
-        opset = _opset(entry.model, options.opset_version)
-        graph = _graph(entry, call, shapes, outputs, opset, options)
+    with eval_mode(model):
+        names, outputs = inputs.run(model)
+        _check_names("input_names", options.input_names, len(inputs.tensors))
+        _check_names("output_names", options.output_names, len(outputs))
+        output_names = list(options.output_names) or names
+        functions = FunctionTable()
+        copied = _traceable_copy(model, options.matmul_nbits, functions)
+        traceable = PositionalModel(copied, inputs).eval()
+        opset = _choose_opset(copied, options.opset_version)
+        graph = _trace(traceable, inputs, axes, output_names, opset, options)
         functions.define(graph, opset, options.do_constant_folding)
-    placed = place_weights(graph, entry)
+    new_nodes = replace_placeholders(graph, traceable)
     if options.do_constant_folding:
-        _fold(graph, placed)
-    _finish(graph)
+        _fold_constants(graph, new_nodes)
+    _set_names_and_versions(graph)
     size = sum(value.const_value.nbytes for value in graph.graph.initializers.values())
-    external = f"{FILE}.data" if size > options.max_file_size else None
-    with fresh_directory(directory, overwrite, size) as partial:
-        _save(graph, partial / FILE, external)
-        judge(partial, model, input_args)
+    external = f"{FILE_NAME}.data" if size > options.max_file_size else None
+    with target(size) as directory:
+        _save(graph, directory / FILE_NAME, external)
 
 
-def _graph(
-    entry: Entry,
-    call: Call,
-    shapes: list[Mapping[int, str]],
-    outputs: list[str],
+def _trace(
+    model: PositionalModel,
+    inputs: ModelInputs,
+    axes: list[Mapping[int, str]],
+    output_names: list[str],
     opset: int,
     options: OnnxOptions,
 ) -> Any:
-    """Return the graph of a model as the exporter of torch makes it.
+    """Return the graph (``onnx_ir.Model``) of a model from the exporter of torch.
 
     Raises:
         ValueError: The model cannot be traced.
     """
-    inputs = list(options.input_names) or list(call.inputs)
-    args = call.repeated(shapes)
+    names = list(options.input_names) or list(inputs.tensors)
+    args = inputs.trace_examples(axes)
     try:
-        return traced(entry, args, shapes, opset, inputs, outputs, options.verbose)
+        return trace_module(model, args, axes, opset, names, output_names, options.verbose)
     except torch.onnx.OnnxExporterError as error:
         cause = str(error.__cause__ or error).strip()
         raise ValueError(
-            f"torch.onnx.export cannot trace {type(entry.model).__name__}: {cause}\nIf an axis has "
+            f"torch.onnx.export cannot trace {type(model.model).__name__}: {cause}\nIf an axis has "
             "to keep its size, leave it out of dynamic_shapes; {} keeps those of input_args."
         ) from error
 
 
-def _check_packages() -> None:
+def check_packages() -> None:
+    """Check that torch and onnxscript can export graphs.
+
+    Raises:
+        ImportError: One is missing, or too old.
+    """
     try:
-        import onnxscript  # noqa: F401 - torch exports with it
+        import onnxscript  # noqa: F401 - the exporter of torch needs it
         import torch.onnx.ops  # noqa: F401
     except ImportError:
         raise ImportError(
             "ONNX export needs torch 2.8 or later and the package onnxscript: pip install "
-            "'quark[onnx]' or pip install onnxscript."
+            "onnxscript."
         ) from None
 
 
 def _check_names(option: str, names: Sequence[str], count: int) -> None:
-    """Raise unless all inputs or outputs have a name of their own, or none has one.
+    """Check that names are given for all inputs or outputs, without duplicates, or for none.
 
     Raises:
-        ValueError: They do not.
+        ValueError: They are not.
     """
     if names and (len(names) != count or len({*names}) != count):
         raise ValueError(
@@ -149,84 +149,85 @@ def _check_names(option: str, names: Sequence[str], count: int) -> None:
 
 
 def check_config(config: QuantizationConfig, where: str) -> None:
-    """Raise if a layer is to be quantized in a way that no graph computes.
+    """Check that a graph can hold layers with this configuration.
 
     Args:
-        config: How it is quantized.
-        where: What is quantized so, for the message.
+        config: Configuration of a layer.
+        where: Name of the layer or of the scheme, for the message.
 
     Raises:
-        ValueError: It is.
+        ValueError: It cannot.
     """
     for tensor in QUANTIZERS:
         spec = getattr(config, tensor)
-        find = weight_problem if tensor in PARAMETERS else activation_problem
-        problem = None if spec is None else find(spec)
+        find_problem = weight_problem if tensor in PARAMETERS else activation_problem
+        problem = None if spec is None else find_problem(spec)
         if problem:
             raise ValueError(
-                f"ONNX cannot hold {where}: for its {tensor} it {problem}. It holds {HOLDS}. "
+                f"ONNX cannot hold {where}: for its {tensor} it {problem}. It holds {SUPPORTED}. "
                 "Exclude the layer or quantize it otherwise."
             )
 
 
-def _check_layers(model: nn.Module) -> None:
-    """Raise if a layer is quantized in a way that no graph computes.
+def check_writable(model: nn.Module) -> None:
+    """Check that a graph can hold every quantized layer.
 
     Raises:
-        ValueError: One is.
+        ValueError: The model is not quantized or not frozen, or it cannot.
     """
+    check_exportable(model)
     for name, layer in model.named_modules():
-        if not isinstance(layer, _LAYERS):
+        if not isinstance(layer, QuantizedLayer):
             continue
-        if has_order(layer):
-            raise ValueError(f"ONNX cannot hold {name}: {PROBLEM}. Quantize the float model again.")
+        if has_act_order(layer):
+            raise ValueError(
+                f"ONNX cannot hold {name}: {ACT_ORDER_PROBLEM}. Quantize the float model again."
+            )
         check_config(layer.quant_config, name)
 
 
-def _twin(model: nn.Module, matmul_nbits: bool, functions: Functions) -> nn.Module:
-    """Return a model with the same tensors whose quantized layers can be traced."""
+def _traceable_copy(model: nn.Module, matmul_nbits: bool, functions: FunctionTable) -> nn.Module:
+    """Return a copy of a model, with the same tensors, whose quantized layers can be traced."""
     tensors = [*model.parameters(), *model.buffers()]
-    twin: nn.Module = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-    trace_experts(twin)
-    made: dict[nn.Module, OnnxLayer] = {}
-    for name, layer in list(twin.named_modules(remove_duplicate=False)):
-        if isinstance(layer, _LAYERS):
-            made.setdefault(layer, OnnxLayer(layer, matmul_nbits, functions))
+    # Tensors in the memo of deepcopy are shared, not copied.
+    copied: nn.Module = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    make_experts_traceable(copied)
+    layers: dict[nn.Module, OnnxLayer] = {}
+    for name, layer in list(copied.named_modules(remove_duplicate=False)):
+        if isinstance(layer, QuantizedLayer):
+            layers.setdefault(layer, OnnxLayer(layer, matmul_nbits, functions))
             if not name:
-                return made[layer]
-            twin.set_submodule(name, made[layer])
-    return twin
+                return layers[layer]
+            copied.set_submodule(name, layers[layer])
+    return copied
 
 
-def _opset(twin: nn.Module, wanted: int | None) -> int:
-    """Return the opset to write.
+def _choose_opset(model: nn.Module, requested: int | None) -> int:
+    """Return the requested opset, or the default if that has all types and operators.
 
     Raises:
-        ValueError: The one that is wanted lacks a type.
+        ValueError: The requested opset lacks a type or an operator.
     """
-    layers = {name: m.opset for name, m in twin.named_modules() if isinstance(m, OnnxLayer)}
+    layers = {name: m.opset for name, m in model.named_modules() if isinstance(m, OnnxLayer)}
     name = max(layers, key=lambda n: layers[n])
     least = max(OLDEST_OPSET, layers[name])
-    if wanted is not None and wanted < least:
+    if requested is not None and requested < least:
         raise ValueError(
-            f"opset_version={wanted} cannot hold {name}: give {least} or more, or leave it out."
+            f"opset_version={requested} cannot hold {name}: give {least} or more, or leave it out."
         )
-    return wanted or max(DEFAULT_OPSET, least)
+    return requested or max(DEFAULT_OPSET, least)
 
 
-def _fold(model: Any, kept: set[Any]) -> None:
-    """Fold constants, but not the nodes in ``kept``, so that codes stay codes."""
+def _fold_constants(model: Any, kept: set[Any]) -> None:
+    """Fold constants except the nodes in ``kept``: folding those would dequantize the weights."""
     from onnxscript import optimizer
 
     optimizer.fold_constants(model, should_fold=lambda node: False if node in kept else None)
     optimizer.remove_unused_nodes(model)
 
 
-def _finish(model: Any) -> None:
-    """Give tensors the names of the model, and the file a version that has all types.
-
-    What the exporter notes of the source code of the model is left out.
-    """
+def _set_names_and_versions(model: Any) -> None:
+    """Name tensors as in the model, set the IR version, and remove metadata of the source code."""
     nodes = [*model.graph, *(node for function in model.functions.values() for node in function)]
     for part in (*nodes, *model.graph.inputs, *model.graph.outputs, model.graph):
         part.metadata_props.clear()

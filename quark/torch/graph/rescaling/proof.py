@@ -1,4 +1,8 @@
-"""Proof by trying: what is rescaled must compute the same, and must matter."""
+"""Proof of rescaling groups by experiment: rescale, run again, compare the outputs.
+
+Each experiment has a control, in which only the producer is rescaled. Without it a group would be
+"proved" whose modules have no effect on this input: 0 · (b(a(x))) is unchanged by any factors.
+"""
 
 from __future__ import annotations
 
@@ -10,108 +14,108 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
-from quark.torch.graph.structure import Edit, Rejected, ScaleGroup
-from quark.torch.graph.trace import Call, tensors
-from quark.torch.graph.unreached import Siblings, exchanged, rounds, taking_part
+from quark.torch.graph.replay import TOLERANCE, float_tensors, is_half, output_distance, upcast_half
+from quark.torch.graph.structure import Edit, Rejection, RescalingGroup
+from quark.torch.graph.trace import BlockCall, iter_tensors
+from quark.torch.graph.unreached import Counterparts, edits_any, iterate_pairings, swap_parameters
 
-# The largest part of what the producer alone changes that may be left when all are rescaled.
-TOLERANCE = 1e-3
 _SEED = 20
 _Run = Callable[[], list[torch.Tensor]]
 
 
 @torch.no_grad()
-def prove(
+def prove_groups(
     model: nn.Module,
     run: Callable[[], object],
-    blocks: dict[str, list[Call]],
-    groups: Iterable[ScaleGroup],
-    siblings: Siblings,
-) -> tuple[list[ScaleGroup], list[Rejected]]:
-    """Keep the groups which provably leave what the model computes unchanged.
+    blocks: dict[str, list[BlockCall]],
+    groups: Iterable[RescalingGroup],
+    counterparts: Counterparts,
+) -> tuple[list[RescalingGroup], list[Rejection]]:
+    """Keep the groups whose rescaling leaves the function of the model unchanged.
 
-    Each is rescaled by random factors in [0.5, 2], within the block it lies in, or within what
-    surrounds the blocks. The output must stay the same, and must change if the producer alone is
-    rescaled. All groups of a block are tried at once: random factors do not cancel. Each is tried
-    alone if that fails. Half precision is lifted to single meanwhile.
+    Each group is rescaled by random factors in [0.5, 2]. The block of the group, or the part of the
+    model outside of the blocks, runs again on the recorded inputs. The output must be the same, and
+    must change in the control. All groups of a block are tested together first, since random
+    factors do not cancel; one by one if that fails. Half precision is computed in float32.
 
     Args:
         model: The model. It is unchanged in the end, bit by bit.
         run: Runs the model once.
-        blocks: The recorded calls of each block in one run.
+        blocks: Recorded calls of each block in one run.
         groups: Candidates.
-        siblings: Modules that the run did not reach, and those that can stand for them. What is
-            proved of these is tried again with the parameters of those.
+        counterparts: Modules that the run did not reach -> modules that it did. A group that edits
+            a counterpart is tested again with the parameters of the unreached module in its place.
 
     Returns:
-        The groups that are proved, and the others with the reasons.
+        The proved groups, and the others with the reasons.
     """
-    by_block: dict[str, list[ScaleGroup]] = defaultdict(list)
+    by_block: dict[str, list[RescalingGroup]] = defaultdict(list)
     for group in groups:
         by_block[group.block].append(group)
-    proved: list[ScaleGroup] = []
-    rejected: list[Rejected] = []
+    proved: list[RescalingGroup] = []
+    rejected: list[Rejection] = []
     for block, candidates in by_block.items():
         if block:
-            attempt = _repeated(model.get_submodule(block), blocks[block])
+            attempt = _repeat_calls(model.get_submodule(block), blocks[block])
         else:
             edited = {e.parameter for group in candidates for e in group.edits}
-            attempt = _surroundings(model, run, blocks, edited)
+            attempt = _run_around_blocks(model, run, blocks, edited)
         try:
             with attempt as again:
-                good, bad = _try(model, again, candidates)
-                for pairs in rounds(siblings, good):
-                    touched = [g for g in good if taking_part(g, pairs.values())]
-                    with exchanged(model, pairs):
-                        kept, worse = _try(model, again, touched)
-                    good = [g for g in good if g in kept or g not in touched]
+                good, bad = _test_groups(model, again, candidates)
+                for pairs in iterate_pairings(counterparts, good):
+                    touched = [g for g in good if edits_any(g, pairs.values())]
+                    with swap_parameters(model, pairs):
+                        still_good, worse = _test_groups(model, again, touched)
+                    good = [g for g in good if g in still_good or g not in touched]
                     bad += worse
         except Exception as error:  # anything that a model can raise
             reason = f"it cannot be run again as it ran before: {type(error).__name__}: {error}"
-            good, bad = [], [Rejected(g.producer, g.consumers, reason) for g in candidates]
+            good, bad = [], [Rejection(g.producer, g.consumers, reason) for g in candidates]
         proved += good
         rejected += bad
     return proved, rejected
 
 
-def _try(
-    model: nn.Module, run: _Run, groups: Sequence[ScaleGroup]
-) -> tuple[list[ScaleGroup], list[Rejected]]:
+def _test_groups(
+    model: nn.Module, run: _Run, groups: Sequence[RescalingGroup]
+) -> tuple[list[RescalingGroup], list[Rejection]]:
     generator = torch.Generator().manual_seed(_SEED)
     reference = run()
     factors = [_random_factors(group.size, generator) for group in groups]
 
     def change(edits: Iterable[tuple[Edit, torch.Tensor]]) -> float:
-        with _edited(model, edits):
-            return distance(run(), reference)
+        with _apply_edits(model, edits):
+            return output_distance(run(), reference)
 
-    def everything(index: int) -> list[tuple[Edit, torch.Tensor]]:
+    def all_edits(index: int) -> list[tuple[Edit, torch.Tensor]]:
         return [(edit, factors[index]) for edit in groups[index].edits]
 
     def control(index: int) -> float:
-        return change((e, f) for e, f in everything(index) if e.power < 0)
+        return change((e, f) for e, f in all_edits(index) if e.power < 0)
 
+    # Example: a norm and its readers q, k, v. Control: only the norm is divided, and the output
+    # moves by 4.0. All four: it moves by 1e-6 <= TOLERANCE · 4.0, proved.
     controls = [control(i) for i in range(len(groups))]
-    together = change(pair for i in range(len(groups)) for pair in everything(i))
+    together = change(pair for i in range(len(groups)) for pair in all_edits(i))
     if all(together <= TOLERANCE * c and c > 0 for c in controls):
         return list(groups), []
     proved, rejected = [], []
     for index, group in enumerate(groups):
-        reason = _judge(change(everything(index)), controls[index])
+        reason = _rejection_reason(change(all_edits(index)), controls[index])
         if reason is None:
             proved.append(group)
         else:
-            rejected.append(Rejected(group.producer, group.consumers, reason))
+            rejected.append(Rejection(group.producer, group.consumers, reason))
     return proved, rejected
 
 
-def _judge(error: float, control: float) -> str | None:
+def _rejection_reason(error: float, control: float) -> str | None:
     if math.isnan(control):
         return "the outputs are not finite"
     if not control > 0:
-        return "rescaling the producer alone changes nothing: the input does not show what it does"
+        return "rescaling the producer alone changes nothing: this input does not show its effect"
     if not error <= TOLERANCE * control:
         return (
             f"rescaling all of them changes the output by {error / control:.1e} of what rescaling "
@@ -124,16 +128,9 @@ def _random_factors(size: int, generator: torch.Generator) -> torch.Tensor:
     return torch.exp2(torch.rand(size, generator=generator, dtype=torch.float64) * 2 - 1)
 
 
-def distance(tensors: Sequence[torch.Tensor], reference: Sequence[torch.Tensor]) -> float:
-    """Return the Euclidean distance, NaN if it is not finite."""
-    pairs = zip(tensors, reference, strict=True)
-    total = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs)
-    return math.sqrt(total) if math.isfinite(total) else math.nan
-
-
 @contextmanager
-def _edited(model: nn.Module, edits: Iterable[tuple[Edit, torch.Tensor]]) -> Iterator[None]:
-    """Rescale parameters for a while. Their values are put back, not computed back."""
+def _apply_edits(model: nn.Module, edits: Iterable[tuple[Edit, torch.Tensor]]) -> Iterator[None]:
+    """Rescale parameters while the context is open. Afterwards they have their old bits."""
     saved: dict[str, torch.Tensor] = {}
     try:
         for edit, factors in edits:
@@ -149,13 +146,13 @@ def _edited(model: nn.Module, edits: Iterable[tuple[Edit, torch.Tensor]]) -> Ite
 
 
 @contextmanager
-def _lifted(modules: Iterable[nn.Module], recurse: bool = True) -> Iterator[None]:
-    """Compute in single precision for a while what is in half precision."""
+def _upcast_half_modules(modules: Iterable[nn.Module], recurse: bool = True) -> Iterator[None]:
+    """Hold parameters and buffers of half precision in float32 while the context is open."""
     saved: list[tuple[torch.Tensor, torch.Tensor]] = []
     try:
         for module in modules:
             for tensor in [*module.parameters(recurse), *module.buffers(recurse)]:
-                if _is_half(tensor):
+                if is_half(tensor):
                     saved.append((tensor, tensor.data))
                     tensor.data = tensor.data.float()
         yield
@@ -164,38 +161,24 @@ def _lifted(modules: Iterable[nn.Module], recurse: bool = True) -> Iterator[None
             tensor.data = value
 
 
-def _is_half(tensor: torch.Tensor) -> bool:
-    return tensor.dtype in (torch.float16, torch.bfloat16)
-
-
-def lifted(tree: Any) -> Any:
-    """Return nested tensors with those of half precision in single."""
-    return tree_map(lambda t: t.float() if isinstance(t, torch.Tensor) and _is_half(t) else t, tree)
-
-
-def floats(output: Any) -> list[torch.Tensor]:
-    """Return the floating-point tensors in nested ones."""
-    return [t for t in tensors(output) if t.is_floating_point()]
+@contextmanager
+def _repeat_calls(module: nn.Module, calls: Sequence[BlockCall]) -> Iterator[_Run]:
+    """Yield a function that repeats recorded calls of a module."""
+    inputs = [upcast_half((call.args, call.kwargs)) for call in calls]
+    with _upcast_half_modules([module]):
+        yield lambda: [t for args, kwargs in inputs for t in float_tensors(module(*args, **kwargs))]
 
 
 @contextmanager
-def _repeated(module: nn.Module, calls: Sequence[Call]) -> Iterator[_Run]:
-    """Give what repeats recorded calls of a module."""
-    given = [lifted((call.args, call.kwargs)) for call in calls]
-    with _lifted([module]):
-        yield lambda: [t for args, kwargs in given for t in floats(module(*args, **kwargs))]
-
-
-@contextmanager
-def _surroundings(
+def _run_around_blocks(
     model: nn.Module,
     run: Callable[[], object],
-    blocks: dict[str, list[Call]],
+    blocks: dict[str, list[BlockCall]],
     edited: set[str],
 ) -> Iterator[_Run]:
-    """Give what runs a model. Blocks recall what they gave if they get what they got.
+    """Yield a function that runs the model, with blocks that return their recorded outputs.
 
-    Blocks with a parameter that will be edited do run.
+    Blocks with a parameter that will be edited run.
     """
     modules = {
         name: model.get_submodule(name)
@@ -205,33 +188,33 @@ def _surroundings(
     inside = {id(m) for block in modules.values() for m in block.modules()}
     outputs: list[Any] = []
 
-    def keep(module: nn.Module, args: Any, output: Any) -> None:
+    def record(module: nn.Module, args: Any, output: Any) -> None:
         outputs.append(output)
 
     def again() -> list[torch.Tensor]:
         outputs.clear()
         run()
-        return [t for output in outputs for t in floats(output)]
+        return [t for output in outputs for t in float_tensors(output)]
 
     with ExitStack() as stack:
         outside = [m for m in model.modules() if id(m) not in inside]
-        stack.enter_context(_lifted(outside, recurse=False))
+        stack.enter_context(_upcast_half_modules(outside, recurse=False))
         for name, module in modules.items():
-            stack.enter_context(_recalling(module, blocks[name]))
-        stack.callback(model.register_forward_hook(keep).remove)
+            stack.enter_context(_recall_outputs(module, blocks[name]))
+        stack.callback(model.register_forward_hook(record).remove)
         yield again
 
 
 @contextmanager
-def _recalling(module: nn.Module, calls: Sequence[Call]) -> Iterator[None]:
-    """Let a module give what it gave before, as long as it gets what it got."""
-    known = [(next(tensors((c.args, c.kwargs))), c.output) for c in calls]
+def _recall_outputs(module: nn.Module, calls: Sequence[BlockCall]) -> Iterator[None]:
+    """Return the recorded output for a recorded input; run the module for any other input."""
+    known = [(next(iter_tensors((c.args, c.kwargs))), c.output) for c in calls]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        given = next(tensors((args, kwargs)))
-        for before, output in known:
-            if given.shape == before.shape and torch.equal(given.to(before.dtype), before):
-                return lifted(output)
+        x = next(iter_tensors((args, kwargs)))
+        for recorded, output in known:
+            if x.shape == recorded.shape and torch.equal(x.to(recorded.dtype), recorded):
+                return upcast_half(output)
         return type(module).forward(module, *args, **kwargs)
 
     module.forward = forward

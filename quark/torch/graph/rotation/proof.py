@@ -1,8 +1,8 @@
-"""Proof by trying that the residual stream may be rotated.
+"""Proof by experiment that the residual stream can be rotated.
 
-Row vectors: a vector x of the stream becomes x·R (QuaRot, arXiv 2404.00456, section 4). What a norm
-multiplies by is moved into what reads it before. Where norms take the mean away, R keeps the vector
-of ones and with it the mean, so that the norm of x·R is that of x times R.
+A row vector x of the stream becomes x·R with R orthogonal (QuaRot, arXiv 2404.00456, section 4).
+The gain of a norm is folded into the weights that read the norm before. If norms subtract the mean,
+R maps the vector of ones to itself: then mean(x·R) = mean(x), and LayerNorm(x·R) = LayerNorm(x)·R.
 """
 
 from __future__ import annotations
@@ -16,33 +16,34 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from quark.torch.graph.rescaling.proof import TOLERANCE, distance, floats, lifted
+from quark.torch.graph.replay import TOLERANCE, float_tensors, output_distance, upcast_half
 from quark.torch.graph.rotation.residual_stream import ObstacleError
 from quark.torch.graph.structure import ResidualStream, StreamWeight, ValueHeads
-from quark.torch.graph.trace import Call, tensors
+from quark.torch.graph.trace import BlockCall, iter_tensors
 
 _SEED = 21
-_Turn = Callable[[torch.Tensor], torch.Tensor]
+_Rotation = Callable[[torch.Tensor], torch.Tensor]
 
 
 @torch.no_grad()
 def prove_stream(
     model: nn.Module,
     run: Callable[[], object],
-    blocks: dict[str, list[Call]],
+    blocks: dict[str, list[BlockCall]],
     stream: ResidualStream,
     carried: set[int],
 ) -> None:
-    """Rotate the stream at random, block by block and around the blocks.
+    """Prove the rotation of the stream: rotate at random, block by block and around the blocks.
 
-    What blocks give must be rotated, and the logits must be the same. If what reads the stream is
-    left as it is, they must not. Half precision is lifted to single meanwhile.
+    A rotated block must map rotated inputs to rotated outputs. The rest of the model must compute
+    the same logits from rotated outputs of blocks. In the control the readers of the stream are not
+    rotated, and the outputs must differ. Half precision is computed in float32.
 
     Args:
         model: The model. It is unchanged in the end, bit by bit.
         run: Runs the model once.
         blocks: The recorded calls of each block in one run.
-        stream: What is to be proved.
+        stream: The stream to prove.
         carried: Numbers of the tensors that hold vectors of the stream.
 
     Raises:
@@ -50,9 +51,9 @@ def prove_stream(
     """
     generator = torch.Generator().manual_seed(_SEED)
     keeps_mean = any(norm.kind == "layer" for norm in stream.norms)
-    turn = _random_turn(stream.size, keeps_mean, generator)
+    rotation = _random_rotation(stream.size, keeps_mean, generator)
     for block in ["", *blocks]:
-        part = _part(stream, block, blocks)
+        part = _restrict_to_block(stream, block, blocks)
         modules = {name: model.get_submodule(name) for name in blocks}
         if block:
             scope = list(modules[block].modules())
@@ -60,50 +61,52 @@ def prove_stream(
             inside = {id(m) for b in modules.values() for m in b.modules()}
             scope = [m for m in model.modules() if id(m) not in inside]
         try:
-            with _changeable(scope):
+            with _make_editable(scope):
                 if block:
-                    attempt = _Block(modules[block], blocks[block], carried, turn)
-                    error, control = _try(model, part, turn, attempt, generator)
+                    attempt = _BlockReplay(modules[block], blocks[block], carried, rotation)
+                    error, control = _measure_rotation(model, part, rotation, attempt, generator)
                 else:
-                    with _Surroundings(model, run, modules, blocks, carried, turn) as around:
-                        error, control = _try(model, part, turn, around, generator)
+                    with _SurroundingReplay(
+                        model, run, modules, blocks, carried, rotation
+                    ) as around:
+                        error, control = _measure_rotation(model, part, rotation, around, generator)
         except Exception as problem:  # anything that a model can raise
-            where = block or "what surrounds the blocks"
+            where = block or "the part around the blocks"
             raise ObstacleError(f"{where} does not run rotated: {problem}") from problem
         if not error <= TOLERANCE * control:
             raise ObstacleError(
-                f"rotating {block or 'what surrounds the blocks'} changes what it computes: "
-                f"{error:.1e}, against {control:.1e} if what reads the stream is left as it is"
+                f"rotating {block or 'the part around the blocks'} changes its output by "
+                f"{error:.1e}, compared with {control:.1e} if the readers are not rotated"
             )
 
 
 @torch.no_grad()
-def prove_values(
-    model: nn.Module, blocks: dict[str, list[Call]], values: Iterable[ValueHeads]
+def prove_value_heads(
+    model: nn.Module, blocks: dict[str, list[BlockCall]], values: Iterable[ValueHeads]
 ) -> tuple[ValueHeads, ...]:
-    """Keep the heads of values that can be rotated at random, and their block gives the same.
+    """Keep the attention heads whose values can be rotated without changing the block's output.
 
-    It must give something else if the output projection is left as it is.
+    In the control, the output projection is not rotated, and the output must change.
 
     Args:
         model: The model. It is unchanged in the end, bit by bit.
         blocks: The recorded calls of each block in one run.
-        values: What is to be proved.
+        values: The heads to prove.
     """
     generator = torch.Generator().manual_seed(_SEED)
     proved = []
     for heads in values:
         module = model.get_submodule(heads.block)
-        turn = _random_turn(heads.rows.shape[1], False, generator)
-        attempt = _Block(module, blocks[heads.block], set(), turn)
+        rotation = _random_rotation(heads.rows.shape[1], False, generator)
+        attempt = _BlockReplay(module, blocks[heads.block], set(), rotation)
         try:
-            with _changeable(module.modules()):
+            with _make_editable(module.modules()):
                 expected = attempt(False)
                 for parameter, axis in heads.sources:
-                    _rotate(model, parameter, axis, turn, heads.rows)
-                control = distance(attempt(True), expected)
-                _rotate(model, *heads.output, turn, heads.columns)
-                error = distance(attempt(True), expected)
+                    _rotate_parameter(model, parameter, axis, rotation, heads.rows)
+                control = output_distance(attempt(True), expected)
+                _rotate_parameter(model, *heads.output, rotation, heads.columns)
+                error = output_distance(attempt(True), expected)
         except Exception:  # anything that a model can raise
             continue
         if error <= TOLERANCE * control and control > 0:
@@ -111,44 +114,47 @@ def prove_values(
     return tuple(proved)
 
 
-def _random_rotation(size: int, generator: torch.Generator) -> torch.Tensor:
+def _random_orthogonal(size: int, generator: torch.Generator) -> torch.Tensor:
     normal = torch.randn(size, size, dtype=torch.float64, generator=generator)
     rotation: torch.Tensor = torch.linalg.qr(normal)[0]
     return rotation
 
 
-def _random_turn(size: int, keeps_ones: bool, generator: torch.Generator) -> _Turn:
-    """Return a rotation of vectors: of random groups of up to 64 entries, which is enough to tell.
+def _random_rotation(size: int, keeps_ones: bool, generator: torch.Generator) -> _Rotation:
+    """Return a function that rotates the vectors along the last axis of a tensor at random.
 
-    It turns every vector of those that lie along the last axis of a tensor.
+    Groups of up to 64 randomly chosen entries are rotated, which is cheaper than a full rotation
+    and detects the same errors. An axis of several vectors in a row is split into them.
 
     Args:
-        size: Length of the vectors.
-        keeps_ones: Let it keep the vector of ones: a reflection brings that back.
-        generator: Where chance comes from.
+        size: Length of a vector.
+        keeps_ones: Whether the vector of ones must be mapped to itself.
+        generator: Source of random numbers.
     """
     width = next(n for n in range(min(64, size), 0, -1) if size % n == 0)
-    block = _random_rotation(width if width > 8 else size, generator)
+    block = _random_orthogonal(width if width > 8 else size, generator)
     order = torch.randperm(size, generator=generator)
     mirror: torch.Tensor | None = None
 
-    def turn(x: torch.Tensor) -> torch.Tensor:
+    def rotation(x: torch.Tensor) -> torch.Tensor:
         vectors = x.reshape(*x.shape[:-1], -1, size)[..., order.to(x.device)]
         groups = vectors.view(*vectors.shape[:-1], -1, len(block))
-        turned = torch.matmul(groups, block.to(x)).flatten(-2)
+        rotated = torch.matmul(groups, block.to(x)).flatten(-2)
         if mirror is not None:
             across = mirror.to(x)
-            turned = turned - 2 * (turned @ across).unsqueeze(-1) * across
-        return turned.flatten(-2)
+            rotated = rotated - 2 * (rotated @ across).unsqueeze(-1) * across
+        return rotated.flatten(-2)
 
+    # Example of keeps_ones: the rotation maps the ones to some v of the same length. The reflection
+    # along v - ones (Householder) maps v back to the ones, and is orthogonal too.
     if keeps_ones:
         ones = torch.ones(size, dtype=torch.float64)
-        mirror = torch.nn.functional.normalize(turn(ones) - ones, dim=0)
-    return turn
+        mirror = torch.nn.functional.normalize(rotation(ones) - ones, dim=0)
+    return rotation
 
 
-def _part(stream: ResidualStream, block: str, blocks: Iterable[str]) -> ResidualStream:
-    """Return the part of the stream that lies in a block, or outside of all."""
+def _restrict_to_block(stream: ResidualStream, block: str, blocks: Iterable[str]) -> ResidualStream:
+    """Return the part of the stream inside of a block, or outside of all blocks for ""."""
 
     def lies_here(name: str) -> bool:
         home = next((b for b in blocks if f"{name}.".startswith(f"{b}.")), "")
@@ -164,45 +170,45 @@ def _part(stream: ResidualStream, block: str, blocks: Iterable[str]) -> Residual
         biases=part(stream.biases),
         readers=part(stream.readers),
         norms=tuple(norm for norm in stream.norms if lies_here(norm.module)),
-        values=tuple(heads for heads in stream.values if heads.block == block),
+        value_heads=tuple(heads for heads in stream.value_heads if heads.block == block),
         tied=stream.tied and not block,
     )
 
 
-def _try(
+def _measure_rotation(
     model: nn.Module,
     part: ResidualStream,
-    turn: _Turn,
+    rotation: _Rotation,
     attempt: Callable[[bool], list[torch.Tensor]],
     generator: torch.Generator,
 ) -> tuple[float, float]:
-    """Return how far a rotated part is from what it should give, and is if readers are not."""
+    """Return the distances of the outputs from the expected ones: rotated, and in the control."""
     expected = attempt(False)
     if part.tied:
         head: Any = model.get_submodule(part.head)
         head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
-    _fold(model, part)
+    _fold_gains(model, part)
     for source in [*part.embeddings, *part.writers, *part.biases]:
-        _rotate(model, source.parameter, source.axis, turn)
+        _rotate_parameter(model, source.parameter, source.axis, rotation)
     if part.readers:
-        control = distance(attempt(True), expected)
+        control = output_distance(attempt(True), expected)
     else:
-        control = distance(expected, [torch.zeros_like(t) for t in expected])
+        control = output_distance(expected, [torch.zeros_like(t) for t in expected])
     for reader in part.readers:
-        _rotate(model, reader.parameter, reader.axis, turn)
+        _rotate_parameter(model, reader.parameter, reader.axis, rotation)
     for norm in part.norms:
         if norm.bias is not None:
-            _rotate(model, norm.bias, 0, turn)
-    for heads in part.values:
-        own = _random_turn(heads.rows.shape[1], False, generator)
+            _rotate_parameter(model, norm.bias, 0, rotation)
+    for heads in part.value_heads:
+        own = _random_rotation(heads.rows.shape[1], False, generator)
         for parameter, axis in heads.sources:
-            _rotate(model, parameter, axis, own, heads.rows)
-        _rotate(model, *heads.output, own, heads.columns)
-    return distance(attempt(True), expected), control
+            _rotate_parameter(model, parameter, axis, own, heads.rows)
+        _rotate_parameter(model, *heads.output, own, heads.columns)
+    return output_distance(attempt(True), expected), control
 
 
-def _fold(model: nn.Module, part: ResidualStream) -> None:
-    """Move what norms multiply by into what reads them."""
+def _fold_gains(model: nn.Module, part: ResidualStream) -> None:
+    """Fold the gains of norms into the weights that read the norms."""
     for norm in part.norms:
         if norm.weight is None:
             continue
@@ -217,76 +223,90 @@ def _fold(model: nn.Module, part: ResidualStream) -> None:
             model.get_parameter(norm.bias).data.div_(gain)
 
 
-def _rotate(
+def _rotate_parameter(
     model: nn.Module,
     parameter: str,
     axis: int,
-    turn: _Turn,
-    places: torch.Tensor | None = None,
+    rotation: _Rotation,
+    positions: torch.Tensor | None = None,
 ) -> None:
-    """Rotate the vectors along an axis, or those that lie at some places along it."""
+    """Rotate the vectors along an axis of a parameter, or those at some positions of the axis."""
     value = model.get_parameter(parameter).data.movedim(axis, -1)
-    if places is None:
-        value.copy_(turn(value))
+    if positions is None:
+        value.copy_(rotation(value))
     else:
-        value[..., places] = turn(value[..., places])
+        value[..., positions] = rotation(value[..., positions])
 
 
-def _mapped(tree: Any, numbers: Sequence[int], carried: set[int], turn: _Turn) -> Any:
-    """Return nested tensors, lifted, with those that hold vectors of the stream turned."""
+def _rotate_carried(
+    tree: Any, numbers: Sequence[int], carried: set[int], rotation: _Rotation
+) -> Any:
+    """Return nested tensors in float32 at least, with vectors of the stream rotated."""
     left = iter(numbers)
 
     def change(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        return turn(lifted(leaf)) if next(left) in carried else lifted(leaf)
+        return rotation(upcast_half(leaf)) if next(left) in carried else upcast_half(leaf)
 
     return tree_map(change, tree)
 
 
-class _Block:
-    """Repeats the calls of a block, with what it gets rotated or with what it gives rotated."""
+class _BlockReplay:
+    """Repeats the calls of a block.
+
+    Called with True, it rotates the inputs and returns the outputs. Called with False, it returns
+    the expected outputs: those of the original inputs, rotated.
+    """
 
     def __init__(
-        self, module: nn.Module, calls: Sequence[Call], carried: set[int], turn: _Turn
+        self, module: nn.Module, calls: Sequence[BlockCall], carried: set[int], rotation: _Rotation
     ) -> None:
         self._module, self._calls = module, calls
-        self._carried, self._turn = carried, turn
+        self._carried, self._rotate = carried, rotation
 
     def __call__(self, is_rotated: bool) -> list[torch.Tensor]:
-        found: list[torch.Tensor] = []
+        outputs: list[torch.Tensor] = []
         for call in self._calls:
-            given = self._carried if is_rotated else set()
-            args, kwargs = _mapped((call.args, call.kwargs), call.given, given, self._turn)
+            rotated_inputs = self._carried if is_rotated else set()
+            args, kwargs = _rotate_carried(
+                (call.args, call.kwargs), call.input_numbers, rotated_inputs, self._rotate
+            )
             output = self._module(*args, **kwargs)
-            made = set() if is_rotated else self._carried
-            found += tensors(_mapped(output, call.made, made, self._turn))
-        return floats(found)
+            rotated_outputs = set() if is_rotated else self._carried
+            outputs += iter_tensors(
+                _rotate_carried(output, call.output_numbers, rotated_outputs, self._rotate)
+            )
+        return float_tensors(outputs)
 
 
-class _Surroundings:
-    """Runs a model whose blocks recall what they gave, and notes what they get."""
+class _SurroundingReplay:
+    """Runs a model whose blocks return recorded outputs, and records their inputs and the logits.
+
+    Called with True, the recorded outputs are rotated. Called with False, the inputs of blocks are
+    rotated as they are recorded: these are the expected ones.
+    """
 
     def __init__(
         self,
         model: nn.Module,
         run: Callable[[], object],
         modules: dict[str, nn.Module],
-        blocks: dict[str, list[Call]],
+        blocks: dict[str, list[BlockCall]],
         carried: set[int],
-        turn: _Turn,
+        rotation: _Rotation,
     ) -> None:
         self._model, self._run, self._modules = model, run, modules
-        self._blocks, self._carried, self._turn = blocks, carried, turn
-        self._noted: list[torch.Tensor] = []
+        self._blocks, self._carried, self._rotate = blocks, carried, rotation
+        self._recorded: list[torch.Tensor] = []
         self._is_rotated = False
 
-    def __enter__(self) -> _Surroundings:
+    def __enter__(self) -> _SurroundingReplay:
         self._stack = ExitStack()
         for name, module in self._modules.items():
-            module.forward = self._recalling(self._blocks[name])
+            module.forward = self._recall_outputs(self._blocks[name])
             self._stack.callback(delattr, module, "forward")
-        handle = self._model.register_forward_hook(self._note_results)
+        handle = self._model.register_forward_hook(self._record_results)
         self._stack.callback(handle.remove)
         return self
 
@@ -294,33 +314,33 @@ class _Surroundings:
         self._stack.close()
 
     def __call__(self, is_rotated: bool) -> list[torch.Tensor]:
-        self._noted, self._is_rotated = [], is_rotated
+        self._recorded, self._is_rotated = [], is_rotated
         self._run()
-        return self._noted
+        return self._recorded
 
-    def _note_results(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._noted += floats(output)
+    def _record_results(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._recorded += float_tensors(output)
 
-    def _recalling(self, calls: Sequence[Call]) -> Callable[..., Any]:
-        waiting: list[Call] = []
+    def _recall_outputs(self, calls: Sequence[BlockCall]) -> Callable[..., Any]:
+        waiting: list[BlockCall] = []
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             waiting.extend(() if waiting else calls)
             call = waiting.pop(0)
-            given = lifted(next(tensors((args, kwargs))))
-            self._noted.append(given if self._is_rotated else self._turn(given))
-            turned = self._carried if self._is_rotated else set()
-            return _mapped(call.output, call.made, turned, self._turn)
+            x = upcast_half(next(iter_tensors((args, kwargs))))
+            self._recorded.append(x if self._is_rotated else self._rotate(x))
+            rotated = self._carried if self._is_rotated else set()
+            return _rotate_carried(call.output, call.output_numbers, rotated, self._rotate)
 
         return forward
 
 
 @contextmanager
-def _changeable(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let parameters be changed for a while, in single precision at least."""
+def _make_editable(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Make parameters editable copies in float32 at least, and restore them afterwards."""
     saved = [(module, dict(module._parameters)) for module in modules]
-    held = {id(t): t for m, _ in saved for t in [*m.parameters(False), *m.buffers(False)]}
-    data = [(tensor, tensor.data) for tensor in held.values()]
+    tensors = {id(t): t for m, _ in saved for t in [*m.parameters(False), *m.buffers(False)]}
+    data = [(tensor, tensor.data) for tensor in tensors.values()]
     try:
         for tensor, value in data:
             if value.is_floating_point():

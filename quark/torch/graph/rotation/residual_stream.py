@@ -1,4 +1,4 @@
-"""The residual stream: what gives its vectors, what reads them, and what stands in the way."""
+"""The residual stream: its sources, its readers, and the obstacles to rotating it."""
 
 from __future__ import annotations
 
@@ -10,124 +10,141 @@ from typing import NamedTuple
 import torch
 
 from quark.torch.graph.aliases import Aliases
-from quark.torch.graph.rescaling.flow import operands
-from quark.torch.graph.rescaling.proposal import ORIGIN, origins
-from quark.torch.graph.rotation.spaces import Gain, Side, Space
-from quark.torch.graph.rotation.vectors import Follower
+from quark.torch.graph.op_kinds import VIEWS, find_view_origins, matmul_operands
+from quark.torch.graph.rotation.spaces import Gain, ParameterAxis, Space
+from quark.torch.graph.rotation.vector_flow import VectorFlow
 from quark.torch.graph.structure import ResidualStream, StreamNorm, StreamWeight, ValueHeads
-from quark.torch.graph.trace import Trace, tensors
-from quark.torch.graph.unreached import Siblings
+from quark.torch.graph.trace import Trace, iter_tensors
+from quark.torch.graph.unreached import Counterparts
 
 
 class ObstacleError(Exception):
     """The residual stream cannot be rotated; the message says why."""
 
 
-class Seen(NamedTuple):
-    """What was seen of a model in one pass."""
+class Analysis(NamedTuple):
+    """Results of the analysis of one pass."""
 
     trace: Trace
     aliases: Aliases
-    follower: Follower
-    siblings: Siblings
+    flow: VectorFlow
+    counterparts: Counterparts
 
 
-def find_stream(seen: Seen) -> tuple[ResidualStream, set[int]]:
-    """Find what touches the residual stream.
+def find_stream(analysis: Analysis) -> tuple[ResidualStream, set[int]]:
+    """Find all parameters that write to or read from the residual stream.
 
     Returns:
-        The stream, and the numbers of the tensors that hold its vectors as they are.
+        The stream, and the numbers of the tensors that hold its vectors without a gain.
 
     Raises:
         ObstacleError: It cannot be rotated.
     """
-    aliases, trace, siblings = seen.aliases, seen.trace, seen.siblings
-    space = _space_of_blocks(seen)
-    sources = [(side, _how_read(seen, side)) for side in space.sources]
-    embeddings = [StreamWeight(*side) for side, how in sources if how == "embedding"]
-    head, tied = _head(seen, space, {weight.parameter for weight in embeddings})
-    gains = _gains(seen, space, tied)
+    aliases, trace, counterparts = analysis.aliases, analysis.trace, analysis.counterparts
+    space = _find_stream_space(analysis)
+    sources = [(side, _classify_source(analysis, side)) for side in space.sources]
+    embeddings = [StreamWeight(*side) for side, kind in sources if kind == "embedding"]
+    head, tied = _find_head(analysis, space, {weight.parameter for weight in embeddings})
+    gains = _find_gains(analysis, space, tied)
     names = {side[0] for side in [*space.sources, *space.readers]}
     for gain in gains.values():
         names |= {name for name in (gain.weight, gain.bias) if name}
     for name in sorted(names):
         for index in aliases.readers[name]:
-            if index not in seen.follower.understood[name]:
+            if index not in analysis.flow.understood[name]:
                 op = trace.ops[index]
-                raise ObstacleError(f"{name} is also read by {op.name} {op.where}")
-    writers = [StreamWeight(*side) for side, how in sources if how == "weight"]
-    values = find_values(seen)
+                raise ObstacleError(f"{name} is also read by {op.name} {op.location}")
+    writers = [StreamWeight(*side) for side, kind in sources if kind == "weight"]
+    values = find_value_heads(analysis)
     stream = ResidualStream(
-        size=len(space.parts),
+        size=len(space.partition),
         embeddings=tuple(embeddings),
-        writers=tuple(_with_unseen(writers, siblings)),
+        writers=tuple(_add_unreached(writers, counterparts)),
         biases=tuple(
-            _with_unseen([StreamWeight(*s) for s, how in sources if how == "added"], siblings)
+            _add_unreached(
+                [StreamWeight(*s) for s, kind in sources if kind == "added"], counterparts
+            )
         ),
-        readers=tuple(_with_unseen(_readers(space, head, tied), siblings)),
+        readers=tuple(_add_unreached(_readers(space, head, tied), counterparts)),
         norms=tuple(
-            StreamNorm(g.module, "layer" if g.takes_mean else "rms", g.weight, g.offset, g.bias)
+            StreamNorm(g.module, "layer" if g.subtracts_mean else "rms", g.weight, g.offset, g.bias)
             for g in gains.values()
         ),
         head=head,
         tied=bool(tied),
-        values=values,
-        downs=find_ends(seen, values),
+        value_heads=values,
+        down_projections=find_down_projections(analysis, values),
     )
-    find = seen.follower.spaces.find
-    held = seen.follower.held.items()
-    return stream, {n for n, v in held if find(v.space) is space and v.gain is None}
+    find = analysis.flow.spaces.find
+    vectors = analysis.flow.vectors.items()
+    return stream, {n for n, v in vectors if find(v.space) is space and v.gain is None}
 
 
-def expect_read(stream: ResidualStream, unread: dict[str, list[tuple[str, torch.Size]]]) -> None:
-    """Expect that no weight that was not read may belong to a stream.
+def check_all_read(stream: ResidualStream, unread: dict[str, list[tuple[str, torch.Size]]]) -> None:
+    """Check that no unread weight has an axis as wide as the stream.
+
+    Weights that the traced pass did not read cannot be assigned to the stream.
 
     Raises:
-        ObstacleError: One may.
+        ObstacleError: An unread weight may belong to the stream.
     """
     for name, shape in (weight for weights in unread.values() for weight in weights):
         if stream.size in shape:
             raise ObstacleError(f"{name} was not read: it may belong to the stream")
 
 
-def _spaces_of_stream(seen: Seen) -> dict[Space | None, str]:
-    """Return the spaces of the vectors that blocks get and give, and the first block of each."""
-    found: dict[Space | None, str] = {}
-    for block, calls in seen.trace.blocks.items():
+def _find_block_spaces(analysis: Analysis) -> dict[Space | None, str]:
+    """Return the spaces of the inputs and outputs of blocks, each with its first block.
+
+    The key None stands for tensors that hold no vectors.
+    """
+    first_blocks: dict[Space | None, str] = {}
+    for block, calls in analysis.trace.blocks.items():
         for call in calls:
-            for number in (call.given[0], call.made[0]):
-                held = seen.follower.held.get(number)
-                space = None if held is None else seen.follower.spaces.find(held.space)
-                found.setdefault(space, block)
-    return found
+            for number in (call.input_numbers[0], call.output_numbers[0]):
+                vectors = analysis.flow.vectors.get(number)
+                space = None if vectors is None else analysis.flow.spaces.find(vectors.space)
+                first_blocks.setdefault(space, block)
+    return first_blocks
 
 
-def _space_of_blocks(seen: Seen) -> Space:
-    """Return the space of the vectors that all blocks get and give."""
-    found = _spaces_of_stream(seen)
-    if not found:
+def _find_stream_space(analysis: Analysis) -> Space:
+    """Return the space of the inputs and outputs of all blocks.
+
+    Raises:
+        ObstacleError: There are no blocks, or several spaces, or a rotation cannot mix all entries.
+    """
+    spaces = _find_block_spaces(analysis)
+    if not spaces:
         raise ObstacleError("there are no repeated blocks")
     tables = (
         space
-        for space in seen.follower.spaces.all()
-        if any(s[1] and _how_read(seen, s) == "embedding" for s in space.sources)
+        for space in analysis.flow.spaces.distinct()
+        if any(s[1] and _classify_source(analysis, s) == "embedding" for s in space.sources)
     )
-    known = [*found, *(tables if None in found else ())]
-    broken = next((s for s in known if s is not None and not s.is_whole), None)
+    candidates = [*spaces, *(tables if None in spaces else ())]
+    broken = next((s for s in candidates if s is not None and not s.is_whole), None)
     if broken is not None:
         raise ObstacleError(f"the stream {broken.reason}")
-    space = next(iter(found))
-    if space is None or len(found) > 1:
-        other = next(reversed(found.values()))
-        raise ObstacleError(f"{other} does not get or give vectors of the same space as others")
+    space = next(iter(spaces))
+    if space is None or len(spaces) > 1:
+        other = next(reversed(spaces.values()))
+        raise ObstacleError(
+            f"the inputs or outputs of {other} are not of the same space as those of other blocks"
+        )
     return space
 
 
-def _gains(seen: Seen, space: Space, tied: str) -> dict[str, Gain]:
-    """Return the norms in front of readers, by module."""
+def _find_gains(analysis: Analysis, space: Space, tied: str) -> dict[str, Gain]:
+    """Return the norms between the stream and its readers, by module.
+
+    Raises:
+        ObstacleError: A reader or a norm does not treat the whole vector alike every time.
+    """
     gains: dict[str, Gain] = {}
-    whole = torch.arange(len(space.parts))
+    whole = torch.arange(len(space.partition))
     for side, (entries, gain) in space.readers.items():
+        # A reader of several concatenated vectors has the entries [0, 1, …, n-1, 0, 1, …, n-1].
         copies = len(entries) // len(whole)
         if not copies or not torch.equal(entries, whole.repeat(copies)):
             raise ObstacleError(f"{side[0]} reads a part of the stream only")
@@ -135,41 +152,41 @@ def _gains(seen: Seen, space: Space, tied: str) -> dict[str, Gain]:
             raise ObstacleError(f"{side[0]} reads several vectors that {gain.module} scaled")
         if gain is not None and gains.setdefault(gain.module, gain) != gain:
             raise ObstacleError(f"{gain.module} is not the same norm each time it runs")
-    _expect_apart(seen, space, {gain.weight for gain in gains.values() if gain.weight}, tied)
+    _check_exclusive(analysis, space, {gain.weight for gain in gains.values() if gain.weight}, tied)
     return gains
 
 
-def _expect_apart(seen: Seen, space: Space, weights: set[str], tied: str) -> None:
-    """Expect that parameters of the stream do not serve elsewhere, but for a head to be untied."""
+def _check_exclusive(analysis: Analysis, space: Space, weights: set[str], tied: str) -> None:
+    """Check that only the stream uses its parameters; a tied head is untied before a rotation."""
     own = {side for side in space.sources.keys() | space.readers.keys() if side[0] != tied}
-    for other in seen.follower.spaces.all():
+    for other in analysis.flow.spaces.distinct():
         if other is space:
             continue
-        for side in (own & other.readers.keys()) | (own & seen.follower.foreign):
-            raise ObstacleError(f"{side[0]} also reads what is not of the stream")
+        for side in (own & other.readers.keys()) | (own & analysis.flow.unmatched):
+            raise ObstacleError(f"{side[0]} also reads a tensor outside of the stream")
         for side, (_, gain) in other.readers.items():
             if gain is not None and gain.weight in weights:
                 raise ObstacleError(f"{gain.weight} also scales what {side[0]} reads")
 
 
-def _how_read(seen: Seen, side: Side) -> str:
-    """Return what a source of the stream is: "embedding", "weight" or "added"."""
-    names = {seen.trace.ops[index].name for index in seen.aliases.readers[side[0]]}
+def _classify_source(analysis: Analysis, side: ParameterAxis) -> str:
+    """Return the kind of a source of the stream: "embedding", "weight" or "added"."""
+    names = {analysis.trace.ops[index].name for index in analysis.aliases.readers[side[0]]}
     if "embedding" in names:
         return "embedding"
-    is_added = len(seen.aliases.shapes[side[0]]) == 1 or not names.isdisjoint(("add", "index"))
+    is_added = len(analysis.aliases.shapes[side[0]]) == 1 or not names.isdisjoint(("add", "index"))
     return "added" if is_added else "weight"
 
 
-def _head(seen: Seen, space: Space, embeddings: set[str]) -> tuple[str, str]:
-    """Return the module that makes logits, and the embedding that its weight is too, if it is one.
+def _find_head(analysis: Analysis, space: Space, embeddings: set[str]) -> tuple[str, str]:
+    """Return the module that computes logits, and the embedding that it is tied to, "" if none.
 
-    It lies outside of blocks, and multiplies with an embedding or is the last to read the stream.
+    The head is outside of blocks. It multiplies by an embedding, or is the last reader.
     """
     last = ("", "")
     for parameter in [*(side[0] for side in space.readers), *sorted(embeddings)]:
-        for index in seen.aliases.readers[parameter]:
-            op = seen.trace.ops[index]
+        for index in analysis.aliases.readers[parameter]:
+            op = analysis.trace.ops[index]
             if not op.block and op.name != "embedding":
                 last = (op.module, parameter)
     return last[0], last[1] if last[1] in embeddings else ""
@@ -181,68 +198,80 @@ def _readers(space: Space, head: str, tied: str) -> Iterator[StreamWeight]:
         yield StreamWeight(name, axis, gain.module if gain else "")
 
 
-def _with_unseen(weights: Iterable[StreamWeight], siblings: Siblings) -> Iterator[StreamWeight]:
-    """Iterate over weights, and over those of modules that did not run but are like theirs."""
+def _add_unreached(
+    weights: Iterable[StreamWeight], counterparts: Counterparts
+) -> Iterator[StreamWeight]:
+    """Iterate over weights, and over the same weights of modules that did not run."""
     for weight in weights:
         yield weight
-        for slot, seen in siblings.items():
-            if weight.parameter.startswith(f"{seen[0]}."):
-                name = slot + weight.parameter.removeprefix(seen[0])
+        for slot, reached in counterparts.items():
+            if weight.parameter.startswith(f"{reached[0]}."):
+                name = slot + weight.parameter.removeprefix(reached[0])
                 yield StreamWeight(name, weight.axis, weight.norm)
 
 
-def find_ends(seen: Seen, values: Iterable[ValueHeads]) -> tuple[str, ...]:
-    """Return the modules that end a branch of a block, but for those that read heads of values.
+def find_down_projections(analysis: Analysis, values: Iterable[ValueHeads]) -> tuple[str, ...]:
+    """Return the modules that end a branch of a block, except attention output projections.
 
-    They alone read what cannot be rotated, and give what is as wide as the stream.
+    The input of such a module has no other reader and cannot be rotated offline, since a
+    nonlinearity made it. Its output is as wide as the stream.
     """
     outputs = {heads.output for heads in values}
-    known = {*outputs, *(s for space in _spaces_of_stream(seen) if space for s in space.readers)}
-    broken = (space for space in seen.follower.spaces.all() if not space.is_whole)
-    sides = {side for space in broken for side in space.readers} | seen.follower.foreign
-    widths = {b: next(tensors(calls[0].output)).shape[-1] for b, calls in seen.trace.blocks.items()}
-    alone = _read_alone(seen)
-    found: dict[str, None] = {}
-    for name, readers in seen.aliases.readers.items():
-        shape = seen.aliases.shapes[name]
-        wide = {widths.get(seen.trace.ops[index].block) for index in readers}
-        for axis in range(len(shape)) if len(shape) == 2 and alone.issuperset(readers) else ():
+    known = {
+        *outputs,
+        *(s for space in _find_block_spaces(analysis) if space for s in space.readers),
+    }
+    broken = (space for space in analysis.flow.spaces.distinct() if not space.is_whole)
+    sides = {side for space in broken for side in space.readers} | analysis.flow.unmatched
+    widths = {
+        b: next(iter_tensors(calls[0].output)).shape[-1]
+        for b, calls in analysis.trace.blocks.items()
+    }
+    exclusive = _find_exclusive_products(analysis)
+    weights: dict[str, None] = {}
+    for name, readers in analysis.aliases.readers.items():
+        shape = analysis.aliases.shapes[name]
+        wide = {widths.get(analysis.trace.ops[index].block) for index in readers}
+        for axis in range(len(shape)) if len(shape) == 2 and exclusive.issuperset(readers) else ():
             if wide == {shape[1 - axis]} and (name, axis) in sides - known:
-                found[name] = None
-    named = _with_unseen((StreamWeight(name, 0) for name in found), seen.siblings)
-    return tuple(dict.fromkeys(weight.parameter.rpartition(".")[0] for weight in named))
+                weights[name] = None
+    stream_weights = (StreamWeight(name, 0) for name in weights)
+    complete = _add_unreached(stream_weights, analysis.counterparts)
+    return tuple(dict.fromkeys(weight.parameter.rpartition(".")[0] for weight in complete))
 
 
-def _read_alone(seen: Seen) -> set[int]:
-    """Return the matrix products whose first factor nothing else reads."""
-    origin = origins(seen.trace)
+def _find_exclusive_products(analysis: Analysis) -> set[int]:
+    """Return the indices of matrix products whose left operand has no other reader."""
+    origin = find_view_origins(analysis.trace)
     factors: dict[int, int] = {}
     times: Counter[int] = Counter()
-    for index, op in enumerate(seen.trace.ops):
-        product = operands(op)
+    for index, op in enumerate(analysis.trace.ops):
+        product = matmul_operands(op)
         if product is not None:
             number = product[1].number
             factors[index] = origin.get(number, number)
-        if op.name not in ORIGIN:
+        if op.name not in VIEWS:
             times.update({origin.get(v.number, v.number) for v in op.inputs})
     return {index for index, number in factors.items() if times[number] == 1}
 
 
-def find_values(seen: Seen) -> tuple[ValueHeads, ...]:
-    """Return the values whose heads may be rotated, whatever becomes of the stream."""
-    return tuple(_values(seen))
+def find_value_heads(analysis: Analysis) -> tuple[ValueHeads, ...]:
+    """Return the attention heads whose values can be rotated, with or without the stream."""
+    return tuple(_iterate_value_heads(analysis))
 
 
-def _values(seen: Seen) -> Iterator[ValueHeads]:
-    for space in seen.follower.spaces.all():
+def _iterate_value_heads(analysis: Analysis) -> Iterator[ValueHeads]:
+    for space in analysis.flow.spaces.distinct():
         readers = [(s, e) for s, (e, gain) in space.readers.items() if gain is None]
         if not space.is_attended or len(readers) != 1 or len(space.readers) != 1:
             continue
-        (output, entries), parts = readers[0], space.parts
+        (output, entries), parts = readers[0], space.partition
         names = [name for name, _ in [*space.sources, output]]
-        blocks = {seen.trace.ops[i].block for n in names for i in seen.aliases.readers[n]}
-        understood = all(set(seen.aliases.readers[n]) <= seen.follower.understood[n] for n in names)
-        rows, columns = _runs(parts, torch.arange(len(parts))), _runs(parts, entries)
+        blocks = {analysis.trace.ops[i].block for n in names for i in analysis.aliases.readers[n]}
+        understood = all(
+            set(analysis.aliases.readers[n]) <= analysis.flow.understood[n] for n in names
+        )
+        rows, columns = _find_runs(parts, torch.arange(len(parts))), _find_runs(parts, entries)
         if rows is None or columns is None or len(blocks) != 1 or not understood:
             continue
         if bool((entries[columns] - entries[columns][:, :1] != torch.arange(rows.shape[1])).any()):
@@ -253,12 +282,19 @@ def _values(seen: Seen) -> Iterator[ValueHeads]:
             yield ValueHeads(blocks.pop(), tuple(space.sources), output, rows, columns)
 
 
-def _runs(parts: torch.Tensor, entries: torch.Tensor) -> torch.Tensor | None:
-    """Return the positions of entries of one part, a row for each run; None if they differ."""
-    of = torch.where(entries >= 0, parts[entries], -1)
-    is_next = (of[1:] == of[:-1]) & (entries[1:] == entries[:-1] + 1)
+def _find_runs(partition: torch.Tensor, entries: torch.Tensor) -> torch.Tensor | None:
+    """Return the positions of runs of consecutive entries of one part, a row for each run.
+
+    Example: partition [0, 0, 1, 1] and two query heads per value head:
+    entries [0, 1, 0, 1, 2, 3, 2, 3] -> [[0, 1], [2, 3], [4, 5], [6, 7]].
+
+    Returns:
+        (runs, length) int64, or None if the runs differ in length.
+    """
+    part = torch.where(entries >= 0, partition[entries], -1)
+    is_next = (part[1:] == part[:-1]) & (entries[1:] == entries[:-1] + 1)
     starts = torch.cat([torch.tensor([True]), ~is_next])
-    ends = [*starts.nonzero().flatten().tolist(), len(of)]
-    runs = [torch.arange(a, b) for a, b in pairwise(ends) if of[a] >= 0 and b - a > 1]
+    ends = [*starts.nonzero().flatten().tolist(), len(part)]
+    runs = [torch.arange(a, b) for a, b in pairwise(ends) if part[a] >= 0 and b - a > 1]
     sizes = {len(run) for run in runs}
     return torch.stack(runs) if len(sizes) == 1 else None

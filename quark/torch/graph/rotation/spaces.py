@@ -1,4 +1,4 @@
-"""Spaces of vectors, and which of their entries may be mixed by a rotation."""
+"""Spaces of vectors, and which of their entries a rotation may mix."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import NamedTuple
 import torch
 
 from quark.torch.graph.aliases import Aliases
-from quark.torch.graph.movement_ops import compact
+from quark.torch.graph.movement_ops import unexpand_labels
 
-Side = tuple[str, int]  # a parameter and an axis of it
+ParameterAxis = tuple[str, int]  # a parameter and an axis of it
 
 
 class Gain(NamedTuple):
-    """A norm, as far as it matters for rotations: what it multiplies by, adds and takes away.
+    """The affine part of a norm, which has to be undone before a rotation.
 
     Attributes:
-        module: The module.
-        weight: Parameter that the channels are multiplied by, if any.
-        offset: What is added to it before.
-        bias: Parameter that is added, if any.
-        takes_mean: Whether it takes the mean of a vector away.
+        module: Name of the norm.
+        weight: Parameter that multiplies the channels, None without one.
+        offset: Constant that is added to the parameter before.
+        bias: Parameter that is added to the channels, None without one.
+        subtracts_mean: Whether the norm subtracts the mean of a vector.
     """
 
     module: str
     weight: str | None = None
     offset: float = 0.0
     bias: str | None = None
-    takes_mean: bool = False
+    subtracts_mean: bool = False
 
 
 @dataclass(eq=False)
@@ -37,34 +37,35 @@ class Space:
     """A space of vectors.
 
     Attributes:
-        parts: (size,) int64: entries of one number may be mixed with each other.
-        reason: What split it first.
-        sources: Axes of parameters that give vectors of the space.
-        is_attended: Whether attention mixes its vectors over tokens.
-        readers: Axis of a parameter that vectors are multiplied with -> which entry of the space
-            each position along it meets, and the norm in between.
+        partition: (size,) int64. A rotation may mix entries with equal numbers. Example: two heads
+            of two entries, [0, 0, 1, 1]; after an entry-wise nonlinearity, [0, 1, 2, 3].
+        reason: The operation that split the space first, for messages.
+        sources: Parameters whose outputs or rows are vectors of the space, with the axis.
+        is_attended: Whether attention mixes the vectors over tokens.
+        readers: Parameter that multiplies the vectors, and its axis -> (size of the axis,) entry of
+            the space at each position, and the norm in between.
     """
 
-    parts: torch.Tensor
+    partition: torch.Tensor
     reason: str = ""
     is_attended: bool = False
-    sources: dict[Side, None] = field(default_factory=dict)
-    readers: dict[Side, tuple[torch.Tensor, Gain | None]] = field(default_factory=dict)
+    sources: dict[ParameterAxis, None] = field(default_factory=dict)
+    readers: dict[ParameterAxis, tuple[torch.Tensor, Gain | None]] = field(default_factory=dict)
 
     @property
     def is_whole(self) -> bool:
-        """Whether all entries may be mixed."""
-        return not bool((self.parts != self.parts[0]).any())
+        """Whether a rotation may mix all entries."""
+        return not bool((self.partition != self.partition[0]).any())
 
 
 class Vectors(NamedTuple):
     """A tensor that holds vectors of a space.
 
     Attributes:
-        labels: int64 in the shape of the tensor: entry of the space, -1 for none.
+        labels: int64 in the shape of the tensor, entry of the space, -1 for none.
         space: The space.
-        gain: The norm whose output this is. What it multiplies by is yet to be undone.
-        is_square: Whether these are the squares of vectors.
+        gain: The norm whose output this is, None if there is none.
+        is_square: Whether the tensor holds squares of vectors.
     """
 
     labels: torch.Tensor
@@ -74,78 +75,88 @@ class Vectors(NamedTuple):
 
 
 class Spaces:
-    """The spaces of a model: one for each axis of a parameter, until they turn out to be one."""
+    """The spaces of a model, a union-find structure.
+
+    Each axis of a parameter starts as a space of its own. Spaces are merged when their vectors are
+    added. Example: the outputs of the embedding and of every ``down_proj`` become one space, the
+    residual stream.
+    """
 
     def __init__(self, aliases: Aliases) -> None:
         self._shapes = aliases.shapes
-        self._joined: dict[Space, Space] = {}
-        self._of_side: dict[Side, Space] = {}
+        self._merged_into: dict[Space, Space] = {}
+        self._by_axis: dict[ParameterAxis, Space] = {}
 
-    def all(self) -> list[Space]:
-        """Return all spaces."""
-        return list(dict.fromkeys(self.find(space) for space in self._of_side.values()))
+    def distinct(self) -> list[Space]:
+        """Return the spaces that are left after merging."""
+        return list(dict.fromkeys(self.find(space) for space in self._by_axis.values()))
 
-    def source(self, side: Side) -> Space:
-        """Return the space of what an axis of a parameter gives."""
-        if side not in self._of_side:
+    def get(self, side: ParameterAxis) -> Space:
+        """Return the space of an axis of a parameter."""
+        if side not in self._by_axis:
             parts = torch.zeros(self._shapes[side[0]][side[1]], dtype=torch.int64)
-            self._of_side[side] = Space(parts, sources={side: None})
-        return self.find(self._of_side[side])
+            self._by_axis[side] = Space(parts, sources={side: None})
+        return self.find(self._by_axis[side])
 
     def find(self, space: Space) -> Space:
-        """Return what became of a space."""
-        while space in self._joined:
-            space = self._joined[space]
+        """Return the space that a space was merged into, or itself."""
+        while space in self._merged_into:
+            space = self._merged_into[space]
         return space
 
-    def unite(self, one: Space, other: Space) -> Space:
-        """Make one of two spaces of one size."""
+    def merge(self, one: Space, other: Space) -> Space:
+        """Merge two spaces of one size, and return the result."""
         one, other = self.find(one), self.find(other)
         if one is not other:
-            pairs = torch.stack([one.parts, other.parts])
-            one.parts = torch.unique(pairs, dim=1, return_inverse=True)[1]
+            pairs = torch.stack([one.partition, other.partition])
+            one.partition = torch.unique(pairs, dim=1, return_inverse=True)[1]
             one.reason = one.reason or other.reason
             one.is_attended = one.is_attended or other.is_attended
             one.sources |= other.sources
             for side, (entries, gain) in other.readers.items():
                 self.add_reader(one, side, entries, gain)
-            self._joined[other] = one
+            self._merged_into[other] = one
         return one
 
     def add_reader(
-        self, space: Space, side: Side, entries: torch.Tensor, gain: Gain | None
+        self, space: Space, side: ParameterAxis, entries: torch.Tensor, gain: Gain | None
     ) -> None:
-        """Note that vectors of a space are multiplied with a parameter."""
+        """Record that a parameter multiplies vectors of a space."""
         space = self.find(space)
         known, before = space.readers.setdefault(side, (entries, gain))
         if not torch.equal(known, entries) or before != gain:
-            self.shatter(space, f"{side[0]} reads it in two ways")
+            self.split_fully(space, f"{side[0]} reads it in two ways")
 
-    def shatter(self, space: Space, reason: str) -> None:
-        """Let nothing be mixed."""
+    def split_fully(self, space: Space, reason: str) -> None:
+        """Put every entry into a part of its own: no rotation is possible."""
         space = self.find(space)
-        space.parts = torch.arange(len(space.parts))
+        space.partition = torch.arange(len(space.partition))
         space.reason = space.reason or reason
 
     def split(self, space: Space, labels: torch.Tensor, alike: Iterable[int], reason: str) -> None:
-        """Keep apart entries that are treated differently.
+        """Split a space into the parts whose entries an operation treats alike.
 
         Args:
             space: The space.
             labels: Entry of the space, -1 for none, of each element of a tensor.
-            alike: Dimensions of the tensor along which all elements are treated alike.
-            reason: What treats the others differently.
+            alike: Dimensions of the tensor along which the operation treats all elements alike.
+            reason: Description of the operation.
         """
         space, same = self.find(space), {dim % labels.dim() for dim in alike}
-        small = compact(labels)  # repeated along these dimensions: every entry is everywhere
+        small = unexpand_labels(
+            labels
+        )  # along expanded dimensions every entry is at every position
         shape = [1 if d in same else n for d, n in enumerate(small.shape)]
-        # An entry is told by the sum of random numbers of the places where it lies.
+        # Two entries are treated alike if they lie at the same places of the other dimensions. A
+        # random number per place, summed by entry, tells that without comparing sets. Example:
+        # values (heads, tokens, size) = (2, 1, 3), alike along the last: places r0, r1 (one per
+        # head). Entries 0 to 2 have the sum r0, entries 3 to 5 the sum r1: two parts.
         generator = torch.Generator().manual_seed(0)
         places = torch.randint(2**40, shape, generator=generator).expand(small.shape)
         inside = small >= 0
-        sums = torch.zeros(len(space.parts), dtype=torch.int64)
+        sums = torch.zeros(len(space.partition), dtype=torch.int64)
         sums.scatter_add_(0, small[inside], places[inside])
-        parts = torch.unique(torch.stack([space.parts, sums]), dim=1, return_inverse=True)[1]
-        if int(parts.max()) > int(space.parts.max()):
-            space.parts = parts
+        parts = torch.unique(torch.stack([space.partition, sums]), dim=1, return_inverse=True)[1]
+        if int(parts.max()) > int(space.partition.max()):
+            space.partition = parts
             space.reason = space.reason or reason

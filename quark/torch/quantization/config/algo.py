@@ -1,8 +1,9 @@
-"""Options of the algorithms: data only, one class each, found by name in files."""
+"""Options of the algorithms: one dataclass each, named in files by ``name``."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,25 @@ from quark.torch.quantization.config.name_lookup import one_of, unknown
 
 
 class AlgoConfig:
-    """Base of the options of a quantization algorithm."""
+    """Base class of the options of an algorithm. ``name`` names the algorithm in files."""
 
     name: str
 
 
 class PreQuantOptConfig(AlgoConfig):
-    """Base of the options of a transformation that precedes quantization."""
+    """Base class of the options of an algorithm that transforms weights before rounding."""
 
 
 @dataclass
 class SmoothQuantConfig(PreQuantOptConfig):
-    """SmoothQuant (Xiao et al. 2023): outliers move from activations into weights."""
+    """Options of SmoothQuant (Xiao et al. 2023), which moves outliers into weights.
+
+    Attributes:
+        alpha: Migration strength between 0 and 1, equation 4 of the paper.
+        scale_clamp_min: Lower bound of the smoothing factors.
+        scaling_layers: Groups of layers to scale, as in the documented files. Empty: discovered.
+        model_decoder_layers: Name of the list of decoder blocks; used with ``scaling_layers``.
+    """
 
     name: str = "smooth"
     alpha: float = 1
@@ -33,7 +41,13 @@ class SmoothQuantConfig(PreQuantOptConfig):
 
 @dataclass
 class OnlineRotationConfig:
-    """Rotations that stay in the forward pass."""
+    """Options of rotations in the forward pass.
+
+    Attributes:
+        shared_parallel: No effect: parallel layers share a rotation in any case.
+        online_rotation_layers: Full names of quantized layers whose inputs are rotated.
+        use_input_prescale: Not supported; must be False.
+    """
 
     shared_parallel: bool = True
     online_rotation_layers: list[str] | None = None
@@ -42,7 +56,30 @@ class OnlineRotationConfig:
 
 @dataclass
 class RotationConfig(PreQuantOptConfig):
-    """QuaRot and SpinQuant rotations (Ashkboos et al. 2024; Liu et al. 2024)."""
+    """Options of QuaRot and SpinQuant rotations (Ashkboos et al. 2024; Liu et al. 2024).
+
+    Attributes:
+        scaling_layers: Norms and layers of the residual stream, as in the documented files. Empty:
+            discovered.
+        r1: Whether to rotate the residual stream.
+        r2: Whether to rotate values in each head.
+        r3: Whether to rotate queries and keys after the rotary embedding.
+        r4: Whether to rotate the inputs of down projections in the forward pass.
+        rotation_size: Order of the Hadamard matrices; None for the largest that divides the width.
+        random_r1: Whether the matrix of ``r1`` has random signs.
+        random_r2: Whether the matrices of ``r2`` have random signs.
+        backbone: No effect: the structure of the model is discovered.
+        model_decoder_layers: Name of the list of decoder blocks; used with ``scaling_layers``.
+        v_proj: Name of the value projection in a block; used with ``scaling_layers``.
+        o_proj: Name of the output projection in a block; used with ``scaling_layers``.
+        self_attn: No effect: the structure of the model is discovered.
+        mlp: No effect: the structure of the model is discovered.
+        online_r1_rotation: Whether to apply ``r1`` in the forward pass instead of in weights.
+        online_config: Options of rotations in the forward pass.
+        trainable: Whether to train the rotations on calibration data, as SpinQuant does.
+        train_smooth: Not supported; must be None.
+        smooth_positions: Not supported; must be None.
+    """
 
     scaling_layers: dict[str, list[dict[str, Any]]] | list[Any] = field(default_factory=dict)
     name: str = "rotation"
@@ -73,7 +110,11 @@ class RotationConfig(PreQuantOptConfig):
 
 @dataclass
 class QuaRotConfig(RotationConfig):
-    """All four rotations of QuaRot."""
+    """Options of all four rotations of QuaRot.
+
+    Attributes:
+        optimized_rotation_path: Not supported; must be None.
+    """
 
     name: str = "quarot"
     r2: bool = True
@@ -84,7 +125,13 @@ class QuaRotConfig(RotationConfig):
 
 @dataclass
 class AutoSmoothQuantConfig(AlgoConfig):
-    """SmoothQuant with the strength searched for each layer."""
+    """Options of SmoothQuant with a search for the strength of each group of layers.
+
+    Attributes:
+        scaling_layers: Groups of layers to scale, as in the documented files. None: discovered.
+        model_decoder_layers: Name of the list of decoder blocks; used with ``scaling_layers``.
+        compute_scale_loss: Loss of the search: ``MSE`` or ``MAE``.
+    """
 
     name: str = "autosmoothquant"
     scaling_layers: list[dict[str, Any]] | None = None
@@ -94,7 +141,12 @@ class AutoSmoothQuantConfig(AlgoConfig):
 
 @dataclass
 class AWQConfig(AlgoConfig):
-    """AWQ (Lin et al. 2024): activation-aware weight scaling and clipping."""
+    """Options of AWQ (Lin et al. 2024): activation-aware scaling and clipping of weights.
+
+    Attributes:
+        scaling_layers: Groups of layers to scale, as in the documented files. Empty: discovered.
+        model_decoder_layers: Name of the list of decoder blocks; used with ``scaling_layers``.
+    """
 
     name: str = "awq"
     scaling_layers: list[dict[str, Any]] = field(default_factory=list)
@@ -102,7 +154,7 @@ class AWQConfig(AlgoConfig):
 
 
 class RoundingConfig(AlgoConfig):
-    """Base of the options of what rounds the weights of decoder blocks for good."""
+    """Base class of the options of algorithms that replace weights by rounded weights."""
 
     inside_layer_modules: list[str]
     model_decoder_layers: str
@@ -110,7 +162,18 @@ class RoundingConfig(AlgoConfig):
 
 @dataclass
 class SolverConfig(RoundingConfig):
-    """Options of what rounds weights column by column."""
+    """Base class of the options of algorithms that round weights column by column.
+
+    Attributes:
+        inside_layer_modules: Names of the layers of a block to round. Empty: all quantized layers.
+        model_decoder_layers: Name of the list of decoder blocks. Empty: discovered.
+        block_size: Columns per update of the remaining columns.
+        desc_act: Whether columns are rounded in descending order of their activations.
+        static_groups: Whether groups are formed in the original order of columns.
+
+    Raises:
+        ValueError: ``desc_act`` is set without ``static_groups``.
+    """
 
     inside_layer_modules: list[str] = field(default_factory=list)
     model_decoder_layers: str = ""
@@ -128,7 +191,12 @@ class SolverConfig(RoundingConfig):
 
 @dataclass
 class GPTQConfig(SolverConfig):
-    """GPTQ (Frantar et al. 2023)."""
+    """Options of GPTQ (Frantar et al. 2023).
+
+    Attributes:
+        damp_percent: Damping of the Hessian, as a fraction of its mean diagonal.
+        true_sequential: Whether each layer of a block sees the rounded layers before it.
+    """
 
     name: str = "gptq"
     damp_percent: float = 0.01
@@ -137,7 +205,11 @@ class GPTQConfig(SolverConfig):
 
 @dataclass
 class GPTAQConfig(GPTQConfig):
-    """GPTAQ (Li et al. 2025): GPTQ against the inputs of the float model."""
+    """Options of GPTAQ (Li et al. 2025): GPTQ that corrects for the inputs of the float model.
+
+    Attributes:
+        alpha: Fraction of the correction to apply, between 0 and 1.
+    """
 
     name: str = "gptaq"
     alpha: float = 0.25
@@ -145,7 +217,12 @@ class GPTAQConfig(GPTQConfig):
 
 @dataclass
 class QronosConfig(SolverConfig):
-    """Qronos (Zhang et al. 2025)."""
+    """Options of Qronos (Zhang et al. 2025).
+
+    Attributes:
+        alpha: Not supported; must be the default. The damping is fixed.
+        beta: Not supported; must be the default. The damping is fixed.
+    """
 
     name: str = "qronos"
     alpha: float = 1e-3
@@ -154,7 +231,12 @@ class QronosConfig(SolverConfig):
 
 @dataclass
 class YaqaConfig(SolverConfig):
-    """YAQA (Tseng et al. 2025): rounding that knows which errors of outputs matter."""
+    """Options of YAQA (Tseng et al. 2025): rounding with Hessians of inputs and outputs.
+
+    Attributes:
+        damp_percent: Damping of the input Hessian, as a fraction of its mean diagonal.
+        output_damp_percent: Damping of the output Hessian, as a fraction of its mean diagonal.
+    """
 
     name: str = "yaqa"
     damp_percent: float = 0.01
@@ -163,7 +245,17 @@ class YaqaConfig(SolverConfig):
 
 @dataclass
 class AutoRoundConfig(RoundingConfig):
-    """AutoRound (Cheng et al. 2024): rounding learned by signed gradient descent."""
+    """Options of AutoRound (Cheng et al. 2024): rounding trained by signed gradient descent.
+
+    Attributes:
+        iters: Training steps per decoder block.
+        lr: Learning rate of the rounding offsets.
+        enable_minmax_tuning: Whether to train the ranges of weights too.
+        minmax_lr: Learning rate of the ranges.
+        batch_size: Sequences per step.
+        inside_layer_modules: Names of the layers of a block to round. Empty: all quantized layers.
+        model_decoder_layers: Name of the list of decoder blocks. Empty: discovered.
+    """
 
     name: str = "autoround"
     iters: int = 200
@@ -177,7 +269,7 @@ class AutoRoundConfig(RoundingConfig):
 
 @dataclass
 class SVDQuantConfig(AlgoConfig):
-    """SVDQuant (Li et al. 2025): a low-rank branch takes the outliers."""
+    """Options of SVDQuant (Li et al. 2025). They can be read; the algorithm is not available."""
 
     name: str = "svdquant"
     svd_rank: int = 32
@@ -213,7 +305,7 @@ ALGO_CONFIGS: dict[str, type[AlgoConfig]] = {
     )
 }
 
-# Options of earlier versions: what they are called now, None for those without effect.
+# Option of an earlier version -> its present name; None for an option without effect.
 _RENAMED: dict[str, str | None] = {
     "num_attention_heads": None,
     "num_key_value_heads": None,
@@ -226,10 +318,13 @@ _RENAMED: dict[str, str | None] = {
 
 
 def algo_config_from_dict(data: dict[str, Any]) -> AlgoConfig:
-    """Make the options of the algorithm that ``data["name"]`` names.
+    """Return the options of the algorithm that ``data["name"]`` names.
+
+    Args:
+        data: Name and options, as in a documented file.
 
     Raises:
-        ValueError: The name is missing, or it or an option is unknown.
+        ValueError: The name is missing, or the name or an option is unknown.
     """
     if "name" not in data:
         raise ValueError(f"An algorithm needs a name: one of {', '.join(ALGO_CONFIGS)}.")
@@ -239,7 +334,7 @@ def algo_config_from_dict(data: dict[str, Any]) -> AlgoConfig:
 
 
 def _options(data: dict[str, Any], cls: type, what: str) -> dict[str, Any]:
-    """Return ``data`` under the present names if all of it are fields of ``cls``."""
+    """Return ``data`` under the present names of options, all of them fields of ``cls``."""
     known = sorted(f.name for f in fields(cls))
     options: dict[str, Any] = {}
     for key, value in data.items():
@@ -252,11 +347,36 @@ def _options(data: dict[str, Any], cls: type, what: str) -> dict[str, Any]:
     return options
 
 
-def load_quant_algo_config_from_file(file_path: str | Path) -> AlgoConfig:
-    """Read the options of one algorithm from a JSON file: its fields and its name.
+def make_algo_configs(
+    names: str | list[str] | None, given: Mapping[str, AlgoConfig]
+) -> list[AlgoConfig]:
+    """Return the options of algorithms by their documented names, in order.
+
+    Args:
+        names: Name or names; ``smoothquant`` is another name of ``smooth``.
+        given: Options by name, instead of the default ones.
 
     Raises:
-        ValueError: The file is not a JSON object, or it has an unknown name or option.
+        ValueError: A name is unknown; the message names the nearest.
+    """
+    names = [names] if isinstance(names, str) else names or []
+    aliases = {"smoothquant": "smooth"}
+    configs = []
+    for name in names:
+        key = one_of(name, [*ALGO_CONFIGS, *aliases, *given], "algorithm")
+        key = aliases.get(key, key)
+        configs.append(given.get(name) or given.get(key) or ALGO_CONFIGS[key]())
+    return configs
+
+
+def load_quant_algo_config_from_file(file_path: str | Path) -> AlgoConfig:
+    """Read the options of one algorithm from a JSON file.
+
+    Args:
+        file_path: File with one JSON object: the name of the algorithm and its options.
+
+    Raises:
+        ValueError: The file is not a JSON object, or a name or option is unknown.
     """
     try:
         data = json.loads(Path(file_path).read_text(encoding="utf-8"))
@@ -268,5 +388,5 @@ def load_quant_algo_config_from_file(file_path: str | Path) -> AlgoConfig:
 
 
 def load_pre_optimization_config_from_file(file_path: str | Path) -> AlgoConfig:
-    """Read the options of a transformation that precedes quantization; see above."""
+    """Read the options of an algorithm; the same as ``load_quant_algo_config_from_file``."""
     return load_quant_algo_config_from_file(file_path)

@@ -1,83 +1,90 @@
-"""Configuration of a layer and of a model. Every documented name is importable from here."""
+"""Configuration of a model. Every documented name of configurations is importable from here."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from quark import __version__
+from quark.torch.quantization.config.algo import ALGO_CONFIGS as ALGO_CONFIGS
+from quark.torch.quantization.config.algo import AlgoConfig as AlgoConfig
+from quark.torch.quantization.config.algo import AutoRoundConfig as AutoRoundConfig
+from quark.torch.quantization.config.algo import AutoSmoothQuantConfig as AutoSmoothQuantConfig
+from quark.torch.quantization.config.algo import AWQConfig as AWQConfig
+from quark.torch.quantization.config.algo import GPTAQConfig as GPTAQConfig
+from quark.torch.quantization.config.algo import GPTQConfig as GPTQConfig
+from quark.torch.quantization.config.algo import OnlineRotationConfig as OnlineRotationConfig
+from quark.torch.quantization.config.algo import PreQuantOptConfig as PreQuantOptConfig
+from quark.torch.quantization.config.algo import QronosConfig as QronosConfig
+from quark.torch.quantization.config.algo import QuaRotConfig as QuaRotConfig
+from quark.torch.quantization.config.algo import RotationConfig as RotationConfig
+from quark.torch.quantization.config.algo import SmoothQuantConfig as SmoothQuantConfig
+from quark.torch.quantization.config.algo import SVDQuantConfig as SVDQuantConfig
+from quark.torch.quantization.config.algo import YaqaConfig as YaqaConfig
+from quark.torch.quantization.config.algo import algo_config_from_dict
 from quark.torch.quantization.config.algo import (
-    ALGO_CONFIGS,
-    AlgoConfig,
-    AutoRoundConfig,
-    AutoSmoothQuantConfig,
-    AWQConfig,
-    GPTAQConfig,
-    GPTQConfig,
-    OnlineRotationConfig,
-    PreQuantOptConfig,
-    QronosConfig,
-    QuaRotConfig,
-    RotationConfig,
-    SmoothQuantConfig,
-    SVDQuantConfig,
-    YaqaConfig,
-    algo_config_from_dict,
-    load_pre_optimization_config_from_file,
-    load_quant_algo_config_from_file,
+    load_pre_optimization_config_from_file as load_pre_optimization_config_from_file,
+)
+from quark.torch.quantization.config.algo import (
+    load_quant_algo_config_from_file as load_quant_algo_config_from_file,
 )
 from quark.torch.quantization.config.export import JsonExporterConfig
-from quark.torch.quantization.config.layer import QLayerConfig, QuantizationConfig
+from quark.torch.quantization.config.layer import QLayerConfig as QLayerConfig
+from quark.torch.quantization.config.layer import QuantizationConfig as QuantizationConfig
 from quark.torch.quantization.config.name_lookup import one_of
 from quark.torch.quantization.config.serialize import known, plain
-from quark.torch.quantization.config.spec import QTensorConfig, QuantizationSpec, member
-from quark.torch.quantization.config.spec_classes import (
-    SPEC_CLASSES,
-    DataTypeSpec,
-    ProgressiveSpec,
-    ScaleQuantSpec,
-    TwoStageSpec,
-)
+from quark.torch.quantization.config.spec import QTensorConfig as QTensorConfig
+from quark.torch.quantization.config.spec import QuantizationSpec as QuantizationSpec
+from quark.torch.quantization.config.spec import member
+from quark.torch.quantization.config.spec_bases import DataTypeSpec as DataTypeSpec
+from quark.torch.quantization.config.spec_bases import ProgressiveSpec as ProgressiveSpec
+from quark.torch.quantization.config.spec_bases import ScaleQuantSpec as ScaleQuantSpec
+from quark.torch.quantization.config.spec_bases import TwoStageSpec as TwoStageSpec
+from quark.torch.quantization.config.spec_classes import SPEC_CLASSES as SPEC_CLASSES
 from quark.torch.quantization.config.type import QuantFlow, QuantizationMode
 
-globals().update(SPEC_CLASSES)
+if TYPE_CHECKING:
+    from quark.torch.quantization.config.spec_classes import *  # noqa: F403
+else:
+    # Type checkers read the names above instead: they understand no names that are computed.
+    globals().update(SPEC_CLASSES)
 
-__all__ = [
-    *SPEC_CLASSES,
-    "ALGO_CONFIGS",
-    "AWQConfig",
-    "AlgoConfig",
-    "AutoRoundConfig",
-    "AutoSmoothQuantConfig",
-    "Config",
-    "DataTypeSpec",
-    "GPTAQConfig",
-    "GPTQConfig",
-    "OnlineRotationConfig",
-    "PreQuantOptConfig",
-    "QConfig",
-    "ProgressiveSpec",
-    "QLayerConfig",
-    "QTensorConfig",
-    "QronosConfig",
-    "QuaRotConfig",
-    "QuantizationConfig",
-    "QuantizationSpec",
-    "RotationConfig",
-    "SVDQuantConfig",
-    "ScaleQuantSpec",
-    "SmoothQuantConfig",
-    "TwoStageSpec",
-    "YaqaConfig",
-    "load_pre_optimization_config_from_file",
-    "load_quant_algo_config_from_file",
-]
+    __all__ = [
+        *SPEC_CLASSES,
+        "ALGO_CONFIGS",
+        "AWQConfig",
+        "AlgoConfig",
+        "AutoRoundConfig",
+        "AutoSmoothQuantConfig",
+        "Config",
+        "DataTypeSpec",
+        "GPTAQConfig",
+        "GPTQConfig",
+        "OnlineRotationConfig",
+        "PreQuantOptConfig",
+        "QConfig",
+        "ProgressiveSpec",
+        "QLayerConfig",
+        "QTensorConfig",
+        "QronosConfig",
+        "QuaRotConfig",
+        "QuantizationConfig",
+        "QuantizationSpec",
+        "RotationConfig",
+        "SVDQuantConfig",
+        "ScaleQuantSpec",
+        "SmoothQuantConfig",
+        "TwoStageSpec",
+        "YaqaConfig",
+        "load_pre_optimization_config_from_file",
+        "load_quant_algo_config_from_file",
+    ]
 
 _ByName = dict[str, QuantizationConfig]
 
-# Module types that a file may name: nothing else is ever looked up.
+# Module types that a file may name. Names from files are looked up here only.
 LAYER_TYPES: dict[str, type[nn.Module]] = {
     cls.__name__: cls
     for cls in (
@@ -90,11 +97,11 @@ LAYER_TYPES: dict[str, type[nn.Module]] = {
         nn.EmbeddingBag,
     )
 }
-# What a global configuration leaves alone: these are quantized where their type or name is given.
+# Module types that a global configuration skips. They are quantized if a type or name selects them.
 NAMED_ONLY = {nn.Conv1d, nn.Conv3d, nn.Embedding, nn.EmbeddingBag}
-OLDEST = "0.8"  # the last version whose files do not say which they are of
+OLDEST = "0.8"  # the last version whose files have no version
 
-# Fields that the checkpoint layout has no key for: they act before it is written.
+# Fields without a key in config.json: they act before a checkpoint is written.
 _NOT_WRITTEN = {
     "export",
     "gpu_resident_blocks",
@@ -112,40 +119,41 @@ _FOREIGN_KEYS = {"quant_method"}
 
 @dataclass(eq=True)
 class Config:
-    """How a model is quantized. ``QConfig`` is the same class.
+    """Quantization of a model. ``QConfig`` is the same class.
 
     A layer takes the first entry of ``layer_quant_config`` whose pattern (as in ``fnmatch``)
-    matches its full name, else the entry of its type, else the global one. Names that match
-    ``exclude`` are left alone, except that those of the key-value cache keep their outputs.
+    matches its full name, else the entry of its type, else the global one. Layers that match
+    ``exclude`` stay in float, except for their outputs if these make the key-value cache.
 
     Attributes:
-        global_quant_config: What applies where nothing else does.
+        global_quant_config: Configuration of layers that no other entry selects.
         layer_type_quant_config: Module type to configuration.
-        layer_quant_config: Name pattern to configuration, first match first.
+        layer_quant_config: Name pattern to configuration; the first match counts.
         kv_cache_quant_config: Name pattern to configuration of the layers whose outputs make the
             key-value cache.
-        softmax_quant_spec: Accepted for compatibility.
-        exclude: Patterns of layers that stay as they are.
+        softmax_quant_spec: Not supported; must be None to quantize a model.
+        exclude: Name patterns of layers that stay in float. ``lm_head`` stands for the output head
+            of the model, whatever its name.
         algo_config: Options of one algorithm or a list, applied in order.
-        pre_quant_opt_config: Transformations before quantization (earlier versions): they precede
-            ``algo_config``.
-        quant_mode: Accepted for compatibility; modules are always replaced eagerly.
-        log_severity_level: Accepted for compatibility.
+        pre_quant_opt_config: Options of earlier versions; they are put before ``algo_config``.
+        quant_mode: Must be ``eager_mode`` to quantize a model.
+        log_severity_level: Level of the log on the terminal: 0 debug, 1 info, 2 warning.
         version: Version that wrote the configuration.
-        kv_cache_group: Patterns of the layers of one attention block that share one scale.
-        min_kv_scale: Smallest scale of the key-value cache.
-        kv_cache_post_rope: Whether keys of the cache are quantized after rotary embedding, as
-            attention takes them, instead of where their projection gives them.
-        shared_scale_groups: Groups of name endings, such as ``[["q_proj", "k_proj", "v_proj"]]``,
-            that share one range per tensor within each parent module.
-        quant_flow: Accepted for compatibility; the model is held in memory.
-        gpu_resident_blocks: Accepted for compatibility.
+        kv_cache_group: Name patterns of the layers of one attention block that share a cache scale.
+        min_kv_scale: Lower bound of the scales of the key-value cache.
+        kv_cache_post_rope: Whether cached keys are quantized after the rotary embedding, instead
+            of at the output of their projection.
+        shared_scale_groups: Groups of name endings that share per-tensor scales within each parent
+            module. ``[["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]]`` stands for all
+            layers that share an input, whatever their names.
+        quant_flow: Must be ``standard`` to quantize a model.
+        gpu_resident_blocks: No effect: the whole model is held in memory.
         sync_moe_expert_input_amax: Whether the experts of a layer share the scale of their inputs.
-        keep_prequantized_layers: Accepted for compatibility.
-        export: Options of the export that a checkpoint was written with.
+        keep_prequantized_layers: Must be True to quantize a model.
+        export: Options of the export that wrote the checkpoint.
 
     Raises:
-        TypeError: A field holds something other than the configurations or options it is for.
+        TypeError: A field holds a value of another type.
         ValueError: ``quant_mode`` or ``quant_flow`` is unknown.
     """
 
@@ -208,14 +216,14 @@ class Config:
 
     @property
     def kv_cache_patterns(self) -> list[str]:
-        """Patterns of the layers of one attention block that share one cache scale."""
+        """Name patterns of the layers of one attention block that share a cache scale."""
         return self.kv_cache_group or list(self.kv_cache_quant_config)
 
     def to_dict(self, everything: bool = False) -> dict[str, Any]:
         """Return the configuration as plain JSON types, in the layout of ``config.json``.
 
         Args:
-            everything: Whether to keep also the fields that a checkpoint has no key for.
+            everything: Whether to include the fields without a key in config.json.
         """
         data: dict[str, Any] = {}
         for f in fields(self):
@@ -229,7 +237,7 @@ class Config:
         """Read a configuration of this or an earlier version (0.8 on).
 
         Raises:
-            ValueError: A key or name is unknown; the nearest known one is named.
+            ValueError: A key or name is unknown; the message names the nearest.
         """
         if isinstance(data, dict):
             data = {key: value for key, value in data.items() if key not in _FOREIGN_KEYS}

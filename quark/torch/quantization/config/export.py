@@ -1,4 +1,4 @@
-"""Options of an export, written into the checkpoint so that it can be read back."""
+"""Options of an export. They are stored in the checkpoint."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ class JsonExporterConfig:
     """Options of a safetensors or native export.
 
     Attributes:
-        weight_merge_groups: Groups of layer name patterns (or endings) that share one per-tensor
-            weight scale within each parent module, such as ``[["*q_proj", "*k_proj", "*v_proj"]]``.
-        kv_cache_group: Patterns of the layers whose outputs make the key-value cache.
-        min_kv_scale: Smallest scale of the key-value cache.
-        weight_format: ``real_quantized`` for packed codes, ``fake_quantized`` for float weights
-            that hold the values of the codes.
-        pack_method: ``reorder`` or ``order``: how 4-bit codes lie in a 32-bit word.
+        weight_merge_groups: Groups of name patterns (or endings) of layers that share one
+            per-tensor weight scale within each parent module, such as
+            ``[["*q_proj", "*k_proj", "*v_proj"]]``.
+        kv_cache_group: Name patterns of the layers whose outputs make the key-value cache.
+        min_kv_scale: Lower bound of the scales of the key-value cache.
+        weight_format: ``real_quantized`` for packed codes, ``fake_quantized`` for dequantized
+            float weights.
+        pack_method: Order of 4-bit codes in a 32-bit word: ``reorder`` (interleaved) or ``order``.
 
     Raises:
         ValueError: ``weight_format`` or ``pack_method`` is unknown.
@@ -41,12 +42,17 @@ class JsonExporterConfig:
 
 @dataclass
 class OnnxExporterConfig:
-    """Options of an ONNX export: none."""
+    """Options of an ONNX export. There are none."""
 
 
 @dataclass
 class ExporterConfig:
-    """Options of ``ModelExporter``."""
+    """Options of ``ModelExporter``.
+
+    Attributes:
+        json_export_config: Options of safetensors and native exports.
+        onnx_export_config: Options of ONNX exports.
+    """
 
     json_export_config: JsonExporterConfig = field(default_factory=JsonExporterConfig)
     onnx_export_config: OnnxExporterConfig | None = None

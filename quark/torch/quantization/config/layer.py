@@ -1,35 +1,36 @@
-"""Which tensors of a layer are quantized, and how."""
+"""Configuration of a layer: the specification of each of its tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quark.torch.quantization.config.serialize import known, plain
 from quark.torch.quantization.config.spec import QuantizationSpec, member
-from quark.torch.quantization.config.spec_classes import DataTypeSpec, TwoStageSpec
+from quark.torch.quantization.config.spec_bases import DataTypeSpec, TwoStageSpec
 from quark.torch.quantization.config.type import DeviceType, QSchemeType
 
+Stages = QuantizationSpec | list[QuantizationSpec] | None  # one specification, or two stages
 TENSORS = ("input_tensors", "output_tensors", "weight", "bias")
 
 
 @dataclass(eq=True)
 class QuantizationConfig:
-    """Which tensors of a layer are quantized and how. ``QLayerConfig`` is the same class.
+    """Quantization of the tensors of a layer. ``QLayerConfig`` is the same class.
 
-    Each tensor may be given one specification, or a list of two stages.
+    A tensor takes one specification, or a list of two stages. None leaves it in float.
 
     Attributes:
-        input_tensors: Specification of the inputs, or None to leave them alone.
+        input_tensors: Specification of the inputs.
         output_tensors: Specification of the outputs.
         weight: Specification of the weight.
         bias: Specification of the bias.
-        target_device: Accepted for compatibility.
+        target_device: No effect: layers stay on their device.
 
     Raises:
-        TypeError: Something other than a specification is given.
-        ValueError: Inputs or outputs are static per group.
+        TypeError: A field is not a specification.
+        ValueError: Inputs or outputs have static scales per group.
     """
 
     input_tensors: QuantizationSpec | None = None
@@ -37,6 +38,17 @@ class QuantizationConfig:
     weight: QuantizationSpec | None = None
     bias: QuantizationSpec | None = None
     target_device: DeviceType | None = None
+
+    if TYPE_CHECKING:  # a list of stages becomes one specification below
+
+        def __init__(
+            self,
+            input_tensors: Stages = None,
+            output_tensors: Stages = None,
+            weight: Stages = None,
+            bias: Stages = None,
+            target_device: DeviceType | str | None = None,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         self.target_device = member(DeviceType, self.target_device, "target_device")
@@ -63,7 +75,7 @@ class QuantizationConfig:
                 )
 
     def specs(self) -> Iterator[tuple[str, QuantizationSpec]]:
-        """Iterate over (tensor name, specification) of what is quantized."""
+        """Iterate over (name, specification) of the quantized tensors."""
         for name in TENSORS:
             spec = getattr(self, name)
             if spec is not None:
@@ -71,7 +83,7 @@ class QuantizationConfig:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is quantized."""
+        """Whether no tensor is quantized."""
         return not any(True for _ in self.specs())
 
     def to_dict(self) -> dict[str, Any]:
@@ -83,10 +95,10 @@ class QuantizationConfig:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any] | None) -> QuantizationConfig:
-        """Make a configuration from what ``to_dict`` gave; None quantizes nothing.
+        """Return the configuration of a dict from ``to_dict``; None quantizes no tensor.
 
         Raises:
-            ValueError: A key or name is unknown; the nearest known one is named.
+            ValueError: A key or name is unknown; the message names the nearest.
         """
         given = known(data or {}, cls, "layer configuration")
         for name in TENSORS:

@@ -1,4 +1,4 @@
-"""Which configuration applies to which module."""
+"""Matching of module names and types with the entries of a configuration."""
 
 from __future__ import annotations
 
@@ -27,43 +27,43 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def literal(name: str) -> str:
-    """Return the pattern that matches ``name`` alone, whatever characters it has."""
+    """Return the pattern that matches ``name`` only; special characters are escaped."""
     return glob.escape(name)
 
 
 def first_match(name: str, patterns: dict[str, QuantizationConfig]) -> QuantizationConfig | None:
-    """Return the configuration of the first pattern that the name matches."""
+    """Return the configuration of the first pattern that matches a name."""
     return next((c for pattern, c in patterns.items() if fnmatchcase(name, pattern)), None)
 
 
 def config_for(name: str, kind: type[nn.Module], config: Config) -> QuantizationConfig | None:
-    """Return the configuration of the module called ``name``, or None to leave it alone.
+    """Return the configuration of the module called ``name``, or None if it stays in float.
 
-    By layer name, else by type, else global. Outputs that make the key-value cache are quantized
-    even where the layer itself is excluded.
+    The entry is chosen by name, else by type, else it is the global one. Outputs that make the
+    key-value cache are quantized even if the layer is excluded.
     """
     cache = first_match(name, config.kv_cache_quant_config)
     if matches(name, config.exclude):
-        found = QuantizationConfig()
+        layer = QuantizationConfig()
     else:
-        found = (
+        layer = (
             first_match(name, config.layer_quant_config)
             or config.layer_type_quant_config.get(kind)
             or (QuantizationConfig() if kind in NAMED_ONLY else config.global_quant_config)
         )
-    if cache is not None and found.output_tensors is None:
-        found = replace(found, output_tensors=cache.output_tensors)
-    return None if found.is_empty else found
+    if cache is not None and layer.output_tensors is None:
+        layer = replace(layer, output_tensors=cache.output_tensors)
+    return None if layer.is_empty else layer
 
 
 def assign(names: dict[str, type[nn.Module]], config: Config) -> dict[str, QuantizationConfig]:
-    """Return the configuration of every module that has one, in the order given."""
-    found = {name: config_for(name, kind, config) for name, kind in names.items()}
-    return {name: layer for name, layer in found.items() if layer is not None}
+    """Return the configuration of every module to quantize, in the given order."""
+    layers = {name: config_for(name, kind, config) for name, kind in names.items()}
+    return {name: layer for name, layer in layers.items() if layer is not None}
 
 
 def report_unmatched(names: Sequence[str], config: Config) -> list[str]:
-    """Warn of patterns that match no module and return them."""
+    """Warn about patterns that match no module, and return them."""
     fields = {
         "exclude": config.exclude,
         "layer_quant_config": list(config.layer_quant_config),
@@ -90,12 +90,12 @@ def _sample(names: Sequence[str]) -> str:
 
 
 def without_order(names: dict[str, type[nn.Module]], config: Config) -> Config:
-    """Return a configuration that says the same whatever the order of its keys.
+    """Return an equivalent configuration whose meaning does not depend on the order of its keys.
 
-    Readers of ``config.json`` see its keys sorted, so where two patterns match one module the
-    wrong one could win. Patterns are kept if sorting them changes nothing for this model; else
-    each module that a pattern decides, or that writes a key-value cache, is listed by its full
-    name. Wildcards in ``exclude`` are written out as well, for readers that compare names.
+    Readers of ``config.json`` see its keys sorted, so another pattern could become the first match
+    of a module. Patterns stay if sorting them changes nothing for this model. Otherwise each module
+    that a pattern selects, or that makes the key-value cache, is listed by its full name. Wildcards
+    in ``exclude`` are replaced by full names, for readers that compare names.
     """
     exclude: list[str] = []
     for pattern in config.exclude:
@@ -113,7 +113,7 @@ def without_order(names: dict[str, type[nn.Module]], config: Config) -> Config:
 
 
 def _decided(name: str, kind: type[nn.Module], config: Config) -> QuantizationConfig | None:
-    """Return what ``layer_quant_config`` says of a module, with the outputs of the cache."""
+    """Return the entry of ``layer_quant_config`` for a module, with the outputs of the cache."""
     cached = first_match(name, config.kv_cache_quant_config) is not None
     if cached and not matches(name, config.exclude):
         return config_for(name, kind, config)
@@ -124,6 +124,6 @@ def _without_order(
     exact: dict[str, QuantizationConfig | None], patterns: dict[str, QuantizationConfig]
 ) -> dict[str, QuantizationConfig]:
     by_key = dict(sorted(patterns.items()))
-    if all(found == first_match(name, by_key) for name, found in exact.items()):
+    if all(layer == first_match(name, by_key) for name, layer in exact.items()):
         return patterns
-    return {literal(name): found for name, found in exact.items() if found is not None}
+    return {literal(name): layer for name, layer in exact.items() if layer is not None}

@@ -1,4 +1,4 @@
-"""Look-up of names that people write, with an answer when they are not found."""
+"""Look-up of names, with suggestions for unknown names."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ from collections.abc import Iterable
 
 
 def one_of(name: str, choices: Iterable[str], what: str) -> str:
-    """Return the choice that ``name`` is, whatever its case.
+    """Return the choice that equals ``name``, ignoring case.
+
+    Args:
+        name: The name.
+        choices: Known names.
+        what: What is named, for the message.
 
     Raises:
-        ValueError: It is none of them. The message has the nearest and all others.
+        ValueError: The name is unknown. The message has the nearest choice, and all choices.
     """
     choices = list(choices)
     for choice in choices:
@@ -23,7 +28,7 @@ def one_of(name: str, choices: Iterable[str], what: str) -> str:
 
 
 def unknown(name: str, choices: Iterable[str], what: str) -> str:
-    """Return the sentence that says ``name`` is unknown and what could have been meant."""
+    """Return the message for an unknown name, with the nearest choice and all choices."""
     choices = list(choices)
     near = nearest(name, choices, count=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -31,6 +36,16 @@ def unknown(name: str, choices: Iterable[str], what: str) -> str:
 
 
 def nearest(name: str, choices: Iterable[str], count: int = 3) -> list[str]:
-    """Return the choices most like ``name``, best first."""
+    """Return the choices most similar to ``name``, best first."""
     by_lower = {choice.lower(): choice for choice in choices}
     return [by_lower[n] for n in difflib.get_close_matches(name.lower(), by_lower, count, 0.5)]
+
+
+def names_as_subject(names: Iterable[str], count: int = 3) -> str:
+    """Return names as the subject of a sentence, with its verb, for messages.
+
+    Examples: ``a is``, ``a, b are``, ``a, b, c and 4 more are``.
+    """
+    first, *rest = sorted(names)
+    more = f" and {len(rest) + 1 - count} more" if len(rest) >= count else ""
+    return ", ".join([first, *rest][:count]) + more + (" are" if rest else " is")

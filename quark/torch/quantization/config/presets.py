@@ -1,4 +1,4 @@
-"""Named schemes: which tensors of every layer are quantized, and how."""
+"""Named schemes: the configuration of a layer by name, for layers and the key-value cache."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ _TENSORS: dict[str, tuple[str, str, bool, bool]] = {
     "float16": ("float16", "", True, False),
 }
 
-# Specification of one tensor by a short name: (helper class, its arguments). Left out, the axis is
-# the last one and the group size that of the caller.
+# Specification of one tensor by a short name: (helper class, its arguments). By default the axis is
+# the last one and the group size is that of the caller.
 _HELPERS: dict[str, tuple[str, dict[str, Any]]] = {
     "int8_mse": ("Int8PerTensorSpec", {"observer_method": "MSE"}),
     "int8_percentile": ("Int8PerTensorSpec", {"observer_method": "percentile"}),
@@ -122,7 +122,7 @@ _SCHEMES: dict[str, _Row] = {
     "bfp16": ("bfp16", "bfp16", None),
     "bfloat16": ("bfloat16", None, None),
     "float16": ("float16", None, None),
-    # names of earlier versions; "per_group" takes the group size from the caller
+    # names of earlier versions; the caller chooses the group size of "per_group"
     "w_fp8_a_fp8": ("fp8", "fp8", None),
     "w_fp8_a_fp8_o_fp8": ("fp8", "fp8", "fp8"),
     "w_fp8_per_channel_sym": ("fp8_channel", "fp8", "fp8"),
@@ -196,7 +196,7 @@ _GROUPED: dict[str, _Row] = {
 }
 GROUP_SIZES = (32, 64, 128)
 
-# What the names of version 0.8 say of MX formats beyond their rows: (pattern, what replaces it).
+# Spellings of MX formats in version 0.8: (pattern, replacement).
 # "w_mx_fp4_a_mx_fp6e2m3_per_group_sym" is "w_mxfp4_a_mxfp6_e2m3".
 _SPELLINGS = (
     (r"mx_", "mx"),
@@ -222,20 +222,20 @@ KV_CACHE_SCHEMES: dict[str, str] = {
 
 
 def scheme_names() -> list[str]:
-    """Return the names that ``scheme`` knows."""
+    """Return the names of all schemes."""
     return [*_SCHEMES, *(f"{prefix}_{size}" for prefix in _GROUPED for size in GROUP_SIZES)]
 
 
 def scheme(name: str, group_size: int = GROUP_SIZE) -> QuantizationConfig:
-    """Return the configuration of a layer that a scheme stands for.
+    """Return the layer configuration of a scheme.
 
     Args:
-        name: Name of the scheme. One that ends in a number takes it as the group size. The
-            spellings of version 0.8, such as ``w_mx_fp4_per_group_sym``, are known as well.
-        group_size: Elements of a group for the schemes whose name does not say it.
+        name: Name of the scheme, in any case. A number at its end is the group size. Spellings of
+            version 0.8, such as ``w_mx_fp4_per_group_sym``, are known too.
+        group_size: Elements per group, for schemes that do not fix it.
 
     Raises:
-        ValueError: No scheme has that name; the nearest one is named.
+        ValueError: No scheme has that name; the message names the nearest.
     """
     prefix, _, size = name.lower().rpartition("_")
     if prefix in _GROUPED and size.isdecimal():
@@ -255,10 +255,13 @@ def _respelled(name: str) -> str:
 
 
 def kv_cache_scheme(name: str) -> QuantizationSpec:
-    """Return the specification of a key-value cache.
+    """Return the specification of a scheme of the key-value cache.
+
+    Args:
+        name: Name of the scheme, one of ``KV_CACHE_SCHEMES``.
 
     Raises:
-        ValueError: No scheme has that name; the nearest one is named.
+        ValueError: No scheme has that name; the message names the nearest.
     """
     return _spec(KV_CACHE_SCHEMES[one_of(name, KV_CACHE_SCHEMES, "kv_cache_scheme")], GROUP_SIZE)
 

@@ -1,4 +1,4 @@
-"""Named combinations of a scheme and the algorithms that serve it best."""
+"""Recipes: a scheme with its best algorithms, by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _YAQA = {"name": "yaqa"}
 _ROTATION = {"name": "rotation", "r1": True, "r2": True}
 _ROTATIONS = {**_ROTATION, "r4": True}
 
-# Name -> (scheme, options of algorithms in order); docs/mixed-precision.md says why.
+# Name -> (scheme, options of algorithms in order). Reasons: docs/mixed-precision.md.
 RECIPES: dict[str, tuple[str, tuple[dict[str, Any], ...]]] = {
     "w8": ("int8_wo", ()),
     "w4": ("int4_wo_128", (_AWQ, _YAQA)),
@@ -30,7 +30,7 @@ def recipe(name: str) -> tuple[str, list[AlgoConfig]]:
     """Return the name of the scheme of a recipe, and the options of its algorithms in order.
 
     Raises:
-        ValueError: No recipe has that name; the nearest one is named.
+        ValueError: No recipe has that name; the message names the nearest.
     """
     scheme, algorithms = RECIPES[one_of(name, RECIPES, "recipe")]
     return scheme, [algo_config_from_dict(options) for options in algorithms]

@@ -1,4 +1,4 @@
-"""What configurations share when they become plain JSON types and back."""
+"""Conversion of configurations to plain JSON types and back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quark.torch.quantization.config.name_lookup import unknown
 
 
 def plain(value: Any) -> Any:
-    """Return enum members and classes by their names, anything else as it is."""
+    """Return the name of an enum member or class, and other values unchanged."""
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, type):
@@ -19,10 +19,10 @@ def plain(value: Any) -> Any:
 
 
 def known(data: Any, cls: type, what: str) -> dict[str, Any]:
-    """Return a copy of ``data`` if all its keys are fields of ``cls``.
+    """Return a copy of ``data`` after checking that its keys are fields of ``cls``.
 
     Raises:
-        ValueError: It is no object, or a key is unknown; the nearest known one is named.
+        ValueError: ``data`` is not a dict, or a key is unknown; the message names the nearest.
     """
     if not isinstance(data, dict):
         raise ValueError(f"{what}: expected an object, got {data!r}.")

@@ -1,4 +1,4 @@
-"""Specification of one quantized tensor."""
+"""Specification of a quantized tensor: format, granularity, scales."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ E = TypeVar("E", bound=Enum)
 
 
 def member(enum: type[E], value: E | str | None, what: str) -> E | None:
-    """Return the member of ``enum`` that ``value`` is or names.
+    """Return the member of ``enum`` with the name ``value``, or ``value`` if it is a member.
 
     Raises:
-        ValueError: No member has that name; the nearest one is named.
+        ValueError: No member has that name; the message names the nearest.
     """
     if value is None or isinstance(value, enum):
         return value
@@ -48,35 +48,35 @@ def member(enum: type[E], value: E | str | None, what: str) -> E | None:
 
 @dataclass(eq=True)
 class QuantizationSpec:
-    """How one tensor is quantized. ``QTensorConfig`` is the same class.
+    """Quantization of one tensor. ``QTensorConfig`` is the same class.
 
-    Enumerations may be given as members or by name. Only the fields a format uses are required:
-    integers and 8-bit floats need ``qscheme``; per channel and per group need ``ch_axis``, per
-    group also ``group_size``. The rest has defaults.
+    Enumerations are given as members or by name. Only fields that the format uses are required:
+    integers and 8-bit floats need ``qscheme``; per channel and per group need ``ch_axis``; per
+    group also needs ``group_size``.
 
     Attributes:
         dtype: Number format.
-        observer_cls: Statistic that ranges come from; by default the minimum and maximum.
-        is_dynamic: Whether ranges are those of each tensor as it passes, without calibration; the
-            default of formats that fix their blocks.
+        observer_cls: Class of the observer that records ranges. Defaults to minimum and maximum.
+        is_dynamic: Whether scales are computed from each tensor that passes, without calibration.
+            Defaults to True for formats that fix their blocks.
         qscheme: Granularity.
-        ch_axis: Channel axis, or the axis that is cut in groups.
-        group_size: Elements of a group; -1 for the whole axis.
-        symmetric: Whether ranges are centred on zero.
-        round_method: How values between two codes are decided.
+        ch_axis: Axis of channels, or axis that is divided into groups.
+        group_size: Elements per group; -1 = one group per row.
+        symmetric: Whether ranges are symmetric around zero, without a zero point.
+        round_method: Rounding of values between two codes.
         scale_type: Type in which scales are stored.
-        zero_point_type: Whether zero points keep their fraction.
-        block_size: Rows and columns of a block per block; -1 for all.
-        scale_format: Number format of the scales: float32, e8m0, e4m3 (relative to a scale of the
-            whole tensor) or e5m3. It precedes ``scale_type``.
-        scale_calculation_mode: How shared exponents are rounded: even, floor or ceil.
-        qat_spec: Accepted for compatibility.
-        mx_element_dtype: Format of the elements where ``dtype`` is mx.
-        is_scale_quant: Whether this specification quantizes the scales of another one.
-        second_stage: Specification of what this one leaves: its scales if ``is_scale_quant`` is
-            set there, else its codes. Configurations hold both stages as a list.
-        enable_buffer_reuse: Accepted for compatibility.
-        max_input_numel: Accepted for compatibility.
+        zero_point_type: Type of zero points: integers, or floats that keep their fraction.
+        block_size: (rows, columns) of a block for ``per_block``; -1 = the whole axis.
+        scale_format: Number format of the scales: float32, e8m0, e4m3 (relative to a tensor scale)
+            or e5m3. It overrides ``scale_type``.
+        scale_calculation_mode: Rounding of shared exponents: even, floor or ceil.
+        qat_spec: Not supported; must be None to quantize a model.
+        mx_element_dtype: Format of the elements if ``dtype`` is mx.
+        is_scale_quant: Whether this specification quantizes the scales of a first stage.
+        second_stage: Specification of the second stage, which quantizes the scales of this one if
+            ``is_scale_quant`` is set there, else its codes. Configurations store a list of stages.
+        enable_buffer_reuse: No effect.
+        max_input_numel: No effect.
 
     Raises:
         ValueError: A name is unknown, or fields contradict each other.
@@ -102,7 +102,7 @@ class QuantizationSpec:
     max_input_numel: int = 4194304
     second_stage: QuantizationSpec | None = None
 
-    is_parameter = False  # no field: set by for_parameter
+    is_parameter = False  # not a field: set by for_parameter
 
     def __post_init__(self) -> None:
         self.dtype = _required(member(Dtype, self.dtype, "dtype"), "dtype")
@@ -117,7 +117,7 @@ class QuantizationSpec:
         if self.block_size is not None:
             self.block_size = tuple(self.block_size)  # type: ignore[assignment]
         if self.fixes_blocks and self.is_dynamic is None:
-            self.is_dynamic = True  # scales are those of each tensor
+            self.is_dynamic = True  # scales come from each tensor
         for broken, message in RULES:
             if broken(self):
                 raise ValueError(f"QuantizationSpec(dtype={self.dtype.name}): {message(self)}")
@@ -126,12 +126,12 @@ class QuantizationSpec:
 
     @property
     def fixes_blocks(self) -> bool:
-        """Whether the format itself is one of blocks."""
+        """Whether the format fixes the blocks that share a scale, as MX formats do."""
         return self.dtype is Dtype.mx or self.dtype.value.block > 0
 
     @property
     def fmt(self) -> Format:
-        """The number format of the elements."""
+        """Number format of the elements."""
         element = self.mx_element_dtype
         if self.dtype is Dtype.mx and element is not None and element is not Dtype.int8:
             fmt: Format = element.value
@@ -143,7 +143,7 @@ class QuantizationSpec:
 
     @property
     def scheme(self) -> Scheme:
-        """The specification as the arithmetic takes it."""
+        """The specification in terms of ``quark.torch.numerics``."""
         fmt = self.fmt
         qscheme = self.qscheme or QSchemeType.per_tensor
         if fmt.block or self.dtype is Dtype.mx:
@@ -181,29 +181,29 @@ class QuantizationSpec:
 
     @property
     def coded(self) -> QuantizationSpec:
-        """The specification whose codes are stored: that of the second stage over codes, if any."""
+        """The stage whose codes are stored: a second stage over codes, else the first."""
         return self.stages[1] if self.quantizes_codes else self
 
     @property
     def needs_data(self) -> bool:
-        """Whether activations of this specification have a scale that only data can tell."""
+        """Whether activations of this specification have a scale that needs calibration."""
         second = self.second_stage
         two_level = second is not None and second.is_scale_quant and not second.is_dynamic
         return self.fmt.scaled and (not self.is_dynamic or two_level)
 
     @property
     def stages(self) -> list[QuantizationSpec]:
-        """The specification of each stage on its own."""
+        """The specifications of the stages, one or two."""
         first = replace(self, second_stage=None)
         first.is_parameter = self.is_parameter
         return [first] if self.second_stage is None else [first, self.second_stage]
 
     @classmethod
     def of_stages(cls, stages: list[QuantizationSpec]) -> QuantizationSpec:
-        """Join the specifications of one or two stages.
+        """Return the specification of one or two stages.
 
         Raises:
-            ValueError: There are none, or more than two.
+            ValueError: The list is empty, or has more than two stages.
         """
         if not 1 <= len(stages) <= 2:
             raise ValueError(f"A tensor is quantized in one or two stages, got {len(stages)}.")
@@ -211,13 +211,13 @@ class QuantizationSpec:
         return replace(stages[0], second_stage=second)
 
     def for_parameter(self, is_transposed: bool = False) -> QuantizationSpec:
-        """Return the specification as it applies to a weight or bias.
+        """Return the specification for a weight or bias.
 
-        Parameters do not change, so a dynamic scale of theirs is a static one. Groups run over all
-        axes of a weight but the first.
+        Parameters do not change, so their dynamic scales become static. Groups extend over all
+        axes of a weight except the first.
 
         Args:
-            is_transposed: Whether a matrix has its inputs along axis 0.
+            is_transposed: Whether the weight is (in, out) instead of (out, in).
         """
         axis = self.ch_axis
         if is_transposed and axis is not None:
@@ -230,15 +230,18 @@ class QuantizationSpec:
         return made
 
     def make_observer(self) -> ObserverBase:
-        """Return a fresh observer for a tensor of this specification."""
+        """Return a new observer for a tensor of this specification."""
         assert self.observer_cls is not None
         return self.observer_cls(self)
 
     def set_group_size(self, group_size: int) -> None:
-        """Set the group size: positive, or -1 for the whole axis.
+        """Set the group size.
+
+        Args:
+            group_size: Elements per group; -1 = one group per row.
 
         Raises:
-            ValueError: Anything else.
+            ValueError: The group size is neither positive nor -1.
         """
         if group_size != -1 and group_size <= 0:
             raise ValueError(f"group_size={group_size}: give a positive number, or -1.")
@@ -251,14 +254,14 @@ class QuantizationSpec:
         data = {f.name: plain(getattr(self, f.name)) for f in fields(self)}
         for name in ("qat_spec", "second_stage"):
             del data[name]
-        if self.fixes_blocks:  # the format implies these, and no reader expects them
+        if self.fixes_blocks:  # the format implies these values; readers expect null
             implied = {"is_dynamic": True, "observer_cls": default_observer(self.scheme).__name__}
             data |= {name: None for name, value in implied.items() if data[name] == value}
         return dict(sorted(data.items()))
 
     @classmethod
     def from_dict(cls, data: Any) -> QuantizationSpec:
-        """Make a specification from what ``to_dict`` gave, here or in an earlier version.
+        """Return the specification of a dict from ``to_dict``, of this or an earlier version.
 
         Raises:
             ValueError: There are more than two stages, or a key or name is unknown.
@@ -274,7 +277,7 @@ def _required(value: Dtype | None, what: str) -> Dtype:
     return value
 
 
-# (is broken, message): every rule on the fields of one specification.
+# (condition, message): all rules on the fields of one specification.
 _Rule = tuple[Callable[[QuantizationSpec], bool], Callable[[QuantizationSpec], str]]
 RULES: list[_Rule] = [
     (

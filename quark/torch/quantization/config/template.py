@@ -1,4 +1,4 @@
-"""Configurations of language models from the name of a scheme."""
+"""Configurations of language models from names of schemes and algorithms."""
 
 from __future__ import annotations
 
@@ -8,24 +8,32 @@ from typing import ClassVar
 from torch import nn
 
 from quark.torch.quantization.config import presets
-from quark.torch.quantization.config.algo import ALGO_CONFIGS, AlgoConfig
+from quark.torch.quantization.config.algo import AlgoConfig, make_algo_configs
+from quark.torch.quantization.config.builder import KVCache, build_config
 from quark.torch.quantization.config.config import Config, QuantizationConfig
-from quark.torch.quantization.config.match import config_for
 from quark.torch.quantization.config.name_lookup import one_of
 from quark.torch.quantization.config.recipes import recipe
+from quark.torch.quantization.config.resolution import OUTPUT_HEAD
 
 
 class LLMTemplate:
-    """What is common to the configurations of a type of language model.
+    """Defaults for the configurations of one type of language model.
 
-    Any type of model has a template: layers are found by patterns, and a pattern that matches
-    nothing is reported when a model is quantized. Register one to change the patterns.
+    Every type of model has a template, since layers are found by name patterns. Quantizing a model
+    warns about patterns without a match. Register a template to change the patterns of a type.
 
     Args:
         model_type: Type of the model, as in its ``config.json``.
-        kv_layers_name: Patterns of the key and value projections.
-        q_layer_name: Pattern of the query projection.
-        exclude_layers_name: Patterns of layers that stay as they are.
+        kv_layers_name: Name patterns of the key and value projections. Defaults to
+            ``["*k_proj", "*v_proj"]``.
+        q_layer_name: Name pattern of the query projection. Defaults to ``"*q_proj"``.
+        exclude_layers_name: Name patterns of layers to leave in float. Defaults to
+            ``["lm_head"]``, which stands for the output head whatever the model calls it.
+
+    Example::
+
+        template = LLMTemplate.get(model.config.model_type)
+        config = template.get_config("nvfp4", algorithm="gptq")
     """
 
     _registered: ClassVar[dict[str, LLMTemplate]] = {}
@@ -42,12 +50,12 @@ class LLMTemplate:
         self.kv_layers_name = kv_layers_name or ["*k_proj", "*v_proj"]
         self.q_layer_name = q_layer_name or "*q_proj"
         self.exclude_layers_name = (
-            ["lm_head"] if exclude_layers_name is None else exclude_layers_name
+            [OUTPUT_HEAD] if exclude_layers_name is None else exclude_layers_name
         )
 
     @classmethod
     def get(cls, model_type: str) -> LLMTemplate:
-        """Return the template registered for a type of model, or the general one."""
+        """Return the template of a type of model, or the default one if none is registered."""
         return cls._registered.get(model_type) or cls(model_type)
 
     @classmethod
@@ -59,20 +67,20 @@ class LLMTemplate:
 
     @classmethod
     def register_template(cls, template: LLMTemplate) -> None:
-        """Use a template for its type of model from now on."""
+        """Register a template for its type of model."""
         cls._registered[template.model_type] = template
 
     @classmethod
     def register_scheme(cls, scheme_name: str, config: QuantizationConfig) -> None:
-        """Make a scheme known under a name of one's own."""
+        """Register a scheme under a new name."""
         cls._schemes[scheme_name] = config
 
     @classmethod
     def unregister_scheme(cls, scheme_name: str) -> None:
-        """Forget a scheme that was registered.
+        """Remove a registered scheme.
 
         Raises:
-            ValueError: None has that name.
+            ValueError: No registered scheme has that name.
         """
         del cls._schemes[one_of(scheme_name, cls._schemes, "registered scheme")]
 
@@ -103,100 +111,46 @@ class LLMTemplate:
         """Return the configuration of a model.
 
         Args:
-            scheme: Name of the scheme of all layers.
+            scheme: Name of the scheme of all layers; ``get_supported_schemes`` lists them.
             algorithm: Name or names of algorithms, applied in order.
             kv_cache_scheme: Name of the scheme of the key-value cache.
-            min_kv_scale: Smallest scale of the cache.
-            attention_scheme: Not supported in this version.
-            layer_config: Name pattern to scheme, first match first.
-            layer_type_config: Module type to scheme.
-            exclude_layers: Patterns of layers that stay as they are, instead of the template's.
-            algo_configs: Options of algorithms by name.
-            shared_scale_groups: Groups of name endings that share per-tensor scales; by default
-                the projections that are served fused, where scales have two levels.
+            min_kv_scale: Lower bound of the scales of the cache.
+            attention_scheme: Not supported; must be None.
+            layer_config: Name pattern to name of a scheme; the first match counts.
+            layer_type_config: Module type to name of a scheme.
+            exclude_layers: Name patterns of layers to leave in float, instead of the patterns of
+                the template.
+            algo_configs: Options of algorithms by their names, instead of the default options.
+            shared_scale_groups: Groups of name endings that share per-tensor scales. By default
+                layers with the same input share them where scales have two levels.
 
         Raises:
-            ValueError: A name is unknown; the nearest one is named.
+            ValueError: A name is unknown; the message names the nearest.
         """
         if attention_scheme is not None:
             raise ValueError("attention_scheme is not supported: leave it out.")
-        exclude = self.exclude_layers_name if exclude_layers is None else exclude_layers
-        config = Config(
-            global_quant_config=self._scheme(scheme),
-            layer_quant_config={p: self._scheme(s) for p, s in (layer_config or {}).items()},
-            layer_type_quant_config={
-                kind: self._scheme(s) for kind, s in (layer_type_config or {}).items()
-            },
-            exclude=list(exclude),
-            algo_config=algorithms(algorithm, algo_configs or {}),
-            shared_scale_groups=_shared(scheme, shared_scale_groups),
-        )
+        cache = None
         if kv_cache_scheme is not None:
-            config = with_kv_cache(config, self.kv_layers_name, kv_cache_scheme, min_kv_scale)
-        return config
+            cache = KVCache(kv_cache_scheme, self.kv_layers_name, min_kv_scale)
+        layer_types = {kind: self._scheme(s) for kind, s in (layer_type_config or {}).items()}
+        return build_config(
+            self._scheme(scheme),
+            layers={p: self._scheme(s) for p, s in (layer_config or {}).items()},
+            layer_types=layer_types,
+            exclude=self.exclude_layers_name if exclude_layers is None else exclude_layers,
+            algorithms=make_algo_configs(algorithm, algo_configs or {}),
+            kv_cache=cache,
+            shared_scale_groups=shared_scale_groups,
+        )
 
     def get_recipe(self, name: str) -> Config:
-        """Return the configuration of a recipe: a scheme with the algorithms that serve it best.
+        """Return the configuration of a recipe: a scheme with its best algorithms.
 
         Args:
-            name: Name of the recipe, such as ``w4``.
+            name: Name of the recipe, such as ``w4``; ``RECIPES`` lists them.
 
         Raises:
-            ValueError: No recipe has that name; the nearest one is named.
+            ValueError: No recipe has that name; the message names the nearest.
         """
         scheme, options = recipe(name)
         return replace(self.get_config(scheme), algo_config=options)
-
-
-def with_kv_cache(
-    config: Config, patterns: list[str], scheme: str, min_kv_scale: float = 0.0
-) -> Config:
-    """Return a configuration that also quantizes the outputs of the key and value projections.
-
-    Args:
-        config: Configuration of the model.
-        patterns: Patterns of the projections.
-        scheme: Name of the scheme of the cache.
-        min_kv_scale: Smallest scale of the cache.
-    """
-    spec = presets.kv_cache_scheme(scheme)
-    cache = {}
-    for pattern in patterns:
-        base = config_for(pattern, nn.Linear, config) or QuantizationConfig()
-        cache[pattern] = replace(base, output_tensors=spec)
-    # What the caller said of a layer precedes; its outputs follow from kv_cache_quant_config.
-    layers = {**config.layer_quant_config, **cache}
-    return replace(
-        config,
-        layer_quant_config=layers,
-        kv_cache_quant_config=cache,
-        kv_cache_group=list(patterns),
-        min_kv_scale=min_kv_scale,
-    )
-
-
-def _shared(scheme: str, groups: list[list[str]] | None) -> list[list[str]]:
-    if groups is not None:
-        return groups
-    is_two_level = scheme.lower().startswith(("nvfp4", "fp4_block16"))
-    return [["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]] if is_two_level else []
-
-
-def algorithms(names: str | list[str] | None, given: dict[str, AlgoConfig]) -> list[AlgoConfig]:
-    """Return the options of algorithms by their documented names, in order.
-
-    Args:
-        names: Name or names.
-        given: Options by name, instead of the default ones.
-
-    Raises:
-        ValueError: A name is unknown; the nearest one is named.
-    """
-    names = [names] if isinstance(names, str) else names or []
-    aliases = {"smoothquant": "smooth"}
-    found = []
-    for name in names:
-        key = one_of(name, [*ALGO_CONFIGS, *aliases, *given], "algorithm")
-        key = aliases.get(key, key)
-        found.append(given.get(name) or given.get(key) or ALGO_CONFIGS[key]())
-    return found

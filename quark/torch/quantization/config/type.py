@@ -1,4 +1,4 @@
-"""Enumerations of the configuration, under their documented import path."""
+"""Enumerations of the configuration, at their documented import path."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ __all__ = [
 
 
 class DeviceType(Enum):
-    """Device a model is meant to run on."""
+    """Target device of a layer."""
 
     CPU = "cpu"
     IPU = "ipu"
 
 
 class QuantizationMode(Enum):
-    """How modules are replaced. ``fx_graph_mode`` is read but runs as ``eager_mode``."""
+    """Mode of replacing modules. Only ``eager_mode`` is supported."""
 
     eager_mode = 1
     fx_graph_mode = 2
 
 
 class QuantFlow(Enum):
-    """How a model is held while it is quantized."""
+    """Storage of the model during quantization. Only ``standard`` (in memory) is supported."""
 
     standard = 1
     file2file = 2
@@ -46,7 +46,7 @@ class QuantFlow(Enum):
 
 
 class TQTThresholdInitMeth(Enum):
-    """Initial threshold of trained quantization thresholds."""
+    """Initialization of trained quantization thresholds."""
 
     _3SD = "_3sd"
     _KL_J = "_kl_j"

@@ -1,10 +1,10 @@
-"""Keys of the cache, quantized as attention takes them: after rotary embedding.
+"""Quantization of attention keys after rotary embedding.
 
 Attention modules of Transformers pass queries, keys and values to the function that their
-configuration names. One whose keys are quantized sees the configuration of the model through a
-``KeyRoute``, which names a function of ours; that one quantizes and goes on to the function that
-the model is set to. A cache holds what rotary embedding gave, so keys are quantized each time they
-are read: under scales that are settled, or those of each token, to the same values.
+configuration names. A module with quantized keys gets a ``KeyRoute`` in place of its configuration.
+The route names a function of this file, which quantizes the keys and calls the function that the
+model is set to. A cache holds unquantized keys after rotary embedding, so keys are quantized each
+time they are read. Scales are static or per token, so each time gives the same values.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from quark.torch.graph.eval_mode import at_inference
+from quark.torch.graph.eval_mode import eval_mode
 from quark.torch.numerics.hadamard import hadamard, largest_order, rotate
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import first_match
 
 _NAME = "quark"
-_EAGER = "eager_attention_forward"  # how files of architectures end the name of their own function
+_EAGER = "eager_attention_forward"  # ending of the name of the default function of an architecture
 _OTHERWISE = "it does not use the attention interface of Transformers"
 
 
 class KeyRoute:
-    """The configuration of a model as an attention module sees it whose keys are quantized.
+    """Stands for the configuration of the model in an attention module with quantized keys.
 
     Attributes:
-        config: The configuration itself. What is asked of this object, or set, goes there.
-        projection: Name in the module of the layer that gives the keys; the quantizer of its
-            outputs is that of the keys.
-        rotates: Whether queries and keys are rotated before (R3).
+        config: The configuration. Attributes of the route are read and set there.
+        projection: Name in the module of the layer that computes the keys; its output quantizer
+            quantizes the keys.
+        rotates: Whether queries and keys are rotated before they are quantized (R3).
     """
 
     _own: ClassVar[tuple[str, ...]] = ("config", "projection", "rotates")
@@ -47,14 +47,14 @@ class KeyRoute:
 
     @property
     def _attn_implementation(self) -> str:
-        """The name under which Transformers finds our function."""
+        """Name of ``_attend`` in the registry of Transformers."""
         from transformers import AttentionInterface
 
         AttentionInterface.register(_NAME, _attend)
         return _NAME
 
     def __getattr__(self, name: str) -> Any:
-        if name in self._own or name.startswith("__"):  # as it is before a copy has its attributes
+        if name in self._own or name.startswith("__"):  # while a copy has no attributes yet
             raise AttributeError(name)
         return getattr(self.config, name)
 
@@ -73,15 +73,15 @@ class KeyRoute:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Quantize keys, and do what the model is set to do with them.
+        """Quantize keys, then call the attention function that the model is set to.
 
         Args:
             module: The attention module.
             query: (batch, heads, tokens, size).
             key: (batch, key-value heads, tokens, size).
             value: (batch, key-value heads, tokens, size of values). Quantized too if the projection
-                gives more than keys.
-            *args: What the function takes besides.
+                computes keys and values.
+            *args: Further arguments of the function.
             **kwargs: Likewise.
         """
         layer = module.get_submodule(self.projection)
@@ -112,49 +112,50 @@ def _quantized(layer: Any, heads: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _rotation(size: int) -> torch.Tensor:
-    """Return the rotation of heads: of blocks, where no Hadamard matrix has their size."""
+    """Return a Hadamard matrix of the head size, or of its largest divisor that has one."""
     return hadamard(largest_order(size))
 
 
 def _function(kind: type[nn.Module], name: str) -> Callable[..., Any]:
-    """Return the function that an attention module would call, by its name in Transformers.
+    """Return the attention function with a name in Transformers, as an attention module does.
 
     Raises:
-        LookupError: The module calls none.
+        LookupError: The module does not use the attention interface.
     """
     forward: Any = inspect.unwrap(kind.forward)
     eager = next((n for n in forward.__code__.co_names if n.endswith(_EAGER)), "")
     scope = forward.__globals__
-    found: Callable[..., Any] = scope["ALL_ATTENTION_FUNCTIONS"].get_interface(name, scope[eager])
-    return found
+    interface = scope["ALL_ATTENTION_FUNCTIONS"]
+    function: Callable[..., Any] = interface.get_interface(name, scope[eager])
+    return function
 
 
 def key_projections(layers: Mapping[str, QuantizationConfig], config: Config) -> dict[str, str]:
     """Return the attention modules whose keys are quantized after rotary embedding.
 
-    Of the layers in one module that ``kv_cache_quant_config`` matches, the first one gives the
-    keys: so do the architectures of Transformers declare them, and ``prove_keys`` checks it.
+    If ``kv_cache_quant_config`` matches several layers of a module, the first computes the keys.
+    The architectures of Transformers declare keys before values; ``prove_keys`` checks it.
 
     Args:
         layers: Configuration of each quantized layer, in the order of the model.
         config: Configuration of the model.
 
     Returns:
-        Name of each module, with the name in it of the layer that gives the keys.
+        Name of each module -> name in the module of the layer that computes the keys.
     """
-    found: dict[str, str] = {}
+    projections: dict[str, str] = {}
     for name, layer in layers.items() if config.kv_cache_post_rope else ():
         if layer.output_tensors and first_match(name, config.kv_cache_quant_config):
             parent, _, child = name.rpartition(".")
-            found.setdefault(parent, child)
-    return found
+            projections.setdefault(parent, child)
+    return projections
 
 
 def check_routes(model: nn.Module, keys: Mapping[str, str]) -> None:
-    """Raise if an attention module does not ask its configuration for a function.
+    """Raise if an attention module does not take its function from its configuration.
 
     Raises:
-        ValueError: One does not. The model is unchanged.
+        ValueError: A module does not use the attention interface of Transformers.
     """
     for name in keys:
         module: Any = model.get_submodule(name)
@@ -168,18 +169,18 @@ def check_routes(model: nn.Module, keys: Mapping[str, str]) -> None:
 
 
 def prove_keys(model: nn.Module, keys: Mapping[str, str], run: Callable[[], None]) -> None:
-    """Try out whether the projections give the keys, all of them, and no others read them.
+    """Prove by a forward pass that projections compute all keys, and that nothing else reads them.
 
-    Their outputs are NaN in one forward pass, where attention gives zeros: the keys that a module
-    takes must be NaN, and nothing behind it.
+    Each projection returns NaN and attention returns zeros. All keys must then be NaN, and the
+    output of the model must not: NaN there comes from another reader of the projection.
 
     Args:
-        model: A float model. It is as before when this returns.
-        keys: What ``key_projections`` returned.
+        model: A float model. It is unchanged afterwards.
+        keys: Result of ``key_projections``.
         run: Runs the model once.
 
     Raises:
-        ValueError: Keys come from elsewhere, or go elsewhere.
+        ValueError: A projection does not compute the keys, or another layer reads its output.
     """
     check_routes(model, keys)
     trials: dict[str, _Trial] = {}
@@ -190,7 +191,7 @@ def prove_keys(model: nn.Module, keys: Mapping[str, str], run: Callable[[], None
         module.config = trials[name] = _Trial(module.config, projection)
         hooks.append(module.get_submodule(projection).register_forward_hook(trials[name].mark))
     try:
-        with at_inference(model), torch.no_grad():
+        with eval_mode(model), torch.no_grad():
             run()
     finally:
         unroute_keys(model)
@@ -198,7 +199,7 @@ def prove_keys(model: nn.Module, keys: Mapping[str, str], run: Callable[[], None
             hook.remove()
     for name, trial in trials.items():
         if not trial.width:
-            raise _refusal(name, f"nothing reaches its {trial.projection}")
+            raise _refusal(name, f"its {trial.projection} did not run")
         if trial.problem:
             raise _refusal(name, trial.problem)
     if any(leaks):
@@ -206,12 +207,12 @@ def prove_keys(model: nn.Module, keys: Mapping[str, str], run: Callable[[], None
 
 
 def route_keys(model: nn.Module, keys: Mapping[str, str], rotates: bool = False) -> None:
-    """Let attention quantize keys instead of the projections that give them.
+    """Quantize keys in attention instead of in the projections that compute them.
 
     Args:
-        model: A model whose projections are quantized or packed; it is changed in place.
-        keys: What ``key_projections`` returned.
-        rotates: Whether queries and keys are rotated before.
+        model: A model with quantized projections; it is changed in place.
+        keys: Result of ``key_projections``.
+        rotates: Whether queries and keys are rotated before they are quantized.
     """
     for name, projection in keys.items():
         module: Any = model.get_submodule(name)
@@ -229,13 +230,13 @@ def unroute_keys(model: nn.Module) -> None:
 
 
 def key_routes(model: nn.Module) -> list[KeyRoute]:
-    """Return the routes of all attention modules that have one."""
-    found = (getattr(module, "config", None) for module in model.modules())
-    return [route for route in found if isinstance(route, KeyRoute)]
+    """Return the routes of all attention modules with quantized keys."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return [config for config in configs if isinstance(config, KeyRoute)]
 
 
 class _Trial(KeyRoute):
-    """A route that marks what a projection gives, looks where it arrives, and gives zeros."""
+    """A route for ``prove_keys``: marks the outputs of a projection by NaN and checks the keys."""
 
     _own = (*KeyRoute._own, "width", "problem")
     width: int
@@ -259,13 +260,13 @@ class _Trial(KeyRoute):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Note what is wrong, and return zeros in the shape of the output."""
+        """Check that keys alone, or keys and values, are NaN; return zeros as the output."""
         width = key.shape[1] * key.shape[3]
         gives_values = bool(value.isnan().any())
         if not bool(key.isnan().all()) or width > self.width:
-            self.problem = f"{self.projection} is not what gives them"
+            self.problem = f"{self.projection} does not compute them"
         elif gives_values is not (self.width > width):
-            self.problem = f"{self.projection} gives neither keys alone nor keys and values"
+            self.problem = f"{self.projection} computes neither keys alone nor keys and values"
         else:
             self.problem = None
         batch, heads, tokens, _ = query.shape
@@ -273,7 +274,7 @@ class _Trial(KeyRoute):
 
 
 def _has_nan(output: Any) -> bool:
-    """Whether the first tensor of what a model returns has NaN."""
+    """Whether the first output of a model has NaN."""
     first = output if isinstance(output, torch.Tensor) else output[0]
     return bool(first.isnan().any())
 

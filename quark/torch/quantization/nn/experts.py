@@ -1,8 +1,13 @@
-"""Mixture-of-experts layers: experts that share stacked parameters become linear layers.
+"""Mixture-of-experts layers: split stacked parameters into linear layers, and stack them again.
 
-Transformers keeps the weights of all experts of a layer in parameters of three dimensions and
-saves most architectures with a matrix per expert. Here each such matrix becomes an ``nn.Linear``
-under its saved name, so that experts are quantized, calibrated and stored like any other layer.
+Transformers holds the weights of all experts of a layer in parameters of three dimensions, and
+saves most architectures with one matrix per expert. ``split_experts`` makes an ``nn.Linear`` of
+each matrix, under its saved name, so that experts are quantized, calibrated and stored like other
+layers. Example::
+
+    mlp.experts.gate_up_proj (8, 2 * 1408, 2048)    ->    mlp.experts.0.gate_proj (1408, 2048)
+                                                          mlp.experts.0.up_proj   (1408, 2048)
+                                                          mlp.experts.1.gate_proj …
 """
 
 from __future__ import annotations
@@ -14,16 +19,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from quark.torch.quantization.nn.layer import become
+from quark.torch.quantization.nn.layer import change_class
 
 
 class Stack(NamedTuple):
-    """A stacked parameter: which linear layers of each expert it holds, and how.
+    """Layout of a stacked parameter: the linear layers of each expert that it holds.
 
     Attributes:
-        parts: Names of the linear layers that its output rows belong to, in order.
-        is_transposed: Whether its shape is (experts, in, out) instead of (experts, out, in).
-        is_merged: Whether Transformers saves its matrices one by one and merges them on loading.
+        parts: Names of the linear layers that the output rows belong to, in order.
+        is_transposed: Whether the shape is (experts, in, out) instead of (experts, out, in).
+        is_merged: Whether Transformers saves the matrices separately and merges them on loading.
     """
 
     parts: tuple[str, ...]
@@ -31,26 +36,30 @@ class Stack(NamedTuple):
     is_merged: bool
 
     def split(self, stacked: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """Return (name below the layer of experts, view) of each matrix, or of each bias."""
-        turned = stacked.transpose(1, 2) if stacked.dim() == 3 and self.is_transposed else stacked
-        shares = turned.chunk(len(self.parts), 1)
-        matrices = [matrix for share in shares for matrix in share.unbind(0)]
-        return list(zip(self.places(len(stacked)), matrices, strict=True))
+        """Return (name below the layer of experts, view) of each matrix or bias."""
+        is_matrix = stacked.dim() == 3  # (experts, out, in); a bias is (experts, out)
+        rows_first = stacked.transpose(1, 2) if is_matrix and self.is_transposed else stacked
+        parts = rows_first.chunk(len(self.parts), 1)
+        matrices = [matrix for part in parts for matrix in part.unbind(0)]
+        return list(zip(self.layer_names(len(stacked)), matrices, strict=True))
 
-    def places(self, experts: int) -> list[str]:
-        """Return the names of the linear layers below the layer of experts, part by part."""
+    def layer_names(self, experts: int) -> list[str]:
+        """Return the names of the linear layers below the layer of experts, part by part.
+
+        Example for two experts: ``0.gate_proj``, ``1.gate_proj``, ``0.up_proj``, ``1.up_proj``.
+        """
         return [f"{expert}.{part}" for part in self.parts for expert in range(experts)]
 
 
 class LinearExperts(nn.Module):
     """A layer of experts whose weights are linear layers: child ``3.up_proj`` and so on.
 
-    Takes the place of a layer with stacked parameters and keeps its gate and activation.
+    It replaces a layer with stacked parameters and keeps its gate and activation.
 
     Attributes:
-        stacks: How stacked parameters map to the linear layers, by their names.
+        stacks: Layout of each stacked parameter, by its name.
         float_class: Class with the stacked parameters.
-        sent: Tokens sent to each expert, by batch of calibration; see ``counting``.
+        token_counts: Tokens of each calibration batch sent to each expert; see ``count_tokens``.
     """
 
     stacks: dict[str, Stack]
@@ -60,30 +69,33 @@ class LinearExperts(nn.Module):
     has_post_expert_norm: bool
     act_fn: Any
     post_expert_norm: Any
-    sent: dict[int, list[int]]
+    token_counts: dict[int, list[int]]
     _calls: list[list[int]] | None = None
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Send tokens through their experts and add up what these return.
+        """Return the weighted sum of the outputs of the experts of each token.
 
         Args:
             hidden_states: (tokens, hidden).
-            top_k_index: Expert of each of the (tokens, k); those from ``num_experts`` on give 0.
-            top_k_weights: Factor of each of the (tokens, k).
+            top_k_index: (tokens, k) experts; the output of ``num_experts`` and above is 0.
+            top_k_weights: (tokens, k) factors of the outputs.
         """
+        # Sort the (token, choice) pairs by expert, so that each expert runs once on its tokens.
+        # Example, k = 2 and the choices [[1, 0], [0, 2]]: order = [1, 2, 0, 3], the tokens
+        # order // 2 = [0, 1, 0, 1], of which experts 0, 1, 2 take 2, 1 and 1.
         width = top_k_index.shape[-1]
         order = top_k_index.reshape(-1).argsort(stable=True)
         counts = torch.bincount(top_k_index.reshape(-1), minlength=self.num_experts).tolist()
         if self._calls is not None:
             self._calls.append(counts[: self.num_experts])
         rows = torch.split(hidden_states[order // width], counts)
-        found = [
+        results = [
             self._expert(e, x) if len(x) and e < self.num_experts else torch.zeros_like(x)
             for e, x in enumerate(rows)
         ]
-        outputs = torch.cat(found) * top_k_weights.reshape(-1)[order].unsqueeze(-1)
+        outputs = torch.cat(results) * top_k_weights.reshape(-1)[order].unsqueeze(-1)
         placed = torch.empty_like(outputs)
         placed[order] = outputs
         summed = placed.view(*top_k_index.shape, hidden_states.shape[-1]).sum(-2)
@@ -91,33 +103,33 @@ class LinearExperts(nn.Module):
 
     @property
     def tokens(self) -> list[int] | None:
-        """Tokens that calibration sent to each expert, None without data."""
-        found = [sum(n) for n in zip(*self.sent.values(), strict=True)]
-        return found or None
+        """Number of tokens that calibration sent to each expert; None without data."""
+        counts = [sum(n) for n in zip(*self.token_counts.values(), strict=True)]
+        return counts or None
 
     def _expert(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        into, out = self.stacks.values()
+        first, out = self.stacks.values()
         expert: Any = self._modules[str(index)]
-        raised = torch.cat([getattr(expert, part)(x) for part in into.parts], -1)
-        raised = (
-            self.float_class._apply_gate(self, raised) if self.has_gate else self.act_fn(raised)
+        hidden = torch.cat([getattr(expert, part)(x) for part in first.parts], -1)
+        hidden = (
+            self.float_class._apply_gate(self, hidden) if self.has_gate else self.act_fn(hidden)
         )
-        y: torch.Tensor = getattr(expert, out.parts[0])(raised)
+        y: torch.Tensor = getattr(expert, out.parts[0])(hidden)
         return self.post_expert_norm(y) if self.has_post_expert_norm else y
 
     def expect_stacked(self) -> None:
-        """Declare the weights that a loader merges in their merged form, which it will assign.
+        """Declare stacked weights that the loader of Transformers will assign.
 
-        Transformers merges what a checkpoint stores for each expert, whatever its shape and type,
-        and assigns the whole: the linear layers then hold views of it.
+        The loader merges the stored matrices of all experts, packed or not, and assigns the result
+        to the stacked name. ``__setattr__`` then gives each linear layer its view.
 
         Raises:
-            ValueError: The matrices of one purpose differ in shape or type.
+            ValueError: The matrices of a stack differ in shape or type.
         """
         for name, stack in self.stacks.items():
             if not stack.is_merged:
                 continue
-            layers: list[Any] = [self.get_submodule(p) for p in stack.places(self.num_experts)]
+            layers: list[Any] = [self.get_submodule(p) for p in stack.layer_names(self.num_experts)]
             kinds = {(layer.weight.shape, layer.weight.dtype) for layer in layers}
             if len(kinds) != 1:
                 raise ValueError(
@@ -132,14 +144,14 @@ class LinearExperts(nn.Module):
             self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Hand a merged parameter that is assigned to the linear layers it holds."""
+        """Split a stacked parameter that is assigned, and give each linear layer its view."""
         if name not in self._parameters:
             super().__setattr__(name, value)
             return
         del self._parameters[name]
         for place, matrix in self.stacks[name]._replace(is_transposed=False).split(value):
             made = nn.Parameter(matrix.detach(), requires_grad=value.requires_grad)
-            vars(made).update(vars(value))  # marks of the loader
+            vars(made).update(vars(value))  # attributes that the loader set
             self.get_submodule(place)._parameters["weight"] = made
 
     def extra_repr(self) -> str:
@@ -148,73 +160,86 @@ class LinearExperts(nn.Module):
 
 
 @contextmanager
-def counting(module: nn.Module, batch: int) -> Iterator[None]:
-    """Note how many tokens of a batch are sent to each expert in a module.
+def count_tokens(module: nn.Module, batch: int) -> Iterator[None]:
+    """Count the tokens of a batch that are sent to each expert in a module.
 
-    A batch that comes again replaces what it gave before, if it reaches the experts.
+    A batch that runs again replaces its earlier counts, if it reaches the experts.
     """
-    found = [m for m in module.modules() if isinstance(m, LinearExperts)]
-    for experts in found:
+    layers = [m for m in module.modules() if isinstance(m, LinearExperts)]
+    for experts in layers:
         experts._calls = []
     try:
         yield
     finally:
-        for experts in found:
+        for experts in layers:
             if experts._calls:
-                experts.sent[batch] = [sum(n) for n in zip(*experts._calls, strict=True)]
+                experts.token_counts[batch] = [sum(n) for n in zip(*experts._calls, strict=True)]
             del experts._calls
 
 
-# Name of a layer of experts -> the layer and the stacked parameters it had.
-Unfused = dict[str, tuple[LinearExperts, dict[str, nn.Parameter | None]]]
+# Name of a layer of experts -> the layer and its stacked parameters.
+SplitExperts = dict[str, tuple[LinearExperts, dict[str, nn.Parameter | None]]]
 
 
-def unfuse(model: nn.Module) -> Unfused:
-    """Give every expert linear layers of its own, in place.
+def split_experts(model: nn.Module) -> SplitExperts:
+    """Replace stacked parameters by linear layers for each expert, in place.
 
-    Weights become views of the stacked parameters, which costs no memory.
+    The weights are views of the stacked parameters and take no memory.
 
     Returns:
-        What ``fuse`` needs to undo it.
+        The layers and their stacked parameters, for ``stack_experts``.
     """
-    found = {name: module for name, module in model.named_modules() if is_stacked(module)}
-    saved = _saved_parts(model, list(found)) if found else {}
-    done: Unfused = {}
-    for name, module in found.items():
+    layers = {name: module for name, module in model.named_modules() if is_stacked(module)}
+    saved = _saved_parts(model, list(layers)) if layers else {}
+    split: SplitExperts = {}
+    for name, module in layers.items():
         parameters, kind = dict(module._parameters), type(module)
         stacks = {}
         for stack in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj"):
             parts = saved.get(f"{name}.{stack}")
             stacks[stack] = Stack(parts or (stack,), bool(module.is_transposed), bool(parts))
-        become(module, LinearExperts)
+        change_class(module, LinearExperts)
         assert isinstance(module, LinearExperts)
-        module.float_class, module.stacks, module.sent = kind, stacks, {}
+        module.float_class, module.stacks, module.token_counts = kind, stacks, {}
         _split(module)
-        done[name] = module, parameters
-    return done
+        split[name] = module, parameters
+    return split
 
 
-def fuse(unfused: Unfused, keep: Iterable[str] = ()) -> None:
-    """Undo ``unfuse``, in place.
+def stack_experts(split: SplitExperts, keep: Iterable[str] = ()) -> None:
+    """Undo ``split_experts``, in place.
 
     Args:
-        unfused: What ``unfuse`` returned.
-        keep: Names of layers that will be quantized: experts they belong to are left as they are.
+        split: Result of ``split_experts``.
+        keep: Names of layers that will be quantized. Their experts stay split.
     """
-    for name, (module, parameters) in unfused.items():
+    for name, (module, parameters) in split.items():
         is_kept = any(layer.startswith(f"{name}.") for layer in keep)
         if is_kept or not isinstance(module, LinearExperts):
             continue
         for index in range(module.num_experts):
             delattr(module, str(index))
         kind = module.float_class
-        del module.stacks, module.float_class, module.sent
-        become(module, kind)
+        del module.stacks, module.float_class, module.token_counts
+        change_class(module, kind)
         module._parameters.update(parameters)
 
 
-def counterparts(model: nn.Module) -> Iterator[list[str]]:
-    """Iterate over the names of the linear layers with one purpose in the experts of a layer."""
+@contextmanager
+def temporarily_split_experts(model: nn.Module) -> Iterator[SplitExperts]:
+    """Split the experts of a model and stack them again at the end."""
+    experts = split_experts(model)
+    try:
+        yield experts
+    finally:
+        stack_experts(experts)
+
+
+def corresponding_experts(model: nn.Module) -> Iterator[list[str]]:
+    """Iterate over groups of corresponding linear layers in the experts of a layer, as names.
+
+    Example: all ``mlp.experts.*.up_proj`` of one layer are a group.
+    """
     for name, module in model.named_modules():
         if isinstance(module, LinearExperts):
             for part in (part for stack in module.stacks.values() for part in stack.parts):
@@ -236,15 +261,15 @@ def _split(module: LinearExperts) -> None:
 
 
 def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
-    made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    made.weight = nn.Parameter(weight.detach(), requires_grad=weight.requires_grad)
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = nn.Parameter(weight.detach(), requires_grad=weight.requires_grad)
     if bias is not None:
-        made.bias = nn.Parameter(bias.detach(), requires_grad=bias.requires_grad)
-    return made
+        layer.bias = nn.Parameter(bias.detach(), requires_grad=bias.requires_grad)
+    return layer
 
 
 def is_stacked(module: nn.Module) -> bool:
-    """Whether a module declares itself a layer of experts, as those of Transformers do."""
+    """Whether a module is a layer of stacked experts, by the attributes that Transformers sets."""
     first = "gate_up_proj" if getattr(module, "has_gate", None) else "up_proj"
     expected = {first, "down_proj"}
     if getattr(module, "has_bias", False):
@@ -259,9 +284,10 @@ def is_stacked(module: nn.Module) -> bool:
 
 
 def _saved_parts(model: nn.Module, names: list[str]) -> dict[str, tuple[str, ...]]:
-    """Return the linear layers that each stacked parameter is saved as, where it is not as it is.
+    """Return the names of the linear layers that stacked parameters are saved as.
 
-    Transformers knows them as the patterns of what it fuses when it loads a model.
+    Parameters that are saved stacked are left out. The names come from the patterns by which
+    Transformers merges the tensors of a checkpoint.
     """
     if not hasattr(model, "save_pretrained"):
         return {}
@@ -270,7 +296,7 @@ def _saved_parts(model: nn.Module, names: list[str]) -> dict[str, tuple[str, ...
         from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
     except ImportError:
         return {}
-    found: dict[str, tuple[str, ...]] = {}
+    saved: dict[str, tuple[str, ...]] = {}
     for converter in get_model_conversion_mapping(model):
         if not isinstance(converter, WeightConverter):
             continue
@@ -283,5 +309,5 @@ def _saved_parts(model: nn.Module, names: list[str]) -> dict[str, tuple[str, ...
             renamed = [converter.rename_source_key(f"{name}.0.{part}.weight") for part in parts]
             targets = {target for target, _ in renamed}
             if [pattern for _, pattern in renamed] == patterns and len(targets) == 1:
-                found[targets.pop()] = parts
-    return found
+                saved[targets.pop()] = parts
+    return saved

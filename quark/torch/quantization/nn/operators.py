@@ -1,19 +1,32 @@
-"""The operators that can be quantized: a line each."""
+"""The operators that can be quantized, and the classes that replace them.
+
+========================  =========================  =============================
+float class               with fake quantization     with packed weights
+========================  =========================  =============================
+``Linear``                ``QuantLinear``            ``QParamsLinear``
+``Conv1d``                ``QuantConv1d``            ``QParamsConv1d``
+``Conv2d``                ``QuantConv2d``            ``QParamsConv2d``
+``Conv3d``                ``QuantConv3d``            ``QParamsConv3d``
+``ConvTranspose2d``       ``QuantConvTranspose2d``   ``QParamsConvTranspose2d``
+``Embedding``             ``QuantEmbedding``         ``QParamsEmbedding``
+``EmbeddingBag``          ``QuantEmbeddingBag``      ``QParamsEmbeddingBag``
+``Conv1D`` (Transformers) ``QuantConv1D``            ``QParamsConv1D``
+========================  =========================  =============================
+
+A new operator is a function for its product, two classes and a line of ``OPERATORS``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quark.torch.quantization.config.config import LAYER_TYPES
-from quark.torch.quantization.nn.layer import QuantMixin
-from quark.torch.quantization.nn.packed import PackedMixin
-
-_Product = Callable[..., torch.Tensor]
+from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
+from quark.torch.quantization.nn.packed import PackedLayer
 
 
 def _linear(self: Any, x: Any, weight: Any, bias: Any) -> torch.Tensor:
@@ -36,15 +49,15 @@ def _conv_transpose(
     )
 
 
-def _own(self: Any, weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight that torch may rescale in place, as it does where ``max_norm`` is set."""
+def _owned(self: Any, weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight that torch may rescale in place, as it does if ``max_norm`` is set."""
     return weight if self.max_norm is None else weight.clone()
 
 
 def _embedding(self: Any, x: Any, weight: Any, bias: Any) -> torch.Tensor:
     return F.embedding(
         x,
-        _own(self, weight),
+        _owned(self, weight),
         self.padding_idx,
         self.max_norm,
         self.norm_type,
@@ -58,7 +71,7 @@ def _embedding_bag(
 ) -> torch.Tensor:
     return F.embedding_bag(
         x,
-        _own(self, weight),
+        _owned(self, weight),
         offsets,
         self.max_norm,
         self.norm_type,
@@ -71,80 +84,158 @@ def _embedding_bag(
     )
 
 
-def _transposed_linear(self: Any, x: Any, weight: Any, bias: Any) -> torch.Tensor:
-    return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], self.nf)
+class QuantLinear(FakeQuantizedLayer, nn.Linear):
+    """``nn.Linear`` with fake quantization."""
+
+    float_class, product = nn.Linear, _linear
 
 
-# Full name of the float class -> its product.
-_OPERATORS: dict[str, _Product] = {
-    "torch.nn.modules.linear.Linear": _linear,
-    "torch.nn.modules.conv.Conv1d": _conv,
-    "torch.nn.modules.conv.Conv2d": _conv,
-    "torch.nn.modules.conv.Conv3d": _conv,
-    "torch.nn.modules.conv.ConvTranspose2d": _conv_transpose,
-    "torch.nn.modules.sparse.Embedding": _embedding,
-    "torch.nn.modules.sparse.EmbeddingBag": _embedding_bag,
-    "transformers.pytorch_utils.Conv1D": _transposed_linear,
-}
+class QParamsLinear(PackedLayer, nn.Linear):
+    """``nn.Linear`` with a packed weight."""
+
+    float_class, product = nn.Linear, _linear
+
+
+class QuantConv1d(FakeQuantizedLayer, nn.Conv1d):
+    """``nn.Conv1d`` with fake quantization."""
+
+    float_class, product = nn.Conv1d, _conv
+
+
+class QParamsConv1d(PackedLayer, nn.Conv1d):
+    """``nn.Conv1d`` with a packed weight."""
+
+    float_class, product = nn.Conv1d, _conv
+
+
+class QuantConv2d(FakeQuantizedLayer, nn.Conv2d):
+    """``nn.Conv2d`` with fake quantization."""
+
+    float_class, product = nn.Conv2d, _conv
+
+
+class QParamsConv2d(PackedLayer, nn.Conv2d):
+    """``nn.Conv2d`` with a packed weight."""
+
+    float_class, product = nn.Conv2d, _conv
+
+
+class QuantConv3d(FakeQuantizedLayer, nn.Conv3d):
+    """``nn.Conv3d`` with fake quantization."""
+
+    float_class, product = nn.Conv3d, _conv
+
+
+class QParamsConv3d(PackedLayer, nn.Conv3d):
+    """``nn.Conv3d`` with a packed weight."""
+
+    float_class, product = nn.Conv3d, _conv
+
+
+class QuantConvTranspose2d(FakeQuantizedLayer, nn.ConvTranspose2d):
+    """``nn.ConvTranspose2d`` with fake quantization."""
+
+    float_class, product = nn.ConvTranspose2d, _conv_transpose
+
+
+class QParamsConvTranspose2d(PackedLayer, nn.ConvTranspose2d):
+    """``nn.ConvTranspose2d`` with a packed weight."""
+
+    float_class, product = nn.ConvTranspose2d, _conv_transpose
+
+
+class QuantEmbedding(FakeQuantizedLayer, nn.Embedding):
+    """``nn.Embedding`` with fake quantization."""
+
+    float_class, product = nn.Embedding, _embedding
+
+
+class QParamsEmbedding(PackedLayer, nn.Embedding):
+    """``nn.Embedding`` with a packed weight."""
+
+    float_class, product = nn.Embedding, _embedding
+
+
+class QuantEmbeddingBag(FakeQuantizedLayer, nn.EmbeddingBag):
+    """``nn.EmbeddingBag`` with fake quantization."""
+
+    float_class, product = nn.EmbeddingBag, _embedding_bag
+
+
+class QParamsEmbeddingBag(PackedLayer, nn.EmbeddingBag):
+    """``nn.EmbeddingBag`` with a packed weight."""
+
+    float_class, product = nn.EmbeddingBag, _embedding_bag
 
 
 class Operator(NamedTuple):
-    """The classes an operator becomes: quantized, and packed."""
+    """The classes that replace a float operator."""
 
-    quantized: type[QuantMixin]
-    packed: type[PackedMixin]
+    quantized: type[FakeQuantizedLayer]
+    packed: type[PackedLayer]
+
+
+OPERATORS: dict[type[nn.Module], Operator] = {
+    nn.Linear: Operator(QuantLinear, QParamsLinear),
+    nn.Conv1d: Operator(QuantConv1d, QParamsConv1d),
+    nn.Conv2d: Operator(QuantConv2d, QParamsConv2d),
+    nn.Conv3d: Operator(QuantConv3d, QParamsConv3d),
+    nn.ConvTranspose2d: Operator(QuantConvTranspose2d, QParamsConvTranspose2d),
+    nn.Embedding: Operator(QuantEmbedding, QParamsEmbedding),
+    nn.EmbeddingBag: Operator(QuantEmbeddingBag, QParamsEmbeddingBag),
+}
+_CONV1D = "transformers.pytorch_utils.Conv1D"
 
 
 def is_operator(kind: type[nn.Module]) -> bool:
     """Whether modules of exactly this type can be quantized."""
-    return _name(kind) in _OPERATORS
+    return kind in OPERATORS or _is_conv1d(kind)
 
 
 def operator_names() -> str:
     """Return the names of the operators, for messages."""
-    return ", ".join(name.rpartition(".")[2] for name in _OPERATORS)
-
-
-_MADE: dict[type[nn.Module], Operator] = {}
+    return ", ".join([*(kind.__name__ for kind in OPERATORS), "Conv1D"])
 
 
 def operator(kind: type[nn.Module]) -> Operator:
-    """Return the classes of an operator, such as QuantLinear and QParamsLinear."""
-    if kind not in _MADE:
-        _MADE[kind] = _make(kind)
-    return _MADE[kind]
+    """Return the classes that replace an operator, such as QuantLinear and QParamsLinear."""
+    return _conv1d_operator() if _is_conv1d(kind) else OPERATORS[kind]
 
 
-def _make(kind: type[nn.Module]) -> Operator:
-    product = _OPERATORS[_name(kind)]
-    made = []
-    for prefix, base in (("Quant", QuantMixin), ("QParams", PackedMixin)):
-        name = f"{prefix}{kind.__name__}"
-        members = {
-            "__doc__": f"``{kind.__name__}`` with quantized tensors.",
-            "__module__": __name__,
-            "product": product,
-            "float_class": kind,
-        }
-        # Pickling and copying look a class up by its name.
-        globals()[name] = type(name, (base, kind), members)
-        made.append(globals()[name])
-    return Operator(*made)
+def _is_conv1d(kind: type[nn.Module]) -> bool:
+    return f"{kind.__module__}.{kind.__qualname__}" == _CONV1D
 
 
-def _name(kind: type[nn.Module]) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
+def _transposed_linear(self: Any, x: Any, weight: Any, bias: Any) -> torch.Tensor:
+    return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], self.nf)
 
 
-def __getattr__(name: str) -> Any:
-    """Make the classes of an operator of Transformers when a pickle names them."""
-    if name not in ("QuantConv1D", "QParamsConv1D"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+@cache
+def _conv1d_operator() -> Operator:
+    """Define the classes for ``Conv1D`` on first use, because they import Transformers."""
     from transformers.pytorch_utils import Conv1D
 
-    operator(Conv1D)
-    return globals()[name]
+    class QuantConv1D(FakeQuantizedLayer, Conv1D):  # type: ignore[misc]
+        """``Conv1D`` with fake quantization."""
+
+        __qualname__ = "QuantConv1D"  # pickling looks the class up in this module
+        float_class, product = Conv1D, _transposed_linear
+
+    class QParamsConv1D(PackedLayer, Conv1D):  # type: ignore[misc]
+        """``Conv1D`` with a packed weight."""
+
+        __qualname__ = "QParamsConv1D"
+        float_class, product = Conv1D, _transposed_linear
+
+    return Operator(QuantConv1D, QParamsConv1D)
 
 
-for _kind in LAYER_TYPES.values():
-    operator(_kind)
+if not TYPE_CHECKING:  # a type checker would accept every name
+
+    def __getattr__(name: str) -> Any:
+        """Return a class for ``Conv1D``, as when a pickle names it."""
+        if name == "QuantConv1D":
+            return _conv1d_operator().quantized
+        if name == "QParamsConv1D":
+            return _conv1d_operator().packed
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,12 +12,12 @@ from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.qdq import (
     ColumnRounder,
     ColumnRounding,
-    codes_of,
     dequantize,
     dynamic_qparams,
     fake_quantize,
     fake_quantize_,
     quantize,
+    recover_codes,
 )
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.spec import QuantizationSpec
@@ -26,18 +26,17 @@ from quark.torch.quantization.observer.observer import MinMaxObserver
 PARTS = ("scale", "zero_point", "scale_2", "zero_point_2")
 
 
-class State(NamedTuple):
-    """A quantized tensor in full.
+class QuantizedTensor(NamedTuple):
+    """Codes, scales and zero points of a quantized tensor, unpacked.
 
     Attributes:
         spec: Specification of the tensor.
         codes: Codes, None for activations.
-        scale: Scale of the codes as they are multiplied, or of the first of two stages.
-        zero_point: Offset of the codes.
-        scale_2: Scale of the scales, or of the second of two stages.
-        zero_point_2: Offset of the second stage.
-        order: Input that each column of the codes is of, where these are in the order of groups
-            and not of inputs.
+        scale: Scale that codes are multiplied by; in two stages, scale of the first.
+        zero_point: Zero point of the codes.
+        scale_2: Tensor scale of two-level scales, or scale of the second of two stages.
+        zero_point_2: Zero point of the second stage.
+        order: Input of each column of the codes, if columns are in the order of groups; else None.
     """
 
     spec: QuantizationSpec
@@ -50,11 +49,11 @@ class State(NamedTuple):
 
     @property
     def scheme(self) -> Scheme:
-        """The specification as the arithmetic takes it."""
+        """Quantization scheme of the codes, or of the first stage."""
         return self.spec.scheme
 
     @classmethod
-    def of_values(
+    def from_values(
         cls,
         spec: QuantizationSpec,
         values: torch.Tensor,
@@ -62,24 +61,24 @@ class State(NamedTuple):
         zero_point: torch.Tensor | None,
         scale_2: torch.Tensor | None = None,
         zero_point_2: torch.Tensor | None = None,
-    ) -> State:
-        """Return the state of a tensor whose values are quantized already."""
+    ) -> QuantizedTensor:
+        """Return a tensor whose values are quantized already, with the codes of these values."""
         if spec.quantizes_codes:
             assert scale is not None
             second = spec.stages[1].for_parameter().scheme
-            codes = codes_of(values.float() / scale, scale_2, zero_point_2, second)
+            codes = recover_codes(values.float() / scale, scale_2, zero_point_2, second)
         else:
-            codes = codes_of(values, scale, zero_point, spec.scheme)
+            codes = recover_codes(values, scale, zero_point, spec.scheme)
         return cls(spec, codes, scale, zero_point, scale_2, zero_point_2)
 
     def value(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the values of the codes in ``dtype``, in the order of the inputs."""
+        """Return the dequantized values in ``dtype``, in the order of the inputs."""
         assert self.codes is not None
         if not self.spec.quantizes_codes:
-            found = dequantize(self.codes, self.scale, self.zero_point, self.scheme, dtype)
+            values = dequantize(self.codes, self.scale, self.zero_point, self.scheme, dtype)
             if self.order is None:
-                return found
-            return torch.empty_like(found).index_copy_(1, self.order, found)
+                return values
+            return torch.empty_like(values).index_copy_(1, self.order, values)
         second = self.spec.stages[1].for_parameter().scheme
         values = dequantize(self.codes, self.scale_2, self.zero_point_2, second)
         assert self.scale is not None
@@ -87,15 +86,15 @@ class State(NamedTuple):
 
 
 class LastStage(NamedTuple):
-    """What decides on the codes of a tensor that are stored.
+    """Input and scales of the stage whose codes are stored: the second of two, or the only one.
 
     Attributes:
-        values: What is rounded, float32: the tensor, or what its first stage made of it.
-        scale: Settled scale.
-        zero_point: Settled zero point, or None.
-        scheme: How the values are rounded.
-        tensor_scale: Scale [] of the scales, where they have two levels.
-        unit: What rounded values are multiplied by: the scale of the first stage, or 1.
+        values: Input of the stage, float32: the tensor, or the codes of its first stage.
+        scale: Scale of the stage.
+        zero_point: Zero point of the stage, or None.
+        scheme: Quantization scheme of the stage.
+        tensor_scale: Tensor scale [] of two-level scales, or None.
+        unit: Factor of the results: the scale of the first stage, or 1.
     """
 
     values: torch.Tensor
@@ -107,12 +106,12 @@ class LastStage(NamedTuple):
 
 
 class _TwoRoundings(NamedTuple):
-    """Rounds columns to codes and these to codes again; see ``ColumnRounding``.
+    """Rounds columns in two stages; see ``ColumnRounding``.
 
     Attributes:
-        scale: That of the tensor, by which values become the first codes.
-        first: Rounds those.
-        second: Rounds the results.
+        scale: Per-tensor scale of the first stage.
+        first: Rounds values / scale to the codes of the first stage.
+        second: Rounds these codes.
     """
 
     scale: torch.Tensor
@@ -123,26 +122,28 @@ class _TwoRoundings(NamedTuple):
         """Return the rounded values of a column."""
         return self.second(self.first(x / self.scale, column), column).mul_(self.scale)
 
-    def of_rows(self, rows: torch.Tensor) -> ColumnRounding:
-        """Return what rounds some rows of every column."""
-        return _TwoRoundings(self.scale, self.first.of_rows(rows), self.second.of_rows(rows))
+    def select_rows(self, rows: torch.Tensor) -> ColumnRounding:
+        """Return the rounding of some rows of every column."""
+        return _TwoRoundings(
+            self.scale, self.first.select_rows(rows), self.second.select_rows(rows)
+        )
 
 
 class TensorQuantizer(nn.Module):
-    """Quantizes and dequantizes a tensor by its specification.
+    """Fake-quantizes a tensor by its specification.
 
-    Its state is data: while ``observing`` it looks at tensors and returns them as they are;
-    afterwards it uses ``scale`` and ``zero_point``, or those of each tensor if the specification
-    is dynamic.
+    While ``is_observing`` is set, the quantizer records statistics and returns tensors unchanged.
+    Afterwards it uses ``scale`` and ``zero_point``; a dynamic specification computes them for each
+    tensor.
 
     Attributes:
         spec: Specification of the tensor.
-        observing: Whether tensors are observed instead of quantized.
-        enabled: Whether anything is done at all.
-        scale: Settled scale, [] per tensor, [channels] per channel, a grid per group; or None.
-        zero_point: Settled zero point in the same shape, or None.
-        scale_2: Settled scale [] of the scales, or that of a second stage over the codes.
-        zero_point_2: Settled zero point of a second stage.
+        is_observing: Whether tensors are observed instead of quantized.
+        enabled: Whether the quantizer does anything.
+        scale: Scale, [] per tensor, [channels] per channel, a grid per group; or None.
+        zero_point: Zero point in the same shape, or None.
+        scale_2: Tensor scale [] of two-level scales, or scale of a second stage over the codes.
+        zero_point_2: Zero point of a second stage.
     """
 
     scale: torch.Tensor | None
@@ -154,35 +155,35 @@ class TensorQuantizer(nn.Module):
         super().__init__()
         self.spec = spec
         self.scheme = spec.scheme
-        # Block scales of a dynamic tensor are relative to a settled range of the whole.
-        observed = _whole(spec) if spec.is_dynamic and spec.needs_data else spec
+        # Dynamic two-level scales: only the range of the whole tensor is calibrated.
+        observed = _per_tensor(spec) if spec.is_dynamic and spec.needs_data else spec
         self.observer = observed.make_observer()
-        self.observing = False
+        self.is_observing = False
         self.enabled = True
         for name in PARTS:
             self.register_buffer(name, None)
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether scales are those of each tensor as it passes."""
+        """Whether scales are computed for each tensor that passes."""
         return bool(self.spec.is_dynamic) and self.scheme.fmt.scaled
 
     @property
     def needs_data(self) -> bool:
-        """Whether anything has to be settled before the quantizer can work."""
+        """Whether the quantizer needs scales from observed statistics before it can quantize."""
         return self.spec.needs_data
 
-    def settle(self, x: torch.Tensor | None = None) -> None:
-        """Derive the scales from what was observed and stop observing.
+    def compute_scales(self, x: torch.Tensor | None = None) -> None:
+        """Compute the scales from the observed statistics and stop observing.
 
         Args:
-            x: The tensor itself, where it does not change: a weight or bias.
+            x: The tensor itself if it is constant (a weight or bias): a second stage needs it.
 
         Raises:
             RuntimeError: Nothing was observed.
             FloatingPointError: NaN or infinity was observed.
         """
-        self.observing = False
+        self.is_observing = False
         if not self.needs_data:
             return
         if self.scheme.scale.two_level and isinstance(self.observer, MinMaxObserver):
@@ -196,12 +197,12 @@ class TensorQuantizer(nn.Module):
             observer(self._values(x))
             self.scale_2, self.zero_point_2 = observer.calculate_qparams()
 
-    def resettle(self, scale_2: torch.Tensor, x: torch.Tensor | None = None) -> None:
-        """Take another scale of the scales, as tensors that share one do.
+    def set_tensor_scale(self, scale_2: torch.Tensor, x: torch.Tensor | None = None) -> None:
+        """Set the tensor scale of two-level scales, and compute the block scales again.
 
         Args:
-            scale_2: Scale [] of the scales.
-            x: The tensor itself, where the ranges of its blocks are needed again.
+            scale_2: Tensor scale [].
+            x: The tensor itself if it is constant; None leaves the block scales unchanged.
         """
         assert isinstance(self.observer, MinMaxObserver)
         self.scale_2 = scale_2
@@ -210,29 +211,29 @@ class TensorQuantizer(nn.Module):
             self.scale, self.zero_point = self.observer.qparams(scale_2)
             self.observer.reset()
 
-    def narrow(self, x: torch.Tensor) -> None:
-        """Take the ranges of another weight than the one that is rounded.
+    def compute_block_scales(self, x: torch.Tensor) -> None:
+        """Compute the scales of another tensor, such as a clipped weight.
 
         Args:
-            x: A weight of the same shape. The scale of its scales stays as it was settled.
+            x: A tensor of the same shape. The tensor scale of two-level scales does not change.
         """
         if self.scheme.scale.two_level and self.scale_2 is not None:
-            self.resettle(self.scale_2, x)
+            self.set_tensor_scale(self.scale_2, x)
         else:
             self.observer(x)
-            self.settle(x)
+            self.compute_scales(x)
             self.observer.reset()
 
     def qparams(self, x: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return the scale and zero point that apply to ``x``.
 
         Raises:
-            RuntimeError: The specification is static and nothing was settled.
+            RuntimeError: The specification is static and no scale has been computed.
         """
         if not self.scheme.fmt.scaled:
             return None, None
-        settled = self.scale_2 if self.is_dynamic else self.scale
-        if self.needs_data and settled is None:
+        calibrated = self.scale_2 if self.is_dynamic else self.scale
+        if self.needs_data and calibrated is None:
             raise RuntimeError(
                 "A static quantizer has no scale yet: run ModelQuantizer.quantize_model with a "
                 "dataloader first."
@@ -242,43 +243,46 @@ class TensorQuantizer(nn.Module):
         return self.scale, self.zero_point
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Observe ``x`` or quantize and dequantize it."""
+        """Observe or fake-quantize ``x``."""
         if not self.enabled or x.numel() == 0:
             return x
-        if self.observing:
+        if self.is_observing:
             result: torch.Tensor = self.observer(x)
             return result
         if self.spec.quantizes_codes:
-            return x + (self._through_codes(x) - x).detach()  # straight through
+            return x + (self._through_codes(x) - x).detach()  # straight-through gradient
         return fake_quantize(x, *self.qparams(x), self.scheme)
 
-    def rounded(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what a weight or bias would become, without settling anything."""
+    def fake_quantize_copy(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a fake-quantized copy of ``x``, under scales computed from ``x``.
+
+        The scales of the quantizer do not change.
+        """
         other = TensorQuantizer(self.spec)
         other.observer(x)
-        other.settle(x)
-        return other.bake_(x.clone())
+        other.compute_scales(x)
+        return other.freeze_(x.clone())
 
     def column_rounder(self, shape: tuple[int, ...], axis: int) -> ColumnRounding:
-        """Return what rounds a column of a weight of this shape, under the settled scales.
+        """Return the rounding of the columns of a weight, under the scales of the quantizer.
 
         Args:
             shape: Shape of the weight.
-            axis: Axis of its inputs; a column holds the weights of one input.
+            axis: Axis of the inputs; a column holds the weights of one input.
         """
         assert self.scale is not None
         if not self.spec.quantizes_codes:
-            return ColumnRounder.of(self.scale, self.zero_point, self.scheme, shape, axis)
+            return ColumnRounder.from_scale(self.scale, self.zero_point, self.scheme, shape, axis)
         assert self.scale_2 is not None
-        of, second = ColumnRounder.of, self._second().scheme
+        from_scale, second = ColumnRounder.from_scale, self._second().scheme
         return _TwoRoundings(
             self.scale,
-            of(torch.ones_like(self.scale), None, self.scheme, shape, axis),
-            of(self.scale_2, self.zero_point_2, second, shape, axis),
+            from_scale(torch.ones_like(self.scale), None, self.scheme, shape, axis),
+            from_scale(self.scale_2, self.zero_point_2, second, shape, axis),
         )
 
     def last_stage(self, x: torch.Tensor) -> LastStage:
-        """Return what rounds a weight, under the settled scales."""
+        """Return input and scales of the last stage for a weight."""
         assert self.scale is not None
         if not self.spec.quantizes_codes:
             values = x.detach().float()
@@ -287,44 +291,44 @@ class TensorQuantizer(nn.Module):
         second = self._second().scheme
         return LastStage(self._values(x), self.scale_2, self.zero_point_2, second, None, self.scale)
 
-    def settle_last_stage(self, scale: torch.Tensor, zero_point: torch.Tensor | None) -> None:
-        """Take another scale and zero point of the last stage."""
+    def set_last_stage_scale(self, scale: torch.Tensor, zero_point: torch.Tensor | None) -> None:
+        """Set the scale and zero point of the last stage."""
         if self.spec.quantizes_codes:
             self.scale_2, self.zero_point_2 = scale, zero_point
         else:
             self.scale, self.zero_point = scale, zero_point
 
-    def bake_(self, x: torch.Tensor) -> torch.Tensor:
-        """Replace the values of ``x`` by what ``forward`` returns for them, without a copy."""
+    def freeze_(self, x: torch.Tensor) -> torch.Tensor:
+        """Replace the values of ``x`` by their fake-quantized values in place and return it."""
         if self.spec.quantizes_codes:
             return x.copy_(self._through_codes(x))
         return fake_quantize_(x, *self.qparams(x), self.scheme)
 
-    def state(self, x: torch.Tensor | None, is_baked: bool) -> State:
-        """Return the tensor in full.
+    def quantized_tensor(self, x: torch.Tensor | None, is_frozen: bool) -> QuantizedTensor:
+        """Return codes, scales and zero points of a tensor.
 
         Args:
-            x: Its values, None for activations.
-            is_baked: Whether these are quantized values already.
+            x: Values of the tensor, None for activations.
+            is_frozen: Whether the values are quantized already.
         """
-        settled = self.scale, self.zero_point, self.scale_2, self.zero_point_2
+        scales = self.scale, self.zero_point, self.scale_2, self.zero_point_2
         if x is None:
-            return State(self.spec, None, *settled)
-        if is_baked:
-            return State.of_values(self.spec, x, *settled)
+            return QuantizedTensor(self.spec, None, *scales)
+        if is_frozen:
+            return QuantizedTensor.from_values(self.spec, x, *scales)
         if self.spec.quantizes_codes:
             second = self._second().scheme
             codes = quantize(self._values(x), self.scale_2, self.zero_point_2, second)
         else:
             codes = quantize(x, self.scale, self.zero_point, self.scheme)
-        return State(self.spec, codes, *settled)
+        return QuantizedTensor(self.spec, codes, *scales)
 
     def _second(self) -> QuantizationSpec:
         assert self.spec.second_stage is not None
         return self.spec.second_stage.for_parameter()
 
     def _values(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the values of the codes of the first stage, without its scale."""
+        """Return the values of the codes of the first stage under a scale of 1."""
         codes = quantize(x.detach(), self.scale, self.zero_point, self.scheme)
         return dequantize(codes, torch.ones_like(self.scale), None, self.scheme)  # type: ignore[arg-type]
 
@@ -350,8 +354,8 @@ class TensorQuantizer(nn.Module):
         return ", ".join(parts)
 
 
-def _whole(spec: QuantizationSpec) -> QuantizationSpec:
-    """Return a specification whose observer sees the range of a whole tensor."""
+def _per_tensor(spec: QuantizationSpec) -> QuantizationSpec:
+    """Return a specification whose observer records the range of the whole tensor."""
     return replace(
         spec,
         qscheme=QSchemeType.per_tensor,

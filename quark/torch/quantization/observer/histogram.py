@@ -1,7 +1,9 @@
-"""Observers that keep a histogram, and clip the range by percentile or by squared error.
+"""Observers that record a histogram and clip the range by percentile or by squared error.
 
-Counts are int64 and the width of a bin is a power of two, so that histograms merge exactly and in
-any order: batches give what their concatenation gives.
+Counts are int64 and the width of a bin is a power of two. Histograms therefore merge exactly and in
+any order, and batches have the same histogram as their concatenation. Example: a histogram over
+[-1, 1) with bins of 2^-11 meets the value 3. The limit becomes 4, and the counts of four adjacent
+bins are added to one bin of 2^-9.
 """
 
 from __future__ import annotations
@@ -17,18 +19,18 @@ from quark.torch.quantization.observer.observer import HasScheme, ObserverBase
 BINS = 2048  # on either side of zero
 STEPS = 100  # candidate thresholds of a search, down to a fifth of the range
 PERCENTILE = 99.99
-SMALLEST = -100  # exponent of the narrowest range, whose bins have a width with a reciprocal
+SMALLEST = -100  # exponent of the smallest limit: bins of 2^-111, whose reciprocal is finite
 
 
 class Histogram:
     """Histogram of a whole tensor over [-limit, limit), with its exact minimum and maximum.
 
     Args:
-        device: Where counts are kept; by default where the tensors are.
+        device: Device of the counts, by default that of the tensors.
 
     Attributes:
-        counts: int64, 2 * BINS, the first half for negative values.
-        limit: Power of two above all magnitudes.
+        counts: int64 (2 * BINS,); the first half counts negative values.
+        limit: Power of two that exceeds all magnitudes; 0 before a value other than 0.
         lo: Smallest value.
         hi: Largest value.
     """
@@ -38,7 +40,7 @@ class Histogram:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Clear the counts."""
         self.counts = torch.zeros(2 * BINS, dtype=torch.int64, device=self.device)
         self.limit = 0.0
         self.lo, self.hi = math.inf, -math.inf
@@ -61,19 +63,19 @@ class Histogram:
             raise FloatingPointError("NaN or infinite values were observed.")
         self.lo, self.hi = min(self.lo, lo), max(self.hi, hi)
         self._grow(limit_of(self.lo, self.hi))
-        if self.limit == 0.0:  # nothing but zeros so far
+        if self.limit == 0.0:  # only zeros so far
             self.counts[BINS] += x.numel()
             return
         counts = self.counts.to(x.device)
         for piece in torch.split(x.reshape(-1), CHUNK):
-            # Scaling by a power of two is exact, so a value falls into its bin whatever the limit.
+            # Scaling by a power of two is exact, so no value changes its bin by rounding.
             index = piece.float().mul(BINS / self.limit).floor_().add_(BINS)
             index = index.clamp_(0, 2 * BINS - 1).to(torch.int32)
             counts += torch.bincount(index, minlength=2 * BINS)
         self.counts = counts.to(self.device or x.device)
 
     def merge(self, other: Histogram) -> None:
-        """Add what another histogram has seen."""
+        """Add the counts of another histogram."""
         if other.is_empty:
             return
         self.lo, self.hi = min(self.lo, other.lo), max(self.hi, other.hi)
@@ -93,14 +95,14 @@ class Histogram:
 
 
 class HistogramObserver(Histogram, ObserverBase):
-    """Keeps a histogram, and quantizes the range of it."""
+    """Records a histogram and computes scales from its range, or from a part of it."""
 
     def __init__(self, qspec: HasScheme, device: torch.device | None = None) -> None:
         ObserverBase.__init__(self, qspec, device)
         self.reset()
 
     def clipped(self) -> tuple[float, float]:
-        """Return the range to quantize: all of it, unless a subclass clips."""
+        """Return the range to quantize: the observed range, unless a subclass clips it."""
         return self.lo, self.hi
 
     def calculate_qparams(self) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -119,13 +121,13 @@ class HistogramObserver(Histogram, ObserverBase):
 
 
 def limit_of(lo: float, hi: float) -> float:
-    """Return the limit of a histogram of values from ``lo`` to ``hi``: 0 of zeros alone."""
+    """Return the limit of a histogram of values from ``lo`` to ``hi``; 0 for zeros only."""
     amax = max(-lo, hi)
     return 2.0 ** max(math.frexp(amax)[1], SMALLEST) if amax > 0 else 0.0
 
 
 def _coarser(counts: torch.Tensor, limit: float, wider: float) -> torch.Tensor:
-    """Return counts over [-wider, wider) by adding up neighbouring bins."""
+    """Return counts over [-wider, wider), by adding adjacent bins."""
     if limit in (0.0, wider):
         return counts
     ratio = round(wider / limit)
@@ -142,14 +144,14 @@ def _coarser(counts: torch.Tensor, limit: float, wider: float) -> torch.Tensor:
 
 
 class PerTensorPercentileObserver(HistogramObserver):
-    """Clips the range so that a percentage of the values lies inside.
+    """Clips the range to a percentage of the values.
 
-    Symmetric ranges cut the tail of the magnitudes, others half of the rest at either end.
+    Symmetric ranges clip the largest magnitudes. Other ranges clip half of the excess at each end.
 
     Args:
         qspec: Specification of the tensor.
-        device: Where statistics are kept.
-        percentile: Percentage inside, up to 100, which is the minimum and maximum.
+        device: Device of the statistics.
+        percentile: Percentage of the values inside the range; 100 for the minimum and maximum.
     """
 
     def __init__(
@@ -176,7 +178,7 @@ class PerTensorPercentileObserver(HistogramObserver):
         return max(lo, self.lo), min(hi, self.hi)
 
     def _quantile(self, counts: torch.Tensor, share: float, start: float) -> float:
-        """Return the value below which a share of the counts lies, linear inside a bin."""
+        """Return the value below which a share of the counts lies, by interpolation in a bin."""
         total = counts.double().cumsum(0)
         target = share * float(total[-1])
         index = int(torch.searchsorted(total, target).clamp(max=len(counts) - 1))
@@ -186,10 +188,10 @@ class PerTensorPercentileObserver(HistogramObserver):
 
 
 class PerTensorMSEObserver(HistogramObserver):
-    """Clips the range where the squared error of quantization is least.
+    """Clips the range to minimize the squared error of quantization.
 
-    Both ends are searched: a symmetric range over ``STEPS`` thresholds, another one over pairs of
-    thresholds, with the values at the middle of the bins.
+    Symmetric ranges search ``STEPS`` thresholds, others all pairs of ``STEPS`` / 4 thresholds. The
+    error is that of the centers of the bins.
     """
 
     def clipped(self) -> tuple[float, float]:
@@ -221,8 +223,8 @@ def _shrinks(steps: int) -> list[float]:
 
 
 class PerTensorHistogramObserver(PerTensorMSEObserver):
-    """The documented name of the histogram that is clipped where the squared error is least."""
+    """The documented name of the observer that minimizes the squared error."""
 
 
 class PerTensorHistogramObserverPro(PerTensorHistogramObserver):
-    """Another documented name of the same."""
+    """Another documented name of ``PerTensorHistogramObserver``."""

@@ -1,7 +1,8 @@
-"""Observers keep statistics of what passes by; ``numerics.scales`` solves for scale and zero point.
+"""Observers record statistics of tensors; ``numerics.scales`` computes scales from them.
 
-The documented classes are names for one statistic under one granularity, which the specification
-states too. A new statistic is a subclass of ``ObserverBase`` and a line in ``registry``.
+Most documented classes are names for one statistic under one granularity. The granularity itself
+comes from the specification. A new statistic is a subclass of ``ObserverBase`` and a line in
+``registry``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from quark.torch.numerics.scheme import Scheme
 
 
 class HasScheme(Protocol):
-    """What an observer asks of a specification."""
+    """A specification, as far as observers need it."""
 
     @property
     def scheme(self) -> Scheme:
@@ -30,11 +31,11 @@ class HasScheme(Protocol):
 
 
 class ObserverBase:
-    """Sees tensors one after another and answers with scale and zero point.
+    """Records statistics of tensors and computes scale and zero point from them.
 
     Args:
-        qspec: Specification of the tensor, for its ``scheme``.
-        device: Where statistics are kept; by default where the tensors are.
+        qspec: Specification of the tensor; its ``scheme`` is used.
+        device: Device of the statistics, by default that of the tensors.
     """
 
     def __init__(self, qspec: HasScheme, device: torch.device | None = None) -> None:
@@ -42,12 +43,12 @@ class ObserverBase:
         self.device = device
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Take ``x`` into the statistics and return it unchanged."""
+        """Record the statistics of ``x`` and return it unchanged."""
         self.observe(x.detach())
         return x
 
     def observe(self, x: torch.Tensor) -> None:
-        """Take ``x`` into the statistics."""
+        """Record the statistics of ``x``."""
         raise NotImplementedError
 
     @property
@@ -56,7 +57,7 @@ class ObserverBase:
         raise NotImplementedError
 
     def calculate_qparams(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the scale and zero point for what was observed.
+        """Return the scale and zero point for the observed tensors.
 
         Raises:
             RuntimeError: Nothing was observed.
@@ -64,19 +65,19 @@ class ObserverBase:
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Clear the statistics."""
         raise NotImplementedError
 
 
 class PlaceholderObserver(ObserverBase):
-    """For formats without a scale: sees nothing and has nothing to say."""
+    """Observer of formats without a scale: it records nothing."""
 
     def observe(self, x: torch.Tensor) -> None:
         """Do nothing."""
 
     @property
     def is_empty(self) -> bool:
-        """Never: there is nothing to wait for."""
+        """False: no data is needed."""
         return False
 
     def calculate_qparams(self) -> tuple[None, None]:
@@ -90,8 +91,11 @@ class PlaceholderObserver(ObserverBase):
 class MinMaxObserver(ObserverBase):
     """Running minimum and maximum of each block, in float32.
 
-    The result does not depend on how the data is cut in batches. Ranges can be widened from
-    outside (``lo`` and ``hi`` are plain tensors), which is how layers come to share a scale.
+    The result does not depend on the division of the data into batches.
+
+    Attributes:
+        lo: Smallest value of each block, or None before the first tensor.
+        hi: Largest value of each block, likewise.
     """
 
     def __init__(self, qspec: HasScheme, device: torch.device | None = None) -> None:
@@ -132,12 +136,12 @@ class MinMaxObserver(ObserverBase):
     def qparams(
         self, tensor_scale: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the scale and zero point of the range, given the scale of the whole tensor."""
+        """Return the scale and zero point of the range, given a tensor scale for two levels."""
         assert self.lo is not None and self.hi is not None
         return qparams_from_range(self.lo, self.hi, self.scheme, tensor_scale)
 
     def tensor_scale(self, scheme: Scheme) -> torch.Tensor:
-        """Return the scale [] that the block scales of ``scheme`` are relative to.
+        """Return the tensor scale [] of the two-level scales of ``scheme``.
 
         Raises:
             RuntimeError: Nothing was observed.
@@ -147,18 +151,18 @@ class MinMaxObserver(ObserverBase):
         return tensor_scale_from_range(self.lo, self.hi, scheme)
 
     def reset(self) -> None:
-        """Forget the ranges."""
+        """Clear the ranges."""
         self.lo = self.hi = None
 
 
 class MovingAverageMinMaxObserver(MinMaxObserver):
     """Exponential moving average of the minimum and maximum of each tensor.
 
-    It follows recent data, so it depends on the order of the batches.
+    The result depends on the order of the batches.
 
     Args:
         qspec: Specification of the tensor.
-        device: Where statistics are kept.
+        device: Device of the statistics.
         averaging_constant: Weight of a new tensor.
     """
 
@@ -174,7 +178,7 @@ class MovingAverageMinMaxObserver(MinMaxObserver):
     def widen(self, lo: torch.Tensor, hi: torch.Tensor) -> None:
         """Move the ranges towards [lo, hi]."""
         weight = self.averaging_constant
-        # Halves, because the distance of two numbers may be larger than any.
+        # lerp computes hi - self.hi, which may overflow: for -3e38 and 3e38. Halves do not.
         self.lo = lo if self.lo is None else torch.lerp(self.lo / 2, lo / 2, weight) * 2
         self.hi = hi if self.hi is None else torch.lerp(self.hi / 2, hi / 2, weight) * 2
 
@@ -196,15 +200,15 @@ class PerBlock2DMinMaxObserver(MinMaxObserver):
 
 
 class PerBlockMXObserver(MinMaxObserver):
-    """Minimum and maximum of each group of a float, or of each block that shares an exponent."""
+    """Minimum and maximum of each group of a float format, or block with a shared exponent."""
 
 
 class PerBlockMXBufferReuseObserver(PerBlockMXObserver):
-    """Another documented name of the same."""
+    """Another documented name of ``PerBlockMXObserver``."""
 
 
 class PerBlockBFPObserver(MinMaxObserver):
-    """Minimum and maximum of each block, or sub-block, of a format with exponents of its own."""
+    """Minimum and maximum of each block or sub-block of a block floating-point format."""
 
 
 class PerTensorPowOf2MinMaxObserver(MinMaxObserver):

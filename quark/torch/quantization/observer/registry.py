@@ -1,4 +1,4 @@
-"""The observers that a configuration may name. Nothing else is ever looked up."""
+"""The observers that a configuration may name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quark.torch.quantization.observer.observer import ObserverBase
 
 _PACKAGE = "quark.torch.quantization.observer"
 
-# Documented name -> module that has it.
+# Documented name -> module of the observer.
 OBSERVERS: dict[str, str] = {
     "PlaceholderObserver": "observer",
     "PerTensorMinMaxObserver": "observer",
@@ -46,12 +46,13 @@ OBSERVER_METHODS: dict[str, str] = {
 
 def observer_class(name: str) -> type[ObserverBase]:
     """Return the observer called ``name``, one of ``OBSERVERS``."""
-    found: type[ObserverBase] = getattr(import_module(f"{_PACKAGE}.{OBSERVERS[name]}"), name)
-    return found
+    module = import_module(f"{_PACKAGE}.{OBSERVERS[name]}")
+    observer: type[ObserverBase] = getattr(module, name)
+    return observer
 
 
 def default_observer(scheme: Scheme) -> type[ObserverBase]:
-    """Return the observer of a scheme that names none: the minimum and maximum."""
+    """Return the default observer of a scheme: minimum and maximum."""
     if not scheme.fmt.scaled:
         return observer_class("PlaceholderObserver")
     if scheme.fmt.block:

@@ -1,4 +1,4 @@
-"""Observers that search the scale of each block of a weight for the least squared error."""
+"""Observers that search the scale of each block of a weight, to minimize the squared error."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from quark.torch.numerics.scales import qparams_from_range
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.observer.observer import HasScheme, ObserverBase
 
-COARSE = 20  # thresholds down to a fifth of the range, then
-FINE = 8  # thresholds around the best of them
+COARSE = 20  # steps of the first search, down to a fifth of the range
+FINE = 8  # steps of the second search, around the best of the first
 
-# What a search may try for rows of values: from (scheme, lo, hi, error of candidates) to the best.
+# Squared error of each row of values under candidate scales.
 _Error = Callable[[QParams], torch.Tensor]
 
 
 class SearchObserver(ObserverBase):
     """Tries scales for each block and keeps the best.
 
-    Weights are seen once: a further tensor replaces what was found.
+    A weight is observed once; another tensor replaces the result.
     """
 
     def __init__(self, qspec: HasScheme, device: torch.device | None = None) -> None:
         super().__init__(qspec, device)
-        self.found: QParams | None = None
+        self.result: QParams | None = None
 
     def candidates(
         self, scheme: Scheme, lo: torch.Tensor, hi: torch.Tensor, error: _Error
     ) -> Iterator[QParams]:
-        """Give scales and zero points to try for rows of values within [lo, hi].
+        """Iterate over scales and zero points to try for rows of values within [lo, hi].
 
         Args:
             scheme: How a row is quantized.
@@ -70,7 +70,7 @@ class SearchObserver(ObserverBase):
         scale = torch.cat([part[0] for part in parts]).reshape(shape).to(self.device)
         zeros = [part[1] for part in parts if part[1] is not None]
         offset = torch.cat(zeros).reshape(shape).to(self.device) if zeros else None
-        self.found = scale, offset
+        self.result = scale, offset
 
     def _best(self, rows: torch.Tensor, scheme: Scheme) -> QParams:
         lo, hi = rows.amin(1), rows.amax(1)
@@ -92,21 +92,21 @@ class SearchObserver(ObserverBase):
     @property
     def is_empty(self) -> bool:
         """Whether nothing has been observed yet."""
-        return self.found is None
+        return self.result is None
 
     def calculate_qparams(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the scales and zero points that were found.
+        """Return the best scales and zero points.
 
         Raises:
             RuntimeError: Nothing was observed.
         """
-        if self.found is None:
+        if self.result is None:
             raise RuntimeError("No data was observed, so there is no range to derive a scale from.")
-        return self.found
+        return self.result
 
     def reset(self) -> None:
-        """Forget what was found."""
-        self.found = None
+        """Clear the result."""
+        self.result = None
 
 
 def _choose(which: torch.Tensor, one: QParams, other: QParams) -> QParams:
@@ -117,12 +117,12 @@ def _choose(which: torch.Tensor, one: QParams, other: QParams) -> QParams:
 
 
 class PerChannelMSEObserver(SearchObserver):
-    """The range of each block is shrunk to where the squared error is least."""
+    """Shrinks the range of each block to minimize the squared error."""
 
     def candidates(
         self, scheme: Scheme, lo: torch.Tensor, hi: torch.Tensor, error: _Error
     ) -> Iterator[QParams]:
-        """Give ranges from the whole down to a fifth, then finer ones around the best."""
+        """Iterate over ranges near the best of ranges from the whole down to a fifth."""
         step = 0.8 / COARSE
         best, least = torch.ones_like(lo), torch.full_like(lo, torch.inf)
         for i in range(COARSE + 1):
@@ -137,32 +137,32 @@ class PerChannelMSEObserver(SearchObserver):
 
 
 class PerGroupMSEObserver(PerChannelMSEObserver):
-    """The same for groups."""
+    """``PerChannelMSEObserver`` for groups."""
 
 
 class PerTensorPowOf2MinMSEObserver(SearchObserver):
-    """The power-of-two scale of least squared error, of five around the nearest."""
+    """Chooses the power-of-two scale of least squared error from five around the nearest."""
 
     def candidates(
         self, scheme: Scheme, lo: torch.Tensor, hi: torch.Tensor, error: _Error
     ) -> Iterator[QParams]:
-        """Give the nearest power of two, and those up to four times larger and smaller."""
+        """Iterate over the nearest power of two and its multiples by 1/4, 1/2, 2 and 4."""
         scheme = replace(scheme, scale=POF2)
         for factor in (1.0, 0.5, 2.0, 0.25, 4.0):
             yield qparams_from_range(lo * factor, hi * factor, scheme)
 
 
 class PerChannelPowOf2MinMSEObserver(PerTensorPowOf2MinMSEObserver):
-    """The same for channels."""
+    """``PerTensorPowOf2MinMSEObserver`` for channels."""
 
 
 class PerBlockMXDiffsObserver(SearchObserver):
-    """The shared exponent of least squared error, of the one rounded up and the one below it."""
+    """Chooses the shared exponent of least squared error: rounded up, or one less."""
 
     def candidates(
         self, scheme: Scheme, lo: torch.Tensor, hi: torch.Tensor, error: _Error
     ) -> Iterator[QParams]:
-        """Give both exponents."""
+        """Iterate over both exponents."""
         top = shared_exponent(torch.maximum(-lo, hi), scheme.fmt, "ceil")
         for exponent in (top, (top - 1).clamp(min=-127)):
             yield power_of_two(exponent - scheme.fmt.fraction_bits), None

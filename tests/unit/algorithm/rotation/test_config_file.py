@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from quark.torch.algorithm.rotation.config_file import written_stream
+from quark.torch.algorithm.rotation.config_file import stream_from_config
 from quark.torch.algorithm.rotation.rotate import apply
 from quark.torch.quantization.config.config import RotationConfig
 from tests.models.architectures import build, small_config
@@ -76,7 +76,7 @@ def test_what_is_named_is_what_is_found(name):
 
 @pytest.mark.parametrize("name", FILES)
 def test_norms_are_told_apart(name):
-    stream = written_stream(build(small_config(name)), RotationConfig(**FILES[name]))
+    stream = stream_from_config(build(small_config(name)), RotationConfig(**FILES[name]))
     assert {norm.kind for norm in stream.norms} == {"layer" if name == "opt" else "rms"}
     assert {norm.offset for norm in stream.norms} == {1.0 if name == "gemma" else 0.0}
     assert len(stream.norms) == 5 and stream.size == 64
@@ -106,7 +106,7 @@ def changed(part, key, value):
         (changed("first_layer", "prev_modules", "model.embed_tokens"), "lists of names"),
         ({"scaling_layers": {"middle_layers": []}}, "must be an object with first_layer"),
         (changed("first_layer", "norm_module", "model.nor"), "'model.nor'. Did you mean"),
-        (changed("first_layer", "next_modules", ["model.norm"]), "has no weight of two axes"),
+        (changed("first_layer", "next_modules", ["model.norm"]), "has no weight with two axes"),
         (
             changed("last_layer", "next_modules", [f"{_LLAMA}.mlp.down_proj"]),
             r"down_proj\.weight of shape \(64, 96\) does not fit the residual stream: axis 1",
@@ -144,5 +144,5 @@ class Scale(nn.LayerNorm):
 def test_a_norm_that_is_none():
     model = build(small_config("llama"))
     model.model.norm = Scale(64)
-    with pytest.raises(ValueError, match=r"model\.norm \(Scale\) is neither a root-mean-square"):
-        written_stream(model, RotationConfig(scaling_layers=LLAMA))
+    with pytest.raises(ValueError, match=r"model\.norm \(Scale\) is neither an RMS norm"):
+        stream_from_config(model, RotationConfig(scaling_layers=LLAMA))

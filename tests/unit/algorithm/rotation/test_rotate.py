@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from quark.torch import ModelImporter, ModelQuantizer
-from quark.torch.algorithm.rotation.rotate import apply, check, keeping_ones
+from quark.torch.algorithm.rotation.rotate import apply, check, preserve_ones
 from quark.torch.numerics.hadamard import random_hadamard
 from quark.torch.quantization.calibration import calibrate_parameters
 from quark.torch.quantization.config.config import (
@@ -116,7 +116,7 @@ def test_the_mean_stays_where_layer_norms_take_it_away():
 @pytest.mark.parametrize("n", [1, 2, 4, 12, 64])
 def test_a_rotation_that_keeps_ones(n):
     for seed in range(3):
-        rotation = keeping_ones(random_hadamard(n, torch.Generator().manual_seed(seed)))
+        rotation = preserve_ones(random_hadamard(n, torch.Generator().manual_seed(seed)))
         one, ones = torch.eye(n, dtype=torch.float64), torch.ones(n, dtype=torch.float64)
         torch.testing.assert_close(rotation @ rotation.T, one, rtol=0, atol=1e-12)
         torch.testing.assert_close(rotation @ ones, ones)
@@ -124,7 +124,7 @@ def test_a_rotation_that_keeps_ones(n):
 
 def test_ones_that_are_kept_already():
     matrix = torch.ones(4, 4, dtype=torch.int8) - 2 * torch.eye(4, dtype=torch.int8)
-    assert torch.equal(keeping_ones(matrix), matrix.double() / 2)
+    assert torch.equal(preserve_ones(matrix), matrix.double() / 2)
 
 
 def test_an_outlier_is_spread():
@@ -175,7 +175,7 @@ def test_half_precision_is_rounded_once():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (RotationConfig(r1=False), "nothing is to be rotated"),
+        (RotationConfig(r1=False), "no rotation is selected"),
         (RotationConfig(train_smooth=True), "train_smooth is not supported"),
         (
             RotationConfig(online_config=OnlineRotationConfig(use_input_prescale=True)),
@@ -219,7 +219,7 @@ def test_a_bias_that_has_nowhere_to_go():
     context = context_of(build(small_config("opt")))
     with torch.no_grad():
         context.model.model.decoder.final_layer_norm.weight[3] = 0
-    with pytest.raises(ValueError, match=r"final_layer_norm\.bias cannot be moved"):
+    with pytest.raises(ValueError, match=r"final_layer_norm\.bias cannot be folded"):
         apply(context, OPTIONS["R1"])
 
 

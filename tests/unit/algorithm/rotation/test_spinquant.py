@@ -5,9 +5,13 @@ import torch
 import torch.nn.functional as F
 
 from quark.torch.algorithm.rotation import spinquant
-from quark.torch.algorithm.rotation.edits import Turns, rotate_stream, rotate_values
-from quark.torch.algorithm.rotation.rotate import apply, keeping_ones
-from quark.torch.algorithm.rotation.spinquant import cayley_step, learn
+from quark.torch.algorithm.rotation.rotate import apply, preserve_ones
+from quark.torch.algorithm.rotation.spinquant import cayley_step, learn_rotations
+from quark.torch.algorithm.rotation.weight_edits import (
+    RotationEdits,
+    add_stream_rotation,
+    add_value_rotation,
+)
 from quark.torch.numerics.hadamard import hadamard, random_hadamard
 from quark.torch.quantization.calibration import calibrate_parameters
 from quark.torch.quantization.config.config import RotationConfig
@@ -63,11 +67,11 @@ def test_a_small_step_follows_the_gradient():
 
 
 def test_steps_that_keep_ones():
-    rotation = keeping_ones(random_hadamard(16, torch.Generator().manual_seed(0)))
+    rotation = preserve_ones(random_hadamard(16, torch.Generator().manual_seed(0)))
     start, ones = rotation, torch.ones(16, dtype=torch.float64)
     for _ in range(50):
         gradient = torch.randn(16, 16, dtype=torch.float64)
-        rotation = cayley_step(rotation, gradient, 0.5, keeps_ones=True)
+        rotation = cayley_step(rotation, gradient, 0.5, preserves_ones=True)
     assert from_one(rotation) < 1e-12 and (rotation - start).norm() > 1
     torch.testing.assert_close(rotation @ ones, ones)
     torch.testing.assert_close(ones @ rotation, ones)
@@ -91,15 +95,15 @@ def planned(name="llama", scheme="mxfp4", **changes):
     batches = [tokens(40), {"input_ids": tokens(24), "attention_mask": torch.ones(2, 12).long()}]
     model = build(small_config(name, **changes), torch.float32)
     context = context_of(model, scheme, batches=batches)
-    turns, stream = Turns(), context.structure.stream
-    rotate_stream(turns, model, stream)
+    edits, stream = RotationEdits(), context.structure.stream
+    add_stream_rotation(edits, model, stream)
     rotations = {"stream": hadamard(64)}
     if name == "opt":
-        rotations["stream"] = keeping_ones(hadamard(64))
-    for heads in stream.values:
+        rotations["stream"] = preserve_ones(hadamard(64))
+    for heads in stream.value_heads:
         rotations[heads.block] = hadamard(16)
-        rotate_values(turns, heads, heads.block)
-    return context, turns, rotations
+        add_value_rotation(edits, heads, heads.block)
+    return context, edits, rotations
 
 
 def divergence(context, expected):
@@ -116,13 +120,13 @@ def divergence(context, expected):
 @pytest.mark.parametrize("scheme", ["mxfp4", "ptpc_fp8"])
 @pytest.mark.parametrize("name", ["llama", "opt"])
 def test_the_loss_is_that_of_the_rotated_quantized_model(name, scheme):
-    context, turns, rotations = planned(name, scheme, tie_word_embeddings=False)
+    context, edits, rotations = planned(name, scheme, tie_word_embeddings=False)
     wide = {key: spinquant._orthogonal(r) for key, r in rotations.items()}
-    with spinquant._Turned(context, turns) as turned:
-        loss = turned.mean_loss(context.batches, wide)
+    with spinquant._RotatedModel(context, edits) as rotated:
+        loss = rotated.mean_loss(context.batches, wide)
     ids = [b if isinstance(b, torch.Tensor) else b["input_ids"] for b in context.batches]
     expected = [context.model(i).logits.flatten(0, 1).log_softmax(-1) for i in ids]
-    turns.apply_(context.model, rotations)
+    edits.apply_(context.model, rotations)
     assert divergence(context, expected) < 1e-7
     for layer in context.layers.values():
         for quantizer in layer.quantizers().values():
@@ -134,43 +138,43 @@ def test_the_loss_is_that_of_the_rotated_quantized_model(name, scheme):
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 def test_learning_leaves_the_model_alone(name, few_steps, unchanged):
-    context, turns, rotations = planned(name, tie_word_embeddings=False)
+    context, edits, rotations = planned(name, tie_word_embeddings=False)
     with unchanged(context.model):
-        found = learn(context, turns, rotations, keeps_ones=False)
+        found = learn_rotations(context, edits, rotations, preserves_ones=False)
     assert not any(m._forward_hooks for m in context.model.modules())
     assert found.keys() == rotations.keys()
     assert all(from_one(rotation) < 1e-10 for rotation in found.values())
 
 
-@pytest.mark.parametrize("rate", [0.5, 1e3])
-def test_the_loss_never_ends_above_the_start(rate, few_steps, monkeypatch):
+@pytest.mark.parametrize(("rate", "steps"), [(0.2, 30), (1e3, 10)])
+def test_the_loss_never_ends_above_the_start(rate, steps, monkeypatch):
     monkeypatch.setattr(spinquant, "RATE", rate)
-    context, turns, rotations = planned()
-    found = learn(context, turns, rotations, keeps_ones=False)
+    context, edits, rotations = planned()
+    found = learn_rotations(context, edits, rotations, preserves_ones=False)
     start = {key: spinquant._orthogonal(r) for key, r in rotations.items()}
-    with spinquant._Turned(context, turns) as turned:
-        first, last = (turned.mean_loss(context.batches, r) for r in (start, found))
+    with spinquant._RotatedModel(context, edits) as rotated:
+        first, last = (rotated.mean_loss(context.batches, r) for r in (start, found))
     assert last <= first
     if rate < 1:
         assert last < 0.97 * first
 
 
 def test_the_same_each_time(few_steps):
-    first, second = (learn(*planned(), keeps_ones=False) for _ in range(2))
+    first, second = (learn_rotations(*planned(), preserves_ones=False) for _ in range(2))
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
 def test_gradients_vanish_where_nothing_is_quantized():
     """Then every rotation gives the same model."""
-    context, turns, rotations = planned()
+    context, edits, rotations = planned()
     for module in context.model.modules():
         for name in [
             n for n, m in module.named_children() if type(m).__name__ == "TensorQuantizer"
         ]:
             setattr(module, name, None)
     wide = {key: spinquant._orthogonal(r) for key, r in rotations.items()}
-    with spinquant._Turned(context, turns) as turned:
-        gradients = turned.gradients(context.batches[0], wide)
+    with spinquant._RotatedModel(context, edits) as rotated:
+        gradients = rotated.gradients(context.batches[0], wide)
     assert all(float(gradient.abs().max()) < 1e-5 for gradient in gradients.values())
 
 
@@ -189,27 +193,27 @@ def test_a_model_with_learned_rotations_computes_the_same(name, few_steps):
 
 
 def test_learning_needs_data():
-    context, turns, rotations = planned()
+    context, edits, rotations = planned()
     context.batches.clear()
     with pytest.raises(ValueError, match="needs calibration data"):
-        learn(context, turns, rotations, keeps_ones=False)
+        learn_rotations(context, edits, rotations, preserves_ones=False)
 
 
 def test_a_model_that_overflows_is_refused():
-    context, turns, rotations = planned()
+    context, edits, rotations = planned()
     with torch.no_grad():
         context.model.lm_head.weight[0, 0] = float("inf")
     with pytest.raises(ValueError, match="loss is not finite"):
-        learn(context, turns, rotations, keeps_ones=False)
+        learn_rotations(context, edits, rotations, preserves_ones=False)
 
 
 def test_padding_does_not_count():
-    context, turns, rotations = planned()
+    context, edits, rotations = planned()
     wide = {key: spinquant._orthogonal(r) for key, r in rotations.items()}
     ids = tokens(24)
     padded = torch.cat([ids, torch.zeros(2, 5, dtype=torch.long)], 1)
     mask = torch.cat([torch.ones(2, 12), torch.zeros(2, 5)], 1).long()
-    with spinquant._Turned(context, turns) as turned:
-        plain = turned.mean_loss([ids], wide)
-        masked = turned.mean_loss([{"input_ids": padded, "attention_mask": mask}], wide)
+    with spinquant._RotatedModel(context, edits) as rotated:
+        plain = rotated.mean_loss([ids], wide)
+        masked = rotated.mean_loss([{"input_ids": padded, "attention_mask": mask}], wide)
     assert masked == pytest.approx(plain, rel=1e-3)

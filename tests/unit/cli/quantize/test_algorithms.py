@@ -75,9 +75,12 @@ def test_files_of_options(flags, request_of):
     [
         (["--quant_scheme", "fp8", "--quant_algo", "smothquant"], "Did you mean 'smoothquant'?"),
         (["--quant_scheme", "fp8", "--quant_algo", "awq,svdquant"], "'svdquant' is not available"),
-        (["--quant_scheme", "int4_wo_32", "--quant_algo", "smoothquant"], "smooth serves none of"),
-        (["--config", "x.json", "--quant_algo", "awq"], "the file of --config says this"),
-        (["--config", "x.json", "--quant_algo_config_file", "a"], "the file of --config says"),
+        (
+            ["--quant_scheme", "int4_wo_32", "--quant_algo", "smoothquant"],
+            "smooth applies to none of",
+        ),
+        (["--config", "x.json", "--quant_algo", "awq"], "the file of --config sets this"),
+        (["--config", "x.json", "--quant_algo_config_file", "a"], "the file of --config sets"),
         (["--quant_scheme", "fp8", "--quant_algo_config_file", "a.json"], "there is no file 'a"),
         (["--quant_scheme", "fp8", "--quant_algo_config_file", "awq", "a"], "there is no file a"),
         (["--quant_scheme", "fp8", "--quant_algo_config_file", "awq=a"], "there is no file a"),
@@ -133,7 +136,7 @@ def test_the_documented_combination(quantize):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--quant_algo_config_file", "{file}"], "smooth is not asked for. Add --quant_algo smo"),
+        (["--quant_algo_config_file", "{file}"], "smooth is not applied. Add --quant_algo smo"),
         (["--quant_algo", "awq", "--quant_algo_config_file", "awq={file}"], "options of smooth, "),
         (["--quant_algo", "smooth", "--quant_algo_config_file", "smoth", "{file}"], "'smooth'?"),
         (["--quant_algo", "smooth", "--quant_algo_config_file", "{file}"], "got 2"),

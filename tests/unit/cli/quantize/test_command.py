@@ -81,21 +81,24 @@ def test_schemes_of_layers(request_of):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ([], "give the name of a scheme"),
+        ([], "give a scheme"),
         (["--quant_scheme", "int4_wo_12x"], "Did you mean 'int4_wo_128'?"),
         (["--quant_scheme", "fp8", "--config", "x.json"], "or --config FILE"),
         (["--config", "x.json"], "there is no file x.json"),
         (["--config", "x.json", "--kv_cache_dtype", "fp8"], "--kv_cache_dtype"),
         (["--config", "x.json", "--exclude_layers"], "--exclude_layers"),
         (["--quant_scheme", "fp8", "--kv_cache_dtype", "fp9"], "Did you mean 'fp8'?"),
-        (["--quant_scheme", "fp8", "--min_kv_scale", "1"], "without --kv_cache_dtype"),
+        (["--quant_scheme", "fp8", "--min_kv_scale", "1"], "only with --kv_cache_dtype"),
         (["--quant_scheme", "fp8", "--group_size", "32"], "fp8 has no groups"),
-        (["--quant_scheme", "int4_wo_64", "--group_size", "32"], "names their size itself"),
+        (["--quant_scheme", "int4_wo_64", "--group_size", "32"], "fixes their size"),
         (["--quant_scheme", "int4_wo_0"], "'int4_wo_0' is unknown"),
         (["--quant_scheme", "fp8", "--layer_quant_scheme", "a"], "a pattern and a scheme"),
         (["--quant_scheme", "fp8", "--layer_quant_scheme", "a", "fp"], "'fp' is unknown"),
         (["--quant_scheme", "int4_wo_32", "--weight_matrix_merge"], "per-tensor scales"),
-        (["--quant_scheme", "fp8", "--skip_evaluation", "--eval_data", "x"], "nothing is evalu"),
+        (
+            ["--quant_scheme", "fp8", "--skip_evaluation", "--eval_data", "x"],
+            "conflicts with --skip",
+        ),
         (["--quant_scheme", "fp8", "--data_type", "int7"], "'int7' is not one of"),
         (["--quant_scheme", "fp8", "--num_calib_data", "0"], "--num_calib_data"),
         (["--quant_scheme", "fp8", "--seq_len", "65"], "more than the 64 tokens"),
@@ -128,8 +131,8 @@ def test_places_that_cannot_be(refused, model_dir, tmp_path):
     file.write_text("text")
     assert "there is no directory" in refuse(tmp_path / "gone", tmp_path / "out")
     assert "config.json" in refuse(tmp_path, tmp_path / "out")
-    assert "holds the model itself" in refuse(model_dir, model_dir)
-    assert "holds the model itself" in refuse(model_dir, model_dir.parent)
+    assert "contains the model" in refuse(model_dir, model_dir)
+    assert "contains the model" in refuse(model_dir, model_dir.parent)
     assert "is a file" in refuse(model_dir, file)
     assert "nothing can be written" in refuse(model_dir, file / "out")
     assert "--overwrite" in refuse(model_dir, tmp_path, *scheme[:2])
@@ -139,7 +142,7 @@ def test_places_that_cannot_be(refused, model_dir, tmp_path):
 def test_a_quantized_model_is_refused(refused, quantize, tmp_path):
     path, _ = quantize("--quant_scheme", "int8_wo")
     place = ["--model_dir", path, "--output_dir", tmp_path / "again"]
-    assert "is quantized already" in refused("quantize", *place, "--quant_scheme", "fp8")
+    assert "is already quantized" in refused("quantize", *place, "--quant_scheme", "fp8")
 
 
 def test_a_failure_leaves_nothing(refused, model_dir, tmp_path):
@@ -163,11 +166,12 @@ def test_a_cache_without_projections(refused, bert_dir, tmp_path):
 def test_what_is_written_and_said(quantize, model_dir, text):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from quark.torch.evaluation.perplexity import load_documents, perplexity, token_windows
+    from quark.torch.evaluation.documents import load_documents
+    from quark.torch.evaluation.perplexity import perplexity, token_windows
 
     path, said = quantize("--quant_scheme", "w_uint4_per_group_asym", *GROUPS, evaluated=True)
     assert "uint4 per group 32 asym" in said
-    assert "14 quantized, 1 left alone" in said
+    assert "14 quantized, 1 in float" in said
     assert re.search(r"bits per weight +5.12", said)  # 4, and 32 + 4 for 32 weights
     assert re.search(r"size on disk .* → .* \(\d+ %\)", said)
     line = re.search(r"transformers\.(AutoModelForCausalLM.*\))", said)[1]
@@ -183,7 +187,7 @@ def test_what_is_written_and_said(quantize, model_dir, text):
 def test_experts(quantize, mixtral_dir, scheme, tokens):
     flags = ["--quant_scheme", scheme, "--num_calib_data", 3, "--seq_len", 16]
     _, said = quantize(*flags, model=mixtral_dir)
-    assert "32 quantized, 1 left alone" in said  # 4 of attention and 12 of experts a layer
+    assert "32 quantized, 1 in float" in said  # 4 of attention and 12 of experts a layer
     found = re.search(r"tokens per expert +(\d+) at least, median (\S+)", said)
     assert (found is None) is (tokens is None)
     if found:  # two experts for each token

@@ -1,4 +1,4 @@
-"""Flags of the documented script that have no counterpart: told of, or refused with a reason."""
+"""Flags of the documented script without a counterpart warn, or are refused."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def place(model_dir, tmp_path):
 
 
 @pytest.mark.parametrize("flag", NOTED)
-def test_a_flag_without_effect_is_told_of(flag, quark, place):
+def test_a_flag_without_effect_warns(flag, quark, place):
     flags = [f"--{flag}", *VALUES.get(flag, []), "--quant_scheme", "int8_wo"]
     result = quark("quantize", *place, *flags)
     assert result.exit_code == 0, result.output
@@ -28,14 +28,14 @@ def test_a_flag_without_effect_is_told_of(flag, quark, place):
 
 
 @pytest.mark.parametrize("flag", REFUSED)
-def test_a_flag_that_cannot_be_followed_is_refused(flag, refused, place):
+def test_a_flag_that_is_not_supported_is_refused(flag, refused, place):
     flags = [f"--{flag}", *VALUES.get(flag, []), "--quant_scheme", "int8_wo"]
     said = refused("quantize", *place, *flags)
     assert f"--{flag}: {REFUSED[flag]}" in said
 
 
 @pytest.mark.parametrize("flags", [["--quant_flow", "standard"], ["--native_linear_mode", "auto"]])
-def test_what_is_done_anyway_is_not_told_of(flags, quark, place):
+def test_a_default_value_does_not_warn(flags, quark, place):
     result = quark("quantize", *place, *flags, "--quant_scheme", "int8_wo")
     assert result.exit_code == 0, result.output
     assert "warning" not in result.stderr

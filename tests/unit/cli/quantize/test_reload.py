@@ -50,7 +50,7 @@ def test_flags_without_effect_are_named(quark, quantize, model_dir, text):
     assert result.exit_code == 0, result.output
     said = [line for line in result.stderr.splitlines() if line.startswith("warning: ")]
     assert said == [
-        f"warning: --{name}: nothing is quantized, so it has no effect."
+        f"warning: --{name} has no effect: nothing is quantized."
         for name in ("num_calib_data", "quant_scheme")
     ]
 
@@ -61,23 +61,26 @@ SCHEME = ["--quant_scheme", "int8_wo"]
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--model_reload", "--params_load"], "the model comes from --model_reload"),
-        (["--params_load"], "give the file that --params_save wrote"),
-        (["--skip_quantization", "--model_export", "hf_format"], "a float model is not exported"),
-        (["--skip_quantization", "--params_save"], "a float model is not exported"),
-        (["--skip_quantization", "--skip_evaluation"], "nothing is left to be done"),
-        ([*SCHEME, "--import_model_dir", "x"], "without --model_reload"),
+        (["--model_reload", "--params_load"], "conflicts with --model_reload"),
+        (["--params_load"], "expected a file of --params_save"),
+        (
+            ["--skip_quantization", "--model_export", "hf_format"],
+            "a float model cannot be exported",
+        ),
+        (["--skip_quantization", "--params_save"], "a float model cannot be exported"),
+        (["--skip_quantization", "--skip_evaluation"], "nothing is left to do"),
+        ([*SCHEME, "--import_model_dir", "x"], "needs --model_reload"),
         (["--model_reload", "--import_model_dir", "gone"], "there is no directory gone"),
         (
             [*SCHEME, "--model_export", "hf_format", "--model_export", "quark_format"],
             "run twice",
         ),
-        ([*SCHEME, "--kv_cache_post_rope"], "without --kv_cache_dtype"),
+        ([*SCHEME, "--kv_cache_post_rope"], "only with --kv_cache_dtype"),
         ([*SCHEME, "--group_size_per_layer", "lm_head"], "a pattern and a number"),
         ([*SCHEME, "--group_size_per_layer", "lm_head", "x"], "a pattern and a number"),
         ([*SCHEME, "--group_size_per_layer", "lm_head", "32"], "int8_wo has no groups"),
-        ([*SCHEME, "--scale_format", "float32"], "int8_wo leaves no choice"),
-        ([*SCHEME, "--scale_calculation_mode", "ceil"], "int8_wo leaves no choice"),
+        ([*SCHEME, "--scale_format", "float32"], "int8_wo fixes it"),
+        ([*SCHEME, "--scale_calculation_mode", "ceil"], "int8_wo fixes it"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -89,7 +92,7 @@ def test_a_reloaded_model_is_not_overwritten(refused, quantize, model_dir):
     path, _ = quantize("--quant_scheme", "int8_wo")
     place = ["--model_dir", model_dir, "--model_reload", "--output_dir", path, "--overwrite"]
     said = refused("quantize", *place, "--model_export", "quark_format")
-    assert "holds the model itself" in said
+    assert "contains the model" in said
 
 
 @pytest.mark.parametrize(

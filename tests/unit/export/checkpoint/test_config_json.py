@@ -16,11 +16,11 @@ from quark.torch import (
     load_params,
     save_params,
 )
-from quark.torch.export.checkpoint.config_json import is_for_transformers, read_description
+from quark.torch.export.checkpoint.config_json import read_config_json
 from quark.torch.export.conversion import convert
-from quark.torch.export.recognition import open_checkpoint
+from quark.torch.export.recognition import loads_in_transformers, open_checkpoint
 from quark.torch.quantization.config.config import Config, QuantizationConfig
-from tests.unit.export.specs import per_group
+from tests.configurations import half_groups
 
 # What each tool wrote, and how.
 OLDER = {
@@ -43,7 +43,7 @@ def older(build, quantize, tmp_path):
 
     def older(method):
         file, weight, settings = OLDER[method]
-        layer = QuantizationConfig(weight=per_group(*weight))
+        layer = QuantizationConfig(weight=half_groups(*weight))
         model = quantize(build(), Config(layer, exclude=["lm_head"]))
         path = tmp_path / method
         ModelExporter(path).export_safetensors_model(model, custom_mode=method)
@@ -72,16 +72,16 @@ class TestOlderTools:
         loaded = ModelImporter(path, "safetensors").import_model_info(build(device="meta"))
         assert logits(loaded).equal(logits(model))
         assert logits(open_checkpoint(path).fill()).equal(logits(model))
-        assert not is_for_transformers(path)
+        assert not loads_in_transformers(path)
         assert logits(load_model(path)).equal(logits(model))
 
     @pytest.mark.parametrize("method", OLDER)
     def test_they_are_written_into_it(self, older, tmp_path, method):
         _, path = older(method)
         convert(path, tmp_path / "out", method)
-        assert is_for_transformers(tmp_path / "out")
+        assert loads_in_transformers(tmp_path / "out")
         assert not (tmp_path / "out" / OLDER[method][0]).exists()
-        section = read_description(tmp_path / "out")["quantization_config"]
+        section = read_config_json(tmp_path / "out")["quantization_config"]
         assert (section["quant_method"], section["bits"], section["group_size"]) == (method, 4, 32)
 
     def test_inspect(self, older):
@@ -101,7 +101,7 @@ class TestOlderTools:
     def test_both_files_may_agree(self, older, logits, method):
         model, path = older(method)
         settle(path, quant_method=method, bits=4, group_size=32)
-        assert is_for_transformers(path)
+        assert loads_in_transformers(path)
         assert logits(open_checkpoint(path).fill()).equal(logits(model))
 
     @pytest.mark.parametrize(

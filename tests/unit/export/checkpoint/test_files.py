@@ -12,16 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quark.torch.export.checkpoint import files as checkpoint
+from quark.torch import files
 from quark.torch.export.checkpoint.files import (
     CheckpointReader,
     NativeReader,
-    check_vacant,
-    fresh_directory,
-    read_json,
-    size_of,
+    TensorHeader,
     write_tensors,
 )
+from quark.torch.files import check_vacant, fresh_directory, read_json, size_of
 
 
 def tree(path):
@@ -95,7 +93,7 @@ class TestFreshDirectory:
 
     def test_too_little_room_is_seen_before_anything_is_written(self, tmp_path, monkeypatch):
         usage = namedtuple("usage", "total used free")
-        monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage(9e9, 6e9, 3e9))
+        monkeypatch.setattr(files.shutil, "disk_usage", lambda path: usage(9e9, 6e9, 3e9))
         with pytest.raises(OSError, match=r"has 3\.00 GB free, but 3\.50 GB will be written: make"):
             self.write(tmp_path / "out", needed=int(3.5e9))
         assert not list(tmp_path.iterdir())
@@ -137,7 +135,8 @@ class TestTensors:
             assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
             assert torch.equal(found[name].float(), tensor.float())
         entries = CheckpointReader(tmp_path).entries
-        assert entries["b.weight"] == ("model.safetensors", (10, 10), torch.float8_e4m3fn)
+        expected = TensorHeader("model.safetensors", (10, 10), torch.float8_e4m3fn)
+        assert entries["b.weight"] == expected and expected.nbytes == 100
         assert entries["a.scale"].shape == ()
 
     def test_shards_and_their_index(self, tmp_path):

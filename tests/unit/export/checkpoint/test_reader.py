@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from quark.torch import ModelImporter
 from quark.torch.export.api import _map_to_quark
-from quark.torch.export.checkpoint.files import size_of
-from quark.torch.export.checkpoint.reader import format_of
+from quark.torch.export.recognition import recognize_format
+from quark.torch.files import size_of
 from quark.torch.quantization.config.config import QuantizationConfig
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.nn.operators import QParamsLinear
@@ -119,7 +119,7 @@ BAD_CONFIGS = {
     "other_method": (
         lambda p: edit_section(p, lambda s: s.update(quant_method="bitsandbytes")),
         ValueError,
-        r"quant_method='bitsandbytes' is not read here \(known: quark",
+        r"quant_method='bitsandbytes' is unknown \(known: quark",
     ),
     "unknown_type": (
         lambda p: edit_section(
@@ -197,7 +197,7 @@ class TestBadCheckpoints:
         spec = scheme("int8_wo").weight.to_dict()
         section = {"global_quant_config": {"weight": [spec, spec, spec]}}
         with pytest.raises(ValueError, match="in one or two stages, got 3"):
-            format_of({"quantization_config": section}, "config.json")
+            recognize_format({"quantization_config": section}, "config.json")
 
 
 class TestTolerance:

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from quark.torch import ModelImporter, ModelQuantizer, load_params, save_params
-from quark.torch.export.checkpoint.rotation_config import naming_rotations
+from quark.torch.export.checkpoint.rotation_config import with_rotations
 from quark.torch.numerics.hadamard import hadamard, random_hadamard, rotate
 from quark.torch.quantization.config.config import (
     AWQConfig,
@@ -28,7 +28,7 @@ def rotated(model, config, batches, rotation):
         layer = model.get_submodule(name)
         layer.rotate_input(rotation)
         layer.weight_quantizer.observer(layer.weight)
-        layer.weight_quantizer.settle(layer.weight)
+        layer.weight_quantizer.compute_scales(layer.weight)
     return ModelQuantizer.freeze(model)
 
 
@@ -143,16 +143,16 @@ def test_layers_that_a_configuration_means(options, names, make, build, export):
 
 def test_the_rotation_is_named_first():
     given = Config(algo_config=[AWQConfig(), QuaRotConfig()])
-    written = naming_rotations(given, {})
+    written = with_rotations(given, {})
     assert [type(a) for a in written.algo_config] == [RotationConfig, AWQConfig]
     assert written.algo_config[0].name == "rotation" and written.algo_config[0].r2
     assert not written.algo_config[0].r3 and given.algo_config[1].r3
-    assert naming_rotations(Config(), {}).algo_config is None
+    assert with_rotations(Config(), {}).algo_config is None
 
 
 def test_rotations_of_two_sizes_are_refused():
     with pytest.raises(ValueError, match=r"several kinds .*give rotation_size"):
-        naming_rotations(Config(), {"a": hadamard(4), "b": hadamard(8)})
+        with_rotations(Config(), {"a": hadamard(4), "b": hadamard(8)})
 
 
 def test_a_missing_rotation_is_noticed(make, build, export):

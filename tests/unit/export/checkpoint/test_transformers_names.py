@@ -16,7 +16,7 @@ from transformers import (
 
 from quark.torch import LLMTemplate, ModelImporter, ModelQuantizer, export_safetensors
 from quark.torch.export.checkpoint.files import CheckpointReader
-from quark.torch.export.checkpoint.transformers_names import in_model_names
+from quark.torch.export.checkpoint.transformers_names import rename_for_model
 
 SIZES = {
     "vocab_size": 64,
@@ -62,7 +62,7 @@ def test_import_gives_the_frozen_model(name, tmp_path):
 def test_headers_of_fused_tensors_are_known_without_reading(tmp_path):
     model = build("mixtral")
     model.save_pretrained(tmp_path)
-    reader = in_model_names(CheckpointReader(tmp_path), model)
+    reader = rename_for_model(CheckpointReader(tmp_path), model)
     fused = "model.layers.0.mlp.experts.gate_up_proj"
     assert not any(fused in name for name in CheckpointReader(tmp_path).entries)
     assert reader.entries[fused].shape == tuple(model.state_dict()[fused].shape)
@@ -73,5 +73,5 @@ def test_names_that_fit_stay(tmp_path):
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
     model.save_pretrained(tmp_path)
     reader = CheckpointReader(tmp_path)
-    assert in_model_names(reader, torch.nn.Linear(2, 2)) is reader
-    assert in_model_names(reader, model).entries == reader.entries
+    assert rename_for_model(reader, torch.nn.Linear(2, 2)) is reader
+    assert rename_for_model(reader, model).entries == reader.entries

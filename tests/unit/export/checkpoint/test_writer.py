@@ -10,10 +10,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from quark import __version__
-from quark.torch import ModelExporter, ModelQuantizer
+from quark.torch import ModelExporter, ModelQuantizer, files
 from quark.torch.export import ExporterConfig, JsonExporterConfig
-from quark.torch.export.checkpoint import files as checkpoint
-from quark.torch.export.checkpoint.files import size_of
+from quark.torch.files import size_of
 from quark.torch.quantization.config.config import (
     Config,
     FP8E4M3PerTensorSpec,
@@ -80,7 +79,7 @@ class TestRefusals:
     def test_a_full_disk_before_it_is_full(self, build, quantize, refused, monkeypatch):
         model = quantize(build(), "int8_wo")
         monkeypatch.setattr(
-            checkpoint.shutil, "disk_usage", lambda path: type("usage", (), {"free": 1000})
+            files.shutil, "disk_usage", lambda path: type("usage", (), {"free": 1000})
         )
         refused(model, OSError, "0.00 GB free, but .* will be written: make room")
 
@@ -203,7 +202,7 @@ class TestConfigJson:
         assert section["global_quant_config"]["weight"]["dtype"] == "int8"
 
     def test_a_cache(self, build, quantize, export, config_of):
-        from quark.torch.quantization.config.template import with_kv_cache
+        from quark.torch.quantization.config.kv_cache import with_kv_cache
 
         config = with_kv_cache(config_of("fp8"), ["*k_proj", "*v_proj"], "fp8", 0.25)
         section = json_of(export(quantize(build(), config)))["quantization_config"]

@@ -10,20 +10,20 @@ from quark.cli.main import app
 from quark.demo.text import model_directory
 from quark.torch import ModelExporter
 from quark.torch.export import convert
-from quark.torch.export.gguf.blocks import from_blocks, spec_of, to_blocks
+from quark.torch.export.gguf.blocks import block_spec, pack_blocks, unpack_blocks
 from quark.torch.export.recognition import open_checkpoint
-from quark.torch.quantization.config.config import Config, QuantizationConfig
-from tests.unit.export.specs import per_group
+from quark.torch.quantization.config.config import QuantizationConfig
+from tests.configurations import config, half_groups
 
 gguf = pytest.importorskip("gguf")
 VOCABULARY = 2048  # of the tokenizer
 
 
-def config(weight, exclude=("lm_head",), **rest):
-    return Config(QuantizationConfig(weight=weight), exclude=list(exclude), **rest)
-
-
-KINDS = {"Q4_0": per_group("int4"), "Q4_1": per_group("uint4", False), "Q8_0": per_group("int8")}
+KINDS = {
+    "Q4_0": half_groups("int4"),
+    "Q4_1": half_groups("uint4", False),
+    "Q8_0": half_groups("int8"),
+}
 
 
 @pytest.fixture
@@ -47,21 +47,21 @@ class TestBlocks:
         stored = gguf.quantize(values.numpy(), number)
         expected = torch.from_numpy(gguf.dequantize(stored, number))
         blocks = torch.from_numpy(stored)
-        state = from_blocks(blocks, spec_of(kind, blocks, "layer"), kind)
+        state = unpack_blocks(blocks, block_spec(kind, blocks, "layer"), kind)
         torch.testing.assert_close(state.value(torch.float32), expected, rtol=1e-6, atol=1e-6)
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_blocks_of_whole_offsets_come_back_bit_for_bit(self, quantize, kind):
         model = quantize(torch.nn.Sequential(torch.nn.Linear(128, 8)), config(KINDS[kind]), None)
-        blocks = to_blocks(model[0].state("weight"), kind)
-        found = spec_of(kind, blocks, "layer")
+        blocks = pack_blocks(model[0].quantized_tensor("weight"), kind)
+        found = block_spec(kind, blocks, "layer")
         assert found.zero_point_type.name == "int32"
-        assert to_blocks(from_blocks(blocks, found, kind), kind).equal(blocks)
+        assert pack_blocks(unpack_blocks(blocks, found, kind), kind).equal(blocks)
 
     @pytest.mark.parametrize(("kind", "shape"), [("Q6_K", (2, 210)), ("Q4_0", (1, 2, 18))])
     def test_other_types(self, kind, shape):
         with pytest.raises(ValueError, match=f"layer is {kind} with {len(shape)} axes"):
-            spec_of(kind, torch.zeros(shape, dtype=torch.uint8), "layer")
+            block_spec(kind, torch.zeros(shape, dtype=torch.uint8), "layer")
 
 
 class TestModel:
@@ -87,7 +87,7 @@ class TestModel:
             "*embed_tokens": QuantizationConfig(weight=KINDS["Q8_0"]),
             "*down_proj": QuantizationConfig(weight=KINDS["Q4_1"]),
         }
-        whole = config(KINDS["Q4_0"], ["*.0.mlp.up_proj"], layer_quant_config=layers)
+        whole = config(KINDS["Q4_0"], exclude=["*.0.mlp.up_proj"], layer_quant_config=layers)
         model, path = made(whole)
         loaded = open_checkpoint(path).fill()
         assert loaded.model.embed_tokens.quant_config.weight.dtype.name == "int8"
@@ -138,7 +138,7 @@ class TestModel:
         assert logits(open_checkpoint(tmp_path / "out").fill()).equal(logits(model))
 
     def test_gguf_to_gguf(self, made, tmp_path):
-        with pytest.raises(ValueError, match="is GGUF already"):
+        with pytest.raises(ValueError, match="is a GGUF file already"):
             convert(made(config(KINDS["Q4_0"]))[1], tmp_path / "out", "gguf")
 
     def test_inspect(self, made):

@@ -7,10 +7,11 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from quark.torch import ModelExporter, ModelImporter, export_gguf
-from quark.torch.export.gguf.blocks import block_type, to_blocks
+from quark.torch.export.gguf.blocks import block_type, pack_blocks
 from quark.torch.quantization.config.config import Config, GPTQConfig, QuantizationConfig
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.config.spec import QuantizationSpec
+from tests.configurations import config, groups
 
 gguf = pytest.importorskip("gguf")
 
@@ -19,17 +20,6 @@ MERGES = [("a", "b"), ("ab", "c")]
 NUMBERS = [("1", "2"), ("12", "3"), ("a", "b")]
 WORDS_OF_LLAMA = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-
-
-def spec(dtype, symmetric=True, size=32, **rest):
-    where = {"qscheme": "per_group", "ch_axis": -1, "group_size": size}
-    if size is None:
-        where = {"qscheme": "per_channel", "ch_axis": 0}
-    return QuantizationSpec(dtype, symmetric=symmetric, is_dynamic=False, **{**where, **rest})
-
-
-def config(weight, **rest):
-    return Config(QuantizationConfig(weight=weight), **{"exclude": ["lm_head"], **rest})
 
 
 def vocabulary(names):
@@ -83,24 +73,24 @@ class TestBlocks:
     @pytest.mark.parametrize(
         ("weight", "kind"),
         [
-            (spec("uint4", False), "Q4_1"),
-            (spec("uint4", False, 64), "Q4_1"),
-            (spec("int4", False, None), "Q4_1"),
-            (spec("uint2", False), "Q4_1"),
-            (spec("int4"), "Q4_0"),
-            (spec("uint4"), "Q4_0"),
-            (spec("int3", size=None), "Q4_0"),
-            (spec("int8"), "Q8_0"),
-            (spec("int8", size=None), "Q8_0"),
-            (spec("int8", qscheme="per_tensor", size=None, ch_axis=None), "Q8_0"),
+            (groups("uint4", False), "Q4_1"),
+            (groups("uint4", False, 64), "Q4_1"),
+            (groups("int4", False, None), "Q4_1"),
+            (groups("uint2", False), "Q4_1"),
+            (groups("int4"), "Q4_0"),
+            (groups("uint4"), "Q4_0"),
+            (groups("int3", size=None), "Q4_0"),
+            (groups("int8"), "Q8_0"),
+            (groups("int8", size=None), "Q8_0"),
+            (groups("int8", qscheme="per_tensor", size=None, ch_axis=None), "Q8_0"),
         ],
     )
     def test_the_package_reads_frozen_weights(self, quantize, weight, kind):
         layer = torch.nn.Linear(128, 24)
         model = quantize(torch.nn.Sequential(layer), config(weight), None)
-        state = model[0].state("weight")
+        state = model[0].quantized_tensor("weight")
         assert block_type(weight, 128) == kind
-        blocks = to_blocks(state, kind)
+        blocks = pack_blocks(state, kind)
         read = gguf.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[kind])
         scale = state.scale.reshape(state.scale.shape[0], -1) if state.scale.dim() else state.scale
         largest = 16 if kind == "Q4_1" else 128
@@ -109,22 +99,22 @@ class TestBlocks:
 
     @pytest.mark.parametrize("dtype", ["int4", "int8"])
     def test_scales_that_float16_holds_lose_nothing(self, quantize, dtype):
-        weight = spec(dtype, scale_type="float16")
+        weight = groups(dtype, scale_type="float16")
         model = quantize(torch.nn.Sequential(torch.nn.Linear(64, 8)), config(weight), None)
         kind = block_type(weight, 64)
-        blocks = to_blocks(model[0].state("weight"), kind).numpy()
+        blocks = pack_blocks(model[0].quantized_tensor("weight"), kind).numpy()
         read = torch.from_numpy(gguf.dequantize(blocks, gguf.GGMLQuantizationType[kind]))
         assert read.equal(model[0].weight)
 
     @pytest.mark.parametrize(
         "weight",
         [
-            spec("uint8", False),
-            spec("int4", size=16),
-            spec("int4", qscheme="per_channel", ch_axis=1, size=None),
-            spec("int16"),
+            groups("uint8", False),
+            groups("int4", size=16),
+            groups("int4", qscheme="per_channel", ch_axis=1, size=None),
+            groups("int16"),
             QuantizationSpec("fp8_e4m3", qscheme="per_tensor", is_dynamic=False),
-            spec("uint4", False, zero_point_type="float32"),
+            groups("uint4", False, zero_point_type="float32"),
         ],
     )
     def test_what_no_block_holds(self, weight):
@@ -133,7 +123,7 @@ class TestBlocks:
 
 class TestFile:
     def test_every_tensor_of_a_llama(self, build, quantize, write):
-        model = quantize(build(), config(spec("int4", scale_type="float16")))
+        model = quantize(build(), config(groups("int4", scale_type="float16")))
         found = values(write(model))
         head = model.config.hidden_size // model.config.num_attention_heads
         for i, block in enumerate(model.model.layers):
@@ -159,9 +149,9 @@ class TestFile:
     @pytest.mark.parametrize(
         ("weight", "kind", "file_type"),
         [
-            (spec("uint4", False), "Q4_1", 3),
-            (spec("int4"), "Q4_0", 2),
-            (spec("int8"), "Q8_0", 7),
+            (groups("uint4", False), "Q4_1", 3),
+            (groups("int4"), "Q4_0", 2),
+            (groups("int8"), "Q8_0", 7),
         ],
     )
     @pytest.mark.parametrize(
@@ -179,7 +169,7 @@ class TestFile:
         assert values(reader)["token_embd.weight"].equal(model.model.embed_tokens.weight.float())
 
     def test_numbers(self, build, quantize, write):
-        reader = write(quantize(build(), config(spec("int4"))))
+        reader = write(quantize(build(), config(groups("int4"))))
         expected = {
             "context_length": 64,
             "embedding_length": 64,
@@ -198,11 +188,11 @@ class TestFile:
         assert eps == pytest.approx(1e-6)
 
     def test_a_tied_head_is_stored_once(self, build, quantize, write):
-        names = {t.name for t in write(quantize(build("tied"), config(spec("int4")))).tensors}
+        names = {t.name for t in write(quantize(build("tied"), config(groups("int4")))).tensors}
         assert "token_embd.weight" in names and "output.weight" not in names
 
     def test_a_quantized_embedding(self, build, quantize, write):
-        weight = spec("int8", scale_type="float16")
+        weight = groups("int8", scale_type="float16")
         layers = {"*embed_tokens": QuantizationConfig(weight=weight)}
         model = quantize(build(), config(weight, exclude=[], layer_quant_config=layers))
         found = values(write(model))
@@ -210,7 +200,7 @@ class TestFile:
         assert found["output.weight"].equal(model.lm_head.weight)
 
     def test_weights_of_gptq(self, build, quantize, write):
-        weight = spec("int4", scale_type="float16")
+        weight = groups("int4", scale_type="float16")
         model = quantize(build(), config(weight, algo_config=[GPTQConfig()]))
         down = model.model.layers[1].mlp.down_proj.weight
         assert values(write(model))["blk.1.ffn_down.weight"].equal(down)
@@ -219,7 +209,7 @@ class TestFile:
         )
 
     def test_an_imported_model(self, build, quantize, export, write):
-        model = quantize(build(), config(spec("uint4", False)))
+        model = quantize(build(), config(groups("uint4", False)))
         loaded = ModelImporter(export(model, custom_mode="gptq"), "safetensors")
         one = values(write(model))
         two = values(write(loaded.import_model_info(build(device="meta"))))
@@ -229,7 +219,7 @@ class TestFile:
     def test_norms_of_gemma_are_what_they_multiply_by(self, build, quantize, write):
         model = build("gemma2", head_dim=16)
         torch.nn.init.normal_(model.model.norm.weight.detach())
-        found = values(write(quantize(model, config(spec("int4")))))
+        found = values(write(quantize(model, config(groups("int4")))))
         assert found["output_norm.weight"].equal(model.model.norm.weight + 1)
 
     def test_frequencies_of_llama3(self, build, quantize, write):
@@ -241,7 +231,7 @@ class TestFile:
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 32,
         }
-        model = quantize(build(rope_parameters=rope), config(spec("int4")))
+        model = quantize(build(rope_parameters=rope), config(groups("int4")))
         factors = values(write(model))["rope_freqs.weight"]
         frequencies = 10000.0 ** -(torch.arange(0, 16, 2) / 16)
         assert factors[0] == 1 and factors[-1] == pytest.approx(8)
@@ -267,7 +257,7 @@ class TestFamilies:
     def test_logits(self, build, quantize, write, logits, tmp_path, kind, changes):
         from transformers import AutoModelForCausalLM
 
-        model = quantize(build(kind, **changes), config(spec("int4", scale_type="float16")))
+        model = quantize(build(kind, **changes), config(groups("int4", scale_type="float16")))
         write(model)
         loaded, report = AutoModelForCausalLM.from_pretrained(
             tmp_path / "gguf", gguf_file="small.gguf", dtype=torch.float32, output_loading_info=True
@@ -335,7 +325,7 @@ class TestTokens:
         made = (tokenizer / "tokenizer_config.json").read_text()
         (tmp_path / "tokenizer_config.json").write_text(made)
         model = quantize(build(), "int4_wo_32")
-        with pytest.raises(ValueError, match=r"how llama\.cpp calls the pre-tokenizer"):
+        with pytest.raises(ValueError, match=r"the name in llama\.cpp of the pre-tokenizer"):
             export_gguf(model, tmp_path / "out", "small", tmp_path)
 
     @pytest.fixture
@@ -376,7 +366,7 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("configuration", "said"),
         [
-            (config(spec("int4", size=16)), "int4 per_group, group_size=16"),
+            (config(groups("int4", size=16)), "int4 per_group, group_size=16"),
             (Config(scheme("fp8", 32)), "its input is quantized"),
             (Config(scheme("mxfp4_weight_only", 32)), "is fp4 per_group"),
         ],

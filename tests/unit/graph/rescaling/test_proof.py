@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from quark.torch.graph.aliases import Aliases
-from quark.torch.graph.rescaling.proof import prove
-from quark.torch.graph.rescaling.proposal import propose
-from quark.torch.graph.structure import Edit, ScaleGroup
+from quark.torch.graph.rescaling.proof import prove_groups
+from quark.torch.graph.rescaling.proposal import propose_groups
+from quark.torch.graph.structure import Edit, RescalingGroup
 from quark.torch.graph.trace import trace
 
 IDS = torch.arange(3, 27).view(2, 12)
@@ -27,10 +27,10 @@ def judged(build, unchanged):
                     nn.init.normal_(parameter.detach(), mean=0.5, std=0.2)
         run = lambda: model(IDS)  # noqa: E731
         seen = trace(model, run)
-        groups, _ = propose(seen, Aliases(seen))
+        groups, _ = propose_groups(seen, Aliases(seen))
         changed = [change(g) if g.producer.endswith(producer) else g for g in groups]
         with unchanged(model):
-            proved, rejected = prove(model, run, seen.blocks, changed, {})
+            proved, rejected = prove_groups(model, run, seen.blocks, changed, {})
         assert len(proved) + len(rejected) == len(groups)
         return rejected
 
@@ -94,8 +94,8 @@ def test_a_group_that_does_nothing_is_not_proved(net, data):
         Edit("a.bias", 0, torch.arange(8), -1),
         Edit("b.weight", 1, torch.arange(8), 1),
     )
-    group = ScaleGroup("linear", "a", ("b",), "", 8, edits)
-    proved, (rejected,) = prove(model, lambda: model(data), {}, [group], {})
+    group = RescalingGroup("linear", "a", ("b",), "", 8, edits)
+    proved, (rejected,) = prove_groups(model, lambda: model(data), {}, [group], {})
     assert proved == []
     assert "changes nothing" in rejected.reason
 
@@ -103,8 +103,8 @@ def test_a_group_that_does_nothing_is_not_proved(net, data):
 def test_nothing_is_proved_of_outputs_that_are_not_finite(net, data):
     model = net(lambda m, x: m.b(m.a(x)) * torch.inf, a=nn.Linear(6, 8), b=nn.Linear(8, 6))
     seen = trace(model, lambda: model(data))
-    groups, _ = propose(seen, Aliases(seen))
-    proved, (rejected,) = prove(model, lambda: model(data), {}, groups, {})
+    groups, _ = propose_groups(seen, Aliases(seen))
+    proved, (rejected,) = prove_groups(model, lambda: model(data), {}, groups, {})
     assert proved == []
     assert "not finite" in rejected.reason
 
@@ -120,8 +120,8 @@ def test_what_cannot_run_again_is_not_proved(net, data):
 
     model = net(once, a=nn.Linear(6, 8), b=nn.Linear(8, 6))
     seen = trace(model, lambda: model(data))
-    groups, _ = propose(seen, Aliases(seen))
-    proved, (rejected,) = prove(model, lambda: model(data), {}, groups, {})
+    groups, _ = propose_groups(seen, Aliases(seen))
+    proved, (rejected,) = prove_groups(model, lambda: model(data), {}, groups, {})
     assert proved == []
     assert "RuntimeError: once only" in rejected.reason
 
@@ -134,7 +134,7 @@ def test_what_cannot_run_again_is_not_proved(net, data):
 def test_impossible_factors_are_refused(net, factors):
     model = net(lambda m, x: m.a(x), a=nn.Linear(2, 2))
     before = model.a.weight.clone()
-    group = ScaleGroup("linear", "a", (), "", 2, (Edit("a.weight", 0, torch.arange(2), -1),))
+    group = RescalingGroup("linear", "a", (), "", 2, (Edit("a.weight", 0, torch.arange(2), -1),))
     with pytest.raises(ValueError, match="takes 2 positive finite factors, got"):
         group.apply_(model, factors)
     assert torch.equal(model.a.weight, before)

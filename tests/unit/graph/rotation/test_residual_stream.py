@@ -10,8 +10,8 @@ from torch import nn
 from quark.torch.graph.aliases import Aliases
 from quark.torch.graph.discovery import discover
 from quark.torch.graph.rotation.proof import prove_stream
-from quark.torch.graph.rotation.residual_stream import ObstacleError, Seen, find_stream
-from quark.torch.graph.rotation.vectors import Follower
+from quark.torch.graph.rotation.residual_stream import Analysis, ObstacleError, find_stream
+from quark.torch.graph.rotation.vector_flow import VectorFlow
 from quark.torch.graph.trace import trace
 
 IDS = torch.arange(2, 26).view(2, 12)
@@ -85,11 +85,11 @@ ROTATE = {
 }
 REFUSE = {
     "norm behind": (lambda m, x: x + m.norm(m.down(m.up(x).relu())), "added to the output of"),
-    "norm of the sum": (lambda m, x: m.norm(mlp(m, x)), "is multiplied with something else"),
+    "norm of the sum": (lambda m, x: m.norm(mlp(m, x)), "is multiplied by another tensor"),
     "channels scaled": (lambda m, x: x * m.scale + m.down(m.up(x)), "added to the output of"),
-    "channels gated": (lambda m, x: x * m.gate(x).sigmoid(), "is multiplied with something else"),
+    "channels gated": (lambda m, x: x * m.gate(x).sigmoid(), "is multiplied by another tensor"),
     "nonlinearity": (lambda m, x: x + x.tanh(), "goes through tanh"),
-    "order of channels": (lambda m, x: x + x.flip(-1), "is added to something else"),
+    "order of channels": (lambda m, x: x + x.flip(-1), "is added to another tensor"),
     "part of the channels": (
         lambda m, x: mlp(m, x) + F.pad(x[..., :4], (0, 4)),
         "goes through constant_pad_nd",
@@ -103,7 +103,7 @@ REFUSE = {
         "goes through native_layer_norm",
     ),
     "largest channel": (lambda m, x: x + x.amax(-1, keepdim=True), "goes through amax"),
-    "input that is no stream": (lambda m, x: x + x.shape[-1], "is added to something else"),
+    "input that is no stream": (lambda m, x: x + x.shape[-1], "is added to another tensor"),
 }
 
 
@@ -139,7 +139,7 @@ def test_streams_that_do_not_rotate(case):
 def test_a_norm_of_embeddings_that_starts_the_stream():
     structure = discover(Decoder(mlp, start=lambda m, x: m.first(x)), IDS)
     assert structure.stream is None
-    assert "is multiplied with something else in blocks.0.norm" in structure.obstacle
+    assert "is multiplied by another tensor in blocks.0.norm" in structure.obstacle
 
 
 def test_a_branch_that_was_not_taken_may_read_the_stream():
@@ -164,7 +164,7 @@ def judge(build, unchanged):
         run = lambda: model(IDS)  # noqa: E731
         seen = trace(model, run)
         aliases = Aliases(seen)
-        stream, carried = find_stream(Seen(seen, aliases, Follower(seen, aliases), {}))
+        stream, carried = find_stream(Analysis(seen, aliases, VectorFlow(seen, aliases), {}))
         with unchanged(model):
             try:
                 prove_stream(model, run, seen.blocks, change(stream), carried)
@@ -203,17 +203,19 @@ def test_nothing_is_noticed_where_nothing_is_left_out(judge, kind, dtype):
     [
         ("llama", dropped("writers", "1.mlp.down_proj.weight"), "model.layers.1"),
         ("llama", dropped("readers", "0.self_attn.k_proj.weight"), "model.layers.0"),
-        ("llama", dropped("embeddings", "embed_tokens.weight"), "what surrounds"),
-        ("llama", dropped("readers", "lm_head.weight"), "what surrounds"),
-        ("tied", lambda stream: replace(stream, tied=False), "what surrounds"),
-        ("gemma", other_norms(offset=0.0), "what surrounds"),
+        ("llama", dropped("embeddings", "embed_tokens.weight"), "the part around"),
+        ("llama", dropped("readers", "lm_head.weight"), "the part around"),
+        ("tied", lambda stream: replace(stream, tied=False), "the part around"),
+        ("gemma", other_norms(offset=0.0), "the part around"),
         ("opt", dropped("biases", "0.fc2.bias"), "model.decoder.layers.0"),
-        ("opt", dropped("embeddings", "embed_positions.weight"), "what surrounds"),
-        ("opt", other_norms(bias=None), "what surrounds"),
-        ("opt", other_norms(kind="rms"), "what surrounds"),
+        ("opt", dropped("embeddings", "embed_positions.weight"), "the part around"),
+        ("opt", other_norms(bias=None), "the part around"),
+        ("opt", other_norms(kind="rms"), "the part around"),
         (
             "llama",
-            lambda s: replace(s, values=tuple(replace(v, columns=v.rows) for v in s.values)),
+            lambda s: replace(
+                s, value_heads=tuple(replace(v, columns=v.rows) for v in s.value_heads)
+            ),
             "model.layers.0",
         ),
     ],

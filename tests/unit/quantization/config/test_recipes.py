@@ -3,7 +3,7 @@
 import pytest
 
 from quark.torch import LLMTemplate
-from quark.torch.quantization.api import find_algorithms
+from quark.torch.quantization.algorithms import find_algorithms
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.config.recipes import RECIPES, recipe
 

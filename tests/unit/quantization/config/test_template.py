@@ -8,9 +8,9 @@ from torch import nn
 from quark.torch import LLMTemplate
 from quark.torch.quantization.config.algo import AWQConfig, GPTQConfig, SmoothQuantConfig
 from quark.torch.quantization.config.config import Config, QuantizationConfig
+from quark.torch.quantization.config.kv_cache import with_kv_cache
 from quark.torch.quantization.config.match import config_for
 from quark.torch.quantization.config.presets import kv_cache_scheme, scheme, scheme_names
-from quark.torch.quantization.config.template import with_kv_cache
 
 K0 = "model.layers.0.self_attn.k_proj"
 

@@ -5,59 +5,35 @@ import io
 import json
 import logging
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from quark.torch import ModelImporter, ModelQuantizer, save_params
+from quark.torch import ModelImporter, save_params
 from quark.torch.quantization.config.config import (
     Config,
-    FP8E4M3PerTensorSpec,
     GPTQConfig,
-    Int8PerTensorSpec,
-    QuantizationConfig,
-    QuantizationSpec,
     QuaRotConfig,
     RotationConfig,
     SmoothQuantConfig,
 )
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.nn.attention import key_routes
-from quark.torch.quantization.nn.experts import unfuse
+from quark.torch.quantization.nn.experts import split_experts
 from quark.torch.quantization.nn.quantizer import TensorQuantizer
-from tests.models.architectures import InDouble, small_config, tokens
+from tests import configurations
+from tests.models.architectures import InDouble, small_config
 from tests.models.architectures import build as build_small
+from tests.unit.quantization.nn.caches import FP8, GROUP, IDS, INT8, R3, TOKEN, config_of
 
-FP8 = FP8E4M3PerTensorSpec().to_quantization_spec()
-INT8 = Int8PerTensorSpec().to_quantization_spec()
-TOKEN = QuantizationSpec(dtype="int8", qscheme="per_channel", ch_axis=1, is_dynamic=True)
-GROUP = QuantizationSpec(
-    dtype="int4", qscheme="per_group", ch_axis=-1, group_size=16, is_dynamic=True
-)
 SPECS = {"fp8": FP8, "int8": INT8, "int8 per token": TOKEN, "int4 per head": GROUP}
-R3 = RotationConfig(r1=False, r3=True)
 ROTATIONS = {"as they are": None, "rotated": [R3]}
-IDS = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(4))
 
 
-def config_of(spec=FP8, algorithms=None, layer=None, patterns=("*k_proj", "*v_proj"), **rest):
-    """A configuration that quantizes keys after rotary embedding, values, and what is given."""
-    cached = QuantizationConfig(output_tensors=spec)
-    return Config(
-        layer or QuantizationConfig(),
-        kv_cache_quant_config=dict.fromkeys(patterns, cached),
-        kv_cache_post_rope=True,
-        algo_config=algorithms,
-        exclude=["lm_head"],
-        **rest,
-    )
-
-
-def quantized(model, config, data=(IDS,)):
-    return ModelQuantizer.freeze(ModelQuantizer(config).quantize_model(model, list(data)))
+quantized = partial(configurations.quantized, data=[IDS])
 
 
 @torch.no_grad()
@@ -236,7 +212,7 @@ ROTATED = {
 @pytest.mark.parametrize(("name", "changes", "projection"), ROTATED.values(), ids=ROTATED)
 def test_rotated_queries_and_keys_give_the_same(name, changes, projection):
     model = build_small(small_config(name, **changes))
-    unfuse(model)
+    split_experts(model)
     with InDouble():
         expected = logits_of(model)
     model = quantized(model, config_of(GROUP, [R3], patterns=(f"*{projection}",)))
@@ -377,59 +353,3 @@ def test_an_architecture_without_the_interface_takes_no_checkpoint(build, export
         del layer.self_attn.config
     with unchanged(model), pytest.raises(ValueError, match="not use the attention interface"):
         ModelImporter(path, "safetensors").import_model_info(model)
-
-
-# ---- models that are refused --------------------------------------------------------------------
-
-
-class Own(nn.Module):
-    """A model that is none of Transformers."""
-
-    def __init__(self):
-        super().__init__()
-        self.k_proj = nn.Linear(64, 64)
-
-    def forward(self, ids):
-        return self.k_proj(torch.nn.functional.one_hot(ids, 64).float())
-
-
-REFUSED = {
-    "own": (Own, "*k_proj", "does not use the attention interface"),
-    "bloom": ("bloom", "*query_key_value", "does not use the attention interface"),
-    "minimax": ("minimax", "*qkv_proj", "does not use the attention interface"),
-    "latent": ("deepseek_v3", "*kv_b_proj", "kv_b_proj is not what gives them"),
-    "values": ("llama", "*v_proj", "v_proj is not what gives them"),
-    "elsewhere": ("llama", "*o_proj", "o_proj is not what gives them"),
-    "not reached": ("gemma3", "*vision_tower*k_proj", "nothing reaches its k_proj"),
-}
-
-
-@pytest.mark.parametrize(("name", "pattern", "said"), REFUSED.values(), ids=REFUSED)
-def test_refused_before_any_work(name, pattern, said, unchanged):
-    model = name() if name is Own else build_small(small_config(name), torch.float32)
-    unfuse(model)
-    config = config_of(patterns=(pattern,), algorithms=[RotationConfig()])
-    with unchanged(model), pytest.raises(ValueError, match=said):
-        ModelQuantizer(config).quantize_model(model, [tokens()])
-    assert not key_routes(model)
-
-
-def test_keys_that_other_layers_read_too(unchanged):
-    model = build_small(small_config("gemma3n_text", num_kv_shared_layers=1), torch.float32)
-    with unchanged(model), pytest.raises(ValueError, match="other layers read them too"):
-        ModelQuantizer(config_of()).quantize_model(model, [tokens()])
-
-
-def test_a_failure_later_leaves_no_trace(build, unchanged):
-    model = build()
-    with torch.no_grad():
-        model.model.layers[1].self_attn.k_proj.weight[0, 0] = torch.nan
-    with unchanged(model), pytest.raises(ValueError, match=r"output of .*k_proj was NaN"):
-        ModelQuantizer(config_of(FP8, [R3])).quantize_model(model, [IDS])
-    assert not key_routes(model) and model.model.layers[0].self_attn.config is model.config
-
-
-def test_no_data_is_needed_for_ranges_of_each_token(build):
-    ModelQuantizer(config_of(TOKEN)).quantize_model(build())
-    with pytest.raises(ValueError, match="dataloader is empty"):
-        ModelQuantizer(config_of(TOKEN)).quantize_model(build(), [])

@@ -7,8 +7,13 @@ import torch
 from torch import nn
 
 from quark.torch import ModelQuantizer
-from quark.torch.quantization.nn.experts import LinearExperts, counterparts, fuse, unfuse
-from quark.torch.quantization.nn.layer import QuantMixin
+from quark.torch.quantization.nn.experts import (
+    LinearExperts,
+    corresponding_experts,
+    split_experts,
+    stack_experts,
+)
+from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 
 # Names of the linear layers of an expert, as checkpoints of the architecture have them.
 MODELS = {
@@ -72,12 +77,12 @@ class TestUnfuse:
     def test_function_is_kept(self, moe, logits, name):
         model = moe(name)
         before = logits(model)
-        assert unfuse(model)
+        assert split_experts(model)
         torch.testing.assert_close(logits(model), before, rtol=1e-5, atol=1e-5)
 
     def test_linear_layers_have_the_saved_names(self, moe, name):
         model = moe(name)
-        unfuse(model)
+        split_experts(model)
         for module in experts_of(model).values():
             expert = module.get_submodule("3")
             assert {n for n, m in expert.named_children() if type(m) is nn.Linear} == MODELS[name][
@@ -87,19 +92,19 @@ class TestUnfuse:
     def test_weights_take_no_memory_of_their_own(self, moe, name):
         model = moe(name)
         before = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        unfuse(model)
+        split_experts(model)
         assert {p.untyped_storage().data_ptr() for p in model.parameters()} == before
 
     def test_fuse_is_the_way_back(self, moe, unchanged, name):
         model = moe(name)
         with unchanged(model):
-            fuse(unfuse(model))
+            stack_experts(split_experts(model))
 
     def test_gradients_arrive(self, moe, batches, name):
         model = moe(name)
-        unfuse(model)
+        split_experts(model)
         model(batches[0]).logits.square().sum().backward()
-        for group in counterparts(model):
+        for group in corresponding_experts(model):
             assert any(model.get_submodule(n).weight.grad is not None for n in group)
 
 
@@ -109,7 +114,7 @@ class TestForward:
         module = model.model.layers[0].mlp.experts
         x, weights = torch.randn(3, 64), torch.ones(3, 2)
         index = torch.tensor([[0, 4], [1, 0], [4, 4]])  # 4 is one too many
-        unfuse(model)
+        split_experts(model)
         y = module(x, index, weights)
         first = module(x[:1], torch.tensor([[0]]), torch.ones(1, 1))
         torch.testing.assert_close(y[:1], first)
@@ -117,7 +122,7 @@ class TestForward:
 
     def test_no_tokens(self, moe):
         model = moe()
-        unfuse(model)
+        split_experts(model)
         module = model.model.layers[0].mlp.experts
         empty = torch.zeros(0, 2)
         assert module(torch.zeros(0, 64), empty.long(), empty).shape == (0, 64)
@@ -166,14 +171,14 @@ class TestQuantize:
         config = config_of("fp8", sync_moe_expert_input_amax=True)
         model = ModelQuantizer(config).quantize_model(moe(), batches)
         apart = ModelQuantizer(config_of("fp8")).quantize_model(moe(), batches)
-        for group in counterparts(model):
+        for group in corresponding_experts(model):
             shared = {model.get_submodule(n).input_quantizer.scale.item() for n in group}
             own = {apart.get_submodule(n).input_quantizer.scale.item() for n in group}
             assert shared == {max(own)} and len(own) > 1
 
-    @pytest.mark.parametrize(("name", "settled"), [("fp8", "scale"), ("nvfp4", "scale_2")])
+    @pytest.mark.parametrize(("name", "scale"), [("fp8", "scale"), ("nvfp4", "scale_2")])
     def test_an_expert_without_tokens_takes_the_widest_range(
-        self, moe, config_of, batches, caplog, logits, name, settled
+        self, moe, config_of, batches, caplog, logits, name, scale
     ):
         model = moe(num_experts_per_tok=1)
         gate = model.model.layers[0].mlp.gate.weight.data
@@ -187,7 +192,7 @@ class TestQuantize:
         layer = model.model.layers[0].mlp.experts
         for part in ("w1", "w2", "w3"):
             inputs = [layer.get_submodule(f"{e}.{part}").input_quantizer for e in range(4)]
-            scales = [getattr(quantizer, settled) for quantizer in inputs]
+            scales = [getattr(quantizer, scale) for quantizer in inputs]
             assert scales[2] == scales[3] == max(scales[0], scales[1])
         assert "of experts" in caplog.text
         assert logits(model).isfinite().all()
@@ -201,8 +206,10 @@ class TestQuantize:
     @pytest.mark.parametrize("name", MODELS)
     def test_every_expert_is_frozen(self, moe, quantize, logits, name):
         model = quantize(moe(name), "int8")
-        quantized = [n for n, m in model.named_modules() if isinstance(m, QuantMixin) and m.frozen]
-        expected = {n for group in counterparts(model) for n in group}
+        quantized = [
+            n for n, m in model.named_modules() if isinstance(m, FakeQuantizedLayer) and m.frozen
+        ]
+        expected = {n for group in corresponding_experts(model) for n in group}
         assert expected and expected <= set(quantized)
         assert logits(model).isfinite().all()
 
@@ -214,7 +221,7 @@ class TestStacked:
         for parameter in model.parameters():
             if parameter.dim() == 3:
                 parameter.data.zero_()
-        unfuse(model)
+        split_experts(model)
         for module in experts_of(model).values():
             module.expect_stacked()
         assert stacks.keys() <= model.state_dict().keys()
@@ -226,7 +233,7 @@ class TestStacked:
 
     def test_mixed_formats_cannot_be_stacked(self, moe):
         model = moe()
-        unfuse(model)
+        split_experts(model)
         module = model.model.layers[0].mlp.experts
         module.get_submodule("1.w3").to(torch.float16)
         with pytest.raises(ValueError, match="different formats"):

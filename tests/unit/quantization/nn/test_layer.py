@@ -11,7 +11,8 @@ from transformers.pytorch_utils import Conv1D
 from quark.torch.numerics.hadamard import hadamard, random_hadamard
 from quark.torch.numerics.qdq import dequantize
 from quark.torch.quantization.config.config import QuantizationConfig, QuantizationSpec
-from quark.torch.quantization.nn.layer import QuantMixin, become
+from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
+from quark.torch.quantization.nn.layer import change_class
 from quark.torch.quantization.nn.operators import QuantLinear, operator
 
 INT8 = QuantizationSpec(dtype="int8", qscheme="per_tensor")
@@ -32,17 +33,17 @@ WEIGHTS = {
 }
 
 
-def quantized(linear=None, settle=True, **specs):
+def quantized(linear=None, computes_scales=True, **specs):
     layer = QuantLinear.from_float(linear or nn.Linear(16, 6), QuantizationConfig(**specs))
-    for name, quantizer in layer.parameter_quantizers().items() if settle else ():
+    for name, quantizer in layer.parameter_quantizers().items() if computes_scales else ():
         quantizer.observer(getattr(layer, name))
-        quantizer.settle()
+        quantizer.compute_scales()
     return layer
 
 
 def freeze(layer):
     for name, quantizer in layer.parameter_quantizers().items():
-        quantizer.bake_(getattr(layer, name).data)
+        quantizer.freeze_(getattr(layer, name).data)
     layer.frozen = True
     return layer
 
@@ -96,7 +97,7 @@ def test_all_four_tensors():
 def test_a_bias_that_is_not_there_is_not_quantized():
     layer = quantized(nn.Linear(16, 6, bias=False), weight=INT8, bias=INT8)
     assert list(layer.quantizers()) == ["weight"]
-    assert layer.state("bias") is None and layer.value("bias") is None
+    assert layer.quantized_tensor("bias") is None and layer.value("bias") is None
 
 
 def test_dynamic_parameters_are_static():
@@ -161,7 +162,7 @@ def test_a_module_placed_by_accelerate():
 def test_become_changes_the_class_alone():
     linear = nn.Linear(16, 6)
     attributes = dict(vars(linear))
-    become(linear, QuantLinear)
+    change_class(linear, QuantLinear)
     assert type(linear) is QuantLinear and vars(linear) == attributes
 
 
@@ -176,11 +177,11 @@ def test_codes_give_the_values(name, kind, frozen):
     torch.manual_seed(3)
     layer = quantized(nn.Linear(16, 64).to(kind), weight=WEIGHTS[name], bias=FP8)
     before = {tensor: layer.value(tensor).clone() for tensor in ("weight", "bias")}
-    codes = {tensor: layer.state(tensor).codes for tensor in ("weight", "bias")}
+    codes = {tensor: layer.quantized_tensor(tensor).codes for tensor in ("weight", "bias")}
     if frozen:
         freeze(layer)
     for tensor, value in before.items():
-        state = layer.state(tensor)
+        state = layer.quantized_tensor(tensor)
         assert state.spec == layer.quantizers()[tensor].spec
         assert state.codes.dtype == state.scheme.fmt.code_dtype
         assert torch.equal(state.codes.float(), codes[tensor].float())
@@ -204,17 +205,20 @@ def test_freezing_changes_no_output():
 def test_states_of_activations_have_no_codes():
     layer = quantized(weight=INT8, input_tensors=FP8, output_tensors=TOKEN)
     layer.input_quantizer.observer(torch.ones(1))
-    layer.input_quantizer.settle()
-    given, output = layer.state("input_tensors"), layer.state("output_tensors")
+    layer.input_quantizer.compute_scales()
+    given, output = (
+        layer.quantized_tensor("input_tensors"),
+        layer.quantized_tensor("output_tensors"),
+    )
     assert given.codes is None and given.scale.item() == pytest.approx(1 / 448)
     assert given.zero_point is None
     assert output.codes is None and output.scale is None
-    assert layer.state("bias") is None
+    assert layer.quantized_tensor("bias") is None
 
 
 def test_the_mixin_has_no_product_of_its_own():
-    class Bare(QuantMixin, nn.Linear):
-        pass
+    class Bare(FakeQuantizedLayer, nn.Linear):
+        float_class = nn.Linear
 
     layer = Bare.from_float(nn.Linear(16, 6), QuantizationConfig())
     with pytest.raises(NotImplementedError):
@@ -250,11 +254,11 @@ def test_the_input_is_rotated_before_it_is_quantized():
     layer = quantized(input_tensors=INT8)
     layer.rotate_input(hadamard(16))
     quantizer = layer.input_quantizer
-    quantizer.observing = True
+    quantizer.is_observing = True
     x = torch.zeros(1, 16)
     x[0, 3] = 8.0
     layer(x)
-    quantizer.settle()
+    quantizer.compute_scales()
     assert quantizer.scale.item() == pytest.approx(2 / 127.5), (
         "an outlier of 8 is spread to 16 of 2"
     )

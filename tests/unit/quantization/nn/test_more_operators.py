@@ -15,8 +15,9 @@ from quark.torch.export import ExporterConfig, JsonExporterConfig
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.config.spec_classes import BFP16Spec, MX6Spec, OCP_MXFP4Spec
-from quark.torch.quantization.nn.layer import QuantMixin
-from quark.torch.quantization.nn.packed import PackedMixin
+from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
+from quark.torch.quantization.nn.packed import PackedLayer
+from tests.configurations import spec
 
 GROUP, RAGGED = 4, 10
 EPS = 2.0**-23  # scale of zeros, such as the padding row of an embedding
@@ -78,10 +79,6 @@ OPERATORS = {
 }
 LOOKUPS = [name for name in OPERATORS if name.startswith("Embedding")]
 each_operator = pytest.mark.parametrize("name", OPERATORS)
-
-
-def spec(dtype, qscheme, **rest):
-    return QuantizationSpec(dtype, qscheme=qscheme, is_dynamic=False, **rest)
 
 
 INT8 = spec("int8", "per_tensor", symmetric=True)
@@ -234,7 +231,7 @@ class TestWhatIsQuantized:
 
     @staticmethod
     def names(net):
-        return {name for name, module in net.items() if isinstance(module, QuantMixin)}
+        return {name for name, module in net.items() if isinstance(module, FakeQuantizedLayer)}
 
     def quantize(self, net, **rest):
         layer = QuantizationConfig(weight=INT8)
@@ -330,7 +327,7 @@ class TestCheckpoints:
             with torch.device(device):
                 fresh = Net(OPERATORS[name][0]())
             loaded = ModelImporter(path, "safetensors").import_model_info(fresh)
-            assert isinstance(loaded.op, PackedMixin)
+            assert isinstance(loaded.op, PackedLayer)
             assert type(loaded.op).__name__ == f"QParams{type(op).__name__}"
             assert torch.equal(loaded.op.value("weight"), net.op.weight)
             assert torch.equal(loaded(*x), expected)

@@ -10,14 +10,14 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from quark.torch.quantization.config.config import QuantizationConfig, QuantizationSpec
-from quark.torch.quantization.nn.layer import QuantMixin
+from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from quark.torch.quantization.nn.operators import (
     QuantLinear,
     is_operator,
     operator,
     operator_names,
 )
-from quark.torch.quantization.nn.packed import PackedMixin
+from quark.torch.quantization.nn.packed import PackedLayer
 
 TENSORS = ["weight", "bias", "input_tensors", "output_tensors"]
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -97,7 +97,7 @@ def layer_of(linear, seen, specs):
     for name, quantizer in layer.quantizers().items():
         if quantizer.needs_data:
             quantizer.observer(seen[name])
-            quantizer.settle()
+            quantizer.compute_scales()
     return layer
 
 
@@ -268,11 +268,11 @@ def test_state_names():
 def test_operators_extend_what_they_replace(kind):
     assert is_operator(kind)
     made = operator(kind)
-    assert issubclass(made.quantized, QuantMixin) and issubclass(made.quantized, kind)
-    assert issubclass(made.packed, PackedMixin) and issubclass(made.packed, kind)
+    assert issubclass(made.quantized, FakeQuantizedLayer) and issubclass(made.quantized, kind)
+    assert issubclass(made.packed, PackedLayer) and issubclass(made.packed, kind)
     assert made.quantized.__name__ == f"Quant{kind.__name__}"
     assert made.packed.__name__ == f"QParams{kind.__name__}"
-    assert made.quantized.forward is QuantMixin.forward
+    assert made.quantized.forward is FakeQuantizedLayer.forward
 
 
 def test_there_are_no_other_operators():

@@ -13,7 +13,7 @@ from quark.torch.quantization.config.config import QuantizationConfig, Quantizat
 from quark.torch.quantization.nn.layer import PARAMETERS
 from quark.torch.quantization.nn.operators import QParamsLinear, QuantLinear
 from quark.torch.quantization.nn.packed import SHORT_NAMES
-from quark.torch.quantization.nn.quantizer import State
+from quark.torch.quantization.nn.quantizer import QuantizedTensor
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -75,7 +75,7 @@ class CodesLayout:
         return {part: tensor for part, tensor in parts.items() if tensor is not None}
 
     def unpack(self, spec, shape, stored):
-        return State(spec, stored.get(""), stored.get("scale"), stored.get("zero_point"))
+        return QuantizedTensor(spec, stored.get(""), stored.get("scale"), stored.get("zero_point"))
 
     def value(self, spec, shape, stored, dtype):
         state = self.unpack(spec, shape, stored)
@@ -100,9 +100,9 @@ def frozen(linear, specs):
     for name, quantizer in layer.quantizers().items():
         if quantizer.needs_data:
             quantizer.observer(seen.get(name, getattr(layer, name, None)))
-            quantizer.settle()
+            quantizer.compute_scales()
     for name, quantizer in layer.parameter_quantizers().items():
-        quantizer.bake_(getattr(layer, name).data)
+        quantizer.freeze_(getattr(layer, name).data)
     layer.frozen = True
     return layer
 
@@ -112,7 +112,7 @@ def packed(linear, layer, layout, device="cpu"):
     target = QParamsLinear.from_module(copy.deepcopy(linear).to(device), layer.quant_config, layout)
     stored = dict(layer.named_parameters(recurse=False))
     for name, short in SHORT_NAMES.items():
-        state = layer.state(name)
+        state = layer.quantized_tensor(name)
         if state is None:
             continue
         for part, tensor in layout.pack(state, getattr(layer, name, None)).items():
@@ -134,7 +134,7 @@ def test_each_kind_of_weight(layout, name, kind):
     assert torch.equal(target(x), layer(x))
     assert target.value("weight").dtype == kind
     assert torch.equal(target.value("weight"), layer.weight)
-    ours, theirs = target.state("weight"), layer.state("weight")
+    ours, theirs = target.quantized_tensor("weight"), layer.quantized_tensor("weight")
     assert ours.spec == theirs.spec
     assert torch.equal(ours.codes.float(), theirs.codes.float())
     for a, b in zip(ours[2:], theirs[2:], strict=True):
@@ -153,7 +153,7 @@ def test_each_kind_of_activation(layout, others, kind):
         assert torch.equal(target(x), layer(x))
     assert torch.equal(target.value("bias"), layer.bias)
     for name in SHORT_NAMES:
-        ours, theirs = target.state(name), layer.state(name)
+        ours, theirs = target.quantized_tensor(name), layer.quantized_tensor(name)
         assert (ours is None) == (theirs is None)
         if ours is not None:
             assert ours.spec == theirs.spec
@@ -169,7 +169,7 @@ def test_a_weight_that_is_not_quantized(layout):
     x = torch.randn(4, 32)
     assert torch.equal(target(x), layer(x))
     assert torch.equal(target.value("weight"), linear.weight)
-    assert target.state("weight") is None and target.weight_quantizer is None
+    assert target.quantized_tensor("weight") is None and target.weight_quantizer is None
 
 
 def test_no_bias():
@@ -177,7 +177,7 @@ def test_no_bias():
     layer = frozen(linear, {"weight": INT8, "bias": INT8})
     target = packed(linear, layer, LAYOUTS["reorder"])
     assert target.bias is None and target.bias_quantizer is None
-    assert target.value("bias") is None and target.state("bias") is None
+    assert target.value("bias") is None and target.quantized_tensor("bias") is None
     x = torch.randn(4, 32)
     assert torch.equal(target(x), layer(x))
 

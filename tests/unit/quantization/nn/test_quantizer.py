@@ -1,4 +1,4 @@
-"""The states of a quantizer: fresh, observing, settled, dynamic, disabled."""
+"""The states of a quantizer: fresh, observing, calibrated, dynamic, disabled."""
 
 import copy
 import math
@@ -9,7 +9,7 @@ import torch
 from quark.torch.numerics.qdq import dynamic_qparams, fake_quantize
 from quark.torch.numerics.scales import block_range, qparams_from_range
 from quark.torch.quantization.config.spec import QuantizationSpec
-from quark.torch.quantization.nn.quantizer import State, TensorQuantizer
+from quark.torch.quantization.nn.quantizer import QuantizedTensor, TensorQuantizer
 from quark.torch.quantization.observer.observer import PerGroupMinMaxObserver, PlaceholderObserver
 
 GROUP = {"qscheme": "per_group", "ch_axis": -1, "group_size": 16}
@@ -29,7 +29,7 @@ def make(name="int8 per tensor", **options):
 
 
 def observe(quantizer, *batches):
-    quantizer.observing = True
+    quantizer.is_observing = True
     for x in batches:
         assert quantizer(x) is x
     return quantizer
@@ -53,22 +53,22 @@ def test_static_without_a_scale(name):
 def test_observe_settle_quantize(name, kind):
     quantizer = make(name)
     batches = [torch.randn(4, 32).to(kind), 3 * torch.randn(4, 32).to(kind)]
-    observe(quantizer, *batches).settle()
-    assert not quantizer.observing
+    observe(quantizer, *batches).compute_scales()
+    assert not quantizer.is_observing
     scheme = quantizer.scheme
     (lo_a, hi_a), (lo_b, hi_b) = (block_range(x, scheme) for x in batches)
     scale, zero_point = qparams_from_range(lo_a.minimum(lo_b), hi_a.maximum(hi_b), scheme)
-    settled = quantizer.scale, quantizer.zero_point
+    scales = quantizer.scale, quantizer.zero_point
     assert same(quantizer.scale, scale)
     assert quantizer.zero_point is zero_point or same(quantizer.zero_point, zero_point)
     x = torch.randn(4, 32).to(kind)
-    assert same(quantizer(x), fake_quantize(x, *settled, scheme))
-    assert quantizer.scale is settled[0], "quantizing moved the scale"
+    assert same(quantizer(x), fake_quantize(x, *scales, scheme))
+    assert quantizer.scale is scales[0], "quantizing moved the scale"
 
 
 def test_settled_numbers():
     quantizer = make("uint8 asymmetric")
-    observe(quantizer, torch.tensor([-1.0, 0.0]), torch.tensor([0.5, 4.1])).settle()
+    observe(quantizer, torch.tensor([-1.0, 0.0]), torch.tensor([0.5, 4.1])).compute_scales()
     assert quantizer.scale.item() == pytest.approx(5.1 / 255)
     assert quantizer.zero_point.item() == 50
     assert quantizer(torch.tensor([0.0, 0.011, -7.0, 7.0])).tolist() == pytest.approx(
@@ -79,13 +79,13 @@ def test_settled_numbers():
 @each_spec
 def test_settling_without_data(name):
     with pytest.raises(RuntimeError, match="No data was observed"):
-        make(name).settle()
+        make(name).compute_scales()
 
 
 def test_settling_on_nan():
     quantizer = observe(make(), torch.tensor([1.0, math.nan]))
     with pytest.raises(FloatingPointError, match="NaN or infinite"):
-        quantizer.settle()
+        quantizer.compute_scales()
     assert quantizer.scale is None
 
 
@@ -97,7 +97,7 @@ def test_dynamic_takes_the_scale_of_each_tensor(name):
         x = torch.randn(4, 32) * magnitude
         scale, zero_point = dynamic_qparams(x, quantizer.scheme)
         assert same(quantizer(x), fake_quantize(x, scale, zero_point, quantizer.scheme))
-    quantizer.settle()
+    quantizer.compute_scales()
     assert quantizer.scale is None and not quantizer.state_dict()
 
 
@@ -108,7 +108,7 @@ def test_casts_need_no_scale(dtype, is_dynamic):
     assert not quantizer.needs_data and not quantizer.is_dynamic
     x = torch.randn(64)
     assert same(quantizer(x), x.to(getattr(torch, dtype)).float())
-    quantizer.settle()
+    quantizer.compute_scales()
     assert same(quantizer(x), x.to(getattr(torch, dtype)).float())
     assert isinstance(quantizer.observer, PlaceholderObserver)
 
@@ -118,7 +118,7 @@ def test_disabled_passes_everything():
     quantizer.enabled = False
     x = torch.randn(4)
     assert quantizer(x) is x
-    quantizer.observing = True
+    quantizer.is_observing = True
     assert quantizer(x) is x and quantizer.observer.is_empty
 
 
@@ -126,7 +126,7 @@ def test_disabled_passes_everything():
 @pytest.mark.parametrize("observing", [True, False])
 def test_empty_tensors_pass(is_dynamic, observing):
     quantizer = make(is_dynamic=is_dynamic)
-    quantizer.observing = observing
+    quantizer.is_observing = observing
     x = torch.empty(0, 8)
     assert quantizer(x) is x
 
@@ -136,9 +136,9 @@ def test_empty_tensors_pass(is_dynamic, observing):
 def test_bake_is_forward_in_place(name, kind):
     x = torch.randn(4, 32).to(kind)
     quantizer = observe(make(name), x)
-    quantizer.settle()
+    quantizer.compute_scales()
     expected, start = quantizer(x), x.data_ptr()
-    assert quantizer.bake_(x) is x and x.data_ptr() == start
+    assert quantizer.freeze_(x) is x and x.data_ptr() == start
     assert same(x, expected)
 
 
@@ -146,14 +146,14 @@ def test_bake_is_forward_in_place(name, kind):
 def test_state_is_scale_and_zero_point(name):
     quantizer = make(name)
     assert not quantizer.state_dict() and not list(quantizer.parameters())
-    observe(quantizer, torch.randn(4, 32)).settle()
+    observe(quantizer, torch.randn(4, 32)).compute_scales()
     kept = {"scale"} if "fp8" in name else {"scale", "zero_point"}
     assert set(quantizer.state_dict()) == kept
 
 
 def test_a_copy_is_independent():
     quantizer = make()
-    observe(quantizer, torch.ones(4)).settle()
+    observe(quantizer, torch.ones(4)).compute_scales()
     other = copy.deepcopy(quantizer)
     other.scale.fill_(9.0)
     observe(other, torch.full((4,), 5.0))
@@ -184,4 +184,4 @@ def test_repr_of_a_cast():
 
 def test_state_knows_its_scheme():
     spec = QuantizationSpec(**SPECS["uint4 per group"])
-    assert State(spec, None, None, None).scheme == spec.scheme
+    assert QuantizedTensor(spec, None, None, None).scheme == spec.scheme

@@ -49,10 +49,10 @@ DOCUMENTED = [
 
 
 class TestNames:
-    def test_all_are_known(self):
-        assert sorted(OBSERVERS) == DOCUMENTED
+    def test_documented_observers_are_known(self):
+        assert set(DOCUMENTED) <= set(OBSERVERS)
 
-    @pytest.mark.parametrize("name", DOCUMENTED)
+    @pytest.mark.parametrize("name", OBSERVERS)
     def test_each_resolves(self, name):
         cls = observer_class(name)
         assert issubclass(cls, ObserverBase)

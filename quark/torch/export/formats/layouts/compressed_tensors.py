@@ -1,4 +1,13 @@
-"""How compressed-tensors lays tensors out: scales of full rank, integers in dense words."""
+"""The layout of compressed-tensors: integer codes in dense words, scales of full rank.
+
+``weight_packed`` is packed along the inputs, ``weight_zero_point`` along the output channels: each
+column of the grid of zero points is a row of codes, packed and then transposed back. Example of a
+4-bit weight of 4096 outputs and 1024 inputs in groups of 128::
+
+    weight_packed      int32 [4096, 128]   word [n, i] holds the inputs 8i … 8i + 7 of output n
+    weight_scale             [4096, 8]
+    weight_zero_point  int32 [512, 8]      word [j, g] holds the outputs 8j … 8j + 7 of group g
+"""
 
 from __future__ import annotations
 
@@ -6,38 +15,41 @@ from math import prod
 
 import torch
 
+from quark.torch.export.formats.layouts.dense_words import pack_words, to_unsigned, unpack_words
 from quark.torch.export.formats.layouts.packed import PackedLayout
-from quark.torch.export.formats.third_party import from_words, to_words, unsigned
 from quark.torch.numerics.scale_codec import stored_dtype
 from quark.torch.quantization.config.spec import QuantizationSpec
-from quark.torch.quantization.nn.packed import Declared, Stored
-from quark.torch.quantization.nn.quantizer import State
+from quark.torch.quantization.nn.packed import DeclaredParts, StoredParts
+from quark.torch.quantization.nn.quantizer import QuantizedTensor
 
 
-class CompressedLayout(PackedLayout):
-    """Integer weights as rows of bits in 32-bit words, all else as it is.
+class CompressedTensorsLayout(PackedLayout):
+    """Integer weights in dense 32-bit words, other tensors as in ``PackedLayout``.
 
-    Scales are [1] per tensor, [N, 1] per channel, else the grid of the blocks. Symmetric schemes
-    store no zero points.
+    Scales are [1] per tensor, [N, 1] per channel, and the grid of blocks otherwise. Symmetric
+    schemes store no zero points.
 
     Args:
-        packs_bytes: Whether 8-bit integer weights are packed as well.
+        packs_int8: Whether 8-bit integer weights are packed in words too (pack-quantized), or are
+            stored as int8 (int-quantized).
     """
 
-    def __init__(self, packs_bytes: bool) -> None:
+    def __init__(self, packs_int8: bool) -> None:
         super().__init__("order")
-        self.packs_bytes = packs_bytes
+        self.packs_int8 = packs_int8
 
-    def packs(self, spec: QuantizationSpec) -> bool:
+    def uses_words(self, spec: QuantizationSpec) -> bool:
         """Whether a weight of this specification is packed in 32-bit words."""
-        return spec.scheme.has_zero_point and (self.packs_bytes or spec.fmt.bits != 8)
+        return spec.scheme.has_zero_point and (self.packs_int8 or spec.fmt.bits != 8)
 
-    def declare(self, spec: QuantizationSpec, shape: tuple[int, ...], is_stored: bool) -> Declared:
+    def declare(
+        self, spec: QuantizationSpec, shape: tuple[int, ...], is_stored: bool
+    ) -> DeclaredParts:
         """Return shape and type of each tensor stored for a tensor of shape ``shape``."""
-        if is_stored and self.packs(spec):
+        if is_stored and self.uses_words(spec):
             (outputs, inputs), bits = shape, spec.fmt.bits
             groups = prod(spec.scheme.scale_shape(shape)) // outputs
-            stored: Declared = {
+            stored: DeclaredParts = {
                 "": ((outputs, -(-inputs * bits // 32)), torch.int32),
                 "scale": ((outputs, groups), stored_dtype(spec.scheme)),
             }
@@ -47,53 +59,58 @@ class CompressedLayout(PackedLayout):
         stored = super().declare(spec, shape, is_stored)
         if spec.scheme.symmetric:
             stored.pop("zero_point", None)
-        return {part: (_full(at) if part else at, kind) for part, (at, kind) in stored.items()}
+        return {
+            part: (_full_rank(shape) if part else shape, dtype)
+            for part, (shape, dtype) in stored.items()
+        }
 
-    def pack(self, state: State, value: torch.Tensor | None) -> Stored:
-        """Return the tensors that ``declare`` describes; ``value`` is not used."""
-        if state.codes is not None and self.packs(state.spec):
-            bits, state = state.scheme.fmt.bits, unsigned(state)
+    def pack(self, state: QuantizedTensor, value: torch.Tensor | None) -> StoredParts:
+        """Return the stored tensors that ``declare`` describes; ``value`` is not used."""
+        if state.codes is not None and self.uses_words(state.spec):
+            bits, state = state.scheme.fmt.bits, to_unsigned(state)
             assert state.codes is not None and state.scale is not None
             assert state.zero_point is not None
             outputs = len(state.codes)
-            zeros = to_words(state.zero_point.reshape(outputs, -1).T.contiguous(), bits)
+            zeros = pack_words(state.zero_point.reshape(outputs, -1).T.contiguous(), bits)
             stored = {
-                "": to_words(state.codes, bits).contiguous(),
+                "": pack_words(state.codes, bits).contiguous(),
                 "scale": state.scale.reshape(outputs, -1),
                 "zero_point": zeros.T.contiguous(),
             }
         else:
             stored = super().pack(state, value)
-            stored = {p: t.reshape(_full(t.shape)) if p else t for p, t in stored.items()}
+            stored = {p: t.reshape(_full_rank(t.shape)) if p else t for p, t in stored.items()}
         if state.scheme.symmetric:
             stored.pop("zero_point", None)
         return stored
 
-    def unpack(self, spec: QuantizationSpec, shape: tuple[int, ...], stored: Stored) -> State:
+    def unpack(
+        self, spec: QuantizationSpec, shape: tuple[int, ...], stored: StoredParts
+    ) -> QuantizedTensor:
         """Return codes of shape ``shape``, scales and zero points: the inverse of ``pack``."""
         grid = spec.scheme.scale_shape(shape) if shape else ()
         scale = stored.get("scale")
         zeros = stored.get("zero_point")
-        if "" in stored and self.packs(spec):
+        if "" in stored and self.uses_words(spec):
             assert scale is not None
             bits = spec.fmt.bits
-            codes = from_words(stored[""], bits, shape[1])
+            codes = unpack_words(stored[""], bits, shape[1])
             if zeros is None:
                 zeros = torch.full_like(scale, 1 << (bits - 1), dtype=torch.int32)
             else:
-                zeros = from_words(zeros.T, bits, shape[0]).T
-            return State(spec, codes, scale.reshape(grid), zeros.reshape(grid))
-        natural = dict(stored)
+                zeros = unpack_words(zeros.T, bits, shape[0]).T
+            return QuantizedTensor(spec, codes, scale.reshape(grid), zeros.reshape(grid))
+        parts = dict(stored)  # in the shapes of PackedLayout
         if scale is not None:
-            natural["scale"] = scale.reshape(grid)
+            parts["scale"] = scale.reshape(grid)
             if spec.scheme.has_zero_point:
                 zeros = torch.zeros_like(scale, dtype=torch.int8) if zeros is None else zeros
-                natural["zero_point"] = zeros.reshape(grid)
-        if "scale_2" in natural:
-            natural["scale_2"] = natural["scale_2"].reshape(())
-        return super().unpack(spec, shape, natural)
+                parts["zero_point"] = zeros.reshape(grid)
+        if "scale_2" in parts:
+            parts["scale_2"] = parts["scale_2"].reshape(())
+        return super().unpack(spec, shape, parts)
 
 
-def _full(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of scales with as many axes as compressed-tensors gives them."""
+def _full_rank(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the stored shape of scales: [] becomes [1], and [N] becomes [N, 1]."""
     return {0: (1,), 1: (*shape, 1)}.get(len(shape), tuple(shape))

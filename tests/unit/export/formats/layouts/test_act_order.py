@@ -8,9 +8,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from quark.torch import ModelExporter, ModelImporter, export_gguf, export_onnx, save_params
-from quark.torch.export.checkpoint_contents import contents
 from quark.torch.export.conversion import convert
-from quark.torch.export.recognition import open_checkpoint
+from quark.torch.export.recognition import open_checkpoint, read_contents
 
 GROUP = 32
 FIRST, SECOND = "gptq", "gptq_v2"
@@ -59,10 +58,10 @@ def write(build, tmp_path):
     """Write a checkpoint of random codes, and return it with the float model of their values."""
 
     def write(bits=4, symmetric=True, stored_as=FIRST, kind="llama", **changes):
-        from quark.torch.quantization.nn.experts import unfuse
+        from quark.torch.quantization.nn.experts import split_experts
 
         model, path = build(kind, **changes), tmp_path / "act-order"
-        unfuse(model)
+        split_experts(model)
         tensors = {n: t.clone() for n, t in model.state_dict().items()}
         layers = {
             n: m
@@ -122,7 +121,7 @@ class TestRead:
 
     def test_codes_in_full_are_in_the_order_of_groups(self, write):
         model, path = write()
-        state = open_checkpoint(path).fill().get_submodule(LAYER).state("weight")
+        state = open_checkpoint(path).fill().get_submodule(LAYER).quantized_tensor("weight")
         groups = stored_of(path)[f"{LAYER}.g_idx"].long()
         assert groups[state.order].equal(torch.arange(len(groups)) // GROUP)
         codes = state.codes.reshape(64, -1, GROUP).int()
@@ -158,11 +157,10 @@ class TestRead:
         assert logits(open_checkpoint(path).fill()).equal(logits(model))
 
     def test_contents(self, write):
-        loading = open_checkpoint(write()[1])
-        found = {p.name: p for p in contents(loading.reader.entries, loading.fmt) if p.is_layer}
-        assert len(found) == 14 and found[LAYER].elements == 64 * 96
+        layers = {layer.name: layer for layer in read_contents(write()[1]).summary.layers}
+        assert len(layers) == 14 and layers[LAYER].weights == 64 * 96
         # codes, a zero point and a scale of each group, and the group of each input
-        assert found[LAYER].bytes == 64 * 96 // 2 + 3 * 64 // 2 + 3 * 64 * 4 + 96 * 4
+        assert layers[LAYER].bits == 8 * (64 * 96 // 2 + 3 * 64 // 2 + 3 * 64 * 4 + 96 * 4)
 
 
 class TestWrite:

@@ -6,20 +6,11 @@ import torch
 from quark.torch.export.formats.layouts.packed import PackedLayout, ValueLayout
 from quark.torch.numerics.qdq import dequantize, dynamic_qparams, quantize
 from quark.torch.quantization.config.spec import QuantizationSpec
-from quark.torch.quantization.nn.quantizer import State
+from quark.torch.quantization.nn.quantizer import QuantizedTensor
+from tests.configurations import spec
 
 I8, U8, I32 = torch.int8, torch.uint8, torch.int32
 F32, BF16, E4M3 = torch.float32, torch.bfloat16, torch.float8_e4m3fn
-
-
-def spec(dtype, qscheme, symmetric=True, **rest):
-    if dtype in ("bfloat16", "float16"):
-        return QuantizationSpec(dtype)
-    if qscheme == "per_channel":
-        rest.setdefault("ch_axis", 0)
-    if qscheme == "per_group":
-        rest = {"ch_axis": -1, "group_size": 32, **rest}
-    return QuantizationSpec(dtype, qscheme=qscheme, symmetric=symmetric, is_dynamic=False, **rest)
 
 
 # Specification and shape of a weight (out, in) -> what is stored: (shape, type) of each part.
@@ -139,7 +130,7 @@ CASES = {
         ((24,), torch.float16),
         ((24,), I8),
     ),
-    "bfloat16": (spec("bfloat16", None), (24, 64), ((24, 64), BF16), None, None),
+    "bfloat16": (QuantizationSpec("bfloat16"), (24, 64), ((24, 64), BF16), None, None),
 }
 PARTS = ("", "scale", "zero_point")
 METHODS = ("reorder", "order")
@@ -150,7 +141,7 @@ def state_of(of, shape):
     scale = zero_point = None
     if of.fmt.scaled:
         scale, zero_point = dynamic_qparams(x, of.scheme)
-    return State(of, quantize(x, scale, zero_point, of.scheme), scale, zero_point)
+    return QuantizedTensor(of, quantize(x, scale, zero_point, of.scheme), scale, zero_point)
 
 
 def described(stored):
@@ -201,7 +192,7 @@ class TestPacked:
 class TestBits:
     def words(self, of, codes, method="reorder"):
         grid = of.scheme.scale_shape(codes.shape)
-        state = State(of, codes, torch.ones(grid), torch.zeros(grid, dtype=I32))
+        state = QuantizedTensor(of, codes, torch.ones(grid), torch.zeros(grid, dtype=I32))
         return PackedLayout(method).pack(state, None)
 
     @pytest.mark.parametrize(
@@ -255,5 +246,5 @@ class TestActivations:
     def test_nothing_is_stored_for_dynamic_ones_and_casts(self, layout):
         dynamic = QuantizationSpec("int8", qscheme="per_channel", ch_axis=1, is_dynamic=True)
         assert layout.declare(dynamic, (), False) == {}
-        assert layout.declare(spec("bfloat16", None), (), False) == {}
-        assert layout.pack(State(dynamic, None, None, None), None) == {}
+        assert layout.declare(QuantizationSpec("bfloat16"), (), False) == {}
+        assert layout.pack(QuantizedTensor(dynamic, None, None, None), None) == {}

@@ -1,0 +1,182 @@
+"""``quark inspect``: how a checkpoint is quantized, from its headers alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from quark.cli import console, models
+from quark.cli.inspect.structure import as_dict, find_structure, show
+from quark.cli.options import Json, Verbose, panel
+
+if TYPE_CHECKING:
+    from quark.torch.export.checkpoint_contents import Contents, Summary
+    from quark.torch.quantization.config.description import LayerDescription
+
+HELP = """
+Show how the layers of a checkpoint are quantized, and their size on disk.
+
+Only [cyan]config.json[/cyan] and the headers of tensor files are read, which takes about a second
+for a model of any size. The input is a float model, a checkpoint of Quark (any version), AWQ, GPTQ,
+compressed-tensors or fp8, or a GGUF file.
+
+Bits per weight include everything that is stored for the weights of quantized layers: codes, scales
+and zero points.
+
+[bold]Examples[/bold]
+
+    [cyan]quark inspect my-model-int4[/cyan]
+
+    [cyan]quark inspect my-model-int4 --layers[/cyan]
+
+    [cyan]quark inspect my-model-int4 --json > summary.json[/cyan]
+
+    [cyan]quark inspect my-model --structure[/cyan]
+"""
+
+_show = panel("Contents")
+Directory = Annotated[
+    Path, typer.Argument(metavar="DIR", help="Directory of the checkpoint, or a GGUF file.")
+]
+Structure = Annotated[
+    bool,
+    _show(
+        "--structure",
+        help="Load a float model, run it on random tokens, and show which layers can be rescaled "
+        "or rotated, and why others cannot.",
+    ),
+]
+Layers = Annotated[bool, _show("--layers", help="List every quantized layer.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the command line."""
+    app.command("inspect", help=HELP)(inspect)
+
+
+def inspect(
+    directory: Directory,
+    layers: Layers = False,
+    structure: Structure = False,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Print the summary of a checkpoint, or the structure of a model."""
+    if structure:
+        found = find_structure(directory)
+        console.as_json(as_dict(found)) if as_json else show(found)
+        return
+    contents = _read(directory)
+    summary, note = contents.summary, contents.note
+    if as_json:
+        facts = {"directory": str(directory), "model_type": contents.model_type}
+        console.as_json({**facts, **contents.origin, "note": note, **summary.to_dict()})
+        return
+    words = [contents.model_type]
+    words += [f"{key} {value}" for key, value in contents.origin.items()] or ["not quantized"]
+    title = f"\n[bold]{escape(str(directory))}[/]  ({escape(', '.join(words))})"
+    console.out.print(title, soft_wrap=True)
+    if note:
+        console.err.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
+    if layers:
+        console.out.print(_layer_table(summary))
+    console.out.print(_scheme_table(summary, is_understood=not note))
+    if summary.bits_per_weight is not None:
+        console.say(
+            f"{console.format_bits(summary.bits_per_weight)} bits per weight in the quantized "
+            f"layers, {console.format_bits(summary.bits_per_parameter)} per parameter over the "
+            "whole model."
+        )
+    console.out.print()
+
+
+def _read(place: Path) -> Contents:
+    """Return what a checkpoint holds.
+
+    Raises:
+        typer.BadParameter: There is no checkpoint.
+    """
+    from quark.torch.export.recognition import recognize_container
+
+    if not place.exists():
+        raise console.wrong(
+            "DIR", f"there is no directory {place} and no file of that name. Give a checkpoint."
+        )
+    try:
+        container = recognize_container(place)
+    except (FileNotFoundError, ValueError) as error:
+        raise console.wrong("DIR", str(error)) from None
+    if container.has_config_json:
+        models.read_config(place, "DIR")
+    return container.contents(place)
+
+
+def _scheme_table(summary: Summary, is_understood: bool) -> Any:
+    schemes = summary.schemes()
+    used = _used_columns([row.scheme for row in schemes])
+    table = console.table()
+    table.add_column("weights", no_wrap=True)
+    for column in used:
+        table.add_column(_TITLES[column])
+    for column in ("layers", "parameters", "size", "bits/weight"):
+        table.add_column(column, justify="right", no_wrap=True)
+    blank = [""] * len(used)
+    for row in schemes:
+        table.add_row(
+            row.scheme.weight or "–",
+            *(getattr(row.scheme, column) or "–" for column in used),
+            str(row.layers),
+            console.format_count(row.weights) if row.weights else "–",
+            console.format_bytes(row.bits // 8) if row.weights else "–",
+            console.format_bits(row.bits_per_weight),
+        )
+    for kind in summary.rest:
+        bits = 8 * kind.bytes / kind.parameters if kind.parameters else None
+        table.add_row(
+            f"not quantized: {kind.dtype}" if is_understood else kind.dtype,
+            *blank,
+            "",
+            console.format_count(kind.parameters),
+            console.format_bytes(kind.bytes),
+            console.format_bits(bits),
+        )
+    table.add_section()
+    table.add_row(
+        "[bold]total[/]",
+        *blank,
+        str(len(summary.layers)),
+        console.format_count(summary.parameters),
+        console.format_bytes(summary.bytes),
+        console.format_bits(summary.bits_per_parameter),
+    )
+    return table
+
+
+_TITLES = {"input": "inputs", "output": "outputs", "kv_cache": "kv cache"}
+
+
+def _used_columns(schemes: list[LayerDescription]) -> list[str]:
+    return [column for column in _TITLES if any(getattr(scheme, column) for scheme in schemes)]
+
+
+def _layer_table(summary: Summary) -> Any:
+    used = _used_columns([layer.scheme for layer in summary.layers])
+    table = console.table()
+    table.add_column("layer", no_wrap=True)
+    table.add_column("weights")
+    for column in used:
+        table.add_column(_TITLES[column])
+    table.add_column("parameters", justify="right", no_wrap=True)
+    table.add_column("bits/weight", justify="right", no_wrap=True)
+    for layer in summary.layers:
+        table.add_row(
+            escape(layer.name),
+            layer.scheme.weight or "–",
+            *(getattr(layer.scheme, column) or "–" for column in used),
+            console.format_count(layer.weights) if layer.weights else "–",
+            console.format_bits(layer.bits / layer.weights if layer.weights else None),
+        )
+    return table

@@ -1,0 +1,106 @@
+"""The plan and the outcome of ``quark quantize``, as tables on the terminal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.markup import escape
+
+from quark import __version__
+from quark.cli import console, models
+from quark.cli.metrics import Figures
+from quark.cli.quantize.config import needs_data
+from quark.cli.quantize.request import Request
+
+if TYPE_CHECKING:
+    from quark.torch.export.expert_tokens import ExpertTokens
+    from quark.torch.quantization.config.config import Config
+
+
+@dataclass
+class Outcome:
+    """Figures of a finished run."""
+
+    shared: int = 0  # groups of layers with the same scales
+    left: int = 0  # layers in float
+    seconds: float = 0.0
+    before: float | None = None
+    after: Figures | None = None
+    experts: ExpertTokens | None = None
+
+
+def show_plan(request: Request, config: Config, described: dict[str, Any], length: int) -> None:
+    """Print the plan of a run: model, scheme, data and output."""
+    from quark.torch.quantization.config.description import describe, describe_layer
+
+    size = console.format_bytes(models.weight_bytes(request.model_dir))
+    kind = described.get("model_type", "unknown type")
+    main = describe_layer(config.global_quant_config)
+    rows = {"model": f"{request.model_dir}  ({kind}, {size})"}
+    rows["scheme"] = str(request.quant_scheme or request.recipe or request.config)
+    rows |= {"  weights": main.weight, "  inputs": main.input, "  outputs": main.output}
+    cache = next(iter(config.kv_cache_quant_config.values()), None)
+    rows["  cache"] = "" if cache is None else describe(cache.output_tensors)
+    for pattern, scheme in request.layer_schemes:
+        rows[f"  {pattern}"] = scheme
+    rows["algorithms"] = ", ".join(options.name for options in config.algo_config or [])
+    head = request.config is None and request.exclude_layers is None
+    rows["in float"] = "the output head" if head else ", ".join(config.exclude) or "nothing"
+    source = request.dataset or models.EMBEDDED
+    rows["calibration"] = (
+        f"up to {request.num_calib_data} windows of {length} tokens: {source}"
+        if needs_data(config, request.statistics is not None)
+        else "none needed: "
+        + ("statistics suffice" if request.statistics else "no static activation scales")
+    )
+    if not request.skip_evaluation:
+        text = request.eval_data or f"held-out {models.EMBEDDED}"
+        rows["evaluation"] = f"perplexity on {text}"
+        rows["  tasks"] = request.tasks or ""
+    layout = "" if request.custom_mode == "quark" else f" as {request.custom_mode}"
+    how = f"{', '.join(request.exports)}{layout}, {request.export_weight_format}"
+    rows["output"] = (
+        f"{request.output_dir}  ({how})"
+        if request.exports
+        else "no checkpoint (--model_export hf_format writes one)"
+    )
+    console.out.print(f"\n[bold]quark {__version__}[/] quantize")
+    console.out.print(console.facts({k: escape(v) for k, v in rows.items() if v}))
+    console.out.print()
+
+
+def show_outcome(request: Request, outcome: Outcome) -> None:
+    """Print the figures of a finished run, and code that loads the output."""
+    from quark.torch.export.containers.base import get_container
+    from quark.torch.export.recognition import read_contents
+
+    formats = request.exports
+    rows = {}
+    containers = [get_container(name) for name in formats]
+    if any(container.is_read for container in containers):
+        summary = read_contents(request.output_dir).summary
+        rows["layers"] = f"{len(summary.layers)} quantized, {outcome.left} in float"
+        rows["bits per weight"] = console.format_bits(summary.bits_per_weight)
+    if formats:
+        before = models.weight_bytes(request.model_dir)
+        after = models.weight_bytes(request.output_dir)
+        share = f"{100 * after / before:.0f} %"
+        rows["size on disk"] = (
+            f"{console.format_bytes(before)} → {console.format_bytes(after)} ({share})"
+        )
+    rows["calibration"] = f"{outcome.seconds:.1f} s"
+    if outcome.experts is not None:
+        rows["tokens per expert"] = str(outcome.experts)
+    if outcome.shared:
+        rows["shared scales"] = f"{outcome.shared} groups of layers"
+    if outcome.before is not None and outcome.after is not None:
+        perplexity = outcome.after.perplexity
+        change = console.format_change(perplexity, outcome.before)
+        rows["perplexity"] = f"{outcome.before:.2f} → {perplexity:.2f} ({change})"
+    console.out.print("", console.facts(rows), sep="\n")
+    if formats:
+        console.out.print("\n  Load it:\n")
+        for container in containers:
+            console.show_code(container.load_code(request.output_dir))
+    console.out.print()

@@ -1,0 +1,122 @@
+"""The mathematics of GPTQ (Frantar et al. 2023), as pure tensor functions.
+
+A weight W with rounded values Q causes the squared error tr((W - Q) H (W - Q)ᵀ) of the outputs,
+with H the mean of x xᵀ over the inputs x. Columns are rounded one after another. The remaining
+columns change so that they compensate for the error of each as well as they can (algorithm 1).
+With Uᵀ U = H⁻¹ and U upper triangular, column i has the error e_i = (w_i - q_i) / U_ii, and column
+j > i becomes w_j - e_i U_ij.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from quark.torch.numerics.qdq import ColumnRounding
+
+logger = logging.getLogger(__name__)
+
+# Rounds a weight as `round_columns` does: (weight, factor, order, rounding) -> (rounded, errors).
+Solver = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, ColumnRounding], tuple[torch.Tensor, torch.Tensor]
+]
+
+LEAF = 16  # ranges of so many columns are rounded column by column
+MIN_DAMPING = 1e-6  # float32 does not resolve smaller eigenvalues
+
+
+def inverse_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor | None:
+    """Return the upper triangular U with Uᵀ U = (H + damping · mean diagonal · I)⁻¹.
+
+    The damping is multiplied by 10 until the matrix is positive definite in float32.
+
+    Args:
+        hessian: H, (inputs, inputs).
+        damping: Fraction of the mean of the diagonal.
+
+    Returns:
+        U, (inputs, inputs), or None if the matrix cannot be inverted under any damping up to 1.
+    """
+    identity = torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)
+    mean = hessian.diagonal().mean()
+    fraction = first = max(damping, MIN_DAMPING)
+    while fraction <= 1:
+        lower, failed = torch.linalg.cholesky_ex(hessian + fraction * mean * identity)
+        if not failed:
+            inverse = torch.cholesky_inverse(lower)
+            upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
+            if not failed and bool(upper.isfinite().all()):
+                if fraction > first:
+                    logger.warning("A Hessian is ill-conditioned: damped by %g.", fraction)
+                result: torch.Tensor = upper
+                return result
+        fraction *= 10
+    return None
+
+
+def round_columns(
+    weight: torch.Tensor, factor: torch.Tensor, order: torch.Tensor, rounding: ColumnRounding
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round a weight column by column; the columns that follow compensate for each error.
+
+    This is algorithm 1 of the paper. Ranges of columns are halved recursively instead of cut into
+    blocks of one size, which gives the same result faster.
+
+    Args:
+        weight: (outputs, inputs) float32.
+        factor: ``inverse_factor`` of the Hessian with rows and columns in ``order``.
+        order: (inputs,) int64: index of the column to round first, second, …
+        rounding: Rounds one column, given its index in the weight. Scales belong to that index,
+            so groups keep their columns whatever the order.
+
+    Returns:
+        The rounded weight; and the errors e of the columns, (outputs, inputs), whose sum of squares
+        is the damped error of the outputs.
+    """
+    # Example of an order: columns 0 and 1 form group 0, columns 2 and 3 form group 1, and the
+    # diagonal of H is (1, 5, 9, 2) -> order (2, 1, 3, 0). Column 2 is rounded first, by the scale
+    # of group 1. Its error goes into columns 1, 3, 0. All scales are final before the first step.
+    remaining = weight.T[order].contiguous()  # (inputs, outputs): a column is contiguous
+    rounded, errors = torch.empty_like(remaining), torch.empty_like(remaining)
+    columns = _Columns(remaining, rounded, errors, factor.diagonal().unbind(), order.tolist())
+    _round_range(columns, factor, rounding, 0, len(remaining))
+    position = torch.empty_like(order)  # inverse permutation: column -> step that rounded it
+    position[order] = torch.arange(len(order), device=order.device)
+    return rounded[position].T.contiguous(), errors[position].T.contiguous()
+
+
+class _Columns(NamedTuple):
+    """Columns of a weight in the order of rounding, each tensor (inputs, outputs)."""
+
+    remaining: torch.Tensor  # values, changed by the errors of earlier columns
+    rounded: torch.Tensor
+    errors: torch.Tensor
+    diagonal: tuple[torch.Tensor, ...]  # U_ii of each column
+    indices: list[int]  # index of each column in the weight
+
+
+def _round_range(
+    columns: _Columns, factor: torch.Tensor, rounding: ColumnRounding, start: int, end: int
+) -> None:
+    """Round columns ``start`` to ``end``, which include the errors of all before ``start``.
+
+    The right half receives the errors of the left half by one matrix product.
+    """
+    remaining, rounded, errors, diagonal, indices = columns
+    if end - start > LEAF:
+        middle = (start + end) // 2
+        _round_range(columns, factor, rounding, start, middle)
+        remaining[middle:end].addmm_(
+            factor[start:middle, middle:end].T, errors[start:middle], alpha=-1
+        )
+        _round_range(columns, factor, rounding, middle, end)
+        return
+    for i in range(start, end):
+        column, error = remaining[i], errors[i]
+        rounded[i] = values = rounding(column, indices[i])
+        torch.sub(column, values, out=error).div_(diagonal[i])
+        if i + 1 < end:
+            remaining[i + 1 : end].addr_(factor[i, i + 1 : end], error, alpha=-1)

@@ -1,0 +1,88 @@
+"""Weights that compensate for changed inputs, then rounded by GPTQ: shared by Qronos and YAQA.
+
+Rounded weights Q receive inputs x that differ from the inputs r of the float model. The squared
+error |W r - Q x|² over all tokens is |W* x - Q x|² plus a term that does not depend on Q, with
+W* = W + W C H⁻¹, C the sum of (r - x) xᵀ and H that of x xᵀ. So W* is rounded instead of W.
+GPTAQ (Li et al. 2025) and Qronos (Zhang et al. 2025) minimize the same error column by column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from quark.torch.algorithm.gptq_solver import Solver, inverse_factor, round_columns
+from quark.torch.algorithm.layer_inputs import (
+    TokenWeights,
+    collect_input_statistics,
+    split_by_input,
+)
+from quark.torch.algorithm.layers import weight_matrix, write_weight_matrix_
+from quark.torch.algorithm.weight_rounding import pool_expert_statistics, round_layer
+from quark.torch.pipeline.accumulators import Gram
+from quark.torch.pipeline.context import Context
+from quark.torch.pipeline.runner import Block
+from quark.torch.quantization.nn.experts import corresponding_experts
+from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
+
+DAMPING = 0.01  # of the correction, and of the rounding where the options have no damping
+REFITS = 3  # of scales to rounded values, before the last rounding
+
+
+def correct_and_round(
+    context: Context,
+    block: Block,
+    layers: Mapping[str, FakeQuantizedLayer],
+    strength: float = 1.0,
+    damping: float = DAMPING,
+    by_magnitude: bool = True,
+    solver_of: Callable[[str], Solver] = lambda name: round_columns,
+    token_weights: TokenWeights = lambda index: None,
+) -> None:
+    """Correct and round the layers of a decoder block, in the order in which they run.
+
+    Args:
+        context: The model.
+        block: The block, with the second stream.
+        layers: Layers of the block.
+        strength: See ``correct_weight_``.
+        damping: See ``round_layer``.
+        by_magnitude: See ``round_layer``.
+        solver_of: Returns the function that rounds the weight of a layer, given its name.
+        token_weights: See ``collect_input_statistics``.
+    """
+    floats = {name: layer.weight.detach().clone() for name, layer in layers.items()}
+    parts = split_by_input(context, layers)
+    for part in parts:
+        is_last = part is parts[-1]
+        grams, crosses = collect_input_statistics(
+            context, block, part, floats, is_last, token_weights
+        )
+        pool_expert_statistics(corresponding_experts(context.model), grams)
+        for name, cross in crosses.items():
+            correct_weight_(layers[name], grams[name], cross, strength)
+        context.compute_scales(part)
+        for name, layer in part.items():
+            round_layer(name, layer, grams[name], damping, by_magnitude, solver_of(name), REFITS)
+
+
+@torch.no_grad()
+def correct_weight_(
+    layer: FakeQuantizedLayer, gram: Gram, cross: torch.Tensor, strength: float = 1.0
+) -> None:
+    """Replace a weight W by W + strength · W C (H + damping)⁻¹.
+
+    Args:
+        layer: The layer.
+        gram: Sum H of x xᵀ over its inputs.
+        cross: Sum C of (r - x) xᵀ with the inputs r of the float model, (inputs, inputs).
+        strength: Factor of the correction, 0 to 1.
+    """
+    assert gram.total is not None
+    factor = inverse_factor(gram.total, DAMPING)
+    if factor is None:
+        return
+    matrix = weight_matrix(layer)
+    matrix = torch.addmm(matrix, matrix @ cross @ factor.T, factor, alpha=strength)
+    write_weight_matrix_(layer, matrix)

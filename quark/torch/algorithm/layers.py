@@ -1,0 +1,152 @@
+"""Questions about quantized layers that several algorithms ask, and operations on their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from quark.torch.numerics.granularity import QSchemeType
+from quark.torch.numerics.scheme import Scheme
+from quark.torch.pipeline.context import Context
+from quark.torch.quantization.config.algo import AlgoConfig
+from quark.torch.quantization.config.layer import QuantizationConfig
+from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
+
+Predicate = Callable[[QuantizationConfig], bool]
+
+
+# ---- configurations of layers -------------------------------------------------------------------
+
+
+def has_quantized_weight(config: QuantizationConfig) -> bool:
+    """Whether a layer rounds its weight to a format with scales."""
+    return config.weight is not None and config.weight.fmt.scaled
+
+
+def has_quantized_input(config: QuantizationConfig) -> bool:
+    """Whether a layer rounds its inputs to a format with scales."""
+    spec = config.input_tensors
+    return spec is not None and spec.fmt.scaled
+
+
+def check_weights_quantized(options: AlgoConfig, layers: Mapping[str, QuantizationConfig]) -> None:
+    """Raise if no layer has a quantized weight, which the algorithm needs.
+
+    Raises:
+        ValueError: No weight is quantized to a format with scales.
+    """
+    if not any(map(has_quantized_weight, layers.values())):
+        raise ValueError(_not_applicable(options, "weights"))
+
+
+def check_inputs_quantized(options: AlgoConfig, layers: Mapping[str, QuantizationConfig]) -> None:
+    """Raise if no layer has quantized inputs, which the algorithm needs.
+
+    Raises:
+        ValueError: No input is quantized to a format with scales.
+    """
+    if not any(map(has_quantized_input, layers.values())):
+        raise ValueError(_not_applicable(options, "inputs (input_tensors)"))
+
+
+def _not_applicable(options: AlgoConfig, tensors: str) -> str:
+    return (
+        f"{options.name} applies to none of the layers to be quantized: it needs {tensors} in a "
+        "format with scales. Change the scheme, or leave the algorithm out."
+    )
+
+
+def check_fractions(options: AlgoConfig, *fields: str) -> None:
+    """Raise if a field of the options is not between 0 and 1.
+
+    Raises:
+        ValueError: A value lies outside.
+    """
+    for field in fields:
+        value = getattr(options, field)
+        if not 0 <= value <= 1:
+            raise ValueError(f"{options.name}: {field} must be between 0 and 1, got {value}.")
+
+
+def block_layers(
+    context: Context, block: str, predicate: Predicate
+) -> dict[str, FakeQuantizedLayer]:
+    """Return the layers of a decoder block whose configuration satisfies a predicate, by name."""
+    inside = {n: m for n, m in context.layers.items() if n.startswith(f"{block}.")}
+    return {name: layer for name, layer in inside.items() if predicate(layer.quant_config)}
+
+
+# ---- weights as matrices ------------------------------------------------------------------------
+
+
+def to_matrix(weight: torch.Tensor, axis: int) -> torch.Tensor:
+    """Return a weight as a matrix (outputs, inputs), given the axis of its inputs."""
+    return weight.movedim(axis, -1).flatten(0, -2)
+
+
+def weight_matrix(layer: FakeQuantizedLayer) -> torch.Tensor:
+    """Return the weight of a layer as a float32 matrix (outputs, inputs)."""
+    return to_matrix(layer.weight.detach(), layer.input_axis).float()
+
+
+@torch.no_grad()
+def write_weight_matrix_(layer: FakeQuantizedLayer, matrix: torch.Tensor) -> None:
+    """Replace the weight of a linear layer by a matrix (outputs, inputs), in place."""
+    layer.weight.data.copy_(matrix if layer.input_axis else matrix.T)
+
+
+def group_width(scheme: Scheme, inputs: int) -> int:
+    """Return how many adjacent weights of a row share a scale at most."""
+    if scheme.fmt.block:
+        return scheme.fmt.block
+    if scheme.qscheme is QSchemeType.per_group and scheme.group > 0:
+        return scheme.group
+    if scheme.qscheme is QSchemeType.per_block and scheme.block is not None and scheme.block[1] > 0:
+        return scheme.block[1]
+    return inputs
+
+
+def has_scales_per_row(scheme: Scheme, axis: int) -> bool:
+    """Whether each scale belongs to one row of the matrix, or to a part of one row.
+
+    Args:
+        scheme: How the weight is quantized.
+        axis: Axis of the inputs in the weight.
+    """
+    is_along_inputs = scheme.axis % 2 == axis
+    if scheme.qscheme is QSchemeType.per_channel:
+        return not is_along_inputs
+    return scheme.qscheme is QSchemeType.per_group and is_along_inputs
+
+
+# ---- errors and final values --------------------------------------------------------------------
+
+
+def output_error(change: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
+    """Return the squared error of the outputs, summed over all tokens: tr(D G Dᵀ), [].
+
+    Args:
+        change: Change D of the weight, (outputs, inputs).
+        gram: Sum G of x xᵀ over the inputs x, (inputs, inputs).
+    """
+    return (change @ gram).mul_(change).sum()
+
+
+def fake_quantized_weight(layer: FakeQuantizedLayer, weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight as the quantizer of a layer would round it."""
+    return (
+        weight
+        if layer.weight_quantizer is None
+        else layer.weight_quantizer.fake_quantize_copy(weight)
+    )
+
+
+def freeze(layer: FakeQuantizedLayer) -> None:
+    """Mark a layer as frozen whose weight holds quantized values already; freeze its bias too."""
+    quantizer = layer.bias_quantizer
+    if quantizer is not None:
+        quantizer.observer(layer.bias)
+        quantizer.compute_scales(layer.bias)
+        quantizer.freeze_(layer.bias.data)
+    layer.frozen = True

@@ -1,0 +1,180 @@
+"""Steps that algorithms share which round weights block by block: GPTQ, Qronos, YAQA, AutoRound."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import ExitStack
+from functools import partial
+
+import torch
+
+from quark.torch.algorithm.clipping import clip_weight
+from quark.torch.algorithm.gptq_solver import Solver, inverse_factor, round_columns
+from quark.torch.algorithm.layer_inputs import quantize_inputs
+from quark.torch.algorithm.layers import (
+    block_layers,
+    freeze,
+    has_quantized_weight,
+    weight_matrix,
+    write_weight_matrix_,
+)
+from quark.torch.algorithm.scale_refit import round_and_refit
+from quark.torch.numerics.qdq import ColumnRounding
+from quark.torch.pipeline.accumulators import Gram
+from quark.torch.pipeline.context import Context
+from quark.torch.pipeline.runner import Block, run_blocks
+from quark.torch.quantization.config.algo import RoundingConfig
+from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
+
+logger = logging.getLogger(__name__)
+
+
+def resolve(context: Context, options: RoundingConfig) -> Collection[str]:
+    """Raise if the options select no layer; no input is rotated.
+
+    Raises:
+        ValueError: As in ``iterate_blocks``.
+    """
+    _select_by_block(context, options)
+    return ()
+
+
+def iterate_blocks(
+    context: Context, options: RoundingConfig, compare: bool = False
+) -> Iterator[tuple[Block, dict[str, FakeQuantizedLayer]]]:
+    """Iterate over the decoder blocks to be rounded, with their selected layers and their data.
+
+    Inputs are quantized while data runs, except where that needs static ranges, which are
+    calibrated later. See ``run_blocks``.
+
+    Args:
+        context: The model.
+        options: Options of the algorithm, which select layers.
+        compare: Whether to keep a second stream, that of the float model.
+
+    Raises:
+        ValueError: The options select no layer.
+    """
+    names, selected = context.structure.blocks, _select_by_block(context, options)
+    last = list(selected)[-1]
+    needed = names[: names.index(last) + 1]
+    blocks = run_blocks(context.model, needed, context.batches, options.name, compare=compare)
+    with ExitStack() as stack:
+        for block in blocks:
+            if block.name in selected:
+                stack.enter_context(quantize_inputs(context, block.name))
+                yield block, selected[block.name]
+            if block.name == last:
+                return  # no later block needs the outputs of this one
+
+
+def _select_by_block(
+    context: Context, options: RoundingConfig
+) -> dict[str, dict[str, FakeQuantizedLayer]]:
+    """Return the layers to be rounded by name of their block, then by their own name.
+
+    Raises:
+        ValueError: There are none.
+    """
+    names = context.structure.blocks
+    selected = {
+        name: layers for name in names if (layers := select_block_layers(context, name, options))
+    }
+    if not selected:
+        raise ValueError(
+            f"{options.name}: no linear layer with a quantized weight in the {len(names)} decoder "
+            f"blocks of the model is named by model_decoder_layers="
+            f"{options.model_decoder_layers!r} and inside_layer_modules="
+            f"{options.inside_layer_modules}. Leave both empty for all layers."
+        )
+    return selected
+
+
+def select_block_layers(
+    context: Context, block: str, options: RoundingConfig
+) -> dict[str, FakeQuantizedLayer]:
+    """Return the linear layers of a decoder block that the options select, by name."""
+    if not block.startswith(options.model_decoder_layers):
+        return {}
+    layers = block_layers(context, block, has_quantized_weight)
+    ends = tuple(f".{end}" for end in options.inside_layer_modules) or ("",)
+    return {n: m for n, m in layers.items() if m.is_linear and n.endswith(ends)}
+
+
+def pool_expert_statistics(stacks: Iterable[list[str]], grams: dict[str, Gram]) -> None:
+    """Mix the mean statistics of all experts of a layer into those of each expert, in place.
+
+    The pool counts as many tokens as a quarter of the inputs. So an expert that received n tokens
+    keeps the share n / (n + inputs / 4) of its own statistics, and one without tokens takes those
+    of the pool.
+
+    Args:
+        stacks: Names of the corresponding layers of experts, a list for each set.
+        grams: Statistics by name of the layer.
+    """
+    for names in stacks:
+        present = [grams[n] for n in names if n in grams and grams[n].total is not None]
+        tokens = sum(gram.tokens for gram in present)
+        if not tokens:
+            continue
+        pool = torch.stack([g.total for g in present if g.total is not None]).sum(0) / tokens
+        weight = len(pool) / 4
+        for name in names:
+            gram = grams.get(name)
+            if gram is None or gram.is_pooled:
+                continue
+            gram.total = weight * pool + (0 if gram.total is None else gram.total)
+            gram.tokens += weight
+            gram.is_pooled = True
+
+
+def round_layer(
+    name: str,
+    layer: FakeQuantizedLayer,
+    gram: Gram,
+    damping: float,
+    by_magnitude: bool,
+    solver: Solver = round_columns,
+    refits: int = 0,
+) -> None:
+    """Replace the weight of a layer by rounded values, and its scales by those that fit them best.
+
+    Args:
+        name: Name of the layer, for messages.
+        layer: A layer with final scales. It is frozen, unless it cannot be rounded.
+        gram: Statistics of its inputs.
+        damping: Fraction of the mean square of the inputs that is added to each square.
+        by_magnitude: Whether to round the columns with the largest inputs first (act order).
+        solver: Rounds the weight: ``round_columns``, or a function of the same signature.
+        refits: How many times to refit the scales to values of ``round_columns`` before that.
+    """
+    quantizer = layer.weight_quantizer
+    matrix = weight_matrix(layer)
+    if gram.total is None:
+        logger.warning("No data reached %s: it is rounded to the nearest.", name)
+        return
+    assert quantizer is not None
+    hessian = gram.total / max(gram.tokens, 1)
+    diagonal = hessian.diagonal()
+    unused = diagonal == 0
+    diagonal[unused] = diagonal[~unused].mean() if bool((~unused).any()) else 1.0
+    clipped_weight = clip_weight(layer, hessian)
+    if clipped_weight is not None:
+        quantizer.compute_block_scales(clipped_weight)
+    order = torch.arange(len(hessian), device=matrix.device)
+    if by_magnitude:
+        order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
+    factor = inverse_factor(hessian[order][:, order], damping)
+    if factor is None:
+        logger.warning("%s: its Hessian cannot be inverted: rounded to the nearest.", name)
+        return
+
+    def attempt(rounding: ColumnRounding, solve: Solver = round_columns) -> torch.Tensor:
+        return solve(matrix, factor, order, rounding)[0]
+
+    hessian.diagonal().add_(damping * hessian.diagonal().mean())
+    attempts = [attempt] * refits + [partial(attempt, solve=solver)]
+    rounded = round_and_refit(layer, matrix, hessian, attempts)
+    write_weight_matrix_(layer, rounded)
+    freeze(layer)

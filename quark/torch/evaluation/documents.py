@@ -1,0 +1,142 @@
+"""Documents: texts from local files, or from datasets through the ``datasets`` library."""
+
+import re
+from collections.abc import Iterable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, cast
+
+DATASET_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")  # [owner/]name[:configuration]
+FILE_READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+
+
+def load_documents(
+    source: str | Path, split: str | None = None, text_field: str = "text"
+) -> list[str]:
+    """Read documents from a file, or from a dataset through the ``datasets`` library.
+
+    ========================================  ==================================================
+    ``source``                                documents
+    ========================================  ==================================================
+    ``.txt`` file (UTF-8)                     the texts between NUL characters, without blank
+                                              ones; the whole file if it has no NUL
+    ``.jsonl``, ``.json``, ``.csv``,          ``text_field`` of each record
+    ``.parquet`` file
+    directory of a dataset                    ``text_field`` of each record of ``split``
+    name of a dataset, or                     the same, downloaded or from the local cache; for
+    ``name:configuration``                    example ``Salesforce/wikitext:wikitext-2-raw-v1``
+    ========================================  ==================================================
+
+    Args:
+        source: File, directory or name.
+        split: Split of the dataset, such as ``test`` or ``train[:1000]``. Optional for datasets
+            with one split; not allowed for files.
+        text_field: Field that holds the text.
+
+    Returns:
+        The documents in order. A record without text is an empty document. A chat (a list of
+        messages) is the text of its messages, separated by blank lines.
+
+    Raises:
+        FileNotFoundError: No file, directory or reachable dataset has this name.
+        ImportError: The ``datasets`` library is needed and missing.
+        ValueError: The type of the file, the split or the field is unknown, or there is no text.
+    """
+    path = Path(source)
+    if path.is_file():
+        documents = _read_file(path, split, text_field)
+    elif path.is_dir() or _is_dataset_name(source):
+        records = _dataset_records(str(source), split)
+        documents = [_record_text(record, text_field, source) for record in records]
+    else:
+        raise FileNotFoundError(f"there is no file or directory {source}")
+    if not any(document.strip() for document in documents):
+        raise ValueError(f"there is no text in {source}")
+    return documents
+
+
+def _is_dataset_name(source: str | Path) -> bool:
+    """Whether a name may be that of a dataset; looking it up is slow without a network."""
+    if isinstance(source, Path) or Path(source).suffix in (".txt", *FILE_READERS):
+        return False
+    return DATASET_NAME.fullmatch(source) is not None
+
+
+def _read_file(path: Path, split: str | None, text_field: str) -> list[str]:
+    if split is not None:
+        raise ValueError(f"{path} is one file and has no split {split!r}; leave split out")
+    kind = path.suffix.lower()
+    if kind == ".txt":
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8 text ({error}); convert it first") from error
+        return [document for document in text.split("\0") if document.strip()]
+    if kind not in FILE_READERS:
+        known = ", ".join([".txt", *FILE_READERS])
+        raise ValueError(f"{path} is of unknown type {kind!r}; expected one of {known}")
+    datasets = _import_datasets(path)
+    try:  # streaming reads the file in place; otherwise the library copies it to its cache
+        records = list(
+            datasets.load_dataset(
+                FILE_READERS[kind], data_files=str(path), split="train", streaming=True
+            )
+        )
+    except (ValueError, datasets.exceptions.DatasetGenerationError) as error:
+        raise ValueError(f"{path} cannot be read as {kind}: {error}") from error
+    return [_record_text(record, text_field, path) for record in records]
+
+
+def _dataset_records(source: str, split: str | None) -> Iterable[Mapping[str, Any]]:
+    """Return the records of one split of a dataset: a directory, a saved dataset, or a name."""
+    datasets = _import_datasets(source)
+    path = Path(source)
+    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+        saved = datasets.load_from_disk(source)
+        splits = saved if isinstance(saved, Mapping) else {"train": saved}
+        return cast(Iterable[Mapping[str, Any]], splits[_choose_split(splits, split, source)])
+    name, _, configuration = (source, "", "") if path.is_dir() else source.partition(":")
+    try:
+        if split is None:
+            splits = datasets.get_dataset_split_names(name, configuration or None)
+            split = _choose_split(splits, split, source)
+        records = datasets.load_dataset(name, configuration or None, split=split)
+    except OSError as error:  # includes the library's own "not found" and "offline"
+        raise FileNotFoundError(
+            f"{source!r} is no file or directory here, and no dataset of that name can be "
+            f"reached: {error}. Check the name and the connection, or give a local file"
+        ) from error
+    return cast(Iterable[Mapping[str, Any]], records)
+
+
+def _choose_split(splits: Iterable[str], split: str | None, source: str) -> str:
+    """Return the requested split, or the only one."""
+    names = list(splits)
+    if split is None and len(names) == 1:
+        return names[0]
+    if split not in names:
+        advice = "name one of them" if split is None else f"there is no {split!r}"
+        raise ValueError(f"{source} has the splits {', '.join(names)}; {advice}")
+    return split
+
+
+def _record_text(record: Mapping[str, Any], text_field: str, source: str | Path) -> str:
+    if text_field not in record:
+        fields = ", ".join(record)
+        raise ValueError(f"{source} has no field {text_field!r}; its fields are {fields}")
+    text = record[text_field]
+    if isinstance(text, list) and all(isinstance(part, Mapping) for part in text):  # a chat
+        text = "\n\n".join(str(part.get("content") or "") for part in text)
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f"{text_field!r} of {source} holds {type(text).__name__}, expected text")
+    return text or ""
+
+
+def _import_datasets(source: str | Path) -> Any:
+    try:
+        return import_module("datasets")
+    except ImportError as error:
+        raise ImportError(
+            f"reading {source} needs the datasets library: pip install datasets (or install this "
+            'package with its "data" extra); a .txt file needs nothing'
+        ) from error

@@ -1,0 +1,1 @@
+"""Containers: the kinds of files that hold a quantized model, one file each."""

@@ -1,0 +1,200 @@
+"""The protocol of containers: the kinds of files that hold a quantized model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from quark.torch.export.checkpoint.reader import Loading
+from quark.torch.export.checkpoint_contents import Contents
+from quark.torch.export.containers.registry import CONTAINERS, load_container
+from quark.torch.export.verification import Verdict
+from quark.torch.files import Target
+from quark.torch.quantization.config.config import Config, QuantizationConfig
+from quark.torch.quantization.config.export import JsonExporterConfig
+from quark.torch.quantization.config.name_lookup import one_of
+
+SHARD_SIZE = "5GB"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportSettings:
+    """Settings of an export; each container uses those that concern it.
+
+    Attributes:
+        custom_mode: Checkpoint format, a name of ``FORMATS``.
+        options: How tensors are packed and scales are merged.
+        quant_config: How the model was quantized; None: what the model remembers.
+        tokenizer: Tokenizer to write next to the tensors.
+        tokenizer_path: Directory or file to load the tokenizer from, for containers that hold its
+            tokens.
+        max_shard_size: Size above which tensors are split into several files.
+        file_name: Name of a single file, without its suffix.
+        inputs: Example inputs of the model, for containers that hold a graph; None: token ids.
+        graph: Options of the graph, None for the defaults.
+    """
+
+    custom_mode: str = "quark"
+    options: JsonExporterConfig = field(default_factory=JsonExporterConfig)
+    quant_config: Config | None = None
+    tokenizer: Any | None = None
+    tokenizer_path: str | Path | None = None
+    max_shard_size: str | int = SHARD_SIZE
+    file_name: str = "model"
+    inputs: Any = None
+    graph: Any = None
+
+
+class Container(ABC):
+    """A kind of file that holds a quantized model: how it is recognized, read and written.
+
+    Attributes:
+        name: Name in ``CONTAINERS``.
+        title: What messages call one, such as "a GGUF file".
+        patterns: Patterns of the names of the files that hold weights.
+        has_formats: Whether it holds any of ``FORMATS``, chosen by ``custom_mode``.
+        has_config_json: Whether it writes a ``config.json``: two such cannot share a directory.
+        is_read: Whether files of this kind are read back, or only written.
+        loads_in_transformers: Whether Transformers loads a directory of this kind.
+    """
+
+    name: str
+    title: str
+    patterns: tuple[str, ...]
+    has_formats = False
+    has_config_json = False
+    is_read = True
+    loads_in_transformers = False
+
+    @abstractmethod
+    def holds(self, path: Path) -> bool:
+        """Whether a file or directory is one of this kind, by its names and first bytes."""
+
+    def open(self, path: Path, trust_remote_code: bool = False, **options: Any) -> Loading:
+        """Return a model that is ready for the tensors of a checkpoint, headers checked.
+
+        Args:
+            path: The file or directory.
+            trust_remote_code: Passed to Transformers.
+            options: Passed to Transformers where the model is built.
+
+        Raises:
+            FileNotFoundError: Files are missing.
+            ValueError: A file is damaged or not understood, or files of this kind are not read.
+        """
+        raise self._not_read(path)
+
+    def contents(self, path: Path) -> Contents:
+        """Return what a checkpoint holds, from its headers alone.
+
+        Raises:
+            FileNotFoundError: Files are missing.
+            ValueError: A file is damaged, or files of this kind are not read.
+        """
+        raise self._not_read(path)
+
+    def tokenizer(self, path: Path) -> Any | None:
+        """Return an object whose ``save_pretrained`` writes the tokenizer of a checkpoint."""
+        return None
+
+    def check_installed(self) -> None:  # noqa: B027 - most need nothing
+        """Check that the packages that ``write`` needs are installed.
+
+        Raises:
+            ImportError: One is missing.
+        """
+
+    def check_verifiable(self, dtypes: Collection[str]) -> None:  # noqa: B027
+        """Check that the target software is installed and can run a model.
+
+        Args:
+            dtypes: Names of the types of its parameters, such as ``bfloat16``.
+
+        Raises:
+            ImportError: The software is missing, and nothing else can open the file.
+            ValueError: It does not compute in one of these types.
+        """
+
+    def check_config(self, layers: Iterable[QuantizationConfig]) -> None:  # noqa: B027
+        """Check that layers quantized like this can be held, before a model is loaded.
+
+        Raises:
+            ValueError: One cannot.
+        """
+
+    @abstractmethod
+    def check_writable(self, model: nn.Module, settings: ExportSettings) -> None:
+        """Check that a quantized model can be held. Its tensors may be on the meta device.
+
+        Raises:
+            ValueError: It is not quantized or not frozen, or cannot be held.
+        """
+
+    @abstractmethod
+    def write(self, model: nn.Module, target: Target, settings: ExportSettings) -> None:
+        """Write a frozen model, which is not changed.
+
+        Args:
+            model: The model.
+            target: Called with the number of bytes that will be written, when everything is checked
+                and ready; gives the directory to write to.
+            settings: Settings of the export.
+
+        Raises:
+            ImportError: A package is missing.
+            OSError: The disk is too full.
+            ValueError: The model cannot be held.
+        """
+
+    @abstractmethod
+    def verify(
+        self, path: Path, model: nn.Module, trust_remote_code: bool = False, inputs: Any = None
+    ) -> Verdict:
+        """Open what was written with the target software, and compare it with ``model``.
+
+        Args:
+            path: The file or directory.
+            model: The model that was written.
+            trust_remote_code: Passed to Transformers.
+            inputs: Inputs to compare outputs on; None: random token ids.
+
+        Raises:
+            ImportError: The target software is missing, and nothing else can open the file.
+            ValueError: The outputs differ, or nothing can open the file.
+        """
+
+    @abstractmethod
+    def load_code(self, path: Path) -> str:
+        """Return the line of Python that loads what was written to a directory."""
+
+    def loader(self, path: Path, trust_remote_code: bool = False) -> Callable[[], nn.Module]:
+        """Return a function that loads a checkpoint of this kind."""
+        return lambda: self.open(path, trust_remote_code).fill()
+
+    def size(self, path: Path) -> int:
+        """Return the bytes that the files with weights take, 0 if there are none."""
+        if path.is_file():
+            return path.stat().st_size
+        files = {file for pattern in self.patterns for file in path.glob(pattern)}
+        return sum(file.stat().st_size for file in files)
+
+    def _not_read(self, path: Path) -> ValueError:
+        return ValueError(
+            f"{path} is {self.title}, which is written but not read: give the checkpoint that it "
+            "was made of."
+        )
+
+
+def get_container(name: str) -> Container:
+    """Return the container called ``name``.
+
+    Raises:
+        ValueError: No container has that name.
+    """
+    container: Container = load_container(one_of(name, CONTAINERS, "container"))()
+    return container

@@ -1,0 +1,129 @@
+"""One GGUF file, for llama.cpp and the software built on it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from quark.torch.export.checkpoint.config_json import CONFIG
+from quark.torch.export.checkpoint.reader import Loading, prepare_load
+from quark.torch.export.checkpoint_contents import Contents, LayerSummary, Summary, by_type
+from quark.torch.export.containers.base import Container, ExportSettings
+from quark.torch.export.gguf.architectures import import_gguf
+from quark.torch.export.gguf.importer import open_gguf
+from quark.torch.export.gguf.reader import MAGIC, GgufFile
+from quark.torch.export.gguf.writer import check_writable, write_gguf
+from quark.torch.export.verification import Verdict, verify_predictions
+from quark.torch.files import Target
+from quark.torch.quantization.config.description import LayerDescription
+
+SUFFIX = ".gguf"
+_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_PACKAGES = {"gguf": "gguf"}  # module -> distribution that Transformers reads it with
+
+logger = logging.getLogger(__name__)
+
+
+class Gguf(Container):
+    """A file with the weights, the tokens and the metadata of a model."""
+
+    name = "gguf"
+    title = "a GGUF file"
+    patterns = (f"*{SUFFIX}",)
+
+    def holds(self, path: Path) -> bool:
+        """Whether a path is a GGUF file, or a directory with one and without ``config.json``."""
+        if path.is_dir():
+            return any(path.glob(f"*{SUFFIX}")) and not (path / CONFIG).is_file()
+        return path.suffix == SUFFIX or _begins_with_magic(path)
+
+    def open(self, path: Path, trust_remote_code: bool = False, **options: Any) -> Loading:
+        """Return a model that is ready for the tensors; see ``Container.open``."""
+        return prepare_load(*open_gguf(self.file(path)))
+
+    def contents(self, path: Path) -> Contents:
+        """Return what a file holds: the type of its blocks says how a weight is quantized."""
+        file = GgufFile(self.file(path))
+        layers, floats = [], []
+        for name, (kind, shape, _, size) in file.tensors.items():
+            count = math.prod(shape)
+            if kind in _FLOATS:
+                floats.append((_FLOATS[kind], count, size))
+            else:
+                words = LayerDescription(weight=kind)
+                layers.append(LayerSummary(name.removesuffix(".weight"), words, count, 8 * size))
+        total = sum(tensor.bytes for tensor in file.tensors.values())
+        return Contents(
+            str(file.values.get("general.architecture", "unknown type")),
+            {"quant_method": "gguf", "version": file.version},
+            "",
+            Summary(tuple(layers), by_type(floats), total),
+        )
+
+    def tokenizer(self, path: Path) -> Any | None:
+        """Return the tokenizer; None, with a warning, if Transformers cannot make it."""
+        from transformers import AutoTokenizer
+
+        file = self.file(path)
+        try:
+            return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        except Exception as error:  # anything that a tokenizer of another family can raise
+            logger.warning("%s: Transformers cannot make its tokenizer (%s).", file, error)
+            return None
+
+    def check_installed(self) -> None:
+        """Check that the package gguf is installed."""
+        import_gguf()
+
+    def check_writable(self, model: nn.Module, settings: ExportSettings) -> None:
+        """Check that blocks can hold every layer; see ``Container.check_writable``."""
+        check_writable(model)
+
+    def write(self, model: nn.Module, target: Target, settings: ExportSettings) -> None:
+        """Write the file and its tokens, loaded from ``settings.tokenizer_path``."""
+        if settings.tokenizer_path is None:
+            raise ValueError("A GGUF file holds the tokens: give tokenizer_path.")
+        write_gguf(model, target, settings.file_name, settings.tokenizer_path)
+
+    def verify(
+        self, path: Path, model: nn.Module, trust_remote_code: bool = False, inputs: Any = None
+    ) -> Verdict:
+        """Compare predictions with those of Transformers, or of this package where it fails."""
+        path = self.file(path)
+        return verify_predictions(
+            path,
+            model,
+            _PACKAGES,
+            self.size(path),
+            self.loader(path, trust_remote_code),
+            trust_remote_code,
+        )
+
+    def load_code(self, path: Path) -> str:
+        """Return the line that loads the file with llama.cpp."""
+        return f"model = llama_cpp.Llama(model_path={json.dumps(str(self.file(path)))})"
+
+    def file(self, path: Path) -> Path:
+        """Return the file that a path means.
+
+        Raises:
+            ValueError: A directory has several.
+        """
+        if not path.is_dir():
+            return path
+        files = sorted(path.glob(f"*{SUFFIX}"))
+        if len(files) > 1:
+            raise ValueError(f"{path} has {len(files)} GGUF files: name one of them.")
+        return files[0] if files else path / f"model{SUFFIX}"
+
+
+def _begins_with_magic(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC

@@ -1,0 +1,55 @@
+"""The native format of Quark: ``config.json`` and ``model_state_dict.pth``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quark.torch.export.checkpoint.config_json import CONFIG
+from quark.torch.export.checkpoint.files import NATIVE, NativeReader
+from quark.torch.export.checkpoint.writer import collect, make_format, write_model_files
+from quark.torch.export.checks import check_written
+from quark.torch.export.containers.base import ExportSettings
+from quark.torch.export.containers.safetensors import TensorDirectory
+from quark.torch.export.verification import Verdict, verify_own
+from quark.torch.files import Target, size_of
+
+
+class Native(TensorDirectory):
+    """A directory whose tensors are a pickled dictionary, read without running code."""
+
+    name = "quark_format"
+    title = f"a directory with {NATIVE}"
+    patterns = (NATIVE,)
+
+    def holds(self, path: Path) -> bool:
+        """Whether a directory has ``config.json`` and ``model_state_dict.pth``."""
+        return (path / NATIVE).is_file() and (path / CONFIG).is_file()
+
+    def reader(self, path: Path) -> NativeReader:
+        """Return the tensors of a directory."""
+        return NativeReader(path)
+
+    def write(self, model: nn.Module, target: Target, settings: ExportSettings) -> None:
+        """Write config.json and model_state_dict.pth; see ``Container.write``."""
+        fmt = make_format(model, settings.quant_config, settings.options, settings.custom_mode)
+        tensors = {name: t.detach().cpu() for name, t in collect(model, fmt).items()}
+        with target(size_of(tensors)) as directory:
+            torch.save(tensors, directory / NATIVE)
+            write_model_files(model, fmt.config_section(), directory, None)
+            check_written(tensors, self.reader(directory))
+
+    def verify(
+        self, path: Path, model: nn.Module, trust_remote_code: bool = False, inputs: Any = None
+    ) -> Verdict:
+        """Compare predictions with those of the model that this package reads."""
+        return verify_own(model, self.size(path), self.loader(path, trust_remote_code))
+
+    def load_code(self, path: Path) -> str:
+        """Return the line that loads a directory into an empty architecture."""
+        line = f"quark.torch.ModelImporter({json.dumps(str(path))}).import_model_info(model)"
+        return f"model = {line}  # model: the architecture, empty"

@@ -1,0 +1,168 @@
+"""Directories of Hugging Face: ``config.json`` and ``*.safetensors``, in any of ``FORMATS``."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from quark.torch.export.checkpoint.architecture import empty_model, read_config
+from quark.torch.export.checkpoint.config_json import CONFIG, SECTION, read_config_json
+from quark.torch.export.checkpoint.files import NATIVE, CheckpointReader, write_tensors
+from quark.torch.export.checkpoint.reader import Loading, Reader, prepare_load
+from quark.torch.export.checkpoint.writer import collect, make_format, write_model_files
+from quark.torch.export.checkpoint_contents import Contents, summarize
+from quark.torch.export.checks import check_written
+from quark.torch.export.containers.base import Container, ExportSettings
+from quark.torch.export.containers.registry import SAFETENSORS
+from quark.torch.export.formats.base import ExportFormat, format_class
+from quark.torch.export.formats.registry import FORMATS
+from quark.torch.export.recognition import recognize_format
+from quark.torch.export.verification import Verdict, verify_predictions
+from quark.torch.files import Target, size_of
+
+_COPIED = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")  # not weights
+_NOT_COPIED = ("config.json", ".index.json", "quantize_config.json", "quant_config.json")
+
+
+class TensorDirectory(Container):
+    """A directory with a ``config.json`` and tensors in a format of ``FORMATS``."""
+
+    has_formats = True
+    has_config_json = True
+
+    def reader(self, path: Path) -> Reader:
+        """Return the tensors of a directory.
+
+        Raises:
+            FileNotFoundError: A file is missing.
+            ValueError: A file is damaged.
+        """
+        raise NotImplementedError
+
+    def open(self, path: Path, trust_remote_code: bool = False, **options: Any) -> Loading:
+        """Return a model that is ready for the tensors; see ``Container.open``."""
+        fmt = recognize_format(read_config_json(path), str(path / CONFIG))
+        reader = self.reader(path)
+        config = read_config(path, trust_remote_code)
+        model = empty_model(
+            config, reader.entries, path, trust_remote_code=trust_remote_code, **options
+        )
+        return prepare_load(model, fmt, reader)
+
+    def contents(self, path: Path) -> Contents:
+        """Return what a directory holds, quantized or not; see ``Container.contents``.
+
+        Where the configuration is of an unknown method, or is not understood, tensors are
+        summarized by type alone, as those of a float model.
+        """
+        config, fmt, note = read_config_json(path), None, ""
+        section = config.get(SECTION)
+        if SECTION in config:
+            try:
+                fmt = recognize_format(config, str(path / CONFIG))
+            except (TypeError, ValueError) as error:
+                note = f"layers are not told apart: {error}"
+        return Contents(
+            str(config.get("model_type", "unknown type")),
+            _origin(section) if isinstance(section, dict) else {},
+            note,
+            summarize(
+                self.reader(path).entries, fmt, config.get("dtype") or config.get("torch_dtype")
+            ),
+        )
+
+    def tokenizer(self, path: Path) -> Any:
+        """Return an object that copies the tokenizer, code and templates of a directory."""
+        return CopiedFiles(path)
+
+    def check_writable(self, model: nn.Module, settings: ExportSettings) -> None:
+        """Check that the format can hold a model; see ``Container.check_writable``."""
+        _make_format(model, settings)
+
+
+class Safetensors(TensorDirectory):
+    """A directory as Transformers and vLLM load it."""
+
+    name = SAFETENSORS
+    title = "a directory of safetensors"
+    patterns = ("*.safetensors",)
+    loads_in_transformers = True
+
+    def holds(self, path: Path) -> bool:
+        """Whether a directory has a ``config.json``, and not only a native file."""
+        if not (path / CONFIG).is_file():
+            return False
+        return not (path / NATIVE).is_file() or any(path.glob("*.safetensors"))
+
+    def reader(self, path: Path) -> CheckpointReader:
+        """Return the tensors of a directory."""
+        return CheckpointReader(path)
+
+    def write(self, model: nn.Module, target: Target, settings: ExportSettings) -> None:
+        """Write config.json, *.safetensors and the tokenizer; see ``Container.write``."""
+        fmt = _make_format(model, settings)
+        tensors = collect(model, fmt)
+        with target(size_of(tensors)) as directory:
+            write_tensors(tensors, directory, settings.max_shard_size)
+            write_model_files(model, fmt.config_section(), directory, settings.tokenizer)
+            check_written(tensors, self.reader(directory))
+
+    def verify(
+        self, path: Path, model: nn.Module, trust_remote_code: bool = False, inputs: Any = None
+    ) -> Verdict:
+        """Compare predictions with those of Transformers, or of this package where it fails."""
+        method = str((read_config_json(path).get(SECTION) or {}).get("quant_method"))
+        packages = format_class(method).transformers_packages if method in FORMATS else None
+        return verify_predictions(
+            path,
+            model,
+            packages,
+            self.size(path),
+            self.loader(path, trust_remote_code),
+            trust_remote_code,
+        )
+
+    def load_code(self, path: Path) -> str:
+        """Return the line that loads a directory with Transformers."""
+        where = json.dumps(str(path))
+        return f"model = transformers.AutoModelForCausalLM.from_pretrained({where})"
+
+
+class CopiedFiles:
+    """The small files of a checkpoint that do not depend on its weights: tokenizer, code, template.
+
+    Args:
+        directory: Directory to copy from.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Copy the files that do not exist in ``directory`` yet."""
+        for file in sorted(self.directory.iterdir()):
+            is_copied = file.suffix in _COPIED and not file.name.endswith(_NOT_COPIED)
+            place = Path(directory) / file.name
+            if is_copied and file.is_file() and not place.exists():
+                shutil.copyfile(file, place)
+
+
+def _make_format(model: nn.Module, settings: ExportSettings) -> ExportFormat:
+    return make_format(model, settings.quant_config, settings.options, settings.custom_mode)
+
+
+def _origin(section: dict[str, Any]) -> dict[str, Any]:
+    """Return how a checkpoint says it was quantized."""
+    export = section.get("export")
+    export = export if isinstance(export, dict) else {}
+    origin = {
+        "quant_method": section.get("quant_method", "quark"),
+        "version": section.get("version"),
+        "weight_format": export.get("weight_format"),
+        "pack_method": export.get("pack_method"),
+    }
+    return {key: value for key, value in origin.items() if value is not None}

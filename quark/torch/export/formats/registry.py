@@ -1,0 +1,21 @@
+"""The table of checkpoint formats. It imports nothing, so that listing the names costs nothing."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+# Name given as ``custom_mode`` -> "module:class", imported on use.
+FORMATS: dict[str, str] = {
+    "quark": "quark.torch.export.formats.quark:QuarkFormat",
+    "awq": "quark.torch.export.formats.awq:AwqFormat",
+    "gptq": "quark.torch.export.formats.gptq:GptqFormat",
+    "compressed-tensors": "quark.torch.export.formats.compressed_tensors:CompressedTensorsFormat",
+    "fp8": "quark.torch.export.formats.fp8:Fp8Format",
+}
+
+
+def load_format(name: str) -> Any:
+    """Return the class of a format of ``FORMATS``."""
+    module, _, attribute = FORMATS[name].partition(":")
+    return getattr(import_module(module), attribute)

@@ -1,0 +1,188 @@
+"""The algorithms of a configuration: find them, check them, apply them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from quark.torch.algorithm.registry import ALGORITHMS, load_algorithm
+from quark.torch.graph.structure import Structure
+from quark.torch.pipeline.context import Algorithm, Context
+from quark.torch.pipeline.statistics import Statistics
+from quark.torch.pipeline.tensor_ranges import ranges_suffice
+from quark.torch.quantization.calibration import (
+    compute_weight_scales,
+    needs_data,
+    switch_quantizers,
+)
+from quark.torch.quantization.config.algo import AlgoConfig, RoundingConfig
+from quark.torch.quantization.config.config import Config
+from quark.torch.quantization.config.layer import QuantizationConfig
+from quark.torch.quantization.nn.layer import PARAMETERS
+from quark.torch.quantization.plan import Plan
+from quark.torch.quantization.preparation import quantized_layers
+
+logger = logging.getLogger("quark")
+
+FROM_STATISTICS = ("awq", "gptq")  # algorithms that can run on statistics of the float model
+
+
+def find_algorithms(config: Config) -> list[tuple[Algorithm, AlgoConfig]]:
+    """Return the algorithms of a configuration with their options, in order.
+
+    Raises:
+        ValueError: An algorithm is not available, or follows one that rounds weights.
+    """
+    algorithms: list[tuple[Algorithm, AlgoConfig]] = []
+    for options in config.algo_config or []:
+        before = algorithms[-1][1] if algorithms else None
+        if isinstance(before, RoundingConfig):
+            raise ValueError(
+                f"algo_config: {options.name} follows {before.name}, which rounds weights for "
+                f"good. Put {before.name} last."
+            )
+        if options.name not in ALGORITHMS:
+            raise ValueError(
+                f"Algorithm {options.name!r} is not available in this version "
+                f"(available: {', '.join(ALGORITHMS)})."
+            )
+        algorithms.append((load_algorithm(options.name), options))
+    return algorithms
+
+
+def check_algorithms(
+    config: Config,
+    algorithms: list[tuple[Algorithm, AlgoConfig]],
+    layers: Mapping[str, QuantizationConfig],
+    dataloader: Iterable[Any] | None,
+    statistics: Statistics | None,
+) -> None:
+    """Raise if an algorithm does not support the layers, or lacks the data that it needs.
+
+    Args:
+        config: Configuration of the model.
+        algorithms: Result of ``find_algorithms``.
+        layers: Configuration of each layer that will be quantized.
+        dataloader: Calibration data, or None.
+        statistics: Statistics of the float model, or None.
+
+    Raises:
+        ValueError: The message names the algorithm or the layer.
+    """
+    is_static = needs_data(layers.values())
+    if statistics is not None:
+        check_from_statistics(algorithms, is_static)
+        if is_static and dataloader is None:
+            reason = _range_problem(config, algorithms)
+            if reason is not None:
+                raise ValueError(reason)
+            statistics.check_ranges(layers)
+    elif dataloader is None:
+        learns = any(algorithm.needs_data(options) for algorithm, options in algorithms)
+        if learns or is_static:
+            raise ValueError(
+                f"{'Algorithms need' if learns else 'Static activation ranges need'} "
+                "calibration data: pass a dataloader to quantize_model"
+                + ("." if learns else ", or set is_dynamic=True.")
+            )
+    for algorithm, options in algorithms:
+        algorithm.check(options, layers)
+
+
+def check_from_statistics(
+    algorithms: list[tuple[Algorithm, AlgoConfig]], is_static: bool = False
+) -> None:
+    """Raise if the algorithms cannot run on statistics of the float model.
+
+    Args:
+        algorithms: Result of ``find_algorithms``.
+        is_static: Whether there are static activations, which statistics serve without algorithms.
+
+    Raises:
+        ValueError: There is another algorithm, or more than one.
+    """
+    names = [options.name for _, options in algorithms]
+    if is_static and not names:
+        return
+    if len(names) != 1 or names[0] not in FROM_STATISTICS:
+        raise ValueError(
+            f"statistics serve one algorithm, {' or '.join(FROM_STATISTICS)}, and static "
+            f"activation ranges, got {', '.join(names) or 'none'}: other algorithms change the "
+            "inputs of layers, or need the data itself. Pass a dataloader instead."
+        )
+    if getattr(algorithms[0][1], "true_sequential", False):
+        raise ValueError(
+            "gptq: true_sequential=True observes each layer after earlier ones are rounded, so "
+            "statistics of the float model do not apply. Leave it out, or pass a dataloader "
+            "instead."
+        )
+
+
+def _range_problem(config: Config, algorithms: list[tuple[Algorithm, AlgoConfig]]) -> str | None:
+    """Return why statistics of the float model lack the static activation ranges, or None."""
+    if any(options.name == "awq" for _, options in algorithms):
+        return (
+            "awq rescales inputs, so statistics of the float model do not have their static "
+            "ranges: pass a dataloader with the same data too, or set is_dynamic=True."
+        )
+    if config.kv_cache_post_rope and needs_data(config.kv_cache_quant_config.values()):
+        return (
+            "kv_cache_post_rope: statistics only have the static ranges of keys before rotary "
+            "embedding. Pass a dataloader too, or set is_dynamic=True."
+        )
+    return None
+
+
+def ranges_from_statistics(
+    config: Config,
+    algorithms: list[tuple[Algorithm, AlgoConfig]],
+    layers: Iterable[QuantizationConfig],
+) -> bool:
+    """Whether statistics of the float model have the static activation ranges of layers."""
+    static = [
+        spec
+        for layer in layers
+        for tensor, spec in layer.specs()
+        if tensor not in PARAMETERS and spec.needs_data
+    ]
+    return not static or (
+        _range_problem(config, algorithms) is None and all(map(ranges_suffice, static))
+    )
+
+
+def apply_algorithms(model: nn.Module, plan: Plan, structure: Structure) -> None:
+    """Apply algorithms in order, after each of them has checked the structure of the model.
+
+    Args:
+        model: A prepared model.
+        plan: How to quantize it.
+        structure: Structure of the float model.
+
+    Raises:
+        ValueError: The structure lacks something that an algorithm needs. No algorithm has been
+            applied.
+    """
+    batches, grams = (
+        (plan.batches, None) if plan.statistics is None else ((), plan.statistics.grams)
+    )
+    context = Context(
+        model,
+        dict(quantized_layers(model)),
+        structure,
+        batches,
+        plan.config,
+        partial(compute_weight_scales, config=plan.config),
+        grams=grams,
+    )
+    with switch_quantizers(model, ()):
+        rotated: frozenset[str] = frozenset()
+        for algorithm, options in plan.algorithms:
+            rotated |= set(algorithm.resolve(replace(context, rotated=rotated), options))
+        for algorithm, options in plan.algorithms:
+            logger.info("%s …", options.name)
+            algorithm.apply(context, options)

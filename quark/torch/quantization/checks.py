@@ -1,0 +1,120 @@
+"""Checks of configuration, model and data before the model is changed; they make the plan."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from quark.torch.graph.discovery import discover
+from quark.torch.graph.eval_mode import eval_mode
+from quark.torch.graph.shared_inputs import same_input_groups
+from quark.torch.graph.structure import Structure
+from quark.torch.pipeline.batches import flatten_batches, make_repeatable, run_batch, take_excerpt
+from quark.torch.pipeline.statistics import Statistics
+from quark.torch.quantization.algorithms import check_algorithms, find_algorithms
+from quark.torch.quantization.config.config import Config
+from quark.torch.quantization.config.resolution import (
+    add_shared_inputs,
+    resolve_names,
+    shares_inputs,
+)
+from quark.torch.quantization.nn.attention import key_projections, prove_keys
+from quark.torch.quantization.nn.experts import stack_experts, temporarily_split_experts
+from quark.torch.quantization.plan import Plan
+from quark.torch.quantization.preparation import select_layers
+
+logger = logging.getLogger("quark")
+
+
+def check(
+    model: nn.Module,
+    config: Config,
+    dataloader: Iterable[Any] | None,
+    statistics: Statistics | None,
+) -> Plan:
+    """Check that a configuration fits a model and the data, and return what will be done.
+
+    Args:
+        model: A float model. It is unchanged afterwards.
+        config: How to quantize it.
+        dataloader: Calibration data, or None.
+        statistics: Statistics of the model, or None.
+
+    Raises:
+        ValueError: The configuration does not fit the model, or data is missing.
+    """
+    algorithms = find_algorithms(config)
+    if statistics is not None:
+        dataloader = None if dataloader is None else make_repeatable(dataloader)
+        statistics.check(model, dataloader)
+    with temporarily_split_experts(model) as experts:
+        shares, config = shares_inputs(config), resolve_names(config, model)
+        layers = select_layers(model, config)
+        check_algorithms(config, algorithms, layers, dataloader, statistics)
+        stack_experts(experts, keep=layers)
+        keys = key_projections(layers, config)
+        runs_often = bool(algorithms or keys or shares)
+        batches = make_repeatable(dataloader) if runs_often else dataloader or ()
+        data = None if dataloader is None else batches
+        config = _with_shared_inputs(config, model, data) if shares else config
+        if keys:
+            prove_keys(model, keys, _trial_run(model, data))
+    return Plan(config, layers, keys, algorithms, batches, data is not None, statistics)
+
+
+def discover_structure(model: nn.Module, plan: Plan) -> Structure | None:
+    """Return the structure of a float model if an algorithm needs it.
+
+    Experts that will be quantized are split meanwhile. The model is unchanged afterwards.
+
+    Raises:
+        ValueError: The model cannot run on the first batch.
+    """
+    if not plan.algorithms:
+        return None
+    with temporarily_split_experts(model) as experts:
+        stack_experts(experts, keep=plan.layers)
+        return discover(model, _trial_run(model, plan.batches if plan.has_data else None))
+
+
+def _trial_run(model: nn.Module, batches: Iterable[Any] | None) -> Callable[[], None]:
+    """Return a function that runs a model on the first tokens of the data, or on any tokens."""
+    if batches is not None:
+        first = next(iter(flatten_batches(batches)), None)
+        if first is None:
+            raise ValueError("The dataloader is empty: algorithms need at least a batch.")
+    else:
+        words = getattr(getattr(model, "config", None), "vocab_size", None)
+        if not words:
+            raise ValueError(
+                f"{type(model).__name__} has no config with a vocab_size: pass a dataloader with a "
+                "batch, which runs the model."
+            )
+        first = torch.arange(32).unsqueeze(0) % words
+    return lambda: run_batch(model, take_excerpt(first))
+
+
+def _with_shared_inputs(config: Config, model: nn.Module, batches: Iterable[Any] | None) -> Config:
+    """Return the configuration with the layers that share an input in this model.
+
+    Without data the model runs on any tokens; a model that does not take tokens has no groups.
+    """
+    try:
+        with eval_mode(model):
+            inputs = same_input_groups(model, _trial_run(model, batches), single=True)
+    except Exception as error:
+        if batches is not None:
+            raise
+        logger.warning(
+            "shared_scale_groups: %s did not run on token ids (%s), so only layers of the "
+            "documented names share scales. Pass a dataloader to find all layers that share an "
+            "input.",
+            type(model).__name__,
+            error,
+        )
+        return config
+    return add_shared_inputs(config, inputs)

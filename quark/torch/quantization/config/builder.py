@@ -1,0 +1,82 @@
+"""The one way from schemes and algorithms to the configuration of a language model.
+
+``LLMTemplate`` and the command line both build here, so the same names give the same result. The
+configuration is built without a model; ``resolution`` adapts it to a model when it is quantized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from quark.torch.quantization.config.algo import AlgoConfig
+from quark.torch.quantization.config.config import Config, QuantizationConfig
+from quark.torch.quantization.config.kv_cache import with_kv_cache
+from quark.torch.quantization.config.resolution import OUTPUT_HEAD, fused_projections
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """Quantization of the key-value cache.
+
+    Attributes:
+        scheme: Name of the scheme, one of ``KV_CACHE_SCHEMES``.
+        patterns: Name patterns of the key and value projections.
+        min_scale: Lower bound of the scales.
+        post_rope: Whether keys are quantized after the rotary embedding.
+    """
+
+    scheme: str
+    patterns: list[str]
+    min_scale: float = 0.0
+    post_rope: bool = False
+
+
+def build_config(
+    scheme: QuantizationConfig,
+    layers: Mapping[str, QuantizationConfig] | None = None,
+    layer_types: Mapping[type[nn.Module], QuantizationConfig] | None = None,
+    exclude: Sequence[str] | None = None,
+    algorithms: Sequence[AlgoConfig] = (),
+    kv_cache: KVCache | None = None,
+    shared_scale_groups: list[list[str]] | None = None,
+) -> Config:
+    """Return the configuration of a language model.
+
+    Args:
+        scheme: Scheme of all layers that no other argument names.
+        layers: Name pattern to scheme; the first match counts.
+        layer_types: Module type to scheme.
+        exclude: Name patterns of layers to leave in float; None for the output head.
+        algorithms: Options of algorithms, applied in order.
+        kv_cache: Quantization of the key-value cache; None leaves it in float.
+        shared_scale_groups: Groups of name endings that share scales per tensor. None shares those
+            of layers with the same input, where a scheme has two levels of scales.
+
+    Raises:
+        ValueError: No scheme of the cache has that name; the message names the nearest.
+    """
+    layers, layer_types = dict(layers or {}), dict(layer_types or {})
+    if shared_scale_groups is None:
+        schemes = [scheme, *layers.values(), *layer_types.values()]
+        shared_scale_groups = fused_projections() if any(map(is_two_level, schemes)) else []
+    config = Config(
+        global_quant_config=scheme,
+        layer_quant_config=layers,
+        layer_type_quant_config=layer_types,
+        exclude=[OUTPUT_HEAD] if exclude is None else list(exclude),
+        algo_config=list(algorithms),
+        shared_scale_groups=shared_scale_groups,
+    )
+    if kv_cache is None:
+        return config
+    return with_kv_cache(
+        config, kv_cache.patterns, kv_cache.scheme, kv_cache.min_scale, kv_cache.post_rope
+    )
+
+
+def is_two_level(layer: QuantizationConfig) -> bool:
+    """Whether a tensor of a layer has scales that are relative to a scale of the whole tensor."""
+    return any(spec.scheme.scale.two_level for _, spec in layer.specs())

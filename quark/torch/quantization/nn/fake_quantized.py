@@ -1,0 +1,151 @@
+"""Operators that hold float parameters and fake-quantize them on use, until they are frozen."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from quark.torch.numerics.hadamard import rotate
+from quark.torch.quantization.config.layer import QuantizationConfig
+from quark.torch.quantization.nn.layer import PARAMETERS, QuantizedLayer, change_class
+from quark.torch.quantization.nn.quantizer import QuantizedTensor, TensorQuantizer
+
+Layer = TypeVar("Layer", bound="FakeQuantizedLayer")
+
+# Tensor of the configuration -> name of its quantizer.
+QUANTIZERS = {
+    "weight": "_weight_quantizer",
+    "bias": "_bias_quantizer",
+    "input_tensors": "_input_quantizer",
+    "output_tensors": "_output_quantizer",
+}
+
+
+class FakeQuantizedLayer(QuantizedLayer):
+    """An operator with a ``TensorQuantizer`` for each quantized tensor.
+
+    Parameters are in float. Once the layer is frozen, they hold quantized values.
+    """
+
+    @classmethod
+    def from_float(cls: type[Layer], module: nn.Module, config: QuantizationConfig) -> Layer:
+        """Replace a float module in place by a quantized one and return it."""
+        change_class(module, cls)
+        assert isinstance(module, cls)
+        module.quant_config = config
+        module.frozen = False
+        module.register_buffer("input_rotation", None)
+        for name, attribute in QUANTIZERS.items():
+            spec = getattr(config, name)
+            if spec is None or (name == "bias" and getattr(module, "bias", None) is None):
+                module.add_module(attribute, None)
+                continue
+            used = spec.for_parameter(module.input_axis == 0) if name in PARAMETERS else spec
+            module.add_module(attribute, TensorQuantizer(used))
+        return module
+
+    def to_float(self) -> nn.Module:
+        """Restore the module that ``from_float`` replaced, in place, and return it."""
+        if self.input_rotation is not None:
+            self._rotate_weight_(self.input_rotation.T.contiguous())
+        change_class(self, self.float_class)
+        for attribute in QUANTIZERS.values():
+            delattr(self, attribute)
+        del self.quant_config, self.frozen, self.input_rotation
+        return self
+
+    def rotate_input(self, rotation: torch.Tensor) -> None:
+        """Rotate every later input, and the weight once, so that the product stays the same.
+
+        Args:
+            rotation: (n, n) as ``numerics.hadamard.rotate`` takes it; n divides the inputs.
+
+        Raises:
+            ValueError: The layer is not linear, its inputs are rotated already, or n does not
+                divide the number of inputs.
+        """
+        if not self.is_linear or self.input_rotation is not None:
+            raise ValueError(
+                f"The input of a {type(self).__name__} cannot be rotated: only those of linear "
+                "layers can, once."
+            )
+        self._rotate_weight_(rotation)
+        self.input_rotation = rotation.to(self.weight.device)
+
+    @torch.no_grad()
+    def _rotate_weight_(self, rotation: torch.Tensor) -> None:
+        rows = self.weight if self.input_axis else self.weight.T  # (outputs, inputs)
+        rows.copy_(rotate(rows.double(), rotation.to(self.weight.device)))
+
+    @property
+    def weight_quantizer(self) -> TensorQuantizer | None:
+        """Quantizer of the weight, or None."""
+        return self._modules["_weight_quantizer"]  # type: ignore[return-value]
+
+    @property
+    def bias_quantizer(self) -> TensorQuantizer | None:
+        """Quantizer of the bias, or None."""
+        return self._modules["_bias_quantizer"]  # type: ignore[return-value]
+
+    @property
+    def input_quantizer(self) -> TensorQuantizer | None:
+        """Quantizer of the input, or None."""
+        return self._modules["_input_quantizer"]  # type: ignore[return-value]
+
+    @property
+    def output_quantizer(self) -> TensorQuantizer | None:
+        """Quantizer of the output, or None."""
+        return self._modules["_output_quantizer"]  # type: ignore[return-value]
+
+    def quantizers(self) -> dict[str, TensorQuantizer]:
+        """Return the quantizers of the layer, by tensor of the configuration."""
+        modules = {name: self._modules[attribute] for name, attribute in QUANTIZERS.items()}
+        return {name: q for name, q in modules.items() if isinstance(q, TensorQuantizer)}
+
+    def parameter_quantizers(self) -> dict[str, TensorQuantizer]:
+        """Return the quantizers of weight and bias."""
+        return {name: q for name, q in self.quantizers().items() if name in PARAMETERS}
+
+    @property
+    def value_dtype(self) -> torch.dtype:
+        """Type of the weight."""
+        dtype: torch.dtype = self.weight.dtype
+        return dtype
+
+    def parameter_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of ``weight`` or ``bias``."""
+        return tuple(getattr(self, name).shape)
+
+    def value(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+        """Return the quantized values of the weight or the bias, or None."""
+        x: torch.Tensor | None = getattr(self, name, None)
+        if x is None:
+            return None
+        if not self.frozen:
+            x = _fake_quantized(self.quantizers().get(name), x)
+        return x if dtype is None else x.to(dtype)
+
+    def quantized_tensor(self, name: str) -> QuantizedTensor | None:
+        """Return codes and scales of a tensor of the configuration; None if it is in float."""
+        quantizer = self.quantizers().get(name)
+        if quantizer is None:
+            return None
+        value = getattr(self, name).detach() if name in PARAMETERS else None
+        return quantizer.quantized_tensor(value, self.frozen)
+
+    def quantize_activation(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """Return ``input_tensors`` or ``output_tensors`` fake-quantized, or observe them."""
+        return _fake_quantized(self.quantizers().get(name), x)
+
+    def operands(self, x: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the quantized values of weight and bias, in their own type."""
+        return self.value("weight"), self.value("bias")
+
+
+def _fake_quantized(quantizer: TensorQuantizer | None, x: torch.Tensor) -> torch.Tensor:
+    if quantizer is None:
+        return x
+    result: torch.Tensor = quantizer(x)
+    return result

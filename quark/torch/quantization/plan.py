@@ -1,0 +1,86 @@
+"""``Plan``: how a model will be quantized, and the reversible steps that prepare it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from quark.torch.pipeline.context import Algorithm
+from quark.torch.pipeline.statistics import Statistics
+from quark.torch.quantization.config.algo import AlgoConfig
+from quark.torch.quantization.config.config import Config, QuantizationConfig
+from quark.torch.quantization.nn.attention import route_keys, unroute_keys
+from quark.torch.quantization.nn.experts import corresponding_experts, split_experts, stack_experts
+from quark.torch.quantization.preparation import replace_layers, restore_layers
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model will be quantized; every part has been checked.
+
+    Attributes:
+        config: Configuration with the names of the modules of the model.
+        layers: Configuration of each layer that will be quantized, by its name.
+        keys: Attention modules whose keys are quantized after rotary embedding; see
+            ``nn.attention.key_projections``.
+        algorithms: Each algorithm with its options, in order.
+        batches: Calibration data, () without.
+        has_data: Whether calibration data was given.
+        statistics: Statistics of the float model, or None.
+    """
+
+    config: Config
+    layers: Mapping[str, QuantizationConfig]
+    keys: Mapping[str, str]
+    algorithms: Sequence[tuple[Algorithm, AlgoConfig]]
+    batches: Iterable[Any]
+    has_data: bool
+    statistics: Statistics | None
+
+
+def prepare(model: nn.Module, plan: Plan, undo: ExitStack) -> None:
+    """Prepare a float model for quantization, in place.
+
+    Args:
+        model: The float model.
+        plan: How to quantize it.
+        undo: Receives the callbacks that restore the float model. Leaving it as a context manager
+            calls them; ``pop_all`` drops them once quantization has succeeded.
+    """
+    for step in PREPARATIONS:
+        step(model, plan, undo)
+
+
+def _split_experts(model: nn.Module, plan: Plan, undo: ExitStack) -> None:
+    experts = split_experts(model)
+    undo.callback(stack_experts, experts)
+    stack_experts(experts, keep=plan.layers)
+    if plan.statistics is not None:
+        _restore_token_counts(model, plan.statistics)
+
+
+def _replace_layers(model: nn.Module, plan: Plan, undo: ExitStack) -> None:
+    undo.callback(restore_layers, model)
+    replace_layers(model, plan.layers)
+
+
+def _route_keys(model: nn.Module, plan: Plan, undo: ExitStack) -> None:
+    undo.callback(unroute_keys, model)
+    route_keys(model, plan.keys)
+
+
+def _restore_token_counts(model: nn.Module, statistics: Statistics) -> None:
+    """Store the number of tokens that the data of the statistics sends to each expert."""
+    for names in corresponding_experts(model):
+        if all(name in statistics.readers for name in names):
+            experts: Any = model.get_submodule(names[0].rsplit(".", 2)[0])
+            counts = [int(statistics.tokens[statistics.first_reader(name)]) for name in names]
+            experts.token_counts = {0: counts}
+
+
+# Applied in this order and undone in reverse.
+PREPARATIONS = (_split_experts, _replace_layers, _route_keys)

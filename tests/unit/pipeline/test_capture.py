@@ -1,0 +1,98 @@
+"""The arguments that blocks receive, recorded batch by batch."""
+
+import pytest
+import torch
+from torch import nn
+
+from quark.torch.pipeline.activation_store import ActivationStore
+from quark.torch.pipeline.capture import capture, replace_forwards, split_hidden_states
+
+
+class Block(nn.Module):
+    """Adds what it is given."""
+
+    def __init__(self, returns_tuple):
+        super().__init__()
+        self.returns_tuple = returns_tuple
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x, mask, shift=None, flag=True):
+        out = self.layer(x) * mask + (0 if shift is None else shift[0])
+        return (out, mask) if self.returns_tuple else out
+
+
+class Model(nn.Module):
+    """Two blocks between a first layer and a last one."""
+
+    def __init__(self, returns_tuple=False, times=1):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(returns_tuple) for _ in range(2))
+        self.first, self.times = nn.Linear(4, 4), times
+
+    def forward(self, x):
+        x, mask = self.first(x), torch.ones(1, 1)
+        for index, block in enumerate(self.blocks):
+            for _ in range(self.times):
+                out = block(x, mask, shift=(x.mean(),) if index else None)
+                x = out[0] if isinstance(out, tuple) else out
+        return x
+
+
+NAMES = ["blocks.0", "blocks.1"]
+
+
+def captured(model, batches):
+    inputs, others = ActivationStore(), ActivationStore()
+    return capture(model, NAMES, batches, inputs, others), inputs, others
+
+
+@pytest.mark.parametrize("returns_tuple", [False, True])
+def test_what_blocks_receive(returns_tuple):
+    model = Model(returns_tuple)
+    batches = [torch.randn(n, 4) for n in (2, 3)]
+    arguments, inputs, others = captured(model, batches)
+    assert len(arguments) == len(inputs) == 2
+    for index, batch in enumerate(batches):
+        hidden = model.first(batch)
+        assert inputs[index].equal(hidden)
+        args, kwargs = arguments.get(index, "blocks.0")
+        assert [a.tolist() for a in args] == [[[1.0]]]
+        assert kwargs == {"shift": None}
+        _, kwargs = arguments.get(index, "blocks.1")
+        assert kwargs["shift"][0].equal(hidden.mean())  # blocks returned what they received
+    assert len(others) == 3  # one mask for all blocks and batches, two shifts
+    form = arguments.wrap("blocks.0", torch.zeros(1))
+    assert isinstance(form, tuple) is returns_tuple
+
+
+def test_the_model_is_whole_afterwards():
+    model, x = Model(), torch.randn(2, 4)
+    before = model(x)
+    captured(model, [x])
+    assert model(x).equal(before)
+    assert all("forward" not in vars(module) for module in model.modules())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_block_that_runs_twice():
+    with pytest.raises(ValueError, match=r"blocks\.0 runs more than once"):
+        captured(Model(times=2), [torch.randn(2, 4)])
+
+
+def test_replaced_forwards_come_back_after_an_error():
+    model = Model()
+    own = model.blocks[1].forward = lambda x: x
+    with (
+        pytest.raises(KeyError),
+        replace_forwards(model, {"first": lambda x: x + 1, "blocks.1": lambda x: x + 2}),
+    ):
+        assert model.first(torch.zeros(1)).item() == 1
+        raise KeyError
+    assert "forward" not in vars(model.first)
+    assert model.blocks[1].forward is own
+
+
+def test_hidden_states_by_position_or_by_name():
+    x, mask = torch.zeros(1), torch.ones(1)
+    assert split_hidden_states((x, mask), {"flag": True}) == (x, ((mask,), {"flag": True}))
+    assert split_hidden_states((), {"hidden_states": x, "mask": mask}) == (x, ((), {"mask": mask}))
