@@ -40,7 +40,7 @@ from quark.torch.export.checkpoint_contents import summarize
 from quark.torch.graph.discovery import discover
 from quark.torch.numerics.formats import Dtype
 from quark.torch.quantization.config import presets
-from quark.torch.quantization.config.algo import algo_config_from_dict
+from quark.torch.quantization.config.algo_lookup import algo_config_from_dict
 from quark.torch.quantization.config.config import Config, QuantizationConfig, QuantizationSpec
 from quark.torch.quantization.config.description import type_name
 from quark.torch.quantization.config.export import JsonExporterConfig

@@ -32,7 +32,7 @@ from quark.torch import LLMTemplate, ModelQuantizer, collect_statistics
 from quark.torch.evaluation.perplexity import perplexity, token_windows
 from quark.torch.pipeline.statistics import Statistics
 from quark.torch.quantization.config import presets
-from quark.torch.quantization.config.algo import algo_config_from_dict
+from quark.torch.quantization.config.algo_lookup import algo_config_from_dict
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.config.recipes import RECIPES

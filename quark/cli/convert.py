@@ -16,8 +16,8 @@ HELP = """
 Write a quantized checkpoint in the format of another tool, with the same codes and scales.
 
 Nothing is quantized again. If the other format cannot hold a layer, an error names the layer before
-any tensor is read. The input is a checkpoint of Quark (any version), AutoAWQ, GPTQ,
-compressed-tensors or fp8, or a GGUF file with Q4_0, Q4_1 or Q8_0 weights.
+any tensor is read. The input is a checkpoint in one of the formats of [cyan]--to[/cyan], of any
+version, the native format, or a GGUF file with Q4_0, Q4_1 or Q8_0 weights.
 
 [bold]Examples[/bold]
 

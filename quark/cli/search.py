@@ -237,7 +237,7 @@ def _parse_formats(request: SearchRequest) -> dict[str, QuantizationConfig]:
 def _parse_algorithms(
     request: SearchRequest, formats: Mapping[str, QuantizationConfig]
 ) -> list[AlgoConfig]:
-    from quark.torch.quantization.config.algo import make_algo_configs
+    from quark.torch.quantization.config.algo_lookup import make_algo_configs
     from quark.torch.quantization.config.config import Config
 
     try:

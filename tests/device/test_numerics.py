@@ -61,7 +61,7 @@ def test_every_step(shape, dtype):
 
 @pytest.mark.parametrize("name", ["int4_wo_32", "fp8", "ptpc_fp8", "mxfp4", "nvfp4"])
 def test_quantized_weights_of_a_model(build, quantize, name):
-    here, there = quantize(build(), name), quantize(build(device="cuda"), name)
+    here, there = quantize(build(), name), quantize(build().cuda(), name)
     state = there.state_dict()
     for key, tensor in here.state_dict().items():
         if key.endswith("weight") or "weight_quantizer" in key:

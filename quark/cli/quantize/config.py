@@ -203,7 +203,7 @@ def _set_scales(layer: QuantizationConfig, request: Request) -> QuantizationConf
 
 def _algorithms(request: Request) -> list[AlgoConfig]:
     """Return the options of the algorithms, in order."""
-    from quark.torch.quantization.config.algo import make_algo_configs
+    from quark.torch.quantization.config.algo_lookup import make_algo_configs
 
     if request.recipe is not None:
         return _recipe(request.recipe)[1]
@@ -231,7 +231,7 @@ def _algorithm_files(request: Request) -> dict[str, AlgoConfig]:
 
     Files come as ``FILE``, ``NAME=FILE`` or ``NAME FILE``.
     """
-    from quark.torch.quantization.config.algo import (
+    from quark.torch.quantization.config.algo_lookup import (
         load_quant_algo_config_from_file,
         make_algo_configs,
     )

@@ -79,7 +79,7 @@ class ModelExporter:
         Args:
             model: A frozen model, or one that was imported. It is not changed.
             quant_config: How it was quantized; by default what the model remembers.
-            custom_mode: Checkpoint format: quark, awq, gptq, compressed-tensors or fp8.
+            custom_mode: Checkpoint format, a name of ``FORMATS`` (`export/formats/registry.py`).
             tokenizer: Tokenizer to write beside the model.
             max_shard_size: Size above which tensors are spread over several files.
 

@@ -6,12 +6,13 @@ from importlib.util import find_spec
 
 import pytest
 
+from quark.torch.export.formats.registry import FORMATS
 from quark.torch.quantization import Config, Int8PerTensorSpec, QuantizationConfig
 
 FLAGS = ("--quant_scheme", "int4_wo_32")
 
 
-@pytest.mark.parametrize("mode", ["awq", "gptq", "compressed-tensors"])
+@pytest.mark.parametrize("mode", [name for name in FORMATS if name not in ("quark", "fp8")])
 def test_layouts_of_other_tools(quantize, quark, mode):
     path, said = quantize(*FLAGS, "--custom_mode", mode)
     section = json.loads((path / "config.json").read_text())["quantization_config"]

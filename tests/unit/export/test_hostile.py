@@ -11,6 +11,7 @@ import torch
 
 from quark.demo.text import model_directory
 from quark.torch import ModelExporter
+from quark.torch.export.formats.registry import FORMATS
 from quark.torch.export.gguf.reader import GgufFile
 from quark.torch.export.recognition import open_checkpoint
 from quark.torch.quantization.config.config import Config, QuantizationConfig
@@ -21,7 +22,7 @@ WEIGHT = QuantizationSpec(
     "uint4", qscheme="per_group", ch_axis=-1, group_size=32, symmetric=False, is_dynamic=False
 )
 FP8 = QuantizationSpec("fp8_e4m3", qscheme="per_tensor", is_dynamic=False)
-MODES = ("quark", "awq", "gptq", "compressed-tensors", "fp8")
+MODES = tuple(FORMATS)
 SCALES = {"awq": "scales", "gptq": "scales"}
 CODES = {"awq": "qweight", "gptq": "qweight", "compressed-tensors": "weight_packed"}
 

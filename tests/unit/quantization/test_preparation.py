@@ -30,6 +30,14 @@ INT8 = QuantizationConfig(weight=Int8PerTensorSpec().to_quantization_spec())
 FP8 = QuantizationConfig(weight=FP8E4M3PerTensorSpec().to_quantization_spec())
 
 
+class Unknown(nn.Module):
+    """A module with a weight, of a type that no operator replaces."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size, size))
+
+
 def grouped(group_size):
     spec = Uint4PerGroupSpec(ch_axis=-1, group_size=group_size).to_quantization_spec()
     return Config(QuantizationConfig(weight=spec))
@@ -148,9 +156,9 @@ BAD = {
         "forward of a Linear was replaced .* undo that before quantizing, or exclude",
     ),
     "unsupported_type": (
-        lambda: nn.Sequential(nn.Linear(8, 8), nn.Bilinear(8, 8, 8)),
-        Config(INT8, layer_type_quant_config={nn.Bilinear: INT8}),
-        "layer_type_quant_config: Bilinear cannot be quantized",
+        lambda: nn.Sequential(nn.Linear(8, 8), Unknown(8)),
+        Config(INT8, layer_type_quant_config={Unknown: INT8}),
+        "layer_type_quant_config: Unknown cannot be quantized",
     ),
     "softmax": (
         lambda: linears(8),
@@ -199,10 +207,10 @@ def test_a_configuration_that_fits_reports_nothing(build, caplog):
 
 
 def test_large_modules_that_stay_in_float_are_reported(caplog):
-    model = nn.Sequential(nn.Linear(8, 8), nn.Bilinear(16, 16, 16))
+    model = nn.Sequential(nn.Linear(8, 8), Unknown(64))
     with caplog.at_level(logging.WARNING, logger="quark"):
         select_layers(model, Config(INT8))
-    assert "1 (Bilinear)" in caplog.text and "98 %" in caplog.text
+    assert "1 (Unknown)" in caplog.text and "98 %" in caplog.text
 
 
 class TestPrepareAndRestore:

@@ -16,7 +16,8 @@ from quark.torch.export.checkpoint.rotation_config import with_rotations
 from quark.torch.export.checkpoint.transformers_names import saved_names
 from quark.torch.export.checks import check_rest
 from quark.torch.export.expert_tokens import report_experts
-from quark.torch.export.formats.base import ExportFormat, get_format
+from quark.torch.export.formats.base import ExportFormat, format_class, get_format
+from quark.torch.export.formats.registry import FORMATS
 from quark.torch.quantization.calibration import group_by_parent, merged_scale
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.export import JsonExporterConfig
@@ -85,10 +86,11 @@ def make_format(
     rotations = {n: m.input_rotation for n, m in layers.items() if m.input_rotation is not None}
     routes = key_routes(model)
     has_keys = any(route.rotates for route in routes)
-    if has_keys and mode != "quark":
+    if has_keys and not format_class(mode).stores_rotated_keys:
+        able = [name for name in FORMATS if format_class(name).stores_rotated_keys]
         raise ValueError(
             f"custom_mode={mode!r} cannot tell that keys are rotated before they are quantized: "
-            "quantize without r3, or use custom_mode='quark'."
+            f"quantize without r3, or use custom_mode={able[0]!r}."
         )
     config = replace(config, version=__version__, kv_cache_post_rope=bool(routes))
     config = without_order(names, with_rotations(config, rotations, has_keys))

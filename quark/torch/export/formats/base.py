@@ -33,10 +33,13 @@ class ExportFormat(ABC):
     Attributes:
         name: Name in ``FORMATS``.
         transformers_packages: Modules -> distributions that Transformers needs to load it; None if
-            not every machine can load it.
+            not every machine can load it. ``{}``: Transformers alone loads it.
+        stores_rotated_keys: Whether the section can say that keys are rotated before they are
+            quantized.
     """
 
     name: str
+    stores_rotated_keys = False
     transformers_packages: ClassVar[Mapping[str, str] | None] = None
 
     def __init__(self, config: Config, options: JsonExporterConfig) -> None:

@@ -45,6 +45,7 @@ class QuarkFormat(ExportFormat):
 
     name = "quark"
     transformers_packages: ClassVar[Mapping[str, str] | None] = {}
+    stores_rotated_keys = True
 
     @classmethod
     def parse_section(cls, section: dict[str, Any]) -> Config:

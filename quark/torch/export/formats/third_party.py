@@ -61,6 +61,7 @@ class ThirdPartyFormat(QuarkFormat):
             not in the order of their groups.
     """
 
+    stores_rotated_keys = False
     transformers_packages: ClassVar[Mapping[str, str] | None] = None
     supported: ClassVar[str]
     tensor_names: ClassVar[dict[str, str]] = {}

@@ -99,8 +99,11 @@ def code_type(fmt: Format) -> str | None:
         return _NATIVE.get(fmt.native)
     if fmt.is_float and (fmt.bits == 8 or not fmt.signed):
         return None
+    if fmt.is_float and fmt.bits in _WIDTHS:
+        return f"UINT{fmt.bits}"
     if fmt.is_float:
-        return f"UINT{fmt.bits}" if fmt.bits in _WIDTHS else DECODED
+        values = decode(torch.arange(1 << fmt.bits), fmt)
+        return DECODED if values.equal(values.to(torch.float8_e4m3fn).to(values.dtype)) else None
     bits = fmt.bits + (fmt.sub_block > 0)  # codes are doubled where sub-blocks have a larger step
     width = next((w for w in _WIDTHS if w >= bits), None)
     return width and f"{'' if fmt.signed else 'U'}INT{width}"  # type: ignore[return-value]

@@ -23,11 +23,11 @@ from quark.torch.quantization.config.algo import RotationConfig as RotationConfi
 from quark.torch.quantization.config.algo import SmoothQuantConfig as SmoothQuantConfig
 from quark.torch.quantization.config.algo import SVDQuantConfig as SVDQuantConfig
 from quark.torch.quantization.config.algo import YaqaConfig as YaqaConfig
-from quark.torch.quantization.config.algo import algo_config_from_dict
-from quark.torch.quantization.config.algo import (
+from quark.torch.quantization.config.algo_lookup import algo_config_from_dict
+from quark.torch.quantization.config.algo_lookup import (
     load_pre_optimization_config_from_file as load_pre_optimization_config_from_file,
 )
-from quark.torch.quantization.config.algo import (
+from quark.torch.quantization.config.algo_lookup import (
     load_quant_algo_config_from_file as load_quant_algo_config_from_file,
 )
 from quark.torch.quantization.config.export import JsonExporterConfig

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from quark.torch.quantization.config.algo import AlgoConfig, algo_config_from_dict
+from quark.torch.quantization.config.algo import AlgoConfig
+from quark.torch.quantization.config.algo_lookup import algo_config_from_dict
 from quark.torch.quantization.config.name_lookup import one_of
 
 _AWQ = {"name": "awq"}

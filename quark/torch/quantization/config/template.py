@@ -8,7 +8,8 @@ from typing import ClassVar
 from torch import nn
 
 from quark.torch.quantization.config import presets
-from quark.torch.quantization.config.algo import AlgoConfig, make_algo_configs
+from quark.torch.quantization.config.algo import AlgoConfig
+from quark.torch.quantization.config.algo_lookup import make_algo_configs
 from quark.torch.quantization.config.builder import KVCache, build_config
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.name_lookup import one_of

@@ -66,7 +66,7 @@ class LinearExperts(nn.Module):
     float_class: Any
     num_experts: int
     has_gate: bool
-    has_post_expert_norm: bool
+    has_post_expert_norm = False
     act_fn: Any
     post_expert_norm: Any
     token_counts: dict[int, list[int]]

@@ -183,10 +183,19 @@ def activation_shape(layer: nn.Module, name: str, scheme: Scheme) -> tuple[int, 
         layer: An operator.
         name: ``input_tensors`` or ``output_tensors``.
         scheme: Quantization scheme of the tensor.
+
+    Raises:
+        ValueError: Scales are per channel, and the number of channels is not known.
     """
     if scheme.qscheme is not QSchemeType.per_channel or scheme.per_token:
         return ()
     axis = scheme.axis
     shape = [0] * (axis + 1 if axis >= 0 else -axis)
-    shape[axis] = next(getattr(layer, n) for n in _CHANNELS[name] if hasattr(layer, n))
+    channels = [getattr(layer, n) for n in _CHANNELS[name] if hasattr(layer, n)]
+    if not channels:
+        raise ValueError(
+            f"{name}: the number of channels of a {type(layer).__name__} is not known, so it takes "
+            "no static scales per channel. Use one scale per tensor."
+        )
+    shape[axis] = channels[0]
     return tuple(shape)

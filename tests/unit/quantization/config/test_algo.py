@@ -13,6 +13,8 @@ from quark.torch.quantization.config.algo import (
     PreQuantOptConfig,
     QronosConfig,
     RotationConfig,
+)
+from quark.torch.quantization.config.algo_lookup import (
     algo_config_from_dict,
     load_pre_optimization_config_from_file,
     load_quant_algo_config_from_file,
@@ -210,3 +212,11 @@ def test_transformations_precede_quantization():
     assert first == {"smooth", "rotation", "quarot"}
     assert all(issubclass(cls, AlgoConfig) for cls in ALGO_CONFIGS.values())
     assert issubclass(ALGO_CONFIGS["quarot"], RotationConfig)
+
+
+def test_users_import_every_class_of_options_from_one_module():
+    from quark.torch.quantization.config import config
+
+    for cls in ALGO_CONFIGS.values():
+        assert getattr(config, cls.__name__) is cls
+        assert cls.__name__ in config.__all__

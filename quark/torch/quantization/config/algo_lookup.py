@@ -1,0 +1,72 @@
+"""Options of algorithms from their documented names, from plain JSON types and from files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quark.torch.quantization.config.algo import ALGO_CONFIGS, AlgoConfig, present_options
+from quark.torch.quantization.config.name_lookup import one_of
+
+
+def algo_config_from_dict(data: dict[str, Any]) -> AlgoConfig:
+    """Return the options of the algorithm that ``data["name"]`` names.
+
+    Args:
+        data: Name and options, as in a documented file.
+
+    Raises:
+        ValueError: The name is missing, or the name or an option is unknown.
+    """
+    if "name" not in data:
+        raise ValueError(f"An algorithm needs a name: one of {', '.join(ALGO_CONFIGS)}.")
+    name = one_of(str(data["name"]), ALGO_CONFIGS, "algorithm")
+    options = present_options(data, ALGO_CONFIGS[name], f"option of algorithm {name!r}")
+    return ALGO_CONFIGS[name](**{**options, "name": name})
+
+
+def make_algo_configs(
+    names: str | list[str] | None, given: Mapping[str, AlgoConfig]
+) -> list[AlgoConfig]:
+    """Return the options of algorithms by their documented names, in order.
+
+    Args:
+        names: Name or names; ``smoothquant`` is another name of ``smooth``.
+        given: Options by name, instead of the default ones.
+
+    Raises:
+        ValueError: A name is unknown; the message names the nearest.
+    """
+    names = [names] if isinstance(names, str) else names or []
+    aliases = {"smoothquant": "smooth"}
+    configs = []
+    for name in names:
+        key = one_of(name, [*ALGO_CONFIGS, *aliases, *given], "algorithm")
+        key = aliases.get(key, key)
+        configs.append(given.get(name) or given.get(key) or ALGO_CONFIGS[key]())
+    return configs
+
+
+def load_quant_algo_config_from_file(file_path: str | Path) -> AlgoConfig:
+    """Read the options of one algorithm from a JSON file.
+
+    Args:
+        file_path: File with one JSON object: the name of the algorithm and its options.
+
+    Raises:
+        ValueError: The file is not a JSON object, or a name or option is unknown.
+    """
+    try:
+        data = json.loads(Path(file_path).read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file_path} is not valid JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{file_path}: expected one JSON object, got {type(data).__name__}.")
+    return algo_config_from_dict(data)
+
+
+def load_pre_optimization_config_from_file(file_path: str | Path) -> AlgoConfig:
+    """Read the options of an algorithm; the same as ``load_quant_algo_config_from_file``."""
+    return load_quant_algo_config_from_file(file_path)
