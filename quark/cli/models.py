@@ -96,7 +96,7 @@ def load_model(
     trust_remote_code: bool = False,
     attention: str | None = None,
 ) -> nn.Module:
-    """Return the causal language model of a directory, float or quantized, in evaluation mode.
+    """Return the model of a directory, float or quantized, in evaluation mode.
 
     Args:
         directory: Directory of the model.
@@ -105,27 +105,11 @@ def load_model(
         trust_remote_code: Whether Python code from the directory may run.
         attention: Implementation of attention; None for the default of Transformers.
     """
-    from transformers import AutoModelForCausalLM
-
-    from quark.torch.export.checkpoint import architecture
-    from quark.torch.export.recognition import loads_in_transformers, open_checkpoint
+    from quark.torch.export.recognition import load_checkpoint
 
     _quiet_transformers()
-    model: nn.Module
-    if not loads_in_transformers(directory):
-        loading = open_checkpoint(directory, trust_remote_code, attn_implementation=attention)
-        model = loading.fill()
-    else:
-        if any(directory.glob("*.safetensors")):
-            config = architecture.read_config(directory, trust_remote_code)
-            architecture.check_counts(config, read_entries(directory), directory)
-        model = AutoModelForCausalLM.from_pretrained(
-            directory,
-            dtype=dtype,
-            trust_remote_code=trust_remote_code,
-            attn_implementation=attention,
-        )
-    return model.to(device).eval()
+    options = {} if attention is None else {"attn_implementation": attention}
+    return load_checkpoint(directory, dtype, trust_remote_code, **options).to(device).eval()
 
 
 def load_tokenizer(directory: Path, flag: str, trust_remote_code: bool = False) -> Any:

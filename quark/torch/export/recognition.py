@@ -10,10 +10,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from quark.torch.export.checkpoint.config_json import CONFIG, SECTION, has_separate_settings
-from quark.torch.export.checkpoint.reader import Loading
+from quark.torch.export.checkpoint.config_json import CONFIG, SECTION
+from quark.torch.export.checkpoint.float_model import load_float_model
+from quark.torch.export.checkpoint.reader import Loading, cast_float_parameters
 from quark.torch.export.checkpoint_contents import Contents
 from quark.torch.export.containers.base import Container, get_container
 from quark.torch.export.containers.registry import CONTAINERS
@@ -125,15 +127,29 @@ def recognize_format(config_json: dict[str, Any], where: str) -> ExportFormat:
         raise ValueError(f"{where}: the {SECTION} of {method!r} is malformed ({error}).") from None
 
 
-def loads_in_transformers(directory: str | Path) -> bool:
-    """Whether Transformers finds all weights of a directory, quantized or not.
+def load_checkpoint(
+    source: str | Path,
+    dtype: str | torch.dtype = "auto",
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> nn.Module:
+    """Load a float or quantized model from the files of any container that is read.
 
-    It takes neither the native format nor settings in files of their own: weights that it does not
-    know would stay as they are initialized.
+    Args:
+        source: Directory of a checkpoint, or a file.
+        dtype: Type of the parameters that are not quantized; ``auto`` for the stored one.
+        trust_remote_code: Whether Python code of the directory may run.
+        options: Passed to Transformers, such as ``attn_implementation``.
 
     Raises:
-        FileNotFoundError: The directory holds no checkpoint.
-        ValueError: A file is damaged, or two of them disagree.
+        FileNotFoundError: Files are missing.
+        ValueError: A file is damaged or not understood, or its tensors do not fit the model.
     """
-    container = recognize_container(directory)
-    return container.loads_in_transformers and not has_separate_settings(directory)
+    source = Path(source)
+    container = recognize_container(source)
+    if container.holds_other_model(source):
+        return load_float_model(source, dtype, trust_remote_code, **options)
+    model = container.open(source, trust_remote_code, **options).fill()
+    if not isinstance(dtype, torch.dtype):
+        dtype = None if dtype == "auto" else getattr(torch, dtype)
+    return model if dtype is None else cast_float_parameters(model, dtype)

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from quark.torch.export.checkpoint.architecture import model_class, read_config
+
 ROWS, TOKENS = 2, 16  # of the random text that predictions are compared on
 SEED = 0
 # Root mean square of the differences of log-probabilities, as a share of their spread: kernels in
@@ -171,13 +173,15 @@ def _load_with_transformers(path: Path, dtype: torch.dtype, trust_remote_code: b
 
     options: dict[str, Any] = {"dtype": "auto"}
     if path.is_file():
-        options = {"gguf_file": path.name, "dtype": dtype}
+        cls, options = AutoModelForCausalLM, {"gguf_file": path.name, "dtype": dtype}
+    else:
+        cls = model_class(read_config(path, trust_remote_code), path, trust_remote_code)
     shows = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     level = logging.getLogger("transformers").level
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = cls.from_pretrained(
             path.parent if path.is_file() else path,
             trust_remote_code=trust_remote_code,
             local_files_only=True,

@@ -188,12 +188,9 @@ def _packed(model: nn.Module) -> dict[str, PackedLayer]:
 
 
 def _load(directory: str | Path, device: str, trust_remote_code: bool) -> nn.Module:
-    from transformers import AutoModelForCausalLM
+    from quark.torch.export.recognition import load_checkpoint
 
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(
-        directory, dtype="auto", trust_remote_code=trust_remote_code
-    )
-    return model.to(device)
+    return load_checkpoint(directory, trust_remote_code=trust_remote_code).to(device)
 
 
 def _pairs(

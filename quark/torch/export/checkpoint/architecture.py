@@ -11,6 +11,14 @@ import torch
 from torch import nn
 
 MAX_MODULES = 4096  # of a kind, in a checkpoint with fewer tensors
+# Classes for configurations that name none, the first that knows the type of model.
+_AUTO = (
+    "AutoModelForCausalLM",
+    "AutoModelForImageTextToText",
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForSpeechSeq2Seq",
+    "AutoModel",
+)
 _COUNTS = re.compile(r"^(num|n)_.*(layer|expert|block)")
 
 
@@ -78,7 +86,7 @@ def check_counts(config: Any, entries: Mapping[str, Any], where: Path) -> None:
 def empty_model(
     config: Any, entries: Mapping[str, Any], where: Path, dtype: Any = None, **options: Any
 ) -> nn.Module:
-    """Return a causal language model on the meta device.
+    """Return the model that a configuration describes, on the meta device.
 
     Args:
         config: Configuration of the model.
@@ -90,17 +98,58 @@ def empty_model(
     Raises:
         ValueError: The model would have far more parts than are stored, or cannot be built.
     """
-    from transformers import AutoModelForCausalLM
-
     check_counts(config, entries, where)
+    trusts = bool(options.pop("trust_remote_code", False))
+    cls = model_class(config, where, trusts)
+    if dtype is not None:
+        options["dtype"] = dtype
     try:
         with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(
-                config, **options, **({} if dtype is None else {"dtype": dtype})
+            model: nn.Module = (
+                cls.from_config(config, trust_remote_code=trusts, **options)
+                if hasattr(cls, "_model_mapping")  # an Auto class
+                else cls._from_config(config, **options)
             )
     except Exception as error:
         raise _unreadable(where, error) from None
     return model
+
+
+def model_class(config: Any, where: Path, trust_remote_code: bool = False) -> Any:
+    """Return the class of a model: the one that its configuration names, or one of ``_AUTO``.
+
+    Args:
+        config: Configuration of the model.
+        where: Source of the configuration, for messages.
+        trust_remote_code: Whether the class may be Python code of the directory.
+
+    Raises:
+        ValueError: Transformers has no such class, or it does not belong to the configuration.
+    """
+    import transformers
+
+    auto_map = getattr(config, "auto_map", None) or {}
+    remote = [name for name in (*_AUTO, *auto_map) if name in auto_map and name in dir(transformers)]
+    if trust_remote_code and (models := [name for name in remote if name.startswith("AutoModel")]):
+        return getattr(transformers, models[0])
+    names = getattr(config, "architectures", None) or []
+    if not names:
+        autos = [getattr(transformers, name) for name in _AUTO]
+        return next((auto for auto in autos if type(config) in auto._model_mapping), autos[-1])
+    cls = getattr(transformers, names[0], None) if names[0] in dir(transformers) else None
+    if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
+        raise ValueError(
+            f"{where}: its architecture is {names[0]!r}, which Transformers "
+            f"{transformers.__version__} does not have. "
+            + ("Its code is in the directory: give --trust_remote_code." if auto_map else "")
+            + ("" if auto_map else "Install a version that has it, or correct config.json.")
+        )
+    if cls.config_class is not None and not isinstance(config, cls.config_class):
+        raise ValueError(
+            f"{where}: config.json has model_type={config.model_type!r} and the architecture "
+            f"{names[0]!r}, which takes {cls.config_class.model_type!r}. Correct one of them."
+        )
+    return cls
 
 
 def _unreadable(where: Path, error: Exception) -> ValueError:

@@ -42,17 +42,6 @@ def read_config_json(directory: str | Path) -> dict[str, Any]:
     return config
 
 
-def has_separate_settings(directory: str | Path) -> bool:
-    """Whether ``config.json`` lacks quantization settings that another file has.
-
-    Raises:
-        FileNotFoundError: There is no ``config.json``.
-        ValueError: A file is damaged, or two of them disagree.
-    """
-    stored = _read_object(Path(directory) / CONFIG)
-    return bool(read_config_json(directory).get(SECTION) != stored.get(SECTION))
-
-
 def _read_object(path: Path) -> dict[str, Any]:
     data = read_json(path)
     if not isinstance(data, dict):

@@ -5,19 +5,19 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from math import prod
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from quark.torch.export.checkpoint.files import TensorHeader
+from quark.torch.export.checkpoint.header_checks import check_headers, tied_names
 from quark.torch.export.checkpoint.rotation_config import declare_rotation, rotates_keys
 from quark.torch.export.checkpoint.transformers_names import rename_for_model
 from quark.torch.export.formats.base import ExportFormat
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import assign
-from quark.torch.quantization.config.name_lookup import names_as_subject, nearest
+from quark.torch.quantization.config.name_lookup import names_as_subject
 from quark.torch.quantization.nn.attention import check_routes, key_projections, route_keys
 from quark.torch.quantization.nn.experts import split_experts, stack_experts
 from quark.torch.quantization.nn.layer import PARAMETERS, QuantizedLayer
@@ -117,6 +117,7 @@ class Loading(NamedTuple):
                 _assign(model, name, _zeros(model, name, expected, fallback))
             elif name.endswith(".weight_groups"):
                 _assign(model, name, None)  # in order
+        check_scales(model)
         _compute_buffers(model, fallback)
         for name, source in self.tied.items():
             if name in absent:
@@ -141,7 +142,7 @@ def prepare_load(model: nn.Module, fmt: ExportFormat, reader: Reader) -> Loading
         stack_experts(experts, keep=layers)
         reader = rename_for_model(reader, model)
         outline = _outline(model, fmt, layers)
-        tied = {n: s for n, s in _tied(model).items() if n in outline and s in outline}
+        tied = {n: s for n, s in tied_names(model).items() if n in outline and s in outline}
         _check(model, outline, _optional(fmt, layers, tied), fmt, reader)
         _check_buffers(model)
     except BaseException:
@@ -166,6 +167,49 @@ def load(model: nn.Module, fmt: ExportFormat, reader: Reader) -> nn.Module:
     return prepare_load(model, fmt, reader).fill()
 
 
+def check_scales(model: nn.Module) -> None:
+    """Check that the scales of packed layers are sound.
+
+    Scales are finite and positive. Only integer weights may have scales that are zero or negative:
+    the blocks of GGUF files do.
+
+    Raises:
+        ValueError: A scale is not sound. The message names the layer.
+    """
+    for name, layer in model.named_modules():
+        if not isinstance(layer, PackedLayer):
+            continue
+        for tensor, spec in layer.quant_config.specs():
+            quantizer = getattr(layer, f"{SHORT_NAMES[tensor]}_quantizer")
+            scale = None if quantizer is None else quantizer.scale
+            if scale is None or scale.is_meta or not scale.is_floating_point():
+                continue
+            values = scale.float()
+            may_be_signed = tensor in PARAMETERS and not spec.fmt.is_float
+            sound = values.isfinite() if may_be_signed else values.isfinite() & (values > 0)
+            if not sound.all():
+                worst = float(values[~sound].flatten()[0])
+                raise ValueError(
+                    f"{name}: {int((~sound).sum())} of {values.numel()} scales of its {tensor} are "
+                    f"not sound, such as {worst}: the checkpoint is damaged. Export it again."
+                )
+
+
+def cast_float_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Convert the parameters that are not quantized in place; scales keep the stored type.
+
+    Args:
+        model: A model with packed layers.
+        dtype: The type.
+    """
+    for module in model.modules():
+        if not isinstance(module, PackedLayer):
+            for parameter in module.parameters(recurse=False):
+                if parameter.is_floating_point() and parameter.itemsize > 1:
+                    parameter.data = parameter.data.to(dtype)
+    return model
+
+
 def _optional(
     fmt: ExportFormat, layers: dict[str, QuantizationConfig], tied: dict[str, str]
 ) -> set[str]:
@@ -174,17 +218,6 @@ def _optional(
     known = {f"{n}.{t}" for n, layer in layers.items() for t in _known_offsets(layer, fmt)}
     known |= {f"{n}.weight_groups" for n in layers}
     return known | {n for n, source in tied.items() if not packed & {n, source}}
-
-
-def _tied(model: nn.Module) -> dict[str, str]:
-    """Return names of tied tensors -> names of the tensors that they are tied to."""
-    tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
-    first: dict[int, str] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        source = first.setdefault(id(tensor), name)
-        if source != name and name not in tied.values():
-            tied.setdefault(name, source)
-    return tied
 
 
 def _share(model: nn.Module, name: str, source: str) -> None:
@@ -234,39 +267,9 @@ def _check(
     """Check the headers against the state of the model."""
     stored = {n: entry for key, entry in reader.entries.items() if (n := fmt.state_name(key))}
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
-    missing = [n for n in outline if n not in stored and n not in optional]
-    extra = [n for n in stored if n not in outline and not _may_ignore(n, outline, ignored)]
-    wrong = [
-        f"{n} is {entry.dtype} {list(entry.shape)}, expected {t.dtype} {list(t.shape)}"
-        for n, t in outline.items()
-        if (entry := stored.get(n)) and not _fits(entry, t, n.endswith(".zero_point"))
-    ]
-    problems = []
-    if missing:
-        near = nearest(missing[0], stored, 1)
-        problems.append(
-            f"{names_as_subject(missing)} missing" + (f" (there is {near[0]})" if near else "")
-        )
-    if extra:
-        problems.append(f"{names_as_subject(extra)} unexpected")
-    if wrong:
-        problems.append("; ".join(wrong[:3]) + (" …" if len(wrong) > 3 else ""))
-    if problems:
-        raise ValueError(
-            f"The checkpoint does not fit {type(model).__name__}: {'; '.join(problems)}."
-        )
-
-
-def _fits(entry: TensorHeader, expected: torch.Tensor, is_offset: bool) -> bool:
-    """Whether shapes agree, and types do or are both wide floats (or both integer offsets).
-
-    A single number has any shape of one element: tools differ in that.
-    """
-    if entry.shape != tuple(expected.shape) and not prod(entry.shape) == expected.numel() == 1:
-        return False
-    both = (entry.dtype, expected.dtype)
-    wide = all(d.is_floating_point and d.itemsize > 1 for d in both)
-    return both[0] == both[1] or wide or is_offset
+    check_headers(
+        stored, outline, optional, lambda n: _may_ignore(n, outline, ignored), type(model).__name__
+    )
 
 
 def _known_offsets(layer: QuantizationConfig, fmt: ExportFormat) -> list[str]:

@@ -70,14 +70,15 @@ class ConvertedReader:
         self.patterns = {pattern: c for c in converters for pattern in c.source_patterns}
         self.names: dict[str, tuple[str, str | None]] = {}  # stored name -> name, pattern
         self.parts: dict[str, list[str]] = {}  # first name of a fused tensor -> stored names
-        modules, state = {name for name, _ in model.named_modules()}, set(model.state_dict())
+        modules, state = {name for name, _ in model.named_modules()}, model.state_dict()
+        prefix = getattr(model, "base_model_prefix", "") or None
         self.entries: dict[str, TensorHeader] = {}
         for key in sorted(reader.entries, key=dot_natural_key):
-            name, pattern = rename_source_key(key, renamings, converters)
+            name, pattern = rename_source_key(key, renamings, converters, prefix, state)
             if pattern is None and not {key.rpartition(".")[0]}.isdisjoint(modules):
                 name = key  # it fits as it is
             elif pattern is not None and name not in state:
-                whole, _ = rename_source_key(key, renamings, [])
+                whole, _ = rename_source_key(key, renamings, [], prefix, state)
                 if whole in state:  # experts that are not stacked in this model
                     name, pattern = whole, None
             self.names[key] = name, pattern

@@ -60,7 +60,6 @@ class Container(ABC):
         has_formats: Whether it holds any of ``FORMATS``, chosen by ``custom_mode``.
         has_config_json: Whether it writes a ``config.json``: two such cannot share a directory.
         is_read: Whether files of this kind are read back, or only written.
-        loads_in_transformers: Whether Transformers loads a directory of this kind.
     """
 
     name: str
@@ -69,11 +68,18 @@ class Container(ABC):
     has_formats = False
     has_config_json = False
     is_read = True
-    loads_in_transformers = False
 
     @abstractmethod
     def holds(self, path: Path) -> bool:
         """Whether a file or directory is one of this kind, by its names and first bytes."""
+
+    def holds_other_model(self, path: Path) -> bool:
+        """Whether it holds a model that Transformers loads: in float, or of an unknown method.
+
+        Raises:
+            ValueError: A file is damaged.
+        """
+        return False
 
     def open(self, path: Path, trust_remote_code: bool = False, **options: Any) -> Loading:
         """Return a model that is ready for the tensors of a checkpoint, headers checked.

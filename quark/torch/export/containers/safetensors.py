@@ -90,13 +90,19 @@ class Safetensors(TensorDirectory):
     name = SAFETENSORS
     title = "a directory of safetensors"
     patterns = ("*.safetensors",)
-    loads_in_transformers = True
 
     def holds(self, path: Path) -> bool:
         """Whether a directory has a ``config.json``, and not only a native file."""
         if not (path / CONFIG).is_file():
             return False
         return not (path / NATIVE).is_file() or any(path.glob("*.safetensors"))
+
+    def holds_other_model(self, path: Path) -> bool:
+        """Whether a directory holds a float model, or one that another method quantized."""
+        section = read_config_json(path).get(SECTION)
+        if not section:
+            return True
+        return isinstance(section, dict) and section.get("quant_method", "quark") not in FORMATS
 
     def reader(self, path: Path) -> CheckpointReader:
         """Return the tensors of a directory."""

@@ -1,0 +1,132 @@
+"""Float models of a directory: every tensor of the model is read from its files."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quark.torch.export.checkpoint.architecture import empty_model, model_class, read_config
+from quark.torch.export.checkpoint.config_json import SECTION, read_config_json
+from quark.torch.export.checkpoint.files import CheckpointReader
+from quark.torch.export.checkpoint.header_checks import check_headers, tied_names, unused_names
+from quark.torch.export.checkpoint.transformers_names import rename_for_model
+from quark.torch.quantization.config.name_lookup import names_as_subject
+
+logger = logging.getLogger("quark")
+
+
+def load_float_model(
+    directory: Path,
+    dtype: str | torch.dtype = "auto",
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> nn.Module:
+    """Load a model with Transformers, in the class that its ``config.json`` names.
+
+    The headers of safetensors are checked before anything is read. Tensors that the model does not
+    use are named in a warning.
+
+    Args:
+        directory: Directory of the model. Quantized models of other methods than ``FORMATS`` are
+            loaded too.
+        dtype: Type of the parameters; ``auto`` for the stored one.
+        trust_remote_code: Whether Python code of the directory may run.
+        options: Passed to Transformers, such as ``attn_implementation``.
+
+    Raises:
+        FileNotFoundError: A file is missing.
+        ValueError: A tensor is missing, or of another shape or type than the model has; the files
+            hold more layers than the model; or Transformers cannot load them.
+    """
+    config = read_config(directory, trust_remote_code)
+    is_quantized = bool(read_config_json(directory).get(SECTION))
+    if any(directory.glob("*.safetensors")) and not is_quantized:
+        check_float_headers(directory, config, trust_remote_code)
+    cls = model_class(config, directory, trust_remote_code)
+    try:
+        model, report = cls.from_pretrained(
+            directory,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            local_files_only=True,
+            output_loading_info=True,
+            **options,
+        )
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{directory}: Transformers cannot load it: {first}") from error
+    _check_report(model, report, directory)
+    loaded: nn.Module = model
+    return loaded.eval()
+
+
+def check_float_headers(directory: Path, config: Any, trust_remote_code: bool = False) -> None:
+    """Check the headers of the files of a float model against the model.
+
+    Args:
+        directory: Directory of safetensors.
+        config: Configuration of the model.
+        trust_remote_code: Whether Python code of the directory may run.
+
+    Raises:
+        FileNotFoundError: A file is missing.
+        ValueError: A tensor is missing, or of another shape or type; or the files hold more layers
+            than the model.
+    """
+    reader: Any = CheckpointReader(directory)
+    model = empty_model(config, reader.entries, directory, trust_remote_code=trust_remote_code)
+    reader = rename_for_model(reader, model)
+    needed = model.state_dict()
+    ignored = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
+    unused = set(unused_names(reader.entries, needed, [*ignored, r"rotary_emb\.inv_freq$"]))
+
+    def may_ignore(name: str) -> bool:
+        return name in unused or any(re.search(p, name) for p in (*ignored, r"inv_freq$"))
+
+    check_headers(
+        reader.entries,
+        needed,
+        _may_be_missing(model, needed, reader.entries),
+        may_ignore,
+        type(model).__name__,
+    )
+
+
+def _may_be_missing(model: nn.Module, needed: Any, stored: Any) -> set[str]:
+    """Return names of tensors that are not stored because others give their values."""
+    optional = {name for name in needed if name.endswith(".num_batches_tracked")}
+    for name, source in tied_names(model).items():
+        if name in stored or source in stored:
+            optional |= {name, source}
+    patterns = getattr(model, "_keys_to_ignore_on_load_missing", None) or []
+    return optional | {name for name in needed if any(re.search(p, name) for p in patterns)}
+
+
+def _check_report(model: nn.Module, report: dict[str, Any], directory: Path) -> None:
+    """Raise if Transformers did not read a tensor of the model; warn of those that it did not use.
+
+    Raises:
+        ValueError: A tensor is missing or does not fit.
+    """
+    what = f"{directory} does not fit {type(model).__name__}"
+    missing = sorted(map(str, report.get("missing_keys") or ()))
+    if missing:
+        raise ValueError(f"{what}: {names_as_subject(missing)} missing.")
+    wrong = report.get("mismatched_keys") or report.get("error_msgs")
+    if wrong:
+        raise ValueError(f"{what}: {next(iter(wrong))}.")
+    extra = sorted(map(str, report.get("unexpected_keys") or ()))
+    more = set(extra) - set(unused_names(extra, model.state_dict(), ()))
+    if more:
+        raise ValueError(f"{what}: {names_as_subject(sorted(more))} unexpected.")
+    if extra:
+        logger.warning(
+            "%s: %s not used by %s.", directory, names_as_subject(extra), type(model).__name__
+        )
