@@ -122,10 +122,15 @@ def perplexity(
 
     Raises:
         ValueError: The windows are empty, too short or not integers, or ``batch_size`` or
-            ``context`` is below 1.
+            ``context`` is below 1; or the model is an encoder-decoder.
         FloatingPointError: The likelihood of a window is not a finite number.
     """
     _check_windows(windows, batch_size, context)
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise ValueError(
+            f"{type(model).__name__} is an encoder-decoder, which reads the tokens that it is "
+            "asked to predict: perplexity is defined for decoders. Leave the evaluation out."
+        )
     options = {"use_cache": False} if _takes_use_cache(model) else {}
     device = _input_device(model, default=windows.device)
     total = torch.zeros((), dtype=torch.float64)

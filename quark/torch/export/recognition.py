@@ -150,6 +150,6 @@ def load_checkpoint(
     if container.holds_other_model(source):
         return load_float_model(source, dtype, trust_remote_code, **options)
     model = container.open(source, trust_remote_code, **options).fill()
-    if not isinstance(dtype, torch.dtype):
-        dtype = None if dtype == "auto" else getattr(torch, dtype)
-    return model if dtype is None else cast_float_parameters(model, dtype)
+    if dtype == "auto":
+        return model
+    return cast_float_parameters(model, getattr(torch, dtype) if isinstance(dtype, str) else dtype)

@@ -217,3 +217,12 @@ class TestPerplexity:
             perplexity(Fixed(), windows, batch_size=0)
         with pytest.raises(ValueError, match=r"causal language model"):
             perplexity(Fixed(lambda logits: logits[:, 0]), windows)
+
+
+def test_an_encoder_decoder_has_none():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    model = T5ForConditionalGeneration(T5Config(vocab_size=16, **sizes, decoder_start_token_id=0))
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration is an encoder-decoder"):
+        perplexity(model, torch.ones(1, 4, dtype=torch.int64))

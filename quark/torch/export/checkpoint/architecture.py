@@ -129,21 +129,24 @@ def model_class(config: Any, where: Path, trust_remote_code: bool = False) -> An
     import transformers
 
     auto_map = getattr(config, "auto_map", None) or {}
-    remote = [name for name in (*_AUTO, *auto_map) if name in auto_map and name in dir(transformers)]
-    if trust_remote_code and (models := [name for name in remote if name.startswith("AutoModel")]):
-        return getattr(transformers, models[0])
+    known = dir(transformers)
+    if trust_remote_code:
+        remote = [n for n in (*_AUTO, *auto_map) if n in auto_map and n.startswith("AutoModel")]
+        if remote and remote[0] in known:
+            return getattr(transformers, remote[0])
     names = getattr(config, "architectures", None) or []
     if not names:
         autos = [getattr(transformers, name) for name in _AUTO]
         return next((auto for auto in autos if type(config) in auto._model_mapping), autos[-1])
-    cls = getattr(transformers, names[0], None) if names[0] in dir(transformers) else None
-    if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
+    found = getattr(transformers, names[0]) if names[0] in known else None
+    if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
         raise ValueError(
             f"{where}: its architecture is {names[0]!r}, which Transformers "
             f"{transformers.__version__} does not have. "
             + ("Its code is in the directory: give --trust_remote_code." if auto_map else "")
             + ("" if auto_map else "Install a version that has it, or correct config.json.")
         )
+    cls: Any = found
     if cls.config_class is not None and not isinstance(config, cls.config_class):
         raise ValueError(
             f"{where}: config.json has model_type={config.model_type!r} and the architecture "

@@ -93,7 +93,14 @@ class ConvertedReader:
                 for key, header in headers.items()
             }
             file = headers[keys[0]].file
-            for target, tensor in self._fuse(name, empty).items():
+            try:
+                made = self._fuse(name, empty)
+            except Exception as error:
+                raise ValueError(
+                    f"{name} cannot be made of the {len(keys)} stored tensors {keys[0]} …: one is "
+                    f"missing, or their shapes differ ({str(error).splitlines()[0]})."
+                ) from None
+            for target, tensor in made.items():
                 self.entries[target] = TensorHeader(file, tuple(tensor.shape), tensor.dtype)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -10,7 +10,7 @@ from quark.torch.export import convert, verify
 from quark.torch.export.containers.base import ExportSettings, get_container
 from quark.torch.export.containers.registry import CONTAINERS
 from quark.torch.export.recognition import (
-    loads_in_transformers,
+    load_checkpoint,
     open_checkpoint,
     read_contents,
     recognize_container,
@@ -56,7 +56,7 @@ def test_two_checkpoints_in_a_directory_are_refused_everywhere(written, tmp_path
         recognize_container,
         open_checkpoint,
         read_contents,
-        loads_in_transformers,
+        load_checkpoint,
         lambda path: verify(path, model),
         lambda path: convert(path, tmp_path / "target", "awq"),
     ):
