@@ -147,12 +147,21 @@ def model_class(config: Any, where: Path, trust_remote_code: bool = False) -> An
             + ("" if auto_map else "Install a version that has it, or correct config.json.")
         )
     cls: Any = found
-    if cls.config_class is not None and not isinstance(config, cls.config_class):
+    if not (cls.config_class is None or isinstance(config, cls.config_class) or _maps(config, cls)):
         raise ValueError(
             f"{where}: config.json has model_type={config.model_type!r} and the architecture "
             f"{names[0]!r}, which takes {cls.config_class.model_type!r}. Correct one of them."
         )
     return cls
+
+
+def _maps(config: Any, cls: type) -> bool:
+    """Whether Transformers maps a type of configuration to a class that other types use too."""
+    import transformers
+
+    mappings = (getattr(transformers, name)._model_mapping for name in _AUTO)
+    found = [mapping[type(config)] for mapping in mappings if type(config) in mapping]
+    return any(cls is one or (isinstance(one, tuple) and cls in one) for one in found)
 
 
 def _unreadable(where: Path, error: Exception) -> ValueError:

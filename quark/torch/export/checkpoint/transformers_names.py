@@ -75,7 +75,8 @@ class ConvertedReader:
         self.entries: dict[str, TensorHeader] = {}
         for key in sorted(reader.entries, key=dot_natural_key):
             name, pattern = rename_source_key(key, renamings, converters, prefix, state)
-            if pattern is None and not {key.rpartition(".")[0]}.isdisjoint(modules):
+            is_known = key in state or (name not in state and key.rpartition(".")[0] in modules)
+            if pattern is None and is_known:
                 name = key  # it fits as it is
             elif pattern is not None and name not in state:
                 whole, _ = rename_source_key(key, renamings, [], prefix, state)

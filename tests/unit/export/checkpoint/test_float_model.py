@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from quark.torch.export.checkpoint import float_model
 from quark.torch.export.recognition import load_checkpoint
+from tests.models import architectures
 
 FILE = "model.safetensors"
 K_PROJ = "model.layers.0.self_attn.k_proj.weight"
@@ -114,6 +115,16 @@ def test_names_of_the_model_without_its_head(stored, build, logits):
             tensors[name.removeprefix("transformer.")] = tensors.pop(name)
 
     assert logits(load_checkpoint(stored("gpt2", shorten))).equal(logits(build("gpt2")))
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v4", "exaone_moe", "internlm3", "kimi_linear", "hy_v3"])
+def test_names_that_transformers_changes_and_classes_that_it_shares(tmp_path, kind):
+    model = architectures.from_config(architectures.small_config(kind))
+    model.save_pretrained(tmp_path)
+    loaded = load_checkpoint(tmp_path)
+    assert type(loaded) is type(model)
+    state = model.state_dict()
+    assert all(value.equal(state[name].to(value)) for name, value in loaded.state_dict().items())
 
 
 def other_models():
