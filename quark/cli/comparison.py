@@ -28,7 +28,7 @@ WINDOWS = 8  # windows of text, for calibration and for evaluation
 
 @dataclass
 class _Row:
-    """The figures of one scheme, as far as they are known."""
+    """The figures of one scheme; None for those that are not known yet."""
 
     scheme: str
     bits: str = ""

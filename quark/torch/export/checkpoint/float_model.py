@@ -84,11 +84,11 @@ def check_float_headers(directory: Path, config: Any, trust_remote_code: bool = 
     model = empty_model(config, reader.entries, directory, trust_remote_code=trust_remote_code)
     reader = rename_for_model(reader, model)
     needed = model.state_dict()
-    ignored = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
-    unused = set(unused_names(reader.entries, needed, [*ignored, r"rotary_emb\.inv_freq$"]))
+    patterns = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"inv_freq$"]
+    unused = set(unused_names(reader.entries, needed))
 
     def may_ignore(name: str) -> bool:
-        return name in unused or any(re.search(p, name) for p in (*ignored, r"inv_freq$"))
+        return name in unused or any(re.search(pattern, name) for pattern in patterns)
 
     check_headers(
         reader.entries,
@@ -123,7 +123,7 @@ def _check_report(model: nn.Module, report: dict[str, Any], directory: Path) -> 
     if wrong:
         raise ValueError(f"{what}: {next(iter(wrong))}.")
     extra = sorted(map(str, report.get("unexpected_keys") or ()))
-    more = set(extra) - set(unused_names(extra, model.state_dict(), ()))
+    more = set(extra) - set(unused_names(extra, model.state_dict()))
     if more:
         raise ValueError(f"{what}: {names_as_subject(sorted(more))} unexpected.")
     if extra:

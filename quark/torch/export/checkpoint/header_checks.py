@@ -65,9 +65,7 @@ def check_headers(
         raise ValueError(f"The checkpoint does not fit {what}: {'; '.join(problems)}.")
 
 
-def unused_names(
-    stored: Collection[str], needed: Collection[str], ignored: Collection[str]
-) -> list[str]:
+def unused_names(stored: Collection[str], needed: Collection[str]) -> list[str]:
     """Return stored names that a float model does not use, and that belong to none of its parts.
 
     A name that differs from a needed one in its numbers alone, such as ``layers.7`` of a model with
@@ -76,16 +74,9 @@ def unused_names(
     Args:
         stored: Names of the stored tensors.
         needed: Names of the tensors of the model.
-        ignored: Patterns of names that the architecture ignores.
     """
     parts = {_numbered(name) for name in needed}
-    return [
-        name
-        for name in stored
-        if name not in needed
-        and _numbered(name) not in parts
-        and not any(re.search(pattern, name) for pattern in ignored)
-    ]
+    return [name for name in stored if name not in needed and _numbered(name) not in parts]
 
 
 def _numbered(name: str) -> str:
