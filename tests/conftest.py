@@ -1,5 +1,6 @@
 """Small random models, and what tests do with them again and again."""
 
+import gc
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
@@ -44,6 +45,13 @@ def pytest_ignore_collect(collection_path, config):
     if config.option.markexpr == "smoke" and collection_path.suffix == ".py":
         return True if collection_path.parent.name != "smoke" else None
     return None
+
+
+def pytest_collection_finish():
+    """Keep what exists now out of garbage collection: libraries and tests, millions of objects."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_runtest_setup(item):
