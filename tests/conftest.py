@@ -55,7 +55,9 @@ def pytest_collection_finish():
 
 
 def pytest_runtest_setup(item):
-    """Skip tests of clients that are not there; with ``-m client`` they fail."""
+    """Skip nightly tests and those of clients that are not there; with ``-m client`` these fail."""
+    if item.get_closest_marker("nightly") and "nightly" not in item.config.option.markexpr:
+        pytest.skip("a nightly test: pytest -m nightly")
     for marker in item.iter_markers("client"):
         [package] = marker.args
         if find_spec(package) is None:
