@@ -137,10 +137,16 @@ def round_scale(
         unit = torch.ones_like(scale) if tensor_scale is None else tensor_scale
         ratio = round_to_grid_(scale / unit, to.fmt, RoundType.half_even)
         return ratio.clamp_(min=_smallest(to.fmt)) * unit
-    limits = torch.finfo(to.dtype)
+    smallest, largest = scale_limits(to.dtype)
+    return scale.clamp(smallest, largest).to(to.dtype)
+
+
+def scale_limits(dtype: torch.dtype) -> tuple[float, float]:
+    """Return the smallest and the largest scale of a float type."""
+    limits = torch.finfo(dtype)
     # A scale needs a finite reciprocal, which subnormals lack except in float16.
     smallest = limits.smallest_normal if limits.bits > 16 or limits.max > 1e5 else EPS
-    return scale.clamp(smallest, limits.max).to(to.dtype)
+    return smallest, limits.max
 
 
 def _exponents(lo: torch.Tensor, hi: torch.Tensor, scheme: Scheme) -> torch.Tensor:

@@ -83,7 +83,7 @@ def write_onnx(model: nn.Module, target: Target, input_args: Any, options: OnnxO
         traceable = PositionalModel(copied, inputs).eval()
         opset = _choose_opset(copied, options.opset_version)
         graph = _trace(traceable, inputs, axes, output_names, opset, options)
-        functions.define(graph, opset, options.do_constant_folding)
+        functions.define(graph, opset)
     new_nodes = replace_placeholders(graph, traceable)
     if options.do_constant_folding:
         _fold_constants(graph, new_nodes)

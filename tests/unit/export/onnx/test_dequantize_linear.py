@@ -17,7 +17,7 @@ from tests.configurations import quantized, spec
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
-# One process: all tests read one graph, which takes a minute to trace.
+# One process: all tests read one graph, which takes long to trace.
 pytestmark = pytest.mark.xdist_group("dequantize_linear")
 
 
