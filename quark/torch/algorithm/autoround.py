@@ -18,6 +18,7 @@ import torch
 from quark.torch.algorithm.layer_inputs import quantize_inputs
 from quark.torch.algorithm.layers import check_weights_quantized, freeze
 from quark.torch.algorithm.weight_rounding import iterate_blocks, resolve
+from quark.torch.graph.parameter_writes import write_
 from quark.torch.numerics.exponents import exponent_of, power_of_two
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.qdq import fake_quantize
@@ -130,7 +131,7 @@ class LearnedWeight:
             zero_point = zero_point.to(old.dtype)
         weight = self.value()
         self._quantizer.set_last_stage_scale(scale.to(self._stage.scale.dtype), zero_point)
-        self._layer.weight.data.copy_(weight)
+        write_(self._layer.weight, weight)
         freeze(self._layer)
 
     def _qparams(self) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -33,6 +33,7 @@ from quark.torch.algorithm.rescaling import (
     require_groups,
     select_groups,
 )
+from quark.torch.graph.parameter_writes import write_
 from quark.torch.graph.structure import Edit, RescalingGroup
 from quark.torch.pipeline.accumulators import Gram
 from quark.torch.pipeline.context import Algorithm, Context
@@ -210,7 +211,7 @@ def clip_weight_(layer: FakeQuantizedLayer, gram: torch.Tensor) -> None:
     """
     weight = clip_weight(layer, gram)
     if weight is not None:
-        layer.weight.data.copy_(weight)
+        write_(layer.weight, weight)
 
 
 ALGORITHM = Algorithm(check, apply, resolve=partial(require_groups, predicate=has_quantized_weight))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from quark.torch.graph.parameter_writes import write_
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.pipeline.context import Context
@@ -90,10 +91,9 @@ def weight_matrix(layer: FakeQuantizedLayer) -> torch.Tensor:
     return to_matrix(layer.weight.detach(), layer.input_axis).float()
 
 
-@torch.no_grad()
 def write_weight_matrix_(layer: FakeQuantizedLayer, matrix: torch.Tensor) -> None:
     """Replace the weight of a linear layer by a matrix (outputs, inputs), in place."""
-    layer.weight.data.copy_(matrix if layer.input_axis else matrix.T)
+    write_(layer.weight, matrix if layer.input_axis else matrix.T)
 
 
 def group_width(scheme: Scheme, inputs: int) -> int:
@@ -148,5 +148,5 @@ def freeze(layer: FakeQuantizedLayer) -> None:
     if quantizer is not None:
         quantizer.observer(layer.bias)
         quantizer.compute_scales(layer.bias)
-        quantizer.freeze_(layer.bias.data)
+        write_(layer.bias, quantizer.freeze_(layer.bias.detach().clone()))
     layer.frozen = True

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from quark.torch.graph.parameter_writes import write_
+
 
 @dataclass(frozen=True, eq=False)
 class Edit:
@@ -52,7 +54,7 @@ class Edit:
         shape = [1] * parameter.dim()
         shape[self.axis] = -1
         value = (parameter.to(wide) + self.offset) * multiplier.view(shape) - self.offset
-        parameter.data.copy_(value)
+        write_(parameter, value)
 
 
 @dataclass(frozen=True, eq=False)

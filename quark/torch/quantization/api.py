@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from quark.torch.graph.parameter_writes import record_writes
+from quark.torch.pipeline.model_state import restored_on_failure
 from quark.torch.pipeline.statistics import Statistics
 from quark.torch.quantization.algorithms import apply_algorithms
 from quark.torch.quantization.calibration import calibrate, share_scales
@@ -56,20 +57,23 @@ class ModelQuantizer:
             The same model, which computes with quantized values. ``freeze`` replaces its weights.
 
         Raises:
-            ValueError: The configuration does not fit, data is missing, or a range is not finite.
-                The model is unchanged, unless an algorithm changed it before.
+            ValueError: The configuration does not fit, data is missing, or a value is not finite.
+
+        After an exception of any kind, an interrupt included, the model is as it was, bit for bit.
+        For that, values that algorithms change are kept until the end: up to 1 GiB in main memory,
+        more in temporary files.
         """
         _log_to_terminal(self.config.log_severity_level)
-        plan = check(model, self.config, dataloader, statistics)
-        structure = discover_structure(model, plan)
-        with ExitStack() as undo:
-            prepare(model, plan, undo)
+        with restored_on_failure(model) as record:
+            plan = check(model, self.config, dataloader, statistics)
+            structure = discover_structure(model, plan)
+            prepare(model, plan)
             if structure is not None:
-                apply_algorithms(model, plan, structure)
+                with record_writes(record):
+                    apply_algorithms(model, plan, structure)
             calibrate(model, plan)
             share_scales(model, plan.config)
-            undo.pop_all()  # keep the preparations: nothing failed
-        model.quant_config = plan.config  # type: ignore[assignment]
+            model.quant_config = plan.config  # type: ignore[assignment]
         logger.info("Model quantization has been completed.")
         return model
 

@@ -1,9 +1,8 @@
-"""``Plan``: how a model will be quantized, and the reversible steps that prepare it."""
+"""``Plan``: how a model will be quantized, and the steps that prepare it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +12,9 @@ from quark.torch.pipeline.context import Algorithm
 from quark.torch.pipeline.statistics import Statistics
 from quark.torch.quantization.config.algo import AlgoConfig
 from quark.torch.quantization.config.config import Config, QuantizationConfig
-from quark.torch.quantization.nn.attention import route_keys, unroute_keys
+from quark.torch.quantization.nn.attention import route_keys
 from quark.torch.quantization.nn.experts import corresponding_experts, split_experts, stack_experts
-from quark.torch.quantization.preparation import replace_layers, restore_layers
+from quark.torch.quantization.preparation import replace_layers
 
 
 @dataclass(frozen=True)
@@ -42,34 +41,28 @@ class Plan:
     statistics: Statistics | None
 
 
-def prepare(model: nn.Module, plan: Plan, undo: ExitStack) -> None:
-    """Prepare a float model for quantization, in place.
+def prepare(model: nn.Module, plan: Plan) -> None:
+    """Prepare a float model for quantization, in place; ``ModelState`` restores it.
 
     Args:
         model: The float model.
         plan: How to quantize it.
-        undo: Receives the callbacks that restore the float model. Leaving it as a context manager
-            calls them; ``pop_all`` drops them once quantization has succeeded.
     """
     for step in PREPARATIONS:
-        step(model, plan, undo)
+        step(model, plan)
 
 
-def _split_experts(model: nn.Module, plan: Plan, undo: ExitStack) -> None:
-    experts = split_experts(model)
-    undo.callback(stack_experts, experts)
-    stack_experts(experts, keep=plan.layers)
+def _split_experts(model: nn.Module, plan: Plan) -> None:
+    stack_experts(split_experts(model), keep=plan.layers)
     if plan.statistics is not None:
         _restore_token_counts(model, plan.statistics)
 
 
-def _replace_layers(model: nn.Module, plan: Plan, undo: ExitStack) -> None:
-    undo.callback(restore_layers, model)
+def _replace_layers(model: nn.Module, plan: Plan) -> None:
     replace_layers(model, plan.layers)
 
 
-def _route_keys(model: nn.Module, plan: Plan, undo: ExitStack) -> None:
-    undo.callback(unroute_keys, model)
+def _route_keys(model: nn.Module, plan: Plan) -> None:
     route_keys(model, plan.keys)
 
 
@@ -82,5 +75,5 @@ def _restore_token_counts(model: nn.Module, statistics: Statistics) -> None:
             experts.token_counts = {0: counts}
 
 
-# Applied in this order and undone in reverse.
+# Applied in this order.
 PREPARATIONS = (_split_experts, _replace_layers, _route_keys)

@@ -1,10 +1,10 @@
-"""The steps that prepare a model: each leaves the float model when it is undone."""
+"""The steps that prepare a model: each leaves the float model when its state is restored."""
 
-from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
 
+from quark.torch.pipeline.model_state import ModelState, restored_on_failure
 from quark.torch.quantization.checks import check, discover_structure
 from quark.torch.quantization.config.algo import SmoothQuantConfig
 from quark.torch.quantization.config.config import Config
@@ -56,10 +56,12 @@ def test_checks_and_discovery_leave_the_model(model, config, unchanged):
 @pytest.mark.parametrize("steps", range(len(PREPARATIONS) + 1))
 def test_preparations_are_undone(model, config, unchanged, steps):
     plan = check(model, config, [tokens()], None)
-    with unchanged(model), ExitStack() as undo:
+    with unchanged(model):
+        state = ModelState(model)
         for step in PREPARATIONS[:steps]:
-            step(model, plan, undo)
+            step(model, plan)
         assert traces(model) == tuple(i < steps for i in range(len(PREPARATIONS)))
+        state.restore()
 
 
 def test_a_step_that_fails_is_undone(model, config, unchanged):
@@ -69,6 +71,6 @@ def test_a_step_that_fails_is_undone(model, config, unchanged):
     with (
         unchanged(model),
         pytest.raises(ValueError, match="was replaced"),
-        ExitStack() as undo,
+        restored_on_failure(model),
     ):
-        prepare(model, plan, undo)
+        prepare(model, plan)

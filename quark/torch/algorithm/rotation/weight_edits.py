@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from quark.torch.graph.parameter_writes import write_
 from quark.torch.graph.structure import ResidualStream, StreamNorm, ValueHeads
 from quark.torch.numerics.hadamard import rotate
 
@@ -78,7 +79,7 @@ class RotationEdits:
         """Change all parameters in place, in double precision."""
         for name in self.names():
             parameter = model.get_parameter(name)
-            parameter.copy_(self.value(parameter, name, rotations, torch.float64))
+            write_(parameter, self.value(parameter, name, rotations, torch.float64))
 
 
 def _rotate_axis(x: torch.Tensor, edit: AxisEdit, rotation: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from quark.torch.numerics.hadamard import rotate
+from quark.torch.graph.parameter_writes import write_
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.nn.layer import PARAMETERS, QuantizedLayer, change_class
 from quark.torch.quantization.nn.quantizer import QuantizedTensor, TensorQuantizer
@@ -76,8 +76,8 @@ class FakeQuantizedLayer(QuantizedLayer):
 
     @torch.no_grad()
     def _rotate_weight_(self, rotation: torch.Tensor) -> None:
-        rows = self.weight if self.input_axis else self.weight.T  # (outputs, inputs)
-        rows.copy_(rotate(rows.double(), rotation.to(self.weight.device)))
+        rotation = rotation.to(self.weight.device)
+        write_(self.weight, self.rotated_weight(self.weight.double(), rotation))
 
     @property
     def weight_quantizer(self) -> TensorQuantizer | None:
