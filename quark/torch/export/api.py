@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,17 @@ from torch import nn
 
 from quark.torch.export.checkpoint.config_json import CONFIG, read_config_json
 from quark.torch.export.checkpoint.files import NATIVE, CheckpointReader, NativeReader
-from quark.torch.export.checkpoint.reader import load, prepare_layers, quantized_layers
+from quark.torch.export.checkpoint.reader import load
 from quark.torch.export.containers.base import SHARD_SIZE, ExportSettings, get_container
 from quark.torch.export.containers.registry import SAFETENSORS
-from quark.torch.export.formats.base import get_format
 from quark.torch.export.onnx.writer import MAX_FILE_SIZE, OnnxOptions
 from quark.torch.export.recognition import open_checkpoint, recognize_format
+from quark.torch.export.transformers_loading import map_to_quark
 from quark.torch.export.verification import Verdict
 from quark.torch.files import check_vacant, fresh_directory
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.description import type_name
 from quark.torch.quantization.config.export import ExporterConfig, JsonExporterConfig
-from quark.torch.quantization.nn.experts import LinearExperts, split_experts, stack_experts
 
 
 class ModelExporter:
@@ -383,16 +381,4 @@ def import_model_from_safetensors(
     return loading.fill().to(device)
 
 
-def _map_to_quark(
-    model: nn.Module, quantization_config: Config, pack_method: str, custom_mode: str
-) -> None:
-    """Prepare a float model for stored tensors; Transformers calls this before it loads them."""
-    options = quantization_config.export or JsonExporterConfig()
-    options = replace(options, pack_method=pack_method)
-    experts = split_experts(model)
-    layers = quantized_layers(model, quantization_config)
-    stack_experts(experts, keep=layers)
-    prepare_layers(model, get_format(custom_mode, quantization_config, options), layers)
-    for module, _ in experts.values():
-        if isinstance(module, LinearExperts):
-            module.expect_stacked()
+_map_to_quark = map_to_quark  # the name that Transformers imports

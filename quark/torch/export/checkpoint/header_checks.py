@@ -49,7 +49,7 @@ def check_headers(
     wrong = [
         f"{name} is {header.dtype} {list(header.shape)}, expected {t.dtype} {list(t.shape)}"
         for name, t in needed.items()
-        if (header := stored.get(name)) and not _fits(header, t, name.endswith(".zero_point"))
+        if (header := stored.get(name)) and not fits(header, t, name.endswith(".zero_point"))
     ]
     problems = []
     if missing:
@@ -84,13 +84,15 @@ def _numbered(name: str) -> str:
     return re.sub(r"\d+", "#", name)
 
 
-def _fits(header: TensorHeader, expected: torch.Tensor, is_offset: bool) -> bool:
-    """Whether shapes agree, and types do or are both wide floats (or both integer offsets).
+def fits(header: TensorHeader, expected: torch.Tensor, is_offset: bool) -> bool:
+    """Whether shapes agree, and types do or are both wide floats.
 
-    A single number has any shape of one element: tools differ in that.
+    Tools differ in two ways: a single number has any shape of one element, and integer offsets are
+    of any width. Offsets of one width are of one type: as int8, the byte 200 of uint8 is -56.
     """
     if header.shape != tuple(expected.shape) and not prod(header.shape) == expected.numel() == 1:
         return False
     both = (header.dtype, expected.dtype)
     wide = all(d.is_floating_point and d.itemsize > 1 for d in both)
-    return both[0] == both[1] or wide or is_offset
+    offsets = is_offset and not any(d.is_floating_point for d in both)
+    return both[0] == both[1] or wide or (offsets and both[0].itemsize != both[1].itemsize)

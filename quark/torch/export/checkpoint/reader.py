@@ -15,6 +15,7 @@ from quark.torch.export.checkpoint.header_checks import check_headers, tied_name
 from quark.torch.export.checkpoint.rotation_config import declare_rotation, rotates_keys
 from quark.torch.export.checkpoint.transformers_names import rename_for_model
 from quark.torch.export.formats.base import ExportFormat
+from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import assign
 from quark.torch.quantization.config.name_lookup import names_as_subject
@@ -114,7 +115,7 @@ class Loading(NamedTuple):
                 _assign(model, name, value.to(fallback if device.type == "meta" else device))
         for name, expected in absent.items():
             if name.endswith(".zero_point"):
-                _assign(model, name, _zeros(model, name, expected, fallback))
+                _assign(model, name, zero_offset(model, name, expected, fallback))
             elif name.endswith(".weight_groups"):
                 _assign(model, name, None)  # in order
         check_scales(model)
@@ -140,10 +141,7 @@ def prepare_load(model: nn.Module, fmt: ExportFormat, reader: Reader) -> Loading
     try:
         layers = fmt.stored_layers(quantized_layers(model, fmt.config), reader)
         stack_experts(experts, keep=layers)
-        reader = rename_for_model(reader, model)
-        outline = _outline(model, fmt, layers)
-        tied = {n: s for n, s in tied_names(model).items() if n in outline and s in outline}
-        _check(model, outline, _optional(fmt, layers, tied), fmt, reader)
+        reader, outline, tied = check_stored(model, fmt, layers, reader)
         _check_buffers(model)
     except BaseException:
         stack_experts(experts)
@@ -152,6 +150,31 @@ def prepare_load(model: nn.Module, fmt: ExportFormat, reader: Reader) -> Loading
     prepare_layers(model, fmt, layers)
     model.quant_config = fmt.config  # type: ignore[assignment]
     return Loading(model, fmt, reader, outline, tied, devices)
+
+
+def check_stored(
+    model: nn.Module, fmt: ExportFormat, layers: dict[str, QuantizationConfig], reader: Reader
+) -> tuple[Reader, dict[str, torch.Tensor], dict[str, str]]:
+    """Check the headers of a checkpoint against a float model that will take its tensors.
+
+    Args:
+        model: The model. It is not changed.
+        fmt: Format of the checkpoint.
+        layers: Configuration of each layer that is stored quantized.
+        reader: Tensors of the checkpoint.
+
+    Returns:
+        The reader under the names of the model; the state that the model will have, on the meta
+        device; names of tied tensors -> names of the tensors that they are tied to.
+
+    Raises:
+        ValueError: Tensors are missing, unexpected, or of the wrong shape or type.
+    """
+    reader = rename_for_model(reader, model)
+    outline = _outline(model, fmt, layers)
+    tied = {n: s for n, s in tied_names(model).items() if n in outline and s in outline}
+    _check(model, outline, _optional(fmt, layers, tied), fmt, reader)
+    return reader, outline, tied
 
 
 def load(model: nn.Module, fmt: ExportFormat, reader: Reader) -> nn.Module:
@@ -168,31 +191,59 @@ def load(model: nn.Module, fmt: ExportFormat, reader: Reader) -> nn.Module:
 
 
 def check_scales(model: nn.Module) -> None:
-    """Check that the scales of packed layers are sound.
+    """Check that the scales of packed layers are sound; see ``check_layer_scales``.
+
+    Raises:
+        ValueError: A scale is not sound. The message names it.
+    """
+    for name, layer in model.named_modules():
+        if isinstance(layer, PackedLayer):
+            check_layer_scales(layer, name)
+
+
+def check_layer_scales(layer: PackedLayer, name: str) -> None:
+    """Check that the scales of a packed layer are sound.
 
     Scales are finite and positive. Only integer weights may have scales that are zero or negative:
     the blocks of GGUF files do.
 
+    Args:
+        layer: The layer.
+        name: Its name, for the message.
+
     Raises:
-        ValueError: A scale is not sound. The message names the layer.
+        ValueError: A scale is not sound. The message names it.
     """
-    for name, layer in model.named_modules():
-        if not isinstance(layer, PackedLayer):
+    for tensor, spec in layer.quant_config.specs():
+        short = SHORT_NAMES[tensor]
+        quantizer = getattr(layer, f"{short}_quantizer")
+        if quantizer is None:
             continue
-        for tensor, spec in layer.quant_config.specs():
-            quantizer = getattr(layer, f"{SHORT_NAMES[tensor]}_quantizer")
-            scale = None if quantizer is None else quantizer.scale
-            if scale is None or scale.is_meta or not scale.is_floating_point():
+        may_be_signed = tensor in PARAMETERS and not spec.fmt.is_float
+        for part, scale in (
+            ("scale", quantizer.scale),
+            ("scale_2", getattr(layer, f"{short}_scale_2")),
+        ):
+            if scale is None or scale.is_meta:
                 continue
-            values = scale.float()
-            may_be_signed = tensor in PARAMETERS and not spec.fmt.is_float
+            values = _scale_values(scale, quantizer.scheme)
             sound = values.isfinite() if may_be_signed else values.isfinite() & (values > 0)
             if not sound.all():
                 worst = float(values[~sound].flatten()[0])
                 raise ValueError(
-                    f"{name}: {int((~sound).sum())} of {values.numel()} scales of its {tensor} are "
-                    f"not sound, such as {worst}: the checkpoint is damaged. Export it again."
+                    f"{name}.{short}_{part}: {int((~sound).sum())} of {values.numel()} scales of "
+                    f"its {tensor} are not sound, such as {worst}: the checkpoint is damaged. "
+                    "Export it again."
                 )
+
+
+def _scale_values(scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    """Return stored scales in float32, and stored exponents as 1, or NaN for the byte 255."""
+    if scale.is_floating_point():
+        return scale.float()
+    values = torch.ones(scale.shape, device=scale.device)
+    is_exponent = scheme.shares_exponents and not scheme.fmt.sub_block
+    return values.masked_fill(scale == 255, torch.nan) if is_exponent else values
 
 
 def cast_float_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -215,7 +266,7 @@ def _optional(
 ) -> set[str]:
     """Return the names of tensors that may be missing: they are known, or tied to others."""
     packed = {f"{n}.{t}" for n, layer in layers.items() for t, _ in layer.specs()}
-    known = {f"{n}.{t}" for n, layer in layers.items() for t in _known_offsets(layer, fmt)}
+    known = {f"{n}.{t}" for n, layer in layers.items() for t in known_offsets(layer, fmt)}
     known |= {f"{n}.weight_groups" for n in layers}
     return known | {n for n, source in tied.items() if not packed & {n, source}}
 
@@ -272,7 +323,7 @@ def _check(
     )
 
 
-def _known_offsets(layer: QuantizationConfig, fmt: ExportFormat) -> list[str]:
+def known_offsets(layer: QuantizationConfig, fmt: ExportFormat) -> list[str]:
     """Zero points that may be missing: they are 0, or only needed to get codes from values."""
     has_values = fmt.options.weight_format == "fake_quantized"
     return [
@@ -303,7 +354,7 @@ def _assign(model: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
         setattr(module, attribute, tensor)
 
 
-def _zeros(
+def zero_offset(
     model: nn.Module, name: str, expected: torch.Tensor, device: torch.device
 ) -> torch.Tensor | None:
     """Return the zero point that is not stored, or None where it is not known."""

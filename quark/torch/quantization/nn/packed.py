@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -113,6 +114,7 @@ class PackedLayer(QuantizedLayer):
     layout: TensorLayout
     shapes: dict[str, tuple[int, ...]]
     _value_dtype: torch.dtype
+    _finish: Callable[[Any], None] | None = None
 
     @classmethod
     def from_module(
@@ -139,6 +141,21 @@ class PackedLayer(QuantizedLayer):
     def value_dtype(self) -> torch.dtype:
         """Type of the layer before it was packed."""
         return self._value_dtype
+
+    def finish_load_with(self, finish: Callable[[Any], None]) -> None:
+        """Call ``finish`` with this layer when a loader that is not ours has loaded it, once.
+
+        Loaders set the mode of a model last (``model.eval()``), so ``train`` makes the call.
+        """
+        self._finish = finish
+
+    def train(self: Layer, mode: bool = True) -> Layer:
+        """Set the mode, and finish a load."""
+        is_loaded = not getattr(self.weight, "is_meta", False)
+        if self._finish is not None and is_loaded:
+            finish, self._finish = self._finish, None
+            finish(self)
+        return super().train(mode)
 
     def declare_rotation(self, size: int | None, dtype: torch.dtype) -> None:
         """Add an empty rotation of ``size`` inputs, by default all, for a stored one."""

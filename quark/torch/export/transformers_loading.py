@@ -1,0 +1,139 @@
+"""Checkpoints that Transformers loads itself: it calls ``map_to_quark`` before it reads tensors.
+
+Transformers assigns stored tensors to our layers, gives missing ones arbitrary values, and does not
+tell us. So headers are checked before, where the files are known, and each layer checks itself when
+its tensors are assigned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quark.torch.export.checkpoint.config_json import CONFIG, SECTION, read_config_json
+from quark.torch.export.checkpoint.files import CheckpointReader, TensorHeader
+from quark.torch.export.checkpoint.header_checks import fits
+from quark.torch.export.checkpoint.reader import (
+    check_layer_scales,
+    check_stored,
+    known_offsets,
+    prepare_layers,
+    quantized_layers,
+    zero_offset,
+)
+from quark.torch.export.formats.base import ExportFormat, get_format
+from quark.torch.export.recognition import recognize_format
+from quark.torch.quantization.config.config import Config
+from quark.torch.quantization.config.export import JsonExporterConfig
+from quark.torch.quantization.nn.experts import LinearExperts, split_experts, stack_experts
+from quark.torch.quantization.nn.packed import PackedLayer
+
+# Transformers sets this attribute on tensors that it has read, and initializes no module with it.
+_READ = "_is_hf_initialized"
+
+
+def map_to_quark(
+    model: nn.Module, quantization_config: Config, pack_method: str, custom_mode: str
+) -> None:
+    """Prepare a float model for stored tensors; Transformers calls this before it loads them.
+
+    Args:
+        model: The model, on the meta device.
+        quantization_config: Configuration of the checkpoint.
+        pack_method: Order of 4-bit codes in a word.
+        custom_mode: Checkpoint format.
+
+    Raises:
+        ValueError: The configuration does not fit the model, or the checkpoint does not. The layers
+            raise this too, when the model is loaded, for tensors that are missing or not sound.
+    """
+    options = quantization_config.export or JsonExporterConfig()
+    options = replace(options, pack_method=pack_method)
+    fmt = get_format(custom_mode, quantization_config, options)
+    experts = split_experts(model)
+    layers = quantized_layers(model, quantization_config)
+    stack_experts(experts, keep=layers)
+    directory = _directory(model, quantization_config)
+    if directory is not None:
+        try:
+            check_stored(model, fmt, layers, CheckpointReader(directory))
+        except ValueError as error:
+            raise ValueError(f"{directory}: {_stored_names(str(error))}") from None
+    prepare_layers(model, fmt, layers)
+    for name, layer in model.named_modules():
+        if isinstance(layer, PackedLayer):
+            check = partial(_check_loaded, name=name, expected=_state(layer), fmt=fmt)
+            layer.finish_load_with(check)
+            setattr(layer, _READ, True)  # never initialize codes at random
+    for module, _ in experts.values():
+        if isinstance(module, LinearExperts):
+            module.expect_stacked()
+
+
+def _directory(model: Any, config: Config) -> Path | None:
+    """Return the directory whose files Transformers reads whole, None if that is not known.
+
+    It may read them for another class (a classifier, from a language model), from a subfolder, or
+    not at all: then the section of ``config.json`` or the class differs.
+    """
+    described = getattr(model, "config", None)
+    name = getattr(described, "name_or_path", None)
+    if not name or type(model).__name__ not in (getattr(described, "architectures", None) or ()):
+        return None
+    directory = Path(name)
+    if not directory.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        commit = getattr(described, "_commit_hash", None)
+        cached = try_to_load_from_cache(name, CONFIG, revision=commit) if commit else None
+        directory = Path(cached).parent if isinstance(cached, str) else directory
+    if not (directory / CONFIG).is_file() or not any(directory.glob("*.safetensors")):
+        return None
+    stored = read_config_json(directory)
+    is_same = SECTION in stored and recognize_format(stored, name).config == config
+    return directory if is_same else None
+
+
+def _state(layer: PackedLayer) -> dict[str, torch.Tensor]:
+    """Return the tensors that a layer needs, on the meta device."""
+    return {name: tensor.to("meta") for name, tensor in layer.state_dict().items()}
+
+
+def _stored_names(text: str) -> str:
+    """Return a text with names of stored tensors: ``weight_quantizer.scale`` is weight_scale."""
+    return text.replace("_quantizer.", "_")
+
+
+def _check_loaded(
+    layer: PackedLayer, name: str, expected: dict[str, torch.Tensor], fmt: ExportFormat
+) -> None:
+    """Check that Transformers has read the tensors of a layer, and that they are sound.
+
+    Zero points that need not be stored are set.
+
+    Raises:
+        ValueError: A tensor is missing, or of the wrong type; or a scale is not sound.
+    """
+    known = known_offsets(layer.quant_config, fmt)
+    state = layer.state_dict(keep_vars=True)
+    for part, needed in expected.items():
+        tensor = state.get(part, needed)
+        stored = _stored_names(f"{name}.{part}")
+        header = TensorHeader("", tuple(tensor.shape), tensor.dtype)
+        if not getattr(tensor, _READ, False):
+            if part not in known:
+                raise ValueError(f"{stored} is missing from the checkpoint: export it again.")
+            path, _, attribute = part.rpartition(".")
+            offset = zero_offset(layer, part, needed, tensor.device)
+            setattr(layer.get_submodule(path), attribute, offset)
+        elif not fits(header, needed, part.endswith(".zero_point")):
+            raise ValueError(
+                f"{stored} is {tensor.dtype} {list(tensor.shape)}, expected "
+                f"{needed.dtype} {list(needed.shape)}: export the checkpoint again."
+            )
+    check_layer_scales(layer, name)
