@@ -86,7 +86,8 @@ class TestReload:
         model = quantize(build(), name)
         layer = load(export(model, weight_format=weight_format)).model.layers[0].mlp.up_proj
         expected = torch.int8 if weight_format == "real_quantized" else torch.float32
-        assert layer.weight.dtype == expected
+        assert layer.state_dict()["weight"].dtype == expected
+        assert layer.weight.dtype == torch.float32
         assert torch.equal(layer.value("weight"), model.model.layers[0].mlp.up_proj.weight)
 
     def test_another_type_on_loading(self, build, quantize, export, logits, load):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -121,11 +122,13 @@ def _check_loaded(
     """
     known = known_offsets(layer.quant_config, fmt)
     state = layer.state_dict(keep_vars=True)
+    members = chain(layer.named_parameters(), layer.named_buffers())
+    read = {part for part, tensor in members if getattr(tensor, _READ, False)}
     for part, needed in expected.items():
         tensor = state.get(part, needed)
         stored = _stored_names(f"{name}.{part}")
         header = TensorHeader("", tuple(tensor.shape), tensor.dtype)
-        if not getattr(tensor, _READ, False):
+        if part not in read:
             if part not in known:
                 raise ValueError(f"{stored} is missing from the checkpoint: export it again.")
             path, _, attribute = part.rpartition(".")

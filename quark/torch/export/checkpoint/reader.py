@@ -254,10 +254,13 @@ def cast_float_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         dtype: The type.
     """
     for module in model.modules():
-        if not isinstance(module, PackedLayer):
-            for parameter in module.parameters(recurse=False):
-                if parameter.is_floating_point() and parameter.itemsize > 1:
-                    parameter.data = parameter.data.to(dtype)
+        quantized: set[str] = set()
+        if isinstance(module, PackedLayer):
+            module.value_dtype = dtype
+            quantized = {name for name, _ in module.quant_config.specs()}
+        for name, parameter in module.named_parameters(recurse=False):
+            if name not in quantized and parameter.is_floating_point() and parameter.itemsize > 1:
+                parameter.data = parameter.data.to(dtype)
     return model
 
 

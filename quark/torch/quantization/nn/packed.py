@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -13,6 +14,7 @@ from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.nn.layer import PARAMETERS, QuantizedLayer, change_class
+from quark.torch.quantization.nn.packed_parameter import PackedParameter
 from quark.torch.quantization.nn.quantizer import PARTS, QuantizedTensor
 
 SHORT_NAMES = {
@@ -98,6 +100,10 @@ def _empty(stored: DeclaredParts, name: str, device: torch.device | None) -> tor
 class PackedLayer(QuantizedLayer):
     """An operator that holds its weight as a checkpoint stores it and unpacks it for each use.
 
+    A quantized parameter that is stored as codes is a ``PackedParameter``: its type, shape and
+    results are those of the values. The state dict holds the codes, and so does the parameter while
+    it is on the meta device, where loaders look up what they have to load.
+
     Attributes:
         weight: Packed codes, or values if the configuration does not quantize the weight.
         weight_quantizer: Scale and zero point of the weight as stored, or None; likewise
@@ -107,12 +113,14 @@ class PackedLayer(QuantizedLayer):
         weight_groups: Group of each input, or None if inputs are in the order of groups.
         layout: How the stored tensors lie.
         shapes: Shapes of the unpacked weight and bias.
+        packed: Names of the parameters that are stored as codes.
     """
 
     frozen = True
     weight_groups: torch.Tensor | None
     layout: TensorLayout
     shapes: dict[str, tuple[int, ...]]
+    packed: frozenset[str] = frozenset()
     _value_dtype: torch.dtype
     _finish: Callable[[Any], None] | None = None
 
@@ -139,8 +147,13 @@ class PackedLayer(QuantizedLayer):
 
     @property
     def value_dtype(self) -> torch.dtype:
-        """Type of the layer before it was packed."""
+        """Type of the values: that of the layer before it was packed, or converted to since."""
         return self._value_dtype
+
+    @value_dtype.setter
+    def value_dtype(self, dtype: torch.dtype) -> None:
+        with self._bare_codes():
+            self._value_dtype = dtype
 
     def finish_load_with(self, finish: Callable[[Any], None]) -> None:
         """Call ``finish`` with this layer when a loader that is not ours has loaded it, once.
@@ -175,6 +188,7 @@ class PackedLayer(QuantizedLayer):
         for part in _LAYER_PARTS:
             self.register_buffer(f"{short}_{part}", _empty(stored, part, device))
         if "" in stored:
+            self.packed |= {name}
             empty = _empty(stored, "", device)
             setattr(self, name, nn.Parameter(empty, requires_grad=False))  # type: ignore[arg-type]
 
@@ -184,14 +198,23 @@ class PackedLayer(QuantizedLayer):
 
     def value(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor | None:
         """Return the values of the weight or the bias, or None."""
-        stored: torch.Tensor | None = getattr(self, name, None)
-        if stored is None:
-            return None
-        quantizer = self._quantizer(name)
-        dtype = dtype or self.value_dtype
+        stored = self._stored(name)
+        return None if stored is None else self.unpack_parameter(name, stored, dtype)
+
+    def unpack_parameter(
+        self, name: str, stored: torch.Tensor, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Return the values of the weight or the bias, given what is stored of it.
+
+        Args:
+            name: ``weight`` or ``bias``.
+            stored: Its codes, or its values if it is not quantized.
+            dtype: Type of the result, ``value_dtype`` by default.
+        """
+        quantizer, dtype = self._quantizer(name), dtype or self.value_dtype
         if quantizer is None:
             return stored.to(dtype)
-        parts = self._parts(name, quantizer)
+        parts = self._parts(name, quantizer) | {"": stored}
         return self.layout.value(quantizer.spec, self.shapes[name], parts, dtype)
 
     def quantized_tensor(self, name: str) -> QuantizedTensor | None:
@@ -202,6 +225,11 @@ class PackedLayer(QuantizedLayer):
         parts = self._parts(name, quantizer)
         return self.layout.unpack(quantizer.spec, self.shape(name), parts)
 
+    def _stored(self, name: str) -> torch.Tensor | None:
+        """Return the weight or bias as stored: codes, or values if it is not quantized."""
+        parameter = self._parameters.get(name)
+        return parameter.codes if isinstance(parameter, PackedParameter) else parameter
+
     def _quantizer(self, name: str) -> PackedQuantizer | None:
         quantizer: PackedQuantizer | None = getattr(self, f"{SHORT_NAMES[name]}_quantizer")
         return quantizer
@@ -210,7 +238,7 @@ class PackedLayer(QuantizedLayer):
         parts = {part: getattr(quantizer, part) for part in PARTS[:2]}
         parts |= {part: getattr(self, f"{SHORT_NAMES[name]}_{part}") for part in _LAYER_PARTS}
         if name in PARAMETERS:
-            parts[""] = getattr(self, name)
+            parts[""] = self._stored(name)
         return {part: tensor for part, tensor in parts.items() if tensor is not None}
 
     def quantize_activation(self, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -227,3 +255,68 @@ class PackedLayer(QuantizedLayer):
         """Return the values of weight and bias in the type of ``x``, if that is a float type."""
         dtype = x.dtype if x.is_floating_point() else self.value_dtype
         return self.value("weight", dtype), self.value("bias", dtype)
+
+    # ---- codes behind parameters ----------------------------------------------------------------
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Add or replace a parameter; one that is stored as codes is wrapped."""
+        super().register_parameter(name, param)
+        self._wrap_codes(name)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a parameter, wrapped even if a library put bare codes in its place."""
+        if name in PARAMETERS:
+            self._wrap_codes(name)
+        return super().__getattr__(name)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copied or pickled layer."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        for name in self.packed:
+            self._wrap_codes(name)
+
+    def _wrap_codes(self, name: str) -> None:
+        stored = self._parameters.get(name)
+        is_bare = not (stored is None or isinstance(stored, PackedParameter) or stored.is_meta)
+        if name in self.packed and is_bare:
+            assert stored is not None
+            wrapped: Any = PackedParameter.wrap(stored, self, name)
+            self._parameters[name] = wrapped
+
+    @contextmanager
+    def _bare_codes(self) -> Iterator[None]:
+        """Hold codes in place of wrapped parameters inside of the context."""
+        for name in self.packed:
+            stored = self._stored(name)
+            if stored is not None:
+                self._parameters[name] = nn.Parameter(stored, requires_grad=False)
+        try:
+            yield
+        finally:
+            for name in self.packed:
+                self._wrap_codes(name)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Convert or move the layer. Codes move; their type stays, that of their values changes."""
+        codes = {name: self._stored(name) for name in self.packed}
+        with self._bare_codes():
+            self._value_dtype = fn(torch.empty(0, dtype=self._value_dtype)).dtype
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            for name, before in codes.items():
+                after = self._stored(name)
+                if before is not None and after is not None and before.dtype != after.dtype:
+                    moved = before.to(after.device)
+                    self._parameters[name] = nn.Parameter(moved, requires_grad=False)
+        return self
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self.packed:
+            if prefix + name in destination:
+                destination[prefix + name] = self._stored(name)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        with self._bare_codes():
+            super()._load_from_state_dict(*args)
