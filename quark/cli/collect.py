@@ -10,6 +10,7 @@ import typer
 
 from quark.cli import console, models
 from quark.cli.options import SEQ_LEN, Verbose, panel, verb
+from quark.cli.outputs import check_directory
 from quark.cli.quantize.flags import CalibrationFlags, ModelFlags
 
 if TYPE_CHECKING:
@@ -72,26 +73,12 @@ def register(app: typer.Typer) -> None:
 
 
 def _collect(request: CollectRequest) -> None:
-    check_output_dir(request.output_dir, request.overwrite)
+    check_directory("--output_dir", request.output_dir, request.overwrite)
     source = find_float_model(request)
     windows = read_windows(request, source)
     model = load_float_model(request, source)
     statistics = collect(model, windows, request.batch_size, request.probes)
     write_statistics(statistics, request.output_dir, request.overwrite)
-
-
-def check_output_dir(directory: Path, overwrite: bool) -> None:
-    """Raise if statistics cannot be written to a directory.
-
-    Raises:
-        typer.BadParameter: It is in use.
-    """
-    from quark.torch.files import check_vacant
-
-    try:
-        check_vacant(directory, overwrite)
-    except FileExistsError as error:
-        raise console.wrong("--output_dir", str(error)) from None
 
 
 def write_statistics(statistics: Statistics, directory: Path, overwrite: bool) -> None:

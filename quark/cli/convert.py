@@ -10,6 +10,7 @@ from rich.markup import escape
 
 from quark.cli import console, models
 from quark.cli.options import TrustRemoteCode, Verbose, in_words, one_of, panel
+from quark.cli.outputs import check_directory
 from quark.torch.export.containers.registry import conversion_targets
 
 HELP = """
@@ -72,6 +73,7 @@ def convert(
     """Convert a checkpoint and print the result."""
     if not source.exists():
         raise console.wrong("IN", f"there is no {source}. Give a checkpoint's directory or file.")
+    check_directory("OUT", target, overwrite)
     from quark.torch.export.conversion import convert as write
 
     with console.stage(f"writing {to}"):

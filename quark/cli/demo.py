@@ -13,6 +13,7 @@ from rich.markup import escape
 from quark.cli import console, models
 from quark.cli.comparison import ORIGINAL, Material, compare, demo_material, logits
 from quark.cli.options import Verbose, panel
+from quark.cli.outputs import check_directory
 from quark.cli.quantize.config import layer_scheme
 
 if TYPE_CHECKING:
@@ -120,6 +121,7 @@ def _parse_names(schemes: str | None, keep: str | None) -> tuple[list[str], str]
 def _check_vacant(directory: Path) -> None:
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
         raise console.wrong("--output_dir", f"{directory} exists and is in use. Choose another.")
+    check_directory("--output_dir", directory, overwrite=False)
 
 
 def _reload(exported: str, material: Material, directory: Path, sample: torch.Tensor) -> None:

@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from quark.cli import console
-from quark.cli.collect import check_output_dir, read_statistics, write_statistics
+from quark.cli.collect import read_statistics, write_statistics
 from quark.cli.options import Verbose, panel
+from quark.cli.outputs import check_directory, check_room
 
 HELP = """
 Merge the statistics that [cyan]quark collect[/cyan] wrote for parts of the data.
@@ -43,8 +44,10 @@ def merge(
     """Merge statistics, write them and print their size."""
     from quark.torch.statistics.merging import merge_statistics
 
-    check_output_dir(output_dir, overwrite)
+    check_directory("--output_dir", output_dir, overwrite)
     statistics = [read_statistics(directory, "IN") for directory in parts]
+    sizes = [sum(file.stat().st_size for file in part.iterdir()) for part in parts]
+    check_room("--output_dir", output_dir, max(sizes))
     with console.stage("merging statistics"):
         try:
             merged = merge_statistics(statistics)

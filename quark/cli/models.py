@@ -163,6 +163,21 @@ def window_length(
     return wanted or min(default, most)
 
 
+def check_text(source: str | None, flag: str) -> None:
+    """Check that a text may exist and can be read, without reading it.
+
+    Raises:
+        typer.BadParameter: It cannot.
+    """
+    from quark.torch.evaluation.datasets import check_named
+
+    try:
+        if source is not None:
+            check_named(source)
+    except (ImportError, OSError, ValueError) as error:
+        raise wrong(flag, str(error)) from None
+
+
 def text_windows(
     source: str | None, flag: str, tokenizer: Any, length: int, limit: int, held_out: bool
 ) -> torch.Tensor:

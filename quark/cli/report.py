@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +19,7 @@ from quark.cli.options import (
     Verbose,
     panel,
 )
+from quark.cli.outputs import check_file
 
 if TYPE_CHECKING:
     import torch
@@ -105,10 +104,11 @@ def report(
     if as_json:
         console.as_json(numbers)
         return
+    from quark.torch.files import write_json, write_text
     from quark.torch.report.page import page
 
-    _write(output, page(numbers))
-    _write(output.with_suffix(".json"), json.dumps(numbers, indent=2) + "\n")
+    write_text(output, page(numbers))
+    write_json(output.with_suffix(".json"), numbers)
     _print_summary(numbers, output)
 
 
@@ -124,12 +124,7 @@ def _check_output(output: Path, overwrite: bool) -> None:
     if output.suffix == ".json":
         raise console.wrong("--output", f"{output} would hold the numbers. Name an .html file.")
     for path in (output, output.with_suffix(".json")):
-        if path.exists() and not (path.is_file() and overwrite):
-            raise console.wrong(
-                "--output", f"{path} exists. Choose another name, or give --overwrite."
-            )
-    if not output.parent.is_dir():
-        raise console.wrong("--output", f"there is no directory {output.parent}. Make it first.")
+        check_file("--output", path, overwrite)
     check_installed()
 
 
@@ -146,16 +141,6 @@ def _read_windows(
     with console.stage("reading text"):
         tokenizer = models.load_tokenizer(source, flag, trust_remote_code)
         return models.text_windows(dataset, "--dataset", tokenizer, length, limit, True)
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file under a temporary name and rename it."""
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _print_summary(numbers: dict[str, Any], output: Path) -> None:

@@ -23,6 +23,7 @@ from quark.cli.collect import (
     read_windows,
 )
 from quark.cli.options import EVAL_WINDOWS, ManyValues, Verbose, panel, verb
+from quark.cli.outputs import check_file
 from quark.cli.quantize.config import check_algorithms, layer_scheme
 from quark.cli.quantize.request import split_names
 
@@ -214,10 +215,8 @@ def _check(request: SearchRequest) -> None:
                 f"--{name}", "--statistics contains this already. Leave one of the two out."
             )
     for flag, path in {"--output": request.output, "--picture": request.picture}.items():
-        if path is not None and path.exists() and not (path.is_file() and request.overwrite):
-            raise console.wrong(flag, f"{path} exists. Choose another name, or give --overwrite.")
-        if path is not None and not path.parent.is_dir():
-            raise console.wrong(flag, f"there is no directory {path.parent}. Make it first.")
+        if path is not None:
+            check_file(flag, path, request.overwrite)
 
 
 def _parse_formats(request: SearchRequest) -> dict[str, QuantizationConfig]:
@@ -284,13 +283,13 @@ def _choose(request: SearchRequest, mixture: Mixture, measure: _Measure) -> dict
 def _write_files(
     request: SearchRequest, config: Config, mixture: Mixture, chosen: Mapping[str, str]
 ) -> None:
-    from quark.torch.files import write_json
+    from quark.torch.files import write_json, write_text
     from quark.torch.search.chart import render_chart
 
     write_json(request.output, config.to_dict(everything=True))
     if request.picture is not None:
         marked = {**mixture.uniform(), "chosen": mixture.cost(chosen)}
-        request.picture.write_text(render_chart(mixture.points(), marked), encoding="utf-8")
+        write_text(request.picture, render_chart(mixture.points(), marked))
 
 
 def _print_result(

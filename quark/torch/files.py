@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -12,6 +13,9 @@ from typing import Any
 
 import torch
 
+from quark.torch.earlier_output import foreign_names
+from quark.torch.replacement import hold, partial_directory, place, recover
+
 # Called with the number of bytes that will be written, opens the directory to write them to.
 Target = Callable[[int], AbstractContextManager[Path]]
 
@@ -20,46 +24,121 @@ Target = Callable[[int], AbstractContextManager[Path]]
 def fresh_directory(path: str | Path, overwrite: bool = False, needed: int = 0) -> Iterator[Path]:
     """Open a temporary directory to write to; it replaces ``path`` if no error is raised.
 
+    The old directory stays until the new one is on the disk, and both are exchanged in one step
+    where the system can do that. What a killed process left is removed or put back.
+
     Args:
         path: Path of the directory. Missing parents are created.
-        overwrite: Whether an existing, non-empty directory may be replaced.
+        overwrite: Whether a directory with an earlier output may be replaced.
         needed: Bytes that will be written.
 
     Raises:
-        FileExistsError: The directory exists and is not empty.
-        OSError: The disk has less room than needed.
+        FileExistsError: The directory holds something that must not be replaced, or another
+            process writes to it.
+        OSError: The disk has less room than needed, or nothing can be written there.
     """
     target = Path(path).resolve()
-    check_vacant(target, overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(target.parent).free
-    if free < needed:
-        raise OSError(
-            f"{target.parent} has {free / 1e9:.2f} GB free, but {needed / 1e9:.2f} GB will be "
-            "written: make room, or choose another directory."
-        )
-    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
-    try:
-        yield partial
-        _grant_default_modes(partial)
-        _replace(partial, target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with hold(target):
+        _check_replaceable(target, overwrite)
+        check_space(target, needed)
+        partial = partial_directory(target)
+        try:
+            yield partial
+            _grant_default_modes(partial)
+            place(partial, target)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def check_vacant(path: str | Path, overwrite: bool = False) -> None:
-    """Check that ``path`` does not hold anything that must not be replaced.
+    """Check that ``path`` can be written, and does not hold anything that must not be replaced.
 
     Raises:
-        FileExistsError: It is a file, or a directory that is not empty.
+        FileExistsError: It is a file, or a directory that is not empty; with ``overwrite``, a
+            directory with files that no earlier output has.
+        OSError: Nothing can be written there.
     """
-    target = Path(path)
+    target = Path(path).resolve()
+    recover(target)
+    _check_replaceable(target, overwrite)
+    parent = next(p for p in target.parents if p.exists())
+    try:
+        with tempfile.TemporaryDirectory(dir=parent):
+            pass
+    except OSError as error:
+        raise type(error)(
+            f"nothing can be written to {parent} ({error.strerror}). Choose another directory."
+        ) from None
+
+
+def check_space(path: str | Path, needed: int) -> None:
+    """Check that the disk of a directory, which may not exist yet, has room.
+
+    Args:
+        path: The directory.
+        needed: Bytes that will be written.
+
+    Raises:
+        OSError: There is less.
+    """
+    parent = next(p for p in Path(path).resolve().parents if p.exists())
+    free = shutil.disk_usage(parent).free
+    if free < needed:
+        raise OSError(
+            f"{parent} has {free / 1e9:.2f} GB free, but {needed / 1e9:.2f} GB will be "
+            "written: make room, or choose another directory."
+        )
+
+
+def _check_replaceable(target: Path, overwrite: bool) -> None:
     if target.is_dir() and not any(target.iterdir()):
         return
     if target.exists() and not (overwrite and target.is_dir()):
         raise FileExistsError(
             f"{target} already exists: choose another directory, remove it, or pass overwrite=True."
         )
+    foreign = foreign_names(target) if target.is_dir() else []
+    if foreign:
+        more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
+        raise FileExistsError(
+            f"{target} holds {', '.join(foreign[:3])}{more}, not only an earlier output of this "
+            "package, which is all that is replaced: choose another directory, or move these "
+            "files."
+        )
+
+
+def check_new_file(path: str | Path, overwrite: bool = False) -> None:
+    """Check that a file can be written.
+
+    Raises:
+        FileExistsError: It exists, and must not be replaced.
+        FileNotFoundError: Its directory does not exist.
+        OSError: Nothing can be written there.
+    """
+    path = Path(path)
+    if path.exists() and not (path.is_file() and overwrite):
+        raise FileExistsError(f"{path} exists. Choose another name, or give --overwrite.")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"there is no directory {path.parent}. Make it first.")
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise type(error)(f"nothing can be written to {path.parent} ({error.strerror}).") from None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file in UTF-8 under a temporary name, and rename it when it is on the disk."""
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _grant_default_modes(directory: Path) -> None:
@@ -69,29 +148,14 @@ def _grant_default_modes(directory: Path) -> None:
     mode = probe.stat().st_mode & 0o666
     probe.unlink()
     for file in directory.iterdir():
-        file.chmod(mode)
+        if file.is_file():
+            file.chmod(mode)
     directory.chmod(mode | (mode & 0o444) >> 2)
-
-
-def _replace(partial: Path, target: Path) -> None:
-    """Move ``partial`` to ``target``; an older directory is removed after the move."""
-    if not target.exists():
-        partial.rename(target)
-        return
-    old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old-", dir=target.parent))
-    target.rename(old / target.name)
-    try:
-        partial.rename(target)
-    except BaseException:
-        (old / target.name).rename(target)
-        raise
-    finally:
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def write_json(path: Path, data: Any) -> None:
     """Write a JSON file for people to read."""
-    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(data, indent=2) + "\n")
 
 
 def read_json(path: str | Path) -> Any:

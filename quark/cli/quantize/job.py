@@ -15,6 +15,7 @@ from quark.cli.collect import read_optional_statistics
 from quark.cli.metrics import Figures, Measures, prepare_measures, show_scores, write_metrics
 from quark.cli.options import SEQ_LEN
 from quark.cli.quantize.config import make_config, needs_data
+from quark.cli.quantize.output import check_writable, write
 from quark.cli.quantize.request import Request, check_flags, check_places
 from quark.cli.quantize.tables import Outcome, show_outcome, show_plan
 
@@ -54,10 +55,13 @@ def _quantize(request: Request, described: dict[str, Any]) -> None:
     device = models.pick_device(request.device)
     length = models.window_length(described, request.seq_len, SEQ_LEN)
     show_plan(request, config, described, length)
-    tokenizer, calibration, measures = _read_text(request, config, described, length)
+    is_calibrated = needs_data(config, statistics is not None)
+    tokenizer = _find_text(request, is_calibrated)
     model = _load(request, request.model_dir, device)
+    check_writable(request, model, config)
+    calibration, measures = _read_text(request, described, tokenizer, length, is_calibrated)
     outcome = _quantize_and_evaluate(request, model, config, calibration, measures, statistics)
-    _write(request, model, tokenizer, str(described.get("model_type", "model")))
+    write(request, model, tokenizer, str(described.get("model_type", "model")))
     show_outcome(request, outcome)
     _report_figures(request, outcome.after)
 
@@ -74,8 +78,9 @@ def _evaluate_unchanged(request: Request, described: dict[str, Any]) -> None:
     else:
         source = request.reload_dir if request.model_reload else request.model_dir
         model = _load(request, source, device)
+    check_writable(request, model, None)
     figures = None if measures is None else measures.figures(model, "the model")
-    _write(request, model, tokenizer, str(described.get("model_type", "model")))
+    write(request, model, tokenizer, str(described.get("model_type", "model")))
     if figures is not None:
         console.out.print("", console.facts({"perplexity": f"{figures.perplexity:.2f}"}))
     _report_figures(request, figures)
@@ -122,20 +127,27 @@ def _tokenizer(request: Request, is_needed: bool) -> Any:
         return None
 
 
+def _find_text(request: Request, is_calibrated: bool) -> Any:
+    """Check that the text exists where that costs nothing, and return the tokenizer, if needed."""
+    if is_calibrated:
+        models.check_text(request.dataset, "--dataset")
+    if not request.skip_evaluation:
+        models.check_text(request.eval_data, "--eval_data")
+    return _tokenizer(request, is_calibrated or not request.skip_evaluation)
+
+
 def _read_text(
-    request: Request, config: Config, described: dict[str, Any], length: int
-) -> tuple[Any, torch.Tensor | None, Measures | None]:
-    """Return the tokenizer, the calibration windows and the evaluation data, if needed."""
-    is_calibrated = needs_data(config, request.statistics is not None)
+    request: Request, described: dict[str, Any], tokenizer: Any, length: int, is_calibrated: bool
+) -> tuple[torch.Tensor | None, Measures | None]:
+    """Return the calibration windows and the evaluation data, if needed."""
     calibration = None
     with console.stage("reading text"):
-        tokenizer = _tokenizer(request, is_calibrated or not request.skip_evaluation)
         if is_calibrated:
             calibration = models.text_windows(
                 request.dataset, "--dataset", tokenizer, length, request.num_calib_data, False
             )
         measures = prepare_measures(request, described, tokenizer)
-    return tokenizer, calibration, measures
+    return calibration, measures
 
 
 def _quantize_and_evaluate(
@@ -208,53 +220,6 @@ def _count_shared(model: Any) -> int:
     names = [name for name, _ in quantized_layers(model)]
     groups = model.quant_config.shared_scale_groups
     return sum(len(members) > 1 for group in groups for members in group_by_parent(names, group))
-
-
-def _write(request: Request, model: nn.Module, tokenizer: Any, model_type: str) -> None:
-    """Write the checkpoint and the parameters; a directory appears only when it is complete."""
-    from quark.torch.export.params import save_params
-    from quark.torch.files import fresh_directory
-
-    formats = request.exports
-    if formats:
-        with console.stage("writing the checkpoint"):
-            if len(formats) == 1:
-                _export(request, model, tokenizer, formats[0], request.output_dir)
-            else:
-                with fresh_directory(request.output_dir, request.overwrite) as directory:
-                    for name in formats:
-                        _export(request, model, tokenizer, name, directory / name)
-                        _move_up(directory / name)
-    if request.params_save:
-        with console.stage("writing parameters"):
-            save_params(model, model_type, export_dir=request.save_dir, overwrite=request.overwrite)
-
-
-def _export(request: Request, model: nn.Module, tokenizer: Any, name: str, directory: Path) -> None:
-    from quark.torch.export.api import ModelExporter
-    from quark.torch.export.containers.base import ExportSettings
-    from quark.torch.quantization.config.export import JsonExporterConfig
-
-    options = JsonExporterConfig(
-        weight_format=request.export_weight_format, pack_method=request.pack_method
-    )
-    settings = ExportSettings(
-        custom_mode=request.custom_mode,
-        options=options,
-        tokenizer=tokenizer,
-        tokenizer_path=request.model_dir,
-    )
-    exporter = ModelExporter(options, directory, request.overwrite, request.verify)
-    exporter.export(name, model, settings)
-    if exporter.verdict is not None:
-        console.out.print(f"  verified: {escape(str(exporter.verdict))}")
-
-
-def _move_up(directory: Path) -> None:
-    """Move the files of a directory to its parent, and remove the directory."""
-    for file in directory.iterdir():
-        file.rename(directory.parent / file.name)
-    directory.rmdir()
 
 
 def _report_figures(request: Request, figures: Figures | None) -> None:

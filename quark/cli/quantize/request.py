@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import re
-import tempfile
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from quark.cli.console import wrong
 from quark.cli.models import read_config
+from quark.cli.outputs import check_directory
 from quark.cli.quantize.compatibility import CompatibilityFlags, check_compatibility
 from quark.cli.quantize.flags import (
     AlgorithmFlags,
@@ -152,12 +152,7 @@ def _check_target(flag: str, given: Path, sources: list[Path], overwrite: bool) 
             f"{given} exists and is not empty. Choose another directory, or replace it with "
             "--overwrite.",
         )
-    parent = next(p for p in target.parents if p.exists())
-    try:
-        with tempfile.TemporaryDirectory(dir=parent):
-            pass
-    except OSError as error:
-        raise wrong(flag, f"nothing can be written to {parent} ({error}).") from None
+    check_directory(flag, given, overwrite)
 
 
 def check_flags(request: Request) -> None:

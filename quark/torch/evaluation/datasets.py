@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from quark.torch.evaluation.documents import load_documents
+from quark.torch.evaluation.documents import check_source, load_documents
 
 _PILE = "mit-han-lab/pile-val-backup"
 _WIKITEXT = "Salesforce/wikitext:wikitext-2-raw-v1"
@@ -38,6 +38,26 @@ NAMED_SETS = {
 _NOT_TEXT = {"ScienceQA": "questions about pictures"}
 
 
+def check_named(name: str) -> None:
+    """Check what can be known of a name for `named_documents` without reading anything.
+
+    Raises:
+        FileNotFoundError: There is no such file, and no dataset can have this name.
+        ImportError: The ``datasets`` library is needed and missing.
+        ValueError: The type of the file is unknown, or the dataset has no text.
+    """
+    _check_text(name)
+    check_source(name if Path(name).exists() or name not in NAMED_SETS else NAMED_SETS[name].source)
+
+
+def _check_text(name: str) -> None:
+    if name in _NOT_TEXT:
+        raise ValueError(
+            f"{name} holds {_NOT_TEXT[name]}, and models are given text alone: choose one "
+            f"of {', '.join(NAMED_SETS)}, or a local file"
+        )
+
+
 def named_documents(name: str, held_out: bool) -> list[str]:
     """Return the documents of a file, a directory or a dataset.
 
@@ -52,11 +72,7 @@ def named_documents(name: str, held_out: bool) -> list[str]:
         ImportError: The ``datasets`` library is needed and missing.
         ValueError: The dataset holds no text.
     """
-    if name in _NOT_TEXT:
-        raise ValueError(
-            f"{name} holds {_NOT_TEXT[name]}, and models are given text alone: choose one "
-            f"of {', '.join(NAMED_SETS)}, or a local file"
-        )
+    _check_text(name)
     if name not in NAMED_SETS or Path(name).exists():
         return load_documents(name)
     chosen = NAMED_SETS[name]

@@ -55,6 +55,30 @@ def load_documents(
     return documents
 
 
+def check_source(source: str | Path) -> None:
+    """Check what can be known of a source for `load_documents` without reading it.
+
+    Raises:
+        FileNotFoundError: There is no such file, and no dataset can have this name.
+        ImportError: The ``datasets`` library is needed and missing.
+        ValueError: The type of the file is unknown.
+    """
+    path = Path(source)
+    if path.is_file():
+        _check_kind(path)
+    elif not (path.is_dir() or _is_dataset_name(source)):
+        raise FileNotFoundError(f"there is no file or directory {source}")
+    if not path.is_file() or path.suffix.lower() != ".txt":
+        _import_datasets(source)
+
+
+def _check_kind(path: Path) -> None:
+    kind = path.suffix.lower()
+    if kind != ".txt" and kind not in FILE_READERS:
+        known = ", ".join([".txt", *FILE_READERS])
+        raise ValueError(f"{path} is of unknown type {kind!r}; expected one of {known}")
+
+
 def _is_dataset_name(source: str | Path) -> bool:
     """Whether a name may be that of a dataset; looking it up is slow without a network."""
     if isinstance(source, Path) or Path(source).suffix in (".txt", *FILE_READERS):
@@ -72,9 +96,7 @@ def _read_file(path: Path, split: str | None, text_field: str) -> list[str]:
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not UTF-8 text ({error}); convert it first") from error
         return [document for document in text.split("\0") if document.strip()]
-    if kind not in FILE_READERS:
-        known = ", ".join([".txt", *FILE_READERS])
-        raise ValueError(f"{path} is of unknown type {kind!r}; expected one of {known}")
+    _check_kind(path)
     datasets = _import_datasets(path)
     try:  # streaming reads the file in place; otherwise the library copies it to its cache
         records = list(

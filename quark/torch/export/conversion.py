@@ -11,7 +11,7 @@ from quark.torch.export.containers.registry import SAFETENSORS, conversion_targe
 from quark.torch.export.formats.registry import FORMATS
 from quark.torch.export.recognition import recognize_container
 from quark.torch.export.verification import Verdict
-from quark.torch.files import check_vacant
+from quark.torch.files import check_space, check_vacant, size_of
 from quark.torch.quantization.config.name_lookup import one_of
 
 
@@ -59,6 +59,7 @@ def convert(
     loading = origin.open(source, trust_remote_code)
     settings = ExportSettings(custom_mode=to if to in FORMATS else "quark", tokenizer_path=source)
     container.check_writable(loading.model, settings)
+    check_space(target, size_of(loading.outline))
     settings = replace(settings, tokenizer=origin.tokenizer(source))
     exporter = ModelExporter(None, target, overwrite, verify=verify)
     exporter.export(container.name, loading.fill(), settings)

@@ -29,6 +29,7 @@ from quark.torch.quantization.nn.attention import key_routes
 from quark.torch.quantization.nn.layer import QuantizedLayer
 from quark.torch.quantization.nn.packed import SHORT_NAMES
 
+FLOAT_OPTIONS = JsonExporterConfig(weight_format="fake_quantized")  # without ``compressed``
 _SPEC_KEYS = {name: f"{short}_quant" for name, short in SHORT_NAMES.items()}
 
 
@@ -65,11 +66,7 @@ def save_params(
 
     if export_dir is None:
         raise ValueError("Give export_dir, the directory to write.")
-    if key_routes(model):
-        raise ValueError(
-            "These files cannot tell that keys are quantized after rotary embedding: use "
-            "ModelExporter, or quantize with kv_cache_post_rope=False."
-        )
+    check_params(model)
     fmt = make_format(model, None, _options(compressed, reorder), "quark")
     tensors = {name: t.detach().cpu().contiguous() for name, t in collect(model, fmt).items()}
     config: Any = getattr(model, "config", None)
@@ -81,6 +78,19 @@ def save_params(
     with fresh_directory(export_dir, overwrite, size_of(tensors)) as directory:
         save_file(tensors, directory / f"{model_type}.safetensors", metadata={"format": "pt"})
         write_json(directory / f"{model_type}.json", described)
+
+
+def check_params(model: nn.Module) -> None:
+    """Check that ``save_params`` can write a model.
+
+    Raises:
+        ValueError: Its keys are quantized after rotary embedding.
+    """
+    if key_routes(model):
+        raise ValueError(
+            "These files cannot tell that keys are quantized after rotary embedding: use "
+            "ModelExporter, or quantize with kv_cache_post_rope=False."
+        )
 
 
 def load_params(

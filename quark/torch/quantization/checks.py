@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -24,8 +25,8 @@ from quark.torch.quantization.config.resolution import (
 )
 from quark.torch.quantization.nn.attention import key_projections, prove_keys
 from quark.torch.quantization.nn.experts import stack_experts, temporarily_split_experts
-from quark.torch.quantization.plan import Plan
-from quark.torch.quantization.preparation import select_layers
+from quark.torch.quantization.plan import Plan, prepare
+from quark.torch.quantization.preparation import quantized_layers, select_layers
 
 logger = logging.getLogger("quark")
 
@@ -64,6 +65,33 @@ def check(
         if keys:
             prove_keys(model, keys, _trial_run(model, data))
     return Plan(config, layers, keys, algorithms, batches, data is not None, statistics)
+
+
+@contextmanager
+def temporarily_quantized(model: nn.Module, config: Config) -> Iterator[None]:
+    """Replace the layers of a float model by frozen ones without scales, and restore them.
+
+    What depends on the layers alone can be checked in this state, before any data is run.
+
+    Args:
+        model: A float model.
+        config: How it will be quantized.
+
+    Raises:
+        ValueError: The configuration does not fit the model.
+    """
+    with temporarily_split_experts(model):
+        config = resolve_names(config, model)
+        layers = select_layers(model, config, warns=False)
+        keys = key_projections(layers, config)
+    with ExitStack() as undo:
+        prepare(model, Plan(config, layers, keys, (), (), False, None), undo)
+        for _, layer in quantized_layers(model):
+            layer.frozen = True
+            undo.callback(setattr, layer, "frozen", False)
+        model.quant_config = config  # type: ignore[assignment]
+        undo.callback(delattr, model, "quant_config")
+        yield
 
 
 def discover_structure(model: nn.Module, plan: Plan) -> Structure | None:

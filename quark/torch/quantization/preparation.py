@@ -24,15 +24,23 @@ def quantized_layers(model: nn.Module) -> Iterator[tuple[str, FakeQuantizedLayer
             yield name, module
 
 
-def select_layers(model: nn.Module, config: Config) -> dict[str, QuantizationConfig]:
+def select_layers(
+    model: nn.Module, config: Config, warns: bool = True
+) -> dict[str, QuantizationConfig]:
     """Return the configuration of each module that will be quantized. The model is not changed.
+
+    Args:
+        model: A float model.
+        config: How to quantize it.
+        warns: Whether to warn about patterns without modules, ignored options and float modules.
 
     Raises:
         ValueError: The model is quantized already, no module can be quantized or is selected, or a
             configuration does not fit a module.
     """
     check_compatibility(config)
-    warn_about_ignored(config)
+    if warns:
+        warn_about_ignored(config)
     names = {name: type(module) for name, module in model.named_modules()}
     for name, kind in names.items():
         if issubclass(kind, QuantizedLayer):
@@ -44,7 +52,8 @@ def select_layers(model: nn.Module, config: Config) -> dict[str, QuantizationCon
         raise ValueError(
             f"{type(model).__name__} has no module that can be quantized (supported: {supported})."
         )
-    report_unmatched(list(names), config)
+    if warns:
+        report_unmatched(list(names), config)
     layers = assign(candidates, config)
     if not layers:
         raise ValueError(
@@ -53,7 +62,8 @@ def select_layers(model: nn.Module, config: Config) -> dict[str, QuantizationCon
         )
     for name, layer in layers.items():
         check_fit(name, model.get_submodule(name), layer)
-    _warn_of_float_modules(model)
+    if warns:
+        _warn_of_float_modules(model)
     return layers
 
 

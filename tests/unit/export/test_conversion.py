@@ -131,11 +131,11 @@ class TestRefused:
 
     def test_a_target_in_use(self, made, tmp_path):
         (tmp_path / "out").mkdir()
-        (tmp_path / "out" / "file").touch()
+        (tmp_path / "out" / "model_state_dict.pth").touch()
         with pytest.raises(FileExistsError, match="already exists"):
             convert(made("int4")[1], tmp_path / "out", "gptq")
         convert(made("int4")[1], tmp_path / "out", "gptq", overwrite=True)
-        assert not (tmp_path / "out" / "file").exists()
+        assert not (tmp_path / "out" / "model_state_dict.pth").exists()
 
     @pytest.mark.parametrize("up", [0, 1])
     def test_a_target_that_holds_the_source(self, made, up):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -171,7 +172,7 @@ def check_stored(
         ValueError: Tensors are missing, unexpected, or of the wrong shape or type.
     """
     reader = rename_for_model(reader, model)
-    outline = _outline(model, fmt, layers)
+    outline = outline_of(model, fmt, layers)
     tied = {n: s for n, s in tied_names(model).items() if n in outline and s in outline}
     _check(model, outline, _optional(fmt, layers, tied), fmt, reader)
     return reader, outline, tied
@@ -280,10 +281,10 @@ def _share(model: nn.Module, name: str, source: str) -> None:
     setattr(model.get_submodule(path), attribute, getattr(model.get_submodule(origin), kept))
 
 
-def _outline(
-    model: nn.Module, fmt: ExportFormat, layers: dict[str, QuantizationConfig]
+def outline_of(
+    model: nn.Module, fmt: ExportFormat, layers: Mapping[str, QuantizationConfig]
 ) -> dict[str, torch.Tensor]:
-    """Return the state the model will have, on the meta device."""
+    """Return the state that a float model will have with packed layers, on the meta device."""
     targeted = {id(model.get_submodule(name)) for name in layers}
     every_name = {n for n, m in model.named_modules(remove_duplicate=False) if id(m) in targeted}
     outline = {

@@ -17,7 +17,7 @@ from quark.torch.export.containers.base import Container, ExportSettings
 from quark.torch.export.gguf.architectures import import_gguf
 from quark.torch.export.gguf.importer import open_gguf
 from quark.torch.export.gguf.reader import MAGIC, GgufFile
-from quark.torch.export.gguf.writer import check_writable, write_gguf
+from quark.torch.export.gguf.writer import check_header, check_writable, write_gguf
 from quark.torch.export.verification import Verdict, verify_predictions
 from quark.torch.files import Target
 from quark.torch.quantization.config.description import LayerDescription
@@ -83,12 +83,11 @@ class Gguf(Container):
     def check_writable(self, model: nn.Module, settings: ExportSettings) -> None:
         """Check that blocks can hold every layer; see ``Container.check_writable``."""
         check_writable(model)
+        check_header(model, _tokenizer_path(settings))
 
     def write(self, model: nn.Module, target: Target, settings: ExportSettings) -> None:
         """Write the file and its tokens, loaded from ``settings.tokenizer_path``."""
-        if settings.tokenizer_path is None:
-            raise ValueError("A GGUF file holds the tokens: give tokenizer_path.")
-        write_gguf(model, target, settings.file_name, settings.tokenizer_path)
+        write_gguf(model, target, settings.file_name, _tokenizer_path(settings))
 
     def verify(
         self, path: Path, model: nn.Module, trust_remote_code: bool = False, inputs: Any = None
@@ -120,6 +119,12 @@ class Gguf(Container):
         if len(files) > 1:
             raise ValueError(f"{path} has {len(files)} GGUF files: name one of them.")
         return files[0] if files else path / f"model{SUFFIX}"
+
+
+def _tokenizer_path(settings: ExportSettings) -> str | Path:
+    if settings.tokenizer_path is None:
+        raise ValueError("A GGUF file holds the tokens: give tokenizer_path.")
+    return settings.tokenizer_path
 
 
 def _begins_with_magic(path: Path) -> bool:

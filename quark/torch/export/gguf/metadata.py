@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from quark.torch.earlier_output import WRITER
 from quark.torch.export.gguf.architectures import head_size
 from quark.torch.export.gguf.rope import DEFAULT_THETA, rope_parameters
 
@@ -21,6 +22,7 @@ def add_metadata(writer: Any, config: Any, name: str, rms: bool) -> None:
     rope = rope_parameters(config)
     rotated = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None)) or 1
     writer.add_name(name)
+    writer.add_quantized_by(WRITER)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)

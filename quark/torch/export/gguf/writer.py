@@ -52,12 +52,13 @@ def write_gguf(
     # The type of the file is that of its matrices: a quantized one, if there is any.
     most = max(_FILE_TYPES, key=lambda kind: (kind.startswith("Q") and kind in used, kind in used))
     values = {name: tensor for name, (tensor, _) in tensors.items()}
+    tokenizer = _tokenizer(tokenizer_path)
     with target(size_of(values)) as directory:
         writer = gguf.GGUFWriter(directory / f"{model_type}.gguf", architecture.name)
         add_metadata(writer, config, model_type, architecture.rms)
         writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[most]])
         writer.add_quantization_version(QUANTIZATION_VERSION)
-        add_tokens(writer, _tokenizer(tokenizer_path), config.vocab_size)
+        add_tokens(writer, tokenizer, config.vocab_size)
         for name, (tensor, kind) in tensors.items():
             stored = tensor.detach().cpu().contiguous()
             stored = stored.view(torch.uint8) if kind not in ("F32", "F16") else stored
@@ -66,6 +67,28 @@ def write_gguf(
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
+
+
+def check_header(model: nn.Module, tokenizer_path: str | Path) -> None:
+    """Check that GGUF has a name for every tensor of a model, and for its tokenizer.
+
+    Args:
+        model: A model that passed ``check_writable``.
+        tokenizer_path: Directory of its tokenizer.
+
+    Raises:
+        ImportError: The package gguf is missing.
+        ValueError: The tokenizer is missing or unknown, or a tensor has no name.
+    """
+    gguf = import_gguf()
+    config: Any = model.config
+    architecture = architecture_of(config)
+    names = tensor_names(architecture, config)
+    for key in _parts(model):
+        names(key)
+    add_tokens(
+        gguf.GGUFWriter(None, architecture.name), _tokenizer(tokenizer_path), config.vocab_size
+    )
 
 
 def _tokenizer(path: str | Path) -> Any:
@@ -85,6 +108,15 @@ def _collect_tensors(model: nn.Module, architecture: Architecture) -> Tensors:
     Raises:
         ValueError: A tensor has no name in GGUF, or values that its block type cannot hold.
     """
+    names = tensor_names(architecture, model.config)
+    parts = _parts(model)
+    tensors = {names(key): _encode(key, part, architecture, model) for key, part in parts.items()}
+    factors = frequency_factors(model, model.config, head_size(model.config))
+    return tensors if factors is None else {**tensors, FACTORS: (factors, "F32")}
+
+
+def _parts(model: nn.Module) -> dict[str, Any]:
+    """Return tensors in float and quantized layers by the names of their tensors."""
     layers = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLayer)}
     modules = model.named_modules(remove_duplicate=False)
     every_name = {n for n, m in modules if isinstance(m, QuantizedLayer)}
@@ -100,10 +132,7 @@ def _collect_tensors(model: nn.Module, architecture: Architecture) -> Tensors:
         parts[f"{name}.weight"], bias = layer, layer.value("bias")
         if bias is not None:
             parts[f"{name}.bias"] = bias
-    names = tensor_names(architecture, model.config)
-    tensors = {names(key): _encode(key, part, architecture, model) for key, part in parts.items()}
-    factors = frequency_factors(model, model.config, head_size(model.config))
-    return tensors if factors is None else {**tensors, FACTORS: (factors, "F32")}
+    return parts
 
 
 def check_writable(model: nn.Module) -> Architecture:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quark.torch import files
+from quark.torch import files, replacement
 from quark.torch.export.checkpoint.files import (
     CheckpointReader,
     NativeReader,
@@ -28,21 +28,24 @@ def tree(path):
     return {str(p.relative_to(path)): p.read_bytes() for p in files}
 
 
+FILE = "model_state_dict.pth"  # of an output that may be replaced
+
+
 class TestFreshDirectory:
     def write(self, path, content="new", **options):
         with fresh_directory(path, **options) as directory:
             assert directory.parent == path.resolve().parent  # renaming stays on one disk
-            (directory / "file").write_text(content)
+            (directory / FILE).write_text(content)
 
     def test_new(self, tmp_path):
         self.write(tmp_path / "a" / "b")
-        assert tree(tmp_path) == {"a/b/file": b"new"}
+        assert tree(tmp_path) == {f"a/b/{FILE}": b"new"}
         assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o755
 
     def test_an_empty_directory_is_taken(self, tmp_path):
         (tmp_path / "out").mkdir()
         self.write(tmp_path / "out")
-        assert tree(tmp_path) == {"out/file": b"new"}
+        assert tree(tmp_path) == {f"out/{FILE}": b"new"}
 
     @pytest.mark.parametrize("overwrite", [False, True])
     def test_a_file_is_never_replaced(self, tmp_path, overwrite):
@@ -53,12 +56,12 @@ class TestFreshDirectory:
 
     def test_a_directory_in_use_is_replaced_only_if_told(self, tmp_path):
         self.write(tmp_path / "out", "old")
-        (tmp_path / "out" / "more").write_text("old")
+        (tmp_path / "out" / "config.json").write_text("old")
         with pytest.raises(FileExistsError, match="remove it, or pass overwrite=True"):
             self.write(tmp_path / "out")
-        assert tree(tmp_path) == {"out/file": b"old", "out/more": b"old"}
+        assert tree(tmp_path) == {f"out/{FILE}": b"old", "out/config.json": b"old"}
         self.write(tmp_path / "out", overwrite=True)
-        assert tree(tmp_path) == {"out/file": b"new"}
+        assert tree(tmp_path) == {f"out/{FILE}": b"new"}
         assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
     @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -71,7 +74,7 @@ class TestFreshDirectory:
             pytest.raises(error),
             fresh_directory(tmp_path / "out", overwrite=overwrite) as directory,
         ):
-            (directory / "file").write_text("half")
+            (directory / FILE).write_text("half")
             raise error
         assert tree(tmp_path) == before
         assert [p.name for p in tmp_path.iterdir()] == ["out"] * overwrite
@@ -86,9 +89,10 @@ class TestFreshDirectory:
             return rename(self, target)
 
         monkeypatch.setattr(Path, "rename", fail)
+        monkeypatch.setattr(replacement, "_exchange", lambda first, second: False)
         with pytest.raises(OSError, match="no"):
             self.write(tmp_path / "out", overwrite=True)
-        assert tree(tmp_path) == {"out/file": b"old"}
+        assert tree(tmp_path) == {f"out/{FILE}": b"old"}
         assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
     def test_too_little_room_is_seen_before_anything_is_written(self, tmp_path, monkeypatch):
@@ -102,12 +106,12 @@ class TestFreshDirectory:
     def test_a_relative_path(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         self.write(Path("out"))
-        assert tree(tmp_path) == {"out/file": b"new"}
+        assert tree(tmp_path) == {f"out/{FILE}": b"new"}
 
     def test_check_vacant(self, tmp_path):
         check_vacant(tmp_path / "missing")
         check_vacant(tmp_path)
-        (tmp_path / "file").touch()
+        (tmp_path / FILE).touch()
         check_vacant(tmp_path, overwrite=True)
         with pytest.raises(FileExistsError):
             check_vacant(tmp_path)

@@ -97,6 +97,9 @@ class TestRefusals:
         assert (tmp_path / "file").read_text() == "kept"
 
 
+OLD = '{"quantization_config": {}}'  # of an earlier export
+
+
 class TestFailure:
     """The disk fills up in the middle of writing."""
 
@@ -118,17 +121,18 @@ class TestFailure:
         out = tmp_path / "out"
         if overwrite:
             out.mkdir()
-            (out / "config.json").write_text("old")
+            (out / "config.json").write_text(OLD)
         exporter = ModelExporter(export_dir=out, overwrite=overwrite)
         with unchanged(model), pytest.raises(OSError, match="No space left"):
             getattr(exporter, write)(model)
         assert [p.name for p in tmp_path.iterdir()] == ["out"] * overwrite
-        assert not overwrite or contents(out) == {"config.json": b"old"}
+        assert not overwrite or contents(out) == {"config.json": OLD.encode()}
 
     def test_overwriting_replaces_everything(self, build, quantize, tmp_path):
         out = tmp_path / "out"
         out.mkdir()
-        (out / "stale.safetensors").write_text("old")
+        (out / "config.json").write_text(OLD)
+        (out / "model-00001-of-00002.safetensors").write_text("old")
         exporter = ModelExporter(export_dir=out, overwrite=True)
         exporter.export_safetensors_model(quantize(build(), "int8_wo"))
         assert set(contents(out)) == {"config.json", "generation_config.json", "model.safetensors"}

@@ -1,0 +1,135 @@
+"""The output of ``quark quantize``: checked before the work, kept if it cannot be written."""
+
+from __future__ import annotations
+
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.markup import escape
+
+from quark.cli import console
+from quark.cli.outputs import check_room
+from quark.cli.quantize.request import Request
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from quark.torch.export.containers.base import ExportSettings
+    from quark.torch.quantization.config.config import Config
+
+
+def check_writable(request: Request, model: nn.Module, config: Config | None) -> None:
+    """Check that a model can be written as requested, before it is quantized.
+
+    Args:
+        request: The flags.
+        model: The model; it is unchanged afterwards.
+        config: How it will be quantized; None for a model that is.
+
+    Raises:
+        ImportError: A package is missing.
+        OSError: A directory cannot be written, or the disk has too little room.
+        ValueError: The configuration does not fit the model, or a format cannot hold it.
+    """
+    from quark.torch.export.params import FLOAT_OPTIONS, check_params
+    from quark.torch.export.writability import check_exports, stored_size
+    from quark.torch.quantization.checks import temporarily_quantized
+
+    if request.exports:
+        settings = _settings(request, None)
+        exports = dict.fromkeys(request.exports, settings)
+        check_exports(model, config, request.output_dir, exports, request.overwrite)
+    if request.params_save and config is not None:
+        with temporarily_quantized(model, config):
+            check_params(model)
+        check_room("--save_dir", request.save_dir, stored_size(model, config, FLOAT_OPTIONS))
+
+
+def write(request: Request, model: nn.Module, tokenizer: Any, model_type: str) -> None:
+    """Write the checkpoint and the parameters; a directory appears only when it is complete.
+
+    Raises:
+        OSError: Writing failed. The message names the directory that keeps the result instead.
+    """
+    try:
+        _write_exports(request, model, tokenizer)
+        _write_params(request, model, model_type)
+    except Exception as error:
+        is_quark = request.exports == ["hf_format"] and request.custom_mode == "quark"
+        if request.verify and is_quark and isinstance(error, ValueError):
+            raise  # the verification failed, and what would be kept is the same
+        raise OSError(f"{error} {_keep(request, model, tokenizer)}") from error
+
+
+def _write_exports(request: Request, model: nn.Module, tokenizer: Any) -> None:
+    from quark.torch.files import fresh_directory
+
+    formats = request.exports
+    if not formats:
+        return
+    with console.stage("writing the checkpoint"):
+        if len(formats) == 1:
+            _export(request, model, tokenizer, formats[0], request.output_dir)
+        else:
+            with fresh_directory(request.output_dir, request.overwrite) as directory:
+                for name in formats:
+                    _export(request, model, tokenizer, name, directory / name)
+                    _move_up(directory / name)
+
+
+def _write_params(request: Request, model: nn.Module, model_type: str) -> None:
+    from quark.torch.export.params import save_params
+
+    if request.params_save:
+        with console.stage("writing parameters"):
+            save_params(model, model_type, export_dir=request.save_dir, overwrite=request.overwrite)
+
+
+def _keep(request: Request, model: nn.Module, tokenizer: Any) -> str:
+    """Write the result in the Quark layout to a new directory beside; return what to tell."""
+    from quark.torch.export.api import ModelExporter
+    from quark.torch.export.containers.base import ExportSettings
+
+    output = (request.output_dir if request.exports else request.save_dir).resolve()
+    names = (output.with_name(f"{output.name}-kept{number or ''}") for number in count())
+    place = next(path for path in names if not path.exists())
+    try:
+        ModelExporter(None, place).export("hf_format", model, ExportSettings(tokenizer=tokenizer))
+    except Exception as error:
+        return f"The result could not be kept in {place} either: {error}"
+    return (
+        f"The result is kept in {place}, in the format quark: 'quark convert' writes it in another."
+    )
+
+
+def _settings(request: Request, tokenizer: Any) -> ExportSettings:
+    from quark.torch.export.containers.base import ExportSettings
+    from quark.torch.quantization.config.export import JsonExporterConfig
+
+    options = JsonExporterConfig(
+        weight_format=request.export_weight_format, pack_method=request.pack_method
+    )
+    return ExportSettings(
+        custom_mode=request.custom_mode,
+        options=options,
+        tokenizer=tokenizer,
+        tokenizer_path=request.model_dir,
+    )
+
+
+def _export(request: Request, model: nn.Module, tokenizer: Any, name: str, directory: Path) -> None:
+    from quark.torch.export.api import ModelExporter
+
+    settings = _settings(request, tokenizer)
+    exporter = ModelExporter(settings.options, directory, request.overwrite, request.verify)
+    exporter.export(name, model, settings)
+    if exporter.verdict is not None:
+        console.out.print(f"  verified: {escape(str(exporter.verdict))}")
+
+
+def _move_up(directory: Path) -> None:
+    """Move the files of a directory to its parent, and remove the directory."""
+    for file in directory.iterdir():
+        file.rename(directory.parent / file.name)
+    directory.rmdir()

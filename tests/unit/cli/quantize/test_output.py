@@ -1,0 +1,88 @@
+"""Refusals come before the work, and the result is kept if it cannot be written."""
+
+import errno
+
+import pytest
+
+from quark.cli import models
+from quark.torch import ModelQuantizer
+from quark.torch.export.containers.safetensors import Safetensors
+
+
+@pytest.fixture
+def place(model_dir, tmp_path):
+    return ["quantize", "--model_dir", model_dir, "--output_dir", tmp_path / "out"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["fp8", "--custom_mode", "awq"], "custom_mode='awq' cannot hold"),
+        (["fp8", "--model_export", "gguf"], "GGUF cannot hold"),
+        (["int4_wo_24"], "group_size=24 does not divide"),
+    ],
+)
+def test_refused_before_text_is_read(flags, said, place, refused, tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "text_windows", None)  # would fail if it were called
+    monkeypatch.setattr(ModelQuantizer, "quantize_model", None)
+    assert said in refused(*place, "--quant_scheme", *flags, code=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_of_the_user_are_refused_by_name(place, refused, tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "load_model", None)
+    (tmp_path / "thesis.tex").write_text("years")
+    place[-1] = tmp_path
+    said = refused(*place, "--quant_scheme", "int8_wo", "--overwrite")
+    assert "holds thesis.tex, not only an earlier output" in said
+    assert (tmp_path / "thesis.tex").read_text() == "years"
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """The disk fails while the first directory is written."""
+    write, calls = Safetensors.write, []
+
+    def fail(self, model, target, settings):
+        calls.append(settings.custom_mode)
+        if len(calls) > 1:
+            return write(self, model, target, settings)
+        with target(0) as directory:
+            (directory / "half").touch()
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Safetensors, "write", fail)
+    return calls
+
+
+def test_the_result_is_kept_if_writing_fails(place, refused, broken, tmp_path):
+    (tmp_path / "out-kept").mkdir()  # a name in use
+    flags = ["--quant_scheme", "uint4_wo_32", "--custom_mode", "awq", "--skip_evaluation"]
+    said = refused(*place, *flags, code=1)
+    assert "Input/output error" in said and f"is kept in {tmp_path / 'out-kept1'}" in said
+    assert broken == ["awq", "quark"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out-kept", "out-kept1"]
+    model = models.load_model(tmp_path / "out-kept1")
+    assert model.quant_config is not None
+    assert (tmp_path / "out-kept1" / "tokenizer.json").is_file()
+
+
+def test_it_says_so_if_that_fails_too(place, refused, tmp_path, monkeypatch):
+    def fail(self, model, target, settings):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Safetensors, "write", fail)
+    said = refused(*place, "--quant_scheme", "int8_wo", "--skip_evaluation", code=1)
+    assert "could not be kept in" in said and said.count("No space left") == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_kinds_of_files_share_a_directory(place, quark, tmp_path):
+    flags = ["--model_export", "hf_format", "--model_export", "gguf", "--skip_evaluation"]
+    pytest.importorskip("gguf")
+    for more in ([], ["--overwrite"]):
+        result = quark(*place, "--quant_scheme", "uint4_wo_32", *flags, *more)
+        assert result.exit_code == 0, result.output
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"config.json", "model.safetensors", "model.gguf"} <= names
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
