@@ -10,7 +10,7 @@ import typer
 
 from quark.cli import console, models
 from quark.cli.options import SEQ_LEN, Verbose, panel, verb
-from quark.cli.outputs import check_directory
+from quark.cli.outputs import check_directory, check_offload_directory
 from quark.cli.quantize.flags import CalibrationFlags, ModelFlags
 
 if TYPE_CHECKING:
@@ -74,10 +74,12 @@ def register(app: typer.Typer) -> None:
 
 def _collect(request: CollectRequest) -> None:
     check_directory("--output_dir", request.output_dir, request.overwrite)
+    if request.offload_dir is not None:
+        check_offload_directory(request.offload_dir)
     source = find_float_model(request)
     windows = read_windows(request, source)
     model = load_float_model(request, source)
-    statistics = collect(model, windows, request.batch_size, request.probes)
+    statistics = collect(model, windows, request, request.probes)
     write_statistics(statistics, request.output_dir, request.overwrite)
 
 
@@ -140,14 +142,17 @@ def read_windows(request: DataFlags, directory: Path, held_out: bool = False) ->
         )
 
 
-def collect(model: nn.Module, windows: torch.Tensor, batch_size: int, probes: int) -> Statistics:
+def collect(
+    model: nn.Module, windows: torch.Tensor, request: CalibrationFlags, probes: int
+) -> Statistics:
     """Return statistics of a model on windows of text; see ``collect_statistics``."""
     import torch
 
     from quark.torch.statistics.collection import collect_statistics
 
     with console.stage("collecting statistics"):
-        return collect_statistics(model, [*torch.split(windows, batch_size)], probes)
+        batches = [*torch.split(windows, request.batch_size)]
+        return collect_statistics(model, batches, probes, request.offload_dir)
 
 
 def read_optional_statistics(directory: Path | None) -> Statistics | None:

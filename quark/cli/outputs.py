@@ -40,6 +40,21 @@ def check_room(flag: str, directory: Path, needed: int) -> None:
         raise wrong(flag, str(error)) from None
 
 
+def check_offload_directory(directory: Path) -> None:
+    """Check that the directory of ``--offload_dir`` can be written.
+
+    Raises:
+        typer.BadParameter: It cannot.
+    """
+    from quark.torch.pipeline.activation_store import offload_directory
+
+    try:
+        with offload_directory(directory):
+            pass
+    except OSError as error:
+        raise wrong("--offload_dir", str(error).removeprefix("offload_dir: ")) from None
+
+
 def check_file(flag: str, path: Path, overwrite: bool) -> None:
     """Check that a file can be written.
 

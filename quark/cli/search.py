@@ -23,7 +23,7 @@ from quark.cli.collect import (
     read_windows,
 )
 from quark.cli.options import EVAL_WINDOWS, ManyValues, Verbose, panel, verb
-from quark.cli.outputs import check_file
+from quark.cli.outputs import check_file, check_offload_directory
 from quark.cli.quantize.config import check_algorithms, layer_scheme
 from quark.cli.quantize.request import split_names
 
@@ -157,7 +157,7 @@ def _search_formats(request: SearchRequest) -> None:
     evaluation = None if request.skip_evaluation else _read_evaluation_windows(request, source)
     model = load_float_model(request, source)
     if windows is not None:
-        statistics = collect(model, windows, request.batch_size, PROBES)
+        statistics = collect(model, windows, request, PROBES)
     assert statistics is not None
     with console.stage("computing losses of formats"):
         excluded = request.exclude_layers or ()
@@ -214,6 +214,8 @@ def _check(request: SearchRequest) -> None:
             raise console.wrong(
                 f"--{name}", "--statistics contains this already. Leave one of the two out."
             )
+    if request.offload_dir is not None:
+        check_offload_directory(request.offload_dir)
     for flag, path in {"--output": request.output, "--picture": request.picture}.items():
         if path is not None:
             check_file(flag, path, request.overwrite)

@@ -211,6 +211,14 @@ class CalibrationFlags:
         ),
     ] = None
     batch_size: Annotated[int, _data(metavar="N", min=1, help="Windows per calibration batch.")] = 1
+    offload_dir: Annotated[
+        Path | None,
+        _data(
+            metavar="DIR",
+            help="Directory for activations that do not fit into memory (default: that of "
+            "temporary files).",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)

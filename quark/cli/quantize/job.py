@@ -175,7 +175,7 @@ def _quantize_and_evaluate(
     batches = None if calibration is None else [*torch.split(calibration, request.batch_size)]
     start = time.monotonic()
     with console.stage("quantizing"):
-        quantizer = ModelQuantizer(config)
+        quantizer = ModelQuantizer(config, offload_dir=request.offload_dir)
         model = quantizer.quantize_model(model, batches, statistics)
         model = ModelQuantizer.freeze(model)
     outcome.seconds = time.monotonic() - start

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from quark.cli.console import wrong
 from quark.cli.models import read_config
-from quark.cli.outputs import check_directory
+from quark.cli.outputs import check_directory, check_offload_directory
 from quark.cli.quantize.compatibility import CompatibilityFlags, check_compatibility
 from quark.cli.quantize.flags import (
     AlgorithmFlags,
@@ -111,6 +111,8 @@ def check_places(request: Request) -> None:
         _check_target("--output_dir", request.output_dir, sources, request.overwrite)
     if request.params_save:
         _check_target("--save_dir", request.save_dir, sources, request.overwrite)
+    if request.offload_dir is not None:
+        check_offload_directory(request.offload_dir)
     if request.exports and request.verify:
         _check_verification(request)
 

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -10,6 +16,33 @@ from typing import NamedTuple
 import torch
 
 LIMIT = 1 << 30  # bytes held in memory
+_CHUNK = 1 << 20  # bytes that are written at once
+_directory: ContextVar[Path | None] = ContextVar("directory", default=None)
+
+
+@contextmanager
+def offload_directory(path: str | Path | None) -> Iterator[None]:
+    """Put activations that do not fit into memory below a directory, for as long as this is open.
+
+    Args:
+        path: The directory; None for that of temporary files.
+
+    Raises:
+        NotADirectoryError: There is no such directory.
+        OSError: Nothing can be written to it.
+    """
+    if path is None:
+        yield
+        return
+    if not Path(path).is_dir():
+        raise NotADirectoryError(f"offload_dir: {path} is no directory. Make it first.")
+    with tempfile.TemporaryFile(dir=path):
+        pass
+    token = _directory.set(Path(path))
+    try:
+        yield
+    finally:
+        _directory.reset(token)
 
 
 class _File(NamedTuple):
@@ -18,6 +51,27 @@ class _File(NamedTuple):
     path: str
     shape: torch.Size
     dtype: torch.dtype
+
+    def allocate(self) -> None:
+        """Give the file its space on the disk: a mapped file without it ends the process.
+
+        Raises:
+            OSError: The disk is full.
+        """
+        size = self.shape.numel() * self.dtype.itemsize
+        try:
+            with Path(self.path).open("wb") as file:
+                _allocate(file.fileno(), size)
+        except OSError as error:
+            Path(self.path).unlink(missing_ok=True)
+            place = Path(self.path).parent.parent
+            needed, free = (f"{n / 1e6:.1f} MB" for n in (size, shutil.disk_usage(place).free))
+            raise OSError(
+                error.errno,
+                f"{place} has no room for activations ({error.strerror}; {needed} needed, "
+                f"{free} free). Choose a larger disk with "
+                "offload_dir (--offload_dir), or give less calibration data",
+            ) from None
 
     def open(self) -> torch.Tensor:
         """Return the tensor, mapped to memory while it is in use."""
@@ -36,6 +90,7 @@ class ActivationStore:
         self.limit = limit
         self.tensors: dict[int, torch.Tensor | _File] = {}
         self.devices: dict[int, torch.device] = {}
+        self._places: dict[int, torch.Tensor | _File] = {}  # reserved
         self._size = 0
         self._directory: tempfile.TemporaryDirectory[str] | None = None
 
@@ -60,14 +115,31 @@ class ActivationStore:
     def __setitem__(self, index: int, x: torch.Tensor) -> None:
         """Store a copy of ``x``. A tensor of the same shape and type is overwritten in place."""
         self.devices[index] = x.device
-        old = self.tensors.get(index)
+        old = self.tensors.get(index, self._places.pop(index, None))
         if old is None or old.shape != x.shape or old.dtype != x.dtype:
-            self.tensors[index] = self._make(index, x)
+            old = self._make(index, x.shape, x.dtype)
+        self.tensors[index] = old
         self._read(index).copy_(x)
+
+    def reserve(self, other: ActivationStore) -> None:
+        """Take memory and disk space for tensors like those of another store, before they come.
+
+        Raises:
+            OSError: The disk is full.
+        """
+        for index, like in other.tensors.items():
+            if index not in self.tensors and index not in self._places:
+                self._places[index] = self._make(index, like.shape, like.dtype)
+
+    def recycle(self) -> None:
+        """Remove all tensors, and keep their places for the next ones."""
+        self._places |= self.tensors
+        self.tensors.clear()
 
     def clear(self) -> None:
         """Remove all tensors and files."""
         self.tensors.clear()
+        self._places.clear()
         self._size = 0
         if self._directory is not None:
             self._directory.cleanup()
@@ -77,13 +149,30 @@ class ActivationStore:
         held = self.tensors[index]
         return held.open() if isinstance(held, _File) else held
 
-    def _make(self, index: int, x: torch.Tensor) -> torch.Tensor | _File:
-        size = x.numel() * x.element_size()
+    def _make(self, index: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor | _File:
+        size = shape.numel() * dtype.itemsize
         if self._size + size <= self.limit or not size:
             self._size += size
-            return torch.empty(x.shape, dtype=x.dtype, device="cpu")
+            return torch.empty(shape, dtype=dtype, device="cpu")
         if self._directory is None:
             self._directory = tempfile.TemporaryDirectory(
-                prefix="quark-activations-", ignore_cleanup_errors=True
+                prefix="quark-activations-", dir=_directory.get(), ignore_cleanup_errors=True
             )
-        return _File(str(Path(self._directory.name) / str(index)), x.shape, x.dtype)
+        file = _File(str(Path(self._directory.name) / str(index)), shape, dtype)
+        file.allocate()
+        return file
+
+
+def _allocate(handle: int, size: int) -> None:
+    """Take disk space for an open, empty file: by the system, or by writing zeros."""
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(handle, 0, size)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+        else:
+            return
+    zeros = memoryview(bytes(min(size, _CHUNK)))
+    while size:
+        size -= os.write(handle, zeros[:size])

@@ -34,7 +34,7 @@ class HiddenStates(NamedTuple):
 
     def advance(self) -> HiddenStates:
         """Return the hidden states of the next block: the outputs of this one are its inputs."""
-        self.inputs.clear()
+        self.inputs.recycle()
         return HiddenStates(self.outputs, self.inputs)
 
 
@@ -176,9 +176,11 @@ def run_blocks(
         )
         stack.enter_context(eval_mode(model))
         arguments = capture(model, names, batches, stream.inputs, stores[4])
+        stream.outputs.reserve(stream.inputs)
         if reference is not None:
             for index in range(len(arguments)):
                 reference.inputs[index] = stream.inputs[index]
+            reference.outputs.reserve(stream.inputs)
         for name in show_progress(names, what):
             block = Block(name, model.get_submodule(name), stream, reference, arguments)
             yield block

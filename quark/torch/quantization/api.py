@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from quark.torch.graph.parameter_writes import record_writes
+from quark.torch.pipeline.activation_store import offload_directory
 from quark.torch.pipeline.model_state import restored_on_failure
 from quark.torch.pipeline.statistics import Statistics
 from quark.torch.quantization.algorithms import apply_algorithms
@@ -32,13 +34,21 @@ class ModelQuantizer:
     Args:
         config: How to quantize.
         multi_device: Accepted for compatibility: layers may lie on any devices.
+        offload_dir: Directory for activations that do not fit into memory; None for that of
+            temporary files.
     """
 
-    def __init__(self, config: Config, multi_device: bool = False) -> None:
+    def __init__(
+        self,
+        config: Config,
+        multi_device: bool = False,
+        offload_dir: str | Path | None = None,
+    ) -> None:
         if not isinstance(config, Config):
             raise TypeError(f"ModelQuantizer takes a Config, got {type(config).__name__}.")
         self.config = config
         self.multi_device = multi_device
+        self.offload_dir = offload_dir
 
     def quantize_model(
         self,
@@ -58,13 +68,14 @@ class ModelQuantizer:
 
         Raises:
             ValueError: The configuration does not fit, data is missing, or a value is not finite.
+            OSError: The disk is too full for activations, or there is no ``offload_dir``.
 
         After an exception of any kind, an interrupt included, the model is as it was, bit for bit.
         For that, values that algorithms change are kept until the end: up to 1 GiB in main memory,
         more in temporary files.
         """
         _log_to_terminal(self.config.log_severity_level)
-        with restored_on_failure(model) as record:
+        with offload_directory(self.offload_dir), restored_on_failure(model) as record:
             plan = check(model, self.config, dataloader, statistics)
             structure = discover_structure(model, plan)
             prepare(model, plan)

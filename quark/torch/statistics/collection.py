@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from quark.torch.graph.discovery import discover
 from quark.torch.graph.eval_mode import eval_mode
 from quark.torch.graph.structure import Structure
 from quark.torch.pipeline.accumulators import Accumulator, Gram, TokenSample, accumulate_inputs
-from quark.torch.pipeline.activation_store import ActivationStore
+from quark.torch.pipeline.activation_store import ActivationStore, offload_directory
 from quark.torch.pipeline.batches import (
     flatten_batches,
     make_repeatable,
@@ -59,7 +60,10 @@ TOKENS = 512  # size of the sample of inputs of each layer
 
 
 def collect_statistics(
-    model: nn.Module, dataloader: Iterable[Any], probes: int = PROBES
+    model: nn.Module,
+    dataloader: Iterable[Any],
+    probes: int = PROBES,
+    offload_dir: str | Path | None = None,
 ) -> Statistics:
     """Collect the statistics of a float model that algorithms and searches need.
 
@@ -73,8 +77,11 @@ def collect_statistics(
         dataloader: Batches for the model: tensors, mappings of arguments, or lists of these.
         probes: Number of model calls on which sensitivities are measured. A search for mixed
             precision needs sensitivities; 0 skips them.
+        offload_dir: Directory for activations that do not fit into memory; None for that of
+            temporary files.
 
     Raises:
+        OSError: The disk is too full for activations, or there is no ``offload_dir``.
         ValueError: There is no data, the model has no linear layers in decoder blocks, or an input
             or output of one is NaN or infinite.
     """
@@ -92,7 +99,11 @@ def collect_statistics(
             model, {name: _make_coarse_config(model.get_submodule(name)) for name in names}
         )
         try:
-            with switch_quantizers(model, ()), eval_mode(model):
+            with (
+                offload_directory(offload_dir),
+                switch_quantizers(model, ()),
+                eval_mode(model),
+            ):
                 inputs = _observe(model, structure, batches)
                 units = _group_units(model, names)
                 calls = list(islice(flatten_batches(batches), probes))

@@ -65,7 +65,7 @@ def test_a_full_disk(build, config_of, tmp_path, monkeypatch):
     monkeypatch.setattr(files.shutil, "disk_usage", lambda path: usage(1, 1, needed))
     check(build(), config_of("int8_wo"), tmp_path / "out")
     monkeypatch.setattr(files.shutil, "disk_usage", lambda path: usage(1, 1, needed - 1))
-    with pytest.raises(OSError, match="free, but .* will be written: make room"):
+    with pytest.raises(OSError, match=r"free, but .* will be written: make room"):
         check(build(), config_of("int8_wo"), tmp_path / "out")
 
 

@@ -1,11 +1,13 @@
 """Activations in memory and on disk."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from quark.torch.pipeline.activation_store import ActivationStore
+from quark.torch.pipeline.activation_store import ActivationStore, offload_directory
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64]
 
@@ -77,3 +79,63 @@ def test_clearing_makes_room():
             assert len(store) == 0
         store[0] = made(torch.float32, 100)
         assert store._directory is None
+
+
+def stored_files(directory):
+    return [path for path in directory.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("by_the_system", [True, False])
+def test_files_have_their_space_before_they_are_mapped(tmp_path, monkeypatch, by_the_system):
+    """A mapped file without space on a full disk ends the process with SIGBUS."""
+    if not by_the_system:
+        monkeypatch.delattr(os, "posix_fallocate", raising=False)
+    with offload_directory(tmp_path), ActivationStore(limit=0) as like:
+        like[0] = made(torch.float32, 100_000)
+        with ActivationStore(limit=0) as store:
+            store.reserve(like)
+            assert len(store) == 0 and len(stored_files(tmp_path)) == 2
+            for file in stored_files(tmp_path):
+                taken = file.stat()
+                assert taken.st_size == 400_000
+                assert not hasattr(taken, "st_blocks") or 512 * taken.st_blocks >= 400_000
+            store[0] = like[0]
+            assert len(store) == 1 and len(stored_files(tmp_path)) == 2
+
+
+def test_a_full_disk_is_an_error_with_advice(tmp_path):
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with offload_directory(tmp_path), ActivationStore(limit=0) as store:
+        store[0] = made(torch.float32, 100)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        try:
+            with pytest.raises(OSError, match=r"has no room.*--offload_dir") as error:
+                store[1] = made(torch.float32, 1000)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert error.value.errno == errno.EFBIG
+        assert str(tmp_path) in str(error.value) and len(store) == 1
+        assert len(stored_files(tmp_path)) == 1
+
+
+def test_places_are_used_by_the_next_tensors(tmp_path):
+    with offload_directory(tmp_path), ActivationStore(limit=0) as store:
+        store[0] = made(torch.float32, 100)
+        file = store.tensors[0]
+        store.recycle()
+        assert len(store) == 0
+        second = made(torch.float32, 100)
+        store[0] = second
+        assert store.tensors[0] is file and torch.equal(store[0], second)
+
+
+def test_the_directory_of_the_user(tmp_path):
+    with offload_directory(tmp_path), ActivationStore(limit=0) as store:
+        store[0] = made(torch.float32, 100)
+        assert len(stored_files(tmp_path)) == 1
+    with ActivationStore(limit=0) as store:
+        store[0] = made(torch.float32, 100)
+        assert stored_files(tmp_path) == []
+    with pytest.raises(NotADirectoryError, match="offload_dir"), offload_directory("gone"):
+        pass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-MAX_MODULES = 4096  # of a kind, in a checkpoint with fewer tensors
+from quark.torch.export.checkpoint.build_limit import check_counts, limit_build
+from quark.torch.export.checkpoint.config_json import CONFIG, read_config_json
+
 # Classes for configurations that name none, the first that knows the type of model.
 _AUTO = (
     "AutoModelForCausalLM",
@@ -19,7 +20,6 @@ _AUTO = (
     "AutoModelForSpeechSeq2Seq",
     "AutoModel",
 )
-_COUNTS = re.compile(r"^(num|n)_.*(layer|expert|block)")
 
 
 def read_config(directory: Path, trust_remote_code: bool = False, **source: Any) -> Any:
@@ -31,10 +31,12 @@ def read_config(directory: Path, trust_remote_code: bool = False, **source: Any)
         source: Passed to Transformers, such as ``gguf_file``.
 
     Raises:
-        ValueError: Transformers does not understand it.
+        ValueError: Transformers does not understand it, or it has counts that no model has.
     """
     from transformers import AutoConfig
 
+    if not source and (directory / CONFIG).is_file():
+        check_counts(read_config_json(directory), directory / CONFIG)
     try:
         config = AutoConfig.from_pretrained(
             directory, trust_remote_code=trust_remote_code, local_files_only=True, **source
@@ -58,29 +60,11 @@ def made_config(described: dict[str, Any], where: Path) -> Any:
     """
     from transformers import AutoConfig
 
+    check_counts(described, where)
     try:
         return AutoConfig.for_model(**described)
     except Exception as error:
         raise _unreadable(where, error) from None
-
-
-def check_counts(config: Any, entries: Mapping[str, Any], where: Path) -> None:
-    """Check that a model does not have far more modules than tensors are stored.
-
-    Building such a model, from a damaged ``config.json``, would never end.
-
-    Args:
-        config: Configuration of the model.
-        entries: Headers of the stored tensors.
-        where: Source of the configuration, for messages.
-
-    Raises:
-        ValueError: It does.
-    """
-    most = max(MAX_MODULES, len(entries))
-    for key, value in config.get_text_config().to_dict().items():
-        if _COUNTS.match(key) and isinstance(value, int) and value > most:
-            raise ValueError(f"{where}: {key}={value}, but only {len(entries)} tensors are stored.")
 
 
 def empty_model(
@@ -98,13 +82,12 @@ def empty_model(
     Raises:
         ValueError: The model would have far more parts than are stored, or cannot be built.
     """
-    check_counts(config, entries, where)
     trusts = bool(options.pop("trust_remote_code", False))
     cls = model_class(config, where, trusts)
     if dtype is not None:
         options["dtype"] = dtype
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), limit_build(entries, where):
             model: nn.Module = (
                 cls.from_config(config, trust_remote_code=trusts, **options)
                 if hasattr(cls, "_model_mapping")  # an Auto class

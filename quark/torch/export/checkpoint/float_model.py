@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from quark.torch.export.checkpoint.architecture import empty_model, model_class, read_config
+from quark.torch.export.checkpoint.build_limit import limit_build_by_size
 from quark.torch.export.checkpoint.config_json import SECTION, read_config_json
 from quark.torch.export.checkpoint.files import CheckpointReader
 from quark.torch.export.checkpoint.header_checks import check_headers, tied_names, unused_names
@@ -48,15 +49,17 @@ def load_float_model(
     if any(directory.glob("*.safetensors")) and not is_quantized:
         check_float_headers(directory, config, trust_remote_code)
     cls = model_class(config, directory, trust_remote_code)
+    size = sum(file.stat().st_size for file in directory.iterdir() if file.is_file())
     try:
-        model, report = cls.from_pretrained(
-            directory,
-            dtype=dtype,
-            trust_remote_code=trust_remote_code,
-            local_files_only=True,
-            output_loading_info=True,
-            **options,
-        )
+        with limit_build_by_size(size, directory):
+            model, report = cls.from_pretrained(
+                directory,
+                dtype=dtype,
+                trust_remote_code=trust_remote_code,
+                local_files_only=True,
+                output_loading_info=True,
+                **options,
+            )
     except (ImportError, MemoryError):
         raise
     except Exception as error:

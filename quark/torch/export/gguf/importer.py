@@ -12,6 +12,7 @@ from torch import nn
 
 from quark import __version__
 from quark.torch.export.checkpoint.architecture import empty_model, read_config
+from quark.torch.export.checkpoint.build_limit import check_counts
 from quark.torch.export.checkpoint.files import TensorHeader
 from quark.torch.export.formats.layouts.packed import PackedLayout
 from quark.torch.export.formats.quark import QuarkFormat
@@ -57,6 +58,7 @@ def open_gguf(path: Path) -> GgufCheckpoint:
         ValueError: The file is damaged, or its architecture or a tensor type is not supported.
     """
     file = GgufFile(path)
+    check_counts(file.values, path)
     config = read_config(path.parent, gguf_file=path.name)
     architecture = architecture_of(config)
     if file.values.get("general.architecture") != architecture.name:

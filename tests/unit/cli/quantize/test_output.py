@@ -1,6 +1,7 @@
 """Refusals come before the work, and the result is kept if it cannot be written."""
 
 import errno
+import tempfile
 
 import pytest
 
@@ -85,4 +86,22 @@ def test_two_kinds_of_files_share_a_directory(place, quark, tmp_path):
         assert result.exit_code == 0, result.output
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"config.json", "model.safetensors", "model.gguf"} <= names
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_activations_go_to_the_directory_of_the_user(
+    place, quark, refused, text, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("quark.torch.pipeline.runner.run_blocks.__defaults__", (0, False))
+    seen, make = [], tempfile.TemporaryDirectory
+    monkeypatch.setattr(
+        tempfile,
+        "TemporaryDirectory",
+        lambda **more: (seen.append(more.get("dir")), make(**more))[1],
+    )
+    flags = ["--quant_scheme", "int4_wo_32", "--quant_algo", "gptq", "--dataset", text]
+    flags += ["--skip_evaluation", "--num_calib_data", 2, "--offload_dir"]
+    assert "Make it first" in refused(*place, *flags, tmp_path / "gone")
+    assert quark(*place, *flags, tmp_path).exit_code == 0
+    assert tmp_path in seen
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -147,7 +147,7 @@ class TestHostileConfigurations:
     def test_import_model_from_safetensors(self, build, quantize, export, changes):
         path = export(quantize(build(), "int8"))
         change(path / "config.json", changes)
-        with pytest.raises(ValueError, match=r"only \d+ tensors|cannot build the model"):
+        with pytest.raises(ValueError, match=r"no model has more|cannot build the model"):
             import_model_from_safetensors(None, path)
 
     def test_load_params(self, build, quantize, tmp_path, changes):
@@ -155,12 +155,12 @@ class TestHostileConfigurations:
         save_params(quantize(build(), "int8"), "small", export_dir=path)
         change(path / "small.json", changes, "config")
         files = {"json_path": path / "small.json", "safetensors_path": path / "small.safetensors"}
-        with pytest.raises(ValueError, match=r"only \d+ tensors|cannot build the model"):
+        with pytest.raises(ValueError, match=r"no model has more|cannot build the model"):
             load_params(**files)
 
 
 def test_what_transformers_would_build_layer_by_layer(build, quantize, export):
     path = export(quantize(build(), "int8"))
     change(path / "config.json", {"num_hidden_layers": 10**9})
-    with pytest.raises(ValueError, match=r"num_hidden_layers=1000000000, but only \d+ tensors"):
+    with pytest.raises(ValueError, match=r"num_hidden_layers=1000000000, but no model has more"):
         load_model(path)
