@@ -102,13 +102,16 @@ def find_float_model(request: ModelFlags) -> Path:
     """Return the directory of the float model.
 
     Raises:
-        typer.BadParameter: The directory does not exist, or the model is quantized.
+        typer.BadParameter: There is no such directory, the model is quantized, or no GPU.
+        ValueError: Its tensors do not fit it, or a file has changed.
     """
     directory = models.find_model(request.model_dir, "--model_dir", request.revision)
     if "quantization_config" in models.read_config(directory, "--model_dir"):
         raise console.wrong(
             "--model_dir", f"{directory} is quantized. Give the float model from which it was made."
         )
+    models.pick_device(request.device)
+    models.check_model(directory, request.trust_remote_code, request.check_digests)
     return directory
 
 

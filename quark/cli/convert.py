@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 
 from quark.cli import console, models
-from quark.cli.options import TrustRemoteCode, Verbose, in_words, one_of, panel
+from quark.cli.options import CheckDigests, TrustRemoteCode, Verbose, in_words, one_of, panel
 from quark.cli.outputs import check_directory
 from quark.torch.export.containers.registry import conversion_targets
 
@@ -68,6 +68,7 @@ def convert(
     verify: Verify = False,
     overwrite: Overwrite = False,
     trust_remote_code: TrustRemoteCode = False,
+    check_digests: CheckDigests = False,
     verbose: Verbose = False,
 ) -> None:
     """Convert a checkpoint and print the result."""
@@ -77,7 +78,7 @@ def convert(
     from quark.torch.export.conversion import convert as write
 
     with console.stage(f"writing {to}"):
-        verdict = write(source, target, to, overwrite, verify, trust_remote_code)
+        verdict = write(source, target, to, overwrite, verify, trust_remote_code, check_digests)
     before = models.weight_bytes(source)
     after = models.weight_bytes(target)
     rows = {"checkpoint": escape(str(target)), "format": to}

@@ -16,6 +16,7 @@ from quark.cli.options import (
     EVAL_WINDOWS,
     SEQ_LEN,
     ChatTemplate,
+    CheckDigests,
     DataTypeFlag,
     DeviceFlag,
     IncludePath,
@@ -125,6 +126,7 @@ def evaluate(
     data_type: DataTypeFlag = "auto",
     device: DeviceFlag = "auto",
     trust_remote_code: TrustRemoteCode = False,
+    check_digests: CheckDigests = False,
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
@@ -134,6 +136,10 @@ def evaluate(
         models.read_config(original, "--original")
     length = models.window_length(described, seq_len, SEQ_LEN)
     target = models.pick_device(device)
+    for directory in (original, model_dir):
+        if directory is not None:
+            has_digests = check_digests and directory is model_dir
+            models.check_model(directory, trust_remote_code, has_digests)
     with console.stage("reading text"):
         # A checkpoint may lack a tokenizer; the original has one.
         source, flag = (model_dir, "MODEL_DIR") if original is None else (original, "--original")

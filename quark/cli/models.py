@@ -108,8 +108,27 @@ def load_model(
     from quark.torch.export.recognition import load_checkpoint
 
     _quiet_transformers()
-    options = {} if attention is None else {"attn_implementation": attention}
+    options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
     return load_checkpoint(directory, dtype, trust_remote_code, **options).to(device).eval()
+
+
+def check_model(directory: Path, trust_remote_code: bool = False, digests: bool = False) -> None:
+    """Check the headers of a model against its configuration, before any other work.
+
+    Args:
+        directory: Directory of the model.
+        trust_remote_code: Whether Python code from the directory may run.
+        digests: Whether to compare its files with their digests too.
+
+    Raises:
+        FileNotFoundError: A file is missing.
+        ValueError: A file has changed, or tensors do not fit the model.
+    """
+    from quark.torch.export.recognition import check_checkpoint
+
+    _quiet_transformers()
+    with stage(f"checking {directory.name}"):
+        check_checkpoint(directory, trust_remote_code, digests)
 
 
 def load_tokenizer(directory: Path, flag: str, trust_remote_code: bool = False) -> Any:

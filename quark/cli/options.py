@@ -84,6 +84,13 @@ TrustRemoteCode = Annotated[
         show_default=False,
     ),
 ]
+CheckDigests = Annotated[
+    bool,
+    _model(
+        "--check_digests",
+        help="First compare the files of the model with the digests that were written with them.",
+    ),
+]
 Tasks = Annotated[
     str | None,
     _evaluation(

@@ -13,6 +13,7 @@ from quark.cli.evaluate import BatchSize, Limit, Original, SeqLen
 from quark.cli.options import (
     EVAL_WINDOWS,
     SEQ_LEN,
+    CheckDigests,
     DeviceFlag,
     Json,
     TrustRemoteCode,
@@ -80,6 +81,7 @@ def report(
     overwrite: Overwrite = False,
     device: DeviceFlag = "auto",
     trust_remote_code: TrustRemoteCode = False,
+    check_digests: CheckDigests = False,
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
@@ -91,6 +93,9 @@ def report(
     if not as_json:
         _check_output(output, overwrite)
     target = models.pick_device(device)
+    models.check_model(directory, trust_remote_code, check_digests)
+    if original is not None:
+        models.check_model(original, trust_remote_code)
     windows = None
     if dataset is not None:
         source, flag = (directory, "DIR") if original is None else (original, "--original")

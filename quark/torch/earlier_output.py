@@ -9,7 +9,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-DIGESTS = "SHA256SUMS"  # lines of a digest and a name
+from quark.torch.digests import DIGESTS
+
 # Files that come with weights: written by Transformers, or copied from the model.
 _COMPANIONS = (
     "config.json",

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from quark.torch.digests import write_digests
 from quark.torch.earlier_output import foreign_names
 from quark.torch.replacement import hold, partial_directory, place, recover
 
@@ -24,8 +25,9 @@ Target = Callable[[int], AbstractContextManager[Path]]
 def fresh_directory(path: str | Path, overwrite: bool = False, needed: int = 0) -> Iterator[Path]:
     """Open a temporary directory to write to; it replaces ``path`` if no error is raised.
 
-    The old directory stays until the new one is on the disk, and both are exchanged in one step
-    where the system can do that. What a killed process left is removed or put back.
+    Digests of its files are written to it; see ``digests``. The old directory stays until the new
+    one is on the disk, and both are exchanged in one step where the system can do that. What a
+    killed process left is removed or put back.
 
     Args:
         path: Path of the directory. Missing parents are created.
@@ -45,6 +47,7 @@ def fresh_directory(path: str | Path, overwrite: bool = False, needed: int = 0) 
         partial = partial_directory(target)
         try:
             yield partial
+            write_digests(partial)
             _grant_default_modes(partial)
             place(partial, target)
         finally:

@@ -36,6 +36,8 @@ and zero points.
     [cyan]quark inspect my-model-int4 --json > summary.json[/cyan]
 
     [cyan]quark inspect my-model --structure[/cyan]
+
+    [cyan]quark inspect my-model-int4 --check[/cyan]
 """
 
 _show = panel("Contents")
@@ -51,6 +53,14 @@ Structure = Annotated[
     ),
 ]
 Layers = Annotated[bool, _show("--layers", help="List every quantized layer.")]
+Check = Annotated[
+    bool,
+    _show(
+        "--check",
+        help="Compare every file with the digest that was written with it, and exit with 1 if one "
+        "has changed or is missing.",
+    ),
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -62,10 +72,14 @@ def inspect(
     directory: Directory,
     layers: Layers = False,
     structure: Structure = False,
+    check: Check = False,
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Print the summary of a checkpoint, or the structure of a model."""
+    """Print the summary of a checkpoint, the structure of a model, or the state of its files."""
+    if check:
+        _check(directory, as_json)
+        return
     if structure:
         found = find_structure(directory)
         console.as_json(as_dict(found)) if as_json else show(found)
@@ -92,6 +106,32 @@ def inspect(
             "whole model."
         )
     console.out.print()
+
+
+def _check(place: Path, as_json: bool) -> None:
+    """Print a table of files; exit with 1 if one has changed or is missing.
+
+    Raises:
+        FileNotFoundError: There are no digests.
+        ValueError: The list of digests is damaged.
+    """
+    from quark.torch.digests import DIGESTS, compare_digests
+
+    if not place.exists():
+        raise console.wrong("DIR", f"there is no {place}. Give a checkpoint.")
+    results = compare_digests(place)
+    if as_json:
+        console.as_json({"directory": str(place), "files": results})
+    else:
+        table = console.table()
+        table.add_column("file", overflow="fold")
+        table.add_column(DIGESTS)
+        for name, status in results.items():
+            colour = {"ok": "green", "not listed": "yellow"}.get(status, "bold red")
+            table.add_row(escape(name), f"[{colour}]{status}[/]")
+        console.out.print("", table)
+    if any(status in ("changed", "missing") for status in results.values()):
+        raise typer.Exit(1)
 
 
 def _read(place: Path) -> Contents:

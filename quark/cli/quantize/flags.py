@@ -11,6 +11,7 @@ from quark.cli.options import (
     EVAL_WINDOWS,
     SEQ_LEN,
     ChatTemplate,
+    CheckDigests,
     DataTypeFlag,
     DeviceFlag,
     IncludePath,
@@ -56,6 +57,7 @@ class ModelFlags:
         ),
     ] = None
     trust_remote_code: TrustRemoteCode = False
+    check_digests: CheckDigests = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,10 +39,19 @@ def run(request: Request) -> None:
     request = replace(request, model_dir=directory)
     check_places(request)
     described = models.read_config(request.model_dir, "--model_dir")
+    _check_source(request, described)
     if request.quantizes:
         _quantize(request, described)
     else:
         _evaluate_unchanged(request, described)
+
+
+def _check_source(request: Request, described: dict[str, Any]) -> None:
+    """Check the headers of the model that will be loaded, before any text is read."""
+    source = request.reload_dir if request.model_reload else request.model_dir
+    is_refused = request.quantizes and "quantization_config" in described  # with another message
+    if not request.params_load and not is_refused:
+        models.check_model(source, request.trust_remote_code, request.check_digests)
 
 
 def _quantize(request: Request, described: dict[str, Any]) -> None:

@@ -131,5 +131,5 @@ def _export(request: Request, model: nn.Module, tokenizer: Any, name: str, direc
 def _move_up(directory: Path) -> None:
     """Move the files of a directory to its parent, and remove the directory."""
     for file in directory.iterdir():
-        file.rename(directory.parent / file.name)
+        file.replace(directory.parent / file.name)
     directory.rmdir()

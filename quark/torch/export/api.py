@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.torch.digests import check_unchanged
 from quark.torch.export.checkpoint.config_json import CONFIG, read_config_json
 from quark.torch.export.checkpoint.files import NATIVE, CheckpointReader, NativeReader
 from quark.torch.export.checkpoint.reader import load
 from quark.torch.export.containers.base import SHARD_SIZE, ExportSettings, get_container
 from quark.torch.export.containers.registry import SAFETENSORS
 from quark.torch.export.onnx.writer import MAX_FILE_SIZE, OnnxOptions
-from quark.torch.export.recognition import open_checkpoint, recognize_format
+from quark.torch.export.recognition import naming, open_checkpoint, recognize_format
 from quark.torch.export.transformers_loading import map_to_quark
 from quark.torch.export.verification import Verdict
 from quark.torch.files import check_vacant, fresh_directory
@@ -230,6 +231,8 @@ class ModelImporter:
         saved_format: "safetensors", or "quark_format" for the native format, with safetensors
             where there is no native file.
         multi_device: Accepted for compatibility.
+        check_digests: Whether files are first compared with the digests that were written with
+            them.
     """
 
     def __init__(
@@ -237,6 +240,7 @@ class ModelImporter:
         model_info_dir: str | Path,
         saved_format: str = "quark_format",
         multi_device: bool = False,
+        check_digests: bool = False,
     ) -> None:
         if saved_format not in ("quark_format", "safetensors", "hf_format"):
             raise ValueError(
@@ -244,6 +248,7 @@ class ModelImporter:
             )
         self.model_info_dir = Path(model_info_dir)
         self.saved_format = saved_format
+        self.check_digests = check_digests
         if not self.model_info_dir.is_dir():
             raise FileNotFoundError(f"{self.model_info_dir} is not a directory.")
 
@@ -255,15 +260,18 @@ class ModelImporter:
                 memory. Where parameters are on a device, they stay there.
 
         Raises:
-            FileNotFoundError: A file is missing.
+            FileNotFoundError: A file, or its digest, is missing.
             ValueError: A file is damaged, the configuration is not understood, or tensors do not
                 fit the model. The model is then as it was.
         """
+        if self.check_digests:
+            check_unchanged(self.model_info_dir)
         config = read_config_json(self.model_info_dir)
         fmt = recognize_format(config, str(self.model_info_dir / CONFIG))
         native = self.saved_format == "quark_format" and (self.model_info_dir / NATIVE).is_file()
-        reader = (NativeReader if native else CheckpointReader)(self.model_info_dir)
-        return load(model, fmt, reader)
+        with naming(self.model_info_dir):
+            reader = (NativeReader if native else CheckpointReader)(self.model_info_dir)
+            return load(model, fmt, reader)
 
 
 def export_safetensors(

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from quark.torch.digests import check_unchanged
 from quark.torch.export.api import ModelExporter
 from quark.torch.export.containers.base import ExportSettings, get_container
 from quark.torch.export.containers.registry import SAFETENSORS, conversion_targets
 from quark.torch.export.formats.registry import FORMATS
-from quark.torch.export.recognition import recognize_container
+from quark.torch.export.recognition import naming, recognize_container
 from quark.torch.export.verification import Verdict
 from quark.torch.files import check_space, check_vacant, size_of
 from quark.torch.quantization.config.name_lookup import one_of
@@ -22,6 +23,7 @@ def convert(
     overwrite: bool = False,
     verify: bool = False,
     trust_remote_code: bool = False,
+    check_digests: bool = False,
 ) -> Verdict | None:
     """Write a quantized checkpoint in another format, with the same codes and scales.
 
@@ -36,6 +38,8 @@ def convert(
         overwrite: Whether an existing directory may be replaced.
         verify: Whether the result is opened again and compared before it takes its place.
         trust_remote_code: Passed to Transformers.
+        check_digests: Whether files of the source are first compared with the digests that were
+            written with them.
 
     Returns:
         The result of the verification, None without.
@@ -56,11 +60,16 @@ def convert(
         raise ValueError(f"{source} is {container.title} already.")
     container.check_installed()
     check_vacant(target, overwrite)
-    loading = origin.open(source, trust_remote_code)
+    if check_digests:
+        check_unchanged(source)
+    with naming(source):
+        loading = origin.open(source, trust_remote_code)
     settings = ExportSettings(custom_mode=to if to in FORMATS else "quark", tokenizer_path=source)
     container.check_writable(loading.model, settings)
     check_space(target, size_of(loading.outline))
     settings = replace(settings, tokenizer=origin.tokenizer(source))
     exporter = ModelExporter(None, target, overwrite, verify=verify)
-    exporter.export(container.name, loading.fill(), settings)
+    with naming(source):
+        model = loading.fill()
+    exporter.export(container.name, model, settings)
     return exporter.verdict

@@ -20,6 +20,7 @@ from quark.torch.export.checkpoint.reader import load
 from quark.torch.export.checkpoint.rotation_config import with_rotations
 from quark.torch.export.checkpoint.writer import collect, make_format
 from quark.torch.export.formats.base import get_format
+from quark.torch.export.recognition import naming
 from quark.torch.files import fresh_directory, read_json, size_of, write_json
 from quark.torch.quantization.config.config import OLDEST, Config, QuantizationConfig
 from quark.torch.quantization.config.export import JsonExporterConfig
@@ -141,7 +142,8 @@ def load_params(
     fmt = get_format("quark", config, _options(compressed, reorder))
     if model is None:
         model = _build(described.get("config"), reader, Path(json_path))
-    return load(model, fmt, reader)
+    with naming(path):
+        return load(model, fmt, reader)
 
 
 def _options(compressed: bool, reorder: bool) -> JsonExporterConfig:

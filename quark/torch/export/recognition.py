@@ -7,14 +7,17 @@ checkpoints which share a ``config.json`` is refused.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from quark.torch.digests import check_unchanged
 from quark.torch.export.checkpoint.config_json import CONFIG, SECTION
-from quark.torch.export.checkpoint.float_model import load_float_model
+from quark.torch.export.checkpoint.float_model import check_float_model, load_float_model
 from quark.torch.export.checkpoint.reader import Loading, cast_float_parameters
 from quark.torch.export.checkpoint_contents import Contents
 from quark.torch.export.containers.base import Container, get_container
@@ -59,7 +62,44 @@ def open_checkpoint(source: str | Path, trust_remote_code: bool = False, **optio
         FileNotFoundError: Files are missing.
         ValueError: A file is damaged or not understood.
     """
-    return recognize_container(source).open(Path(source), trust_remote_code, **options)
+    with naming(Path(source)):
+        return recognize_container(source).open(Path(source), trust_remote_code, **options)
+
+
+def check_checkpoint(
+    source: str | Path, trust_remote_code: bool = False, check_digests: bool = False
+) -> None:
+    """Check that a checkpoint can be loaded as far as its headers tell: no tensor is read.
+
+    Args:
+        source: Directory of a checkpoint, or a file.
+        trust_remote_code: Whether Python code of the directory may run.
+        check_digests: As in ``load_checkpoint``.
+
+    Raises:
+        FileNotFoundError: Files, or their digests, are missing.
+        ValueError: As in ``load_checkpoint``.
+    """
+    source = Path(source)
+    if check_digests:
+        check_unchanged(source)
+    container = recognize_container(source)
+    with naming(source):
+        if container.holds_other_model(source):
+            check_float_model(source, trust_remote_code)
+        else:
+            container.open(source, trust_remote_code)
+
+
+@contextmanager
+def naming(source: Path) -> Iterator[None]:
+    """Put the name of a checkpoint before the message of a ``ValueError`` that lacks it."""
+    try:
+        yield
+    except ValueError as error:
+        if str(source) in str(error):
+            raise
+        raise ValueError(f"{source}: {error}") from error
 
 
 def read_contents(source: str | Path) -> Contents:
@@ -131,6 +171,7 @@ def load_checkpoint(
     source: str | Path,
     dtype: str | torch.dtype = "auto",
     trust_remote_code: bool = False,
+    check_digests: bool = False,
     **options: Any,
 ) -> nn.Module:
     """Load a float or quantized model from the files of any container that is read.
@@ -139,17 +180,23 @@ def load_checkpoint(
         source: Directory of a checkpoint, or a file.
         dtype: Type of the parameters that are not quantized; ``auto`` for the stored one.
         trust_remote_code: Whether Python code of the directory may run.
+        check_digests: Whether the files are first compared with the digests that were written with
+            them.
         options: Passed to Transformers, such as ``attn_implementation``.
 
     Raises:
-        FileNotFoundError: Files are missing.
-        ValueError: A file is damaged or not understood, or its tensors do not fit the model.
+        FileNotFoundError: Files, or their digests, are missing.
+        ValueError: A file is damaged or not understood, or its tensors do not fit the model. The
+            message names ``source``.
     """
     source = Path(source)
+    if check_digests:
+        check_unchanged(source)
     container = recognize_container(source)
-    if container.holds_other_model(source):
-        return load_float_model(source, dtype, trust_remote_code, **options)
-    model = container.open(source, trust_remote_code, **options).fill()
+    with naming(source):
+        if container.holds_other_model(source):
+            return load_float_model(source, dtype, trust_remote_code, **options)
+        model = container.open(source, trust_remote_code, **options).fill()
     if dtype == "auto":
         return model
     return cast_float_parameters(model, getattr(torch, dtype) if isinstance(dtype, str) else dtype)

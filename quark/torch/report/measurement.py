@@ -18,7 +18,7 @@ from torch import nn
 from quark import __version__
 from quark.torch.export.checkpoint.reader import Loading
 from quark.torch.export.checkpoint_contents import weight_bytes
-from quark.torch.export.recognition import recognize_container
+from quark.torch.export.recognition import naming, recognize_container
 from quark.torch.pipeline.activation_store import ActivationStore
 from quark.torch.pipeline.batches import show_progress
 from quark.torch.quantization.config.description import describe_layer
@@ -131,7 +131,8 @@ def measure(
         ValueError: A checkpoint is damaged or not quantized, or the original is another model.
     """
     container = recognize_container(directory)
-    loading = container.open(Path(directory), trust_remote_code)
+    with naming(Path(directory)):
+        loading = container.open(Path(directory), trust_remote_code)
     layers = _packed(loading.model)
     weights = None
     if original is not None:

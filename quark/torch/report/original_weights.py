@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from quark.torch.export.checkpoint.architecture import empty_model, read_config
+from quark.torch.export.checkpoint.architecture import empty_model
 from quark.torch.export.checkpoint.config_json import SECTION, read_config_json
 from quark.torch.export.checkpoint.files import CheckpointReader
+from quark.torch.export.checkpoint.float_model import check_float_model
 from quark.torch.export.checkpoint.transformers_names import rename_for_model
 from quark.torch.quantization.nn.experts import LinearExperts, split_experts
 
@@ -27,14 +28,15 @@ class OriginalWeights:
 
     Raises:
         FileNotFoundError: It has no ``config.json`` or no tensors.
-        ValueError: It is damaged, or quantized itself.
+        ValueError: It is damaged or quantized itself, or its tensors are not those of the model
+            that it describes.
     """
 
     def __init__(self, directory: Path, trust_remote_code: bool = False) -> None:
         if read_config_json(directory).get(SECTION):
             raise ValueError(f"{directory}: this model is quantized. Give the float model.")
         reader = CheckpointReader(directory)
-        config = read_config(directory, trust_remote_code)
+        config = check_float_model(directory, trust_remote_code)
         model = empty_model(config, reader.entries, directory, trust_remote_code=trust_remote_code)
         split_experts(model)
         self.directory = directory

@@ -9,6 +9,7 @@ from torch import nn
 
 import quark
 from quark.torch import ModelQuantizer, load_params, save_params
+from quark.torch.digests import DIGESTS
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.presets import scheme
 
@@ -26,7 +27,7 @@ def test_reload(build, quantize, config_of, logits, tmp_path, unchanged, scheme,
         path = tmp_path / name
         with unchanged(model):
             save_params(model, name, export_dir=path, compressed=compressed)
-        assert {p.name for p in path.iterdir()} == {f"{name}.json", f"{name}.safetensors"}
+        assert {p.name for p in path.iterdir()} == {DIGESTS, f"{name}.json", f"{name}.safetensors"}
         for device in ("cpu", "meta"):
             found = load_params(
                 build(name, device=device, dtype=dtype), **files(path, name), compressed=compressed
@@ -161,7 +162,7 @@ class TestBadInput:
         with pytest.raises(FileExistsError, match="pass overwrite=True"):
             save_params(model, "llama", export_dir=path)
         save_params(model, "other", export_dir=path, overwrite=True)
-        assert {p.name for p in path.iterdir()} == {"other.json", "other.safetensors"}
+        assert {p.name for p in path.iterdir()} == {DIGESTS, "other.json", "other.safetensors"}
 
 
 def test_any_module(quantize, tmp_path):

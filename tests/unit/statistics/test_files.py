@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from quark.torch import ModelQuantizer, collect_statistics, load_statistics, save_statistics
+from quark.torch.digests import DIGESTS
 from quark.torch.quantization.config.algo import AWQConfig, GPTQConfig
 from quark.torch.statistics.files import HEADER, TENSORS
 
@@ -71,7 +72,7 @@ def test_what_stands_there_is_kept_unless_told(statistics, stored):
         save_statistics(statistics, stored)
     (stored / "tokenizer.json").touch()
     save_statistics(statistics, stored, overwrite=True)
-    assert sorted(file.name for file in stored.iterdir()) == [HEADER, TENSORS]
+    assert sorted(file.name for file in stored.iterdir()) == [DIGESTS, HEADER, TENSORS]
 
 
 def test_nothing_there_is_an_error(tmp_path):

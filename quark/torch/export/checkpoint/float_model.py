@@ -44,10 +44,7 @@ def load_float_model(
         ValueError: A tensor is missing, or of another shape or type than the model has; the files
             hold more layers than the model; or Transformers cannot load them.
     """
-    config = read_config(directory, trust_remote_code)
-    is_quantized = bool(read_config_json(directory).get(SECTION))
-    if any(directory.glob("*.safetensors")) and not is_quantized:
-        check_float_headers(directory, config, trust_remote_code)
+    config = check_float_model(directory, trust_remote_code)
     cls = model_class(config, directory, trust_remote_code)
     size = sum(file.stat().st_size for file in directory.iterdir() if file.is_file())
     try:
@@ -68,6 +65,24 @@ def load_float_model(
     _check_report(model, report, directory)
     loaded: nn.Module = model
     return loaded.eval()
+
+
+def check_float_model(directory: Path, trust_remote_code: bool = False) -> Any:
+    """Check a model that Transformers loads as far as headers tell; return its configuration.
+
+    Args:
+        directory: Directory of the model.
+        trust_remote_code: Whether Python code of the directory may run.
+
+    Raises:
+        FileNotFoundError: A file is missing.
+        ValueError: The configuration is not understood, or tensors do not fit the model.
+    """
+    config = read_config(directory, trust_remote_code)
+    is_quantized = bool(read_config_json(directory).get(SECTION))
+    if any(directory.glob("*.safetensors")) and not is_quantized:
+        check_float_headers(directory, config, trust_remote_code)
+    return config
 
 
 def check_float_headers(directory: Path, config: Any, trust_remote_code: bool = False) -> None:

@@ -1,0 +1,92 @@
+"""Models are checked before any text is read, and digests where they are asked for."""
+
+import json
+import shutil
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+
+@pytest.fixture
+def damaged(model_dir, tmp_path):
+    """Return a float model without one of its tensors."""
+    path = shutil.copytree(model_dir, tmp_path / "damaged")
+    tensors = load_file(path / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+CALLS = {
+    "quantize": ["--output_dir", "out", "--quant_scheme", "int8", "--model_dir"],
+    "collect": ["--output_dir", "out", "--model_dir"],
+    "search": ["--target_bits", "4", "--model_dir"],
+    "evaluate": [],
+    "report": ["--dataset", "wikitext"],
+}
+
+
+@pytest.mark.parametrize("verb", CALLS)
+def test_a_damaged_model_is_refused_before_text_is_read(
+    quark, damaged, verb, monkeypatch, tmp_path
+):
+    from quark.cli import models
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(models, "text_windows", None)  # fails if it is called
+    result = quark(verb, *CALLS[verb], damaged)
+    assert result.exit_code == 1, result.output
+    said = " ".join(result.stderr.split())
+    assert f"{damaged}: The checkpoint does not fit LlamaForCausalLM: model.norm.weight" in said
+    assert "reading text" not in said
+
+
+@pytest.fixture
+def changed(quantize):
+    """Return a quantized model with one bit of its data changed."""
+    path, _ = quantize("--quant_scheme", "int8_wo")
+    file = path / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        ["evaluate"],
+        ["report", "--output", "page.html"],
+        ["convert", "--to", "compressed-tensors"],
+        ["quantize", "--model_reload", "--output_dir", "other", "--import_model_dir"],
+    ],
+    ids=lambda call: call[0],
+)
+def test_a_changed_file_is_refused(quark, changed, model_dir, call, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    more = {"convert": ["converted"], "quantize": ["--model_dir", model_dir, "--skip_quantization"]}
+    result = quark(*call, changed, *more.get(call[0], []), "--check_digests")
+    assert result.exit_code == 1, result.output
+    assert "model.safetensors has changed since it was written" in " ".join(result.stderr.split())
+
+
+def test_inspect_lists_the_state_of_files(quark, changed):
+    (changed / "notes.txt").write_text("mine")
+    (changed / "generation_config.json").unlink()
+    result = quark("inspect", changed, "--check", "--json")
+    assert result.exit_code == 1
+    files = json.loads(result.stdout)["files"]
+    assert (files.pop("model.safetensors"), files.pop("notes.txt")) == ("changed", "not listed")
+    assert files.pop("generation_config.json") == "missing"
+    assert set(files.values()) == {"ok"} and "config.json" in files
+    table = quark("inspect", changed, "--check").stdout
+    assert [line.split()[-1] for line in table.splitlines() if "model.safetensors" in line] == [
+        "changed"
+    ]
+
+
+def test_inspect_of_sound_files(quark, quantize, model_dir):
+    path, _ = quantize("--quant_scheme", "int8_wo")
+    assert quark("inspect", path, "--check").exit_code == 0
+    result = quark("inspect", model_dir, "--check")
+    assert result.exit_code == 1 and "has no SHA256SUMS" in result.stderr
