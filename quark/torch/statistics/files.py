@@ -12,9 +12,11 @@ from quark.torch.files import fresh_directory, read_json, write_json
 from quark.torch.pipeline.accumulators import Gram
 from quark.torch.pipeline.statistics import Probe, Statistics
 from quark.torch.pipeline.tensor_ranges import TensorRange
+from quark.torch.quantization.observer.histogram import BINS
 
 HEADER, TENSORS = "statistics.json", "statistics.safetensors"
 LAYOUT = 3  # version of the files; others are refused
+FLOATS = ("F32", "F16", "BF16", "F64")  # of samples
 SUMS, RANGE = ("total", "magnitude"), ("lo", "hi", "counts")
 _KINDS = {
     "model": dict,
@@ -138,7 +140,41 @@ def _open(path: Path, expected: Iterable[str]) -> Any:
         raise ValueError(f"{path} is damaged ({error}): collect the statistics anew.") from None
     if set(expected) != set(file.keys()):
         raise ValueError(f"{path} lacks tensors of its header: collect the statistics anew.")
+    for name in file.keys():  # noqa: SIM118 - not a mapping
+        _check_tensor(file, name, path)
     return file
+
+
+def _check_tensor(file: Any, name: str, path: Path) -> None:
+    """Check type and shape of a stored tensor.
+
+    Raises:
+        ValueError: They are not those of such a tensor.
+    """
+    owner, _, part = name.rpartition(".")
+    kind, shape = _header(file, name)
+    width = shape[-1] if shape else 0
+    expected: tuple[str, list[int]] = "F32", [width]
+    if part == "total":
+        expected = "F32", [width, width]
+    elif part == "sample":
+        expected = kind if kind in FLOATS else "F32", [shape[0] if shape else 0, width]
+    elif part == "counts":
+        expected = "I64", [2 * BINS]
+    partner = {"total": "magnitude", "lo": "hi", "sample": "magnitude"}.get(part)
+    other = f"{owner}.{partner}"
+    is_alone = partner is None or other not in file.keys()  # noqa: SIM118
+    if (kind, shape) != expected or not (is_alone or _header(file, other)[1][-1:] == [width]):
+        raise ValueError(
+            f"{path}: {name} is {kind} {shape}, which no such tensor is: collect the statistics "
+            "anew."
+        )
+
+
+def _header(file: Any, name: str) -> tuple[str, list[int]]:
+    """Return type and shape of a stored tensor; the type as safetensors spells it."""
+    entry = file.get_slice(name)
+    return entry.get_dtype(), list(entry.get_shape())
 
 
 class _LazyMapping(Mapping[str, T]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -112,12 +113,14 @@ def model_class(config: Any, where: Path, trust_remote_code: bool = False) -> An
     import transformers
 
     auto_map = getattr(config, "auto_map", None) or {}
-    known = dir(transformers)
+    known = _known_names()
     if trust_remote_code:
         remote = [n for n in (*_AUTO, *auto_map) if n in auto_map and n.startswith("AutoModel")]
         if remote and remote[0] in known:
             return getattr(transformers, remote[0])
     names = getattr(config, "architectures", None) or []
+    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ValueError(f"{where}: architectures={names!r} is not a list of names of classes.")
     if not names:
         autos = [getattr(transformers, name) for name in _AUTO]
         return next((auto for auto in autos if type(config) in auto._model_mapping), autos[-1])
@@ -136,6 +139,14 @@ def model_class(config: Any, where: Path, trust_remote_code: bool = False) -> An
             f"{names[0]!r}, which takes {cls.config_class.model_type!r}. Correct one of them."
         )
     return cls
+
+
+@cache
+def _known_names() -> frozenset[str]:
+    """Return the public names of Transformers, which take it a while to list."""
+    import transformers
+
+    return frozenset(dir(transformers))
 
 
 def _maps(config: Any, cls: type) -> bool:
