@@ -151,8 +151,9 @@ def _search_formats(request: SearchRequest) -> None:
     _check(request)
     formats = _parse_formats(request)
     algorithms = _parse_algorithms(request, formats)
-    source = find_float_model(request)
+    _check_size(request, formats)
     statistics = read_optional_statistics(request.statistics)
+    source = find_float_model(request)
     windows = read_windows(request, source) if statistics is None else None
     evaluation = None if request.skip_evaluation else _read_evaluation_windows(request, source)
     model = load_float_model(request, source)
@@ -233,6 +234,22 @@ def _parse_formats(request: SearchRequest) -> dict[str, QuantizationConfig]:
     except ValueError as error:
         raise console.wrong("--formats", str(error)) from None
     return formats
+
+
+def _check_size(request: SearchRequest, formats: Mapping[str, QuantizationConfig]) -> None:
+    """Check that codes alone fit the size, before the model is read.
+
+    Raises:
+        typer.BadParameter: They do not.
+    """
+    bits = {n: c.weight.coded.fmt.bits for n, c in formats.items() if c.weight is not None}
+    least = min(bits, key=lambda name: bits[name])
+    if request.target_bits is not None and request.target_bits < bits[least]:
+        raise console.wrong(
+            "--target_bits",
+            f"{request.target_bits:g} is less than the {bits[least]} bits of {least}, the smallest "
+            "format, whose scales need more. Give a larger size, or allow smaller formats.",
+        )
 
 
 def _parse_algorithms(

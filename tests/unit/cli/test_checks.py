@@ -90,3 +90,16 @@ def test_inspect_of_sound_files(quark, quantize, model_dir):
     assert quark("inspect", path, "--check").exit_code == 0
     result = quark("inspect", model_dir, "--check")
     assert result.exit_code == 1 and "has no SHA256SUMS" in result.stderr
+
+
+def test_search_checks_its_flags_before_the_model(quark, model_dir, tmp_path, monkeypatch):
+    from quark.cli import search
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(search, "find_float_model", None)  # fails if it is called
+    formats = ["--formats", "int4_wo_128,int8_wo", "--model_dir", model_dir]
+    result = quark("search", "--target_bits", "3.5", *formats)
+    assert result.exit_code == 2
+    assert "3.5 is less than the 4 bits of int4_wo_128" in " ".join(result.stderr.split())
+    result = quark("search", "--target_bits", "4.5", *formats, "--statistics", "none")
+    assert result.exit_code == 2 and "does not exist" in result.stderr
