@@ -50,6 +50,8 @@ def _check_source(request: Request, described: dict[str, Any]) -> None:
     """Check the headers of the model that will be loaded, before any text is read."""
     source = request.reload_dir if request.model_reload else request.model_dir
     is_refused = request.quantizes and "quantization_config" in described  # with another message
+    if request.model_reload:
+        models.read_config(source, "--import_model_dir")
     if not request.params_load and not is_refused:
         models.check_model(source, request.trust_remote_code, request.check_digests)
 

@@ -79,20 +79,14 @@ def map_to_quark(
 def _directory(model: Any, config: Config) -> Path | None:
     """Return the directory whose files Transformers reads whole, None if that is not known.
 
-    It may read them for another class (a classifier, from a language model), from a subfolder, or
-    not at all: then the section of ``config.json`` or the class differs.
+    It may read them for another class (a classifier, from a language model), from a subfolder, from
+    the Hub, or not at all: then the section of ``config.json`` or the class differs.
     """
     described = getattr(model, "config", None)
     name = getattr(described, "name_or_path", None)
     if not name or type(model).__name__ not in (getattr(described, "architectures", None) or ()):
         return None
     directory = Path(name)
-    if not directory.is_dir():
-        from huggingface_hub import try_to_load_from_cache
-
-        commit = getattr(described, "_commit_hash", None)
-        cached = try_to_load_from_cache(name, CONFIG, revision=commit) if commit else None
-        directory = Path(cached).parent if isinstance(cached, str) else directory
     if not (directory / CONFIG).is_file() or not any(directory.glob("*.safetensors")):
         return None
     stored = read_config_json(directory)
