@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from quark.torch.graph.eval_mode import eval_mode
 from quark.torch.graph.shared_inputs import same_input_groups
 from quark.torch.graph.structure import Structure
 from quark.torch.pipeline.batches import flatten_batches, make_repeatable, run_batch, take_excerpt
+from quark.torch.pipeline.model_state import ModelState
 from quark.torch.pipeline.statistics import Statistics
 from quark.torch.quantization.algorithms import check_algorithms, find_algorithms
 from quark.torch.quantization.config.config import Config
@@ -84,14 +85,16 @@ def temporarily_quantized(model: nn.Module, config: Config) -> Iterator[None]:
         config = resolve_names(config, model)
         layers = select_layers(model, config, warns=False)
         keys = key_projections(layers, config)
-    with ExitStack() as undo:
-        prepare(model, Plan(config, layers, keys, (), (), False, None), undo)
+    state = ModelState(model)
+    try:
+        prepare(model, Plan(config, layers, keys, (), (), False, None))
         for _, layer in quantized_layers(model):
             layer.frozen = True
-            undo.callback(setattr, layer, "frozen", False)
         model.quant_config = config  # type: ignore[assignment]
-        undo.callback(delattr, model, "quant_config")
         yield
+    finally:
+        state.restore()
+        state.forget()
 
 
 def discover_structure(model: nn.Module, plan: Plan) -> Structure | None:
