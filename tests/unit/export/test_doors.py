@@ -1,5 +1,6 @@
 """Damaged files at every way into the package: ``benchmarks/fuzz.py`` does more rounds of this."""
 
+import json
 import random
 import shutil
 from itertools import cycle
@@ -112,3 +113,19 @@ def test_the_result_of_a_sound_load(fuzzer, sound):
     first = doors.DOORS["quark"].open(sound("quark"), True)
     for name in ("native", "importer", "transformers"):
         assert torch.equal(doors.DOORS[name].open(sound(name), False), first)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("quantization_config", {"quant_method": ["awq"]}, "quant_method"),
+        ("architectures", 7, "is not a list of names"),
+    ],
+)
+def test_types_that_rounds_of_the_fuzzer_had(fuzzer, sound, tmp_path, key, value, said):
+    doors, _ = fuzzer
+    path = shutil.copytree(sound("quark"), tmp_path / "copy")
+    described = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**described, key: value}))
+    with pytest.raises(ValueError, match=said):
+        doors.DOORS["quark"].open(path, False)

@@ -102,7 +102,8 @@ class Safetensors(TensorDirectory):
         section = read_config_json(path).get(SECTION)
         if not section:
             return True
-        return isinstance(section, dict) and section.get("quant_method", "quark") not in FORMATS
+        method = section.get("quant_method", "quark") if isinstance(section, dict) else None
+        return isinstance(method, str) and method not in FORMATS
 
     def reader(self, path: Path) -> CheckpointReader:
         """Return the tensors of a directory."""

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quark.torch import files, replacement
+from quark.torch.digests import DIGESTS
 from quark.torch.export.checkpoint.files import (
     CheckpointReader,
     NativeReader,
@@ -25,7 +26,7 @@ from quark.torch.files import check_vacant, fresh_directory, read_json, size_of
 def tree(path):
     """Everything below a directory: relative name to content."""
     files = (p for p in path.rglob("*") if p.is_file())
-    return {str(p.relative_to(path)): p.read_bytes() for p in files}
+    return {str(p.relative_to(path)): p.read_bytes() for p in files if p.name != DIGESTS}
 
 
 FILE = "model_state_dict.pth"  # of an output that may be replaced
