@@ -70,7 +70,7 @@ def observe_block(
     first = first_readers(dict.fromkeys(names), context)
     accumulators = {name: new() for name in dict.fromkeys(first.values())}
     observers = [(context.layers[name], observer) for name, observer in accumulators.items()]
-    with accumulate_inputs(observers, lambda: block.mask):
+    with accumulate_inputs(observers):
         block.run()
     return {name: accumulators[first[name]] for name in first}
 
@@ -120,7 +120,7 @@ def collect_input_statistics(
     routed = {name for names in corresponding_experts(context.model) for name in names}
     observer = _InputObserver(dict.fromkeys(first.values()), routed)
     observers = [(layers[name], partial(observer, name)) for name in observer.grams]
-    with accumulate_inputs(observers, lambda: block.mask):
+    with accumulate_inputs(observers):
         for index in range(len(block)):
             if floats is not None:
                 observer.begin(is_reference=True, to_the_end=to_the_end)

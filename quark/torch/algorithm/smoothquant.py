@@ -24,7 +24,8 @@ from quark.torch.graph.eval_mode import eval_mode
 from quark.torch.graph.structure import RescalingGroup
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.pipeline.accumulators import ChannelRange, accumulate_inputs
-from quark.torch.pipeline.batches import flatten_batches, padding_mask, run_batch, show_progress
+from quark.torch.pipeline.batch_padding import batch_padding
+from quark.torch.pipeline.batches import flatten_batches, run_batch, show_progress
 from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.quantization.config.algo import SmoothQuantConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
@@ -106,15 +107,9 @@ def _observe_ranges(context: Context, groups: list[RescalingGroup]) -> dict[str,
         ).values()
     }
     observers = [(context.layers[name], observer) for name, observer in ranges.items()]
-    mask: list[torch.Tensor | None] = [None]  # of the batch that runs
-    with (
-        eval_mode(context.model),
-        accumulate_inputs(observers, lambda: mask[0]),
-        torch.no_grad(),
-    ):
+    with eval_mode(context.model), accumulate_inputs(observers), torch.no_grad():
         for index, batch in enumerate(show_progress(flatten_batches(context.batches), "smoothing")):
-            mask[0] = padding_mask(batch)
-            with count_tokens(context.model, index):
+            with batch_padding(context.model, batch), count_tokens(context.model, index):
                 run_batch(context.model, batch)
     return ranges
 

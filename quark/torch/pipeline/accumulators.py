@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 
+from quark.torch.numerics.finite import is_finite
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
+from quark.torch.quantization.nn.padding import without_padding
 
 Accumulator = Callable[[torch.Tensor], None]  # takes (tokens, channels)
 STRIDE = 0x9E3779B1  # 2³² divided by the golden ratio, odd
+
+
+class InfiniteInput(FloatingPointError):
+    """An input of a layer is NaN or infinite.
+
+    Attributes:
+        layer: The layer.
+    """
+
+    def __init__(self, layer: FakeQuantizedLayer, dtype: torch.dtype) -> None:
+        super().__init__(layer, dtype)
+        self.layer, self.dtype = layer, dtype
+
+    def describe(self, layers: Mapping[str, FakeQuantizedLayer]) -> str:
+        """Return a message with the name of the layer."""
+        name = next((name for name, layer in layers.items() if layer is self.layer), "a layer")
+        return (
+            f"The inputs of {name} were NaN or infinite: check the data, or load the model in a "
+            f"wider type than {self.dtype}."
+        )
 
 
 class ChannelRange:
@@ -186,25 +208,25 @@ class InputSample:
 @contextmanager
 def accumulate_inputs(
     observers: Iterable[tuple[FakeQuantizedLayer, Accumulator]],
-    mask: Callable[[], torch.Tensor | None],
 ) -> Iterator[None]:
     """Pass the inputs of layers to observers while data runs inside the context.
 
     Inputs are rotated and quantized as they are for the product with the weight. Padding is left
-    out, except among tokens that a router sends to experts.
+    out (``nn.padding``).
 
     Args:
         observers: Pairs of a layer and the observer of its inputs.
-        mask: Returns which tokens of the current batch are not padding, or None for all.
+
+    Raises:
+        InfiniteInput: While data runs, an input is NaN or infinite.
     """
 
     def watch(observe: Accumulator) -> Callable[..., None]:
         def hook(layer: FakeQuantizedLayer, args: tuple[torch.Tensor, ...]) -> None:
-            x, kept = layer.quantized_input(args[0].detach()), mask()
-            rows = x.reshape(-1, x.shape[-1])
-            if kept is not None and x.shape[:-1] in (kept.shape, (kept.numel(),)):
-                rows = rows[kept.flatten().to(x.device)]
-            observe(rows)
+            x = without_padding(layer.quantized_input(args[0].detach()))
+            if not is_finite(x):
+                raise InfiniteInput(layer, x.dtype)
+            observe(x.reshape(-1, x.shape[-1]))
 
         return hook
 

@@ -23,21 +23,41 @@ def run_batch(model: nn.Module, batch: Any) -> None:
         for part in batch:
             run_batch(model, part)
     else:
-        raise TypeError(
-            f"A batch must be a tensor, a mapping of arguments or a list, got {type(batch)}."
-        )
+        raise not_a_batch(batch)
+
+
+def not_a_batch(batch: Any) -> TypeError:
+    """Return the error for something that is not a batch."""
+    return TypeError(
+        f"A batch must be a tensor, a mapping of arguments or a list, got {type(batch)}."
+    )
 
 
 def flatten_batches(batches: Iterable[Any]) -> Iterator[Any]:
-    """Iterate over batches for one call of the model each: a list of mappings is several."""
+    """Iterate over batches for one call of the model each: a list of mappings is several.
+
+    Batches without a row are left out.
+    """
     for batch in batches:
         is_several = isinstance(batch, (list, tuple)) and not any(
             isinstance(part, torch.Tensor) for part in batch
         )
         if is_several:
             yield from flatten_batches(batch)
-        else:
+        elif not _is_empty(batch):
             yield batch
+
+
+def _is_empty(batch: Any) -> bool:
+    """Whether no tensor of a batch has an element."""
+    tensors = [x for x in _values(batch) if isinstance(x, torch.Tensor) and x.dim()]
+    return bool(tensors) and not any(x.numel() for x in tensors)
+
+
+def _values(batch: Any) -> list[Any]:
+    """Return the arguments in a batch for one call of the model."""
+    values = batch.values() if hasattr(batch, "items") else batch
+    return list(values) if hasattr(batch, "items") or isinstance(batch, (list, tuple)) else [values]
 
 
 def split_sequences(batches: Iterable[Any]) -> Iterator[Any]:
@@ -57,8 +77,7 @@ def split_sequences(batches: Iterable[Any]) -> Iterator[Any]:
 
 def _count_sequences(batch: Any) -> int | None:
     """Return the number of sequences of a batch, or None if it cannot be split."""
-    values = list(batch.values()) if hasattr(batch, "items") else batch
-    values = values if isinstance(values, (list, tuple)) else [values]
+    values = _values(batch)
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     others = [value for value in values if not isinstance(value, torch.Tensor)]
     shapes = [tensor.shape for tensor in tensors if tensor.dim()]
@@ -81,13 +100,6 @@ def _map_values(batch: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(batch, (list, tuple)):
         return type(batch)(change(value) for value in batch)
     return change(batch)
-
-
-def make_repeatable(batches: Iterable[Any] | None) -> Iterable[Any]:
-    """Return batches that can be iterated over repeatedly: those of an iterator as a list."""
-    if batches is None:
-        return ()
-    return list(batches) if iter(batches) is batches else batches
 
 
 def take_excerpt(batch: Any, tokens: int = 32) -> Any:
@@ -122,12 +134,19 @@ def _find_start(batch: Any) -> int:
     return repeated if repeated > 1 else 0
 
 
-def padding_mask(batch: Any) -> torch.Tensor | None:
-    """Return which tokens of a batch are not padding, (sequences, tokens) bool; None for all."""
-    mask = batch.get("attention_mask") if hasattr(batch, "get") else None
-    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or bool(mask.all()):
+def padding_mask(batch: Any, name: str = "attention_mask") -> torch.Tensor | None:
+    """Return which tokens of a batch are not padding, (sequences, tokens) bool; None for all.
+
+    In a mask of more axes, (sequences, ..., queries, keys), padding are the keys that no query may
+    read. Such a mask holds True or 1 where reading is allowed, or 0 in the type of the model.
+    """
+    mask = batch.get(name) if hasattr(batch, "get") else None
+    if not isinstance(mask, torch.Tensor) or mask.dim() < 2:
         return None
-    return mask.bool()
+    if mask.dim() > 2:
+        allowed = mask == 0 if mask.is_floating_point() else mask != 0
+        mask = allowed.flatten(1, -2).any(1)
+    return None if bool(mask.all()) else mask.bool()
 
 
 def show_progress(items: Any, what: str) -> Any:

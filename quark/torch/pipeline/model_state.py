@@ -135,6 +135,17 @@ def restored_on_failure(model: nn.Module) -> Iterator[Callable[[nn.Parameter], N
         state.forget()
 
 
+@contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """Restore a model when the context is left, whatever happened inside."""
+    state = ModelState(model)
+    try:
+        yield
+    finally:
+        _restore(state)
+        state.forget()
+
+
 def _restore(state: ModelState) -> None:
     """Restore a model completely, also if the user interrupts meanwhile."""
     while True:

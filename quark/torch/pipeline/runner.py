@@ -20,10 +20,12 @@ from torch import nn
 from torch.func import functional_call
 
 from quark.torch.graph.eval_mode import eval_mode
+from quark.torch.numerics.finite import is_finite
 from quark.torch.pipeline.activation_store import LIMIT, ActivationStore
 from quark.torch.pipeline.batches import show_progress
 from quark.torch.pipeline.capture import BlockArguments, StopForward, capture
 from quark.torch.quantization.nn.experts import count_tokens
+from quark.torch.quantization.nn.padding import padding, without_padding
 
 
 class HiddenStates(NamedTuple):
@@ -67,7 +69,7 @@ class Block:
     def run(self) -> None:
         """Run all batches through the block. The next block receives the last outputs."""
         for index in range(len(self)):
-            self._stream.outputs[index] = self.call(index)
+            self._stream.outputs[index] = self._checked(index, self.call(index))
 
     @torch.no_grad()
     def observe(self, index: int) -> None:
@@ -84,7 +86,21 @@ class Block:
         assert self._reference is not None
         with suppress(StopForward):
             x = self._reference.inputs[index]
-            self._reference.outputs[index] = self._pass(index, x)
+            self._reference.outputs[index] = self._checked(index, self._pass(index, x))
+
+    def _checked(self, index: int, y: torch.Tensor) -> torch.Tensor:
+        """Return the outputs of the block for a batch, which must be finite.
+
+        Raises:
+            ValueError: An output of a token that is not padding is NaN or infinite.
+        """
+        with padding(self._arguments.masks[index]):
+            if not is_finite(without_padding(y)):
+                raise ValueError(
+                    f"The outputs of {self.name} were NaN or infinite for batch {index}: check the "
+                    f"data, or load the model in a wider type than {y.dtype}."
+                )
+        return y
 
     def masks(self, index: int) -> torch.Tensor | None:
         """Return the reference output for a batch, and the mask of its tokens (see `masks`)."""
@@ -126,7 +142,7 @@ class Block:
         args, kwargs = self._arguments.get(index, self.name)
         self.mask = self._arguments.masks[index]
         try:
-            with count_tokens(self.module, index):
+            with padding(self.mask), count_tokens(self.module, index):
                 y = functional_call(self.module, dict(parameters or {}), (x, *args), kwargs)
             return _hidden(y)
         finally:

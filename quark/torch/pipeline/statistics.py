@@ -55,7 +55,7 @@ class Statistics:
         probes: Layer to the effect of rounding its unit alone. Empty if it was not measured.
         samples: A sample of the tokens of inputs by first reader, (tokens, inputs) in the dtype of
             the model. Layers that no data reached are left out.
-        ranges: Ranges of inputs by first reader, and of the outputs of all layers, including
+        ranges: Ranges of inputs by first reader, and of the outputs of all layers, without
             padding, by ``tensor_key``. Layers that no data reached are left out.
     """
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from quark.torch.algorithm.registry import ALGORITHMS, load_algorithm
 from quark.torch.graph.structure import Structure
+from quark.torch.pipeline.accumulators import InfiniteInput
 from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.pipeline.statistics import Statistics
 from quark.torch.pipeline.tensor_ranges import ranges_suffice
@@ -185,4 +186,7 @@ def apply_algorithms(model: nn.Module, plan: Plan, structure: Structure) -> None
             rotated |= set(algorithm.resolve(replace(context, rotated=rotated), options))
         for algorithm, options in plan.algorithms:
             logger.info("%s …", options.name)
-            algorithm.apply(context, options)
+            try:
+                algorithm.apply(context, options)
+            except InfiniteInput as error:
+                raise ValueError(f"{options.name}: {error.describe(context.layers)}") from None

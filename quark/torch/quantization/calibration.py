@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.torch.numerics.finite import is_finite
 from quark.torch.numerics.granularity import QSchemeType
+from quark.torch.pipeline.batch_padding import batch_padding
 from quark.torch.pipeline.batches import flatten_batches, run_batch, show_progress
 from quark.torch.pipeline.statistics import Statistics
 from quark.torch.quantization.config.config import Config
@@ -66,8 +68,8 @@ def calibrate_parameters(model: nn.Module) -> None:
             quantizer.observer(value)
             try:
                 quantizer.compute_scales(value)
-                if not quantizer.scheme.fmt.scaled:
-                    _check_finite(value)
+                if not quantizer.scheme.fmt.scaled and not is_finite(value):
+                    raise FloatingPointError
             except FloatingPointError:
                 raise ValueError(
                     f"{name}.{tensor} has NaN or infinite values: the model is damaged, or it "
@@ -89,7 +91,7 @@ def calibrate_activations(model: nn.Module, dataloader: Iterable[Any]) -> None:
     batches = 0
     with switch_quantizers(model, static.values()):
         for batch in flatten_batches(show_progress(dataloader, "calibration")):
-            with count_tokens(model, batches):
+            with batch_padding(model, batch), count_tokens(model, batches):
                 run_batch(model, batch)
             batches += 1
     if not batches:
@@ -252,11 +254,6 @@ def merged_scale(
     if len(schemes) != 1:
         return None
     return torch.stack([s.to(scales[0].device) for s in scales]).amax(0) if scales else None
-
-
-def _check_finite(x: torch.Tensor) -> None:
-    if x.numel() and not bool(torch.isfinite(torch.stack(x.detach().aminmax())).all()):
-        raise FloatingPointError
 
 
 def _merge(quantizers: list[TensorQuantizer | None], values: Sequence[torch.Tensor | None]) -> None:

@@ -14,10 +14,13 @@ from quark.torch.graph.discovery import discover
 from quark.torch.graph.eval_mode import eval_mode
 from quark.torch.graph.shared_inputs import same_input_groups
 from quark.torch.graph.structure import Structure
-from quark.torch.pipeline.batches import flatten_batches, make_repeatable, run_batch, take_excerpt
-from quark.torch.pipeline.model_state import ModelState
+from quark.torch.numerics.finite import is_finite
+from quark.torch.pipeline.batches import flatten_batches, run_batch, take_excerpt
+from quark.torch.pipeline.data_source import check_batches, make_repeatable
+from quark.torch.pipeline.model_state import restored
 from quark.torch.pipeline.statistics import Statistics
 from quark.torch.quantization.algorithms import check_algorithms, find_algorithms
+from quark.torch.quantization.calibration import needs_data
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.resolution import (
     add_shared_inputs,
@@ -59,12 +62,15 @@ def check(
         check_algorithms(config, algorithms, layers, dataloader, statistics)
         stack_experts(experts, keep=layers)
         keys = key_projections(layers, config)
-        runs_often = bool(algorithms or keys or shares)
-        batches = make_repeatable(dataloader) if runs_often else dataloader or ()
-        data = None if dataloader is None else batches
+        check_finite(model)
+        runs = bool(algorithms or keys or shares or needs_data(layers.values()))
+        data = make_repeatable(dataloader) if dataloader is not None and runs else dataloader
+        if data is not None and runs:
+            check_data(model, data, bool(algorithms))
         config = _with_shared_inputs(config, model, data) if shares else config
         if keys:
             prove_keys(model, keys, _trial_run(model, data))
+    batches = () if data is None else data
     return Plan(config, layers, keys, algorithms, batches, data is not None, statistics)
 
 
@@ -85,16 +91,38 @@ def temporarily_quantized(model: nn.Module, config: Config) -> Iterator[None]:
         config = resolve_names(config, model)
         layers = select_layers(model, config, warns=False)
         keys = key_projections(layers, config)
-    state = ModelState(model)
-    try:
+    with restored(model):
         prepare(model, Plan(config, layers, keys, (), (), False, None))
         for _, layer in quantized_layers(model):
             layer.frozen = True
         model.quant_config = config  # type: ignore[assignment]
         yield
-    finally:
-        state.restore()
-        state.forget()
+
+
+def check_finite(model: nn.Module) -> None:
+    """Raise if a parameter of a model has NaN or infinite values.
+
+    Raises:
+        ValueError: The message names the parameter.
+    """
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta and not is_finite(parameter):
+            raise ValueError(
+                f"{name} has NaN or infinite values: the model is damaged, or it overflowed in "
+                f"{parameter.dtype}. Repair it, or load it in a wider type."
+            )
+
+
+def check_data(model: nn.Module, batches: Iterable[Any], has_algorithms: bool) -> None:
+    """Raise if a model cannot be expected to run on the data.
+
+    Raises:
+        TypeError: As in ``check_batches``.
+        ValueError: As in ``check_batches``, or there is no batch with a row.
+    """
+    if not check_batches(model, batches):
+        purpose = "algorithms need" if has_algorithms else "static activation ranges need"
+        raise ValueError(f"The dataloader is empty: {purpose} at least a batch.")
 
 
 def discover_structure(model: nn.Module, plan: Plan) -> Structure | None:

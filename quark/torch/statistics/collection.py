@@ -29,13 +29,13 @@ from quark.torch.pipeline.accumulators import Accumulator, Gram, TokenSample, ac
 from quark.torch.pipeline.activation_store import ActivationStore, offload_directory
 from quark.torch.pipeline.batches import (
     flatten_batches,
-    make_repeatable,
     padding_mask,
     run_batch,
     show_progress,
     take_excerpt,
 )
 from quark.torch.pipeline.context import Context
+from quark.torch.pipeline.data_source import check_batches, make_repeatable
 from quark.torch.pipeline.runner import Block, run_blocks
 from quark.torch.pipeline.statistics import (
     Probe,
@@ -52,6 +52,7 @@ from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.nn.experts import corresponding_experts, temporarily_split_experts
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from quark.torch.quantization.nn.layer import input_axis, is_linear
+from quark.torch.quantization.nn.padding import without_padding
 from quark.torch.quantization.preparation import quantized_layers, replace_layers, restore_layers
 
 PROBES = 8  # default number of model calls on which sensitivities are measured
@@ -86,9 +87,9 @@ def collect_statistics(
             or output of one is NaN or infinite.
     """
     batches = make_repeatable(dataloader)
-    first = next(iter(flatten_batches(batches)), None)
-    if first is None:
+    if not check_batches(model, batches):
         raise ValueError("The dataloader is empty: statistics need at least a batch.")
+    first = next(iter(flatten_batches(batches)))
     digests, data = model_digests(model), data_digest(batches)
     with temporarily_split_experts(model):
         structure = discover(model, lambda: run_batch(model, take_excerpt(first)))
@@ -182,21 +183,22 @@ def _observe_ranges(
     outputs = {name: TensorRange() for name in layers}
     with ExitStack() as stack:
         observers = [(layers[name], sample) for name, sample in samples.items()]
-        stack.enter_context(accumulate_inputs(observers, lambda: block.mask))
-        checked = [(layers[n], _check_finite(n, "inputs", tensor)) for n, tensor in inputs.items()]
-        stack.enter_context(accumulate_inputs(checked, lambda: None))  # ranges include padding
+        stack.enter_context(accumulate_inputs(observers))
+        ranges = [(layers[n], _check_finite(n, "inputs", tensor)) for n, tensor in inputs.items()]
+        stack.enter_context(accumulate_inputs(ranges))
         for name, tensor in outputs.items():
             observe = _check_finite(name, "outputs", tensor)
             hook = layers[name].register_forward_hook(
-                lambda _, __, y, observe=observe: observe(y.reshape(-1, y.shape[-1]))
+                lambda _, __, y, observe=observe: observe(
+                    without_padding(y).reshape(-1, y.shape[-1])
+                )
             )
             stack.callback(hook.remove)
         yield
     tokens = {name: sample.tokens for name, sample in samples.items()}
     activations.samples.update({n: x.to("cpu") for n, x in tokens.items() if x is not None})
-    ranges = activations.ranges
-    ranges.update({tensor_key(n, "input_tensors"): tensor for n, tensor in inputs.items()})
-    ranges.update({tensor_key(n, "output_tensors"): tensor for n, tensor in outputs.items()})
+    for key, tensors in (("input_tensors", inputs), ("output_tensors", outputs)):
+        activations.ranges.update({tensor_key(n, key): tensor for n, tensor in tensors.items()})
 
 
 def _check_finite(name: str, tensor: str, target: TensorRange) -> Accumulator:

@@ -14,6 +14,7 @@ from quark.torch.pipeline.accumulators import (
 )
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.presets import scheme
+from quark.torch.quantization.nn.padding import padding
 from quark.torch.quantization.preparation import replace_layers, select_layers
 
 X = torch.randn(50, 8, generator=torch.Generator().manual_seed(5)) * torch.logspace(-1, 2, 8)
@@ -151,7 +152,7 @@ def layer():
 
 def seen(layer, x, mask=None):
     found = []
-    with accumulate_inputs([(layer, found.append)], lambda: mask):
+    with padding(mask), accumulate_inputs([(layer, found.append)]):
         layer(x)
     layer(x)  # is not looked at any more
     (tokens,) = found

@@ -7,12 +7,12 @@ from transformers import BatchEncoding
 
 from quark.torch.pipeline.batches import (
     flatten_batches,
-    make_repeatable,
     padding_mask,
     run_batch,
     split_sequences,
     take_excerpt,
 )
+from quark.torch.pipeline.data_source import make_repeatable
 
 IDS = torch.arange(3, 83).view(2, 40)
 ONES = torch.ones(2, 40, dtype=torch.long)

@@ -369,7 +369,8 @@ def test_a_model_without_anything_to_rescale(refused):
 
 def test_data_that_the_model_cannot_take(refused):
     config = preset("int8", SmoothQuantConfig())
-    refused(config, "out of range", data=[torch.full((1, 4), 64)], error=IndexError, runs=1)
+    said = "Batch 1 of the dataloader has the token 64, but the model embeds the tokens 0 to 63"
+    refused(config, said, data=[LONG, torch.full((1, 4), 64)])
 
 
 # ---- to a checkpoint and back -------------------------------------------------------------------

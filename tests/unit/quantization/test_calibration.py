@@ -218,10 +218,14 @@ class TestBadData:
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf")])
     def test_activations_that_are_not_finite(self, unchanged, value):
-        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        class Overflow(nn.Module):
+            def forward(self, x):
+                return x if x[0, 0] == 1 else x * value
+
+        model = nn.Sequential(Overflow(), nn.Linear(8, 8))
         layer = QuantizationConfig(weight=INT8, input_tensors=INT8)
         config = Config(QuantizationConfig(weight=INT8), layer_quant_config={"1": layer})
-        data = [torch.ones(1, 8), torch.full((1, 8), value)]
+        data = [torch.ones(1, 8), torch.full((1, 8), 2.0)]
         with (
             unchanged(model),
             pytest.raises(

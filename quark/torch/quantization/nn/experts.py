@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from quark.torch.quantization.nn.layer import change_class
+from quark.torch.quantization.nn.padding import mask_of, padding
 
 
 class Stack(NamedTuple):
@@ -88,13 +89,17 @@ class LinearExperts(nn.Module):
         width = top_k_index.shape[-1]
         order = top_k_index.reshape(-1).argsort(stable=True)
         counts = torch.bincount(top_k_index.reshape(-1), minlength=self.num_experts).tolist()
-        if self._calls is not None:
-            self._calls.append(counts[: self.num_experts])
         rows = torch.split(hidden_states[order // width], counts)
-        results = [
-            self._expert(e, x) if len(x) and e < self.num_experts else torch.zeros_like(x)
-            for e, x in enumerate(rows)
-        ]
+        mask = mask_of(hidden_states)  # (tokens,)
+        sent = torch.ones_like(order, dtype=torch.bool) if mask is None else mask[order // width]
+        masks = torch.split(sent, counts)
+        if self._calls is not None:
+            self._calls.append([int(kept.sum()) for kept in masks][: self.num_experts])
+        results = []
+        for expert, (x, kept) in enumerate(zip(rows, masks, strict=True)):
+            with padding(None if mask is None else kept):
+                is_used = len(x) and expert < self.num_experts
+                results.append(self._expert(expert, x) if is_used else torch.zeros_like(x))
         outputs = torch.cat(results) * top_k_weights.reshape(-1)[order].unsqueeze(-1)
         placed = torch.empty_like(outputs)
         placed[order] = outputs

@@ -21,6 +21,7 @@ from quark.torch.numerics.qdq import (
 )
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.spec import QuantizationSpec
+from quark.torch.quantization.nn.padding import without_padding
 from quark.torch.quantization.observer.observer import MinMaxObserver
 
 PARTS = ("scale", "zero_point", "scale_2", "zero_point_2")
@@ -247,11 +248,16 @@ class TensorQuantizer(nn.Module):
         if not self.enabled or x.numel() == 0:
             return x
         if self.is_observing:
-            result: torch.Tensor = self.observer(x)
-            return result
+            self.observer(without_padding(x) if self._has_scales_by_channel(x) else x)
+            return x
         if self.spec.quantizes_codes:
             return x + (self._through_codes(x) - x).detach()  # straight-through gradient
         return fake_quantize(x, *self.qparams(x), self.scheme)
+
+    def _has_scales_by_channel(self, x: torch.Tensor) -> bool:
+        """Whether scales do not belong to single tokens, so that tokens may be left out."""
+        is_per_channel = self.scheme.qscheme is QSchemeType.per_channel
+        return not is_per_channel or self.scheme.axis % x.dim() == x.dim() - 1
 
     def fake_quantize_copy(self, x: torch.Tensor) -> torch.Tensor:
         """Return a fake-quantized copy of ``x``, under scales computed from ``x``.

@@ -56,7 +56,7 @@ def test_keys_that_other_layers_read_too(unchanged):
 def test_a_failure_later_leaves_no_trace(build, unchanged):
     model = build()
     with torch.no_grad():
-        model.model.layers[1].self_attn.k_proj.weight[0, 0] = torch.nan
+        model.model.layers[1].self_attn.k_proj.weight[0] = 3e38  # outputs overflow
     with unchanged(model), pytest.raises(ValueError, match=r"output of .*k_proj was NaN"):
         ModelQuantizer(config_of(FP8, [R3])).quantize_model(model, [IDS])
     assert not key_routes(model) and model.model.layers[0].self_attn.config is model.config

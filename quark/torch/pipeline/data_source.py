@@ -1,0 +1,143 @@
+"""Calibration data as users give it: made repeatable, and checked before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from quark.torch.numerics.finite import is_finite
+from quark.torch.pipeline.batches import flatten_batches, not_a_batch
+
+_FIRST = "its first tensor"
+_EXPECTED = (
+    "give a list, a DataLoader or another iterable of batches, each a tensor, a mapping of "
+    "arguments or a list of these"
+)
+
+
+def make_repeatable(source: Iterable[Any] | None) -> Iterable[Any]:
+    """Return the batches of a data source, which can be iterated over repeatedly.
+
+    ==============================================  ================================================
+    source                                          batches
+    ==============================================  ================================================
+    list, ``DataLoader`` with a length              its items, read again in each pass
+    iterator, iterable without a length,            its items, read once and kept in memory
+    ``DataLoader`` of an ``IterableDataset``
+    tensor of two axes or more                      its rows
+    mapping, such as the output of a tokenizer      one
+    None                                            none
+    ==============================================  ================================================
+
+    Raises:
+        TypeError: The source is none of these.
+        ValueError: It is a tensor of fewer axes.
+    """
+    if source is None:
+        return ()
+    if isinstance(source, torch.Tensor):
+        if source.dim() < 2:
+            raise ValueError(
+                f"The dataloader is one tensor of shape {tuple(source.shape)}: give rows, such as "
+                "(sequences, tokens)."
+            )
+        return torch.split(source, 1) if len(source) else ()
+    if hasattr(source, "items"):
+        return [source]
+    if isinstance(source, (str, bytes)) or not _is_iterable(source):
+        raise TypeError(f"The dataloader is a {type(source).__name__}: {_EXPECTED}.")
+    return source if _has_length(source) else list(source)
+
+
+def _is_iterable(source: Any) -> bool:
+    return hasattr(source, "__iter__") or hasattr(source, "__getitem__")
+
+
+def _has_length(source: Any) -> bool:
+    """Whether a source can be expected to give its items again."""
+    if not isinstance(source, Sized) or isinstance(source, Iterator):
+        return False
+    if isinstance(getattr(source, "dataset", None), IterableDataset):
+        return False
+    try:
+        len(source)
+    except TypeError:
+        return False
+    return True
+
+
+def check_batches(model: nn.Module, batches: Iterable[Any]) -> int:
+    """Check that a model can be expected to run on all batches, and return their number.
+
+    Batches without a row do not count.
+
+    Args:
+        model: The model, which does not run.
+        batches: Repeatable batches.
+
+    Raises:
+        TypeError: An item is not a batch.
+        ValueError: A batch has NaN or infinite values or no tensors, or a token is not in the
+            vocabulary. The message has the index of the batch.
+    """
+    words, count = _vocabulary(model), 0
+    for index, item in enumerate(batches):
+        for batch in flatten_batches([item]):
+            count += 1
+            named = dict(_tensors(batch, index))
+            ids = named.get("input_ids", named.get(_FIRST))
+            for name, x in named.items():
+                if not name.endswith("mask") and not is_finite(x):
+                    raise ValueError(
+                        f"Batch {index} of the dataloader has NaN or infinite values in {name}: "
+                        "check the data."
+                    )
+            _check_tokens(ids, words, index)
+    return count
+
+
+def _tensors(batch: Any, index: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Iterate over the tensors of a batch by name."""
+    if isinstance(batch, torch.Tensor):
+        yield _FIRST, batch
+    elif isinstance(batch, (list, tuple)):
+        for number, value in enumerate(batch):
+            if isinstance(value, torch.Tensor):
+                yield f"tensor {number}" if number else _FIRST, value
+    elif hasattr(batch, "items"):
+        tensors = [(str(k), v) for k, v in batch.items() if isinstance(v, torch.Tensor)]
+        if not tensors:
+            kinds = ", ".join(f"{key} is a {type(value).__name__}" for key, value in batch.items())
+            raise ValueError(
+                f"Batch {index} of the dataloader has no tensors ({kinds or 'it is empty'}): pass "
+                'return_tensors="pt" to the tokenizer, or convert the values to tensors.'
+            )
+        yield from tensors
+    else:
+        raise not_a_batch(batch)
+
+
+def _vocabulary(model: nn.Module) -> int | None:
+    """Return the number of tokens that a model embeds, None if it is not known."""
+    try:
+        embedding = model.get_input_embeddings()  # type: ignore[operator]
+    except (AttributeError, NotImplementedError, TypeError):
+        return None
+    return embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
+
+
+def _check_tokens(ids: torch.Tensor | None, words: int | None, index: int) -> None:
+    """Raise if a token has no row in the embedding."""
+    if ids is None or words is None or ids.is_floating_point() or ids.dtype is torch.bool:
+        return
+    least, most = (int(x) for x in ids.aminmax())
+    if least < 0 or most >= words:
+        raise ValueError(
+            f"Batch {index} of the dataloader has the token {least if least < 0 else most}, but "
+            f"the model embeds the tokens 0 to {words - 1}, padding included. Use the tokenizer of "
+            "the model."
+        )
