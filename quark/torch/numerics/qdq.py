@@ -19,7 +19,7 @@ import torch
 from quark.torch.numerics.codec import decode, encode
 from quark.torch.numerics.granularity import join_rows, row_pieces
 from quark.torch.numerics.rounding import RoundType, round_, round_to_grid_
-from quark.torch.numerics.scales import block_range, qparams_from_range
+from quark.torch.numerics.scales import block_range, largest_value, qparams_from_range
 from quark.torch.numerics.scheme import Scheme
 
 CHUNK = 1 << 18  # elements of a piece: 1 MiB of float32
@@ -112,7 +112,10 @@ def dynamic_qparams(
     whole = scheme.scale.two_level and tensor_scale is None
     pieces = row_pieces(x, RANGE_CHUNK) if apart and not whole else [x]
     parts = [
-        qparams_from_range(*block_range(piece, scheme), scheme, tensor_scale) for piece in pieces
+        qparams_from_range(
+            *block_range(piece, scheme), scheme, tensor_scale, largest_value(x.dtype)
+        )
+        for piece in pieces
     ]
     zeros = [zero_point for _, zero_point in parts if zero_point is not None]
     return join_rows([scale for scale, _ in parts]), join_rows(zeros) if zeros else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from enum import Enum
 
 import torch
@@ -21,6 +22,7 @@ from quark.torch.numerics.scheme import Scheme
 # Smallest scale of an integer format, 2^-23. float16 can represent it, and checkpoints of the
 # documented format have it for all-zero tensors.
 EPS = torch.finfo(torch.float32).eps
+BFLOAT16_MAX = torch.finfo(torch.bfloat16).max
 
 
 class ZeroPointType(Enum):
@@ -49,8 +51,21 @@ def _extremes(view: torch.Tensor, reduced: tuple[int, ...]) -> tuple[torch.Tenso
     return view.amin(reduced), view.amax(reduced)
 
 
+def largest_value(dtype: torch.dtype) -> float:
+    """Return the largest value that quantized values of a type may have.
+
+    It is that of bfloat16 for float32 too, since checkpoints of float32 models are often loaded in
+    bfloat16.
+    """
+    return min(torch.finfo(dtype).max, BFLOAT16_MAX)
+
+
 def qparams_from_range(
-    lo: torch.Tensor, hi: torch.Tensor, scheme: Scheme, tensor_scale: torch.Tensor | None = None
+    lo: torch.Tensor,
+    hi: torch.Tensor,
+    scheme: Scheme,
+    tensor_scale: torch.Tensor | None = None,
+    largest: float = BFLOAT16_MAX,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute scale and zero point for values in [lo, hi], widened to include zero.
 
@@ -69,6 +84,8 @@ def qparams_from_range(
         scheme: How the tensor is quantized.
         tensor_scale: Tensor scale [] of two-level scales; computed from the given ranges by
             default.
+        largest: Largest magnitude that a code may stand for; see ``largest_value``. Scales are
+            smaller where a code would exceed it, so the largest values saturate.
 
     Returns:
         The scale in ``scheme.scale.held_dtype`` and the zero point (int32, float32, or None), in
@@ -77,24 +94,54 @@ def qparams_from_range(
     fmt = scheme.fmt
     lo, hi = lo.clamp(max=0), hi.clamp(min=0)
     if scheme.shares_exponents:
-        return power_of_two(_exponents(lo, hi, scheme)), None
+        exponents = _exponents(lo, hi, scheme)
+        return power_of_two(limited_exponent(exponents, fmt, largest)), None
     if scheme.scale.two_level and tensor_scale is None:
         tensor_scale = tensor_scale_from_range(lo, hi, scheme)
     amax = torch.maximum(-lo, hi)
     if fmt.is_float:
         scale = torch.where(amax == 0, EPS, _divided(amax, fmt.max_value))
-        return round_scale(scale, scheme.scale, tensor_scale), None
+        scale = round_scale(scale, scheme.scale, tensor_scale)
+        return _limited(scale, scheme.scale, largest / fmt.max_value), None
     steps = fmt.qmax - fmt.qmin
     reach = amax if scheme.symmetric else hi / 2 - lo / 2  # hi - lo may overflow
     scale = _divided(reach, steps / 2)
     scale = round_scale(scale.clamp(min=EPS), scheme.scale, tensor_scale)
     if scheme.symmetric:
         middle = (fmt.qmin + fmt.qmax + 1) // 2
+        scale = _limited(scale, scheme.scale, largest / max(middle - fmt.qmin, fmt.qmax - middle))
         return scale, torch.full_like(scale, middle, dtype=torch.int32)
     if scheme.float_zero_point:
-        return scale, fmt.qmin - lo / scale.float()
-    zero_point = fmt.qmin - (lo / scale.float()).round().double()  # 2^31 - 1 is no float32
-    return scale, zero_point.clamp(fmt.qmin, fmt.qmax).to(torch.int32)
+        zero_point = fmt.qmin - lo / scale.float()
+    else:
+        rounded = fmt.qmin - (lo / scale.float()).round().double()  # 2^31 - 1 is no float32
+        zero_point = rounded.clamp(fmt.qmin, fmt.qmax).to(torch.int32)
+    # A rounded zero point moves the range by up to half a step beyond the values. Example: codes
+    # 0 to 15 for values from -1 to 1 have the zero point 8 and begin at -8 / 7.5.
+    code = torch.maximum(fmt.qmax - zero_point.double(), zero_point.double() - fmt.qmin)
+    smaller = scale / 2 if scheme.scale.power_of_two else (largest / code * (1 - 2**-8)).to(scale)
+    return torch.where(scale.double() * code > largest, smaller, scale), zero_point
+
+
+def limited_exponent(exponent: torch.Tensor, fmt: Format, largest: float) -> torch.Tensor:
+    """Return exponents of the step of a format under which no code exceeds ``largest``."""
+    # Example: bfloat16 reaches 1.99 * 2^127. fp4 has codes up to 1.5 * 2^2, so 2^125 is the largest
+    # scale; integers have codes down to -2^7, so 2^120 is the largest step.
+    code = fmt.max_value if fmt.is_float else max(-fmt.qmin, fmt.qmax)
+    return exponent.clamp(max=math.frexp(largest / code)[1] - 1)
+
+
+def _limited(scale: torch.Tensor, to: ScaleFormat, limit: float) -> torch.Tensor:
+    """Return scales up to a limit, which is rounded down to bfloat16 or to a power of two.
+
+    Scales in a format of their own are relative to a tensor scale, and keep their values.
+    """
+    if to.fmt is not None:
+        return scale
+    fraction, exponent = math.frexp(limit)  # 0.5 <= fraction < 1
+    steps = 2 if to.power_of_two else 256
+    most = math.ldexp(math.floor(fraction * steps) / steps, exponent)
+    return scale.clamp(max=min(most, torch.finfo(scale.dtype).max))
 
 
 def _smallest(fmt: Format) -> float:

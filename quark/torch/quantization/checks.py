@@ -14,7 +14,6 @@ from quark.torch.graph.discovery import discover
 from quark.torch.graph.eval_mode import eval_mode
 from quark.torch.graph.shared_inputs import same_input_groups
 from quark.torch.graph.structure import Structure
-from quark.torch.numerics.finite import is_finite
 from quark.torch.pipeline.batches import flatten_batches, run_batch, take_excerpt
 from quark.torch.pipeline.data_source import check_batches, make_repeatable
 from quark.torch.pipeline.model_state import restored
@@ -30,7 +29,11 @@ from quark.torch.quantization.config.resolution import (
 from quark.torch.quantization.nn.attention import key_projections, prove_keys
 from quark.torch.quantization.nn.experts import stack_experts, temporarily_split_experts
 from quark.torch.quantization.plan import Plan, prepare
-from quark.torch.quantization.preparation import quantized_layers, select_layers
+from quark.torch.quantization.preparation import (
+    check_parameters,
+    quantized_layers,
+    select_layers,
+)
 
 logger = logging.getLogger("quark")
 
@@ -62,7 +65,7 @@ def check(
         check_algorithms(config, algorithms, layers, dataloader, statistics)
         stack_experts(experts, keep=layers)
         keys = key_projections(layers, config)
-        check_finite(model)
+        check_parameters(model)
         runs = bool(algorithms or keys or shares or needs_data(layers.values()))
         data = make_repeatable(dataloader) if dataloader is not None and runs else dataloader
         if data is not None and runs:
@@ -97,20 +100,6 @@ def temporarily_quantized(model: nn.Module, config: Config) -> Iterator[None]:
             layer.frozen = True
         model.quant_config = config  # type: ignore[assignment]
         yield
-
-
-def check_finite(model: nn.Module) -> None:
-    """Raise if a parameter of a model has NaN or infinite values.
-
-    Raises:
-        ValueError: The message names the parameter.
-    """
-    for name, parameter in model.named_parameters():
-        if not parameter.is_meta and not is_finite(parameter):
-            raise ValueError(
-                f"{name} has NaN or infinite values: the model is damaged, or it overflowed in "
-                f"{parameter.dtype}. Repair it, or load it in a wider type."
-            )
 
 
 def check_data(model: nn.Module, batches: Iterable[Any], has_algorithms: bool) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
+from quark.torch.numerics.finite import is_finite
 from quark.torch.quantization.config.compatibility import check_compatibility, warn_about_ignored
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import assign, report_unmatched
@@ -111,6 +112,20 @@ def _check_layer_types(names: dict[str, type[nn.Module]], config: Config) -> Non
             raise ValueError(
                 f"layer_type_quant_config: {kind.__name__} cannot be quantized "
                 f"(supported: {operator_names()})."
+            )
+
+
+def check_parameters(model: nn.Module) -> None:
+    """Raise if a parameter of a model has NaN or infinite values.
+
+    Raises:
+        ValueError: The message names the parameter.
+    """
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta and not is_finite(parameter):
+            raise ValueError(
+                f"{name} has NaN or infinite values: the model is damaged, or it overflowed in "
+                f"{parameter.dtype}. Repair it, or load it in a wider type."
             )
 
 

@@ -53,7 +53,12 @@ from quark.torch.quantization.nn.experts import corresponding_experts, temporari
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from quark.torch.quantization.nn.layer import input_axis, is_linear
 from quark.torch.quantization.nn.padding import without_padding
-from quark.torch.quantization.preparation import quantized_layers, replace_layers, restore_layers
+from quark.torch.quantization.preparation import (
+    check_parameters,
+    quantized_layers,
+    replace_layers,
+    restore_layers,
+)
 
 PROBES = 8  # default number of model calls on which sensitivities are measured
 COARSE_GROUP = 64  # group size of the coarse rounding
@@ -92,6 +97,7 @@ def collect_statistics(
     first = next(iter(flatten_batches(batches)))
     digests, data = model_digests(model), data_digest(batches)
     with temporarily_split_experts(model):
+        check_parameters(model)
         structure = discover(model, lambda: run_batch(model, take_excerpt(first)))
         names = list(_find_linear_layers(model, structure))
         if not names:

@@ -116,7 +116,10 @@ class HistogramObserver(Histogram, ObserverBase):
         lo, hi = self.clipped()
         device = self.counts.device
         return qparams_from_range(
-            torch.tensor(lo, device=device), torch.tensor(hi, device=device), self.scheme
+            torch.tensor(lo, device=device),
+            torch.tensor(hi, device=device),
+            self.scheme,
+            largest=self.largest,
         )
 
 
@@ -211,7 +214,10 @@ class PerTensorMSEObserver(HistogramObserver):
     def _loss(self, lo: float, hi: float, values: torch.Tensor, weights: torch.Tensor) -> float:
         device = values.device
         qparams = qparams_from_range(
-            torch.tensor(lo, device=device), torch.tensor(hi, device=device), self.scheme
+            torch.tensor(lo, device=device),
+            torch.tensor(hi, device=device),
+            self.scheme,
+            largest=self.largest,
         )
         error = fake_quantize(values, *qparams, self.scheme) - values
         return float((error.double().square() * weights).sum())

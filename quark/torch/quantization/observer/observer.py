@@ -14,7 +14,9 @@ import torch
 
 from quark.torch.numerics.scale_formats import POF2
 from quark.torch.numerics.scales import (
+    BFLOAT16_MAX,
     block_range,
+    largest_value,
     qparams_from_range,
     tensor_scale_from_range,
 )
@@ -36,14 +38,19 @@ class ObserverBase:
     Args:
         qspec: Specification of the tensor; its ``scheme`` is used.
         device: Device of the statistics, by default that of the tensors.
+
+    Attributes:
+        largest: Largest magnitude that a code may stand for, by the types of the tensors.
     """
 
     def __init__(self, qspec: HasScheme, device: torch.device | None = None) -> None:
         self.scheme = qspec.scheme
         self.device = device
+        self.largest = BFLOAT16_MAX
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Record the statistics of ``x`` and return it unchanged."""
+        self.largest = min(self.largest, largest_value(x.dtype))
         self.observe(x.detach())
         return x
 
@@ -138,7 +145,7 @@ class MinMaxObserver(ObserverBase):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the scale and zero point of the range, given a tensor scale for two levels."""
         assert self.lo is not None and self.hi is not None
-        return qparams_from_range(self.lo, self.hi, self.scheme, tensor_scale)
+        return qparams_from_range(self.lo, self.hi, self.scheme, tensor_scale, self.largest)
 
     def tensor_scale(self, scheme: Scheme) -> torch.Tensor:
         """Return the tensor scale [] of the two-level scales of ``scheme``.

@@ -11,7 +11,7 @@ from quark.torch.numerics.exponents import power_of_two, shared_exponent
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.qdq import CHUNK, QParams, fake_quantize_
 from quark.torch.numerics.scale_formats import POF2
-from quark.torch.numerics.scales import qparams_from_range
+from quark.torch.numerics.scales import limited_exponent, qparams_from_range
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.observer.observer import HasScheme, ObserverBase
 
@@ -127,13 +127,13 @@ class PerChannelMSEObserver(SearchObserver):
         best, least = torch.ones_like(lo), torch.full_like(lo, torch.inf)
         for i in range(COARSE + 1):
             shrink = 1 - i * step
-            candidate = qparams_from_range(lo * shrink, hi * shrink, scheme)
+            candidate = qparams_from_range(lo * shrink, hi * shrink, scheme, None, self.largest)
             loss = error(candidate)
             best = torch.where(loss < least, shrink, best)
             least = torch.minimum(least, loss)
         for i in range(-FINE // 2, FINE // 2 + 1):
             shrinks = (best + 2 * i * step / (FINE + 2)).clamp(max=1)
-            yield qparams_from_range(lo * shrinks, hi * shrinks, scheme)
+            yield qparams_from_range(lo * shrinks, hi * shrinks, scheme, None, self.largest)
 
 
 class PerGroupMSEObserver(PerChannelMSEObserver):
@@ -149,7 +149,7 @@ class PerTensorPowOf2MinMSEObserver(SearchObserver):
         """Iterate over the nearest power of two and its multiples by 1/4, 1/2, 2 and 4."""
         scheme = replace(scheme, scale=POF2)
         for factor in (1.0, 0.5, 2.0, 0.25, 4.0):
-            yield qparams_from_range(lo * factor, hi * factor, scheme)
+            yield qparams_from_range(lo * factor, hi * factor, scheme, None, self.largest)
 
 
 class PerChannelPowOf2MinMSEObserver(PerTensorPowOf2MinMSEObserver):
@@ -165,4 +165,5 @@ class PerBlockMXDiffsObserver(SearchObserver):
         """Iterate over both exponents."""
         top = shared_exponent(torch.maximum(-lo, hi), scheme.fmt, "ceil")
         for exponent in (top, (top - 1).clamp(min=-127)):
-            yield power_of_two(exponent - scheme.fmt.fraction_bits), None
+            step = limited_exponent(exponent - scheme.fmt.fraction_bits, scheme.fmt, self.largest)
+            yield power_of_two(step), None
