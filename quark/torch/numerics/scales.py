@@ -132,14 +132,15 @@ def limited_exponent(exponent: torch.Tensor, fmt: Format, largest: float) -> tor
 
 
 def _limited(scale: torch.Tensor, to: ScaleFormat, limit: float) -> torch.Tensor:
-    """Return scales up to a limit, which is rounded down to bfloat16 or to a power of two.
+    """Return scales up to a limit, which is rounded down to the stored type.
 
-    Scales in a format of their own are relative to a tensor scale, and keep their values.
+    Scales of two levels keep their values: the tensor scale is the limit.
     """
-    if to.fmt is not None:
+    if to.two_level:
         return scale
     fraction, exponent = math.frexp(limit)  # 0.5 <= fraction < 1
-    steps = 2 if to.power_of_two else 256
+    mantissa_bits = 0 if to.power_of_two else 7 if to.fmt is None else to.fmt.mantissa_bits
+    steps = 2 << mantissa_bits
     most = math.ldexp(math.floor(fraction * steps) / steps, exponent)
     return scale.clamp(max=min(most, torch.finfo(scale.dtype).max))
 
