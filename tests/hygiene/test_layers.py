@@ -46,7 +46,7 @@ LAYERS = [
     {"quark.torch.algorithm", "quark.torch.quantization.calibration"},
     {"quark.torch.algorithm.rotation"},
     {"quark.torch.algorithm.registry"},
-    {"quark.torch.quantization.algorithms"},
+    {"quark.torch.quantization.algorithms", "quark.torch.quantization.reachability"},
     {"quark.torch.quantization.checks"},
     {"quark.torch.quantization.api", "quark.torch.statistics"},
     {

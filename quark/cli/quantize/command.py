@@ -46,6 +46,7 @@ class _Command(ManyValues):
     many = (
         "exclude_layers",
         "group_size_per_layer",
+        "include_parts",
         "layer_quant_scheme",
         "multi_gpu",
         "quant_algo_config_file",

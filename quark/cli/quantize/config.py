@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quark.cli.console import wrong
-from quark.cli.quantize.request import Request
+from quark.cli.quantize.request import Request, split_names
 
 if TYPE_CHECKING:
     from quark.torch.quantization.config.algo import AlgoConfig
     from quark.torch.quantization.config.config import Config, QuantizationConfig
     from quark.torch.quantization.config.spec import QuantizationSpec
+    from quark.torch.quantization.config.template import LLMTemplate
 
 
 def make_config(request: Request, model_type: str) -> Config:
@@ -161,7 +162,22 @@ def _build_from_schemes(request: Request, model_type: str) -> Config:
         exclude=template.exclude_layers_name if request.excluded is None else request.excluded,
         algorithms=_algorithms(request),
         kv_cache=cache,
+        float_parts=_excluded_parts(request, template),
     )
+
+
+def _excluded_parts(request: Request, template: LLMTemplate) -> list[str]:
+    """Return the kinds of parts that stay in float: all but those of ``--include_parts``."""
+    from quark.torch.quantization.config.parts import check_parts
+
+    if request.excluded is not None:
+        return []
+    included = split_names(request.include_parts or [])
+    try:
+        included = check_parts(included)
+    except ValueError as error:
+        raise wrong("--include_parts", str(error).removeprefix("float_parts: ")) from None
+    return [kind for kind in template.float_parts if kind not in included]
 
 
 def _check_sizes(request: Request, main: str) -> None:

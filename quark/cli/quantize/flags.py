@@ -27,6 +27,7 @@ from quark.torch.algorithm.registry import ALGORITHMS
 from quark.torch.export.containers.registry import CONTAINERS, SAFETENSORS
 from quark.torch.export.formats.registry import FORMATS
 from quark.torch.quantization.config.export import PACK_METHODS, WEIGHT_FORMATS
+from quark.torch.quantization.config.parts import PARTS
 from quark.torch.quantization.config.recipes import RECIPES
 
 _model, _scheme, _algorithm = panel("Model"), panel("Scheme"), panel("Algorithms")
@@ -135,8 +136,16 @@ class SchemeFlags:
         list[str] | None,
         _scheme(
             metavar="PATTERN …",
-            help="Name patterns of layers to leave in float (default: lm_head, the output head; "
-            "without a value: none).",
+            help="Name patterns of layers to leave in float (default: lm_head, the output head, "
+            "with the parts of --include_parts; without a value: none).",
+        ),
+    ] = None
+    include_parts: Annotated[
+        list[str] | None,
+        _scheme(
+            metavar="KIND …",
+            help="Kinds of parts to quantize that stay in float by default: "
+            f"{in_words(PARTS)} (tower: of images or audio).",
         ),
     ] = None
     weight_matrix_merge: Annotated[

@@ -11,6 +11,7 @@ from quark import __version__
 from quark.cli import console, models
 from quark.cli.metrics import Figures
 from quark.cli.quantize.config import needs_data
+from quark.cli.quantize.outline import describe_float_layers, read_outline
 from quark.cli.quantize.request import Request
 
 if TYPE_CHECKING:
@@ -45,8 +46,8 @@ def show_plan(request: Request, config: Config, described: dict[str, Any], lengt
     for pattern, scheme in request.layer_schemes:
         rows[f"  {pattern}"] = scheme
     rows["algorithms"] = ", ".join(options.name for options in config.algo_config or [])
-    head = request.config is None and request.exclude_layers is None
-    rows["in float"] = "the output head" if head else ", ".join(config.exclude) or "nothing"
+    outline = read_outline(request.model_dir, request.trust_remote_code)
+    rows["in float"] = describe_float_layers(request, config, outline)
     source = request.dataset or models.EMBEDDED
     rows["calibration"] = (
         f"up to {request.num_calib_data} windows of {length} tokens: {source}"

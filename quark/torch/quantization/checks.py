@@ -21,6 +21,7 @@ from quark.torch.pipeline.statistics import Statistics
 from quark.torch.quantization.algorithms import check_algorithms, find_algorithms
 from quark.torch.quantization.calibration import needs_data
 from quark.torch.quantization.config.config import Config
+from quark.torch.quantization.config.parts import has_towers
 from quark.torch.quantization.config.resolution import (
     add_shared_inputs,
     resolve_names,
@@ -34,6 +35,7 @@ from quark.torch.quantization.preparation import (
     quantized_layers,
     select_layers,
 )
+from quark.torch.quantization.reachability import leave_unreached_in_float
 
 logger = logging.getLogger("quark")
 
@@ -63,13 +65,16 @@ def check(
         shares, config = shares_inputs(config), resolve_names(config, model)
         layers = select_layers(model, config)
         check_algorithms(config, algorithms, layers, dataloader, statistics)
-        stack_experts(experts, keep=layers)
-        keys = key_projections(layers, config)
         check_parameters(model)
-        runs = bool(algorithms or keys or shares or needs_data(layers.values()))
+        is_static = needs_data(layers.values())
+        runs = bool(algorithms or is_static or shares or key_projections(layers, config))
         data = make_repeatable(dataloader) if dataloader is not None and runs else dataloader
         if data is not None and runs:
             check_data(model, data, bool(algorithms))
+            if (algorithms or is_static) and has_towers(model):
+                config, layers = leave_unreached_in_float(model, config, layers, data)
+        stack_experts(experts, keep=layers)
+        keys = key_projections(layers, config)
         config = _with_shared_inputs(config, model, data) if shares else config
         if keys:
             prove_keys(model, keys, _trial_run(model, data))

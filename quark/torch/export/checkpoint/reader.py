@@ -380,20 +380,32 @@ def _check_buffers(model: nn.Module) -> None:
         )
 
 
+def _innermost_model(model: nn.Module, name: str) -> Any:
+    """Return the model around a module that knows how to initialize it, such as a vision tower."""
+    around: Any = model
+    for part in name.split("."):
+        model = getattr(model, part) if part else model
+        around = model if hasattr(model, "_init_weights") else around
+    return around
+
+
 def _compute_buffers(model: nn.Module, device: torch.device) -> None:
     """Compute the buffers that no checkpoint stores, where they are on the meta device."""
-    for module in model.modules():
+    for path, module in model.named_modules():
         buffers = module._buffers
         absent = {n: b for n, b in buffers.items() if b is not None and b.is_meta}
         if not absent:
             continue
-        # Transformers initializes a whole module: tensors that were read are put back afterwards.
-        held: list[dict[str, Any]] = [module._parameters, buffers]
-        read = [{n: t for n, t in tensors.items() if n not in absent} for tensors in held]
+        # Transformers initializes a module with what is below it, such as the weights of
+        # embeddings: what was read is put back afterwards.
+        held = [tensors for m in module.modules() for tensors in (m._parameters, m._buffers)]
+        read = [dict(tensors) for tensors in held]
         for tensors in held:
             for name, tensor in tensors.items():
-                place = device if name in absent else "meta"
-                tensors[name] = None if tensor is None else torch.empty_like(tensor, device=place)
-        model._init_weights(module)  # type: ignore[operator]
-        for tensors, kept in zip(held, read, strict=True):
-            tensors.update(kept)
+                tensors[name] = None if tensor is None else torch.empty_like(tensor, device="meta")
+        buffers.update({n: torch.empty_like(b, device=device) for n, b in absent.items()})
+        _innermost_model(model, path)._init_weights(module)
+        computed = {name: buffers[name] for name in absent}
+        for tensors, before in zip(held, read, strict=True):
+            tensors.update(before)
+        buffers.update(computed)

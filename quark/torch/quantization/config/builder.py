@@ -14,6 +14,7 @@ from torch import nn
 from quark.torch.quantization.config.algo import AlgoConfig
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.kv_cache import with_kv_cache
+from quark.torch.quantization.config.parts import PARTS
 from quark.torch.quantization.config.resolution import OUTPUT_HEAD, fused_projections
 
 
@@ -42,6 +43,7 @@ def build_config(
     algorithms: Sequence[AlgoConfig] = (),
     kv_cache: KVCache | None = None,
     shared_scale_groups: list[list[str]] | None = None,
+    float_parts: Sequence[str] | None = None,
 ) -> Config:
     """Return the configuration of a language model.
 
@@ -54,6 +56,8 @@ def build_config(
         kv_cache: Quantization of the key-value cache; None leaves it in float.
         shared_scale_groups: Groups of name endings that share scales per tensor. None shares those
             of layers with the same input, where a scheme has two levels of scales.
+        float_parts: Kinds of ``PARTS`` to leave in float. None for all of them if ``exclude`` is
+            None too, else for none: an explicit list of names is the whole list.
 
     Raises:
         ValueError: No scheme of the cache has that name; the message names the nearest.
@@ -62,11 +66,14 @@ def build_config(
     if shared_scale_groups is None:
         schemes = [scheme, *layers.values(), *layer_types.values()]
         shared_scale_groups = fused_projections() if any(map(is_two_level, schemes)) else []
+    if float_parts is None:
+        float_parts = PARTS if exclude is None else ()
     config = Config(
         global_quant_config=scheme,
         layer_quant_config=layers,
         layer_type_quant_config=layer_types,
         exclude=[OUTPUT_HEAD] if exclude is None else list(exclude),
+        float_parts=list(float_parts),
         algo_config=list(algorithms),
         shared_scale_groups=shared_scale_groups,
     )

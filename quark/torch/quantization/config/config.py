@@ -34,6 +34,7 @@ from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.layer import QLayerConfig as QLayerConfig
 from quark.torch.quantization.config.layer import QuantizationConfig as QuantizationConfig
 from quark.torch.quantization.config.name_lookup import one_of
+from quark.torch.quantization.config.parts import check_parts
 from quark.torch.quantization.config.serialize import known, plain
 from quark.torch.quantization.config.spec import QTensorConfig as QTensorConfig
 from quark.torch.quantization.config.spec import QuantizationSpec as QuantizationSpec
@@ -104,6 +105,7 @@ OLDEST = "0.8"  # the last version whose files have no version
 # Fields without a key in config.json: they act before a checkpoint is written.
 _NOT_WRITTEN = {
     "export",
+    "float_parts",
     "gpu_resident_blocks",
     "keep_prequantized_layers",
     "kv_cache_group",
@@ -151,10 +153,12 @@ class Config:
         sync_moe_expert_input_amax: Whether the experts of a layer share the scale of their inputs.
         keep_prequantized_layers: Must be True to quantize a model.
         export: Options of the export that wrote the checkpoint.
+        float_parts: Kinds of parts that stay in float, found by the structure of the model when
+            it is quantized: ``tower`` (vision and audio), ``projector`` and ``router``.
 
     Raises:
         TypeError: A field holds a value of another type.
-        ValueError: ``quant_mode`` or ``quant_flow`` is unknown.
+        ValueError: ``quant_mode``, ``quant_flow`` or a kind of ``float_parts`` is unknown.
     """
 
     global_quant_config: QuantizationConfig = field(default_factory=QuantizationConfig)
@@ -177,6 +181,7 @@ class Config:
     sync_moe_expert_input_amax: bool = False
     keep_prequantized_layers: bool = True
     export: JsonExporterConfig | None = None
+    float_parts: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not isinstance(self.global_quant_config, QuantizationConfig):
@@ -185,6 +190,7 @@ class Config:
                 f"got {self.global_quant_config!r}."
             )
         self.exclude = _as_list(self.exclude)
+        self.float_parts = check_parts(_as_list(self.float_parts))
         self.layer_quant_config = dict(self.layer_quant_config or {})
         self.layer_type_quant_config = dict(self.layer_type_quant_config or {})
         self.kv_cache_quant_config = dict(self.kv_cache_quant_config or {})

@@ -1,22 +1,24 @@
 """Resolution of a configuration against a model: general names become names of its modules.
 
-A configuration is often written before there is a model. Two of its values stand for a role that
+A configuration is often written before there is a model. Three of its values stand for a role that
 each architecture names differently, and are resolved when a model is quantized:
 
 - ``lm_head`` in ``exclude``: the output head, such as ``embed_out`` of GPT-NeoX.
+- ``float_parts``: vision and audio towers, projectors, routers; see ``parts``.
 - ``FUSED_PROJECTIONS`` as ``shared_scale_groups``: all layers that share an input.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import nn
 
-from quark.torch.quantization.config.config import Config
+from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import literal, matches
+from quark.torch.quantization.config.parts import find_parts, output_layers
 
 OUTPUT_HEAD = "lm_head"
 # Projections of Llama that inference software fuses, as in the schemes of the documented API.
@@ -34,15 +36,8 @@ def shares_inputs(config: Config) -> bool:
 
 
 def output_head(model: nn.Module) -> list[str]:
-    """Return the names of the layers that a model declares as its output embedding.
-
-    Args:
-        model: Any model. One without ``get_output_embeddings`` has none.
-    """
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    if not isinstance(head, nn.Module):
-        return []
-    layers = {id(m) for m in head.modules() if next(m.children(), None) is None}
+    """Return the names of the layers of the output head of a model; see ``parts.output_layers``."""
+    layers = {id(layer) for layer in output_layers(model)}
     return [name for name, module in model.named_modules() if id(module) in layers]
 
 
@@ -56,10 +51,26 @@ def resolve_exclude(exclude: Sequence[str], model: nn.Module) -> list[str]:
     return list(dict.fromkeys([*general, *head, *(p for p in exclude if p != OUTPUT_HEAD)]))
 
 
+def resolve_parts(kinds: Sequence[str], model: nn.Module) -> list[str]:
+    """Return name patterns of all parts of some kinds in a model."""
+    parts = [part.name for part in find_parts(model) if part.kind in kinds] if kinds else []
+    modules = dict(model.named_modules())
+    return [
+        pattern
+        for name in parts
+        for pattern in ([literal(name)] if _is_leaf(modules[name]) else [f"{literal(name)}.*"])
+    ]
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    return next(module.children(), None) is None
+
+
 def resolve_names(config: Config, model: nn.Module) -> Config:
     """Return the configuration with the names of a model, as far as no data has to run.
 
-    The output head stands for ``lm_head`` in ``exclude``. Of ``FUSED_PROJECTIONS``, names
+    The output head stands for ``lm_head`` in ``exclude``, and the parts of ``float_parts`` are
+    added. Layers of towers make no key-value cache. Of ``FUSED_PROJECTIONS``, names
     without a layer in the model are left out.
     """
     groups = config.shared_scale_groups
@@ -67,10 +78,48 @@ def resolve_names(config: Config, model: nn.Module) -> Config:
         endings = {name.rpartition(".")[2] for name, _ in model.named_modules()}
         present = [[ending for ending in group if ending in endings] for group in groups]
         groups = [group for group in present if len(group) > 1]
+    names = [name for name, _ in model.named_modules()]
+    towers = [part for part in find_parts(model) if part.kind == "tower"]
+    without = {name for name in names if any(tower.holds(name) for tower in towers)}
+    config = limit_cache(config, names, without)
     exclude = resolve_exclude(config.exclude, model)
-    if exclude == config.exclude and groups == config.shared_scale_groups:
+    exclude += [p for p in resolve_parts(config.float_parts, model) if p not in exclude]
+    is_same = exclude == config.exclude and groups == config.shared_scale_groups
+    if is_same and not config.float_parts:
         return config
-    return replace(config, exclude=exclude, shared_scale_groups=groups)
+    return replace(config, exclude=exclude, shared_scale_groups=groups, float_parts=[])
+
+
+def limit_cache(config: Config, names: Iterable[str], without: Collection[str]) -> Config:
+    """Return the configuration with a key-value cache that some layers are not part of.
+
+    Args:
+        config: The configuration.
+        names: Names of all modules of the model.
+        without: Names of layers that make no cache, such as the key projections of a vision tower.
+    """
+    patterns, names = config.kv_cache_quant_config, list(names)
+    exact: dict[str, list[str]] = {}
+    for pattern in patterns:
+        hit = [name for name in names if matches(name, [pattern])]
+        kept = [name for name in hit if name not in without]
+        if kept and len(kept) < len(hit):  # a pattern of such layers alone means them
+            exact[pattern] = kept
+    if not exact:
+        return config
+
+    def limited(layers: Mapping[str, QuantizationConfig]) -> dict[str, QuantizationConfig]:
+        return {
+            key: layer
+            for pattern, layer in layers.items()
+            for key in (map(literal, exact[pattern]) if pattern in exact else [pattern])
+        }
+
+    return replace(
+        config,
+        kv_cache_quant_config=limited(patterns),
+        layer_quant_config=limited(config.layer_quant_config),
+    )
 
 
 def add_shared_inputs(config: Config, inputs: Iterable[Sequence[str]]) -> Config:

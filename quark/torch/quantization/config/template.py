@@ -13,6 +13,7 @@ from quark.torch.quantization.config.algo_lookup import make_algo_configs
 from quark.torch.quantization.config.builder import KVCache, build_config
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.name_lookup import one_of
+from quark.torch.quantization.config.parts import PARTS
 from quark.torch.quantization.config.recipes import recipe
 from quark.torch.quantization.config.resolution import OUTPUT_HEAD
 
@@ -29,7 +30,8 @@ class LLMTemplate:
             ``["*k_proj", "*v_proj"]``.
         q_layer_name: Name pattern of the query projection. Defaults to ``"*q_proj"``.
         exclude_layers_name: Name patterns of layers to leave in float. Defaults to
-            ``["lm_head"]``, which stands for the output head whatever the model calls it.
+            ``["lm_head"]``, which stands for the output head whatever the model calls it, with
+            all parts of ``float_parts``.
 
     Example::
 
@@ -50,6 +52,7 @@ class LLMTemplate:
         self.model_type = model_type
         self.kv_layers_name = kv_layers_name or ["*k_proj", "*v_proj"]
         self.q_layer_name = q_layer_name or "*q_proj"
+        self.float_parts = list(PARTS) if exclude_layers_name is None else []
         self.exclude_layers_name = (
             [OUTPUT_HEAD] if exclude_layers_name is None else exclude_layers_name
         )
@@ -108,6 +111,7 @@ class LLMTemplate:
         exclude_layers: list[str] | None = None,
         algo_configs: dict[str, AlgoConfig] | None = None,
         shared_scale_groups: list[list[str]] | None = None,
+        float_parts: list[str] | None = None,
     ) -> Config:
         """Return the configuration of a model.
 
@@ -124,6 +128,9 @@ class LLMTemplate:
             algo_configs: Options of algorithms by their names, instead of the default options.
             shared_scale_groups: Groups of name endings that share per-tensor scales. By default
                 layers with the same input share them where scales have two levels.
+            float_parts: Kinds of parts to leave in float, found by the structure of the model:
+                ``tower`` (vision and audio), ``projector`` and ``router``. By default all of them,
+                or none if ``exclude_layers`` is given. ``[]`` quantizes all of them.
 
         Raises:
             ValueError: A name is unknown; the message names the nearest.
@@ -139,10 +146,16 @@ class LLMTemplate:
             layers={p: self._scheme(s) for p, s in (layer_config or {}).items()},
             layer_types=layer_types,
             exclude=self.exclude_layers_name if exclude_layers is None else exclude_layers,
+            float_parts=self._parts(float_parts, exclude_layers is None),
             algorithms=make_algo_configs(algorithm, algo_configs or {}),
             kv_cache=cache,
             shared_scale_groups=shared_scale_groups,
         )
+
+    def _parts(self, wanted: list[str] | None, is_default: bool) -> list[str]:
+        if wanted is not None:
+            return wanted
+        return self.float_parts if is_default else []
 
     def get_recipe(self, name: str) -> Config:
         """Return the configuration of a recipe: a scheme with its best algorithms.

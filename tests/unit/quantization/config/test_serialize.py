@@ -100,6 +100,7 @@ def full_config():
         sync_moe_expert_input_amax=True,
         keep_prequantized_layers=False,
         export=JsonExporterConfig([["*q_proj"]], ["*k_proj"], 0.5, "fake_quantized", "order"),
+        float_parts=["tower"],
     )
 
 

@@ -1,0 +1,58 @@
+"""The structure of the model before its weights are read: parts that stay in float."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quark.cli.quantize.request import Request
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from quark.torch.quantization.config.config import Config
+    from quark.torch.quantization.config.parts import Part
+
+_PLURAL = 3  # names of parts of a kind to print
+
+
+def read_outline(directory: Path, trust_remote_code: bool = False) -> nn.Module | None:
+    """Return the model of a directory on the meta device; None without safetensors.
+
+    Raises:
+        ValueError: The files are damaged, or Transformers cannot build the model.
+    """
+    from quark.torch.export.checkpoint.architecture import empty_model, read_config
+    from quark.torch.export.checkpoint.files import CheckpointReader
+
+    if not any(directory.glob("*.safetensors")):
+        return None
+    config = read_config(directory, trust_remote_code)
+    entries = CheckpointReader(directory).entries
+    return empty_model(config, entries, directory, trust_remote_code=trust_remote_code)
+
+
+def describe_float_layers(request: Request, config: Config, outline: nn.Module | None) -> str:
+    """Return which layers stay in float, in words for the plan.
+
+    Args:
+        request: The flags.
+        config: The configuration, before it is resolved against the model.
+        outline: The model on the meta device, or None.
+    """
+    from quark.torch.quantization.config.parts import find_parts
+
+    is_default = request.config is None and request.exclude_layers is None
+    words = ["the output head" if is_default else ", ".join(config.exclude)]
+    if outline is not None and config.float_parts:
+        parts = [part for part in find_parts(outline) if part.kind in config.float_parts]
+        for title in dict.fromkeys(part.title for part in parts):
+            words.append(_describe([part for part in parts if part.title == title]))
+    return "; ".join(filter(None, words)) or "nothing"
+
+
+def _describe(parts: list[Part]) -> str:
+    """Return the title and names of equal parts: ``vision tower (model.visual)``."""
+    names = [part.name for part in parts[:_PLURAL]] + ["…"] * (len(parts) > _PLURAL)
+    count = f"{len(parts)} × " if len(parts) > 1 else ""
+    return f"{count}{parts[0].title} ({', '.join(names)})"

@@ -1,0 +1,221 @@
+"""Parts of a model that a scheme for its language model leaves in float, found by structure.
+
+``Config.float_parts`` names kinds of parts. No name of a module or model is known here: a
+multimodal model of Transformers has one configuration for each of its models, and each model
+declares its modalities.
+
+=============  ====================================================================================
+kind           modules
+=============  ====================================================================================
+``tower``      models of images or audio inside of a model that generates text
+``projector``  layers between a tower and the language model
+``router``     layers that weigh the experts of a mixture, and the gate of a shared expert
+=============  ====================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from quark.torch.quantization.config.name_lookup import one_of
+
+PARTS = ("tower", "projector", "router")
+_LAYERS = (nn.Linear, nn.modules.conv._ConvNd)
+
+
+class Part(NamedTuple):
+    """A part of a model.
+
+    Attributes:
+        kind: One of ``PARTS``.
+        name: Name of the module that holds all of it.
+        title: What it is, such as ``vision tower``.
+    """
+
+    kind: str
+    name: str
+    title: str
+
+    def holds(self, name: str) -> bool:
+        """Whether a module belongs to the part, by its name."""
+        return name == self.name or name.startswith(f"{self.name}.")
+
+
+def check_parts(kinds: Iterable[Any]) -> list[str]:
+    """Return kinds of parts as ``PARTS`` spells them.
+
+    Raises:
+        ValueError: A kind is unknown; the message names the nearest.
+    """
+    return [one_of(str(kind), PARTS, "float_parts") for kind in kinds]
+
+
+def find_parts(model: nn.Module) -> list[Part]:
+    """Return the parts of a model that do not belong to its language model.
+
+    Args:
+        model: Any model; its tensors may be on the meta device. A model without towers and without
+            experts has no parts.
+    """
+    modules = dict(model.named_modules())
+    towers = _find_towers(model, modules)
+    parts = [*towers, *_find_projectors(model, modules, towers), *_find_routers(modules)]
+    return list(dict.fromkeys(parts))
+
+
+def has_towers(model: nn.Module) -> bool:
+    """Whether a model has models of images or audio beside its language model."""
+    return bool(_find_towers(model, dict(model.named_modules())))
+
+
+def output_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers that a model, or a model inside of it, has as its output head.
+
+    These are the declared output embeddings. A model without any has the layers directly on top of
+    its base model, such as the classifier of a ``ForSequenceClassification``.
+    """
+    heads = [
+        head
+        for module in model.modules()
+        if isinstance(head := getattr(module, "get_output_embeddings", lambda: None)(), nn.Module)
+    ]
+    base = getattr(model, "base_model", model)
+    if not heads and isinstance(base, nn.Module) and base is not model:
+        heads = [m for m in model.children() if isinstance(m, nn.Linear) and m is not base]
+    layers = [m for head in heads for m in head.modules() if next(m.children(), None) is None]
+    return list(dict.fromkeys(layers))
+
+
+def _find_towers(model: nn.Module, modules: dict[str, nn.Module]) -> list[Part]:
+    """Return the outermost models of other modalities than text, with configurations of their own.
+
+    An encoder-decoder reads its images or audio by its own encoder, which is not a tower. Models of
+    two equal sides, such as CLIP, do not generate text and have no towers.
+    """
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config") or config.is_encoder_decoder:
+        return []
+    if not (model.can_generate() or model.get_output_embeddings() is not None):  # type: ignore[operator]
+        return []
+    language = config.get_text_config(decoder=True)
+    own = {type(config), type(language)}
+    towers: list[Part] = []
+    for name, module in modules.items():
+        senses = _modalities(module) - {"text"}
+        # Models of images often inherit the modalities of the whole model, text among them.
+        is_tower = bool(senses) and (language is not config or "text" not in _modalities(module))
+        if not is_tower or any(tower.holds(name) for tower in towers):
+            continue
+        if not any(type(getattr(m, "config", None)) in own for m in module.modules()):
+            towers.append(Part("tower", name, f"{_sense(senses, _modalities(model))} tower"))
+    return towers
+
+
+def _modalities(module: nn.Module) -> set[str]:
+    """Return what a model reads; an ordinary module declares nothing."""
+    declared = getattr(module, "input_modalities", ())
+    return {declared} if isinstance(declared, str) else set(declared)
+
+
+def _sense(senses: set[str], of_all: set[str]) -> str:
+    senses = (senses & of_all) or (of_all - {"text"}) or senses
+    return "vision" if senses & {"image", "video"} else min(senses)
+
+
+def _find_projectors(
+    model: nn.Module, modules: dict[str, nn.Module], towers: list[Part]
+) -> list[Part]:
+    """Return the modules with layers that are in no tower, not in the language model, no head.
+
+    A module that holds a tower and is not itself a model belongs to the tower: its layers are
+    projectors, even inside of the language model.
+    """
+    if not towers:
+        return []
+    config: Any = model.config
+    language = type(config.get_text_config(decoder=True))
+    models = {name for name, module in modules.items() if hasattr(module, "input_modalities")}
+    holders = [tower.name.rpartition(".")[0] for tower in towers]
+    holders = [name for name in holders if name not in models]
+    heads = {id(layer) for layer in output_layers(model)}
+    inner = [
+        name
+        for name, module in modules.items()
+        if type(getattr(module, "config", None)) is language and name in models
+    ]
+    layers = {name for name, module in modules.items() if isinstance(module, _LAYERS)}
+    outside = {
+        name
+        for name in layers
+        if not any(tower.holds(name) for tower in towers)
+        and id(modules[name]) not in heads
+        and (_is_inside(name, holders) or not _is_inside(name, inner))
+    }
+    tops = dict.fromkeys(_outermost(name, outside, layers) for name in sorted(outside))
+    return [Part("projector", name, "projector") for name in tops]
+
+
+def _is_inside(name: str, parents: Iterable[str]) -> bool:
+    return any(not parent or name.startswith(f"{parent}.") for parent in parents)
+
+
+def _outermost(name: str, wanted: set[str], layers: set[str]) -> str:
+    """Return the outermost module around a layer whose layers are all wanted.
+
+    Example: ``connector`` for ``connector.linear``, if it has no layer that is not wanted.
+    """
+    parents = name.split(".")[:-1]
+    for depth in range(1, len(parents) + 1):
+        parent = ".".join(parents[:depth])
+        if all(layer in wanted for layer in layers if layer.startswith(f"{parent}.")):
+            return parent
+    return name
+
+
+def _find_routers(modules: dict[str, nn.Module]) -> list[Part]:
+    """Return the layers that weigh experts: one output for each expert, or for a shared expert.
+
+    Experts are equal members of a list, or one parameter with an axis of experts. Their router is
+    beside them: a matrix of as many rows.
+    """
+    routers: list[Part] = []
+    for name, module in modules.items():
+        count = _count_experts(module)
+        parent, _, own = name.rpartition(".")
+        if count < 2 or not own:
+            continue
+        beside = {
+            n: m
+            for n, m in modules[parent].named_modules()
+            if not (n == own or n.startswith(f"{own}."))
+        }
+        if any(_rows(m) == count for m in beside.values()):
+            routers += [
+                Part("router", f"{parent}.{n}" if parent else n, "router of experts")
+                for n, m in beside.items()
+                if type(m) is nn.Linear and m.out_features in (1, count)
+            ]
+    return routers
+
+
+def _count_experts(module: nn.Module) -> int:
+    """Return the number of equal members of a list with layers, or of a stack; 0 for others."""
+    stacks = [p.shape[0] for p in module._parameters.values() if p is not None and p.dim() == 3]
+    if stacks and not isinstance(module, _LAYERS):
+        return stacks[0] if len(set(stacks)) == 1 else 0
+    members = [child for name, child in module.named_children() if name.isdecimal()]
+    shapes = {tuple(_shapes(member)) for member in members}
+    return len(members) if len(shapes) == 1 and any(shapes) else 0
+
+
+def _shapes(module: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
+    return ((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
+
+
+def _rows(module: nn.Module) -> int:
+    """Return the rows of the matrix of a module, 0 without one."""
+    weight = module._parameters.get("weight")
+    return weight.shape[0] if weight is not None and weight.dim() == 2 else 0
