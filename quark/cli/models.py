@@ -152,6 +152,26 @@ def load_tokenizer(directory: Path, flag: str, trust_remote_code: bool = False) 
     return tokenizer
 
 
+def load_processor(directory: Path, flag: str, trust_remote_code: bool = False) -> Any:
+    """Return the processor of a directory, image processor and feature extractor included.
+
+    Raises:
+        typer.BadParameter: The directory has none, or a package that it needs is missing.
+    """
+    from transformers import AutoProcessor
+
+    _quiet_transformers()
+    try:
+        return AutoProcessor.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    except (ImportError, OSError, ValueError) as error:
+        first = str(error).strip().split("\n")[0]
+        raise wrong(
+            flag,
+            f"{directory} has no processor that can be loaded ({first}). Copy its files, such as "
+            "preprocessor_config.json, to this directory.",
+        ) from None
+
+
 def _quiet_transformers() -> None:
     from transformers.utils import logging as transformers_logging
 
@@ -220,9 +240,15 @@ def text_windows(
     from quark.demo.text import calibration_documents, evaluation_documents
     from quark.torch.evaluation.datasets import named_documents
     from quark.torch.evaluation.perplexity import token_windows
+    from quark.torch.evaluation.samples import kind_of_source
 
     try:
         if source is not None:
+            if kind := kind_of_source(source):
+                raise ValueError(
+                    f"{source} holds {kind}, not text: 'quark quantize' calibrates with it as "
+                    "--dataset."
+                )
             documents = named_documents(source, held_out)
         else:
             enough = CHARACTERS_PER_TOKEN * length * limit

@@ -171,6 +171,11 @@ def _excluded_parts(request: Request, template: LLMTemplate) -> list[str]:
     from quark.torch.quantization.config.parts import check_parts
 
     if request.excluded is not None:
+        if request.include_parts:
+            raise wrong(
+                "--include_parts",
+                "--exclude_layers names all layers that stay in float. Leave one of them out.",
+            )
         return []
     included = split_names(request.include_parts or [])
     try:

@@ -205,12 +205,13 @@ class CalibrationFlags:
         _data(
             metavar="FILE|NAME",
             help="Calibration text: a .txt, .jsonl, .json, .csv or .parquet file, a directory, "
-            "pileval, wikitext, cnn_dailymail, or another dataset on the Hub. Default: "
-            f"{EMBEDDED}.",
+            "pileval, wikitext, cnn_dailymail, or another dataset on the Hub. For models of "
+            "images or audio ('quark quantize'): a directory of images, of audio, or a .jsonl of "
+            f"messages. Default: {EMBEDDED}.",
         ),
     ] = None
     num_calib_data: Annotated[
-        int, _data(metavar="N", min=1, help="Maximum number of calibration windows.")
+        int, _data(metavar="N", min=1, help="Maximum number of calibration windows or samples.")
     ] = 128
     seq_len: Annotated[
         int | None,

@@ -15,12 +15,13 @@ from quark.cli.collect import read_optional_statistics
 from quark.cli.metrics import Figures, Measures, prepare_measures, show_scores, write_metrics
 from quark.cli.options import SEQ_LEN
 from quark.cli.quantize.config import make_config, needs_data
+from quark.cli.quantize.data import describe, kind_of_dataset, read_batches
+from quark.cli.quantize.outline import predicts_text, read_outline
 from quark.cli.quantize.output import check_writable, write
 from quark.cli.quantize.request import Request, check_flags, check_places
 from quark.cli.quantize.tables import Outcome, show_outcome, show_plan
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from quark.torch.pipeline.statistics import Statistics
@@ -65,12 +66,17 @@ def _quantize(request: Request, described: dict[str, Any]) -> None:
     statistics = read_optional_statistics(request.statistics)
     device = models.pick_device(request.device)
     length = models.window_length(described, request.seq_len, SEQ_LEN)
-    show_plan(request, config, described, length)
+    outline = read_outline(request.model_dir, request.trust_remote_code)
+    request = _without_perplexity(request, outline)
     is_calibrated = needs_data(config, statistics is not None)
-    tokenizer = _find_text(request, is_calibrated)
+    kind = kind_of_dataset(request, outline) if is_calibrated else None
+    show_plan(request, config, described, describe(request, kind, length), outline)
+    tokenizer = _find_text(request, is_calibrated and kind is None)
     model = _load(request, request.model_dir, device)
     check_writable(request, model, config)
-    calibration, measures = _read_text(request, described, tokenizer, length, is_calibrated)
+    with console.stage("reading data"):
+        calibration = read_batches(request, kind, tokenizer, length) if is_calibrated else None
+        measures = prepare_measures(request, described, tokenizer)
     outcome = _quantize_and_evaluate(request, model, config, calibration, measures, statistics)
     write(request, model, tokenizer, str(described.get("model_type", "model")))
     show_outcome(request, outcome)
@@ -147,31 +153,34 @@ def _find_text(request: Request, is_calibrated: bool) -> Any:
     return _tokenizer(request, is_calibrated or not request.skip_evaluation)
 
 
-def _read_text(
-    request: Request, described: dict[str, Any], tokenizer: Any, length: int, is_calibrated: bool
-) -> tuple[torch.Tensor | None, Measures | None]:
-    """Return the calibration windows and the evaluation data, if needed."""
-    calibration = None
-    with console.stage("reading text"):
-        if is_calibrated:
-            calibration = models.text_windows(
-                request.dataset, "--dataset", tokenizer, length, request.num_calib_data, False
+def _without_perplexity(request: Request, outline: nn.Module | None) -> Request:
+    """Return a request that skips the evaluation where a model does not predict text.
+
+    Raises:
+        typer.BadParameter: An evaluation is requested explicitly.
+    """
+    if request.skip_evaluation or predicts_text(outline):
+        return request
+    for name in ("eval_data", "tasks", "save_metrics_to_csv", "use_ppl_eval_for_kv_cache"):
+        if name in request.given:
+            raise console.wrong(
+                f"--{name}",
+                f"{type(outline).__name__} does not predict the next token, so it has no "
+                "perplexity. Leave it out.",
             )
-        measures = prepare_measures(request, described, tokenizer)
-    return calibration, measures
+    return replace(request, skip_evaluation=True)
 
 
 def _quantize_and_evaluate(
     request: Request,
     model: nn.Module,
     config: Config,
-    calibration: torch.Tensor | None,
+    calibration: list[Any] | None,
     measures: Measures | None,
     statistics: Statistics | None,
 ) -> Outcome:
     """Quantize and freeze the model in place, and evaluate it before and after."""
-    import torch
-
+    from quark.torch.evaluation.samples import complete_batches
     from quark.torch.export.expert_tokens import expert_tokens
     from quark.torch.quantization.api import ModelQuantizer
     from quark.torch.quantization.config.config import NAMED_ONLY
@@ -183,7 +192,7 @@ def _quantize_and_evaluate(
     outcome = Outcome()
     if measures is not None:
         outcome.before = measures.perplexity(model, "perplexity of the original")
-    batches = None if calibration is None else [*torch.split(calibration, request.batch_size)]
+    batches = None if calibration is None else complete_batches(model, calibration)
     start = time.monotonic()
     with console.stage("quantizing"):
         quantizer = ModelQuantizer(config, offload_dir=request.offload_dir)

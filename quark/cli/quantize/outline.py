@@ -32,6 +32,22 @@ def read_outline(directory: Path, trust_remote_code: bool = False) -> nn.Module 
     return empty_model(config, entries, directory, trust_remote_code=trust_remote_code)
 
 
+def predicts_text(outline: nn.Module | None) -> bool:
+    """Whether perplexity of text is defined for a model; True where its structure is not known.
+
+    Classifiers, models of images or audio, and encoder-decoders predict no next token.
+    """
+    if outline is None or not hasattr(outline, "get_output_embeddings"):
+        return True
+    head, config = outline.get_output_embeddings(), outline.config  # type: ignore[operator]
+    return head is not None and not config.is_encoder_decoder and reads_text(outline)  # type: ignore[union-attr]
+
+
+def reads_text(outline: nn.Module | None) -> bool:
+    """Whether token ids alone run a model; True where its structure is not known."""
+    return getattr(outline, "main_input_name", "input_ids") == "input_ids"
+
+
 def describe_float_layers(request: Request, config: Config, outline: nn.Module | None) -> str:
     """Return which layers stay in float, in words for the plan.
 

@@ -10,6 +10,7 @@ from rich.markup import escape
 
 from quark.cli import console
 from quark.cli.outputs import check_room
+from quark.cli.quantize.data import ProcessorFiles
 from quark.cli.quantize.request import Request
 
 if TYPE_CHECKING:
@@ -94,8 +95,9 @@ def _keep(request: Request, model: nn.Module, tokenizer: Any) -> str:
     output = (request.output_dir if request.exports else request.save_dir).resolve()
     names = (output.with_name(f"{output.name}-kept{number or ''}") for number in count())
     place = next(path for path in names if not path.exists())
+    files = ProcessorFiles(tokenizer, request.model_dir)
     try:
-        ModelExporter(None, place).export("hf_format", model, ExportSettings(tokenizer=tokenizer))
+        ModelExporter(None, place).export("hf_format", model, ExportSettings(tokenizer=files))
     except Exception as error:
         return f"The result could not be kept in {place} either: {error}"
     return (
@@ -113,7 +115,7 @@ def _settings(request: Request, tokenizer: Any) -> ExportSettings:
     return ExportSettings(
         custom_mode=request.custom_mode,
         options=options,
-        tokenizer=tokenizer,
+        tokenizer=ProcessorFiles(tokenizer, request.model_dir),
         tokenizer_path=request.model_dir,
     )
 

@@ -11,10 +11,12 @@ from quark import __version__
 from quark.cli import console, models
 from quark.cli.metrics import Figures
 from quark.cli.quantize.config import needs_data
-from quark.cli.quantize.outline import describe_float_layers, read_outline
+from quark.cli.quantize.outline import describe_float_layers, predicts_text
 from quark.cli.quantize.request import Request
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from quark.torch.export.expert_tokens import ExpertTokens
     from quark.torch.quantization.config.config import Config
 
@@ -31,8 +33,22 @@ class Outcome:
     experts: ExpertTokens | None = None
 
 
-def show_plan(request: Request, config: Config, described: dict[str, Any], length: int) -> None:
-    """Print the plan of a run: model, scheme, data and output."""
+def show_plan(
+    request: Request,
+    config: Config,
+    described: dict[str, Any],
+    calibration: str,
+    outline: nn.Module | None,
+) -> None:
+    """Print the plan of a run: model, scheme, data and output.
+
+    Args:
+        request: The flags.
+        config: The configuration.
+        described: Contents of the ``config.json`` of the model.
+        calibration: Calibration data, in words.
+        outline: The model on the meta device, or None.
+    """
     from quark.torch.quantization.config.description import describe, describe_layer
 
     size = console.format_bytes(models.weight_bytes(request.model_dir))
@@ -46,11 +62,9 @@ def show_plan(request: Request, config: Config, described: dict[str, Any], lengt
     for pattern, scheme in request.layer_schemes:
         rows[f"  {pattern}"] = scheme
     rows["algorithms"] = ", ".join(options.name for options in config.algo_config or [])
-    outline = read_outline(request.model_dir, request.trust_remote_code)
     rows["in float"] = describe_float_layers(request, config, outline)
-    source = request.dataset or models.EMBEDDED
     rows["calibration"] = (
-        f"up to {request.num_calib_data} windows of {length} tokens: {source}"
+        calibration
         if needs_data(config, request.statistics is not None)
         else "none needed: "
         + ("statistics suffice" if request.statistics else "no static activation scales")
@@ -59,6 +73,8 @@ def show_plan(request: Request, config: Config, described: dict[str, Any], lengt
         text = request.eval_data or f"held-out {models.EMBEDDED}"
         rows["evaluation"] = f"perplexity on {text}"
         rows["  tasks"] = request.tasks or ""
+    elif not predicts_text(outline):
+        rows["evaluation"] = f"none: {type(outline).__name__} does not predict the next token"
     layout = "" if request.custom_mode == "quark" else f" as {request.custom_mode}"
     how = f"{', '.join(request.exports)}{layout}, {request.export_weight_format}"
     rows["output"] = (

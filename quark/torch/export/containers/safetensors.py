@@ -135,8 +135,9 @@ class Safetensors(TensorDirectory):
 
     def load_code(self, path: Path) -> str:
         """Return the line that loads a directory with Transformers."""
-        where = json.dumps(str(path))
-        return f"model = transformers.AutoModelForCausalLM.from_pretrained({where})"
+        return (
+            f"model = transformers.{_loading_class(path)}.from_pretrained({json.dumps(str(path))})"
+        )
 
 
 class CopiedFiles:
@@ -156,6 +157,18 @@ class CopiedFiles:
             place = Path(directory) / file.name
             if is_copied and file.is_file() and not place.exists():
                 shutil.copyfile(file, place)
+
+
+def _loading_class(path: Path) -> str:
+    """Return the class of Transformers that loads a directory: its own, or that of decoders."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    names = read_config_json(path).get("architectures")
+    own = names[0] if isinstance(names, list) and names else None
+    if own in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or own not in dir(transformers):
+        return "AutoModelForCausalLM"
+    return str(own)
 
 
 def _make_format(model: nn.Module, settings: ExportSettings) -> ExportFormat:

@@ -1,0 +1,108 @@
+"""Calibration data of ``quark quantize``: windows of text, or samples for a processor."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quark.cli import models
+from quark.cli.console import wrong
+from quark.cli.quantize.outline import reads_text
+from quark.cli.quantize.request import Request
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from quark.torch.evaluation.samples import Kind
+
+# What AutoProcessor, AutoImageProcessor and AutoFeatureExtractor read beside a tokenizer.
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+    "chat_template.jinja",
+)
+
+
+class ProcessorFiles:
+    """The tokenizer of a model, and the files of its processor.
+
+    Args:
+        tokenizer: The tokenizer, or None.
+        directory: Directory of the model.
+    """
+
+    def __init__(self, tokenizer: Any | None, directory: Path) -> None:
+        self.tokenizer, self.directory = tokenizer, directory
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Write the tokenizer, and copy the files of the processor that are not there yet."""
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(directory)
+        for name in PROCESSOR_FILES:
+            source, target = self.directory / name, Path(directory) / name
+            if source.is_file() and not target.exists():
+                shutil.copyfile(source, target)
+
+
+def kind_of_dataset(request: Request, outline: nn.Module | None) -> Kind | None:
+    """Return what ``--dataset`` has samples of; None for text.
+
+    Raises:
+        typer.BadParameter: It cannot be read, or is text for a model that does not read text.
+    """
+    from quark.torch.evaluation.samples import kind_of_source
+
+    try:
+        kind = None if request.dataset is None else kind_of_source(request.dataset)
+    except (OSError, ValueError) as error:
+        raise wrong("--dataset", str(error)) from None
+    if kind is None and not reads_text(outline):
+        name = getattr(outline, "main_input_name", "")
+        raise wrong(
+            "--dataset",
+            f"{type(outline).__name__} reads {name}, not text. Give a directory of images or "
+            "audio, or a .jsonl of messages that name such files.",
+        )
+    return kind
+
+
+def describe(request: Request, kind: Kind | None, length: int) -> str:
+    """Return the calibration data in words, for the plan."""
+    if kind is None:
+        source = request.dataset or models.EMBEDDED
+        return f"up to {request.num_calib_data} windows of {length} tokens: {source}"
+    what = {"images": "images", "audio": "sounds", "messages": "conversations"}[kind]
+    return f"up to {request.num_calib_data} {what}: {request.dataset}"
+
+
+def read_batches(request: Request, kind: Kind | None, tokenizer: Any, length: int) -> list[Any]:
+    """Return the calibration batches of a request.
+
+    Args:
+        request: The flags.
+        kind: Result of ``kind_of_dataset``.
+        tokenizer: Tokenizer of the model; None where ``kind`` is not.
+        length: Tokens per window of text.
+
+    Raises:
+        typer.BadParameter: The data cannot be read, or does not fit the processor.
+    """
+    import torch
+
+    from quark.torch.evaluation.samples import make_batches, read_samples
+
+    if kind is None:
+        windows = models.text_windows(
+            request.dataset, "--dataset", tokenizer, length, request.num_calib_data, False
+        )
+        return [*torch.split(windows, request.batch_size)]
+    assert request.dataset is not None
+    processor = models.load_processor(request.model_dir, "--model_dir", request.trust_remote_code)
+    try:
+        samples = read_samples(request.dataset, request.num_calib_data)
+        return make_batches(samples, processor, length)
+    except (ImportError, OSError, ValueError) as error:
+        raise wrong("--dataset", f"{error}.".replace("..", ".")) from None
