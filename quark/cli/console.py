@@ -8,16 +8,20 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
 from rich.padding import Padding
+from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
+
+from quark.torch.quantization.config.name_lookup import printable
 
 WIDTH = 120  # columns of an output that is not a terminal, unless COLUMNS is set
 
@@ -26,8 +30,24 @@ def _width() -> int | None:
     return None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDTH
 
 
-out = Console(highlight=False, width=_width())
-err = Console(stderr=True, highlight=False)
+class _Console(Console):
+    """A console on which names from files cannot control the terminal."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Return the text of a string with markup, of the width that it is shown in."""
+        return super().render_str(printable(text), **options)
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Return the segments of an output, with escapes for control characters of its texts."""
+        for segment in super().render(renderable, options):
+            is_text = not segment.control and segment.text.strip("\r\n")
+            yield segment._replace(text=printable(segment.text)) if is_text else segment
+
+
+out = _Console(highlight=False, width=_width())
+err = _Console(stderr=True, highlight=False)
 
 _is_verbose = False
 

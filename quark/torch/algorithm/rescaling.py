@@ -88,7 +88,7 @@ def _named_groups(
 ) -> list[RescalingGroup]:
     selected = []
     for entry in entries:
-        producer, layers = str(entry.get("prev_op")), [str(n) for n in entry.get("layers", [])]
+        producer, layers = _read_entry(entry, options.name)
         groups = [
             group
             for group in context.structure.groups
@@ -108,6 +108,27 @@ def _named_groups(
                 )
         selected += groups
     return selected
+
+
+def _read_entry(entry: Any, algorithm: str) -> tuple[str, list[str]]:
+    """Return producer and layers of an entry of ``scaling_layers``.
+
+    Raises:
+        ValueError: It has another form.
+    """
+    given = entry if isinstance(entry, dict) else {}
+    producer, layers = given.get("prev_op", ""), given.get("layers", [])
+    if (
+        given
+        and isinstance(producer, str)
+        and isinstance(layers, list)
+        and all(isinstance(name, str) for name in layers)
+    ):
+        return producer, layers
+    raise ValueError(
+        f"{algorithm}: an entry of scaling_layers needs prev_op (a name) and layers (a list of "
+        f"names), got {str(entry)[:80]}."
+    )
 
 
 def _not_rescalable(context: Context, algorithm: str, producer: str, layers: list[str]) -> str:

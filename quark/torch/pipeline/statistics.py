@@ -108,6 +108,7 @@ class Statistics:
         for name, layer in layers.items():
             first = self.first_reader(name)
             if first not in copies:
+                _check_width(self.inputs[first], name, layer)
                 copies[first] = self.inputs[first].to(layer.weight.device, copy=True)
         return {name: copies[self.readers[name]] for name in layers}
 
@@ -169,6 +170,15 @@ class Statistics:
                         f"{name}.{tensor}: {kind} needs the data itself; statistics hold ranges "
                         "of whole tensors and of channels, and histograms. Pass a dataloader."
                     )
+
+
+def _check_width(gram: Gram, name: str, layer: FakeQuantizedLayer) -> None:
+    inputs = layer.weight.shape[-1]
+    if gram.total is not None and len(gram.total) != inputs:
+        raise ValueError(
+            f"The statistics of {name} have {len(gram.total)} inputs, the layer {inputs}: collect "
+            "them anew."
+        )
 
 
 def tensor_key(name: str, tensor: str) -> str:

@@ -19,6 +19,7 @@ from quark.torch.quantization.algorithms import apply_algorithms
 from quark.torch.quantization.calibration import calibrate, share_scales
 from quark.torch.quantization.checks import check, discover_structure
 from quark.torch.quantization.config.config import Config
+from quark.torch.quantization.config.name_lookup import printable
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from quark.torch.quantization.plan import prepare
 from quark.torch.quantization.preparation import quantized_layers
@@ -118,11 +119,18 @@ class ModelQuantizer:
         return model
 
 
+class _Formatter(logging.Formatter):
+    """Writes messages without characters that control a terminal: names come from files."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
 def _log_to_terminal(severity: int | None) -> None:
     """Show the log of this package unless the application has set up its own logging."""
     if not logger.handlers and not logging.getLogger().handlers:
         handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("[QUARK-%(levelname)s]: %(message)s"))
+        handler.setFormatter(_Formatter("[QUARK-%(levelname)s]: %(message)s"))
         logger.addHandler(handler)
         # 0, 1, 2, … of the configuration are debug, info, warning, …
         logger.setLevel(logging.DEBUG + 10 * (1 if severity is None else severity))

@@ -12,6 +12,7 @@ from quark.torch.files import fresh_directory, read_json, write_json
 from quark.torch.pipeline.accumulators import Gram
 from quark.torch.pipeline.statistics import Probe, Statistics
 from quark.torch.pipeline.tensor_ranges import TensorRange
+from quark.torch.quantization.config.value_types import check_value
 from quark.torch.quantization.observer.histogram import BINS
 
 HEADER, TENSORS = "statistics.json", "statistics.safetensors"
@@ -19,14 +20,14 @@ LAYOUT = 3  # version of the files; others are refused
 FLOATS = ("F32", "F16", "BF16", "F64")  # of samples
 SUMS, RANGE = ("total", "magnitude"), ("lo", "hi", "counts")
 _KINDS = {
-    "model": dict,
+    "model": dict[str, str],
     "data": str,
-    "readers": dict,
-    "tokens": dict,
-    "units": list,
-    "probes": dict,
-    "samples": list,
-    "ranges": list,
+    "readers": dict[str, str],
+    "tokens": dict[str, float],
+    "units": list[list[str]],
+    "probes": dict[str, tuple[float, int, float]],
+    "samples": list[str],
+    "ranges": list[str],
 }
 
 T = TypeVar("T")
@@ -80,11 +81,7 @@ def load_statistics(path: str | Path) -> Statistics:
         ValueError: A file is damaged, or of another version.
     """
     header = read_json(Path(path) / HEADER)
-    if not _is_header(header):
-        raise ValueError(
-            f"{Path(path) / HEADER} holds no statistics that this version can read: collect "
-            "them anew with 'quark collect'."
-        )
+    _check_header(header, Path(path) / HEADER)
     tokens, samples, ranges = header["tokens"], header["samples"], header["ranges"]
     file = _open(Path(path) / TENSORS, _list_tensors(tokens, samples, ranges))
 
@@ -111,10 +108,29 @@ def load_statistics(path: str | Path) -> Statistics:
     )
 
 
-def _is_header(header: Any) -> bool:
+def _check_header(header: Any, path: Path) -> None:
+    """Check the types of all values in a header, and that its parts name the same layers.
+
+    Raises:
+        ValueError: It is of another version, or damaged; the message has the path to the value.
+    """
+    anew = "Give statistics that are whole, or collect them anew with 'quark collect'."
     if not isinstance(header, dict) or header.get("layout") != LAYOUT:
-        return False
-    return all(isinstance(header.get(key), kind) for key, kind in _KINDS.items())
+        raise ValueError(f"{path} holds no statistics that this version can read. {anew}")
+    for key, kind in _KINDS.items():
+        try:
+            check_value(header.get(key), kind, key)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error} {anew}") from None
+    layers, first = set(header["readers"]), set(header["tokens"])
+    named = {name for unit in header["units"] for name in unit} | set(header["probes"])
+    unknown = sorted((named - layers) | (set(header["readers"].values()) - first))
+    unknown += sorted(set(header["samples"]) - first)
+    if unknown:
+        raise ValueError(f"{path}: {unknown[0]!r} is no layer of its readers. {anew}")
+    wrong = [name for name, count in header["tokens"].items() if count < 0]
+    if wrong:
+        raise ValueError(f"{path}: tokens.{wrong[0]} is negative. {anew}")
 
 
 def _list_tensors(

@@ -11,11 +11,13 @@ import warnings
 
 import pytest
 import typer
+from rich.markup import escape
 
 from quark import __version__
 from quark.cli import console
 from quark.demo.text import model_directory
 from quark.torch.export.containers.safetensors import Safetensors
+from quark.torch.quantization.config.name_lookup import printable
 
 VERBS = ["demo", "quantize", "evaluate", "inspect", "schemes"]
 MAIN = [sys.executable, "-m", "quark.cli.main"]
@@ -179,3 +181,36 @@ def test_schemes_for_programs(quark):
     assert by_name["fp8"]["needs_data"] is True
     assert by_name["ptpc_fp8"]["needs_data"] is False
     assert data["kv_cache_dtype"][0] == {"name": "fp8", "kv_cache": "fp8_e4m3 per tensor static"}
+
+
+HOSTILE = "a\x1b[31m\x07\r\x9bb\u202ec"
+
+
+@pytest.mark.parametrize(
+    "show",
+    [
+        lambda: console.err.print(escape(HOSTILE), soft_wrap=True),
+        lambda: console.report(ValueError(HOSTILE)),
+        lambda: console.report(console.wrong("--flag", HOSTILE)),
+        lambda: logging.getLogger("quark.test").warning("%s", HOSTILE),
+        lambda: console.err.print(console.facts({"name": escape(HOSTILE)})),
+    ],
+    ids=["print", "error", "flag", "log", "table"],
+)
+def test_names_do_not_control_the_terminal(show):
+    with console.session(), console.err.capture() as captured:
+        show()
+    shown = captured.get()
+    assert "a\\x1b[31m" in shown and "b\\u202ec" in shown
+    assert all(c == "\n" or c.isprintable() for c in shown)
+
+
+def test_a_file_with_such_a_name(quark, tmp_path):
+    path = tmp_path / "a\x1b[2Jb"
+    result = quark("inspect", path)
+    assert result.exit_code == 2
+    assert "\x1b" not in result.output and "a\\x1b[2Jb" in result.output
+
+
+def test_lines_and_tabs_stay():
+    assert printable("a\n\tb é 字 🙂") == "a\n\tb é 字 🙂"

@@ -4,11 +4,13 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from quark.torch import ModelQuantizer, collect_statistics, load_statistics, save_statistics
 from quark.torch.digests import DIGESTS
 from quark.torch.quantization.config.algo import AWQConfig, GPTQConfig
 from quark.torch.statistics.files import HEADER, TENSORS
+from tests.mutations import mutations
 
 
 @pytest.fixture(scope="module")
@@ -106,3 +108,44 @@ def test_missing_tensors_are_refused(stored):
     (stored / HEADER).write_text(json.dumps(header), "utf-8")
     with pytest.raises(ValueError, match="lacks tensors"):
         load_statistics(stored)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_mutated_headers(stored, build, config_of, seed):
+    """Each is read and used, or refused with one kind of error."""
+    sound = json.loads((stored / HEADER).read_text())
+    refused = 0
+    for what, data in mutations(sound, 100, seed):
+        (stored / HEADER).write_text(json.dumps(data))
+        try:
+            statistics = load_statistics(stored)
+            assert set(statistics.sensitivities) == set(statistics.probes)
+            for part in (statistics.inputs, statistics.samples, statistics.ranges):
+                list(part.items())
+            statistics.check(build())
+            for name in statistics.readers:
+                statistics.range_of(name, "input_tensors")
+        except ValueError as error:
+            refused += 1
+            assert "anew" in str(error) or "twice" in str(error), what
+        except Exception as error:
+            raise AssertionError(what) from error
+    assert refused > 50
+
+
+@pytest.mark.parametrize("part", ["total", "magnitude", "sample", "lo", "hi", "counts"])
+def test_tensors_of_another_shape(stored, part):
+    tensors = load_file(stored / TENSORS)
+    name = next(name for name in tensors if name.endswith(f".{part}"))
+    save_file({**tensors, name: torch.zeros(2, 3, 4)}, stored / TENSORS)
+    with pytest.raises(ValueError, match=f"{name} has the shape"):
+        load_statistics(stored)
+
+
+def test_statistics_of_another_width(stored, build, config_of):
+    tensors = load_file(stored / TENSORS)
+    name = next(name for name in tensors if name.endswith(".total"))
+    save_file({**tensors, name: torch.eye(3)}, stored / TENSORS)
+    config = config_of("int4_wo_32", algo_config=[AWQConfig()])
+    with pytest.raises(ValueError, match="have 3 inputs, the layer"):
+        ModelQuantizer(config).quantize_model(build(), statistics=load_statistics(stored))

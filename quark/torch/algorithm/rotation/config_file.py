@@ -81,9 +81,14 @@ def _read_entries(options: RotationConfig, modules: _Modules) -> Iterator[dict[s
     count = len(_list_blocks(options, modules))
     places = [("first_layer", 0), *(("middle_layers", i) for i in range(1, count))]
     for part, index in [*places, ("last_layer", count - 1)]:
-        for entry in parts.get(part) or ():
+        entries = parts.get(part) or []
+        if not isinstance(entries, list):
+            raise ValueError(f"rotation: {part} needs a list of entries, got {str(entries)[:80]}.")
+        for entry in entries:
             given = entry if isinstance(entry, dict) else {}
-            if not all(isinstance(given.get(key), kind) for key, kind in _KEYS.items()):
+            names = [*_names(given.get("prev_modules")), *_names(given.get("next_modules"))]
+            are_names = bool(names) and all(isinstance(name, str) for name in names)
+            if not are_names or not all(isinstance(given.get(k), t) for k, t in _KEYS.items()):
                 raise ValueError(
                     f"rotation: an entry of {part} needs prev_modules and next_modules (lists of "
                     f"names) and norm_module (a name), got {str(entry)[:80]}."
@@ -94,6 +99,10 @@ def _read_entries(options: RotationConfig, modules: _Modules) -> Iterator[dict[s
                 if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
                     raise ValueError(f"rotation: {name} in {part} has no weight with two axes.")
             yield named
+
+
+def _names(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _insert_index(names: Any, index: int, modules: _Modules) -> Any:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from quark.torch.quantization.config.name_lookup import unknown
+from quark.torch.quantization.config.value_types import check_fields
 
 # Option of an earlier version -> its present name; None for an option without effect.
 _RENAMED: dict[str, str | None] = {
@@ -138,7 +139,10 @@ class RotationConfig(PreQuantOptConfig):
             given = present_options(
                 self.online_config, OnlineRotationConfig, "option of online_config"
             )
+            check_fields(given, OnlineRotationConfig, "online_config")
             self.online_config = OnlineRotationConfig(**given)
+        elif not isinstance(self.online_config, OnlineRotationConfig | None):
+            raise ValueError(f"online_config: expected an object, got {self.online_config!r}.")
 
 
 @dataclass

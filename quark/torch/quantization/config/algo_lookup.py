@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from quark.torch.quantization.config.algo import ALGO_CONFIGS, AlgoConfig, present_options
 from quark.torch.quantization.config.name_lookup import one_of
+from quark.torch.quantization.config.serialize import path_of
+from quark.torch.quantization.config.value_types import check_fields
+
+_LISTS = ("scaling_layers", "inside_layer_modules", "exclude_patterns")
 
 
 def algo_config_from_dict(data: dict[str, Any]) -> AlgoConfig:
@@ -20,11 +23,15 @@ def algo_config_from_dict(data: dict[str, Any]) -> AlgoConfig:
     Raises:
         ValueError: The name is missing, or the name or an option is unknown.
     """
-    if "name" not in data:
+    if not isinstance(data, dict) or "name" not in data:
         raise ValueError(f"An algorithm needs a name: one of {', '.join(ALGO_CONFIGS)}.")
     name = one_of(str(data["name"]), ALGO_CONFIGS, "algorithm")
-    options = present_options(data, ALGO_CONFIGS[name], f"option of algorithm {name!r}")
-    return ALGO_CONFIGS[name](**{**options, "name": name})
+    cls = ALGO_CONFIGS[name]
+    options = present_options(data, cls, f"option of algorithm {name!r}")
+    # Files write null for an empty list.
+    options = {key: v for key, v in options.items() if v is not None or key not in _LISTS}
+    check_fields(options, cls, name)
+    return cls(**{**options, "name": name})
 
 
 def make_algo_configs(
@@ -58,13 +65,15 @@ def load_quant_algo_config_from_file(file_path: str | Path) -> AlgoConfig:
     Raises:
         ValueError: The file is not a JSON object, or a name or option is unknown.
     """
-    try:
-        data = json.loads(Path(file_path).read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file_path} is not valid JSON: {error}") from None
+    from quark.torch.files import (
+        parse_json,  # imports torch, which the names of options do not need
+    )
+
+    data = parse_json(Path(file_path).read_bytes(), file_path)
     if not isinstance(data, dict):
         raise ValueError(f"{file_path}: expected one JSON object, got {type(data).__name__}.")
-    return algo_config_from_dict(data)
+    with path_of(str(file_path)):
+        return algo_config_from_dict(data)
 
 
 def load_pre_optimization_config_from_file(file_path: str | Path) -> AlgoConfig:

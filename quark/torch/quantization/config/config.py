@@ -35,7 +35,7 @@ from quark.torch.quantization.config.layer import QLayerConfig as QLayerConfig
 from quark.torch.quantization.config.layer import QuantizationConfig as QuantizationConfig
 from quark.torch.quantization.config.name_lookup import one_of
 from quark.torch.quantization.config.parts import check_parts
-from quark.torch.quantization.config.serialize import known, plain
+from quark.torch.quantization.config.serialize import known, path_of, plain
 from quark.torch.quantization.config.spec import QTensorConfig as QTensorConfig
 from quark.torch.quantization.config.spec import QuantizationSpec as QuantizationSpec
 from quark.torch.quantization.config.spec import member
@@ -45,6 +45,7 @@ from quark.torch.quantization.config.spec_bases import ScaleQuantSpec as ScaleQu
 from quark.torch.quantization.config.spec_bases import TwoStageSpec as TwoStageSpec
 from quark.torch.quantization.config.spec_classes import SPEC_CLASSES as SPEC_CLASSES
 from quark.torch.quantization.config.type import QuantFlow, QuantizationMode
+from quark.torch.quantization.config.value_types import check_fields
 
 if TYPE_CHECKING:
     from quark.torch.quantization.config.spec_classes import *  # noqa: F403
@@ -117,6 +118,17 @@ _NOT_WRITTEN = {
     "sync_moe_expert_input_amax",
 }
 _FOREIGN_KEYS = {"quant_method"}
+_READ = (  # fields that have readers of their own, which check them
+    "global_quant_config",
+    "layer_type_quant_config",
+    "layer_quant_config",
+    "kv_cache_quant_config",
+    "softmax_quant_spec",
+    "algo_config",
+    "pre_quant_opt_config",
+    "export",
+)
+_LISTS = ("exclude", "algo_config", "pre_quant_opt_config", "kv_cache_group", "shared_scale_groups")
 
 
 @dataclass(eq=True)
@@ -248,11 +260,15 @@ class Config:
         if isinstance(data, dict):
             data = {key: value for key, value in data.items() if key not in _FOREIGN_KEYS}
         given = known(data, cls, "quantization_config")
+        given = {k: _as_list(v) if k in _LISTS else v for k, v in given.items()}
+        plain_types = {k: v for k, v in given.items() if v is not None and k not in _READ}
+        check_fields(plain_types, cls)
         given = {k: v if v is None else _read(k, v) for k, v in given.items()}
         if given.get("global_quant_config") is None:
             given["global_quant_config"] = QuantizationConfig()
         given.setdefault("version", OLDEST)
-        return cls(**given)
+        with path_of("quantization_config"):
+            return cls(**given)
 
 
 QConfig = Config
@@ -281,21 +297,29 @@ def _written(name: str, value: Any) -> Any:
 
 def _read(name: str, value: Any) -> Any:
     """Return one field from plain JSON types."""
-    if name == "global_quant_config":
-        return QuantizationConfig.from_dict(value)
-    if name == "softmax_quant_spec":
-        return QuantizationSpec.from_dict(value)
+    if name in ("global_quant_config", "softmax_quant_spec"):
+        cls: Any = QuantizationConfig if name == "global_quant_config" else QuantizationSpec
+        with path_of(name):
+            return cls.from_dict(value)
     if name.endswith("quant_config"):
         if not isinstance(value, dict):
             raise ValueError(f"{name}: expected an object of layer configurations, got {value!r}.")
-        layers = {key: QuantizationConfig.from_dict(layer) for key, layer in value.items()}
+        layers = {}
+        for key, layer in value.items():
+            with path_of(f"{name}.{key}"):
+                layers[key] = QuantizationConfig.from_dict(layer)
         if name == "layer_type_quant_config":
             return {LAYER_TYPES[one_of(k, LAYER_TYPES, name)]: v for k, v in layers.items()}
         return layers
     if name in ("algo_config", "pre_quant_opt_config"):
-        return [
-            a if isinstance(a, AlgoConfig) else algo_config_from_dict(a) for a in _as_list(value)
-        ]
+        return [_read_algorithm(part, f"{name}[{i}]") for i, part in enumerate(_as_list(value))]
     if name == "export":
-        return JsonExporterConfig(**known(value, JsonExporterConfig, "quantization_config.export"))
+        given = known(value, JsonExporterConfig, "quantization_config.export")
+        check_fields(given, JsonExporterConfig, name)
+        return JsonExporterConfig(**given)
     return value
+
+
+def _read_algorithm(value: Any, path: str) -> AlgoConfig:
+    with path_of(path):
+        return value if isinstance(value, AlgoConfig) else algo_config_from_dict(value)

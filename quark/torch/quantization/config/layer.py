@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from quark.torch.quantization.config.serialize import known, plain
+from quark.torch.quantization.config.serialize import known, path_of, plain
 from quark.torch.quantization.config.spec import QuantizationSpec, member
 from quark.torch.quantization.config.spec_bases import DataTypeSpec, TwoStageSpec
 from quark.torch.quantization.config.type import DeviceType, QSchemeType
+from quark.torch.quantization.config.value_types import check_fields
 
 Stages = QuantizationSpec | list[QuantizationSpec] | None  # one specification, or two stages
 TENSORS = ("input_tensors", "output_tensors", "weight", "bias")
@@ -101,9 +102,11 @@ class QuantizationConfig:
             ValueError: A key or name is unknown; the message names the nearest.
         """
         given = known(data or {}, cls, "layer configuration")
+        check_fields(given, cls)
         for name in TENSORS:
             if given.get(name) is not None:
-                given[name] = QuantizationSpec.from_dict(given[name])
+                with path_of(name):
+                    given[name] = QuantizationSpec.from_dict(given[name])
         return cls(**given)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -33,6 +34,17 @@ def unknown(name: str, choices: Iterable[str], what: str) -> str:
     near = nearest(name, choices, count=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return f"{what}: {name!r} is unknown.{hint} Known: {', '.join(choices) or 'none'}."
+
+
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    r"""Return a text with escapes such as ``\x1b`` in place of characters that control a terminal.
+
+    Line feeds and tabs stay. Names of files, tensors and options may come from anyone.
+    """
+    return _CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 def nearest(name: str, choices: Iterable[str], count: int = 3) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from enum import Enum
 from typing import Any
@@ -31,3 +33,16 @@ def known(data: Any, cls: type, what: str) -> dict[str, Any]:
         if key not in names:
             raise ValueError(unknown(key, names, f"key of {what}"))
     return dict(data)
+
+
+@contextmanager
+def path_of(name: str) -> Iterator[None]:
+    """Put the name of a value before the message of an error about it.
+
+    Raises:
+        ValueError: The error, with the path to the value.
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}: {error}") from None

@@ -13,7 +13,7 @@ from quark.torch.numerics.formats import Format
 from quark.torch.numerics.scale_formats import E8M0, SCALE_FORMATS, ScaleFormat
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.name_lookup import one_of, unknown
-from quark.torch.quantization.config.serialize import known, plain
+from quark.torch.quantization.config.serialize import known, path_of, plain
 from quark.torch.quantization.config.type import (
     Dtype,
     QSchemeType,
@@ -21,6 +21,7 @@ from quark.torch.quantization.config.type import (
     ScaleType,
     ZeroPointType,
 )
+from quark.torch.quantization.config.value_types import check_fields
 from quark.torch.quantization.observer.observer import ObserverBase
 from quark.torch.quantization.observer.registry import (
     OBSERVERS,
@@ -268,7 +269,12 @@ class QuantizationSpec:
         """
         if isinstance(data, list):
             return cls.of_stages([cls.from_dict(stage) for stage in data])
-        return cls(**{"dtype": None, **known(data, cls, "tensor specification")})
+        given = known(data, cls, "tensor specification")
+        check_fields(given, cls)
+        if isinstance(given.get("second_stage"), dict):
+            with path_of("second_stage"):
+                given["second_stage"] = cls.from_dict(given["second_stage"])
+        return cls(**{"dtype": None, **given})
 
 
 def _required(value: Dtype | None, what: str) -> Dtype:

@@ -83,6 +83,16 @@ DOCUMENTED = {
 
 # A value other than the default for each kind of value.
 OTHERS = {bool: lambda v: not v, int: lambda v: v + 1, float: lambda v: v * 2, str: lambda v: "x"}
+OTHER_VALUES = {
+    "rotation_size": 4,
+    "online_r1_rotation": True,
+    "train_smooth": True,
+    "smooth_positions": ["a"],
+    "optimized_rotation_path": "x",
+    "scaling_layers": [{"layers": ["a"]}],
+    "model_decoder_layers": "x",
+    "inside_layer_modules": ["a"],
+}
 
 
 def write(tmp_path, data):
@@ -114,7 +124,7 @@ def test_file_with_a_name_alone_has_the_defaults(name, tmp_path):
 def test_file_with_every_option(name, tmp_path):
     """Each documented option of a file arrives; options and JSON are one thing."""
     given = {
-        key: OTHERS[type(value)](value) if type(value) in OTHERS else [{"layers": ["a"]}]
+        key: OTHERS[type(value)](value) if type(value) in OTHERS else OTHER_VALUES[key]
         for key, value in DOCUMENTED[name].items()
         if key not in ("online_config", "desc_act")
     }

@@ -1,0 +1,113 @@
+"""Check of JSON values against the type annotations of the dataclass that they are read into."""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Mapping
+from dataclasses import fields
+from enum import Enum
+from functools import cache
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+_LARGEST = 1 << 63  # integers beyond it have no type in torch
+_WORDS = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a text",
+    list: "a list",
+    dict: "an object",
+    type(None): "null",
+}
+
+
+def check_fields(data: Mapping[str, Any], cls: type, path: str = "") -> None:
+    """Check that values fit the annotations of the fields of a dataclass.
+
+    Args:
+        data: Name of a field -> value from JSON. Other names are not checked.
+        cls: The dataclass.
+        path: Path to ``data``, for the message.
+
+    Raises:
+        ValueError: A value has another type; the message has the path to it.
+    """
+    hints = _hints(cls)
+    for field in fields(cls):
+        if field.name in data:
+            check_value(data[field.name], hints[field.name], _join(path, field.name))
+
+
+def check_value(value: Any, hint: Any, path: str) -> None:
+    """Check that a value from JSON fits a type annotation.
+
+    Enums are given by name. Objects that are read into dataclasses are not checked here: whoever
+    reads them checks their fields.
+
+    Args:
+        value: The value.
+        hint: The annotation, such as ``dict[str, list[int]] | None``.
+        path: Path to the value, for the message.
+
+    Raises:
+        ValueError: It does not fit; the message has the path to the first part that does not.
+    """
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        _check_union(value, arguments, path)
+    elif origin is list and isinstance(value, (list, tuple)):
+        for index, part in enumerate(value):
+            check_value(part, arguments[0], f"{path}[{index}]")
+    elif origin is tuple and isinstance(value, (list, tuple)):
+        if len(value) != len(arguments):
+            raise ValueError(f"{path}: expected {len(arguments)} values, got {_short(value)}.")
+        for index, part in enumerate(value):
+            check_value(part, arguments[index], f"{path}[{index}]")
+    elif origin is dict and isinstance(value, dict):
+        for key, part in value.items():
+            check_value(part, arguments[1], _join(path, key))
+    elif not _fits(value, origin or hint):
+        expected = _WORDS.get(origin or hint, "a name")
+        raise ValueError(f"{path}: expected {expected}, got {_short(value)}.")
+
+
+def _check_union(value: Any, hints: tuple[Any, ...], path: str) -> None:
+    """Check that a value fits one of several annotations; name the part that does not."""
+    for hint in hints:
+        if _fits(value, get_origin(hint) or hint):
+            check_value(value, hint, path)
+            return
+    words = [_WORDS.get(get_origin(hint) or hint, "a name") for hint in hints]
+    expected = " or ".join(dict.fromkeys(words))
+    raise ValueError(f"{path}: expected {expected}, got {_short(value)}.")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value is of a type, its parts aside."""
+    if kind is Any or not isinstance(kind, type) or (isinstance(value, kind) and kind is bool):
+        return True
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool) and abs(value) < _LARGEST
+    if kind is float:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return is_number and abs(value) < _LARGEST and math.isfinite(value)
+    if issubclass(kind, Enum):
+        return isinstance(value, (str, kind))
+    if kind in (list, tuple):
+        return isinstance(value, (list, tuple))
+    return kind not in _WORDS or isinstance(value, kind)
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+def _join(path: str, key: Any) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"
