@@ -24,6 +24,7 @@ from quark.torch.files import check_vacant, fresh_directory
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.description import type_name
 from quark.torch.quantization.config.export import ExporterConfig, JsonExporterConfig
+from quark.torch.quantization.preparation import check_plain
 
 
 class ModelExporter:
@@ -204,8 +205,10 @@ class ModelExporter:
             FileExistsError: The directory is in use and ``overwrite`` is off.
             ImportError: A package is missing.
             OSError: The disk is too full. Nothing is left behind.
+            TypeError: The model is compiled, parallel or has adapters.
             ValueError: The container is unknown or cannot hold the model, or verification failed.
         """
+        check_plain(model)
         kind = get_container(container)
         kind.check_installed()
         if self.verify:

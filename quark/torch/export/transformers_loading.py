@@ -33,6 +33,7 @@ from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.nn.experts import LinearExperts, split_experts, stack_experts
 from quark.torch.quantization.nn.packed import PackedLayer
+from quark.torch.quantization.preparation import refuse_to_save
 
 # Transformers sets this attribute on tensors that it has read, and initializes no module with it.
 _READ = "_is_hf_initialized"
@@ -66,6 +67,8 @@ def map_to_quark(
         except ValueError as error:
             raise ValueError(f"{directory}: {_stored_names(str(error))}") from None
     prepare_layers(model, fmt, layers)
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained = refuse_to_save  # type: ignore[assignment]
     for name, layer in model.named_modules():
         if isinstance(layer, PackedLayer):
             check = partial(_check_loaded, name=name, expected=_state(layer), fmt=fmt)

@@ -22,7 +22,7 @@ from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.name_lookup import printable
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from quark.torch.quantization.plan import prepare
-from quark.torch.quantization.preparation import quantized_layers
+from quark.torch.quantization.preparation import check_plain, mark_as_quantized, quantized_layers
 
 logger = logging.getLogger("quark")
 
@@ -68,6 +68,7 @@ class ModelQuantizer:
             The same model, which computes with quantized values. ``freeze`` replaces its weights.
 
         Raises:
+            TypeError: The model is compiled, parallel or has adapters.
             ValueError: The configuration does not fit, data is missing, or a value is not finite.
             OSError: The disk is too full for activations, or there is no ``offload_dir``.
 
@@ -76,6 +77,7 @@ class ModelQuantizer:
         more in temporary files.
         """
         _log_to_terminal(self.config.log_severity_level)
+        check_plain(model)
         with offload_directory(self.offload_dir), restored_on_failure(model) as record:
             plan = check(model, self.config, dataloader, statistics)
             structure = discover_structure(model, plan)
@@ -85,7 +87,7 @@ class ModelQuantizer:
                     apply_algorithms(model, plan, structure)
             calibrate(model, plan)
             share_scales(model, plan.config)
-            model.quant_config = plan.config  # type: ignore[assignment]
+            mark_as_quantized(model, plan.config)
         logger.info("Model quantization has been completed.")
         return model
 
@@ -109,6 +111,7 @@ class ModelQuantizer:
         Raises:
             ValueError: The model has no quantized module.
         """
+        check_plain(model)
         layers = [layer for _, layer in quantized_layers(model)]
         if not layers:
             raise ValueError("Nothing to freeze: call ModelQuantizer.quantize_model first.")

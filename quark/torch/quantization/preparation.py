@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import nn
 
@@ -16,6 +17,63 @@ from quark.torch.quantization.nn.layer import PARAMETERS, QuantizedLayer, input_
 from quark.torch.quantization.nn.operators import is_operator, operator, operator_names
 
 logger = logging.getLogger(__name__)
+
+
+def check_plain(model: nn.Module) -> None:
+    """Check that a model is not wrapped: its modules would go by other names in a checkpoint.
+
+    Raises:
+        TypeError: It is compiled, parallel, or has adapters of PEFT. The message has the way to go.
+    """
+    kind = type(model).__name__
+    if isinstance(getattr(model, "_orig_mod", None), nn.Module):
+        raise TypeError(
+            f"The model is compiled ({kind}): give model._orig_mod, and call torch.compile on the "
+            "quantized model."
+        )
+    if getattr(model, "_compiled_call_impl", None) is not None:
+        raise TypeError(
+            f"model.compile() was called on this {kind}: give a model that is not compiled, and "
+            "compile the quantized model."
+        )
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise TypeError(f"The model is wrapped in {kind}: give model.module.")
+    adapted = [name for name, module in model.named_modules() if _is_of_peft(module)]
+    if adapted:
+        where = f" at {adapted[0]}" if adapted[0] else ""
+        raise TypeError(
+            f"The model has adapters of PEFT{where}: merge them first with "
+            + ("model = model.merge_and_unload()." if not adapted[0] else _MERGE)
+        )
+
+
+_MERGE = "peft.PeftModel.merge_and_unload, or load the model without them."
+
+
+def _is_of_peft(module: nn.Module) -> bool:
+    """Whether a module is one of the package peft, which is not imported for that."""
+    return any(cls.__module__.partition(".")[0] == "peft" for cls in type(module).__mro__)
+
+
+def refuse_to_save(*args: Any, **options: Any) -> None:
+    """Take the place of ``save_pretrained`` of a quantized model, which would not write its scales.
+
+    Raises:
+        ValueError: Always; the message has the way to go.
+    """
+    raise ValueError(
+        "save_pretrained cannot write a quantized model: call quark.torch.export_safetensors("
+        "model, directory, tokenizer=tokenizer) after ModelQuantizer.freeze, and load the "
+        "directory with from_pretrained."
+    )
+
+
+def mark_as_quantized(model: nn.Module, config: Config) -> None:
+    """Let a model remember its configuration, and refuse to be saved as if it were in float."""
+    holder: Any = model
+    holder.quant_config = config
+    if hasattr(model, "save_pretrained"):
+        holder.save_pretrained = refuse_to_save
 
 
 def quantized_layers(model: nn.Module) -> Iterator[tuple[str, FakeQuantizedLayer]]:

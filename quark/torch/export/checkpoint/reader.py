@@ -25,6 +25,7 @@ from quark.torch.quantization.nn.experts import split_experts, stack_experts
 from quark.torch.quantization.nn.layer import PARAMETERS, QuantizedLayer
 from quark.torch.quantization.nn.operators import is_operator
 from quark.torch.quantization.nn.packed import SHORT_NAMES, PackedLayer, PackedQuantizer
+from quark.torch.quantization.preparation import check_plain, mark_as_quantized
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +139,7 @@ def prepare_load(model: nn.Module, fmt: ExportFormat, reader: Reader) -> Loading
     Raises:
         ValueError: Tensors are missing, unexpected, or of the wrong shape or type.
     """
+    check_plain(model)
     experts = split_experts(model)
     try:
         layers = fmt.stored_layers(quantized_layers(model, fmt.config), reader)
@@ -149,7 +151,7 @@ def prepare_load(model: nn.Module, fmt: ExportFormat, reader: Reader) -> Loading
         raise
     devices = {n: p.device for n, p in [*model.named_parameters(), *model.named_buffers()]}
     prepare_layers(model, fmt, layers)
-    model.quant_config = fmt.config  # type: ignore[assignment]
+    mark_as_quantized(model, fmt.config)
     return Loading(model, fmt, reader, outline, tied, devices)
 
 
