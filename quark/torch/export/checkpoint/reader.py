@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from quark.torch.export.checkpoint.computed_buffers import check_buffers, compute_buffers
 from quark.torch.export.checkpoint.files import TensorHeader
 from quark.torch.export.checkpoint.header_checks import check_headers, tied_names
 from quark.torch.export.checkpoint.rotation_config import declare_rotation, rotates_keys
@@ -19,7 +20,6 @@ from quark.torch.export.formats.base import ExportFormat
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import assign
-from quark.torch.quantization.config.name_lookup import names_as_subject
 from quark.torch.quantization.nn.attention import check_routes, key_projections, route_keys
 from quark.torch.quantization.nn.experts import split_experts, stack_experts
 from quark.torch.quantization.nn.layer import PARAMETERS, QuantizedLayer
@@ -121,7 +121,7 @@ class Loading(NamedTuple):
             elif name.endswith(".weight_groups"):
                 _assign(model, name, None)  # in order
         check_scales(model)
-        _compute_buffers(model, fallback)
+        compute_buffers(model, fallback)
         for name, source in self.tied.items():
             if name in absent:
                 _share(model, name, source)
@@ -145,7 +145,7 @@ def prepare_load(model: nn.Module, fmt: ExportFormat, reader: Reader) -> Loading
         layers = fmt.stored_layers(quantized_layers(model, fmt.config), reader)
         stack_experts(experts, keep=layers)
         reader, outline, tied = check_stored(model, fmt, layers, reader)
-        _check_buffers(model)
+        check_buffers(model)
     except BaseException:
         stack_experts(experts)
         raise
@@ -369,45 +369,3 @@ def zero_offset(
     if not (quantizer.scheme.symmetric and quantizer.scheme.fmt.signed):
         return None
     return torch.zeros(expected.shape, dtype=expected.dtype, device=device)
-
-
-def _check_buffers(model: nn.Module) -> None:
-    """Raise if a buffer that no checkpoint stores has no values and no way to compute them."""
-    state = model.state_dict()
-    absent = [n for n, b in model.named_buffers() if b.is_meta and n not in state]
-    if absent and not hasattr(model, "_init_weights"):
-        raise ValueError(
-            f"{names_as_subject(absent)} not stored and cannot be computed: build the model on a "
-            "real device instead of meta."
-        )
-
-
-def _innermost_model(model: nn.Module, name: str) -> Any:
-    """Return the model around a module that knows how to initialize it, such as a vision tower."""
-    around: Any = model
-    for part in name.split("."):
-        model = getattr(model, part) if part else model
-        around = model if hasattr(model, "_init_weights") else around
-    return around
-
-
-def _compute_buffers(model: nn.Module, device: torch.device) -> None:
-    """Compute the buffers that no checkpoint stores, where they are on the meta device."""
-    for path, module in model.named_modules():
-        buffers = module._buffers
-        absent = {n: b for n, b in buffers.items() if b is not None and b.is_meta}
-        if not absent:
-            continue
-        # Transformers initializes a module with what is below it, such as the weights of
-        # embeddings: what was read is put back afterwards.
-        held = [tensors for m in module.modules() for tensors in (m._parameters, m._buffers)]
-        read = [dict(tensors) for tensors in held]
-        for tensors in held:
-            for name, tensor in tensors.items():
-                tensors[name] = None if tensor is None else torch.empty_like(tensor, device="meta")
-        buffers.update({n: torch.empty_like(b, device=device) for n, b in absent.items()})
-        _innermost_model(model, path)._init_weights(module)
-        computed = {name: buffers[name] for name in absent}
-        for tensors, before in zip(held, read, strict=True):
-            tensors.update(before)
-        buffers.update(computed)

@@ -208,14 +208,27 @@ def _merged_scales(layers: dict[str, Any], options: JsonExporterConfig) -> Scale
 
 
 def _untie(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Keep one name of each tensor that has several."""
-    secondary = set(getattr(model, "all_tied_weights_keys", None) or ())
+    """Keep one name of each tensor that has several.
+
+    Where a quantized tensor unties its name, ``config.json`` says that no name is tied: then all
+    tied names keep a tensor each, except those of one module.
+    """
+    tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    if _has_untied(model):
+        apart = [n for n, s in tied.items() if _owner(model, n) is not _owner(model, s)]
+        state = state | {name: state[name].clone() for name in apart if name in state}
+    secondary = set(tied)
     owners: dict[tuple[Any, ...], str] = {}
     for name in sorted(state, key=lambda n: n in secondary):
         if state[name].numel():
             owners.setdefault(_place(state[name]), name)
     kept = set(owners.values()) | {n for n, t in state.items() if not t.numel()}
     return {name: tensor for name, tensor in state.items() if name in kept}
+
+
+def _owner(model: nn.Module, name: str) -> nn.Module:
+    """Return the module that holds a tensor."""
+    return model.get_submodule(name.rpartition(".")[0])
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -289,7 +289,8 @@ class PackedLayer(QuantizedLayer):
         for name in self.packed:
             stored = self._stored(name)
             if stored is not None:
-                self._parameters[name] = nn.Parameter(stored, requires_grad=False)
+                is_parameter = isinstance(stored, nn.Parameter)
+                self._parameters[name] = stored if is_parameter else nn.Parameter(stored, False)  # type: ignore[assignment]
         try:
             yield
         finally:
@@ -314,8 +315,9 @@ class PackedLayer(QuantizedLayer):
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name in self.packed:
-            if prefix + name in destination:
-                destination[prefix + name] = self._stored(name)
+            stored = self._stored(name)
+            if stored is not None:
+                destination[prefix + name] = stored if keep_vars else stored.detach()
 
     def _load_from_state_dict(self, *args: Any) -> None:
         with self._bare_codes():

@@ -56,7 +56,8 @@ class PackedParameter(torch.Tensor):
             cls, layer.parameter_shape(name), dtype=layer.value_dtype, device=codes.device
         )
         made.__dict__.update(vars(codes))  # marks that libraries put on parameters
-        made.codes, made._layer, made._name = codes.detach(), weakref.ref(layer), name
+        made.codes = codes.requires_grad_(False)
+        made._layer, made._name = weakref.ref(layer), name
         made._is_param = True  # isinstance(made, nn.Parameter)
         return made
 
