@@ -95,21 +95,21 @@ def qparams_from_range(
     lo, hi = lo.clamp(max=0), hi.clamp(min=0)
     if scheme.shares_exponents:
         exponents = _exponents(lo, hi, scheme)
-        return power_of_two(limited_exponent(exponents, fmt, largest)), None
+        return power_of_two(exponents.clamp(max=largest_exponent(fmt, largest))), None
     if scheme.scale.two_level and tensor_scale is None:
         tensor_scale = tensor_scale_from_range(lo, hi, scheme)
     amax = torch.maximum(-lo, hi)
     if fmt.is_float:
         scale = torch.where(amax == 0, EPS, _divided(amax, fmt.max_value))
         scale = round_scale(scale, scheme.scale, tensor_scale)
-        return _limited(scale, scheme.scale, largest / fmt.max_value), None
+        return scale.clamp(max=largest_scale(scheme, largest)), None
     steps = fmt.qmax - fmt.qmin
     reach = amax if scheme.symmetric else hi / 2 - lo / 2  # hi - lo may overflow
     scale = _divided(reach, steps / 2)
     scale = round_scale(scale.clamp(min=EPS), scheme.scale, tensor_scale)
     if scheme.symmetric:
         middle = (fmt.qmin + fmt.qmax + 1) // 2
-        scale = _limited(scale, scheme.scale, largest / max(middle - fmt.qmin, fmt.qmax - middle))
+        scale = scale.clamp(max=largest_scale(scheme, largest))
         return scale, torch.full_like(scale, middle, dtype=torch.int32)
     if scheme.float_zero_point:
         zero_point = fmt.qmin - lo / scale.float()
@@ -123,26 +123,30 @@ def qparams_from_range(
     return torch.where(scale.double() * code > largest, smaller, scale), zero_point
 
 
-def limited_exponent(exponent: torch.Tensor, fmt: Format, largest: float) -> torch.Tensor:
-    """Return exponents of the step of a format under which no code exceeds ``largest``."""
+def largest_exponent(fmt: Format, largest: float) -> int:
+    """Return the largest exponent of a step of a format under which no code exceeds ``largest``."""
     # Example: bfloat16 reaches 1.99 * 2^127. fp4 has codes up to 1.5 * 2^2, so 2^125 is the largest
     # scale; integers have codes down to -2^7, so 2^120 is the largest step.
     code = fmt.max_value if fmt.is_float else max(-fmt.qmin, fmt.qmax)
-    return exponent.clamp(max=math.frexp(largest / code)[1] - 1)
+    return math.frexp(largest / code)[1] - 1
 
 
-def _limited(scale: torch.Tensor, to: ScaleFormat, limit: float) -> torch.Tensor:
-    """Return scales up to a limit, which is rounded down to the stored type.
+def largest_scale(scheme: Scheme, largest: float) -> float:
+    """Return the largest scale of a scheme without zero points; see ``largest_exponent``.
 
-    Scales of two levels keep their values: the tensor scale is the limit.
+    It is rounded down to the stored type. Scales of two levels have no limit but that of their
+    type: the tensor scale is their limit.
     """
+    to, fmt = scheme.scale, scheme.fmt
     if to.two_level:
-        return scale
-    fraction, exponent = math.frexp(limit)  # 0.5 <= fraction < 1
+        return torch.finfo(to.held_dtype).max
+    middle = 0 if fmt.is_float else (fmt.qmin + fmt.qmax + 1) // 2
+    code = fmt.max_value if fmt.is_float else max(middle - fmt.qmin, fmt.qmax - middle)
+    fraction, exponent = math.frexp(largest / code)  # 0.5 <= fraction < 1
     mantissa_bits = 0 if to.power_of_two else 7 if to.fmt is None else to.fmt.mantissa_bits
     steps = 2 << mantissa_bits
     most = math.ldexp(math.floor(fraction * steps) / steps, exponent)
-    return scale.clamp(max=min(most, torch.finfo(scale.dtype).max))
+    return min(most, torch.finfo(to.held_dtype).max)
 
 
 def _smallest(fmt: Format) -> float:

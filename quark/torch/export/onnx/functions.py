@@ -20,6 +20,7 @@ from quark.torch.export.onnx.scales import (
 )
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.qdq import FLOAT16_MAX
+from quark.torch.numerics.scales import largest_value
 from quark.torch.numerics.scheme import Scheme
 
 DOMAIN = "quark"  # of the functions
@@ -152,4 +153,5 @@ class _FunctionBody:
         else:
             axes = [-1 if scheme.per_token else self.axis + (self.length is not None)]
         lo, hi = op.ReduceMin(x, axes), op.ReduceMax(x, axes)
-        return activation_qparams(op, lo, hi, blocks, scheme, static.get("tensor_scale"))
+        largest = largest_value(self.signature.dtype)
+        return activation_qparams(op, lo, hi, blocks, scheme, static.get("tensor_scale"), largest)

@@ -18,7 +18,7 @@ import torch
 from quark.torch.numerics.exponents import MAX_EXPONENT, MIN_EXPONENT, power_of_two
 from quark.torch.numerics.formats import Format
 from quark.torch.numerics.scale_formats import ScaleFormat
-from quark.torch.numerics.scales import EPS, scale_limits
+from quark.torch.numerics.scales import EPS, largest_exponent, largest_scale, scale_limits
 from quark.torch.numerics.scheme import Scheme
 
 _OFFSET = 1 - MIN_EXPONENT
@@ -78,7 +78,13 @@ def round_to_float(op: Any, x: Any, fmt: Format) -> Any:
 
 
 def activation_qparams(
-    op: Any, lo: Any, hi: Any, shape: BlockShape, scheme: Scheme, tensor_scale: Any
+    op: Any,
+    lo: Any,
+    hi: Any,
+    shape: BlockShape,
+    scheme: Scheme,
+    tensor_scale: Any,
+    largest: float,
 ) -> tuple[Any, Any]:
     """Return scale and zero point as ``numerics.scales.qparams_from_range`` does, in float32.
 
@@ -89,6 +95,7 @@ def activation_qparams(
         shape: Their shape.
         scheme: Scheme of the activations. It is symmetric if scales are rounded.
         tensor_scale: Static tensor scale [] of two-level scales, or None to compute it.
+        largest: Largest magnitude that a code may stand for.
 
     Returns:
         The scale in the shape of ``lo``, and the zero point: values, a number, or None for zero.
@@ -97,22 +104,29 @@ def activation_qparams(
     lo, hi = op.Min(lo, 0.0), op.Max(hi, 0.0)
     amax = op.Max(op.Neg(lo), hi)
     if scheme.shares_exponents:
-        return _shared_exponent_steps(op, lo, hi, amax, shape, scheme), None
+        step = _shared_exponent_steps(op, lo, hi, amax, shape, scheme)
+        return op.Min(step, 2.0 ** largest_exponent(fmt, largest)), None
     if scheme.scale.two_level and tensor_scale is None:
         tensor_scale = _tensor_scale(op, amax, scheme)
     if fmt.is_float:
         scale = op.Where(op.Equal(amax, 0.0), EPS, op.Div(amax, fmt.max_value))
-        return _round_scale(op, scale, scheme.scale, tensor_scale), None
+        scale = _round_scale(op, scale, scheme.scale, tensor_scale)
+        return op.Min(scale, largest_scale(scheme, largest)), None
     # hi - lo may overflow
     reach = amax if scheme.symmetric else op.Sub(op.Div(hi, 2.0), op.Div(lo, 2.0))
     scale = op.Max(op.Div(reach, (fmt.qmax - fmt.qmin) / 2), EPS)
     scale = _round_scale(op, scale, scheme.scale, tensor_scale)
+    qmin, qmax = float(fmt.qmin), float(fmt.qmax)
     if scheme.symmetric:
+        scale = op.Min(scale, largest_scale(scheme, largest))
         return scale, None if fmt.signed else float((fmt.qmin + fmt.qmax + 1) // 2)
     if scheme.float_zero_point:
-        return scale, op.Sub(float(fmt.qmin), op.Div(lo, scale))
-    zero_point = op.Sub(float(fmt.qmin), op.Round(op.Div(lo, scale)))
-    return scale, op.Clip(zero_point, float(fmt.qmin), float(fmt.qmax))
+        zero_point = op.Sub(qmin, op.Div(lo, scale))
+    else:
+        zero_point = op.Clip(op.Sub(qmin, op.Round(op.Div(lo, scale))), qmin, qmax)
+    code = op.Max(op.Sub(qmax, zero_point), op.Sub(zero_point, qmin))
+    smaller = op.Mul(op.Div(largest, code), 1 - 2**-8)
+    return op.Where(op.Greater(op.Mul(scale, code), largest), smaller, scale), zero_point
 
 
 def rounds_scales(scheme: Scheme) -> bool:

@@ -11,7 +11,7 @@ from quark.torch.numerics.exponents import power_of_two, shared_exponent
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.qdq import CHUNK, QParams, fake_quantize_
 from quark.torch.numerics.scale_formats import POF2
-from quark.torch.numerics.scales import limited_exponent, qparams_from_range
+from quark.torch.numerics.scales import largest_exponent, qparams_from_range
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.observer.observer import HasScheme, ObserverBase
 
@@ -165,5 +165,6 @@ class PerBlockMXDiffsObserver(SearchObserver):
         """Iterate over both exponents."""
         top = shared_exponent(torch.maximum(-lo, hi), scheme.fmt, "ceil")
         for exponent in (top, (top - 1).clamp(min=-127)):
-            step = limited_exponent(exponent - scheme.fmt.fraction_bits, scheme.fmt, self.largest)
+            most = largest_exponent(scheme.fmt, self.largest)
+            step = (exponent - scheme.fmt.fraction_bits).clamp(max=most)
             yield power_of_two(step), None

@@ -63,7 +63,8 @@ def values(rows=24, columns=68):
     sizes[:, 0] = 0.0
     sizes[:, 1] = 2.0**-120
     sizes[:, 2] = 2.0**120
-    return x * sizes
+    sizes[:, 3] = 2.0**126  # up to the largest values of float32
+    return (x * sizes).clamp(-3.3e38, 3.3e38)
 
 
 class Identity(nn.Module):
