@@ -22,6 +22,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
+from quark.torch.graph.block_selection import (
+    BlockCall,
+    enclosing_block,
+    list_members,
+    select_blocks,
+)
+
 _ViewKey = tuple[Any, ...]  # storage, offset, shape, stride, dtype
 # Name of a recorded operation that torch does not have: a base tensor changed because one of its
 # views was written to. Its arguments: base, view, where the view lies in the base.
@@ -76,24 +83,6 @@ class Op(NamedTuple):
         return bool(self.outputs) and not any(v.shape.numel() for v in self.outputs)
 
 
-class BlockCall(NamedTuple):
-    """One call of a block.
-
-    Attributes:
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        output: The value that the block returned.
-        input_numbers: Numbers of the tensors among the arguments.
-        output_numbers: Numbers of the tensors in the output.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: Any
-    input_numbers: tuple[int, ...]
-    output_numbers: tuple[int, ...]
-
-
 @dataclass
 class Trace:
     """Record of one forward pass.
@@ -127,6 +116,7 @@ def trace(model: nn.Module, run: Callable[[], object]) -> Trace:
         stack.enter_context(torch.no_grad())
         stack.enter_context(recorder)
         run()
+    recorder.select_blocks(model)
     recorder.trace.ops = _drop_unread_writes(recorder.trace.ops)
     return recorder.trace
 
@@ -147,7 +137,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace()
-        self._members = _outermost_members(model)
+        self._members = list_members(model)
+        self._reshaping: set[str] = set()  # members that changed the shape
         self._names = {_view_key(p): n for n, p in model.named_parameters()}
         self._running = [""]
         self._blocks = [""]
@@ -240,6 +231,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             writes.append((old, Value(number, key[2], None), view, (key[3], *region)))
         return writes
 
+    def select_blocks(self, model: nn.Module) -> None:
+        """Keep the blocks among the members of lists that ran."""
+        trace = self.trace
+        names = select_blocks(model, trace.blocks, self._reshaping)
+        home = {member: enclosing_block(member, names) for member in {op.block for op in trace.ops}}
+        trace.blocks = {name: trace.blocks[name] for name in names}
+        trace.ops = [op._replace(block=home[op.block]) for op in trace.ops]
+
     @contextmanager
     def hooked(self, name: str, module: nn.Module) -> Iterator[None]:
         """Record when a module runs, the calls of blocks, and the output of the whole model."""
@@ -259,6 +258,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if _preserves_shape(args, kwargs, output):
                     call = BlockCall(args, kwargs, output, inputs, self._numbers(output))
                     self.trace.blocks.setdefault(name, []).append(call)
+                else:
+                    self._reshaping.add(name)
             if not name:
                 self.trace.results.update(self._numbers(output))
 
@@ -300,20 +301,6 @@ def _written_arguments(
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from iter_tensors(args[index] if index < len(args) else kwargs.get(argument.name))
-
-
-def _outermost_members(model: nn.Module) -> set[str]:
-    """Return the members of every ``nn.ModuleList`` that is not inside another one.
-
-    Example: of ``layers`` and ``layers.0.experts`` only the members of ``layers``.
-    """
-    lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList)]
-    return {
-        f"{name}.{key}"
-        for name in lists
-        if not any(name.startswith(f"{other}.") for other in lists)
-        for key, _ in model.get_submodule(name).named_children()
-    }
 
 
 def _preserves_shape(args: Any, kwargs: Any, output: Any) -> bool:

@@ -50,7 +50,12 @@ class _File(NamedTuple):
 
     path: str
     shape: torch.Size
+    strides: tuple[int, ...]
     dtype: torch.dtype
+
+    def stride(self) -> tuple[int, ...]:
+        """Return the distances of neighbours along each axis."""
+        return self.strides
 
     def allocate(self) -> None:
         """Give the file its space on the disk: a mapped file without it ends the process.
@@ -76,7 +81,8 @@ class _File(NamedTuple):
     def open(self) -> torch.Tensor:
         """Return the tensor, mapped to memory while it is in use."""
         size = self.shape.numel()
-        return torch.from_file(self.path, True, size, dtype=self.dtype).view(self.shape)
+        flat = torch.from_file(self.path, True, size, dtype=self.dtype)
+        return flat.as_strided(self.shape, self.strides)
 
 
 class ActivationStore:
@@ -113,11 +119,15 @@ class ActivationStore:
         return self._read(index).to(self.devices[index])
 
     def __setitem__(self, index: int, x: torch.Tensor) -> None:
-        """Store a copy of ``x``. A tensor of the same shape and type is overwritten in place."""
+        """Store a copy of ``x``. A tensor of the same shape and type is overwritten in place.
+
+        The order of axes in memory stays, by which convolutions choose how they round.
+        """
         self.devices[index] = x.device
         old = self.tensors.get(index, self._places.pop(index, None))
-        if old is None or old.shape != x.shape or old.dtype != x.dtype:
-            old = self._make(index, x.shape, x.dtype)
+        strides = torch.empty_like(x, device="meta").stride()
+        if old is None or (old.shape, old.dtype, old.stride()) != (x.shape, x.dtype, strides):
+            old = self._make(index, x.shape, x.dtype, strides)
         self.tensors[index] = old
         self._read(index).copy_(x)
 
@@ -129,7 +139,7 @@ class ActivationStore:
         """
         for index, like in other.tensors.items():
             if index not in self.tensors and index not in self._places:
-                self._places[index] = self._make(index, like.shape, like.dtype)
+                self._places[index] = self._make(index, like.shape, like.dtype, like.stride())
 
     def recycle(self) -> None:
         """Remove all tensors, and keep their places for the next ones."""
@@ -149,16 +159,18 @@ class ActivationStore:
         held = self.tensors[index]
         return held.open() if isinstance(held, _File) else held
 
-    def _make(self, index: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor | _File:
+    def _make(
+        self, index: int, shape: torch.Size, dtype: torch.dtype, strides: tuple[int, ...]
+    ) -> torch.Tensor | _File:
         size = shape.numel() * dtype.itemsize
         if self._size + size <= self.limit or not size:
             self._size += size
-            return torch.empty(shape, dtype=dtype, device="cpu")
+            return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
         if self._directory is None:
             self._directory = tempfile.TemporaryDirectory(
                 prefix="quark-activations-", dir=_directory.get(), ignore_cleanup_errors=True
             )
-        file = _File(str(Path(self._directory.name) / str(index)), shape, dtype)
+        file = _File(str(Path(self._directory.name) / str(index)), shape, strides, dtype)
         file.allocate()
         return file
 

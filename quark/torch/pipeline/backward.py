@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from copy import copy
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from quark.torch.graph.eval_mode import eval_mode
 from quark.torch.pipeline.activation_store import LIMIT, ActivationStore
@@ -20,6 +23,7 @@ from quark.torch.pipeline.capture import (
     split_hidden_states,
 )
 from quark.torch.pipeline.runner import Block, HiddenStates
+from quark.torch.pipeline.stacks import Stack, find_stacks
 
 Loss = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 
@@ -39,8 +43,9 @@ def run_blocks_backward(
     it once for every batch.
 
     All blocks run forward once. Each runs forward again for its gradients, so that memory holds the
-    graph of one block. Hidden states are held in memory up to a limit, then on disk. Parameters get
-    no gradients.
+    graph of one block. The gradient of an earlier stack, such as an encoder, comes through the
+    later ones, whose blocks run once more for it. Hidden states are held in memory up to a limit,
+    then on disk. Parameters get no gradients.
 
     Args:
         model: The model.
@@ -48,70 +53,107 @@ def run_blocks_backward(
         batches: Data for the model.
         what: Title of the progress bar.
         loss: Takes the logits of a batch and the mask of tokens that are not padding (None for
-            all), and returns a loss.
+            all), and returns a loss. Each stack has a copy of it.
         limit: Bytes of hidden states to hold in memory.
 
     Raises:
         ValueError: The model returns no logits.
     """
     names = list(names)
-    with ExitStack() as stack:
-        stack.enter_context(eval_mode(model))
-        stack.enter_context(_constant(model))
-        share = limit // (len(names) + 3)
-        stores = [stack.enter_context(ActivationStore(share)) for _ in range(len(names) + 3)]
-        gradients, others = stores.pop(), stores.pop()
-        arguments = capture(model, names, batches, stores[0], others)
-        blocks = [
-            Block(name, model.get_submodule(name), HiddenStates(*ends), None, arguments)
-            for name, ends in zip(names, pairwise(stores), strict=True)
-        ]
-        for block in show_progress(blocks, f"{what}, forwards"):
-            block.run()
-        for index, batch in enumerate(flatten_batches(batches)):
-            last = blocks[-1].outputs(index)
-            gradients[index] = _gradient_of_last_block(
-                model, names, batch, last, arguments, index, loss
-            )
-        for block in show_progress(blocks[::-1], f"{what}, backwards"):
+    with eval_mode(model), _constant(model):
+        stacks = find_stacks(model, names, batches)
+        masks: dict[int, torch.Tensor | None] = {}  # of the last stack, whose tokens have logits
+        for number in reversed(range(len(stacks))):
+            part, later = stacks[number], stacks[number + 1 :]
+            with ExitStack() as own:
+                share = limit // (len(part.names) + 3)
+                stores = [
+                    own.enter_context(ActivationStore(share)) for _ in range(len(part.names) + 3)
+                ]
+                gradients, others = stores.pop(), stores.pop()
+                arguments = capture(
+                    model, part.names, batches, stores[0], others, part.shares, number > 0
+                )
+                if not later:
+                    masks = dict(zip(arguments.numbers, arguments.masks, strict=True))
+                blocks = [
+                    Block(name, model.get_submodule(name), HiddenStates(*ends), None, arguments)
+                    for name, ends in zip(part.names, pairwise(stores), strict=True)
+                ]
+                for block in show_progress(blocks, f"{what}, forwards"):
+                    block.run()
+                ending = _Ending(model, part, later, arguments, masks, copy(loss))
+                for index, batch in enumerate(_reaching(batches, arguments)):
+                    gradients[index] = ending.gradient(batch, blocks[-1].outputs(index), index)
+                for block in show_progress(blocks[::-1], f"{what}, backwards"):
+                    yield block, partial(_back, block, gradients)
 
-            def back(index: int, block: Block = block) -> torch.Tensor:
-                output_gradient = gradients[index].clone()
-                gradients[index] = block.backward(index, output_gradient)
-                return output_gradient
 
-            yield block, back
+def _reaching(batches: Iterable[Any], arguments: BlockArguments) -> Iterator[Any]:
+    """Iterate over the batches that reach a stack."""
+    numbers = set(arguments.numbers)
+    return (batch for n, batch in enumerate(flatten_batches(batches)) if n in numbers)
 
 
-def _gradient_of_last_block(
-    model: nn.Module,
-    names: list[str],
-    batch: Any,
-    last: torch.Tensor,
-    arguments: BlockArguments,
-    index: int,
-    loss: Loss,
-) -> torch.Tensor:
-    """Return the gradient of the loss with respect to the outputs of the last block."""
-    last = last.detach().requires_grad_()
-    outputs: list[Any] = []
+def _back(block: Block, gradients: ActivationStore, index: int) -> torch.Tensor:
+    """Run a block backward: replace the gradient of its outputs by that of its inputs."""
+    output_gradient = gradients[index].clone()
+    gradients[index] = block.backward(index, output_gradient)
+    return output_gradient
 
-    def skip(name: str) -> Callable[..., Any]:
+
+class _Ending(NamedTuple):
+    """The part of a model behind a stack.
+
+    Attributes:
+        model: The model.
+        part: The stack.
+        later: The stacks behind it.
+        arguments: The arguments of its blocks.
+        masks: Number of a batch -> mask of the tokens that have logits.
+        loss: See ``run_blocks_backward``.
+    """
+
+    model: nn.Module
+    part: Stack
+    later: list[Stack]
+    arguments: BlockArguments
+    masks: dict[int, torch.Tensor | None]
+    loss: Loss
+
+    def gradient(self, batch: Any, last: torch.Tensor, index: int) -> torch.Tensor:
+        """Return the gradient of the loss with respect to the outputs of the stack."""
+        last = last.detach().requires_grad_()
+        outputs: list[Any] = []
+        forwards = {name: self._skip(name, last) for name in self.part.names}
+        forwards |= {name: self._checkpoint(name) for part in self.later for name in part.names}
+        hook = self.model.register_forward_hook(lambda module, args, out: outputs.append(out))
+        try:
+            with replace_forwards(self.model, forwards), torch.enable_grad():
+                run_batch(self.model, batch)
+                logits = _logits(outputs.pop())
+                mask = self.masks.get(self.arguments.numbers[index])
+                if mask is not None and logits.shape[:-1] != mask.shape:
+                    mask = None  # logits of whole sequences, as of a classifier
+                value = self.loss(logits, mask)
+                (gradient,) = torch.autograd.grad(value, last, allow_unused=True)
+                return torch.zeros_like(last) if gradient is None else gradient
+        finally:
+            hook.remove()
+
+    def _skip(self, name: str, last: torch.Tensor) -> Callable[..., Any]:
+        """Return a forward that passes hidden states on; that of the last block returns its own."""
+
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return arguments.wrap(
-                name, split_hidden_states(args, kwargs)[0] if name != names[-1] else last
-            )
+            x = last if name == self.part.names[-1] else split_hidden_states(args, kwargs)[0]
+            return self.arguments.wrap(name, x)
 
         return forward
 
-    handle = model.register_forward_hook(lambda module, args, output: outputs.append(output))
-    try:
-        with replace_forwards(model, {name: skip(name) for name in names}), torch.enable_grad():
-            run_batch(model, batch)
-            value = loss(_logits(outputs.pop()), arguments.masks[index])
-            return torch.autograd.grad(value, last)[0]
-    finally:
-        handle.remove()
+    def _checkpoint(self, name: str) -> Callable[..., Any]:
+        """Return a forward that keeps no graph: it runs again in the backward pass."""
+        own = self.model.get_submodule(name).forward
+        return lambda *args, **kwargs: checkpoint(own, *args, use_reentrant=False, **kwargs)
 
 
 def _logits(output: Any) -> torch.Tensor:

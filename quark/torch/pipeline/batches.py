@@ -75,6 +75,20 @@ def split_sequences(batches: Iterable[Any]) -> Iterator[Any]:
             yield from (_map_values(batch, partial(_row, index)) for index in range(count))
 
 
+class Sequences:
+    """The sequences of batches (``split_sequences``), which can be iterated any number of times.
+
+    Args:
+        batches: Batches that can be iterated any number of times.
+    """
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return split_sequences(self._batches)
+
+
 def _count_sequences(batch: Any) -> int | None:
     """Return the number of sequences of a batch, or None if it cannot be split."""
     values = _values(batch)
@@ -103,21 +117,33 @@ def _map_values(batch: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def take_excerpt(batch: Any, tokens: int = 32) -> Any:
-    """Return the beginning of the first sequence of a batch, without the padding before it.
+    """Return the first sequence of a batch, cut to its first tokens if it has nothing but tokens.
 
-    Tensors of two axes are (sequences, tokens); others are cut along the first axis only.
+    Tokens are integers and masks of two axes, (sequences, tokens); padding before them is left out.
+    Images, audio and embeddings stay whole, and with them the tokens, which may refer to them. If
+    first axes differ, the batch stays whole: patches of all images, for instance, lie on one axis.
     """
     if isinstance(batch, (list, tuple)) and batch and not isinstance(batch[0], torch.Tensor):
         return take_excerpt(batch[0], tokens)
+    tensors = [t for t in _values(batch) if isinstance(t, torch.Tensor) and t.dim()]
+    if len({len(t) for t in tensors}) > 1:
+        return batch
+    shapes = {t.shape for t in tensors if _is_token_like(t)}
+    has_only_tokens = all(t.dim() == 1 or t.shape in shapes for t in tensors)
     start = _find_start(batch)
-    piece = slice(start, start + tokens)
+    piece = slice(start, start + tokens) if has_only_tokens else slice(None)
 
     def cut(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or not value.dim():
             return value
         return value[:1, piece] if value.dim() == 2 else value[:1]
 
     return _map_values(batch, cut)
+
+
+def _is_token_like(x: torch.Tensor) -> bool:
+    """Whether a tensor may be tokens or a mask, (sequences, tokens)."""
+    return x.dim() == 2 and not (x.is_floating_point() or x.is_complex())
 
 
 def _find_start(batch: Any) -> int:
@@ -139,6 +165,10 @@ def padding_mask(batch: Any, name: str = "attention_mask") -> torch.Tensor | Non
 
     In a mask of more axes, (sequences, ..., queries, keys), padding are the keys that no query may
     read. Such a mask holds True or 1 where reading is allowed, or 0 in the type of the model.
+
+    Args:
+        batch: A batch for one call of the model.
+        name: Argument that is the mask.
     """
     mask = batch.get(name) if hasattr(batch, "get") else None
     if not isinstance(mask, torch.Tensor) or mask.dim() < 2:

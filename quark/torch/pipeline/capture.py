@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -23,6 +24,14 @@ class _Slot(NamedTuple):
     number: int
 
 
+class _Received(NamedTuple):
+    """A call of a block: shape of the hidden states, other arguments, keyword of the former."""
+
+    shape: torch.Size
+    others: Arguments
+    keyword: str | None
+
+
 class StopForward(Exception):
     """Ends a forward pass of which the rest is not needed."""
 
@@ -34,14 +43,24 @@ class BlockArguments:
     Attributes:
         store: Store of the tensors among the arguments.
         by_batch: For each batch, name of a block -> its arguments, with slots in place of tensors.
-        masks: For each batch, (sequences, tokens) bool, which tokens are not padding; None for all.
+        masks: For each batch, which tokens of the hidden states are not padding, (sequences,
+            tokens) bool; None for all.
+        numbers: For each batch, its number in the data: others did not reach the blocks.
+        keywords: Name of a block -> argument that is its hidden states, None for the first one.
         outputs: Name of a block -> its output for the first batch, without the hidden states.
     """
 
     store: ActivationStore
     by_batch: list[dict[str, Arguments]] = field(default_factory=list)
     masks: list[torch.Tensor | None] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    keywords: dict[str, str | None] = field(default_factory=dict)
     outputs: dict[str, Any] = field(default_factory=dict)
+
+    def call(self, index: int, name: str, x: torch.Tensor) -> Arguments:
+        """Return the arguments of a block for one batch, with hidden states in their place."""
+        (args, kwargs), keyword = self.get(index, name), self.keywords.get(name)
+        return ((x, *args), kwargs) if keyword is None else (args, kwargs | {keyword: x})
 
     def get(self, index: int, name: str) -> Arguments:
         """Return the arguments that a block receives for one batch."""
@@ -70,35 +89,64 @@ def capture(
     batches: Iterable[Any],
     inputs: ActivationStore,
     others: ActivationStore,
+    runs: bool = False,
+    is_later: bool = False,
 ) -> BlockArguments:
     """Record the arguments of each block for each batch, and the inputs of the first block.
 
     The model runs with blocks that record their arguments and return their input, so a batch costs
-    no more than the embedding. Only the first batch runs through the real blocks as well, to learn
-    the form of their outputs.
+    no more than what comes before them. Only the first batch runs through the real blocks as well,
+    to learn the form of their outputs. Batches that do not reach the blocks, such as texts without
+    images before a vision tower, are left out.
 
     Args:
         model: The model.
-        names: Its blocks in the order of execution.
+        names: Its blocks in the order of execution: a stack.
         batches: Data for the model.
         inputs: Store for the hidden states that enter the first block, by batch.
         others: Store for other tensors, such as masks. Equal tensors of successive batches are
             stored once.
+        runs: Whether the real blocks run, because later ones receive what the first one makes.
+        is_later: Whether another stack runs before, such as an encoder. Then the mask is that of
+            the decoder where the model knows two.
 
     Raises:
         ValueError: A block runs more than once in a forward pass.
     """
     arguments, deduplicator = BlockArguments(others), _Deduplicator(others)
-    for batch in flatten_batches(batches):
-        if not arguments:
+    mask_name = _mask_name(model, is_later)
+    for number, batch in enumerate(flatten_batches(batches)):
+        if not arguments.outputs:
             with _record_outputs(model, names, arguments.outputs):
                 run_batch(model, batch)
-        received: dict[str, Arguments] = {}
-        with _record_arguments(model, names, arguments, received, inputs), suppress(StopForward):
+        received: dict[str, _Received] = {}
+        with (
+            _record_arguments(model, names, arguments, received, inputs, runs),
+            suppress(StopForward),
+        ):
             run_batch(model, batch)
-        arguments.by_batch.append({n: deduplicator.store(n, a) for n, a in received.items()})
-        arguments.masks.append(padding_mask(batch))
+        if received.keys() != set(names):
+            continue
+        mask = padding_mask(batch, mask_name)
+        arguments.by_batch.append({n: deduplicator.store(n, r.others) for n, r in received.items()})
+        arguments.masks.append(_fitting(mask, received[names[0]].shape))
+        arguments.numbers.append(number)
+        arguments.keywords.update({n: r.keyword for n, r in received.items()})
     return arguments
+
+
+def _mask_name(model: nn.Module, is_later: bool) -> str:
+    """Return the argument of the model that marks the padding of a stack."""
+    known = inspect.signature(model.forward).parameters
+    name = "decoder_attention_mask"
+    return name if is_later and name in known else "attention_mask"
+
+
+def _fitting(mask: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
+    """Return a mask if hidden states of a shape have its tokens, else None."""
+    if mask is None or shape[:-1] not in (mask.shape, (mask.numel(),)):
+        return None
+    return mask
 
 
 @contextmanager
@@ -134,8 +182,23 @@ def split_hidden_states(
     """
     if args:
         return args[0], (args[1:], kwargs)
+    keyword = _hidden_keyword(kwargs)
     others = dict(kwargs)
-    return others.pop("hidden_states"), ((), others)
+    return others.pop(keyword), ((), others)
+
+
+def _hidden_keyword(kwargs: dict[str, Any]) -> str:
+    """Return the argument that is the hidden states: ``hidden_states``, or the first tensor.
+
+    Raises:
+        ValueError: No argument is a tensor.
+    """
+    tensors = [key for key, value in kwargs.items() if isinstance(value, torch.Tensor)]
+    if not tensors:
+        raise ValueError(
+            f"A block was called without a tensor (arguments: {', '.join(kwargs) or 'none'})."
+        )
+    return "hidden_states" if "hidden_states" in tensors else tensors[0]
 
 
 @contextmanager
@@ -171,19 +234,23 @@ def _record_arguments(
     model: nn.Module,
     names: list[str],
     arguments: BlockArguments,
-    received: dict[str, Arguments],
+    received: dict[str, _Received],
     inputs: ActivationStore,
+    runs: bool,
 ) -> AbstractContextManager[None]:
-    """Make blocks record their arguments and return their hidden states unchanged."""
+    """Make blocks record their arguments and return their hidden states unchanged, or run."""
 
     def record(name: str) -> Callable[..., Any]:
+        own = model.get_submodule(name).forward
+
         def forward(*args: Any, **kwargs: Any) -> Any:
-            x, received[name] = split_hidden_states(args, kwargs)
+            x, others = split_hidden_states(args, kwargs)
+            received[name] = _Received(x.shape, others, None if args else _hidden_keyword(kwargs))
             if name == names[0]:
                 inputs[len(arguments)] = x
             if name == names[-1]:
                 raise StopForward
-            return arguments.wrap(name, x)
+            return own(*args, **kwargs) if runs else arguments.wrap(name, x)
 
         return forward
 

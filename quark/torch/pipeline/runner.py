@@ -6,13 +6,16 @@ Each block sees the data twice. With blocks A and B, and a batch x:
     the algorithm changes A
     x -> A'                       pass without hooks: its outputs are the inputs of B
 
-So B is calibrated with the errors of the quantized blocks before it.
+So B is calibrated with the errors of the quantized blocks before it. A model with several stacks,
+such as an encoder and a decoder, goes on so: the data runs through the model with its changed
+encoder up to the first block of the decoder, whose inputs are recorded there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +27,7 @@ from quark.torch.numerics.finite import is_finite
 from quark.torch.pipeline.activation_store import LIMIT, ActivationStore
 from quark.torch.pipeline.batches import show_progress
 from quark.torch.pipeline.capture import BlockArguments, StopForward, capture
+from quark.torch.pipeline.stacks import Stack, find_stacks
 from quark.torch.quantization.nn.experts import count_tokens
 from quark.torch.quantization.nn.padding import padding, without_padding
 
@@ -59,10 +63,12 @@ class Block:
         stream: HiddenStates,
         reference: HiddenStates | None,
         arguments: BlockArguments,
+        reference_arguments: BlockArguments | None = None,
     ) -> None:
         self.name, self.module = name, module
         self._stream, self._reference = stream, reference
         self._arguments = arguments
+        self._reference_arguments = reference_arguments or arguments
         self.mask: torch.Tensor | None = None
 
     @torch.no_grad()
@@ -86,7 +92,9 @@ class Block:
         assert self._reference is not None
         with suppress(StopForward):
             x = self._reference.inputs[index]
-            self._reference.outputs[index] = self._checked(index, self._pass(index, x))
+            self._reference.outputs[index] = self._checked(
+                index, self._pass(index, x, arguments=self._reference_arguments)
+            )
 
     def _checked(self, index: int, y: torch.Tensor) -> torch.Tensor:
         """Return the outputs of the block for a batch, which must be finite.
@@ -103,7 +111,7 @@ class Block:
         return y
 
     def masks(self, index: int) -> torch.Tensor | None:
-        """Return the reference output for a batch, and the mask of its tokens (see `masks`)."""
+        """Return which tokens of a batch are not padding, (sequences, tokens) bool, or None."""
         return self._arguments.masks[index]
 
     def outputs(self, index: int) -> torch.Tensor:
@@ -133,17 +141,36 @@ class Block:
         """
         with torch.enable_grad():
             x = self._stream.inputs[index].detach().requires_grad_()
-            y = self._pass(index, x)
-        return torch.autograd.grad(y, x, gradient)[0]
+            args, kwargs = self._arguments.call(index, self.name, x)
+            # Layers of cross-attention read another stream, such as the states of an encoder.
+            streams = [x]
+            for tensor in (*args, *kwargs.values()):
+                if isinstance(tensor, torch.Tensor) and tensor is not x and _is_stream(tensor, x):
+                    streams.append(tensor.requires_grad_())
+            y = self._call(index, args, kwargs)
+        return torch.autograd.grad(y, streams, gradient, allow_unused=True)[0]
 
     def _pass(
-        self, index: int, x: torch.Tensor, parameters: Mapping[str, torch.Tensor] | None = None
+        self,
+        index: int,
+        x: torch.Tensor,
+        parameters: Mapping[str, torch.Tensor] | None = None,
+        arguments: BlockArguments | None = None,
     ) -> torch.Tensor:
-        args, kwargs = self._arguments.get(index, self.name)
+        args, kwargs = (arguments or self._arguments).call(index, self.name, x)
+        return self._call(index, args, kwargs, parameters)
+
+    def _call(
+        self,
+        index: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        parameters: Mapping[str, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
         self.mask = self._arguments.masks[index]
         try:
             with padding(self.mask), count_tokens(self.module, index):
-                y = functional_call(self.module, dict(parameters or {}), (x, *args), kwargs)
+                y = functional_call(self.module, dict(parameters or {}), args, kwargs)
             return _hidden(y)
         finally:
             self.mask = None
@@ -183,25 +210,100 @@ def run_blocks(
         compare: Whether to keep the reference: hidden states of the unchanged model.
     """
     names = list(names)
-    with ExitStack() as stack:
-        share = limit // (5 if compare else 3)
-        stores = [stack.enter_context(ActivationStore(share)) for _ in range(5)]
-        stream, reference = (
-            HiddenStates(*stores[:2]),
-            HiddenStates(*stores[2:4]) if compare else None,
+    with ExitStack() as stack, eval_mode(model):
+        stacks = find_stacks(model, names, batches)
+        later = len(stacks) - 1 if compare else 0  # whose references wait in stores of their own
+        share = limit // ((5 if compare else 3) + 3 * later)
+        new_store = partial(_open_store, stack, share)
+        references = {
+            part.names[0]: _Reference.capture(model, part, batches, new_store)
+            for part in (stacks[1:] if compare else ())
+        }
+        progress = iter(show_progress(names, what))
+        for number, part in enumerate(stacks):
+            with ExitStack() as own:
+                new = partial(_open_store, own, share)
+                stream, others = HiddenStates(new(), new()), new()
+                arguments = capture(
+                    model, part.names, batches, stream.inputs, others, part.shares, number > 0
+                )
+                stream.outputs.reserve(stream.inputs)
+                reference = references.get(part.names[0])
+                if compare and reference is None:
+                    reference = _Reference.copy(stream.inputs, arguments, new)
+                yield from _run_stack(model, part, stream, reference, arguments, progress)
+        next(progress, None)  # ends the bar
+
+
+def _open_store(stack: ExitStack, limit: int) -> ActivationStore:
+    return stack.enter_context(ActivationStore(limit))
+
+
+class _Reference(NamedTuple):
+    """Hidden states that enter a stack in the unchanged model, and the other arguments there."""
+
+    stream: HiddenStates
+    arguments: BlockArguments
+
+    @classmethod
+    def capture(
+        cls,
+        model: nn.Module,
+        part: Stack,
+        batches: Iterable[Any],
+        new_store: Callable[[], ActivationStore],
+    ) -> _Reference:
+        """Record those of a later stack, before the model is changed."""
+        stream = HiddenStates(new_store(), new_store())
+        arguments = capture(
+            model, part.names, batches, stream.inputs, new_store(), part.shares, True
         )
-        stack.enter_context(eval_mode(model))
-        arguments = capture(model, names, batches, stream.inputs, stores[4])
         stream.outputs.reserve(stream.inputs)
-        if reference is not None:
-            for index in range(len(arguments)):
-                reference.inputs[index] = stream.inputs[index]
-            reference.outputs.reserve(stream.inputs)
-        for name in show_progress(names, what):
-            block = Block(name, model.get_submodule(name), stream, reference, arguments)
-            yield block
-            block.finish()
-            stream, reference = stream.advance(), reference and reference.advance()
+        return cls(stream, arguments)
+
+    @classmethod
+    def copy(
+        cls,
+        inputs: ActivationStore,
+        arguments: BlockArguments,
+        new_store: Callable[[], ActivationStore],
+    ) -> _Reference:
+        """Copy those of the first stack, which is not changed yet."""
+        stream = HiddenStates(new_store(), new_store())
+        for index in range(len(arguments)):
+            stream.inputs[index] = inputs[index]
+        stream.outputs.reserve(inputs)
+        return cls(stream, arguments)
+
+
+def _run_stack(
+    model: nn.Module,
+    part: Stack,
+    stream: HiddenStates,
+    reference: _Reference | None,
+    arguments: BlockArguments,
+    progress: Iterator[Any],
+) -> Iterator[Block]:
+    """Iterate over the blocks of a stack; see ``run_blocks``."""
+    float_stream = reference and reference.stream
+    for name in part.names:
+        next(progress)
+        block = Block(
+            name,
+            model.get_submodule(name),
+            stream,
+            float_stream,
+            arguments,
+            reference and reference.arguments,
+        )
+        yield block
+        block.finish()
+        stream, float_stream = stream.advance(), float_stream and float_stream.advance()
+
+
+def _is_stream(tensor: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether an argument of a block has the axes of hidden states."""
+    return tensor.is_floating_point() and tensor.dim() == x.dim()
 
 
 def _hidden(output: Any) -> torch.Tensor:

@@ -116,12 +116,40 @@ def test_a_loader_is_taken_as_it_is():
         ([IDS, ONES], [IDS[:1, :32], ONES[:1, :32]]),
         ([{"x": IDS}, {"x": ONES}], {"x": IDS[:1, :32]}),
         ({"x": torch.ones(2, 3, 4)}, {"x": torch.ones(1, 3, 4)}),
-        (torch.ones(2, 40), torch.ones(1, 32)),
+        (torch.ones(2, 40), torch.ones(1, 40)),
     ],
     ids=["ids", "short", "mapping", "arguments", "several", "three axes", "floats"],
 )
 def test_an_excerpt_is_the_beginning_of_the_first_sequence(batch, expected):
     torch.testing.assert_close(take_excerpt(batch), expected, rtol=0, atol=0)
+
+
+IMAGES = torch.ones(2, 3, 40, 40)
+STAY_WHOLE = {  # along all axes but the first
+    "images and texts": {"pixel_values": IMAGES, "input_ids": IDS, "attention_mask": ONES},
+    "audio": {"input_features": torch.ones(2, 80, 3000), "decoder_input_ids": IDS},
+    "embeddings": {"inputs_embeds": torch.ones(2, 40, 8), "attention_mask": ONES},
+    "pooled projections": {"hidden_states": torch.ones(2, 50, 8), "pooled": torch.ones(2, 64)},
+    "time steps": {"sample": IMAGES, "timestep": torch.tensor([1, 2])},
+}
+
+
+@pytest.mark.parametrize("batch", STAY_WHOLE.values(), ids=STAY_WHOLE)
+def test_an_excerpt_cuts_nothing_but_tokens(batch):
+    expected = {key: value[:1] for key, value in batch.items()}
+    torch.testing.assert_close(take_excerpt(batch), expected, rtol=0, atol=0)
+
+
+def test_an_excerpt_of_an_encoder_and_a_decoder():
+    batch = {"input_ids": IDS, "attention_mask": ONES, "decoder_input_ids": IDS[:, :35]}
+    found = take_excerpt(batch | {"labels": torch.tensor([1, 2]), "scale": torch.tensor(0.5)})
+    assert [tuple(t.shape) for t in found.values()] == [(1, 32)] * 3 + [(1,), ()]
+
+
+def test_an_excerpt_of_images_on_one_axis_is_the_batch():
+    """The patches of all images lie on one axis: which are those of the first text?"""
+    batch = {"input_ids": IDS, "pixel_values": torch.ones(24, 9), "grid": torch.ones(2, 3).long()}
+    assert take_excerpt(batch) is batch
 
 
 def padded(left):

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.torch.graph.block_selection import BlockCall
 from quark.torch.graph.replay import TOLERANCE, float_tensors, is_half, output_distance, upcast_half
 from quark.torch.graph.structure import Edit, Rejection, RescalingGroup
-from quark.torch.graph.trace import BlockCall, iter_tensors
+from quark.torch.graph.trace import iter_tensors
 from quark.torch.graph.unreached import Counterparts, edits_any, iterate_pairings, swap_parameters
 
 _SEED = 20

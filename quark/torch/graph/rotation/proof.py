@@ -16,10 +16,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from quark.torch.graph.block_selection import BlockCall
 from quark.torch.graph.replay import TOLERANCE, float_tensors, output_distance, upcast_half
 from quark.torch.graph.rotation.residual_stream import ObstacleError
 from quark.torch.graph.structure import ResidualStream, StreamWeight, ValueHeads
-from quark.torch.graph.trace import BlockCall, iter_tensors
+from quark.torch.graph.trace import iter_tensors
 
 _SEED = 21
 _Rotation = Callable[[torch.Tensor], torch.Tensor]

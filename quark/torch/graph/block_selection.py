@@ -1,0 +1,96 @@
+"""Choice of the blocks of a model: members of module lists that run and keep the shape.
+
+Members of the outermost lists are the blocks of most models. If one of them changes the shape, as
+the stages of Swin and ConvNeXt do, the list is one of stages: blocks are the members of the lists
+inside, if each receives what the one before it returned. (Experts in a list do not.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from torch import nn
+
+
+class BlockCall(NamedTuple):
+    """One call of a block.
+
+    Attributes:
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        output: The value that the block returned.
+        input_numbers: Numbers of the tensors among the arguments.
+        output_numbers: Numbers of the tensors in the output.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+    input_numbers: tuple[int, ...]
+    output_numbers: tuple[int, ...]
+
+
+Calls = Mapping[str, list[BlockCall]]
+
+
+def list_members(model: nn.Module) -> set[str]:
+    """Return the names of all members of ``nn.ModuleList``."""
+    return {name for members in _lists_inside(model, "", False) for name in members}
+
+
+def select_blocks(model: nn.Module, calls: Calls, reshaping: Iterable[str]) -> list[str]:
+    """Return the blocks of a model.
+
+    Args:
+        model: The model.
+        calls: Member of a list -> its calls that keep the shape.
+        reshaping: Members with calls that change it.
+    """
+    changing = set(reshaping)
+    blocks: list[str] = []
+    for members in _lists_inside(model, ""):
+        blocks += _select(model, members, calls, changing)
+    chosen = set(blocks)
+    return [name for name in calls if name in chosen]  # in the order of execution
+
+
+def enclosing_block(member: str, blocks: Iterable[str]) -> str:
+    """Return the block that a member of a list is or lies in, or an empty string."""
+    return next((b for b in blocks if f"{member}.".startswith(f"{b}.")), "")
+
+
+def _select(model: nn.Module, members: list[str], calls: Calls, changing: set[str]) -> list[str]:
+    are_stages = not changing.isdisjoint(members)
+    blocks: list[str] = []
+    for name in members:
+        inner: list[str] = []
+        for inside in _lists_inside(model, name) if are_stages else ():
+            if _are_chained(inside, calls):
+                inner += _select(model, inside, calls, changing)
+        blocks += inner or ([name] if name in calls else [])
+    return blocks
+
+
+def _are_chained(members: list[str], calls: Calls) -> bool:
+    """Whether members ran once each, and each received what the one before it returned."""
+    runs = [calls.get(name, []) for name in members]
+    return all(len(run) == 1 for run in runs) and all(
+        one[0].output_numbers[:1] == other[0].input_numbers[:1] for one, other in pairwise(runs)
+    )
+
+
+def _lists_inside(model: nn.Module, name: str, outermost: bool = True) -> list[list[str]]:
+    """Return the members of each module list below a module.
+
+    Example: ``layers`` and ``layers.0.experts``; only the members of ``layers`` if ``outermost``.
+    """
+    prefix = f"{name}." if name else ""
+    modules = model.get_submodule(name).named_modules()
+    lists = [prefix + n for n, m in modules if n and isinstance(m, nn.ModuleList)]
+    return [
+        [f"{one}.{key}" for key, _ in model.get_submodule(one).named_children()]
+        for one in lists
+        if not (outermost and any(one.startswith(f"{other}.") for other in lists))
+    ]

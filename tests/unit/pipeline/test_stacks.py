@@ -1,0 +1,156 @@
+"""Models of several stacks: each block gets what it gets in the model, changed blocks included."""
+
+import pytest
+import torch
+from torch import nn
+
+from quark.torch.graph.eval_mode import eval_mode
+from quark.torch.graph.trace import trace
+from quark.torch.pipeline.runner import run_blocks
+from quark.torch.pipeline.stacks import find_stacks
+from tests.models.matrix import FAMILIES
+from tests.unit.pipeline.test_backward import through_blocks, through_the_whole
+from tests.unit.pipeline.test_runner import equal, run, seen_by
+
+CASES = {case.name: case for cases in FAMILIES.values() for case in cases}
+# Model -> number of blocks of its stacks in the order of execution.
+STACKS = {
+    "BART": [2, 2],
+    "T5": [2, 2],
+    "Whisper": [2, 2],
+    "BERT": [2],
+    "ViT": [2],
+    "Swin": [2, 2],
+    "ConvNeXt": [2, 2],
+    "CLIP": [2, 2],
+}
+
+
+def made(name):
+    """A model, its blocks, and two batches of different sizes."""
+    case = CASES[name]
+    model, batch = case.build(), case.batch()
+    with eval_mode(model):
+        names = list(trace(model, lambda: model(**batch)).blocks)
+    cut = {
+        k: v[:2, : 9 - k.startswith("decoder")].clone() if not v.is_floating_point() else v[:2]
+        for k, v in batch.items()
+    }
+    if "pixel_values" in cut and "input_ids" in cut:
+        cut["input_ids"][:, -1] = 2  # the end, where CLIP looks
+    return model, names, [batch, cut]
+
+
+def shrink_(module):
+    """Change the matrices of a block."""
+    for part in module.modules():
+        if isinstance(part, nn.Linear):
+            part.weight.mul_(0.8)
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_stacks_are_found_by_running(name):
+    model, names, batches = made(name)
+    with eval_mode(model):
+        stacks = find_stacks(model, names, batches)
+    assert [len(stack.names) for stack in stacks] == STACKS[name]
+    assert [n for stack in stacks for n in stack.names] == names
+    assert any(stack.shares for stack in stacks) == (name == "T5")
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_blocks_give_what_they_give_in_the_model(name):
+    model, names, batches = made(name)
+    model.config.use_cache = False
+    equal(run(model, names, batches), seen_by(model, names, batches))
+
+
+@pytest.mark.parametrize("name", ["BART", "T5", "CLIP", "Swin"])
+def test_later_stacks_see_the_changed_ones(name):
+    model, names, batches = made(name)
+    model.config.use_cache = False
+    with torch.no_grad():
+        for number, block in enumerate(run_blocks(model, names, batches, "test")):
+            if number < len(names) - 1:
+                shrink_(block.module)
+            block.run()
+            last = [block.outputs(i).clone() for i in range(len(block))]
+    expected = seen_by(model, names, batches)[names[-1]]
+    for got, output in zip(last, expected, strict=True):
+        torch.testing.assert_close(got, output, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["BART", "T5", "CLIP"])
+def test_references_are_those_of_the_model_as_it_was(name):
+    model, names, batches = made(name)
+    model.config.use_cache = False
+    expected = seen_by(model, names, batches)
+    for block in run_blocks(model, names, batches, "test", compare=True):
+        for index in range(len(block)):
+            block.run_reference(index)
+            target, _ = block.reference_output(index)
+            torch.testing.assert_close(target, expected[block.name][index], rtol=0, atol=0)
+        with torch.no_grad():
+            shrink_(block.module)
+
+
+def test_masks_are_those_of_the_stack():
+    """The decoder has other tokens than the encoder, and a mask of its own."""
+    model, names, batches = made("BART")
+    batch = dict(batches[0])
+    mask = torch.ones_like(batch["decoder_input_ids"])
+    mask[2, 6:] = 0
+    seen = {}
+    for data in (batch, batch | {"decoder_attention_mask": mask}):
+        for block in run_blocks(model, names, [data], "test"):
+            seen.setdefault(block.name, []).append(block.masks(0))
+    encoder = batch["attention_mask"].bool()
+    for name in names[:2]:
+        assert all(torch.equal(found, encoder) for found in seen[name])
+    for name in names[2:]:
+        assert seen[name][0] is None and torch.equal(seen[name][1], mask.bool())
+
+
+@pytest.mark.parametrize("name", ["BART", "T5"])
+def test_gradients_reach_every_stack(name):
+    model, names, batches = made(name)
+    model.double()
+    expected = through_the_whole(model, names, [{**b, "attention_mask": None} for b in batches])
+    found = {}
+    plain = [{k: v for k, v in b.items() if k != "attention_mask"} for b in batches]
+    found = through_blocks(model, names, plain)
+    assert found.keys() == expected.keys()
+    for layer, gradients in expected.items():
+        for got, gradient in zip(found[layer], gradients, strict=True):
+            torch.testing.assert_close(got, gradient, rtol=1e-9, atol=1e-12)
+
+
+class Tower(nn.Module):
+    """A text model that reads images, if there are any, through a tower."""
+
+    def __init__(self):
+        super().__init__()
+        self.tower = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.text = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x, image=None):
+        if image is not None:
+            for layer in self.tower:
+                image = layer(image)
+            x = x + image.mean(1, keepdim=True)
+        for layer in self.text:
+            x = layer(x)
+        return x
+
+
+def test_batches_without_images_do_not_enter_the_tower():
+    model = Tower()
+    names = [f"{stack}.{i}" for stack in ("tower", "text") for i in range(2)]
+    image, text = torch.randn(2, 5, 8), torch.randn(2, 3, 8)
+    batches = [{"x": text, "image": image}, {"x": text}, {"x": text + 1, "image": image * 2}]
+    found = run(model, names, batches)
+    assert {name: len(outputs) for name, outputs in found.items()} == {
+        **dict.fromkeys(names[:2], 2),
+        **dict.fromkeys(names[2:], 3),
+    }
+    equal(found, seen_by(model, names, batches))
