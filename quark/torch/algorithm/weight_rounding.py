@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
 
 import torch
+from torch import nn
 
 from quark.torch.algorithm.clipping import clip_weight
 from quark.torch.algorithm.gptq_solver import Solver, inverse_factor, round_columns
@@ -57,6 +59,7 @@ def iterate_blocks(
         ValueError: The options select no layer.
     """
     names, selected = context.structure.blocks, _select_by_block(context, options)
+    _untie(context, (name for layers in selected.values() for name in layers))
     last = list(selected)[-1]
     needed = names[: names.index(last) + 1]
     blocks = run_blocks(context.model, needed, context.batches, options.name, compare=compare)
@@ -67,6 +70,22 @@ def iterate_blocks(
                 yield block, selected[block.name]
             if block.name == last:
                 return  # no later block needs the outputs of this one
+
+
+def _untie(context: Context, names: Iterable[str]) -> None:
+    """Give each layer a weight of its own, where several modules share one.
+
+    Each is rounded for its own inputs, by its own scales. Rounding one weight twice would change
+    the values of the first layer after its scales and codes were found.
+    """
+    owners = Counter(id(p) for m in context.model.modules() for p in m._parameters.values())
+    for name in names:
+        layer = context.layers[name]
+        weight = layer.weight
+        if owners[id(weight)] > 1:
+            owners[id(weight)] -= 1
+            layer.weight = nn.Parameter(weight.detach().clone(), weight.requires_grad)
+            logger.info("%s shares its weight with another module: it gets its own.", name)
 
 
 def _select_by_block(
