@@ -304,6 +304,9 @@ def _written_arguments(
 
 
 def _preserves_shape(args: Any, kwargs: Any, output: Any) -> bool:
-    """Whether the first tensor of the output has the shape of the first tensor of the arguments."""
-    x, y = next(iter_tensors((args, kwargs)), None), next(iter_tensors(output), None)
-    return x is not None and y is not None and x.shape == y.shape
+    """Whether a tensor of the output has the shape of the first tensor of the arguments.
+
+    Blocks of two streams, such as text and image, may return the other one first.
+    """
+    x = next(iter_tensors((args, kwargs)), None)
+    return x is not None and any(x.shape == y.shape for y in iter_tensors(output))

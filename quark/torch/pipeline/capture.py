@@ -48,6 +48,7 @@ class BlockArguments:
         numbers: For each batch, its number in the data: others did not reach the blocks.
         keywords: Name of a block -> argument that is its hidden states, None for the first one.
         outputs: Name of a block -> its output for the first batch, without the hidden states.
+        positions: Name of a block -> place of the hidden states in its output, 0 if left out.
     """
 
     store: ActivationStore
@@ -56,6 +57,7 @@ class BlockArguments:
     numbers: list[int] = field(default_factory=list)
     keywords: dict[str, str | None] = field(default_factory=dict)
     outputs: dict[str, Any] = field(default_factory=dict)
+    positions: dict[str, int] = field(default_factory=dict)
 
     def call(self, index: int, name: str, x: torch.Tensor) -> Arguments:
         """Return the arguments of a block for one batch, with hidden states in their place."""
@@ -79,7 +81,23 @@ class BlockArguments:
     def wrap(self, name: str, x: torch.Tensor) -> Any:
         """Return hidden states in the form in which a block returns them, such as a tuple."""
         form = self.outputs[name]
-        return x if isinstance(form, torch.Tensor) else type(form)((x, *form[1:]))
+        if isinstance(form, torch.Tensor):
+            return x
+        place = self.positions.get(name, 0)
+        return type(form)((*form[:place], x, *form[place + 1 :]))
+
+    def hidden_states(self, name: str, output: Any) -> torch.Tensor:
+        """Return the hidden states in the output of a block.
+
+        Raises:
+            ValueError: There are none where they were in the first batch.
+        """
+        x = output if isinstance(output, torch.Tensor) else output[self.positions.get(name, 0)]
+        if not isinstance(x, torch.Tensor):
+            raise ValueError(
+                f"A block returned {type(output).__name__} without hidden states as its first item."
+            )
+        return x
 
 
 @torch.no_grad()
@@ -117,7 +135,7 @@ def capture(
     mask_name = _mask_name(model, is_later)
     for number, batch in enumerate(flatten_batches(batches)):
         if not arguments.outputs:
-            with _record_outputs(model, names, arguments.outputs):
+            with _record_outputs(model, names, arguments):
                 run_batch(model, batch)
         received: dict[str, _Received] = {}
         with (
@@ -202,18 +220,24 @@ def _hidden_keyword(kwargs: dict[str, Any]) -> str:
 
 
 @contextmanager
-def _record_outputs(model: nn.Module, names: list[str], outputs: dict[str, Any]) -> Iterator[None]:
+def _record_outputs(
+    model: nn.Module, names: list[str], arguments: BlockArguments
+) -> Iterator[None]:
     """Record the outputs of blocks, without the hidden states."""
 
     def watch(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if name in outputs:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if name in arguments.outputs:
                 raise ValueError(f"{name} runs more than once in a forward pass.")
-            outputs[name] = _drop_hidden_states(output)
+            place = _find_hidden_states(output, split_hidden_states(args, kwargs)[0].shape)
+            arguments.positions[name] = place
+            arguments.outputs[name] = _drop_hidden_states(output, place)
 
         return hook
 
-    handles = [model.get_submodule(n).register_forward_hook(watch(n)) for n in names]
+    handles = [
+        model.get_submodule(n).register_forward_hook(watch(n), with_kwargs=True) for n in names
+    ]
     try:
         yield
     finally:
@@ -221,12 +245,20 @@ def _record_outputs(model: nn.Module, names: list[str], outputs: dict[str, Any])
             handle.remove()
 
 
-def _drop_hidden_states(output: Any) -> Any:
+def _find_hidden_states(output: Any, shape: torch.Size) -> int:
+    """Return the first place in an output where a tensor has the shape of the input, 0 if none."""
+    items = output if isinstance(output, tuple) else ()
+    fits = (i for i, y in enumerate(items) if isinstance(y, torch.Tensor) and y.shape == shape)
+    return next(fits, 0)
+
+
+def _drop_hidden_states(output: Any, place: int) -> Any:
     """Return an output with an empty tensor for the hidden states, which would fill the memory."""
     if isinstance(output, torch.Tensor):
         return output.new_empty(0)
-    if isinstance(output, tuple) and output and isinstance(output[0], torch.Tensor):
-        return type(output)((output[0].new_empty(0), *output[1:]))
+    if isinstance(output, tuple) and output and isinstance(output[place], torch.Tensor):
+        empty = output[place].new_empty(0)
+        return type(output)((*output[:place], empty, *output[place + 1 :]))
     return output
 
 

@@ -171,7 +171,7 @@ class Block:
         try:
             with padding(self.mask), count_tokens(self.module, index):
                 y = functional_call(self.module, dict(parameters or {}), args, kwargs)
-            return _hidden(y)
+            return self._arguments.hidden_states(self.name, y)
         finally:
             self.mask = None
 
@@ -304,13 +304,3 @@ def _run_stack(
 def _is_stream(tensor: torch.Tensor, x: torch.Tensor) -> bool:
     """Whether an argument of a block has the axes of hidden states."""
     return tensor.is_floating_point() and tensor.dim() == x.dim()
-
-
-def _hidden(output: Any) -> torch.Tensor:
-    """Return the hidden states in the output of a block."""
-    x = output if isinstance(output, torch.Tensor) else output[0]
-    if not isinstance(x, torch.Tensor):
-        raise ValueError(
-            f"A block returned {type(output).__name__} without hidden states as its first item."
-        )
-    return x

@@ -25,7 +25,7 @@ class Stack(NamedTuple):
 
     Attributes:
         names: The blocks in the order of execution.
-        shares: Whether the first block returns other tensors that later ones receive, such as the
+        shares: Whether the first block makes other tensors that all later ones receive, such as the
             relative positions of T5.
     """
 
@@ -65,7 +65,8 @@ class _Watcher:
 
     def __init__(self) -> None:
         self.stacks: list[Stack] = []
-        self._last: tuple[torch.Tensor, int] | None = None  # hidden states and their version
+        self._last: list[tuple[torch.Tensor, int]] = []  # tensors returned, and their versions
+        self._received: set[int | str] = set()  # arguments of the first block that are tensors
         # Tensor -> the block of this stack that made it. The tensors are held so that no other
         # gets their id.
         self._makers: dict[int, tuple[str, torch.Tensor]] = {}
@@ -74,24 +75,36 @@ class _Watcher:
         """Record that a block begins."""
         if any(name in stack.names for stack in self.stacks):
             raise ValueError(f"{name} runs more than once in a forward pass.")
-        x, others = split_hidden_states(args, kwargs)
-        makers = {self._makers[id(t)][0] for t in iter_tensors(others) if id(t) in self._makers}
-        makers.discard(_OUTSIDE)
-        is_same = self._last is not None and x is self._last[0] and _version(x) == self._last[1]
-        if is_same and makers <= {self.stacks[-1].names[0]}:
+        x, (more, named) = split_hidden_states(args, kwargs)
+        others: dict[Any, Any] = {**dict[Any, Any](enumerate(more)), **named}
+        # Example: image and text both pass all blocks of Flux. The text is a tensor for the first
+        # block, and the block before made it for the others: blocks that change two streams are
+        # stacks of one. The first block of T5 makes positions where it received None.
+        made = {key for key, value in others.items() if self._makers_of(value)}
+        makers = {maker for value in others.values() for maker in self._makers_of(value)}
+        self._makers.pop(id(x), None)  # hidden states of all blocks would fill the memory
+        is_same = any(x is y and _version(x) == version for y, version in self._last)
+        is_shared = not made & self._received and makers <= {s.names[0] for s in self.stacks[-1:]}
+        if is_same and is_shared:
             stack = self.stacks.pop()
             self.stacks.append(Stack([*stack.names, name], stack.shares or bool(makers)))
         else:
             self.stacks.append(Stack([name], False))
             self._makers.clear()
-        for tensor in iter_tensors(others):
+            self._received = {key for key, value in others.items() if [*iter_tensors([value])]}
+        for tensor in iter_tensors(list(others.values())):
             self._makers.setdefault(id(tensor), (_OUTSIDE, tensor))
+
+    def _makers_of(self, value: Any) -> set[str]:
+        """Return the blocks of this stack that made tensors of an argument."""
+        ids = [id(t) for t in iter_tensors([value])]
+        return {self._makers[i][0] for i in ids if i in self._makers} - {_OUTSIDE}
 
     def leave(self, name: str, output: Any) -> None:
         """Record what a block returns."""
         tensors = list(iter_tensors(output))
-        self._last = (tensors[0], _version(tensors[0])) if tensors else None
-        for tensor in tensors[1:]:
+        self._last = [(tensor, _version(tensor)) for tensor in tensors]
+        for tensor in tensors:
             self._makers.setdefault(id(tensor), (name, tensor))
 
 

@@ -154,3 +154,50 @@ def test_batches_without_images_do_not_enter_the_tower():
         **dict.fromkeys(names[2:], 3),
     }
     equal(found, seen_by(model, names, batches))
+
+
+class TwoStreams(nn.Module):
+    """Blocks that change an image and a text, and return the text first."""
+
+    class Block(nn.Module):
+        """A layer for each stream."""
+
+        def __init__(self):
+            super().__init__()
+            self.image, self.text = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, hidden_states, encoder_hidden_states):
+            mixed = encoder_hidden_states.mean(1, keepdim=True)
+            image = self.image(hidden_states + mixed)
+            return self.text(encoder_hidden_states), image
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(3))
+
+    def forward(self, image, text):
+        for block in self.blocks:
+            text, image = block(hidden_states=image, encoder_hidden_states=text)
+        return image
+
+
+@torch.no_grad()
+def test_blocks_that_change_two_streams():
+    model = TwoStreams()
+    batches = [{"image": torch.randn(2, n, 8), "text": torch.randn(2, 3, 8)} for n in (5, 6)]
+    names = list(trace(model, lambda: model(**batches[0])).blocks)
+    assert names == ["blocks.0", "blocks.1", "blocks.2"]
+    assert [len(stack.names) for stack in find_stacks(model, names, batches)] == [1, 1, 1]
+    found = {}
+    for block in run_blocks(model, names, batches, "test"):
+        block.module.text.weight.mul_(0.5)  # which the next block receives
+        block.run()
+        found[block.name] = [block.outputs(i).clone() for i in range(len(block))]
+    kept, handles = {name: [] for name in names}, []
+    for name in names:
+        keep = kept[name].append
+        hook = lambda _, args, output, keep=keep: keep(output[1])  # noqa: E731
+        handles.append(model.get_submodule(name).register_forward_hook(hook))
+    for batch in batches:
+        model(**batch)
+    equal(found, kept)
