@@ -48,7 +48,7 @@ class OnnxLayer(nn.Module):
             value = value.detach()
             self.register_buffer("weight", value.T.contiguous() if is_matrix else value)
         elif in_nbits and matmul_nbits_problem(weight.spec) is None:
-            self.weight = MatMulNBits(weight)
+            self.weight = MatMulNBits(weight, self.dtype)
         else:
             self.weight = ParameterPlaceholder(weight, self.dtype, is_matrix)
         pairs = not isinstance(self.weight, ParameterPlaceholder) or self.weight.stored.is_pairable

@@ -38,10 +38,14 @@ class MatMulNBits(nn.Module):
 
     Args:
         state: A weight (N, K) for which ``matmul_nbits_problem`` is None.
+        dtype: Type of its values.
     """
 
-    def __init__(self, state: QuantizedTensor) -> None:
+    def __init__(self, state: QuantizedTensor, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
+        assert state.codes is not None
+        # Models read these of a weight, as in x.to(layer.weight.dtype).
+        self.dtype, self.device, self.shape = dtype, state.codes.device, state.codes.shape
         stored = to_dequantize_inputs(to_unsigned(state))
         assert stored.scale is not None and stored.zero_point is not None
         self.bits = next(bits for bits in BITS if bits >= state.scheme.fmt.bits)

@@ -45,6 +45,8 @@ class ParameterPlaceholder(nn.Module):
         shape = torch.Size(reversed(shape)) if is_transposed else shape
         element = torch.zeros((), dtype=dtype, device=state.codes.device)
         self.register_buffer(_PLACEHOLDER, element.expand(shape))
+        # Models read these of a weight, as in x.to(layer.weight.dtype).
+        self.dtype, self.device, self.shape = dtype, element.device, state.codes.shape
 
     def forward(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the placeholder of the values, in ``dtype``."""

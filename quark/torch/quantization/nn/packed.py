@@ -299,7 +299,7 @@ class PackedLayer(QuantizedLayer):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Convert or move the layer. Codes move; their type stays, that of their values changes."""
-        codes = {name: self._stored(name) for name in self.packed}
+        codes = {n: None if (c := self._stored(n)) is None else c.detach() for n in self.packed}
         with self._bare_codes():
             self._value_dtype = fn(torch.empty(0, dtype=self._value_dtype)).dtype
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
