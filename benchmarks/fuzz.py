@@ -9,7 +9,8 @@ another type or shape, cut), and a third flips a bit and has digests compared.
 ValueError and OSError with a message are clear refusals. These are defects, printed with the round
 that repeats them: any other error (at the door of Transformers: any other error from this package),
 more than LIMIT_SECONDS, more than LIMIT_BYTES of memory (where the system tells), the end of the
-process, a result that differs although a tensor was damaged, and a flipped bit that is not noticed.
+process, a result that differs although a tensor or an index was damaged, and a flipped bit that is
+not noticed.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def _compare(result: torch.Tensor | None, damage: str, expected: torch.Tensor | 
     """Return the outcome of a load."""
     if damage == "data":
         return "a flipped bit is not noticed"
-    if damage != "tensor" or expected is None:
+    if damage not in ("tensor", "index") or expected is None:
         return "loaded"
     is_same = result is not None and torch.equal(result, expected)
     return "loaded" if is_same else "another result, without a word"
@@ -127,7 +128,8 @@ def damage(directory: Path, door: Door, chance: random.Random) -> tuple[str, str
         kinds.remove("tensor")
     kind = chance.choice(kinds)
     change = {"file": damage_file, "tensor": damage_tensor, "data": damage_data}[kind]
-    return kind, change(directory, chance)
+    place = change(directory, chance)
+    return "index" if place.endswith(".index.json") else kind, place
 
 
 def run(name: str, rounds: int, seed: int, sound: Path, work: Path) -> Counter[str]:

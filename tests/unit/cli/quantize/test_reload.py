@@ -6,6 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from quark.torch.digests import DIGESTS, compare_digests
+
 
 def tensors(path):
     return load_file(path / "model.safetensors")
@@ -31,6 +33,8 @@ def test_several_formats_in_one_directory(quantize):
     names = {file.name for file in path.iterdir()}
     assert names >= {"config.json", "model.safetensors", "tokenizer.json", "model.gguf"}
     assert not any(file.is_dir() for file in path.iterdir())
+    assert set(compare_digests(path)) == names - {DIGESTS}
+    assert set(compare_digests(path).values()) == {"ok"}
     assert "from_pretrained(" in said and "model.gguf" in said
 
 
