@@ -130,7 +130,8 @@ def _check(place: Path, as_json: bool) -> None:
             colour = {"ok": "green", "not listed": "yellow"}.get(status, "bold red")
             table.add_row(escape(name), f"[{colour}]{status}[/]")
         console.out.print("", table)
-    if any(status in ("changed", "missing") for status in results.values()):
+    wrong = {"changed", "missing"} if place.is_dir() else {"changed", "missing", "not listed"}
+    if wrong & set(results.values()):
         raise typer.Exit(1)
 
 

@@ -63,7 +63,8 @@ def map_to_quark(
     directory = _directory(model, quantization_config)
     if directory is not None:
         try:
-            check_stored(model, fmt, layers, CheckpointReader(directory))
+            reader = CheckpointReader(directory)
+            check_stored(model, fmt, fmt.stored_layers(layers, reader), reader)
         except ValueError as error:
             raise ValueError(f"{directory}: {_stored_names(str(error))}") from None
     prepare_layers(model, fmt, layers)
@@ -86,8 +87,8 @@ def _directory(model: Any, config: Config) -> Path | None:
     the Hub, or not at all: then the section of ``config.json`` or the class differs.
     """
     described = getattr(model, "config", None)
-    name = getattr(described, "name_or_path", None)
-    if not name or type(model).__name__ not in (getattr(described, "architectures", None) or ()):
+    name, classes = (getattr(described, n, None) for n in ("name_or_path", "architectures"))
+    if not (name and isinstance(classes, list) and type(model).__name__ in classes):
         return None
     directory = Path(name)
     if not (directory / CONFIG).is_file() or not any(directory.glob("*.safetensors")):

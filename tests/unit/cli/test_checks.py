@@ -88,6 +88,9 @@ def test_inspect_lists_the_state_of_files(quark, changed):
 def test_inspect_of_sound_files(quark, quantize, model_dir):
     path, _ = quantize("--quant_scheme", "int8_wo")
     assert quark("inspect", path, "--check").exit_code == 0
+    assert quark("inspect", path / "model.safetensors", "--check").exit_code == 0
+    (path / "other.gguf").write_text("")
+    assert quark("inspect", path / "other.gguf", "--check").exit_code == 1
     result = quark("inspect", model_dir, "--check")
     assert result.exit_code == 1 and "has no SHA256SUMS" in result.stderr
 
