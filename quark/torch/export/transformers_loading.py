@@ -20,13 +20,13 @@ from quark.torch.export.checkpoint.config_json import CONFIG, SECTION, read_conf
 from quark.torch.export.checkpoint.files import CheckpointReader, TensorHeader
 from quark.torch.export.checkpoint.header_checks import fits
 from quark.torch.export.checkpoint.reader import (
-    check_layer_scales,
     check_stored,
     known_offsets,
     prepare_layers,
     quantized_layers,
     zero_offset,
 )
+from quark.torch.export.checkpoint.scale_checks import check_layer_scales
 from quark.torch.export.formats.base import ExportFormat, get_format
 from quark.torch.export.recognition import recognize_format
 from quark.torch.quantization.config.config import Config

@@ -1,0 +1,66 @@
+"""Checks of the values of scales that were read from a checkpoint."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from quark.torch.numerics.scheme import Scheme
+from quark.torch.quantization.nn.layer import PARAMETERS
+from quark.torch.quantization.nn.packed import SHORT_NAMES, PackedLayer
+
+
+def check_scales(model: nn.Module) -> None:
+    """Check that the scales of packed layers are sound; see ``check_layer_scales``.
+
+    Raises:
+        ValueError: A scale is not sound. The message names it.
+    """
+    for name, layer in model.named_modules():
+        if isinstance(layer, PackedLayer):
+            check_layer_scales(layer, name)
+
+
+def check_layer_scales(layer: PackedLayer, name: str) -> None:
+    """Check that the scales of a packed layer are sound.
+
+    Scales are finite and positive. Only integer weights may have scales that are zero or negative:
+    the blocks of GGUF files do.
+
+    Args:
+        layer: The layer.
+        name: Its name, for the message.
+
+    Raises:
+        ValueError: A scale is not sound. The message names it.
+    """
+    for tensor, spec in layer.quant_config.specs():
+        short = SHORT_NAMES[tensor]
+        quantizer = getattr(layer, f"{short}_quantizer")
+        if quantizer is None:
+            continue
+        may_be_signed = tensor in PARAMETERS and not spec.fmt.is_float
+        for part, scale in (
+            ("scale", quantizer.scale),
+            ("scale_2", getattr(layer, f"{short}_scale_2")),
+        ):
+            if scale is None or scale.is_meta:
+                continue
+            values = _scale_values(scale, quantizer.scheme)
+            sound = values.isfinite() if may_be_signed else values.isfinite() & (values > 0)
+            if not sound.all():
+                worst = float(values[~sound].flatten()[0])
+                raise ValueError(
+                    f"{name}.{short}_{part}: {int((~sound).sum())} of {values.numel()} scales of "
+                    f"its {tensor} are not sound, such as {worst}: the checkpoint is damaged. "
+                    "Export it again."
+                )
+
+
+def _scale_values(scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    """Return stored scales in float32, and stored exponents as 1, or NaN for the byte 255."""
+    if scale.is_floating_point():
+        return scale.float()
+    values = torch.ones(scale.shape, device=scale.device)
+    is_exponent = scheme.shares_exponents and not scheme.fmt.sub_block
+    return values.masked_fill(scale == 255, torch.nan) if is_exponent else values
