@@ -34,7 +34,7 @@ def test_export_and_import(llama_dir, tmp_path, logits, weight_format, pack_meth
     exporter.export_quark_model(model, quant_config=quant_config, custom_mode=args.custom_mode)
 
     names = sorted(p.name for p in (tmp_path / "exported_model_dir").iterdir())
-    assert names == ["config.json", "generation_config.json", "model_state_dict.pth"]
+    assert names == ["SHA256SUMS", "config.json", "generation_config.json", "model_state_dict.pth"]
     state = torch.load(tmp_path / "exported_model_dir/model_state_dict.pth", weights_only=True)
     weight = state["model.layers.0.self_attn.q_proj.weight"]
     if weight_format == "real_quantized":

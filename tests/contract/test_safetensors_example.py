@@ -44,7 +44,7 @@ def test_export_and_import(opt_dir, tmp_path, monkeypatch, logits):
     model_exporter.export_safetensors_model(model=quantized_model, quant_config=quant_config)
 
     written = sorted(p.name for p in (tmp_path / "opt-125m-quantized").iterdir())
-    assert written == ["config.json", "generation_config.json", "model.safetensors"]
+    assert written == ["SHA256SUMS", "config.json", "generation_config.json", "model.safetensors"]
     config = json.loads((tmp_path / "opt-125m-quantized" / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "quark"
     # lm_head is not excluded here, so it is quantized and no longer tied to the embedding.
