@@ -7,6 +7,7 @@ checkpoints which share a ``config.json`` is refused.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -97,7 +98,7 @@ def naming(source: Path) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if str(source) in str(error):
+        if re.search(rf"(?<![\w.]){re.escape(str(source))}(?!\w)", str(error)):
             raise
         raise ValueError(f"{source}: {error}") from error
 

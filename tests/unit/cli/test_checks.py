@@ -41,6 +41,12 @@ def test_a_damaged_model_is_refused_before_text_is_read(
     assert "reading text" not in said
 
 
+def test_a_short_name_is_named_too(quark, damaged, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    damaged.rename("m")  # a letter of any message
+    assert "error: m: The checkpoint does not fit" in quark("evaluate", "m").stderr
+
+
 @pytest.fixture
 def changed(quantize):
     """Return a quantized model with one bit of its data changed."""
