@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from quark.torch.export.checkpoint.reader import (
     zero_offset,
 )
 from quark.torch.export.checkpoint.scale_checks import check_layer_scales
+from quark.torch.export.checkpoint.transformers_names import rename_for_model
 from quark.torch.export.formats.base import ExportFormat, get_format
 from quark.torch.export.recognition import recognize_format
 from quark.torch.quantization.config.config import Config
@@ -57,23 +59,28 @@ def map_to_quark(
     options = quantization_config.export or JsonExporterConfig()
     options = replace(options, pack_method=pack_method)
     fmt = get_format(custom_mode, quantization_config, options)
+    fmt.check_readable()
     experts = split_experts(model)
     layers = quantized_layers(model, quantization_config)
-    stack_experts(experts, keep=layers)
     directory = _directory(model, quantization_config)
-    if directory is not None:
+    reader = None if directory is None else CheckpointReader(directory)
+    if reader is not None:
+        layers = fmt.stored_layers(layers, rename_for_model(reader, model))
+    stack_experts(experts, keep=layers)
+    if reader is not None:
         try:
-            reader = CheckpointReader(directory)
-            check_stored(model, fmt, fmt.stored_layers(layers, reader), reader)
+            check_stored(model, fmt, layers, reader)
         except ValueError as error:
             raise ValueError(f"{directory}: {_stored_names(str(error))}") from None
     prepare_layers(model, fmt, layers)
+    stored = {} if reader is None else {fmt.state_name(k): e for k, e in reader.entries.items()}
     if hasattr(model, "save_pretrained"):
         model.save_pretrained = refuse_to_save  # type: ignore[assignment]
     for name, layer in model.named_modules():
         if isinstance(layer, PackedLayer):
             check = partial(_check_loaded, name=name, expected=_state(layer), fmt=fmt)
             layer.finish_load_with(check)
+            _take_shapes(layer, name, stored)
             setattr(layer, _READ, True)  # never initialize codes at random
     for module, _ in experts.values():
         if isinstance(module, LinearExperts):
@@ -96,6 +103,18 @@ def _directory(model: Any, config: Config) -> Path | None:
     stored = read_config_json(directory)
     is_same = SECTION in stored and recognize_format(stored, name).config == config
     return directory if is_same else None
+
+
+def _take_shapes(layer: PackedLayer, name: str, stored: dict[str, TensorHeader]) -> None:
+    """Give single numbers of a layer the shape that they are stored in.
+
+    Transformers compares shapes, and some tools store a scale per tensor as [1] instead of [].
+    """
+    for part, tensor in layer.named_buffers():
+        header = stored.get(f"{name}.{part}")
+        if header is not None and prod(header.shape) == tensor.numel() == 1:
+            path, _, attribute = part.rpartition(".")
+            setattr(layer.get_submodule(path), attribute, tensor.reshape(header.shape))
 
 
 def _state(layer: PackedLayer) -> dict[str, torch.Tensor]:
@@ -137,4 +156,7 @@ def _check_loaded(
                 f"{stored} is {tensor.dtype} {list(tensor.shape)}, expected "
                 f"{needed.dtype} {list(needed.shape)}: export the checkpoint again."
             )
+        elif tensor.shape != needed.shape:
+            path, _, attribute = part.rpartition(".")
+            setattr(layer.get_submodule(path), attribute, tensor.reshape(needed.shape))
     check_layer_scales(layer, name)

@@ -35,7 +35,7 @@ class ScaleFormat:
 FLOAT32 = ScaleFormat()
 POF2 = ScaleFormat(power_of_two=True)
 E8M0 = ScaleFormat(torch.uint8, power_of_two=True)
-E4M3 = ScaleFormat(torch.float8_e4m3fn, Dtype.fp8_e4m3.value, two_level=True)
+E4M3 = ScaleFormat(fmt=Dtype.fp8_e4m3.value, two_level=True)  # times the tensor scale: float32
 E5M3 = ScaleFormat(torch.uint8, Dtype.fp8_e5m3.value)
 
 

@@ -140,6 +140,7 @@ def prepare_load(model: nn.Module, fmt: ExportFormat, reader: Reader) -> Loading
         ValueError: Tensors are missing, unexpected, or of the wrong shape or type.
     """
     check_plain(model)
+    fmt.check_readable()
     experts = split_experts(model)
     try:
         layers = fmt.stored_layers(quantized_layers(model, fmt.config), reader)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from quark.torch.export.formats.layouts.packed import PackedLayout
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.nn.layer import PARAMETERS
 from quark.torch.quantization.nn.packed import SHORT_NAMES, PackedLayer
@@ -46,6 +47,8 @@ def check_layer_scales(layer: PackedLayer, name: str) -> None:
         ):
             if scale is None or scale.is_meta:
                 continue
+            if isinstance(layer.layout, PackedLayout):
+                scale = layer.layout.biased_exponents(spec, scale)
             values = _scale_values(scale, quantizer.scheme)
             sound = values.isfinite() if may_be_signed else values.isfinite() & (values > 0)
             if not sound.all():

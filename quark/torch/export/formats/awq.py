@@ -8,6 +8,7 @@ Per layer of N outputs and K inputs in groups of g: ``qweight`` int32 [K, N/8] a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from quark.torch.export.formats.config_section import (
@@ -29,7 +30,10 @@ from quark.torch.export.formats.layer_checks import (
 )
 from quark.torch.export.formats.layouts.awq import MIDDLE_ZEROS, AwqLayout
 from quark.torch.export.formats.third_party import ThirdPartyFormat
+from quark.torch.numerics.packing import ORDERS
 from quark.torch.quantization.config.config import Config, QuantizationConfig
+from quark.torch.quantization.config.export import JsonExporterConfig
+from quark.torch.quantization.config.type import Dtype
 from quark.torch.quantization.nn.layer import QuantizedLayer
 from quark.torch.quantization.nn.packed import TensorLayout
 
@@ -53,7 +57,7 @@ class AwqFormat(ThirdPartyFormat):
     @property
     def layout(self) -> TensorLayout:
         """Layout of the tensors."""
-        return AwqLayout()
+        return AwqLayout(self.options.pack_method)
 
     def check_writable(
         self, layers: Mapping[str, QuantizedLayer], float_layers: Sequence[str]
@@ -116,8 +120,13 @@ class AwqFormat(ThirdPartyFormat):
         """Return uint4 per group, for all layers but those excluded or for those of the blocks."""
         read_choice(section, "bits", (4,), 4)
         read_choice(section, "version", ("gemm", "GEMM"), "gemm")
-        read_choice(section, "zero_point", (True,), True)
+        # AMD Quark, which adds "export", stores signed codes where there are no zero points.
+        known = (True, False) if "export" in section else (True,)
         weight = unsigned_weight_spec(4, read_group_size(section, 128), symmetric=False)
+        if not read_choice(section, "zero_point", known, True):
+            weight = replace(weight, dtype=Dtype.int4, symmetric=True)
         layer = QuantizationConfig(weight=weight)
         excluded = read_names(section, "modules_to_not_convert")
-        return config_without(layer, excluded) if excluded else config_for_blocks(layer)
+        config = config_without(layer, excluded) if excluded else config_for_blocks(layer)
+        order = read_choice(section, "pack_method", tuple(ORDERS), "reorder")
+        return replace(config, export=JsonExporterConfig(pack_method=order))

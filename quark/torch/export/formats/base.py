@@ -23,8 +23,8 @@ class ExportFormat(ABC):
 
     The same class writes and reads. Writing calls ``check_writable``, then ``layer_tensors`` and
     ``stored_name`` for each layer, then ``config_section``. Reading calls ``from_section``,
-    ``stored_layers``, ``prepare_for_load`` for each layer, then ``state_name`` and
-    ``convert_loaded`` for each tensor.
+    ``check_readable``, ``stored_layers``, ``prepare_for_load`` for each layer, then ``state_name``
+    and ``convert_loaded`` for each tensor.
 
     Args:
         config: Configuration of the model.
@@ -64,6 +64,15 @@ class ExportFormat(ABC):
         """
         config = cls.parse_section(section)
         return cls(config, config.export or JsonExporterConfig())
+
+    def check_readable(self) -> None:  # noqa: B027
+        """Check that a checkpoint of this configuration can be read, before any work.
+
+        The default accepts all.
+
+        Raises:
+            ValueError: It cannot.
+        """
 
     def stored_layers(
         self, layers: dict[str, QuantizationConfig], reader: Any

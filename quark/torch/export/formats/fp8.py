@@ -100,7 +100,8 @@ class Fp8Format(ThirdPartyFormat):
     @classmethod
     def parse_section(cls, section: dict[str, Any]) -> Config:
         """Return fp8 weights and inputs for all layers but those excluded."""
-        activations = read_choice(section, "activation_scheme", ACTIVATION_SCHEMES, "dynamic")
+        known = (*ACTIVATION_SCHEMES, None)  # None: inputs in float
+        activations = read_choice(section, "activation_scheme", known, "dynamic")
         is_dynamic = activations == "dynamic"
         read_choice(section, "scale_fmt", (None, "float"), None)
         read_choice(section, "fmt", (None, "e4m3", "float8_e4m3fn"), None)
@@ -124,7 +125,7 @@ class Fp8Format(ThirdPartyFormat):
         excluded = read_names(section, "ignored_layers")
         excluded = excluded or read_names(section, "modules_to_not_convert")
         return Config(
-            QuantizationConfig(weight=weight, input_tensors=inputs),
+            QuantizationConfig(weight=weight, input_tensors=inputs if activations else None),
             exclude=[literal(name) for name in excluded],
             kv_cache_quant_config=kv_cache_config(STATIC_FP8 if kv_cache else None),
         )

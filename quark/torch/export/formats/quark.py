@@ -10,6 +10,7 @@ quantized.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from math import prod
@@ -22,7 +23,9 @@ from quark.torch.export.checkpoint.files import Entry
 from quark.torch.export.checks import check_state
 from quark.torch.export.formats.base import ExportFormat
 from quark.torch.export.formats.config_section import read_names
+from quark.torch.export.formats.earlier_versions import check_readable, is_earlier
 from quark.torch.export.formats.layouts.act_order import ACT_ORDER_PROBLEM, has_act_order
+from quark.torch.export.formats.layouts.earlier import EarlierPackedLayout, EarlierValueLayout
 from quark.torch.export.formats.layouts.packed import PackedLayout, ValueLayout
 from quark.torch.numerics.qdq import fake_quantize, quantize
 from quark.torch.quantization.config.config import Config, QuantizationConfig
@@ -62,10 +65,24 @@ class QuarkFormat(ExportFormat):
     @property
     def layout(self) -> TensorLayout:
         """Layout of the tensors, by the options and the version of the configuration."""
-        is_current = not str(self.config.version or "0").startswith("0")
+        earlier, pack_method = is_earlier(self.config), self.options.pack_method
         if self.options.weight_format == "fake_quantized":
-            return ValueLayout(is_current)
-        return PackedLayout(self.options.pack_method, is_current)
+            return EarlierValueLayout() if earlier else ValueLayout()
+        return EarlierPackedLayout(pack_method) if earlier else PackedLayout(pack_method)
+
+    def stored_layers(
+        self, layers: dict[str, QuantizationConfig], reader: Any
+    ) -> dict[str, QuantizationConfig]:
+        """Return the layers without experts that are stored stacked, in float.
+
+        AMD Quark leaves them in float if the configuration excludes only other layers.
+        """
+        owners = {name.rpartition(".")[0] for name in reader.entries}
+        return {
+            name: layer
+            for name, layer in layers.items()
+            if name in owners or not owners & _stacks_of(name)
+        }
 
     def layer_tensors(
         self, layer: QuantizedLayer, scales: dict[str, torch.Tensor]
@@ -104,6 +121,15 @@ class QuarkFormat(ExportFormat):
                 "custom_mode='gptq' can; for others quantize the float model again."
             )
 
+    def check_readable(self) -> None:
+        """Check that the checkpoint holds what its configuration describes.
+
+        Raises:
+            ValueError: An earlier version lost values when it was written, or the configuration
+                has something that is not supported.
+        """
+        check_readable(self.config, self.options)
+
     def prepare_for_load(self, module: nn.Module, layer: QuantizationConfig) -> nn.Module:
         """Replace a float layer in place by an empty one that accepts the stored tensors."""
         return operator(type(module)).packed.from_module(module, layer, self.layout)
@@ -133,6 +159,12 @@ class QuarkFormat(ExportFormat):
         section = replace(self.config, export=None).to_dict()
         section |= {"export": asdict(self.options), "quant_method": "quark"}
         return dict(sorted(section.items()))
+
+
+def _stacks_of(name: str) -> set[str]:
+    """Return what holds the expert that a layer is of: ``mlp.experts`` of ``mlp.experts.3.w1``."""
+    parts = re.match(r"(.+)\.\d+\.[^.]+$", name)
+    return {parts[1]} if parts else set()
 
 
 def _check_channels(layer: QuantizedLayer, name: str, state: QuantizedTensor) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from quark.torch.quantization.config.serialize import known, path_of, plain
 from quark.torch.quantization.config.spec import QuantizationSpec, member
 from quark.torch.quantization.config.spec_bases import DataTypeSpec, TwoStageSpec
-from quark.torch.quantization.config.type import DeviceType, QSchemeType
+from quark.torch.quantization.config.type import DeviceType, Dtype, QSchemeType
 from quark.torch.quantization.config.value_types import check_fields
 
 Stages = QuantizationSpec | list[QuantizationSpec] | None  # one specification, or two stages
@@ -65,6 +65,9 @@ class QuantizationConfig:
                 )
             if not isinstance(spec, QuantizationSpec):
                 raise TypeError(f"{name}: expected a QuantizationSpec, got {spec!r}.")
+            if name.endswith("_tensors") and spec.dtype is Dtype.mx and not spec.is_dynamic:
+                spec = replace(spec, is_dynamic=True)  # there are no other scales of activations
+                setattr(self, name, spec)
             grouped = spec.scheme.qscheme in (QSchemeType.per_group, QSchemeType.per_block)
             if name.endswith("_tensors") and grouped and not spec.is_dynamic:
                 raise ValueError(

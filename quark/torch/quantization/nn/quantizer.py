@@ -22,6 +22,7 @@ from quark.torch.numerics.qdq import (
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.nn.padding import without_padding
+from quark.torch.quantization.nn.stages import fake_quantize_codes, first_codes, per_value
 from quark.torch.quantization.observer.observer import MinMaxObserver
 
 PARTS = ("scale", "zero_point", "scale_2", "zero_point_2")
@@ -67,7 +68,8 @@ class QuantizedTensor(NamedTuple):
         if spec.quantizes_codes:
             assert scale is not None
             second = spec.stages[1].for_parameter().scheme
-            codes = recover_codes(values.float() / scale, scale_2, zero_point_2, second)
+            first = values.float() / per_value(scale, spec.scheme, values.shape)
+            codes = recover_codes(first, scale_2, zero_point_2, second)
         else:
             codes = recover_codes(values, scale, zero_point, spec.scheme)
         return cls(spec, codes, scale, zero_point, scale_2, zero_point_2)
@@ -83,7 +85,7 @@ class QuantizedTensor(NamedTuple):
         second = self.spec.stages[1].for_parameter().scheme
         values = dequantize(self.codes, self.scale_2, self.zero_point_2, second)
         assert self.scale is not None
-        return values.mul_(self.scale).to(dtype)
+        return values.mul_(per_value(self.scale, self.scheme, values.shape)).to(dtype)
 
 
 class LastStage(NamedTuple):
@@ -337,16 +339,12 @@ class TensorQuantizer(nn.Module):
         return self.spec.second_stage.for_parameter()
 
     def _values(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the values of the codes of the first stage under a scale of 1."""
-        codes = quantize(x.detach(), self.scale, self.zero_point, self.scheme)
-        return dequantize(codes, torch.ones_like(self.scale), None, self.scheme)  # type: ignore[arg-type]
+        assert self.scale is not None
+        return first_codes(x, self.scale, self.zero_point, self.scheme)
 
     def _through_codes(self, x: torch.Tensor) -> torch.Tensor:
-        values = fake_quantize_(
-            self._values(x), self.scale_2, self.zero_point_2, self._second().scheme
-        )
-        assert self.scale is not None
-        return values.mul_(self.scale).to(x.dtype)
+        parts = (getattr(self, name) for name in PARTS)
+        return fake_quantize_codes(x, self.spec, *parts)
 
     def extra_repr(self) -> str:
         """Return format and granularity."""

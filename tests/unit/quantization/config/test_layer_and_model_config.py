@@ -256,3 +256,13 @@ def test_enumerations_of_a_model_by_name():
     assert config.quant_flow is QuantFlow.per_block
     with pytest.raises(ValueError, match=r"quant_flow: 'perblock' is unknown.*'per_block'"):
         Config(LAYER, quant_flow="perblock")
+
+
+@pytest.mark.parametrize("tensor", ["input_tensors", "output_tensors"])
+@pytest.mark.parametrize("is_dynamic", [True, False, None])
+def test_activations_of_mx_are_dynamic(tensor, is_dynamic):
+    """The format has no other scales; AMD Quark writes false."""
+    fields = {"mx_element_dtype": "fp4", "ch_axis": -1, "group_size": 32, "is_dynamic": is_dynamic}
+    made = QuantizationConfig(**{tensor: QuantizationSpec("mx", **fields)})
+    assert getattr(made, tensor).is_dynamic is True
+    assert not getattr(made, tensor).needs_data

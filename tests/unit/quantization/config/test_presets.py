@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from quark.torch.numerics.formats import Dtype
-from quark.torch.numerics.scale_formats import E4M3, E5M3, E8M0, FLOAT32, ScaleFormat
+from quark.torch.numerics.scale_formats import E5M3, E8M0, FLOAT32, ScaleFormat
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.presets import (
     GROUP_SIZES,
@@ -90,6 +90,7 @@ def described(spec):
 
 
 # Scheme -> elements of a group and scales of the weight, where the caller says 128.
+E4M3_TWO_LEVEL = ScaleFormat(torch.float8_e4m3fn, Dtype.fp8_e4m3.value, two_level=True)
 E5M3_TWO_LEVEL = ScaleFormat(torch.uint8, Dtype.fp8_e5m3.value, two_level=True)
 BLOCKS = {
     "mxfp4": (32, E8M0),
@@ -99,11 +100,11 @@ BLOCKS = {
     "mxfp4_mxfp6_e2m3": (32, E8M0),
     "mxfp4_fp8": (32, E8M0),
     "mxfp8": (32, E8M0),
-    "nvfp4": (16, E4M3),
-    "nvfp4_weight_only": (16, E4M3),
+    "nvfp4": (16, E4M3_TWO_LEVEL),
+    "nvfp4_weight_only": (16, E4M3_TWO_LEVEL),
     "amdfp4": (16, E5M3),
     "amdfp4_g32": (32, E5M3),
-    "fp4_block16_scale_e4m3": (16, E4M3),
+    "fp4_block16_scale_e4m3": (16, E4M3_TWO_LEVEL),
     "amdfp4_global16": (16, E5M3_TWO_LEVEL),
     "amdfp4_global32": (32, E5M3_TWO_LEVEL),
     "w_fp4_per_group": (128, FLOAT32),
@@ -238,7 +239,7 @@ def test_earlier_names_spell_the_scheme(name):
     weight = name.split("_a_")[0] if "per_" in name.split("_a_")[0] else name
     granularity = re.search(r"per_(tensor|channel|group)", weight)
     if "scale_fp8" in name:
-        assert layer.weight.scheme.scale == E4M3
+        assert layer.weight.scheme.scale == E4M3_TWO_LEVEL
     if granularity and not layer.weight.fixes_blocks:
         assert layer.weight.qscheme.name == granularity[0]
     if name.endswith(("_sym", "_asym")):

@@ -22,10 +22,14 @@ MIDDLE_ZEROS = -0x77777778  # int32 of 0x88888888: eight zero points of 8
 
 
 class AwqLayout(PackedLayout):
-    """Codes, scales and zero points of 4-bit weights per group as AutoAWQ lays them out."""
+    """Codes, scales and zero points of 4-bit weights per group as AutoAWQ lays them out.
 
-    def __init__(self) -> None:
-        super().__init__("reorder")
+    Args:
+        pack_method: Order of codes in a word. AMD Quark can write "order" too.
+    """
+
+    def __init__(self, pack_method: str = "reorder") -> None:
+        super().__init__(pack_method)
 
     def pack(self, state: QuantizedTensor, value: torch.Tensor | None) -> StoredParts:
         """Return codes, scales and zero points as they are stored."""

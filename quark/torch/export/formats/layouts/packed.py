@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -29,13 +28,10 @@ class PackedLayout(TensorLayout):
 
     Args:
         pack_method: Order of 4-bit codes in a 32-bit word, a key of ``packing.ORDERS``.
-        packs_int2: False for files of versions before 1.0, which stored each 2-bit code in a
-            32-bit word.
     """
 
-    def __init__(self, pack_method: str, packs_int2: bool = True) -> None:
+    def __init__(self, pack_method: str) -> None:
         self.pack_method = pack_method
-        self.packs_int2 = packs_int2
 
     def declare(
         self, spec: QuantizationSpec, shape: tuple[int, ...], is_stored: bool
@@ -138,10 +134,15 @@ class PackedLayout(TensorLayout):
         elif zero_point is not None:
             zero_point = _to_stored_axes(zero_point, scheme)
         if scale is not None:
+            scale = self.biased_exponents(spec, scale)
             scale = _to_stored_axes(
                 decode_scale(scale, scheme, shape, stored.get("scale_2")), scheme
             )
         return QuantizedTensor(spec, codes, scale, zero_point)
+
+    def biased_exponents(self, spec: QuantizationSpec, stored: torch.Tensor) -> torch.Tensor:
+        """Return stored scales, those that are exponents with the bias of 127."""
+        return stored
 
     def _pack(self, codes: torch.Tensor, scheme: Scheme) -> torch.Tensor:
         """Pack along the axis that is stored last; transposing words is cheaper than codes."""
@@ -156,8 +157,7 @@ class PackedLayout(TensorLayout):
         return unpack(words, fmt, shape[axis], self.pack_method, axis)
 
     def _format(self, scheme: Scheme) -> Format:
-        if scheme.fmt.bits == 2 and not self.packs_int2:
-            return replace(scheme.fmt, word_codes=1, word_dtype=torch.int32)
+        """Return the format of the codes, with the words that they are packed into."""
         return scheme.fmt
 
 
@@ -195,19 +195,11 @@ def _to_stored_axes(x: torch.Tensor, scheme: Scheme) -> torch.Tensor:
 class ValueLayout(TensorLayout):
     """Fake-quantized weights as float values, with scales and zero points unpacked beside them.
 
-    Args:
-        has_block_scales: False for files of versions before 1.0, which stored no scales for the
-            formats with fixed blocks, such as MX and BFP16. MX6 and MX9 never store scales: they
-            are computed from the values.
+    MX6 and MX9 store no scales: they are computed from the values.
     """
 
-    def __init__(self, has_block_scales: bool = True) -> None:
-        self.has_block_scales = has_block_scales
-
     def _has_scale(self, spec: QuantizationSpec) -> bool:
-        if spec.fixes_blocks:
-            return self.has_block_scales and not spec.fmt.sub_block
-        return spec.fmt.scaled
+        return spec.fmt.scaled and not spec.fmt.sub_block
 
     def declare(
         self, spec: QuantizationSpec, shape: tuple[int, ...], is_stored: bool

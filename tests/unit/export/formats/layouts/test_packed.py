@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from quark.torch.export.formats.layouts.earlier import EarlierPackedLayout
 from quark.torch.export.formats.layouts.packed import PackedLayout, ValueLayout
 from quark.torch.numerics.qdq import dequantize, dynamic_qparams, quantize
 from quark.torch.quantization.config.spec import QuantizationSpec
@@ -123,6 +124,13 @@ CASES = {
         ((24, 2), F32),
         None,
     ),
+    "fp4_scales_in_e4m3": (
+        spec("fp4", "per_group", group_size=16, scale_format="e4m3"),
+        (24, 64),
+        ((24, 32), U8),
+        ((24, 4), F32),
+        None,
+    ),
     "half_scales": (
         spec("int8", "per_channel", scale_type="float16"),
         (24, 64),
@@ -221,7 +229,7 @@ class TestBits:
 
     def test_two_bits_as_versions_before_1_0_stored_them(self):
         of, shape = spec("int2", "per_group"), (24, 64)
-        layout, state = PackedLayout("reorder", packs_int2=False), state_of(of, shape)
+        layout, state = EarlierPackedLayout("reorder"), state_of(of, shape)
         expected = {"": ((64, 24), I32), "scale": ((2, 24), F32), "zero_point": ((2, 24), I32)}
         assert layout.declare(of, shape, True) == expected
         stored = {

@@ -1,0 +1,50 @@
+"""Quantization in two stages, of which the second quantizes the codes of the first."""
+
+from __future__ import annotations
+
+import torch
+
+from quark.torch.numerics.qdq import dequantize, fake_quantize_, quantize
+from quark.torch.numerics.scheme import Scheme
+from quark.torch.quantization.config.spec import QuantizationSpec
+
+
+def fake_quantize_codes(
+    x: torch.Tensor,
+    spec: QuantizationSpec,
+    scale: torch.Tensor | None,
+    zero_point: torch.Tensor | None,
+    scale_2: torch.Tensor | None,
+    zero_point_2: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return a tensor quantized in two stages, of which the second quantizes the codes.
+
+    Args:
+        x: Values.
+        spec: Specification of two stages.
+        scale: Scale of the first stage.
+        zero_point: Zero point of the first stage, or None.
+        scale_2: Scale of the second stage.
+        zero_point_2: Zero point of the second stage, or None.
+    """
+    assert scale is not None
+    second = spec.stages[1].for_parameter().scheme
+    values = first_codes(x, scale, zero_point, spec.scheme)
+    values = fake_quantize_(values, scale_2, zero_point_2, second)
+    return values.mul_(per_value(scale, spec.scheme, x.shape)).to(x.dtype)
+
+
+def first_codes(
+    x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, scheme: Scheme
+) -> torch.Tensor:
+    """Return the values of the codes of a first stage under a scale of 1, float32."""
+    codes = quantize(x.detach(), scale, zero_point, scheme)
+    return dequantize(codes, torch.ones_like(scale), None, scheme)
+
+
+def per_value(scale: torch.Tensor, scheme: Scheme, shape: torch.Size) -> torch.Tensor:
+    """Return the scales of blocks in a shape that broadcasts over the values."""
+    if scale.dim() == 0:
+        return scale
+    blocks = scheme.blocks(shape)
+    return blocks.join(blocks.spread(scale.float()).expand(blocks.view)).reshape(shape)

@@ -1,0 +1,112 @@
+"""Checkpoints of AMD Quark 0.13 in every scheme; see ``tests/data/README.md``.
+
+Each loads with the logits of the frozen model of AMD Quark, in Quark and through Transformers, or
+is refused with the reason. On the processor that computed them the logits are equal, but for scales
+in e4m3, which AMD Quark rounds three times (2e-6); others add up in another order.
+"""
+
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from quark.torch import ModelImporter
+
+ARCHIVE = Path(__file__).parents[1] / "data" / "amd_quark.tar.xz"
+with tarfile.open(ARCHIVE) as _archive:
+    INDEX = json.load(_archive.extractfile("index.json"))
+CASES = [name for name, entry in INDEX.items() if "error" not in entry]
+
+# Case, or part of its name -> why it is refused.
+REFUSED = {
+    "scheme_amdfp4_global": "input_tensors|stored modulo 256",
+    "w_fp4_two_level_e5m3": "stored modulo 256",
+    "attention_fp8": "probabilities of attention are quantized",
+    "w_uint4_float_zeros": "fractions are lost",
+    "w_mxfp4_dynamic": "stored before it was quantized",
+    "a_uint8_symmetric": "all negative values became 0",
+    "a_uint8_tokens": "all negative values became 0",
+    "a_fp8_axis": "only ch_axis=1 is a scale for each token",
+    "embedding": r"embed_tokens\.weight(_quantizer\.|_)scale is missing",
+    # AMD Quark gives these a scale of 1, under which every weight becomes 0.
+    "w_int16_per_channel": r"scale is torch.float32 \[\], expected torch.float32 \[64\]",
+    "w_int16_per_group": r"scale is torch.float32 \[\], expected torch.float32 \[64, 2\]",
+    "values_scheme_nvfp4": r"input_scale_2.* missing",
+}
+# Transformers loads these layouts without this package: it lacks a package, or leaves fp8 as it is.
+LOADED_BY_TRANSFORMERS = "custom_"
+
+
+def refusal(case):
+    """Return why a case is refused, or None; values hold what codes lose."""
+    for part, reason in REFUSED.items():
+        if case.startswith(part) or (part in case and not case.startswith("values_")):
+            return reason
+    return None
+
+
+LOADED = [case for case in CASES if refusal(case) is None]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    path = tmp_path_factory.mktemp("amd_quark")
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(path, filter="data")
+    return path
+
+
+@pytest.fixture(scope="module")
+def agrees(checkpoints):
+    ids = load_file(checkpoints / "inputs.safetensors")["input_ids"]
+
+    def agrees(model, case):
+        expected = load_file(checkpoints / f"{case}.logits")["logits"]
+        with torch.no_grad():
+            logits = model(ids).logits.float()
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+
+    return agrees
+
+
+def through_importer(path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(path)
+    del config.quantization_config
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    return ModelImporter(path, "safetensors").import_model_info(model)
+
+
+def through_transformers(path):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+
+
+def test_every_scheme_is_in_the_archive():
+    assert len(CASES) > 200 and len(LOADED) > 180
+    assert [n for n, e in INDEX.items() if "error" in e] == []
+    assert all(any(refusal(case) == reason for case in CASES) for reason in REFUSED.values())
+
+
+@pytest.mark.parametrize("case", LOADED)
+class TestLoaded:
+    def test_importer(self, checkpoints, agrees, case):
+        agrees(through_importer(checkpoints / case), case)
+
+    def test_transformers(self, checkpoints, agrees, case):
+        if case.startswith(LOADED_BY_TRANSFORMERS):
+            pytest.skip("Transformers loads this layout without this package")
+        agrees(through_transformers(checkpoints / case), case)
+
+
+@pytest.mark.parametrize("load", [through_importer, through_transformers])
+@pytest.mark.parametrize("case", [case for case in CASES if refusal(case) is not None])
+def test_refused(checkpoints, case, load):
+    with pytest.raises(ValueError, match=refusal(case)):
+        load(checkpoints / case)
