@@ -73,15 +73,16 @@ UNNAMED = {
 }
 ALL = tuple(name for name in scheme_names() if not name.startswith("w_"))
 BY_AMD = (
-    "int8",
-    W8A8,
-    "ptpc_int8",
-    "fp8",
-    "ptpc_fp8",
-    "mxfp4",
-    "mxfp6_e3m2",
-    "amdfp4",
-    "mxfp4_fp8",
+    *("int8", W8A8, "ptpc_int8", "int8_wo", "int8_wo_32", "int8_wo_128", "int4_wa_32"),
+    *("int4_wo_per_channel", "uint4_wo_per_channel", "fp8", "fp8_wo", "ptpc_fp8", "mxfp4"),
+    *("mxfp4_weight_only", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4_mxfp6_e2m3", "mxfp4_fp8"),
+    *("amdfp4", "amdfp4_g32"),
+)
+# It has no reader for these layouts.
+NOT_BY_AMD = (
+    *("nvfp4", "nvfp4_weight_only", "fp4_block16_scale_e4m3", "amdfp4_global16", "int4_fp8"),
+    *("mxfp8", "mx6", "mx9", "bfp16", "bfloat16", "float16", "int3_wo_per_channel", "int3_wo_32"),
+    "int2_wo_32",
 )
 GROUPS_OF_4 = tuple(f"{kind}_wo_{size}" for kind in ("int4", "uint4") for size in (32, 64, 128))
 MX_WEIGHTS = ("mxfp4_weight_only", "w_mxfp6_e3m2", "w_mxfp6_e2m3", "w_mxfp8")
@@ -107,6 +108,7 @@ TABLE: tuple[tuple[str, str, Expected, tuple[str, ...]], ...] = (
     ("lm-eval", "quark", EXACT, ("int8", "fp8", "int4_wo_128", "int3_wo_128")),
     ("lm-eval", "quark", TIES, ("mxfp4",)),
     ("amd-quark", "quark", SAME, (*BY_AMD, *GROUPS_OF_4)),
+    ("amd-quark", "quark", LACKS, NOT_BY_AMD),
     ("vllm", "float", ALIGNED, ("float",)),
     ("vllm", "quark", ALIGNED, (*GROUPS_OF_4, *MX_WEIGHTS)),
     ("vllm", "quark", ALIGNED_TIES, ("int8", W8A8, "fp8", "ptpc_fp8", *MX_INPUTS)),

@@ -73,6 +73,7 @@ def map_to_quark(
         except ValueError as error:
             raise ValueError(f"{directory}: {_stored_names(str(error))}") from None
     prepare_layers(model, fmt, layers)
+    _untie(model)
     stored = {} if reader is None else {fmt.state_name(k): e for k, e in reader.entries.items()}
     if hasattr(model, "save_pretrained"):
         model.save_pretrained = refuse_to_save  # type: ignore[assignment]
@@ -103,6 +104,15 @@ def _directory(model: Any, config: Config) -> Path | None:
     stored = read_config_json(directory)
     is_same = SECTION in stored and recognize_format(stored, name).config == config
     return directory if is_same else None
+
+
+def _untie(model: Any) -> None:
+    """Keep Transformers from tying weights of packed layers, as it does if the values are equal."""
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    for pair in list(tied.items()):
+        if any(isinstance(model.get_submodule(n.rpartition(".")[0]), PackedLayer) for n in pair):
+            del tied[pair[0]]
+            model.config.tie_word_embeddings = False
 
 
 def _take_shapes(layer: PackedLayer, name: str, stored: dict[str, TensorHeader]) -> None:
