@@ -65,7 +65,7 @@ Dataset = Annotated[
         "--dataset",
         metavar="FILE|NAME",
         help="Text: a .txt, .jsonl, .json, .csv or .parquet file, a directory, wikitext, pileval, "
-        f"cnn_dailymail, or another dataset of the Hub (default: held-out {models.EMBEDDED}).",
+        f"cnn_dailymail, or another dataset of the Hub (default: {models.EVALUATION}).",
     ),
 ]
 SeqLen = Annotated[
@@ -156,7 +156,7 @@ def evaluate(
                 model = models.load_model(directory, data_type, target, trust_remote_code)
             rows.append(_measure(directory, model, measures))
             del model
-    text = dataset or f"held-out {models.EMBEDDED}"
+    text = dataset or models.EVALUATION
     if as_json:
         first, last = (row.figures.perplexity for row in (rows[0], rows[-1]))
         change = last / first - 1 if len(rows) > 1 else None

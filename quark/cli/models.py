@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
     from quark.torch.export.checkpoint.files import Entry
 
-EMBEDDED = "docstrings of the standard library"
+CALIBRATION = "text of this package"
+EVALUATION = "held-out docstrings of the standard library"
 CHARACTERS_PER_TOKEN = 8  # of English text in any vocabulary, at most
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # Other containers of the same weights on the Hub.
@@ -223,7 +224,8 @@ def text_windows(
     """Return windows of tokens.
 
     Args:
-        source: File or dataset; None for the docstrings of the standard library.
+        source: File or dataset; None for the text of this package, or held-out docstrings of the
+            standard library.
         flag: Flag of the source, for the error.
         tokenizer: Tokenizer of the model.
         length: Tokens per window.

@@ -1,13 +1,18 @@
-"""The demonstration's model and its text: docstrings of the running Python's standard library.
+"""The demonstration's model, the text that evaluates it, and the text that calibrates models.
 
-The model in ``quark/demo/model`` was trained on docstrings. ``heldout_modules.json`` in the same
-folder lists the modules that were held out of training: their docstrings are for evaluation, those
-of the other modules for calibration. Modules are parsed, never imported. The text differs a little
-between versions of Python, so compare figures of one run only.
+The model in ``quark/demo/model`` was trained on docstrings of Python's standard library.
+``heldout_modules.json`` in the same folder lists the modules that were held out of training. The
+docstrings of the running Python's modules of these names are for evaluation. Modules are parsed,
+never imported. This text differs a little between versions of Python, so compare figures of one run
+only.
+
+The calibration text is the same for every Python: ``quark/demo/calibration`` holds it, and states
+its sources and licences.
 """
 
 import ast
 import json
+import lzma
 import os
 import sysconfig
 import warnings
@@ -15,6 +20,7 @@ from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 
+CALIBRATION_TEXT = "calibration/text.jsonl.xz"
 TRIVIAL_LENGTH = 40  # shorter docstrings, in characters, say little more than the name
 TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -53,31 +59,30 @@ def evaluation_documents() -> list[str]:
 
 
 def calibration_documents(limit_characters: int = 400_000) -> list[str]:
-    """Return docstrings of the other modules, one document for each, up to a limit.
+    """Return the calibration text of this package, in prose, code, dialogues and lists.
 
     Args:
         limit_characters: Maximum number of characters in all documents together. The last document
-            is cut to fit. Later modules are not read.
+            is cut to fit.
 
     Returns:
-        The documents, in the order of the modules' paths.
+        The documents, in the order of the file.
 
     Raises:
         ValueError: ``limit_characters`` is below 1.
-        FileNotFoundError: This Python has no source files of its standard library.
+        FileNotFoundError: The package is installed without its data.
     """
     if limit_characters < 1:
         raise ValueError(f"limit_characters must be at least 1, got {limit_characters}")
-    root, names = _library(), _heldout_modules()
     documents: list[str] = []
     room = limit_characters
-    for module in _modules(root):
-        if room == 0:
-            break
-        if not _is_held_out(module, names) and (text := _docstrings(root / module)):
-            documents.append(text[:room])
+    with lzma.open(str(files("quark.demo") / CALIBRATION_TEXT)) as lines:
+        for line in lines:
+            documents.append(json.loads(line)["text"][:room])
             room -= len(documents[-1])
-    return _all_or_error(root, documents)
+            if room == 0:
+                break
+    return documents
 
 
 def _library() -> Path:

@@ -72,7 +72,7 @@ def kind_of_dataset(request: Request, outline: nn.Module | None) -> Kind | None:
 def describe(request: Request, kind: Kind | None, length: int) -> str:
     """Return the calibration data in words, for the plan."""
     if kind is None:
-        source = request.dataset or models.EMBEDDED
+        source = request.dataset or models.CALIBRATION
         return f"up to {request.num_calib_data} windows of {length} tokens: {source}"
     what = {"images": "images", "audio": "sounds", "messages": "conversations"}[kind]
     return f"up to {request.num_calib_data} {what}: {request.dataset}"

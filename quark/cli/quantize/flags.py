@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from quark.cli.models import EMBEDDED
+from quark.cli.models import CALIBRATION, EVALUATION
 from quark.cli.options import (
     EVAL_WINDOWS,
     SEQ_LEN,
@@ -207,7 +207,7 @@ class CalibrationFlags:
             help="Calibration text: a .txt, .jsonl, .json, .csv or .parquet file, a directory, "
             "pileval, wikitext, cnn_dailymail, or another dataset on the Hub. For models of "
             "images or audio ('quark quantize'): a directory of images, of audio, or a .jsonl of "
-            f"messages. Default: {EMBEDDED}.",
+            f"messages. Default: {CALIBRATION}.",
         ),
     ] = None
     num_calib_data: Annotated[
@@ -300,7 +300,7 @@ class EvaluationFlags:
         _evaluation(
             metavar="FILE|NAME",
             help="Text for the perplexity, like --dataset. Default: held-out "
-            f"{EMBEDDED}. Aliases: --evaluation_dataset, --eval_data_dir.",
+            f"{EVALUATION}. Aliases: --evaluation_dataset, --eval_data_dir.",
         ),
     ] = None
     num_eval_data: Annotated[

@@ -70,7 +70,7 @@ def show_plan(
         + ("statistics suffice" if request.statistics else "no static activation scales")
     )
     if not request.skip_evaluation:
-        text = request.eval_data or f"held-out {models.EMBEDDED}"
+        text = request.eval_data or models.EVALUATION
         rows["evaluation"] = f"perplexity on {text}"
         rows["  tasks"] = request.tasks or ""
     elif not predicts_text(outline):

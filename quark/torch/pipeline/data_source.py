@@ -11,6 +11,7 @@ from torch.utils.data import IterableDataset
 
 from quark.torch.numerics.finite import is_finite
 from quark.torch.pipeline.batches import flatten_batches, not_a_batch
+from quark.torch.pipeline.statistics import batch_digest, digest
 
 _FIRST = "its first tensor"
 _EXPECTED = (
@@ -70,24 +71,24 @@ def _has_length(source: Any) -> bool:
     return True
 
 
-def check_batches(model: nn.Module, batches: Iterable[Any]) -> int:
-    """Check that a model can be expected to run on all batches, and return their number.
-
-    Batches without a row do not count.
+def check_batches(model: nn.Module, batches: Iterable[Any]) -> str | None:
+    """Check that a model can be expected to run on all batches, and return their digest.
 
     Args:
         model: The model, which does not run.
         batches: Repeatable batches.
+
+    Returns:
+        The result of ``data_digest``; None if there is no batch with a row.
 
     Raises:
         TypeError: An item is not a batch.
         ValueError: A batch has NaN or infinite values or no tensors, or a token is not in the
             vocabulary. The message has the index of the batch.
     """
-    words, count = _vocabulary(model), 0
+    words, digests = _vocabulary(model), list[str]()
     for index, item in enumerate(batches):
         for batch in flatten_batches([item]):
-            count += 1
             named = dict(_tensors(batch, index))
             ids = named.get("input_ids", named.get(_FIRST))
             for name, x in named.items():
@@ -97,7 +98,8 @@ def check_batches(model: nn.Module, batches: Iterable[Any]) -> int:
                         "check the data."
                     )
             _check_tokens(ids, words, index)
-    return count
+            digests.append(batch_digest(batch))
+    return digest(*digests) if digests else None
 
 
 def _tensors(batch: Any, index: int) -> Iterator[tuple[str, torch.Tensor]]:

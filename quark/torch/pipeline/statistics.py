@@ -212,10 +212,11 @@ def digest(*values: Any) -> str:
 
 def data_digest(batches: Iterable[Any]) -> str:
     """Return a digest of batches, of any documented kind."""
-    digests = []
-    for batch in flatten_batches(batches):
-        if hasattr(batch, "items"):
-            digests.append(digest(*(x for item in sorted(batch.items()) for x in item)))
-        else:
-            digests.append(digest(*(batch if isinstance(batch, (list, tuple)) else [batch])))
-    return digest(*digests)
+    return digest(*map(batch_digest, flatten_batches(batches)))
+
+
+def batch_digest(batch: Any) -> str:
+    """Return a digest of a batch for one call of a model."""
+    if hasattr(batch, "items"):
+        return digest(*(x for item in sorted(batch.items()) for x in item))
+    return digest(*(batch if isinstance(batch, (list, tuple)) else [batch]))

@@ -88,6 +88,8 @@ class ModelQuantizer:
             calibrate(model, plan)
             share_scales(model, plan.config)
             mark_as_quantized(model, plan.config)
+            if plan.data_digest is not None:
+                model.calibration_sha256 = plan.data_digest  # type: ignore[assignment]
         logger.info("Model quantization has been completed.")
         return model
 

@@ -69,8 +69,9 @@ def check(
         is_static = needs_data(layers.values())
         runs = bool(algorithms or is_static or shares or key_projections(layers, config))
         data = make_repeatable(dataloader) if dataloader is not None and runs else dataloader
+        digest = None if statistics is None else statistics.data
         if data is not None and runs:
-            check_data(model, data, bool(algorithms))
+            digest = check_data(model, data, bool(algorithms))
             if (algorithms or is_static) and has_towers(model):
                 config, layers = leave_unreached_in_float(model, config, layers, data)
         stack_experts(experts, keep=layers)
@@ -79,7 +80,7 @@ def check(
         if keys:
             prove_keys(model, keys, _trial_run(model, data))
     batches = () if data is None else data
-    return Plan(config, layers, keys, algorithms, batches, data is not None, statistics)
+    return Plan(config, layers, keys, algorithms, batches, data is not None, statistics, digest)
 
 
 @contextmanager
@@ -107,16 +108,18 @@ def temporarily_quantized(model: nn.Module, config: Config) -> Iterator[None]:
         yield
 
 
-def check_data(model: nn.Module, batches: Iterable[Any], has_algorithms: bool) -> None:
-    """Raise if a model cannot be expected to run on the data.
+def check_data(model: nn.Module, batches: Iterable[Any], has_algorithms: bool) -> str:
+    """Check that a model can be expected to run on the data, and return the digest of the data.
 
     Raises:
         TypeError: As in ``check_batches``.
         ValueError: As in ``check_batches``, or there is no batch with a row.
     """
-    if not check_batches(model, batches):
+    digest = check_batches(model, batches)
+    if digest is None:
         purpose = "algorithms need" if has_algorithms else "static activation ranges need"
         raise ValueError(f"The dataloader is empty: {purpose} at least a batch.")
+    return digest
 
 
 def discover_structure(model: nn.Module, plan: Plan) -> Structure | None:

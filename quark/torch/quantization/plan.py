@@ -30,6 +30,7 @@ class Plan:
         batches: Calibration data, () without.
         has_data: Whether calibration data was given.
         statistics: Statistics of the float model, or None.
+        data_digest: Digest of the data that is used, or that statistics are of; None without.
     """
 
     config: Config
@@ -39,6 +40,7 @@ class Plan:
     batches: Iterable[Any]
     has_data: bool
     statistics: Statistics | None
+    data_digest: str | None = None
 
 
 def prepare(model: nn.Module, plan: Plan) -> None:

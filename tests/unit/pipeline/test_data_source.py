@@ -8,6 +8,7 @@ from transformers import BatchEncoding
 
 from quark.torch import ModelQuantizer
 from quark.torch.pipeline.data_source import check_batches, make_repeatable
+from quark.torch.pipeline.statistics import data_digest
 from quark.torch.quantization.config.algo import GPTQConfig
 from tests.configurations import preset
 from tests.models.architectures import varied
@@ -106,4 +107,6 @@ def test_a_source_is_read_again_only_if_it_can_be():
 
 def test_numbers_are_no_tokens():
     """A model without an embedding of tokens takes any numbers."""
-    assert check_batches(nn.Linear(4, 4), [torch.full((2, 4), 1000), (torch.ones(2, 4), 3)]) == 2
+    batches = [torch.full((2, 4), 1000), (torch.ones(2, 4), 3)]
+    assert check_batches(nn.Linear(4, 4), batches) == data_digest(batches)
+    assert check_batches(nn.Linear(4, 4), [torch.ones(0, 4)]) is None

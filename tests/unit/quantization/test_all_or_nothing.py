@@ -15,6 +15,8 @@ from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.presets import scheme
 from tests.models.architectures import build, small_config, tokens
 
+# Exceptions that are injected into finalizers do not surface.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 OPTIONS = {
     "autoround": {"iters": 2, "batch_size": 1},
     "rotation": {"r2": True, "r3": True, "r4": True},

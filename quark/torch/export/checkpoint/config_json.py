@@ -11,6 +11,7 @@ from typing import Any
 from quark.torch.files import read_json
 
 CONFIG, SECTION = "config.json", "quantization_config"
+CALIBRATION = "calibration_sha256"  # beside the section: digest of the calibration data
 # File with settings -> quant_method, which the file does not name.
 _SETTINGS_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 _NAMES = {"w_bit": "bits", "q_group_size": "group_size"}  # of AutoAWQ -> here

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from quark import __version__
+from quark.torch.export.checkpoint.config_json import CALIBRATION
 from quark.torch.export.checkpoint.rotation_config import with_rotations
 from quark.torch.export.checkpoint.transformers_names import saved_names
 from quark.torch.export.checks import check_rest
@@ -251,19 +252,26 @@ def _original_names(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[st
 def write_model_files(
     model: nn.Module, section: dict[str, Any], directory: Path, tokenizer: Any | None
 ) -> None:
-    """Write config.json, the generation configuration and the tokenizer."""
+    """Write config.json, the generation configuration and the tokenizer.
+
+    ``calibration_sha256`` in config.json is the digest of the calibration data, if there was any.
+    """
     from quark.torch.files import write_json
 
     config: Any = getattr(model, "config", None)
+    digest = getattr(model, CALIBRATION, None)
     if not hasattr(config, "save_pretrained"):
         architectures = [type(model).__name__]
         write_json(
             directory / "config.json",
-            {"architectures": architectures, "quantization_config": section},
+            {"architectures": architectures, "quantization_config": section}
+            | ({} if digest is None else {CALIBRATION: digest}),
         )
     else:
         written = copy.deepcopy(config)
         written.quantization_config = section
+        if digest is not None:
+            setattr(written, CALIBRATION, digest)
         written.architectures = [type(model).__name__]
         written.dtype = _float_type(model) or written.dtype
         if _has_untied(model):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,12 @@ from typing import Any
 from torch import nn
 
 from quark.torch.export.checkpoint.architecture import empty_model, read_config
-from quark.torch.export.checkpoint.config_json import CONFIG, SECTION, read_config_json
+from quark.torch.export.checkpoint.config_json import (
+    CALIBRATION,
+    CONFIG,
+    SECTION,
+    read_config_json,
+)
 from quark.torch.export.checkpoint.files import NATIVE, CheckpointReader, write_tensors
 from quark.torch.export.checkpoint.reader import Loading, Reader, prepare_load
 from quark.torch.export.checkpoint.writer import collect, make_format, write_model_files
@@ -25,6 +31,7 @@ from quark.torch.export.verification import Verdict, verify_predictions
 from quark.torch.files import Target, size_of
 
 _COPIED = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")  # not weights
+_DIGEST = re.compile("[0-9a-f]{64}")
 _NOT_COPIED = ("config.json", ".index.json", "quantize_config.json", "quant_config.json")
 
 
@@ -68,7 +75,7 @@ class TensorDirectory(Container):
                 note = f"layers are not told apart: {error}"
         return Contents(
             str(config.get("model_type", "unknown type")),
-            _origin(section) if isinstance(section, dict) else {},
+            _origin(section, config.get(CALIBRATION)) if isinstance(section, dict) else {},
             note,
             summarize(
                 self.reader(path).entries, fmt, config.get("dtype") or config.get("torch_dtype")
@@ -175,7 +182,7 @@ def _make_format(model: nn.Module, settings: ExportSettings) -> ExportFormat:
     return make_format(model, settings.quant_config, settings.options, settings.custom_mode)
 
 
-def _origin(section: dict[str, Any]) -> dict[str, Any]:
+def _origin(section: dict[str, Any], calibration: Any) -> dict[str, Any]:
     """Return how a checkpoint says it was quantized."""
     export = section.get("export")
     export = export if isinstance(export, dict) else {}
@@ -184,5 +191,6 @@ def _origin(section: dict[str, Any]) -> dict[str, Any]:
         "version": section.get("version"),
         "weight_format": export.get("weight_format"),
         "pack_method": export.get("pack_method"),
+        CALIBRATION: calibration if _DIGEST.fullmatch(str(calibration)) else None,
     }
     return {key: value for key, value in origin.items() if value is not None}
