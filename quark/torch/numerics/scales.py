@@ -111,16 +111,21 @@ def qparams_from_range(
         middle = (fmt.qmin + fmt.qmax + 1) // 2
         scale = scale.clamp(max=largest_scale(scheme, largest))
         return scale, torch.full_like(scale, middle, dtype=torch.int32)
-    if scheme.float_zero_point:
-        zero_point = fmt.qmin - lo / scale.float()
-    else:
-        rounded = fmt.qmin - (lo / scale.float()).round().double()  # 2^31 - 1 is no float32
-        zero_point = rounded.clamp(fmt.qmin, fmt.qmax).to(torch.int32)
+    zero_point = _zero_point(lo, scale.float(), scheme)
     # A rounded zero point moves the range by up to half a step beyond the values. Example: codes
     # 0 to 15 for values from -1 to 1 have the zero point 8 and begin at -8 / 7.5.
     code = torch.maximum(fmt.qmax - zero_point.double(), zero_point.double() - fmt.qmin)
     smaller = scale / 2 if scheme.scale.power_of_two else (largest / code * (1 - 2**-8)).to(scale)
     return torch.where(scale.double() * code > largest, smaller, scale), zero_point
+
+
+def _zero_point(lo: torch.Tensor, scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    """Return the code of zero, for codes that begin at ``lo``."""
+    fmt = scheme.fmt
+    if scheme.float_zero_point:
+        return fmt.qmin - lo / scale
+    rounded = fmt.qmin - (lo / scale).round().double()  # 2^31 - 1 is no float32
+    return rounded.clamp(fmt.qmin, fmt.qmax).to(torch.int32)
 
 
 def largest_exponent(fmt: Format, largest: float) -> int:
