@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
@@ -174,9 +175,13 @@ class Container(ABC):
             ValueError: The outputs differ, or nothing can open the file.
         """
 
-    @abstractmethod
     def load_code(self, path: Path) -> str:
-        """Return the line of Python that loads what was written to a directory."""
+        """Return a line of Python that loads what was written, with what this machine has.
+
+        The default is that of this package, which reads every kind of file that ``is_read``.
+        """
+        where = json.dumps(str(path))
+        return f"model = quark.torch.import_model_from_safetensors(None, {where})"
 
     def loader(self, path: Path, trust_remote_code: bool = False) -> Callable[[], nn.Module]:
         """Return a function that loads a checkpoint of this kind."""

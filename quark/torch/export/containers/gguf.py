@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,9 @@ class Gguf(Container):
         )
 
     def load_code(self, path: Path) -> str:
-        """Return the line that loads the file with llama.cpp."""
+        """Return the line that loads the file with llama.cpp, or with this package without it."""
+        if find_spec("llama_cpp") is None:
+            return super().load_code(self.file(path))
         return f"model = llama_cpp.Llama(model_path={json.dumps(str(self.file(path)))})"
 
     def file(self, path: Path) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +47,3 @@ class Native(TensorDirectory):
     ) -> Verdict:
         """Compare predictions with those of the model that this package reads."""
         return verify_own(model, self.size(path), self.loader(path, trust_remote_code))
-
-    def load_code(self, path: Path) -> str:
-        """Return the line that loads a directory into an empty architecture."""
-        line = f"quark.torch.ModelImporter({json.dumps(str(path))}).import_model_info(model)"
-        return f"model = {line}  # model: the architecture, empty"

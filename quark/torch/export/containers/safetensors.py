@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -129,22 +131,22 @@ class Safetensors(TensorDirectory):
         self, path: Path, model: nn.Module, trust_remote_code: bool = False, inputs: Any = None
     ) -> Verdict:
         """Compare predictions with those of Transformers, or of this package where it fails."""
-        method = str((read_config_json(path).get(SECTION) or {}).get("quant_method"))
-        packages = format_class(method).transformers_packages if method in FORMATS else None
         return verify_predictions(
             path,
             model,
-            packages,
+            _transformers_packages(read_config_json(path)),
             self.size(path),
             self.loader(path, trust_remote_code),
             trust_remote_code,
         )
 
     def load_code(self, path: Path) -> str:
-        """Return the line that loads a directory with Transformers."""
-        return (
-            f"model = transformers.{_loading_class(path)}.from_pretrained({json.dumps(str(path))})"
-        )
+        """Return the line that loads a directory: with Transformers, if it can do so here."""
+        packages = _transformers_packages(read_config_json(path))
+        if packages is None or any(find_spec(name) is None for name in packages):
+            return super().load_code(path)
+        where = json.dumps(str(path))
+        return f"model = transformers.{_loading_class(path)}.from_pretrained({where})"
 
 
 class CopiedFiles:
@@ -176,6 +178,12 @@ def _loading_class(path: Path) -> str:
     if own in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or own not in dir(transformers):
         return "AutoModelForCausalLM"
     return str(own)
+
+
+def _transformers_packages(config: dict[str, Any]) -> Mapping[str, str] | None:
+    """Return the packages with which Transformers loads a checkpoint; None if it may not."""
+    method = str((config.get(SECTION) or {}).get("quant_method"))
+    return format_class(method).transformers_packages if method in FORMATS else None
 
 
 def _make_format(model: nn.Module, settings: ExportSettings) -> ExportFormat:

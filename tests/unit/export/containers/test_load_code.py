@@ -1,0 +1,83 @@
+"""The hint after an export names a loader that works here: each hint is run."""
+
+from importlib import import_module
+
+import pytest
+import torch
+
+from quark.demo.text import model_directory
+from quark.torch import ModelExporter
+from quark.torch.export.containers.base import ExportSettings, get_container
+from quark.torch.export.formats.registry import FORMATS
+from quark.torch.quantization.config.config import Config
+from quark.torch.quantization.config.presets import scheme
+
+IDS = torch.arange(20).reshape(2, 10)
+KINDS = [("hf_format", mode) for mode in FORMATS]
+KINDS += [("quark_format", "quark"), ("gguf", "quark")]
+
+
+@pytest.fixture(scope="module")
+def models(build, quantize):
+    """Small models by the name of their scheme."""
+    made = {}
+
+    def models(name):
+        config = Config(scheme(name, 32), exclude=["lm_head"])
+        if name not in made:
+            made[name] = quantize(build(num_hidden_layers=1, vocab_size=2048), config)
+        return made[name]
+
+    return models
+
+
+def run(line):
+    """Run a hint with the packages that it names; return what it loads."""
+    package = line.split("= ")[1].split(".")[0]
+    names = {package: import_module(package)}
+    import_module("quark.torch")
+    exec(line, names)
+    return names[line.split(" = ")[0]]
+
+
+@pytest.mark.parametrize(("container", "mode"), KINDS)
+def test_hints_load_the_model(models, tmp_path, container, mode):
+    if container == "gguf":
+        pytest.importorskip("gguf")
+    model = models("fp8" if mode == "fp8" else "uint4_wo_32")
+    settings = ExportSettings(custom_mode=mode, tokenizer_path=model_directory())
+    ModelExporter(tmp_path / "out").export(container, model, settings)
+    loaded = run(get_container(container).load_code(tmp_path / "out"))
+    with torch.no_grad():
+        expected, actual = model(IDS).logits, loaded(IDS).logits
+    # Scales in GGUF, AWQ and GPTQ have 16 bits.
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0.02 * float(expected.std()))
+
+
+def test_fp8_is_loaded_by_this_package(models, tmp_path):
+    ModelExporter(tmp_path / "out").export_safetensors_model(models("fp8"), custom_mode="fp8")
+    line = get_container("hf_format").load_code(tmp_path / "out")
+    assert line.startswith("model = quark.torch.import_model_from_safetensors(None, ")
+
+
+def test_the_class_of_other_models(tmp_path, quantize):
+    from transformers import BertConfig, BertForSequenceClassification
+
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    config = BertConfig(**sizes, num_attention_heads=2, vocab_size=64)
+    model = BertForSequenceClassification(config).eval()
+    quantize(model, "int8_wo")
+    ModelExporter(tmp_path / "out").export_safetensors_model(model)
+    line = get_container("hf_format").load_code(tmp_path / "out")
+    assert "transformers.BertForSequenceClassification.from_pretrained" in line
+    with torch.no_grad():
+        assert torch.equal(run(line)(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.nightly
+def test_onnx(models, tmp_path):
+    for package in ("onnxscript", "onnxruntime"):
+        pytest.importorskip(package)
+    ModelExporter(tmp_path / "out").export_onnx_model(models("uint4_wo_32"), (IDS,))
+    session = run(get_container("onnx").load_code(tmp_path / "out"))
+    assert [value.name for value in session.get_inputs()] == ["input_ids"]
