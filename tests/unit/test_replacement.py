@@ -11,6 +11,7 @@ import pytest
 from filelock import FileLock
 
 from quark.torch import replacement
+from quark.torch.earlier_output import DIGESTS
 from quark.torch.files import check_vacant, fresh_directory
 
 NAMES = ("config.json", "model_state_dict.pth")
@@ -25,7 +26,8 @@ def write(target, content):
 
 
 def contents(directory):
-    return {path.name: path.read_text() for path in directory.iterdir()}
+    paths = (path for path in directory.iterdir() if path.name != DIGESTS)
+    return {path.name: path.read_text() for path in paths}
 
 
 def whole(content):
@@ -146,7 +148,10 @@ def test_files_are_on_the_disk_before_the_rename(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda handle: (events.append("sync"), sync(handle))[1])
     monkeypatch.setattr(Path, "rename", lambda a, b: (events.append("rename"), place(a, b))[1])
     write(tmp_path / "out", "new")
-    assert events == ["sync"] * 3 + ["rename", "sync"]  # two files, their directory, its parent
+    assert events == ["sync"] * 4 + [
+        "rename",
+        "sync",
+    ]  # two files, digests, their directory, its parent
 
 
 def test_a_file_system_without_locks(tmp_path, monkeypatch):
