@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from quark.torch.diffusion import export_pipeline as export_pipeline
+    from quark.torch.diffusion import load_pipeline as load_pipeline
+    from quark.torch.diffusion import quantize_pipeline as quantize_pipeline
     from quark.torch.export.api import ModelExporter as ModelExporter
     from quark.torch.export.api import ModelImporter as ModelImporter
     from quark.torch.export.api import export_gguf as export_gguf
@@ -32,11 +35,14 @@ _NAMES = {
     "collect_statistics": "statistics.collection",
     "export_gguf": "export.api",
     "export_onnx": "export.api",
+    "export_pipeline": "diffusion",
     "export_safetensors": "export.api",
     "import_model_from_safetensors": "export.api",
     "load_params": "export.params",
+    "load_pipeline": "diffusion",
     "load_statistics": "statistics.files",
     "merge_statistics": "statistics.merging",
+    "quantize_pipeline": "diffusion",
     "save_params": "export.params",
     "save_statistics": "statistics.files",
 }

@@ -60,7 +60,7 @@ LAYERS = [
     {"quark.torch.export.checkpoint_contents", "quark.torch.export.verification"},
     {"quark.torch.export.gguf", "quark.torch.export.onnx"},
     {"quark.torch.export"},
-    {"quark.torch.report", "quark.torch.search", "quark.demo"},
+    {"quark.torch.report", "quark.torch.search", "quark.torch.diffusion", "quark.demo"},
     {"quark.cli"},
     {"quark.cli.inspect"},
     {"quark.cli.main"},
