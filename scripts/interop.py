@@ -79,6 +79,7 @@ CLIENTS = {
         {"GPTQMODEL_CPU_WORKERS": "2"},
     ),
     "amd-quark": Client((("install", *TRANSFORMERS, "amd-quark==0.13"),)),
+    "diffusers": Client((("install", *TRANSFORMERS, "diffusers==0.42.1"),)),
     "lm-eval": Client((("install", *TRANSFORMERS, "lm_eval==0.4.13", "-e", str(ROOT)),)),
     "vllm": Client(
         (
