@@ -168,7 +168,7 @@ def image(pipeline):
 )
 def test_a_pipeline(pipeline, calls, tmp_path):
     before = image(pipeline)
-    configs = {"transformer": config_of("int8"), "vae": DECODER}
+    configs = {"transformer": config_of("fp8"), "vae": DECODER}
     assert quantize_pipeline(pipeline, configs, calls) is pipeline
     names = {n for n, _ in quantized_layers(pipeline.vae)}
     assert names

@@ -21,15 +21,6 @@ def check_buffers(model: nn.Module) -> None:
         )
 
 
-def _innermost_model(model: nn.Module, name: str) -> Any:
-    """Return the model around a module that knows how to initialize it, such as a vision tower."""
-    around: Any = model
-    for part in name.split("."):
-        model = getattr(model, part) if part else model
-        around = model if hasattr(model, "_init_weights") else around
-    return around
-
-
 def compute_buffers(model: nn.Module, device: torch.device) -> None:
     """Compute the buffers that no checkpoint stores, where they are on the meta device."""
     for path, module in model.named_modules():
@@ -37,19 +28,29 @@ def compute_buffers(model: nn.Module, device: torch.device) -> None:
         absent = {n: b for n, b in buffers.items() if b is not None and b.is_meta}
         if not absent:
             continue
-        # Transformers initializes a module with what is below it, such as the weights of
-        # embeddings: what was read is put back afterwards.
-        held = [tensors for m in module.modules() for tensors in (m._parameters, m._buffers)]
-        read = [dict(tensors) for tensors in held]
+        # Transformers initializes a whole module, and some parts of it too (CLIP: the embeddings in
+        # a module of them): tensors that were read are put back afterwards.
+        held: list[dict[str, Any]] = [
+            tensors for part in module.modules() for tensors in (part._parameters, part._buffers)
+        ]
+        read = [
+            {n: t for n, t in tensors.items() if tensors is not buffers or n not in absent}
+            for tensors in held
+        ]
         for tensors in held:
             for name, tensor in tensors.items():
+                place = device if tensors is buffers and name in absent else "meta"
                 if tensor is not None:
-                    tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        for name, absent_buffer in absent.items():
-            shape, dtype = absent_buffer.shape, absent_buffer.dtype
-            buffers[name] = torch.empty(shape, dtype=dtype, device=device)
+                    tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=place)
         _innermost_model(model, path)._init_weights(module)
-        computed = {name: buffers[name] for name in absent}
-        for tensors, before in zip(held, read, strict=True):
-            tensors.update(before)
-        buffers.update(computed)
+        for tensors, kept in zip(held, read, strict=True):
+            tensors.update(kept)
+
+
+def _innermost_model(model: nn.Module, name: str) -> Any:
+    """Return the model around a module that knows how to initialize it, such as a vision tower."""
+    around: Any = model
+    for part in name.split("."):
+        model = getattr(model, part) if part else model
+        around = model if hasattr(model, "_init_weights") else around
+    return around

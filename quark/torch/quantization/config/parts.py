@@ -77,16 +77,18 @@ def output_layers(model: nn.Module) -> list[nn.Module]:
     These are the declared output embeddings. A model without any has the layers directly on top of
     its base model, such as the classifier of a ``ForSequenceClassification``.
     """
-    heads = [
-        head
-        for module in model.modules()
-        if isinstance(head := getattr(module, "get_output_embeddings", lambda: None)(), nn.Module)
-    ]
+    heads = _output_embeddings(model)
     base = getattr(model, "base_model", model)
     if not heads and isinstance(base, nn.Module) and base is not model:
         heads = [m for m in model.children() if isinstance(m, nn.Linear) and m is not base]
     layers = [m for head in heads for m in head.modules() if next(m.children(), None) is None]
     return list(dict.fromkeys(layers))
+
+
+def _output_embeddings(model: nn.Module) -> list[nn.Module]:
+    """Return the output embeddings that a model and the models inside of it declare."""
+    declared = (getattr(m, "get_output_embeddings", lambda: None)() for m in model.modules())
+    return [head for head in declared if isinstance(head, nn.Module)]
 
 
 def _find_towers(model: nn.Module, modules: dict[str, nn.Module]) -> list[Part]:
@@ -98,7 +100,7 @@ def _find_towers(model: nn.Module, modules: dict[str, nn.Module]) -> list[Part]:
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config") or config.is_encoder_decoder:
         return []
-    if not (model.can_generate() or model.get_output_embeddings() is not None):  # type: ignore[operator]
+    if not (getattr(model, "can_generate", lambda: False)() or _output_embeddings(model)):
         return []
     language = config.get_text_config(decoder=True)
     own = {type(config), type(language)}

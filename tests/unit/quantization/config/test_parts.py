@@ -72,6 +72,24 @@ def test_models_of_one_piece(name, auto):
     assert find_parts(empty(name, auto)) == []
 
 
+class Wrapper(nn.Module):
+    """A module around a model, with its configuration and nothing else."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.inner, self.config = model, model.config
+
+
+def test_a_model_in_a_wrapper():
+    parts = find_parts(Wrapper(outline("llava")))
+    assert [part.name for part in parts] == [
+        "inner.model.vision_tower",
+        "inner.model.multi_modal_projector",
+    ]
+    assert find_parts(Wrapper(empty("llama"))) == []
+    assert output_head(Wrapper(empty("llama"))) == ["inner.lm_head"]
+
+
 @pytest.mark.parametrize("is_split", [False, True], ids=["stacked", "split"])
 @pytest.mark.parametrize(
     ("name", "router"),
