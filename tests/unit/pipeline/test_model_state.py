@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from quark.torch.graph.parameter_writes import record_writes, write_
-from quark.torch.pipeline.model_state import ModelState, restored, restored_on_failure
 from quark.torch.pipeline.activation_store import offload_directory
+from quark.torch.pipeline.model_state import ModelState, restored, restored_on_failure
 
 
 class Model(nn.Module):
