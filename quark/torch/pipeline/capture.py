@@ -45,6 +45,8 @@ class BlockArguments:
         by_batch: For each batch, name of a block -> its arguments, with slots in place of tensors.
         masks: For each batch, which tokens of the hidden states are not padding, (sequences,
             tokens) bool; None for all.
+        encoder_masks: For each batch, the same of an encoder whose states a decoder reads too; None
+            if both have as many tokens, since shapes tell them apart.
         numbers: For each batch, its number in the data: others did not reach the blocks.
         keywords: Name of a block -> argument that is its hidden states, None for the first one.
         outputs: Name of a block -> its output for the first batch, without the hidden states.
@@ -54,6 +56,7 @@ class BlockArguments:
     store: ActivationStore
     by_batch: list[dict[str, Arguments]] = field(default_factory=list)
     masks: list[torch.Tensor | None] = field(default_factory=list)
+    encoder_masks: list[torch.Tensor | None] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
     keywords: dict[str, str | None] = field(default_factory=dict)
     outputs: dict[str, Any] = field(default_factory=dict)
@@ -147,7 +150,10 @@ def capture(
             continue
         mask = padding_mask(batch, mask_name)
         arguments.by_batch.append({n: deduplicator.store(n, r.others) for n, r in received.items()})
-        arguments.masks.append(_fitting(mask, received[names[0]].shape))
+        shape = received[names[0]].shape
+        arguments.masks.append(_fitting(mask, shape))
+        encoder = padding_mask(batch) if mask_name != "attention_mask" else None
+        arguments.encoder_masks.append(None if _fitting(encoder, shape) is not None else encoder)
         arguments.numbers.append(number)
         arguments.keywords.update({n: r.keyword for n, r in received.items()})
     return arguments

@@ -169,7 +169,8 @@ class Block:
     ) -> torch.Tensor:
         self.mask = self._arguments.masks[index]
         try:
-            with padding(self.mask), count_tokens(self.module, index):
+            encoder = self._arguments.encoder_masks[index]
+            with padding(self.mask, encoder), count_tokens(self.module, index):
                 y = functional_call(self.module, dict(parameters or {}), args, kwargs)
             return self._arguments.hidden_states(self.name, y)
         finally:

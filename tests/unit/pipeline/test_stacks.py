@@ -8,6 +8,7 @@ from quark.torch.graph.eval_mode import eval_mode
 from quark.torch.graph.trace import trace
 from quark.torch.pipeline.runner import run_blocks
 from quark.torch.pipeline.stacks import find_stacks
+from quark.torch.quantization.nn.padding import without_padding
 from tests.models.matrix import FAMILIES
 from tests.unit.pipeline.test_backward import through_blocks, through_the_whole
 from tests.unit.pipeline.test_runner import equal, run, seen_by
@@ -109,6 +110,25 @@ def test_masks_are_those_of_the_stack():
         assert all(torch.equal(found, encoder) for found in seen[name])
     for name in names[2:]:
         assert seen[name][0] is None and torch.equal(seen[name][1], mask.bool())
+
+
+def test_cross_attention_leaves_out_the_padding_of_the_encoder():
+    model, names, [batch, _] = made("BART")
+    seen = {}
+
+    def watch(name):
+        def hook(module, args):
+            seen[name] = without_padding(args[0]).shape[:2].numel()
+
+        return model.get_submodule(name).register_forward_pre_hook(hook)
+
+    readers = [f"{names[2]}.encoder_attn.{part}_proj" for part in "qk"]
+    handles = [watch(name) for name in readers]
+    for block in run_blocks(model, names, [batch], "test"):
+        block.run()
+    for handle in handles:
+        handle.remove()
+    assert [seen[name] for name in readers] == [3 * 11, int(batch["attention_mask"].sum())]
 
 
 @pytest.mark.parametrize("name", ["BART", "T5"])
