@@ -252,7 +252,8 @@ def add_floats() -> None:
     for name, fields in {"MX6": {"block_size": 16}, "MX9": {"block_size": 16}, "BFP16": {}}.items():
         make = lambda n=name, f=fields: helper(n, ch_axis=-1, **f)  # noqa: E731
         add(f"w_{name.lower()}", lambda make=make: config(make(), make()))
-    add("w_bfloat16", lambda: config(helper("Bfloat16"), helper("Bfloat16")))
+    for name in ("Bfloat16", "Float16"):
+        add(f"w_{name.lower()}", lambda n=name: config(helper(n), helper(n)))
 
 
 def add_stages() -> None:
