@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from quark.torch.quantization.config.algo import AWQConfig, GPTQConfig
 from quark.torch.quantization.config.config import Config, QuantizationConfig, QuantizationSpec
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.nn.packed import PackedLayer
+from tests.models import vision_language
 
 _INT16 = QuantizationConfig(
     weight=QuantizationSpec(
@@ -217,6 +219,17 @@ FAMILIES: dict[str, list[Case]] = {
         ),
     ],
 }
+
+
+FAMILIES["vision-language"] = [
+    Case(
+        vision_language.TITLES[name],
+        case.model,
+        case.config[1],
+        partial(vision_language.images, name),
+    )
+    for name, case in vision_language.CASES.items()
+]
 
 
 def outputs(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:

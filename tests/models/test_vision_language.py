@@ -1,4 +1,4 @@
-"""Vision-language models are quantized, written and read with equal logits, by their own class."""
+"""Templates quantize vision-language models; both loaders return them with equal logits."""
 
 import pytest
 import torch
@@ -8,28 +8,29 @@ from quark.torch.export.recognition import load_checkpoint
 from quark.torch.quantization.preparation import quantized_layers
 from tests.models.vision_language import CASES, build, images, text
 
-# Scheme, algorithm, and whether the vision tower is quantized too.
+# Scheme, algorithm, and whether the data has images. ``matrix`` has every layer and all ways.
 SCHEMES = {
-    "fp8": ("fp8", None, False),
-    "fp8 tower": ("fp8", None, True),
-    "int8": ("int8", None, False),
-    "int4": ("int4_wo_32", None, False),
-    "gptq": ("int4_wo_32", "gptq", False),
-    "awq": ("uint4_wo_32", "awq", False),
+    "fp8": ("fp8", None, True),
+    "int8 text": ("int8", None, False),
+    "int4": ("int4_wo_32", None, True),
+    "gptq": ("int4_wo_32", "gptq", True),
+    "gptq text": ("int4_wo_32", "gptq", False),
+    "awq": ("uint4_wo_32", "awq", True),
+    "awq text": ("uint4_wo_32", "awq", False),
 }
-SLICE = [("llava", "fp8"), ("qwen2_5_vl", "gptq"), ("mllama", "int4")]
+SLICE = [("llava", "fp8"), ("qwen2_5_vl", "gptq"), ("mllama", "int8 text"), ("gemma3", "awq")]
 
 
-def check(name, scheme, algorithm, with_tower, tmp_path):
+def check(name, scheme, algorithm, has_images, tmp_path):
     """Quantize, export, and load by both ways; compare logits with and without images."""
     import transformers
 
-    batches = [text()] if algorithm else [images(name)]
-    parts = [] if with_tower else None
-    template = LLMTemplate.get(name)
-    config = template.get_config(scheme, algorithm=algorithm, float_parts=parts)
+    batches = [images(name) if has_images else text()]
+    config = LLMTemplate.get(name).get_config(scheme, algorithm=algorithm)
     model = ModelQuantizer.freeze(ModelQuantizer(config).quantize_model(build(name), batches))
-    assert any("vis" in n for n, _ in quantized_layers(model)) == with_tower
+    layers = [layer for layer, _ in quantized_layers(model)]
+    assert layers
+    assert not [layer for layer in layers if "vis" in layer or "projector" in layer]
     export_safetensors(model, tmp_path / "out")
     kind = getattr(transformers, CASES[name].model)
     for loaded in (load_checkpoint(tmp_path / "out"), kind.from_pretrained(tmp_path / "out")):

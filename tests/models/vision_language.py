@@ -39,6 +39,16 @@ _QWEN = {
 }
 
 
+TITLES = {
+    "qwen2_5_vl": "Qwen2.5-VL",
+    "qwen3_vl": "Qwen3-VL",
+    "llava": "Llava",
+    "gemma3": "Gemma 3",
+    "mllama": "Mllama",
+    "llama4": "Llama 4",
+}
+
+
 class Case(NamedTuple):
     """A vision-language model: its class, its configuration, and how images come to it.
 
