@@ -375,7 +375,7 @@ def main() -> None:
     batches = [torch.randint(3, 32, (1, 12), generator=generator) for _ in range(3)]
     ids = torch.randint(3, 32, (1, 8), generator=generator)
     index: dict[str, Any] = {}
-    owner = {"uid": 0, "gid": 0, "uname": "", "gname": "", "mtime": 0}
+    owner = {"uid": 0, "gid": 0, "uname": "", "gname": "", "mtime": 0, "deep": False}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_file({"input_ids": ids}, folder / "inputs.safetensors")
