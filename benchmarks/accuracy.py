@@ -20,7 +20,7 @@ import torch
 from measure import Meter, machine, markdown, say
 from scores import divergence
 
-from quark.demo.text import calibration_documents, evaluation_documents, model_directory
+from quark.demo.text import evaluation_documents, model_directory, training_documents
 from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.evaluation.documents import load_documents
 from quark.torch.evaluation.perplexity import perplexity, token_windows
@@ -97,7 +97,7 @@ class Material:
         length = min(LENGTH, getattr(self.model.config, "max_position_embeddings", LENGTH))
         documents = load_documents(text) if text else evaluation_documents()
         self.evaluation = token_windows(documents, self.tokenizer, length, windows)
-        calibration = calibration_documents()
+        calibration = training_documents(400_000)
         data = token_windows(calibration, self.tokenizer, length, CALIBRATION_WINDOWS)
         self.calibration = list(data.split(1))
 

@@ -32,7 +32,7 @@ import torch
 from measure import Meter, cpu_seconds, in_fresh_process, machine, markdown, say
 from scores import divergence
 
-from quark.demo.text import calibration_documents
+from quark.demo.text import training_documents
 from quark.torch import ModelQuantizer
 from quark.torch.evaluation.perplexity import perplexity, token_windows
 from quark.torch.export.checkpoint.writer import collect, make_format
@@ -252,7 +252,7 @@ class Bench:
         material = accuracy.Material(directory, options.text, options.windows)
         self.original = material.model.float()
         self.tokenizer, self.windows = material.tokenizer, material.evaluation
-        documents, length = calibration_documents(), self.windows.shape[1]
+        documents, length = training_documents(400_000), self.windows.shape[1]
         self.calibration = token_windows(documents, self.tokenizer, length, CALIBRATION_WINDOWS)
         self.data = list(self.calibration.split(8))
         self.base = perplexity(self.original, self.windows)

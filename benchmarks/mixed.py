@@ -27,7 +27,7 @@ import torch
 from measure import Meter, machine, markdown, say
 from scores import divergence
 
-from quark.demo.text import calibration_documents
+from quark.demo.text import training_documents
 from quark.torch import LLMTemplate, ModelQuantizer, collect_statistics
 from quark.torch.evaluation.perplexity import perplexity, token_windows
 from quark.torch.pipeline.statistics import Statistics
@@ -81,7 +81,7 @@ class Bench:
         self.model: Any = self.material.model.float()
         length = self.material.evaluation.shape[1]
         tokenizer = self.material.tokenizer
-        windows = token_windows(calibration_documents(), tokenizer, length, CALIBRATION_WINDOWS)
+        windows = token_windows(training_documents(400_000), tokenizer, length, CALIBRATION_WINDOWS)
         self.data = list(windows.split(8))
 
     def row(self, name: str, bits: float | None, loss: float | None, config: Config) -> list[Any]:

@@ -19,7 +19,7 @@ import torch
 from measure import say
 from torch.nn import functional
 
-from quark.demo.text import calibration_documents, evaluation_documents, model_directory
+from quark.demo.text import evaluation_documents, model_directory, training_documents
 from quark.torch.evaluation.perplexity import perplexity, token_windows
 
 DIRECTORY = Path(__file__).resolve().parent.parent / "build" / "models" / "gpt2"
@@ -65,7 +65,7 @@ def train() -> tuple[Any, Any]:
     model: Any = GPT2LMHeadModel(GPT2Config(vocab_size=vocabulary, **SHAPE, **ends)).train()
     head = teacher.lm_head.weight.detach() * teacher.model.norm.weight.detach()
     model.transformer.wte.weight.data.copy_(head * (0.05 / head.std()))
-    text = token_windows(calibration_documents(ALL_CHARACTERS), tokenizer, LENGTHS[1]).flatten()
+    text = token_windows(training_documents(ALL_CHARACTERS), tokenizer, LENGTHS[1]).flatten()
     optimizers = optimizers_of(model)
     for step in tqdm(range(STEPS), desc="training", unit="step"):
         done = step / STEPS

@@ -58,6 +58,27 @@ def evaluation_documents() -> list[str]:
     return _all_or_error(root, [text for module in held if (text := _docstrings(root / module))])
 
 
+def training_documents(limit_characters: int) -> list[str]:
+    """Return docstrings of the modules that are not held out, one document for each module.
+
+    The shipped model was trained on such text. Benchmarks calibrate on it.
+
+    Args:
+        limit_characters: Maximum number of characters in all documents together. The last document
+            is cut to fit. Later modules are not read.
+
+    Returns:
+        The documents, in the order of the modules' paths.
+
+    Raises:
+        FileNotFoundError: This Python has no source files of its standard library.
+    """
+    root, names = _library(), _heldout_modules()
+    modules = (module for module in _modules(root) if not _is_held_out(module, names))
+    texts = (text for module in modules if (text := _docstrings(root / module)))
+    return _all_or_error(root, _limited(texts, limit_characters))
+
+
 def calibration_documents(limit_characters: int = 400_000) -> list[str]:
     """Return the calibration text of this package, in prose, code, dialogues and lists.
 
@@ -74,15 +95,19 @@ def calibration_documents(limit_characters: int = 400_000) -> list[str]:
     """
     if limit_characters < 1:
         raise ValueError(f"limit_characters must be at least 1, got {limit_characters}")
-    documents: list[str] = []
-    room = limit_characters
     with lzma.open(str(files("quark.demo") / CALIBRATION_TEXT)) as lines:
-        for line in lines:
-            documents.append(json.loads(line)["text"][:room])
-            room -= len(documents[-1])
-            if room == 0:
-                break
-    return documents
+        return _limited((json.loads(line)["text"] for line in lines), limit_characters)
+
+
+def _limited(documents: Iterator[str], limit: int) -> list[str]:
+    """Return the first documents, up to a number of characters; the last one is cut to fit."""
+    chosen: list[str] = []
+    for document in documents:
+        chosen.append(document[:limit])
+        limit -= len(chosen[-1])
+        if limit == 0:
+            break
+    return chosen
 
 
 def _library() -> Path:

@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 
 from quark.demo import text
-from quark.demo.text import calibration_documents, evaluation_documents, model_directory
+from quark.demo.text import (
+    calibration_documents,
+    evaluation_documents,
+    model_directory,
+    training_documents,
+)
 
 LONG = "A docstring of more than forty characters, as the text wants them"
 
@@ -54,6 +59,21 @@ def last_words(documents: list[str]) -> list[str]:
 @pytest.mark.filterwarnings("error")
 def test_modules_are_divided_in_order(library: Path) -> None:
     assert last_words(evaluation_documents()) == ["parser.", "deep.", "logging.", "zipfile."]
+    training = last_words(training_documents(10**9))
+    assert sorted(training) == sorted(["alpha.", "entities.", "\\d.", "é.", "handlers."])
+    assert training[0] == "alpha."
+
+
+def test_limit_bounds_the_training_text_and_the_reading(
+    library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = training_documents(10**9)
+    read: list[Path] = []
+    docstrings = text._docstrings
+    monkeypatch.setattr(text, "_docstrings", lambda path: read.append(path) or docstrings(path))
+    limit = len(whole[0]) + 5
+    assert training_documents(limit) == [whole[0], whole[1][:5]]
+    assert len(read) < 6
 
 
 def test_limit_bounds_the_text() -> None:
@@ -97,10 +117,11 @@ def test_python_without_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_running_python() -> None:
     evaluation, calibration = evaluation_documents(), calibration_documents(150_000)
+    training = training_documents(150_000)
     assert sum(map(len, evaluation)) > 100_000
-    assert sum(map(len, calibration)) == 150_000
+    assert sum(map(len, calibration)) == sum(map(len, training)) == 150_000
     assert (evaluation, calibration) == (evaluation_documents(), calibration_documents(150_000))
-    assert not set(evaluation) & set(calibration)
+    assert not set(evaluation) & {*calibration, *training}
 
 
 def records() -> list[dict[str, str]]:
