@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from quark.torch.digests import check_unchanged
-from quark.torch.export.checkpoint.config_json import CONFIG, read_config_json
+from quark.torch.export.checkpoint.config_json import CONFIG, keep_digest, read_config_json
 from quark.torch.export.checkpoint.files import NATIVE, CheckpointReader, NativeReader
 from quark.torch.export.checkpoint.reader import load
 from quark.torch.export.containers.base import SHARD_SIZE, ExportSettings, get_container
@@ -274,7 +274,7 @@ class ModelImporter:
         native = self.saved_format == "quark_format" and (self.model_info_dir / NATIVE).is_file()
         with naming(self.model_info_dir):
             reader = (NativeReader if native else CheckpointReader)(self.model_info_dir)
-            return load(model, fmt, reader)
+            return keep_digest(load(model, fmt, reader), config)
 
 
 def export_safetensors(

@@ -173,7 +173,7 @@ class Statistics:
 
 
 def _check_width(gram: Gram, name: str, layer: FakeQuantizedLayer) -> None:
-    inputs = layer.weight.shape[-1]
+    inputs = layer.weight.shape[layer.input_axis]
     if gram.total is not None and len(gram.total) != inputs:
         raise ValueError(
             f"The statistics of {name} have {len(gram.total)} inputs, the layer {inputs}: collect "

@@ -155,7 +155,7 @@ def test_control_c_leaves_nothing(tmp_path):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     for line in process.stderr:
-        if "loading the model" in line:
+        if "reading data" in line:
             break
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)

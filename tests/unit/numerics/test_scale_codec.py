@@ -16,7 +16,7 @@ from quark.torch.numerics.scale_codec import (
     stored_dtype,
     stored_shape,
 )
-from quark.torch.numerics.scale_formats import E4M3, E5M3, E8M0, POF2, ScaleFormat, ScaleType
+from quark.torch.numerics.scale_formats import E5M3, E8M0, POF2, ScaleFormat, ScaleType
 from quark.torch.numerics.scales import block_range, qparams_from_range, tensor_scale_from_range
 from quark.torch.numerics.scheme import Scheme
 
@@ -30,6 +30,7 @@ def grouped(name, group, scale=E8M0, **options):
     return Scheme(fmt, PER_GROUP, axis=-1, group=group, scale=scale, **options)
 
 
+E4M3 = ScaleFormat(torch.float8_e4m3fn, Dtype.fp8_e4m3.value, two_level=True)
 TWO_LEVEL_E5M3 = ScaleFormat(torch.uint8, Dtype.fp8_e5m3.value, two_level=True)
 SCHEMES = {
     "mxfp4": grouped("fp4", 32),

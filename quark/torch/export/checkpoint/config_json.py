@@ -5,6 +5,7 @@ AutoGPTQ wrote its settings to ``quantize_config.json`` alone, AutoAWQ to ``quan
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from quark.torch.files import read_json
 
 CONFIG, SECTION = "config.json", "quantization_config"
 CALIBRATION = "calibration_sha256"  # beside the section: digest of the calibration data
+_DIGEST = re.compile("[0-9a-f]{64}")
 # File with settings -> quant_method, which the file does not name.
 _SETTINGS_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 _NAMES = {"w_bit": "bits", "q_group_size": "group_size"}  # of AutoAWQ -> here
@@ -41,6 +43,19 @@ def read_config_json(directory: str | Path) -> dict[str, Any]:
         elif isinstance(section, dict):
             _check_agreement(section, settings, path.parent, name)
     return config
+
+
+def calibration_digest(config: dict[str, Any]) -> str | None:
+    """Return the digest of the calibration data in a ``config.json``, None if it has none."""
+    digest = config.get(CALIBRATION)
+    return digest if isinstance(digest, str) and _DIGEST.fullmatch(digest) else None
+
+
+def keep_digest(model: Any, config: dict[str, Any]) -> Any:
+    """Give a model the digest of its calibration data, which is written with it, and return it."""
+    if (digest := calibration_digest(config)) is not None:
+        setattr(model, CALIBRATION, digest)
+    return model
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -17,6 +16,7 @@ from quark.torch.export.checkpoint.config_json import (
     CALIBRATION,
     CONFIG,
     SECTION,
+    calibration_digest,
     read_config_json,
 )
 from quark.torch.export.checkpoint.files import NATIVE, CheckpointReader, write_tensors
@@ -33,7 +33,6 @@ from quark.torch.export.verification import Verdict, verify_predictions
 from quark.torch.files import Target, size_of
 
 _COPIED = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")  # not weights
-_DIGEST = re.compile("[0-9a-f]{64}")
 _NOT_COPIED = ("config.json", ".index.json", "quantize_config.json", "quant_config.json")
 
 
@@ -77,7 +76,7 @@ class TensorDirectory(Container):
                 note = f"layers are not told apart: {error}"
         return Contents(
             str(config.get("model_type", "unknown type")),
-            _origin(section, config.get(CALIBRATION)) if isinstance(section, dict) else {},
+            _origin(section, calibration_digest(config)) if isinstance(section, dict) else {},
             note,
             summarize(
                 self.reader(path).entries, fmt, config.get("dtype") or config.get("torch_dtype")
@@ -190,7 +189,7 @@ def _make_format(model: nn.Module, settings: ExportSettings) -> ExportFormat:
     return make_format(model, settings.quant_config, settings.options, settings.custom_mode)
 
 
-def _origin(section: dict[str, Any], calibration: Any) -> dict[str, Any]:
+def _origin(section: dict[str, Any], calibration: str | None) -> dict[str, Any]:
     """Return how a checkpoint says it was quantized."""
     export = section.get("export")
     export = export if isinstance(export, dict) else {}
@@ -199,6 +198,6 @@ def _origin(section: dict[str, Any], calibration: Any) -> dict[str, Any]:
         "version": section.get("version"),
         "weight_format": export.get("weight_format"),
         "pack_method": export.get("pack_method"),
-        CALIBRATION: calibration if _DIGEST.fullmatch(str(calibration)) else None,
+        CALIBRATION: calibration,
     }
     return {key: value for key, value in origin.items() if value is not None}
