@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from quark.torch.files import read_json
+
+Model = TypeVar("Model")
 
 CONFIG, SECTION = "config.json", "quantization_config"
 CALIBRATION = "calibration_sha256"  # beside the section: digest of the calibration data
@@ -51,7 +53,7 @@ def calibration_digest(config: dict[str, Any]) -> str | None:
     return digest if isinstance(digest, str) and _DIGEST.fullmatch(digest) else None
 
 
-def keep_digest(model: Any, config: dict[str, Any]) -> Any:
+def keep_digest(model: Model, config: dict[str, Any]) -> Model:
     """Give a model the digest of its calibration data, which is written with it, and return it."""
     if (digest := calibration_digest(config)) is not None:
         setattr(model, CALIBRATION, digest)
