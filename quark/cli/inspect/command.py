@@ -57,8 +57,8 @@ Check = Annotated[
     bool,
     _show(
         "--check",
-        help="Compare every file with the digest that was written with it, and exit with 1 if one "
-        "has changed or is missing.",
+        help="Compare every file with the digest that was written with it, and tensors with the "
+        "model. Exit with 1 if a file has changed or is missing, or a tensor does not fit.",
     ),
 ]
 
@@ -113,7 +113,7 @@ def _check(place: Path, as_json: bool) -> None:
 
     Raises:
         FileNotFoundError: There are no digests.
-        ValueError: The list of digests is damaged.
+        ValueError: The list of digests is damaged, or tensors do not fit the model.
     """
     from quark.torch.digests import DIGESTS, compare_digests
 
@@ -133,6 +133,23 @@ def _check(place: Path, as_json: bool) -> None:
     wrong = {"changed", "missing"} if place.is_dir() else {"changed", "missing", "not listed"}
     if wrong & set(results.values()):
         raise typer.Exit(1)
+    _check_tensors(place)
+
+
+def _check_tensors(place: Path) -> None:
+    """Check that a model gets all its tensors from a checkpoint, as far as headers tell.
+
+    Raises:
+        ValueError: It does not. The message names the tensors.
+    """
+    from quark.torch.export.recognition import check_checkpoint, recognize_container
+
+    try:
+        container = recognize_container(place)
+    except FileNotFoundError:  # statistics, or one file of several
+        return
+    if container.is_read:
+        check_checkpoint(place)
 
 
 def _read(place: Path) -> Contents:

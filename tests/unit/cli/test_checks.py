@@ -6,6 +6,8 @@ import shutil
 import pytest
 from safetensors.torch import load_file, save_file
 
+from quark.torch.digests import write_digests
+
 
 @pytest.fixture
 def damaged(model_dir, tmp_path):
@@ -99,6 +101,13 @@ def test_inspect_of_sound_files(quark, quantize, model_dir):
     assert quark("inspect", path / "other.gguf", "--check").exit_code == 1
     result = quark("inspect", model_dir, "--check")
     assert result.exit_code == 1 and "has no SHA256SUMS" in result.stderr
+
+
+def test_inspect_checks_that_tensors_fit(quark, model_dir, damaged):
+    write_digests(damaged)  # files are as they were written, but not what the model needs
+    result = quark("inspect", damaged, "--check")
+    assert result.exit_code == 1
+    assert "model.norm.weight" in result.stderr and str(damaged) in result.stderr
 
 
 def test_search_checks_its_flags_before_the_model(quark, model_dir, tmp_path, monkeypatch):
