@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -86,11 +87,15 @@ class ModelInputs(NamedTuple):
         return tuple(examples)
 
     def dynamic_axes(
-        self, requested: Mapping[str, Mapping[int, str]] | None
+        self, model: nn.Module, requested: Mapping[str, Mapping[int, str]] | None
     ) -> list[Mapping[int, str]]:
         """Return the axes of each input that have any size, with names for them.
 
+        Axes of one name have one size in the runtime. So the tokens of a decoder get another name
+        than those of its encoder.
+
         Args:
+            model: The model; it runs a few times if it has several inputs of tokens.
             requested: Axes by input. By default the first axis of every input, and the second one
                 of integers and flags, such as token ids and masks.
 
@@ -98,7 +103,11 @@ class ModelInputs(NamedTuple):
             ValueError: An input or an axis does not exist.
         """
         if requested is None:
-            return [self._default_axes(tensor) for tensor in self.tensors.values()]
+            names = self._sequence_names(model)
+            return [
+                {0: BATCH, **({1: names[name]} if name in names else {})} if tensor.dim() else {}
+                for name, tensor in self.tensors.items()
+            ]
         for name, axes in requested.items():
             if name not in self.tensors:
                 raise ValueError(
@@ -112,11 +121,49 @@ class ModelInputs(NamedTuple):
                 )
         return [requested.get(name, {}) for name in self.tensors]
 
+    def _sequence_names(self, model: nn.Module) -> dict[str, str]:
+        """Return a name for the sequence axis of each input of tokens or masks.
+
+        Inputs share a name if the model does not run when some of them are shorter alone, but
+        runs when they are shorter together, as ``input_ids`` and ``attention_mask``.
+        """
+        rest = [name for name, tensor in self.tensors.items() if self._is_tokens(tensor)]
+        groups: list[list[str]] = []
+        while rest:
+            size = self.tensors[rest[0]].shape[1]
+            first, *same = (name for name in rest if self.tensors[name].shape[1] == size)
+            subsets = (
+                [first, *others]
+                for count in range(len(same) + 1)
+                for others in itertools.combinations(same, count)
+            )
+            whole = [first, *same]
+            group = next((g for g in subsets if same and self._runs_shorter(model, g)), whole)
+            groups.append(group)
+            rest = [name for name in rest if name not in group]
+        titles = [SEQUENCE, *(f"{group[0]}_{SEQUENCE}" for group in groups[1:])]
+        return {n: title for group, title in zip(groups, titles, strict=False) for n in group}
+
+    def _runs_shorter(self, model: nn.Module, names: Sequence[str]) -> bool:
+        """Whether a model runs with some inputs of tokens shorter than the others."""
+        changed = {}
+        for name, tensor in self.tensors.items():
+            if self._is_tokens(tensor):
+                # An axis of size 1 would be broadcast.
+                tensor = tensor if tensor.shape[1] > 2 else tensor.repeat(1, 3)
+                tensor = tensor[:, :-1] if name in names else tensor
+            changed[name] = tensor
+        try:
+            with torch.no_grad():
+                model(**changed, **self.constants)
+        except Exception:  # a model may raise anything for sizes that do not agree
+            return False
+        return True
+
     @staticmethod
-    def _default_axes(tensor: torch.Tensor) -> dict[int, str]:
-        if tensor.is_floating_point() or tensor.dim() != 2:
-            return {0: BATCH} if tensor.dim() else {}
-        return {0: BATCH, 1: SEQUENCE}
+    def _is_tokens(tensor: torch.Tensor) -> bool:
+        """Whether a tensor may be tokens or a mask, (sequences, tokens)."""
+        return tensor.dim() == 2 and not tensor.is_floating_point()
 
 
 class PositionalModel(nn.Module):

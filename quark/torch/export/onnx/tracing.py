@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 def trace_module(
@@ -36,7 +37,9 @@ def trace_module(
         ValueError: The operators cannot be converted to that version.
         torch.onnx.OnnxExporterError: The module cannot be traced.
     """
-    with _quiet():
+    # The fused kernels return other strides than the operators that take their place in a graph, so
+    # that views of their results (T5, Swin) would not fit.
+    with _quiet(), sdpa_kernel([SDPBackend.MATH]):
         program: Any = torch.onnx.export(
             module,
             tuple(args),

@@ -66,7 +66,6 @@ def write_onnx(model: nn.Module, target: Target, input_args: Any, options: OnnxO
     check_writable(model)
     check_present(model)
     inputs = ModelInputs.bind(model, input_args)
-    axes = inputs.dynamic_axes(options.dynamic_shapes)
     report_experts(model)
     if any(p.dtype == torch.bfloat16 for p in model.parameters()):
         logger.warning(
@@ -74,6 +73,7 @@ def write_onnx(model: nn.Module, target: Target, input_args: Any, options: OnnxO
             "float32 or float16 for that."
         )
     with eval_mode(model):
+        axes = inputs.dynamic_axes(model, options.dynamic_shapes)
         names, outputs = inputs.run(model)
         _check_names("input_names", options.input_names, len(inputs.tensors))
         _check_names("output_names", options.output_names, len(outputs))
