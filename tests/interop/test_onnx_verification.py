@@ -77,6 +77,15 @@ def test_wrong_files(written, tmp_path, name, ending, how):
             verify(tmp_path / "out", model, inputs=inputs)
 
 
+def test_files_that_do_not_run(written, tmp_path):
+    """The runtime checks the number of scales when it computes, not when it loads."""
+    model, path, _ = written("ptpc_int8")
+    shutil.copytree(path, tmp_path / "out")
+    change(tmp_path / "out" / "quark_model.onnx", "up_proj.weight.scale", lambda scale: scale[:-1])
+    with pytest.raises(ValueError, match=r"does not run quark_model\.onnx"):
+        verify(tmp_path / "out", model, inputs=TOKENS)
+
+
 def test_a_wrong_file_does_not_take_the_place_of_an_earlier_one(written, tmp_path, monkeypatch):
     from onnx_ir import save
 

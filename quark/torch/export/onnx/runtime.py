@@ -53,6 +53,7 @@ class OnnxSession:
 
     def __init__(self, path: Path) -> None:
         check_runtime()
+        self._name = path.name
         problem: Exception | None = None
         for level in _LEVELS:
             try:
@@ -65,9 +66,17 @@ class OnnxSession:
         self.inputs: list[str] = [value.name for value in self._session.get_inputs()]
 
     def run(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
-        """Return the outputs for inputs in the order of ``self.inputs``."""
+        """Return the outputs for inputs in the order of ``self.inputs``.
+
+        Raises:
+            ValueError: ONNX Runtime cannot compute them: the file is damaged, or an input is wrong.
+        """
         given = dict(zip(self.inputs, (x.detach().cpu().numpy() for x in inputs), strict=True))
-        return [torch.from_numpy(y) for y in self._session.run(None, given)]
+        try:
+            outputs = self._session.run(None, given)
+        except Exception as error:
+            raise ValueError(f"ONNX Runtime does not run {self._name}: {error}") from error
+        return [torch.from_numpy(y) for y in outputs]
 
 
 def _open_session(path: Path, level: str) -> Any:
