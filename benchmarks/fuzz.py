@@ -106,7 +106,7 @@ class Opener:
         self.process.join()
 
     def open(self, directory: Path, damage: str) -> str:
-        """Return what came of opening damaged files, within the time that it may take."""
+        """Open damaged files within the time limit, and return the outcome."""
         self.pipe.send((directory, damage))
         try:
             if self.pipe.poll(LIMIT_SECONDS):

@@ -64,10 +64,11 @@ def quantize_pipeline(
             for name, model in models.items():
                 stack.enter_context(_record(model, recorded[name]))
             _run(pipeline, calls)
+    for name in models:
+        if calls is not None and not recorded[name]:
+            raise ValueError(f"{name}: the pipeline did not call it. Leave it out of configs.")
     for name, model in models.items():
         batches = recorded[name] if calls is not None else None
-        if batches == []:
-            raise ValueError(f"{name}: the pipeline did not call it. Leave it out of configs.")
         try:
             with _callable_by_method(model, batches or []):
                 ModelQuantizer(configs[name]).quantize_model(model, batches)
@@ -170,7 +171,7 @@ def _patched(model: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
 
 
 def export_pipeline(pipeline: Any, directory: str | Path, overwrite: bool = False) -> None:
-    """Write a pipeline: quantized components as checkpoints of this package, others as they are.
+    """Write a pipeline. Quantized components are checkpoints of this package; others are in float.
 
     Args:
         pipeline: A pipeline with frozen components from ``quantize_pipeline``.
@@ -244,23 +245,33 @@ def _load_component(directory: Path, entry: Any, diffusers: Any) -> nn.Module:
     library, name = entry if isinstance(entry, list) and len(entry) == 2 else (None, None)
     if library != "diffusers":
         return load_checkpoint(directory)
+    kind = _find_class(diffusers, name, directory)
+    described = {k: v for k, v in read_config_json(directory).items() if k != SECTION}
+    try:
+        with torch.device("meta"):
+            model = kind.from_config(described)
+        state = model.state_dict()
+        if any(n not in state for n, _ in model.named_buffers()):  # computed when it is built
+            model = kind.from_config(described)
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{directory}: diffusers cannot build {name}: {first}") from error
+    return ModelImporter(directory, "safetensors").import_model_info(model)
+
+
+def _find_class(diffusers: Any, name: Any, directory: Path) -> Any:
+    """Return the class of a model of diffusers.
+
+    Raises:
+        ValueError: It has no such class.
+    """
     kind = getattr(diffusers, name, None) if name in dir(diffusers) else None
     if not (isinstance(kind, type) and issubclass(kind, diffusers.ModelMixin)):
         raise ValueError(
             f"{directory}: its class is {name!r}, which diffusers {diffusers.__version__} does not "
             "have. Install a version that has it."
         )
-    described = {k: v for k, v in read_config_json(directory).items() if k != SECTION}
-    try:
-        with torch.device("meta"):
-            model = kind.from_config(described)  # type: ignore[attr-defined]
-        state = model.state_dict()
-        if any(n not in state for n, _ in model.named_buffers()):  # computed when it is built
-            model = kind.from_config(described)  # type: ignore[attr-defined]
-    except Exception as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{directory}: diffusers cannot build {name}: {first}") from error
-    return ModelImporter(directory, "safetensors").import_model_info(model)
+    return kind
 
 
 def _import_diffusers() -> Any:

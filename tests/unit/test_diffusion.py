@@ -280,3 +280,13 @@ def test_without_diffusers(monkeypatch, tmp_path):
     monkeypatch.setattr(diffusion, "import_module", missing)
     with pytest.raises(ImportError, match="pip install diffusers"):
         load_pipeline(tmp_path)
+
+
+def test_a_component_that_is_not_called_leaves_the_others_in_float(unchanged):
+    class Pipeline:
+        components = {"one": torch.nn.Linear(64, 8), "two": torch.nn.Linear(64, 8)}  # noqa: RUF012
+
+    one = Pipeline.components["one"].eval()
+    configs = {"one": config_of("fp8"), "two": config_of("fp8")}
+    with unchanged(one), pytest.raises(ValueError, match="two: the pipeline did not call it"):
+        quantize_pipeline(Pipeline, configs, lambda _: one(torch.randn(2, 64)))

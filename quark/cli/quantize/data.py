@@ -48,7 +48,7 @@ class ProcessorFiles:
 
 
 def kind_of_dataset(request: Request, outline: nn.Module | None) -> Kind | None:
-    """Return what ``--dataset`` has samples of; None for text.
+    """Return the kind of the samples of ``--dataset``; None for text.
 
     Raises:
         typer.BadParameter: It cannot be read, or is text for a model that does not read text.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quark.cli.quantize.request import Request
 
@@ -32,15 +32,15 @@ def read_outline(directory: Path, trust_remote_code: bool = False) -> nn.Module 
     return empty_model(config, entries, directory, trust_remote_code=trust_remote_code)
 
 
-def predicts_text(outline: nn.Module | None) -> bool:
+def predicts_text(outline: Any) -> bool:
     """Whether perplexity of text is defined for a model; True where its structure is not known.
 
     Classifiers, models of images or audio, and encoder-decoders predict no next token.
     """
     if outline is None or not hasattr(outline, "get_output_embeddings"):
         return True
-    head, config = outline.get_output_embeddings(), outline.config  # type: ignore[operator]
-    return head is not None and not config.is_encoder_decoder and reads_text(outline)  # type: ignore[union-attr]
+    has_head = outline.get_output_embeddings() is not None
+    return has_head and not outline.config.is_encoder_decoder and reads_text(outline)
 
 
 def reads_text(outline: nn.Module | None) -> bool:

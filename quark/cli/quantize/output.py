@@ -56,7 +56,7 @@ def write(request: Request, model: nn.Module, tokenizer: Any, model_type: str) -
     try:
         _write_exports(request, model, tokenizer)
         _write_params(request, model, model_type)
-    except Exception as error:
+    except Exception as error:  # whatever it is, hours of work are kept
         is_quark = request.exports == ["hf_format"] and request.custom_mode == "quark"
         if request.verify and is_quark and isinstance(error, ValueError):
             raise  # the verification failed, and what would be kept is the same
@@ -98,7 +98,7 @@ def _keep(request: Request, model: nn.Module, tokenizer: Any) -> str:
     files = ProcessorFiles(tokenizer, request.model_dir)
     try:
         ModelExporter(None, place).export("hf_format", model, ExportSettings(tokenizer=files))
-    except Exception as error:
+    except Exception as error:  # told beside the first error, which is raised
         return f"The result could not be kept in {place} either: {error}"
     return (
         f"The result is kept in {place}, in the format quark: 'quark convert' writes it in another."

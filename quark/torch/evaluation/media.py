@@ -101,7 +101,7 @@ def _read_wave(path: Path) -> tuple[torch.Tensor, int]:
     if width == 1:  # unsigned, unlike wider ones
         values = octets[:, 0] - 128
     else:
-        values = sum(octets[:, byte] << (8 * byte) for byte in range(width))  # type: ignore[assignment]
+        values = (octets << 8 * torch.arange(width)).sum(1)  # the lowest byte first
         values = torch.where(values >= 1 << (8 * width - 1), values - (1 << 8 * width), values)
     return (values / float(1 << (8 * width - 1))).float().view(-1, channels), rate
 

@@ -34,7 +34,7 @@ _FILES = {"image": ("image", "path", "url"), "audio": ("audio", "path", "url")}
 
 
 class Sample(NamedTuple):
-    """What a processor takes for one batch.
+    """The inputs of a processor for one batch.
 
     Attributes:
         messages: A conversation with files left out of its parts; None for media alone.
@@ -48,7 +48,7 @@ class Sample(NamedTuple):
 
 
 def kind_of_source(source: str | Path) -> Kind | None:
-    """Return what a file or directory has samples of; None for texts and what does not exist.
+    """Return the kind of the samples in a file or directory; None for text, or if it is missing.
 
     Raises:
         ValueError: A directory has both images and audio.

@@ -1,4 +1,4 @@
-"""The masks of a batch, each for the tensors of the stack that it belongs to."""
+"""Padding masks of a batch: one for the encoder, one for the decoder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What checkpoints of versions before 1.0, and of AMD Quark up to 0.13, do not hold.
+"""Checks of checkpoints of versions before 1.0, and of AMD Quark up to 0.13.
 
 Some schemes lost values when they were written, others mean something else there. A model that is
 read from such a checkpoint would differ from the one that was quantized, so it is refused.

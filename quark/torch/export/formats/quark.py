@@ -162,7 +162,7 @@ class QuarkFormat(ExportFormat):
 
 
 def _stacks_of(name: str) -> set[str]:
-    """Return what holds the expert that a layer is of: ``mlp.experts`` of ``mlp.experts.3.w1``."""
+    """Return the list of experts around a layer: ``mlp.experts`` for ``mlp.experts.3.w1``."""
     parts = re.match(r"(.+)\.\d+\.[^.]+$", name)
     return {parts[1]} if parts else set()
 

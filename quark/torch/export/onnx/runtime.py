@@ -74,7 +74,7 @@ class OnnxSession:
         given = dict(zip(self.inputs, (x.detach().cpu().numpy() for x in inputs), strict=True))
         try:
             outputs = self._session.run(None, given)
-        except Exception as error:
+        except Exception as error:  # see above: no common base class
             raise ValueError(f"ONNX Runtime does not run {self._name}: {error}") from error
         return [torch.from_numpy(y) for y in outputs]
 
