@@ -29,7 +29,7 @@ from quark.torch.algorithm.rescaling import (
     require_groups,
     select_groups,
 )
-from quark.torch.graph.structure import Edit, RescalingGroup
+from quark.torch.graph.structure import RESCALING, Edit, RescalingGroup
 from quark.torch.pipeline.accumulators import InputSample
 from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.pipeline.runner import Block, run_blocks
@@ -197,4 +197,9 @@ def _measure_relative_error(
     return reduce_to_factors(ratio, edit, len(factors), "amax")
 
 
-ALGORITHM = Algorithm(check, apply, resolve=partial(require_groups, predicate=has_quantized_input))
+ALGORITHM = Algorithm(
+    check,
+    apply,
+    resolve=partial(require_groups, predicate=has_quantized_input),
+    proves=(RESCALING,),
+)

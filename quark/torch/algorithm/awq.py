@@ -34,7 +34,7 @@ from quark.torch.algorithm.rescaling import (
     select_groups,
 )
 from quark.torch.graph.parameter_writes import write_
-from quark.torch.graph.structure import Edit, RescalingGroup
+from quark.torch.graph.structure import RESCALING, Edit, RescalingGroup
 from quark.torch.pipeline.accumulators import Gram
 from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.pipeline.runner import run_blocks
@@ -214,4 +214,9 @@ def clip_weight_(layer: FakeQuantizedLayer, gram: torch.Tensor) -> None:
         write_(layer.weight, weight)
 
 
-ALGORITHM = Algorithm(check, apply, resolve=partial(require_groups, predicate=has_quantized_weight))
+ALGORITHM = Algorithm(
+    check,
+    apply,
+    resolve=partial(require_groups, predicate=has_quantized_weight),
+    proves=(RESCALING,),
+)

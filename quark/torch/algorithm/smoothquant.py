@@ -20,16 +20,14 @@ from quark.torch.algorithm.rescaling import (
     require_groups,
     select_groups,
 )
-from quark.torch.graph.eval_mode import eval_mode
-from quark.torch.graph.structure import RescalingGroup
+from quark.torch.graph.residency import resident
+from quark.torch.graph.structure import RESCALING, RescalingGroup
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.pipeline.accumulators import ChannelRange, accumulate_inputs
-from quark.torch.pipeline.batch_padding import batch_padding
-from quark.torch.pipeline.batches import flatten_batches, run_batch, show_progress
 from quark.torch.pipeline.context import Algorithm, Context
+from quark.torch.pipeline.model_pass import run_data
 from quark.torch.quantization.config.algo import SmoothQuantConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
-from quark.torch.quantization.nn.experts import count_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -89,9 +87,13 @@ def apply(context: Context, options: SmoothQuantConfig) -> None:
             if name in ranges and ranges[name].lo is not None
         ]
         if inputs:  # empty for experts that received no token
-            largest, weights = torch.stack(inputs).amax(0), largest_weights(group, context)
-            factors = smoothing_factors(largest, weights, options.alpha, options.scale_clamp_min)
-            group.apply_(context.model, factors)
+            largest = torch.stack(inputs).amax(0)
+            with resident(context.model, *(edit.parameter for edit in group.edits)):
+                weights = largest_weights(group, context)
+                factors = smoothing_factors(
+                    largest, weights, options.alpha, options.scale_clamp_min
+                )
+                group.apply_(context.model, factors)
 
 
 def _observe_ranges(context: Context, groups: list[RescalingGroup]) -> dict[str, ChannelRange]:
@@ -107,10 +109,9 @@ def _observe_ranges(context: Context, groups: list[RescalingGroup]) -> dict[str,
         ).values()
     }
     observers = [(context.layers[name], observer) for name, observer in ranges.items()]
-    with eval_mode(context.model), accumulate_inputs(observers), torch.no_grad():
-        for index, batch in enumerate(show_progress(flatten_batches(context.batches), "smoothing")):
-            with batch_padding(context.model, batch), count_tokens(context.model, index):
-                run_batch(context.model, batch)
+    run_data(
+        context.model, context.batches, "smoothing", observe=partial(accumulate_inputs, observers)
+    )
     return ranges
 
 
@@ -125,4 +126,9 @@ def largest_weights(group: RescalingGroup, context: Context) -> torch.Tensor:
     return torch.stack([x.to(largest[0].device) for x in largest]).amax(0)
 
 
-ALGORITHM = Algorithm(check, apply, resolve=partial(require_groups, predicate=has_quantized_input))
+ALGORITHM = Algorithm(
+    check,
+    apply,
+    resolve=partial(require_groups, predicate=has_quantized_input),
+    proves=(RESCALING,),
+)

@@ -22,6 +22,7 @@ from quark.torch.algorithm.layers import (
     write_weight_matrix_,
 )
 from quark.torch.algorithm.scale_refit import round_and_refit
+from quark.torch.graph.residency import resident
 from quark.torch.numerics.qdq import ColumnRounding
 from quark.torch.pipeline.accumulators import Gram
 from quark.torch.pipeline.context import Context
@@ -84,7 +85,8 @@ def _untie(context: Context, names: Iterable[str]) -> None:
         weight = layer.weight
         if owners[id(weight)] > 1:
             owners[id(weight)] -= 1
-            layer.weight = nn.Parameter(weight.detach().clone(), weight.requires_grad)
+            with resident(context.model, name):
+                layer.weight = nn.Parameter(weight.detach().clone(), weight.requires_grad)
             logger.info("%s shares its weight with another module: it gets its own.", name)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,9 +23,19 @@ from quark.torch.graph.rotation.residual_stream import (
 )
 from quark.torch.graph.rotation.vector_flow import VectorFlow
 from quark.torch.graph.shared_inputs import record_shared_inputs
-from quark.torch.graph.structure import ResidualStream, Structure
-from quark.torch.graph.trace import trace
+from quark.torch.graph.structure import (
+    RESCALING,
+    ROTATION,
+    Rejection,
+    RescalingGroup,
+    ResidualStream,
+    Structure,
+    ValueHeads,
+)
+from quark.torch.graph.trace import Trace, trace
 from quark.torch.graph.unreached import (
+    Counterparts,
+    Unread,
     extend_group,
     find_counterparts,
     find_unread_weights,
@@ -33,7 +43,9 @@ from quark.torch.graph.unreached import (
 )
 
 
-def discover(model: nn.Module, inputs: Any) -> Structure:
+def discover(
+    model: nn.Module, inputs: Any, proves: Collection[str] = (RESCALING, ROTATION)
+) -> Structure:
     """Find the parameters of a model that can be rescaled or rotated, for any architecture.
 
     One forward pass is traced, candidates are derived from the trace, and each is proved by running
@@ -44,6 +56,9 @@ def discover(model: nn.Module, inputs: Any) -> Structure:
         model: Any model. Its parameters and buffers have the same bits afterwards.
         inputs: A tensor, a tuple of arguments, a mapping of keyword arguments, or a function
             without arguments that runs the model once.
+        proves: What to look for besides blocks and shared inputs: groups of parameters that can
+            be rescaled (``RESCALING``), and the stream and heads that can be rotated
+            (``ROTATION``).
 
     Raises:
         ValueError: The pass used no parameter of the model.
@@ -58,27 +73,18 @@ def discover(model: nn.Module, inputs: Any) -> Structure:
                 f"No parameter of {type(model).__name__} was used. Give inputs for the model, or "
                 "a function that runs it."
             )
-        candidates, rejected = propose_groups(record, aliases)
         counterparts = find_counterparts(model, aliases.readers)
         unread = find_unread_weights(model, record.blocks, aliases.readers, counterparts)
-        candidates, unclear = reject_unread_readers(candidates, unread)
-        proved, failed = prove_groups(model, run, record.blocks, candidates, counterparts)
-        analysis = Analysis(record, aliases, VectorFlow(record, aliases), counterparts)
-        stream: ResidualStream | None = None
-        obstacle = ""
-        try:
-            candidate, carried = find_stream(analysis)
-            check_all_read(candidate, unread)
-            prove_stream(model, run, record.blocks, candidate, carried)
-            stream = candidate
-        except ObstacleError as error:
-            obstacle = str(error)
-        values = (
-            stream.value_heads
-            if stream
-            else prove_value_heads(model, record.blocks, find_value_heads(analysis))
+        proved, rejected = (
+            _find_groups(model, run, record, aliases, counterparts, unread)
+            if RESCALING in proves
+            else ([], [])
         )
-    rejected += [*unclear, *failed]
+        rotation = (
+            _find_rotation(model, run, record, aliases, counterparts, unread)
+            if ROTATION in proves
+            else _Rotation(None, "rotations were not looked for", (), ())
+        )
     first = {n.rpartition(".")[0]: i[0] for n, i in reversed(aliases.readers.items())}
     proved.sort(key=lambda group: first[group.producer])
     return Structure(
@@ -88,11 +94,62 @@ def discover(model: nn.Module, inputs: Any) -> Structure:
         ),
         rejected=tuple(sorted(rejected, key=lambda r: first[r.producer])),
         shared_inputs=shared.groups(),
-        stream=stream,
-        obstacle=obstacle,
-        value_heads=values,
-        down_projections=find_down_projections(analysis, values),
+        stream=rotation.stream,
+        obstacle=rotation.obstacle,
+        value_heads=rotation.values,
+        down_projections=rotation.down_projections,
     )
+
+
+def _find_groups(
+    model: nn.Module,
+    run: Callable[[], object],
+    record: Trace,
+    aliases: Aliases,
+    counterparts: Counterparts,
+    unread: Unread,
+) -> tuple[list[RescalingGroup], list[Rejection]]:
+    """Return the proved groups, and what cannot be rescaled."""
+    candidates, rejected = propose_groups(record, aliases)
+    candidates, unclear = reject_unread_readers(candidates, unread)
+    proved, failed = prove_groups(model, run, record.blocks, candidates, counterparts)
+    return proved, [*rejected, *unclear, *failed]
+
+
+class _Rotation(NamedTuple):
+    """What can be rotated; see ``Structure``."""
+
+    stream: ResidualStream | None
+    obstacle: str
+    values: tuple[ValueHeads, ...]
+    down_projections: tuple[str, ...]
+
+
+def _find_rotation(
+    model: nn.Module,
+    run: Callable[[], object],
+    record: Trace,
+    aliases: Aliases,
+    counterparts: Counterparts,
+    unread: Unread,
+) -> _Rotation:
+    """Return what can be rotated, proved."""
+    analysis = Analysis(record, aliases, VectorFlow(record, aliases), counterparts)
+    stream: ResidualStream | None = None
+    obstacle = ""
+    try:
+        candidate, carried = find_stream(analysis)
+        check_all_read(candidate, unread)
+        prove_stream(model, run, record.blocks, candidate, carried)
+        stream = candidate
+    except ObstacleError as error:
+        obstacle = str(error)
+    values = (
+        stream.value_heads
+        if stream
+        else prove_value_heads(model, record.blocks, find_value_heads(analysis))
+    )
+    return _Rotation(stream, obstacle, values, find_down_projections(analysis, values))
 
 
 def _make_runner(model: nn.Module, inputs: Any) -> Callable[[], object]:

@@ -11,7 +11,7 @@ from torch import nn
 
 Recorder = Callable[[nn.Parameter], None]
 
-_recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
+_recorders: ContextVar[tuple[Recorder, ...]] = ContextVar("recorders", default=())
 
 
 @contextmanager
@@ -21,17 +21,21 @@ def record_writes(record: Recorder) -> Iterator[None]:
     Args:
         record: Takes the parameter, which still has its old values.
     """
-    token = _recorder.set(record)
+    token = _recorders.set((*_recorders.get(), record))
     try:
         yield
     finally:
-        _recorder.reset(token)
+        _recorders.reset(token)
 
 
 @torch.no_grad()
 def write_(parameter: nn.Parameter, values: torch.Tensor) -> None:
     """Replace the values of a parameter in place, in its own type and on its own device."""
-    record = _recorder.get()
-    if record is not None:
-        record(parameter)
+    announce_write(parameter)
     parameter.data.copy_(values)
+
+
+def announce_write(parameter: nn.Parameter) -> None:
+    """Let the recorders know that the values of a parameter will change."""
+    for record in _recorders.get():
+        record(parameter)

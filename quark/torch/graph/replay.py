@@ -1,12 +1,14 @@
-"""Tools for both proofs: outputs of a replayed part of a model, compared in single precision."""
+"""Replay of a part of a model: modules with another ``forward``, outputs in single precision."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map
 
 from quark.torch.graph.trace import iter_tensors
@@ -37,3 +39,27 @@ def is_half(tensor: torch.Tensor) -> bool:
 def upcast_half(tree: Any) -> Any:
     """Return nested tensors with float16 and bfloat16 converted to float32."""
     return tree_map(lambda t: t.float() if isinstance(t, torch.Tensor) and is_half(t) else t, tree)
+
+
+@contextmanager
+def replace_forwards(
+    model: nn.Module, forwards: Mapping[str, Callable[..., Any]]
+) -> Iterator[None]:
+    """Replace the ``forward`` of modules while the context is open.
+
+    Args:
+        model: The model.
+        forwards: Name of a module -> its ``forward``.
+    """
+    modules = {name: model.get_submodule(name) for name in forwards}
+    previous = {name: vars(module).get("forward") for name, module in modules.items()}
+    for name, module in modules.items():
+        module.forward = forwards[name]
+    try:
+        yield
+    finally:
+        for name, module in modules.items():
+            del module.forward
+            forward = previous[name]
+            if forward is not None:
+                module.forward = forward

@@ -9,6 +9,8 @@ from torch import nn
 
 from quark.torch.graph.parameter_writes import write_
 
+RESCALING, ROTATION = "rescaling", "rotation"  # what ``discover`` can prove
+
 
 @dataclass(frozen=True, eq=False)
 class Edit:

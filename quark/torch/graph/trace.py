@@ -140,6 +140,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._members = list_members(model)
         self._reshaping: set[str] = set()  # members that changed the shape
         self._names = {_view_key(p): n for n, p in model.named_parameters()}
+        self._ids = {id(p): n for n, p in model.named_parameters()}  # their memory may change
         self._running = [""]
         self._blocks = [""]
         self._count = 0
@@ -198,8 +199,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._storages[storage._cdata] = weak
             self._count += 1
             numbers[key] = self._count
-            if key in self._names:
-                self.trace.parameters[self._count] = self._names[key]
+            name = self._names.get(key) or self._ids.get(id(leaf))
+            if name is not None:
+                self.trace.parameters[self._count] = name
         is_index = not (leaf.is_floating_point() or leaf.is_complex())
         return Value(numbers[key], leaf.shape, leaf if is_index else None)
 

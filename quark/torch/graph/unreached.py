@@ -18,6 +18,7 @@ from torch import nn
 from quark.torch.graph.structure import Edit, Rejection, RescalingGroup
 
 Counterparts = dict[str, tuple[str, ...]]  # module that did not run -> modules that did
+Unread = dict[str, list[tuple[str, torch.Size]]]  # block -> names and shapes of weights
 _Signature = tuple[tuple[str, torch.Size], ...]
 
 
@@ -59,7 +60,7 @@ def _innermost_number(name: str) -> str:
 
 def find_unread_weights(
     model: nn.Module, blocks: Iterable[str], read: Iterable[str], counterparts: Counterparts
-) -> dict[str, list[tuple[str, torch.Size]]]:
+) -> Unread:
     """Find weights that were not read and have no counterpart.
 
     With other inputs they may read the same tensors as weights that were read. Lists of which no
@@ -70,7 +71,7 @@ def find_unread_weights(
         Block (empty outside of blocks) -> names and shapes.
     """
     known, blocks = set(read), list(blocks)
-    unread: dict[str, list[tuple[str, torch.Size]]] = defaultdict(list)
+    unread: Unread = defaultdict(list)
     for name, parameter in model.named_parameters():
         is_known = name in known or any(name.startswith(f"{slot}.") for slot in counterparts)
         if not is_known and parameter.dim() > 1:
@@ -82,7 +83,7 @@ def find_unread_weights(
 
 
 def reject_unread_readers(
-    groups: Iterable[RescalingGroup], unread: dict[str, list[tuple[str, torch.Size]]]
+    groups: Iterable[RescalingGroup], unread: Unread
 ) -> tuple[list[RescalingGroup], list[Rejection]]:
     """Reject groups if an unread weight in their block has the width of their producer's output."""
     kept: list[RescalingGroup] = []

@@ -11,3 +11,16 @@ def is_finite(x: torch.Tensor) -> bool:
         return True
     x = x.detach()
     return bool(torch.stack((x.float() if x.itemsize == 1 else x).aminmax()).isfinite().all())
+
+
+def check_finite(name: str, x: torch.Tensor) -> None:
+    """Check the values of a parameter.
+
+    Raises:
+        ValueError: One is NaN or infinite; the message has the name.
+    """
+    if not is_finite(x):
+        raise ValueError(
+            f"{name} has NaN or infinite values: the model is damaged, or it overflowed in "
+            f"{x.dtype}. Repair it, or load it in a wider type."
+        )

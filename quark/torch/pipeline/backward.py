@@ -14,12 +14,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from quark.torch.graph.eval_mode import eval_mode
+from quark.torch.graph.replay import replace_forwards
+from quark.torch.graph.residency import around, resident
 from quark.torch.pipeline.activation_store import LIMIT, ActivationStore
 from quark.torch.pipeline.batches import flatten_batches, run_batch, show_progress
 from quark.torch.pipeline.capture import (
     BlockArguments,
     capture,
-    replace_forwards,
     split_hidden_states,
 )
 from quark.torch.pipeline.runner import Block, HiddenStates
@@ -80,13 +81,20 @@ def run_blocks_backward(
                     Block(name, model.get_submodule(name), HiddenStates(*ends), None, arguments)
                     for name, ends in zip(part.names, pairwise(stores), strict=True)
                 ]
-                for block in show_progress(blocks, f"{what}, forwards"):
+                for block in _resident(model, blocks, f"{what}, forwards"):
                     block.run()
                 ending = _Ending(model, part, later, arguments, masks, copy(loss))
                 for index, batch in enumerate(_reaching(batches, arguments)):
                     gradients[index] = ending.gradient(batch, blocks[-1].outputs(index), index)
-                for block in show_progress(blocks[::-1], f"{what}, backwards"):
+                for block in _resident(model, blocks[::-1], f"{what}, backwards"):
                     yield block, partial(_back, block, gradients)
+
+
+def _resident(model: nn.Module, blocks: Iterable[Block], what: str) -> Iterator[Block]:
+    """Iterate over blocks with a progress bar, each in memory while it is at hand."""
+    for block in show_progress(blocks, what):
+        with resident(model, block.name):
+            yield block
 
 
 def _reaching(batches: Iterable[Any], arguments: BlockArguments) -> Iterator[Any]:
@@ -128,8 +136,10 @@ class _Ending(NamedTuple):
         forwards = {name: self._skip(name, last) for name in self.part.names}
         forwards |= {name: self._checkpoint(name) for part in self.later for name in part.names}
         hook = self.model.register_forward_hook(lambda module, args, out: outputs.append(out))
+        # What the gradient passes stays; blocks run again when it passes them.
+        kept = resident(self.model, *around(self.model, list(forwards)))
         try:
-            with replace_forwards(self.model, forwards), torch.enable_grad():
+            with kept, replace_forwards(self.model, forwards), torch.enable_grad():
                 run_batch(self.model, batch)
                 logits = _logits(outputs.pop())
                 mask = self.masks.get(self.arguments.numbers[index])

@@ -10,20 +10,25 @@ import torch
 from torch import nn
 
 
-def run_batch(model: nn.Module, batch: Any) -> None:
-    """Call the model with one batch: a tensor, a mapping of arguments, or a list of either."""
+def run_batch(model: nn.Module, batch: Any) -> Any:
+    """Call the model with one batch: a tensor, a mapping of arguments, or a list of either.
+
+    Returns:
+        The output of the model; of a list of batches, that of the last one.
+    """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if isinstance(batch, torch.Tensor):
-        model(batch.to(device))
-    elif hasattr(batch, "items"):
-        model(**{key: _to(value, device) for key, value in batch.items()})
-    elif isinstance(batch, (list, tuple)) and batch and isinstance(batch[0], torch.Tensor):
-        model(*(_to(value, device) for value in batch))
-    elif isinstance(batch, (list, tuple)):
+        return model(batch.to(device))
+    if hasattr(batch, "items"):
+        return model(**{key: _to(value, device) for key, value in batch.items()})
+    if isinstance(batch, (list, tuple)) and batch and isinstance(batch[0], torch.Tensor):
+        return model(*(_to(value, device) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        output = None
         for part in batch:
-            run_batch(model, part)
-    else:
-        raise not_a_batch(batch)
+            output = run_batch(model, part)
+        return output
+    raise not_a_batch(batch)
 
 
 def not_a_batch(batch: Any) -> TypeError:

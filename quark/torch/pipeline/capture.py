@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from quark.torch.graph.replay import replace_forwards
 from quark.torch.pipeline.activation_store import ActivationStore
 from quark.torch.pipeline.batches import flatten_batches, padding_mask, run_batch
 
@@ -171,30 +172,6 @@ def _fitting(mask: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | Non
     if mask is None or shape[:-1] not in (mask.shape, (mask.numel(),)):
         return None
     return mask
-
-
-@contextmanager
-def replace_forwards(
-    model: nn.Module, forwards: Mapping[str, Callable[..., Any]]
-) -> Iterator[None]:
-    """Replace the ``forward`` of modules while the context is open.
-
-    Args:
-        model: The model.
-        forwards: Name of a module -> its ``forward``.
-    """
-    modules = {name: model.get_submodule(name) for name in forwards}
-    previous = {name: vars(module).get("forward") for name, module in modules.items()}
-    for name, module in modules.items():
-        module.forward = forwards[name]
-    try:
-        yield
-    finally:
-        for name, module in modules.items():
-            del module.forward
-            forward = previous[name]
-            if forward is not None:
-                module.forward = forward
 
 
 def split_hidden_states(

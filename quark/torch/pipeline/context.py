@@ -55,9 +55,11 @@ class Algorithm(NamedTuple):
         resolve: Takes the context and the options. Raises ``ValueError`` if the options do not fit
             the model, and returns the names of the layers whose inputs ``apply`` will rotate
             online. It runs for all algorithms before the first one is applied, and changes nothing.
+        proves: What ``discover`` has to prove for it.
     """
 
     check: Callable[[Any, Mapping[str, QuantizationConfig]], None]
     apply: Callable[[Context, Any], None]
     needs_data: Callable[[Any], bool] = lambda options: True
     resolve: Callable[[Context, Any], Collection[str]] = lambda context, options: ()
+    proves: Collection[str] = ()

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from quark.torch.graph.residency import residency_of
 from quark.torch.pipeline.activation_store import LIMIT, ActivationStore
 
 CONTAINERS = (dict, OrderedDict, list, set)
@@ -122,13 +123,18 @@ def restored_on_failure(model: nn.Module) -> Iterator[Callable[[nn.Parameter], N
     Yields:
         A function that takes each parameter before its values are changed; see ``record_writes``.
     """
+    residency = residency_of(model)
+    if residency is not None:
+        residency.release()
     state = ModelState(model)
     try:
-        yield state.record
+        yield state.record if residency is None else _keep_nothing
     except BaseException as error:
         # Loops over blocks that were broken off would end when the traceback is freed, perhaps
         # long after this, and set the modes of modules once more: end them now.
         traceback.clear_frames(error.__traceback__)
+        if residency is not None:
+            residency.forget_changes()
         _restore(state)
         raise
     finally:
@@ -137,13 +143,25 @@ def restored_on_failure(model: nn.Module) -> Iterator[Callable[[nn.Parameter], N
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Restore a model when the context is left, whatever happened inside."""
+    """Restore a model when the context is left, whatever happened inside.
+
+    Values must not change.
+    """
+    residency = residency_of(model)
+    if residency is not None:
+        residency.release()
     state = ModelState(model)
     try:
         yield
     finally:
+        if residency is not None:
+            residency.release()
         _restore(state)
         state.forget()
+
+
+def _keep_nothing(parameter: nn.Parameter) -> None:
+    """Take the place of ``ModelState.record`` where the files have the original values."""
 
 
 def _restore(state: ModelState) -> None:

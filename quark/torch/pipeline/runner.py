@@ -23,6 +23,7 @@ from torch import nn
 from torch.func import functional_call
 
 from quark.torch.graph.eval_mode import eval_mode
+from quark.torch.graph.residency import resident
 from quark.torch.numerics.finite import is_finite
 from quark.torch.pipeline.activation_store import LIMIT, ActivationStore
 from quark.torch.pipeline.batches import show_progress
@@ -297,8 +298,9 @@ def _run_stack(
             arguments,
             reference and reference.arguments,
         )
-        yield block
-        block.finish()
+        with resident(model, name):
+            yield block
+            block.finish()
         stream, float_stream = stream.advance(), float_stream and float_stream.advance()
 
 

@@ -18,8 +18,8 @@ from quark.torch.pipeline.statistics import Statistics
 from quark.torch.pipeline.tensor_ranges import ranges_suffice
 from quark.torch.quantization.calibration import (
     compute_weight_scales,
+    disabled_quantizers,
     needs_data,
-    switch_quantizers,
 )
 from quark.torch.quantization.config.algo import AlgoConfig, RoundingConfig
 from quark.torch.quantization.config.config import Config
@@ -180,7 +180,7 @@ def apply_algorithms(model: nn.Module, plan: Plan, structure: Structure) -> None
         partial(compute_weight_scales, config=plan.config),
         grams=grams,
     )
-    with switch_quantizers(model, ()):
+    with disabled_quantizers(model):
         rotated: frozenset[str] = frozenset()
         for algorithm, options in plan.algorithms:
             rotated |= set(algorithm.resolve(replace(context, rotated=rotated), options))

@@ -11,12 +11,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from quark.torch.graph.parameter_writes import record_writes
+from quark.torch.graph.parameter_writes import announce_write, record_writes
+from quark.torch.graph.residency import iterate_parts
 from quark.torch.pipeline.activation_store import offload_directory
 from quark.torch.pipeline.model_state import restored_on_failure
 from quark.torch.pipeline.statistics import Statistics
 from quark.torch.quantization.algorithms import apply_algorithms
-from quark.torch.quantization.calibration import calibrate, share_scales
+from quark.torch.quantization.calibration import calibrate
 from quark.torch.quantization.checks import check, discover_structure
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.name_lookup import printable
@@ -86,7 +87,6 @@ class ModelQuantizer:
                 with record_writes(record):
                     apply_algorithms(model, plan, structure)
             calibrate(model, plan)
-            share_scales(model, plan.config)
             mark_as_quantized(model, plan.config)
             if plan.data_digest is not None:
                 model.calibration_sha256 = plan.data_digest  # type: ignore[assignment]
@@ -114,13 +114,14 @@ class ModelQuantizer:
             ValueError: The model has no quantized module.
         """
         check_plain(model)
-        layers = [layer for _, layer in quantized_layers(model)]
+        layers = dict(quantized_layers(model))
         if not layers:
             raise ValueError("Nothing to freeze: call ModelQuantizer.quantize_model first.")
         owners = Counter(id(p) for m in model.modules() for p in m._parameters.values())
-        for layer in layers:
-            if not layer.frozen:
-                _freeze(layer, owners)
+        for part in iterate_parts(model):
+            for name, layer in layers.items():
+                if part.holds(name) and not layer.frozen:
+                    _freeze(layer, owners)
         return model
 
 
@@ -150,5 +151,6 @@ def _freeze(layer: FakeQuantizedLayer, owners: Counter[int]) -> None:
             copied = parameter.detach().clone(memory_format=torch.contiguous_format)
             parameter = nn.Parameter(copied, parameter.requires_grad)
             setattr(layer, name, parameter)
+        announce_write(parameter)
         quantizer.freeze_(parameter.data)
     layer.frozen = True

@@ -6,19 +6,21 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from quark.torch.graph.residency import iterate_parts
 from quark.torch.numerics.finite import is_finite
 from quark.torch.numerics.granularity import QSchemeType
-from quark.torch.pipeline.batch_padding import batch_padding
-from quark.torch.pipeline.batches import flatten_batches, run_batch, show_progress
+from quark.torch.pipeline.batches import show_progress
+from quark.torch.pipeline.model_pass import run_data
 from quark.torch.pipeline.statistics import Statistics
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.match import matches
-from quark.torch.quantization.nn.experts import corresponding_experts, count_tokens
+from quark.torch.quantization.nn.experts import corresponding_experts
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from quark.torch.quantization.nn.layer import PARAMETERS
 from quark.torch.quantization.nn.quantizer import PARTS, QuantizedTensor, TensorQuantizer
@@ -45,37 +47,51 @@ def calibrate(model: nn.Module, plan: Plan) -> None:
     Raises:
         ValueError: A value is NaN or infinite, or a layer saw no data.
     """
-    calibrate_parameters(model)
-    if not needs_data(plan.layers.values()):
-        return
-    if plan.statistics is None or plan.has_data:
-        calibrate_activations(model, plan.batches)
-    else:
-        compute_scales_from_statistics(model, plan.statistics)
+    calibrate_parameters(model, plan.config)
+    if needs_data(plan.layers.values()):
+        if plan.statistics is None or plan.has_data:
+            calibrate_activations(model, plan.batches)
+        else:
+            compute_scales_from_statistics(model, plan.statistics)
+    share_activation_scales(model, plan.config)
 
 
-def calibrate_parameters(model: nn.Module) -> None:
+def calibrate_parameters(model: nn.Module, config: Config | None = None) -> None:
     """Compute the scales of weights and biases.
+
+    Args:
+        model: A prepared model.
+        config: Its configuration, by which layers share scales of weights; None for none that do.
 
     Raises:
         ValueError: A weight or bias has NaN or infinite values; the layer is named.
     """
-    for name, layer in show_progress(list(quantized_layers(model)), "weight ranges"):
-        if layer.frozen:
-            continue  # by an algorithm, which computed its scales
-        for tensor, quantizer in layer.parameter_quantizers().items():
-            value = getattr(layer, tensor)
-            quantizer.observer(value)
-            try:
-                quantizer.compute_scales(value)
-                if not quantizer.scheme.fmt.scaled and not is_finite(value):
-                    raise FloatingPointError
-            except FloatingPointError:
-                raise ValueError(
-                    f"{name}.{tensor} has NaN or infinite values: the model is damaged, or it "
-                    "overflowed in half precision. Repair it, or exclude the layer."
-                ) from None
-            quantizer.observer.reset()  # ranges per group take as much memory as the scales
+    layers = {name: m for name, m in quantized_layers(model) if not m.frozen}
+    bar = iter(show_progress(list(layers), "weight ranges"))
+    for part in iterate_parts(model):
+        inside = {name: layer for name, layer in layers.items() if part.holds(name)}
+        for name, layer in inside.items():
+            next(bar)
+            _compute_parameter_scales(name, layer)
+        if config is not None:
+            _share(inside, config, "weight")
+    next(bar, None)
+
+
+def _compute_parameter_scales(name: str, layer: FakeQuantizedLayer) -> None:
+    for tensor, quantizer in layer.parameter_quantizers().items():
+        value = getattr(layer, tensor)
+        quantizer.observer(value)
+        try:
+            quantizer.compute_scales(value)
+            if not quantizer.scheme.fmt.scaled and not is_finite(value):
+                raise FloatingPointError
+        except FloatingPointError:
+            raise ValueError(
+                f"{name}.{tensor} has NaN or infinite values: the model is damaged, or it "
+                "overflowed in half precision. Repair it, or exclude the layer."
+            ) from None
+        quantizer.observer.reset()  # ranges per group take as much memory as the scales
 
 
 @torch.no_grad()
@@ -88,12 +104,9 @@ def calibrate_activations(model: nn.Module, dataloader: Iterable[Any]) -> None:
         ValueError: The data is empty, a layer saw no data, or a range is not finite.
     """
     static = dict(_static_activations(model))
-    batches = 0
-    with switch_quantizers(model, static.values()):
-        for batch in flatten_batches(show_progress(dataloader, "calibration")):
-            with batch_padding(model, batch), count_tokens(model, batches):
-                run_batch(model, batch)
-            batches += 1
+    with disabled_quantizers(model):
+        observe = partial(_observing, static.values())
+        batches = run_data(model, dataloader, "calibration", observe=observe)
     if not batches:
         raise ValueError("The dataloader is empty: static activation ranges need at least a batch.")
     _compute_activation_scales(model, static, f" in {batches} batches")
@@ -190,16 +203,15 @@ def compute_weight_scales(layers: Mapping[str, FakeQuantizedLayer], config: Conf
     _share(layers, config, "weight")
 
 
-def share_scales(model: nn.Module, config: Config) -> None:
-    """Set the scales of layers that share one to the largest of these scales.
+def share_activation_scales(model: nn.Module, config: Config) -> None:
+    """Set the scales of activations that layers share to the largest of these scales.
 
-    Modules of one parent that match a group of ``shared_scale_groups`` share the per-tensor scales
-    of weight and input. Modules that match the cache patterns share the scale of the output, which
-    is at least ``min_kv_scale``. With ``sync_moe_expert_input_amax``, the experts of a layer share
-    the scale of the input.
+    Modules of one parent that match a group of ``shared_scale_groups`` share the per-tensor scale
+    of the input, as they do that of the weight. Modules that match the cache patterns share the
+    scale of the output, which is at least ``min_kv_scale``. With ``sync_moe_expert_input_amax``,
+    the experts of a layer share the scale of the input.
     """
     layers = dict(quantized_layers(model))
-    _share({n: layer for n, layer in layers.items() if not layer.frozen}, config, "weight")
     _share(layers, config, "input_tensors")
     if config.sync_moe_expert_input_amax:
         for members in corresponding_experts(model):
@@ -282,14 +294,24 @@ def _static_activations(
 
 
 @contextmanager
-def switch_quantizers(model: nn.Module, observers: Iterable[TensorQuantizer]) -> Iterator[None]:
-    """Let only the given quantizers observe and disable the others, in evaluation mode."""
+def _observing(observers: Iterable[TensorQuantizer]) -> Iterator[None]:
+    """Let quantizers observe while the context is open, and do nothing afterwards."""
+    for quantizer in observers:
+        quantizer.enabled = quantizer.is_observing = True
+    try:
+        yield
+    finally:
+        for quantizer in observers:
+            quantizer.enabled = quantizer.is_observing = False
+
+
+@contextmanager
+def disabled_quantizers(model: nn.Module) -> Iterator[None]:
+    """Disable all quantizers of a model, in evaluation mode."""
     modes = {module: module.training for module in model.modules()}
     quantizers = [m for m in model.modules() if isinstance(m, TensorQuantizer)]
     for quantizer in quantizers:
         quantizer.enabled = False
-    for quantizer in observers:
-        quantizer.enabled = quantizer.is_observing = True
     model.eval()
     try:
         yield

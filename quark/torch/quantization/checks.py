@@ -134,7 +134,9 @@ def discover_structure(model: nn.Module, plan: Plan) -> Structure | None:
         return None
     with temporarily_split_experts(model) as experts:
         stack_experts(experts, keep=plan.layers)
-        return discover(model, _trial_run(model, plan.batches if plan.has_data else None))
+        run = _trial_run(model, plan.batches if plan.has_data else None)
+        proves = {need for algorithm, _ in plan.algorithms for need in algorithm.proves}
+        return discover(model, run, proves)
 
 
 def _trial_run(model: nn.Module, batches: Iterable[Any] | None) -> Callable[[], None]:

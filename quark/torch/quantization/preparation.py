@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from quark.torch.numerics.finite import is_finite
+from quark.torch.graph.residency import residency_of
+from quark.torch.numerics.finite import check_finite
 from quark.torch.quantization.config.compatibility import check_compatibility, warn_about_ignored
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import assign, report_unmatched
@@ -176,15 +177,16 @@ def _check_layer_types(names: dict[str, type[nn.Module]], config: Config) -> Non
 def check_parameters(model: nn.Module) -> None:
     """Raise if a parameter of a model has NaN or infinite values.
 
+    Those of a model larger than memory are checked when they are read first.
+
     Raises:
         ValueError: The message names the parameter.
     """
+    if residency_of(model) is not None:
+        return
     for name, parameter in model.named_parameters():
-        if not parameter.is_meta and not is_finite(parameter):
-            raise ValueError(
-                f"{name} has NaN or infinite values: the model is damaged, or it overflowed in "
-                f"{parameter.dtype}. Repair it, or load it in a wider type."
-            )
+        if not parameter.is_meta:
+            check_finite(name, parameter)
 
 
 def check_fit(name: str, module: nn.Module, layer: QuantizationConfig) -> None:

@@ -45,7 +45,7 @@ from quark.torch.pipeline.statistics import (
     tensor_key,
 )
 from quark.torch.pipeline.tensor_ranges import TensorRange
-from quark.torch.quantization.calibration import compute_weight_scales, switch_quantizers
+from quark.torch.quantization.calibration import compute_weight_scales, disabled_quantizers
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.config.spec import QuantizationSpec
@@ -108,7 +108,7 @@ def collect_statistics(
         try:
             with (
                 offload_directory(offload_dir),
-                switch_quantizers(model, ()),
+                disabled_quantizers(model),
                 eval_mode(model),
             ):
                 inputs = _observe(model, structure, batches)

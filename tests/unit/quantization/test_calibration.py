@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from quark.torch import ModelQuantizer
-from quark.torch.quantization.calibration import group_by_parent, merged_scale, run_batch
+from quark.torch.pipeline.batches import run_batch
+from quark.torch.quantization.calibration import group_by_parent, merged_scale
 from quark.torch.quantization.config.config import (
     Config,
     FP8E4M3PerTensorSpec,

@@ -187,7 +187,7 @@ class TestCalls:
         def fail(*args):
             raise RuntimeError("late")
 
-        monkeypatch.setattr(api, "share_scales", fail)
+        monkeypatch.setattr(api, "mark_as_quantized", fail)
         model = build()
         with unchanged(model), pytest.raises(RuntimeError, match="late"):
             ModelQuantizer(config_of("int8")).quantize_model(model, batches)

@@ -29,7 +29,8 @@ from quark.torch.algorithm.rotation.weight_edits import (
     add_value_rotation,
     untie,
 )
-from quark.torch.graph.structure import ResidualStream
+from quark.torch.graph.residency import resident
+from quark.torch.graph.structure import ROTATION, ResidualStream
 from quark.torch.numerics.hadamard import hadamard, largest_order, random_hadamard
 from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.quantization.config.algo import RotationConfig
@@ -103,7 +104,8 @@ def apply(context: Context, options: RotationConfig) -> None:
     if stream is not None and STREAM in rotations:
         untie(context.model, stream)
     for name in plan.online:
-        context.layers[name].rotate_input(hadamard(plan.size))
+        with resident(context.model, name):
+            context.layers[name].rotate_input(hadamard(plan.size))
     if options.trainable and stream is not None:
         from quark.torch.algorithm.rotation.spinquant import learn_rotations
 
@@ -262,4 +264,6 @@ def _choose_online_size(context: Context, options: RotationConfig, names: list[s
     return size
 
 
-ALGORITHM = Algorithm(check, apply, lambda options: bool(options.trainable), resolve)
+ALGORITHM = Algorithm(
+    check, apply, lambda options: bool(options.trainable), resolve, proves=(ROTATION,)
+)

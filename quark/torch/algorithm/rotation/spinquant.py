@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 from quark.torch.algorithm.rotation.weight_edits import STREAM, RotationEdits
 from quark.torch.graph.eval_mode import eval_mode
+from quark.torch.graph.replay import replace_forwards
 from quark.torch.numerics.qdq import dynamic_qparams, fake_quantize
 from quark.torch.pipeline.batches import flatten_batches, padding_mask, run_batch, show_progress
-from quark.torch.pipeline.capture import replace_forwards
 from quark.torch.pipeline.context import Context
 from quark.torch.quantization.nn.quantizer import TensorQuantizer
 

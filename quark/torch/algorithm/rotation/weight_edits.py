@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from quark.torch.graph.parameter_writes import write_
+from quark.torch.graph.residency import iterate_parts, resident
 from quark.torch.graph.structure import ResidualStream, StreamNorm, ValueHeads
 from quark.torch.numerics.hadamard import rotate
 
@@ -77,9 +78,11 @@ class RotationEdits:
     @torch.no_grad()
     def apply_(self, model: nn.Module, rotations: Mapping[str, torch.Tensor]) -> None:
         """Change all parameters in place, in double precision."""
-        for name in self.names():
-            parameter = model.get_parameter(name)
-            write_(parameter, self.value(parameter, name, rotations, torch.float64))
+        for part in iterate_parts(model):
+            for name in self.names():
+                if part.holds(name.rpartition(".")[0]):
+                    parameter = model.get_parameter(name)
+                    write_(parameter, self.value(parameter, name, rotations, torch.float64))
 
 
 def _rotate_axis(x: torch.Tensor, edit: AxisEdit, rotation: torch.Tensor) -> torch.Tensor:
@@ -103,7 +106,8 @@ def add_stream_rotation(edits: RotationEdits, model: nn.Module, stream: Residual
         ValueError: The bias of a norm can neither be folded nor be divided by the gain.
     """
     for norm in stream.norms:
-        _fold_norm(edits, model, stream, norm)
+        with resident(model, norm.module):
+            _fold_norm(edits, model, stream, norm)
     # Vectors x of the stream become x R. Embeddings, writers and biases produce them, readers take
     # them. With rows along the axis of the stream both are multiplied by R on the right:
     # (x R) (W R)ᵀ = x Wᵀ. So one kind of edit serves all.
@@ -139,9 +143,10 @@ def _fold_norm(
             edits.values[norm.bias] = torch.zeros_like(bias)
             for weight, name in zip(readers, biases, strict=True):
                 assert name is not None
-                matrix = model.get_parameter(weight.parameter).detach().movedim(weight.axis, -1)
-                before = model.get_parameter(name).detach().double()
-                edits.values[name] = before + matrix.double() @ bias.to(matrix.device)
+                with resident(model, name):
+                    matrix = model.get_parameter(weight.parameter).detach().movedim(weight.axis, -1)
+                    before = model.get_parameter(name).detach().double()
+                    edits.values[name] = before + matrix.double() @ bias.to(matrix.device)
         else:
             edits.values[norm.bias] = bias if gain is None else _divide(bias, gain, norm.bias)
             edits.edits[norm.bias].append(AxisEdit(0, STREAM))
@@ -170,6 +175,7 @@ def untie(model: nn.Module, stream: ResidualStream) -> None:
     """Give the head a weight of its own if it is tied to an embedding."""
     if stream.tied:
         head: Any = model.get_submodule(stream.head)
-        head.weight = nn.Parameter(head.weight.detach().clone(), head.weight.requires_grad)
+        with resident(model, stream.head):
+            head.weight = nn.Parameter(head.weight.detach().clone(), head.weight.requires_grad)
         if hasattr(model, "config"):
             model.config.tie_word_embeddings = False  # type: ignore[union-attr]

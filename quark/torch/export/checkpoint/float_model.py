@@ -100,7 +100,20 @@ def check_float_headers(directory: Path, config: Any, trust_remote_code: bool = 
     """
     reader: Any = CheckpointReader(directory)
     model = empty_model(config, reader.entries, directory, trust_remote_code=trust_remote_code)
-    reader = rename_for_model(reader, model)
+    check_float_reader(rename_for_model(reader, model), model)
+
+
+def check_float_reader(reader: Any, model: nn.Module) -> None:
+    """Check the headers of float tensors against the model that they are for.
+
+    Args:
+        reader: The tensors, by the names of the model.
+        model: The model, on the meta device.
+
+    Raises:
+        ValueError: A tensor is missing, or of another shape or type; or the files hold more layers
+            than the model.
+    """
     needed = model.state_dict()
     patterns = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"inv_freq$"]
     unused = set(unused_names(reader.entries, needed))

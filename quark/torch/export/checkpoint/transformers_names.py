@@ -70,6 +70,8 @@ class ConvertedReader:
         self.patterns = {pattern: c for c in converters for pattern in c.source_patterns}
         self.names: dict[str, tuple[str, str | None]] = {}  # stored name -> name, pattern
         self.parts: dict[str, list[str]] = {}  # first name of a fused tensor -> stored names
+        self._stored: dict[str, str] = {}  # name of a tensor that is not fused -> stored name
+        self._fused_under: dict[str, str] = {}  # name of a fused tensor -> key of ``parts``
         modules, state = {name for name, _ in model.named_modules()}, model.state_dict()
         prefix = getattr(model, "base_model_prefix", "") or None
         self.entries: dict[str, TensorHeader] = {}
@@ -85,6 +87,7 @@ class ConvertedReader:
             self.names[key] = name, pattern
             if pattern is None:
                 self.entries[name] = reader.entries[key]
+                self._stored[name] = key
             else:
                 self.parts.setdefault(name, []).append(key)
         for name, keys in self.parts.items():
@@ -102,7 +105,16 @@ class ConvertedReader:
                     f"missing, or their shapes differ ({str(error).splitlines()[0]})."
                 ) from None
             for target, tensor in made.items():
+                self._fused_under[target] = name
                 self.entries[target] = TensorHeader(file, tuple(tensor.shape), tensor.dtype)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor by its name in the model; others that are fused with it are read too."""
+        first = self._fused_under.get(name)
+        if first is None:
+            stored: torch.Tensor = self.reader.tensor(self._stored[name])
+            return stored
+        return self._fuse(first, {key: self.reader.tensor(key) for key in self.parts[first]})[name]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Iterate over all tensors. Parts of a fused tensor are held until the last one is read."""

@@ -16,7 +16,15 @@ import torch
 from torch import nn
 
 from quark.torch.graph.block_selection import BlockCall
-from quark.torch.graph.replay import TOLERANCE, float_tensors, is_half, output_distance, upcast_half
+from quark.torch.graph.replay import (
+    TOLERANCE,
+    float_tensors,
+    is_half,
+    output_distance,
+    replace_forwards,
+    upcast_half,
+)
+from quark.torch.graph.residency import around, resident
 from quark.torch.graph.structure import Edit, Rejection, RescalingGroup
 from quark.torch.graph.trace import iter_tensors
 from quark.torch.graph.unreached import Counterparts, edits_any, iterate_pairings, swap_parameters
@@ -57,17 +65,18 @@ def prove_groups(
     proved: list[RescalingGroup] = []
     rejected: list[Rejection] = []
     for block, candidates in by_block.items():
+        edited = {e.parameter for group in candidates for e in group.edits}
         if block:
             attempt = _repeat_calls(model.get_submodule(block), blocks[block])
         else:
-            edited = {e.parameter for group in candidates for e in group.edits}
             attempt = _run_around_blocks(model, run, blocks, edited)
+        used = [block] if block else [*around(model, blocks), *edited]
         try:
-            with attempt as again:
+            with resident(model, *used), attempt as again:
                 good, bad = _test_groups(model, again, candidates)
                 for pairs in iterate_pairings(counterparts, good):
                     touched = [g for g in good if edits_any(g, pairs.values())]
-                    with swap_parameters(model, pairs):
+                    with resident(model, *pairs), swap_parameters(model, pairs):
                         still_good, worse = _test_groups(model, again, touched)
                     good = [g for g in good if g in still_good or g not in touched]
                     bad += worse
@@ -210,16 +219,14 @@ def _run_around_blocks(
 def _recall_outputs(module: nn.Module, calls: Sequence[BlockCall]) -> Iterator[None]:
     """Return the recorded output for a recorded input; run the module for any other input."""
     known = [(next(iter_tensors((c.args, c.kwargs))), c.output) for c in calls]
+    own = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         x = next(iter_tensors((args, kwargs)))
         for recorded, output in known:
             if x.shape == recorded.shape and torch.equal(x.to(recorded.dtype), recorded):
                 return upcast_half(output)
-        return type(module).forward(module, *args, **kwargs)
+        return own(*args, **kwargs)
 
-    module.forward = forward
-    try:
+    with replace_forwards(module, {"": forward}):
         yield
-    finally:
-        del module.forward

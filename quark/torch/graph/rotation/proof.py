@@ -17,7 +17,14 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from quark.torch.graph.block_selection import BlockCall
-from quark.torch.graph.replay import TOLERANCE, float_tensors, output_distance, upcast_half
+from quark.torch.graph.replay import (
+    TOLERANCE,
+    float_tensors,
+    output_distance,
+    replace_forwards,
+    upcast_half,
+)
+from quark.torch.graph.residency import around, resident
 from quark.torch.graph.rotation.residual_stream import ObstacleError
 from quark.torch.graph.structure import ResidualStream, StreamWeight, ValueHeads
 from quark.torch.graph.trace import iter_tensors
@@ -61,16 +68,15 @@ def prove_stream(
         else:
             inside = {id(m) for b in modules.values() for m in b.modules()}
             scope = [m for m in model.modules() if id(m) not in inside]
+        used = [block] if block else around(model, blocks)
         try:
-            with _make_editable(scope):
+            with resident(model, *used), _make_editable(scope):
                 if block:
                     attempt = _BlockReplay(modules[block], blocks[block], carried, rotation)
                     error, control = _measure_rotation(model, part, rotation, attempt, generator)
                 else:
-                    with _SurroundingReplay(
-                        model, run, modules, blocks, carried, rotation
-                    ) as around:
-                        error, control = _measure_rotation(model, part, rotation, around, generator)
+                    with _SurroundingReplay(model, run, modules, blocks, carried, rotation) as rest:
+                        error, control = _measure_rotation(model, part, rotation, rest, generator)
         except Exception as problem:  # anything that a model can raise
             where = block or "the part around the blocks"
             raise ObstacleError(f"{where} does not run rotated: {problem}") from problem
@@ -101,7 +107,7 @@ def prove_value_heads(
         rotation = _random_rotation(heads.rows.shape[1], False, generator)
         attempt = _BlockReplay(module, blocks[heads.block], set(), rotation)
         try:
-            with _make_editable(module.modules()):
+            with resident(model, heads.block), _make_editable(module.modules()):
                 expected = attempt(False)
                 for parameter, axis in heads.sources:
                     _rotate_parameter(model, parameter, axis, rotation, heads.rows)
@@ -304,9 +310,8 @@ class _SurroundingReplay:
 
     def __enter__(self) -> _SurroundingReplay:
         self._stack = ExitStack()
-        for name, module in self._modules.items():
-            module.forward = self._recall_outputs(self._blocks[name])
-            self._stack.callback(delattr, module, "forward")
+        forwards = {name: self._recall_outputs(self._blocks[name]) for name in self._modules}
+        self._stack.enter_context(replace_forwards(self._model, forwards))
         handle = self._model.register_forward_hook(self._record_results)
         self._stack.callback(handle.remove)
         return self

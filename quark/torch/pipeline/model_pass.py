@@ -1,0 +1,159 @@
+"""A pass of data through a whole model.
+
+A model in memory takes the batches one by one. Of a model larger than memory each part is read
+once: what comes before the blocks takes all batches, then each block does, then what comes behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from quark.torch.graph.eval_mode import eval_mode
+from quark.torch.graph.replay import replace_forwards
+from quark.torch.graph.residency import residency_of, resident
+from quark.torch.graph.trace import trace
+from quark.torch.pipeline.activation_store import LIMIT, ActivationStore
+from quark.torch.pipeline.batch_padding import batch_padding
+from quark.torch.pipeline.batches import flatten_batches, run_batch, show_progress, take_excerpt
+from quark.torch.pipeline.capture import BlockArguments, capture, split_hidden_states
+from quark.torch.pipeline.runner import Block, HiddenStates
+from quark.torch.pipeline.stacks import Stack, find_stacks
+from quark.torch.quantization.nn.experts import count_tokens
+
+Receiver = Callable[[int, Any], None]
+
+
+@torch.no_grad()
+def run_data(
+    model: nn.Module,
+    batches: Iterable[Any],
+    what: str,
+    observe: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    receive: Receiver = lambda index, output: None,
+    limit: int = LIMIT,
+) -> int:
+    """Run every batch through a model, in evaluation mode.
+
+    Args:
+        model: The model.
+        batches: Data for the model, repeatable.
+        what: Title of the progress bar.
+        observe: Opened while data runs; each module runs once for each batch inside.
+        receive: Takes the number of a batch and the output of the model for it.
+        limit: Bytes of hidden states to hold in memory.
+
+    Returns:
+        The number of batches.
+    """
+    with eval_mode(model):
+        blocks = _find_blocks(model, batches) if residency_of(model) is not None else []
+        if blocks:
+            return _run_by_blocks(model, blocks, batches, what, observe, receive, limit)
+        count = 0
+        with observe():
+            for batch in flatten_batches(show_progress(batches, what)):
+                with batch_padding(model, batch), count_tokens(model, count):
+                    receive(count, run_batch(model, batch))
+                count += 1
+        return count
+
+
+def _find_blocks(model: nn.Module, batches: Iterable[Any]) -> list[str]:
+    """Return the blocks of a model; none if one of them runs more than once."""
+    first = next(flatten_batches(batches), None)
+    if first is None:
+        return []
+    calls = trace(model, lambda: run_batch(model, take_excerpt(first))).blocks
+    return list(calls) if all(len(runs) == 1 for runs in calls.values()) else []
+
+
+class _Finished(NamedTuple):
+    """A stack that all batches have passed.
+
+    Attributes:
+        part: The stack.
+        arguments: The arguments of its blocks.
+        outputs: What its last block returned.
+    """
+
+    part: Stack
+    arguments: BlockArguments
+    outputs: ActivationStore
+
+    def forwards(self, current: _Current) -> dict[str, Callable[..., Any]]:
+        """Return forwards that take the place of the blocks; the last returns the outputs."""
+
+        def forward(name: str, *args: Any, **kwargs: Any) -> Any:
+            x = split_hidden_states(args, kwargs)[0]
+            if name == self.part.names[-1]:
+                x = self.outputs[self.arguments.numbers.index(current.number)]
+            return self.arguments.wrap(name, x)
+
+        return {name: partial(forward, name) for name in self.part.names}
+
+
+class _Current:
+    """Batches that know the number of the one that runs.
+
+    Attributes:
+        number: The number.
+    """
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self._batches = batches
+        self.number = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for self.number, batch in enumerate(flatten_batches(self._batches)):  # noqa: B020
+            yield batch
+
+
+def _run_by_blocks(
+    model: nn.Module,
+    names: list[str],
+    batches: Iterable[Any],
+    what: str,
+    observe: Callable[[], AbstractContextManager[Any]],
+    receive: Receiver,
+    limit: int,
+) -> int:
+    stacks = find_stacks(model, names, batches)
+    current = _Current(batches)
+    with ExitStack() as stack:
+        new = partial(_open_store, stack, limit // (3 * len(stacks)))
+        progress = iter(show_progress([*names, "the rest"], what))
+        forwards: dict[str, Callable[..., Any]] = {}
+        for number, part in enumerate(stacks):
+            stream, others = HiddenStates(new(), new()), new()
+            with replace_forwards(model, forwards):
+                arguments = capture(
+                    model, part.names, current, stream.inputs, others, part.shares, number > 0
+                )
+            stream.outputs.reserve(stream.inputs)
+            for name in part.names:
+                next(progress)
+                block = Block(name, model.get_submodule(name), stream, None, arguments)
+                with resident(model, name), observe():
+                    block.run()
+                stream = stream.advance()
+            stream.outputs.clear()
+            forwards |= _Finished(part, arguments, stream.inputs).forwards(current)
+        next(progress)
+        count = 0
+        with replace_forwards(model, forwards), observe():
+            for batch in current:
+                with batch_padding(model, batch):
+                    receive(count, run_batch(model, batch))
+                count += 1
+        next(progress, None)  # ends the bar
+    return count
+
+
+def _open_store(stack: ExitStack, limit: int) -> ActivationStore:
+    return stack.enter_context(ActivationStore(limit))
