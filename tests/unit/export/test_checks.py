@@ -10,7 +10,8 @@ from quark.torch import (
     export_gguf,
     export_onnx,
 )
-from quark.torch.export.checkpoint.files import CheckpointReader, write_tensors
+from quark.torch.export.checkpoint.files import CheckpointReader
+from quark.torch.export.checkpoint.shards import write_tensors
 from quark.torch.export.checks import check_written
 from quark.torch.export.expert_tokens import expert_tokens
 from quark.torch.quantization.config.config import (

@@ -9,27 +9,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from quark.torch.files import parse_json, read_json, write_json
+from quark.torch.files import parse_json, read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 NATIVE = "model_state_dict.pth"
-
-
-def write_tensors(
-    tensors: dict[str, torch.Tensor], directory: Path, max_shard_size: str | int
-) -> None:
-    """Write tensors as safetensors, in several files with an index above ``max_shard_size``."""
-    from huggingface_hub import split_torch_state_dict_into_shards
-    from safetensors.torch import save_file
-
-    plan = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_size)
-    for name, keys in _progress(plan.filename_to_tensors.items(), "writing"):
-        shard = {key: tensors[key].detach().cpu().contiguous() for key in keys}
-        save_file(shard, directory / name, metadata={"format": "pt"})
-    if plan.is_sharded:
-        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        write_json(directory / INDEX, index)
 
 
 class Entry(Protocol):
@@ -72,7 +56,7 @@ class TensorHeader(NamedTuple):
 
 
 # Types as safetensors spells them.
-_DTYPES = {
+DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
@@ -80,6 +64,9 @@ _DTYPES = {
     "U16": torch.uint16,
     "I32": torch.int32,
     "I64": torch.int64,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "C64": torch.complex64,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
@@ -128,7 +115,7 @@ class CheckpointReader:
             self._check_names(file)
             for key in opened.keys():  # noqa: SIM118 - not a mapping
                 entry = opened.get_slice(key)
-                dtype = _DTYPES.get(entry.get_dtype())
+                dtype = DTYPES.get(entry.get_dtype())
                 if dtype is None:
                     raise ValueError(f"{file}: {key} has the unknown type {entry.get_dtype()}.")
                 yield key, TensorHeader(file, tuple(entry.get_shape()), dtype)

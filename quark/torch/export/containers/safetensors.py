@@ -19,8 +19,9 @@ from quark.torch.export.checkpoint.config_json import (
     calibration_digest,
     read_config_json,
 )
-from quark.torch.export.checkpoint.files import NATIVE, CheckpointReader, write_tensors
+from quark.torch.export.checkpoint.files import NATIVE, CheckpointReader
 from quark.torch.export.checkpoint.reader import Loading, Reader, prepare_load
+from quark.torch.export.checkpoint.shards import write_tensors
 from quark.torch.export.checkpoint.writer import collect, make_format, write_model_files
 from quark.torch.export.checkpoint_contents import Contents, summarize
 from quark.torch.export.checks import check_written

@@ -18,8 +18,8 @@ from quark.torch.export.checkpoint.files import (
     CheckpointReader,
     NativeReader,
     TensorHeader,
-    write_tensors,
 )
+from quark.torch.export.checkpoint.shards import write_tensors
 from quark.torch.files import check_vacant, fresh_directory, read_json, size_of
 
 

@@ -1,0 +1,142 @@
+"""Writing safetensors: shards whose tensors come one by one, in any order.
+
+A file of safetensors is eight bytes with the length of the header, the header in JSON, and the
+tensors, those of wide types first. Names, shapes and types give all of it but the values, so every
+tensor is written at its place as soon as it is there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from quark.torch.export.checkpoint.files import DTYPES, INDEX, Entry
+from quark.torch.files import write_json
+from quark.torch.pipeline.batches import show_progress
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# Types in the order of the files that the package safetensors writes, from the last to the first.
+_ORDER = (
+    *("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "I16", "U16", "F16", "BF16"),
+    *("I32", "U32", "F32", "C64", "F64", "I64", "U64"),
+)
+_ALIGNMENT = 8  # bytes: the length of a header is a multiple of it
+
+
+class _Place(NamedTuple):
+    """Where a tensor is written: a file, and the number of its first byte there."""
+
+    file: Path
+    start: int
+
+
+class ShardWriter:
+    """Writes tensors of known shapes to the shards of a checkpoint.
+
+    ``add`` may be called by several threads at the same time, in any order of tensors: the files
+    are the same.
+
+    Args:
+        directory: Directory to write to. Files of the full size are made at once.
+        entries: Shape and type of every tensor, in the order in which shards are filled. Tensors on
+            the meta device will do.
+        max_shard_size: Size above which tensors are spread over several files, such as "5GB".
+
+    Raises:
+        ValueError: safetensors has no name for the type of a tensor.
+    """
+
+    def __init__(
+        self, directory: Path, entries: Mapping[str, torch.Tensor], max_shard_size: str | int
+    ) -> None:
+        from huggingface_hub import split_torch_state_dict_into_shards
+
+        self._directory, self._entries, self._places = directory, entries, dict[str, _Place]()
+        outline = {name: tensor.to("meta") for name, tensor in entries.items()}
+        self._plan = split_torch_state_dict_into_shards(outline, max_shard_size=max_shard_size)
+        for file, names in self._plan.filename_to_tensors.items():
+            self._make_file(directory / file, names)
+        self._missing = set(self._places)
+
+    def _make_file(self, file: Path, names: Iterable[str]) -> None:
+        """Write the header of a shard, and make the file as long as it will be."""
+        described: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        starts: dict[str, int] = {}
+        end = 0
+        for name in sorted(names, key=lambda n: (-_rank(self._entries[n]), n)):
+            tensor = self._entries[name]
+            starts[name], end = end, end + tensor.numel() * tensor.itemsize
+            described[name] = {
+                "dtype": _NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [starts[name], end],
+            }
+        header = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
+        header += b" " * (-len(header) % _ALIGNMENT)
+        first = 8 + len(header)
+        with file.open("wb") as opened:
+            opened.write(len(header).to_bytes(8, "little") + header)
+            opened.truncate(first + end)
+        self._places |= {name: _Place(file, first + start) for name, start in starts.items()}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Write a tensor to its place.
+
+        Args:
+            name: A name of ``entries``.
+            tensor: Its value, on any device.
+
+        Raises:
+            ValueError: The tensor was not announced, or has another shape or type, or was written.
+            OSError: The disk is full.
+        """
+        expected = self._entries.get(name)
+        if expected is None or (expected.shape, expected.dtype) != (tensor.shape, tensor.dtype):
+            announced = "nothing" if expected is None else _describe(expected)
+            raise ValueError(f"{name} is {_describe(tensor)}, but {announced} was announced.")
+        if name not in self._missing:
+            raise ValueError(f"{name} is written twice.")
+        place = self._places[name]
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        with place.file.open("r+b", buffering=0) as opened:
+            opened.seek(place.start)
+            written = 0
+            while written < len(data):  # the system may write a part of a large tensor
+                written += opened.write(data[written:]) or 0
+        self._missing.discard(name)
+
+    def finish(self) -> None:
+        """Write the index, if there are several shards.
+
+        Raises:
+            ValueError: A tensor was not written.
+        """
+        if self._missing:
+            raise ValueError(f"{min(self._missing)} was announced, but not written.")
+        if self._plan.is_sharded:
+            index = {"metadata": self._plan.metadata, "weight_map": self._plan.tensor_to_filename}
+            write_json(self._directory / INDEX, index)
+
+
+def write_tensors(
+    tensors: dict[str, torch.Tensor], directory: Path, max_shard_size: str | int
+) -> None:
+    """Write tensors as safetensors, in several files with an index above ``max_shard_size``."""
+    writer = ShardWriter(directory, tensors, max_shard_size)
+    for name, tensor in show_progress(list(tensors.items()), "writing"):
+        writer.add(name, tensor)
+    writer.finish()
+
+
+def _rank(tensor: Entry) -> int:
+    if tensor.dtype not in _NAMES:
+        raise ValueError(f"safetensors cannot hold tensors of {tensor.dtype}.")
+    return _ORDER.index(_NAMES[tensor.dtype])
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
