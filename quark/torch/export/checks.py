@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.torch.numerics.finite import is_finite
 from quark.torch.numerics.qdq import dequantize
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.match import assign
@@ -76,8 +77,8 @@ def _hint(numbers: torch.Tensor) -> str:
     return f" in {int(bad.sum())} of {numbers.numel()} places"
 
 
-def check_rest(model: nn.Module, config: Config, quantized: Mapping[str, Any]) -> None:
-    """Check that parameters in float are finite, and that every configured layer is quantized.
+def check_configured(model: nn.Module, config: Config, quantized: Mapping[str, Any]) -> None:
+    """Check that every configured layer is quantized.
 
     Args:
         model: The model that will be written.
@@ -85,8 +86,7 @@ def check_rest(model: nn.Module, config: Config, quantized: Mapping[str, Any]) -
         quantized: Its quantized layers by name.
 
     Raises:
-        ValueError: A parameter is NaN or infinite, or a layer is in float although the
-            configuration names it.
+        ValueError: A layer is in float although the configuration names it.
     """
     kinds = {n: type(m) for n, m in model.named_modules() if is_operator(type(m))}
     left = {n: c for n, c in assign(kinds, config).items() if n not in quantized}
@@ -95,9 +95,19 @@ def check_rest(model: nn.Module, config: Config, quantized: Mapping[str, Any]) -
             f"{next(iter(left))} and {len(left) - 1} more layers are in float, but the "
             "configuration quantizes them: quantize the model again, or exclude them."
         )
-    for name, value in model.named_parameters():
-        inside = {name.rsplit(".", 1)[0], name.rsplit(".", 2)[0]} & set(quantized)
-        if not inside and value.is_floating_point() and not value.isfinite().all():
+
+
+def check_float(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Check that tensors that are written in float are finite.
+
+    Args:
+        tensors: Tensors by name.
+
+    Raises:
+        ValueError: A value is NaN or infinite.
+    """
+    for name, value in tensors.items():
+        if value.is_floating_point() and not is_finite(value):
             raise ValueError(
                 f"{name} is NaN or infinite in {int((~value.isfinite()).sum())} of "
                 f"{value.numel()} places: the model is broken before it is written."

@@ -34,11 +34,11 @@ from quark.torch.quantization.nn.quantizer import PARTS, TensorQuantizer
 class Source(Protocol):
     """The values of the parameters of a model, by the names that they had when it was built."""
 
-    def read(self, name: str) -> torch.Tensor:
-        """Return the values of a parameter, on the CPU, in its type.
+    def read(self, names: list[str]) -> dict[str, torch.Tensor]:
+        """Return the values of parameters, on the CPU, in their types.
 
         Raises:
-            ValueError: The file is damaged.
+            ValueError: A file is damaged.
         """
         ...
 
@@ -230,12 +230,15 @@ class Residency:
         for name, parameter in absent:
             values = changed.get(name)
             if values is None:
-                values = readers.get(name, partial(self.source.read, name))()
+                values = readers.get(name, partial(self._read_one, name))()
                 if name not in self._checked:
                     check_finite(name, values)
                     self._checked.add(name)
             parameter.data = values.to(self.device)
         self._load_scales(unit)
+
+    def _read_one(self, name: str) -> torch.Tensor:
+        return self.source.read([name])[name]
 
     def _drop_replaced(self, unit: Unit) -> None:
         """Release parameters that the unit has no more, such as experts that are stacked now."""
@@ -253,7 +256,7 @@ class Residency:
                 for stack in module.stacks:
                     for kind in ("weight", "bias"):
                         whole = f"{path}.{stack}" + ("_bias" if kind == "bias" else "")
-                        parts = _Parts(partial(self.source.read, whole), module.stacks[stack].split)
+                        parts = _Parts(partial(self._read_one, whole), module.stacks[stack].split)
                         for place in module.stacks[stack].layer_names(module.num_experts):
                             readers[f"{path}.{place}.{kind}"] = partial(parts.take, place)
         return readers
@@ -283,7 +286,11 @@ class Residency:
             if key not in self._held and not _is_placeholder(parameter):
                 leaving.append(parameter)
                 kept[name] = parameter.data
-        scales = {n: (q, p, s) for n, q, p in unit.scales() if (s := getattr(q, p)) is not None}
+        scales = {
+            name: (quantizer, part, scale)
+            for name, quantizer, part in unit.scales()
+            if (scale := getattr(quantizer, part)) is not None and scale.numel() > 1
+        }
         kept |= {n: s for n, (_, _, s) in scales.items() if s is not self._scales.get(n)}
         self.scratch.write(kept)
         for held in self._held.values():

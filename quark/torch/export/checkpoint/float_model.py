@@ -98,22 +98,22 @@ def check_float_headers(directory: Path, config: Any, trust_remote_code: bool = 
         ValueError: A tensor is missing, or of another shape or type; or the files hold more layers
             than the model.
     """
-    reader: Any = CheckpointReader(directory)
+    reader = CheckpointReader(directory)
     model = empty_model(config, reader.entries, directory, trust_remote_code=trust_remote_code)
-    check_float_reader(rename_for_model(reader, model), model)
+    match_headers(model, reader)
 
 
-def check_float_reader(reader: Any, model: nn.Module) -> None:
-    """Check the headers of float tensors against the model that they are for.
+def match_headers(model: nn.Module, reader: Any) -> Any:
+    """Check that files hold the tensors of a float model; return a reader with its names.
 
     Args:
-        reader: The tensors, by the names of the model.
-        model: The model, on the meta device.
+        model: The model. Only names, shapes and types matter.
+        reader: The files.
 
     Raises:
-        ValueError: A tensor is missing, or of another shape or type; or the files hold more layers
-            than the model.
+        ValueError: As in ``check_float_headers``.
     """
+    reader = rename_for_model(reader, model)
     needed = model.state_dict()
     patterns = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"inv_freq$"]
     unused = set(unused_names(reader.entries, needed))
@@ -128,6 +128,7 @@ def check_float_reader(reader: Any, model: nn.Module) -> None:
         may_ignore,
         type(model).__name__,
     )
+    return reader
 
 
 def _may_be_missing(model: nn.Module, needed: Any, stored: Any) -> set[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from copy import deepcopy
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -34,6 +34,37 @@ def rename_for_model(reader: Any, model: nn.Module) -> Any:
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     renamings = [t for t in transforms if not isinstance(t, WeightConverter)]
     return ConvertedReader(reader, model, renamings, converters) if transforms else reader
+
+
+def remember_conversions(model: nn.Module, reader: Any) -> None:
+    """Let a model remember how its names differ from those of the files, as if it were loaded.
+
+    Transformers undoes these conversions when the model is saved.
+
+    Args:
+        model: A model of Transformers.
+        reader: Result of ``rename_for_model`` for the model.
+    """
+    transforms = reader.transforms if isinstance(reader, ConvertedReader) else []
+    used = [transform for transform in transforms if transform.was_used()]
+    model._weight_conversions = used  # type: ignore[assignment]
+
+
+def split_or_fused(model: nn.Module, names: Iterable[str]) -> set[str]:
+    """Return the names of tensors that Transformers splits or fuses when it saves a model.
+
+    Args:
+        model: A model after ``remember_conversions``.
+        names: Names of tensors in the model.
+    """
+    used: list[Any] = getattr(model, "_weight_conversions", None) or []
+    reverse = [conversion.reverse_transform() for conversion in reversed(used)]
+    converters = [conversion for conversion in reverse if hasattr(conversion, "operations")]
+    if not converters:
+        return set()
+    from transformers.core_model_loading import apply_converters
+
+    return {name for name in names if apply_converters(name, converters)[1] is not None}
 
 
 def saved_names(model: nn.Module, names: Iterable[str]) -> list[str]:
@@ -67,11 +98,11 @@ class ConvertedReader:
         from transformers.core_model_loading import dot_natural_key, rename_source_key
 
         self.reader, self.model = reader, model
+        self.transforms = [*renamings, *converters]
         self.patterns = {pattern: c for c in converters for pattern in c.source_patterns}
         self.names: dict[str, tuple[str, str | None]] = {}  # stored name -> name, pattern
         self.parts: dict[str, list[str]] = {}  # first name of a fused tensor -> stored names
-        self._stored: dict[str, str] = {}  # name of a tensor that is not fused -> stored name
-        self._fused_under: dict[str, str] = {}  # name of a fused tensor -> key of ``parts``
+        self.made_of: dict[str, str] = {}  # name of a fused tensor -> first name
         modules, state = {name for name, _ in model.named_modules()}, model.state_dict()
         prefix = getattr(model, "base_model_prefix", "") or None
         self.entries: dict[str, TensorHeader] = {}
@@ -87,7 +118,6 @@ class ConvertedReader:
             self.names[key] = name, pattern
             if pattern is None:
                 self.entries[name] = reader.entries[key]
-                self._stored[name] = key
             else:
                 self.parts.setdefault(name, []).append(key)
         for name, keys in self.parts.items():
@@ -105,16 +135,17 @@ class ConvertedReader:
                     f"missing, or their shapes differ ({str(error).splitlines()[0]})."
                 ) from None
             for target, tensor in made.items():
-                self._fused_under[target] = name
                 self.entries[target] = TensorHeader(file, tuple(tensor.shape), tensor.dtype)
+                self.made_of[target] = name
+        self.stored = {n: key for key, (n, pattern) in self.names.items() if pattern is None}
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor by its name in the model; others that are fused with it are read too."""
-        first = self._fused_under.get(name)
-        if first is None:
-            stored: torch.Tensor = self.reader.tensor(self._stored[name])
-            return stored
-        return self._fuse(first, {key: self.reader.tensor(key) for key in self.parts[first]})[name]
+    def tensor(self, key: str) -> torch.Tensor:
+        """Return one tensor by its name in the model."""
+        if key in self.stored:
+            return cast(torch.Tensor, self.reader.tensor(self.stored[key]))
+        name = self.made_of[key]
+        parts = {part: self.reader.tensor(part) for part in self.parts[name]}
+        return self._fuse(name, parts)[key]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Iterate over all tensors. Parts of a fused tensor are held until the last one is read."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from quark import __version__
 from quark.torch.export.checkpoint.config_json import CALIBRATION
 from quark.torch.export.checkpoint.rotation_config import with_rotations
 from quark.torch.export.checkpoint.transformers_names import saved_names
-from quark.torch.export.checks import check_rest
+from quark.torch.export.checks import check_configured, check_float
 from quark.torch.export.expert_tokens import report_experts
 from quark.torch.export.formats.base import ExportFormat, format_class, get_format
 from quark.torch.export.formats.registry import FORMATS
@@ -160,29 +161,51 @@ def collect(model: nn.Module, fmt: ExportFormat) -> dict[str, torch.Tensor]:
     """
     check_present(model)
     layers = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLayer)}
-    scales = _merged_scales(layers, fmt.options)
+    scales = merged_scales(layers, fmt.options)
+    state, parameters = float_state(model), dict(model.named_parameters())
+    check_configured(model, fmt.config, layers)
+    check_float({name: tensor for name, tensor in state.items() if name in parameters})
+    report_experts(model)
+    for name, layer in layers.items():
+        for part, tensor in layer_parts(name, layer, fmt, scales.get(name, {})).items():
+            state[fmt.stored_name(f"{name}.{part}")] = tensor
+    return original_names(model, untie(model, state))
+
+
+def float_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors of a model that belong to no quantized layer, by their names in it."""
     every_name = {
         n for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, QuantizedLayer)
     }
     # A quantized layer holds tensors itself and in its quantizers.
-    state = {
+    return {
         key: tensor
         for key, tensor in model.state_dict().items()
         if not {key.rsplit(".", 1)[0], key.rsplit(".", 2)[0]} & every_name
     }
-    check_rest(model, fmt.config, layers)
-    report_experts(model)
-    for name, layer in layers.items():
-        try:
-            found = fmt.layer_tensors(layer, scales.get(name, {}))
-        except ValueError as error:
-            raise ValueError(f"{name} cannot be written: {error}") from None
-        for part, tensor in found.items():
-            state[fmt.stored_name(f"{name}.{part}")] = tensor
-    return _original_names(model, _untie(model, state))
 
 
-def _merged_scales(layers: dict[str, Any], options: JsonExporterConfig) -> Scales:
+def layer_parts(
+    name: str, layer: QuantizedLayer, fmt: ExportFormat, scales: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return the stored tensors of a quantized layer by their names relative to it.
+
+    Args:
+        name: Name of the layer, for messages.
+        layer: The layer, frozen.
+        fmt: Format of the checkpoint.
+        scales: Scales that replace the layer's own; see ``merged_scales``.
+
+    Raises:
+        ValueError: No reader can make sense of a value.
+    """
+    try:
+        return fmt.layer_tensors(layer, scales)
+    except ValueError as error:
+        raise ValueError(f"{name} cannot be written: {error}") from None
+
+
+def merged_scales(layers: Mapping[str, Any], options: JsonExporterConfig) -> Scales:
     """Return the scales that the options of the export change, and warn about them."""
     scales: Scales = {}
     wanted = [(group, "weight", 0.0) for group in options.weight_merge_groups or []]
@@ -208,7 +231,7 @@ def _merged_scales(layers: dict[str, Any], options: JsonExporterConfig) -> Scale
     return scales
 
 
-def _untie(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def untie(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Keep one name of each tensor that has several.
 
     Where a quantized tensor unties its name, ``config.json`` says that no name is tied: then all
@@ -237,7 +260,7 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _original_names(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def original_names(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Undo the renaming and fusing of Transformers when it loads some architectures."""
     if not hasattr(model, "save_pretrained"):
         return state

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from quark.torch.export.checkpoint.architecture import empty_model, read_config
@@ -21,7 +22,8 @@ from quark.torch.export.checkpoint.config_json import (
 )
 from quark.torch.export.checkpoint.files import NATIVE, CheckpointReader
 from quark.torch.export.checkpoint.reader import Loading, Reader, prepare_load
-from quark.torch.export.checkpoint.shards import write_tensors
+from quark.torch.export.checkpoint.shards import ShardWriter
+from quark.torch.export.checkpoint.streamed_writer import StreamedState
 from quark.torch.export.checkpoint.writer import collect, make_format, write_model_files
 from quark.torch.export.checkpoint_contents import Contents, summarize
 from quark.torch.export.checks import check_written
@@ -32,6 +34,8 @@ from quark.torch.export.formats.registry import FORMATS
 from quark.torch.export.recognition import recognize_format
 from quark.torch.export.verification import Verdict, verify_predictions
 from quark.torch.files import Target, size_of
+from quark.torch.graph.residency import residency_of
+from quark.torch.pipeline.batches import show_progress
 
 _COPIED = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")  # not weights
 _NOT_COPIED = ("config.json", ".index.json", "quantize_config.json", "quant_config.json")
@@ -121,9 +125,17 @@ class Safetensors(TensorDirectory):
     def write(self, model: nn.Module, target: Target, settings: ExportSettings) -> None:
         """Write config.json, *.safetensors and the tokenizer; see ``Container.write``."""
         fmt = _make_format(model, settings)
-        tensors = collect(model, fmt)
+        if residency_of(model) is None:
+            tensors = collect(model, fmt)
+            values: Iterable[tuple[str, torch.Tensor]] = tensors.items()
+        else:
+            state = StreamedState(model, fmt)
+            tensors, values = state.outline, state.tensors()
         with target(size_of(tensors)) as directory:
-            write_tensors(tensors, directory, settings.max_shard_size)
+            writer = ShardWriter(directory, tensors, settings.max_shard_size)
+            for name, tensor in show_progress(values, "writing"):
+                writer.add(name, tensor)
+            writer.finish()
             write_model_files(model, fmt.config_section(), directory, settings.tokenizer)
             check_written(tensors, self.reader(directory))
 
