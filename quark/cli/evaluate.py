@@ -21,6 +21,7 @@ from quark.cli.options import (
     DeviceFlag,
     IncludePath,
     Json,
+    MaxMemory,
     NumFewshot,
     Tasks,
     TrustRemoteCode,
@@ -125,6 +126,7 @@ def evaluate(
     task_limit: TaskLimit = None,
     data_type: DataTypeFlag = "auto",
     device: DeviceFlag = "auto",
+    max_memory: MaxMemory = None,
     trust_remote_code: TrustRemoteCode = False,
     check_digests: CheckDigests = False,
     as_json: Json = False,
@@ -153,7 +155,9 @@ def evaluate(
     for directory in (original, model_dir):
         if directory is not None:
             with console.stage(f"loading {directory.name}", spinner=True):
-                model = models.load_model(directory, data_type, target, trust_remote_code)
+                model = models.load_model(
+                    directory, data_type, target, trust_remote_code, max_memory=max_memory
+                )
             rows.append(_measure(directory, model, measures))
             del model
     text = dataset or models.EVALUATION

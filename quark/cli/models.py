@@ -96,6 +96,7 @@ def load_model(
     device: str = "cpu",
     trust_remote_code: bool = False,
     attention: str | None = None,
+    max_memory: int | None = None,
 ) -> nn.Module:
     """Return the model of a directory, float or quantized, in evaluation mode.
 
@@ -105,12 +106,15 @@ def load_model(
         device: Device of the loaded model.
         trust_remote_code: Whether Python code from the directory may run.
         attention: Implementation of attention; None for the default of Transformers.
+        max_memory: Bytes that this process may take; see ``load_checkpoint``.
     """
     from quark.torch.export.recognition import load_checkpoint
 
     _quiet_transformers()
     options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
-    return load_checkpoint(directory, dtype, trust_remote_code, **options).to(device).eval()
+    return load_checkpoint(
+        directory, dtype, trust_remote_code, max_memory=max_memory, device=device, **options
+    ).eval()
 
 
 def check_model(directory: Path, trust_remote_code: bool = False, digests: bool = False) -> None:

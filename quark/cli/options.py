@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import MISSING, fields
@@ -53,6 +54,23 @@ def in_words(names: Iterable[str]) -> str:
     return f"{', '.join(first)} or {last}" if first else last
 
 
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_size(given: Any) -> int:
+    """Return a number of bytes: ``500MB``, ``1.5GiB``, ``8g`` or a plain number.
+
+    Raises:
+        typer.BadParameter: It is none.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", str(given).strip().lower())
+    unit = (_UNITS | _BINARY).get(match[2]) if match else None
+    if match is None or unit is None or not float(match[1]):
+        raise wrong("--max_memory", f"expected a size such as 8GB or 500MiB, got {given!r}.")
+    return int(float(match[1]) * unit)
+
+
 def panel(name: str) -> Any:
     """Return a function that makes options in one panel of the help."""
 
@@ -75,6 +93,16 @@ DataTypeFlag = Annotated[
 DeviceFlag = Annotated[
     Device,
     _model("--device", metavar="DEVICE", help="cpu, cuda, or auto (a GPU if available)."),
+]
+MaxMemory = Annotated[
+    int | None,
+    _model(
+        "--max_memory",
+        metavar="SIZE",
+        parser=parse_size,
+        help="Memory that the command may take, such as 8GB: tensors of the model are then read "
+        "when they are used. Results are the same. Default: only if the model does not fit.",
+    ),
 ]
 TrustRemoteCode = Annotated[
     bool,

@@ -15,6 +15,7 @@ from quark.cli.options import (
     DataTypeFlag,
     DeviceFlag,
     IncludePath,
+    MaxMemory,
     NumFewshot,
     Tasks,
     TrustRemoteCode,
@@ -51,6 +52,7 @@ class ModelFlags:
     ] = None
     data_type: DataTypeFlag = "auto"
     device: DeviceFlag = "auto"
+    max_memory: MaxMemory = None
     model_attn_implementation: Annotated[
         Literal["eager", "sdpa", "flash_attention_2"] | None,
         _model(

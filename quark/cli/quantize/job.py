@@ -111,6 +111,7 @@ def _load(request: Request, source: Path, device: str) -> nn.Module:
             device,
             request.trust_remote_code,
             request.model_attn_implementation,
+            request.max_memory,
         )
 
 

@@ -7,7 +7,7 @@ The steps are separate, so that two models or toolkits can be evaluated on the s
 """
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from itertools import chain
 from typing import Any, Protocol
@@ -17,6 +17,10 @@ from torch import nn
 from torch.nn import functional
 
 from quark.torch.graph.eval_mode import eval_mode
+from quark.torch.graph.residency import residency_of
+from quark.torch.pipeline.activation_store import activation_limit
+from quark.torch.pipeline.model_pass import run_data
+from quark.torch.quantization.nn.experts import unchanged_token_counts
 
 ROWS_AT_ONCE = 512  # token positions converted to float32 together
 
@@ -131,20 +135,21 @@ def perplexity(
             f"{type(model).__name__} is an encoder-decoder, which reads the tokens that it is "
             "asked to predict: perplexity is defined for decoders. Leave the evaluation out."
         )
-    options = {"use_cache": False} if _takes_use_cache(model) else {}
-    device = _input_device(model, default=windows.device)
+    batches = torch.split(windows.to(torch.int64), batch_size)
     total = torch.zeros((), dtype=torch.float64)
-    with torch.inference_mode(), eval_mode(model):
-        for start in _batch_starts(len(windows), batch_size, progress):
-            tokens = windows[start : start + batch_size].to(device, torch.int64)
-            losses = _window_losses(_logits(model(tokens, **options)), tokens, context)
-            if not losses.isfinite().all():
-                bad = int((~losses.isfinite()).nonzero()[0])
-                raise FloatingPointError(
-                    f"window {start + bad} of {len(windows)} has a negative log-likelihood of "
-                    f"{float(losses[bad])}; look for nan, inf or overflow in the model's logits"
-                )
-            total += losses.sum()
+
+    def add(index: int, output: Any) -> None:
+        losses = _window_losses(_logits(output), batches[index], context)
+        if not losses.isfinite().all():
+            bad = int((~losses.isfinite()).nonzero()[0])
+            raise FloatingPointError(
+                f"window {index * batch_size + bad} of {len(windows)} has a negative "
+                f"log-likelihood of {float(losses[bad])}; look for nan, inf or overflow in the "
+                "model's logits"
+            )
+        total.add_(losses.sum())
+
+    _run(model, batches, progress, add)
     scored = len(windows) * (windows.shape[1] - context)
     return float(torch.exp(total / scored))
 
@@ -173,12 +178,32 @@ def _input_device(model: nn.Module, default: torch.device) -> torch.device:
     return next((tensor.device for tensor in tensors if tensor.device.type != "meta"), default)
 
 
-def _batch_starts(count: int, step: int, progress: str | None) -> Iterator[int]:
-    """Iterate over the first index of each batch, with a progress bar if it has a title."""
-    starts = range(0, count, step)
+def _run(
+    model: nn.Module,
+    batches: Sequence[torch.Tensor],
+    progress: str | None,
+    receive: Callable[[int, Any], None],
+) -> None:
+    """Run batches of tokens through a model, and pass on the number and the output of each."""
+    residency = residency_of(model)
+    if residency is not None:
+        with activation_limit(residency.activation_limit), unchanged_token_counts(model):
+            run_data(model, batches, progress or "perplexity", receive=receive)
+        return
+    options = {"use_cache": False} if _takes_use_cache(model) else {}
+    device = _input_device(model, default=batches[0].device)
+    with torch.inference_mode(), eval_mode(model):
+        for index in _indices(len(batches), progress):
+            receive(index, model(batches[index].to(device), **options))
+
+
+def _indices(count: int, progress: str | None) -> Iterator[int]:
+    """Iterate over the numbers of batches, with a progress bar if it has a title."""
     if progress is None:
-        return iter(starts)
-    bar = import_module("tqdm").tqdm(starts, desc=progress, delay=1.0, disable=None, leave=False)
+        return iter(range(count))
+    bar = import_module("tqdm").tqdm(
+        range(count), desc=progress, delay=1.0, disable=None, leave=False
+    )
     return iter(bar)
 
 

@@ -13,19 +13,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 
 from quark.torch.digests import check_unchanged
-from quark.torch.export.checkpoint.config_json import CONFIG, SECTION
+from quark.torch.export.checkpoint.config_json import CONFIG, SECTION, read_config_json
 from quark.torch.export.checkpoint.float_model import check_float_model, load_float_model
 from quark.torch.export.checkpoint.reader import Loading, cast_float_parameters
+from quark.torch.export.checkpoint.streamed_model import stream_loading, stream_model
 from quark.torch.export.checkpoint_contents import Contents
 from quark.torch.export.containers.base import Container, get_container
-from quark.torch.export.containers.registry import CONTAINERS
+from quark.torch.export.containers.registry import CONTAINERS, SAFETENSORS
 from quark.torch.export.formats.base import ExportFormat, format_class
 from quark.torch.export.formats.registry import FORMATS
 from quark.torch.export.verification import Verdict
+
+_WORK = 1.8  # memory that a model in memory and the work on it take, in sizes of its files
 
 
 def recognize_container(path: str | Path) -> Container:
@@ -173,9 +177,14 @@ def load_checkpoint(
     dtype: str | torch.dtype = "auto",
     trust_remote_code: bool = False,
     check_digests: bool = False,
+    max_memory: int | None = None,
+    device: str | torch.device = "cpu",
     **options: Any,
 ) -> nn.Module:
     """Load a float or quantized model from the files of any container that is read.
+
+    With ``max_memory``, and where the model takes more memory than the machine has free, tensors
+    are read when they are used. Results are the same, bit for bit.
 
     Args:
         source: Directory of a checkpoint, or a file.
@@ -183,21 +192,55 @@ def load_checkpoint(
         trust_remote_code: Whether Python code of the directory may run.
         check_digests: Whether the files are first compared with the digests that were written with
             them.
+        max_memory: Bytes that this process may take, as far as the work on one block allows.
+        device: Device of the parameters.
         options: Passed to Transformers, such as ``attn_implementation``.
 
     Raises:
         FileNotFoundError: Files, or their digests, are missing.
-        ValueError: A file is damaged or not understood, or its tensors do not fit the model. The
-            message names ``source``.
+        ValueError: A file is damaged or not understood, its tensors do not fit the model, or it
+            cannot be read in parts. The message names ``source``.
     """
     source = Path(source)
     if check_digests:
         check_unchanged(source)
     container = recognize_container(source)
+    streams = max_memory is not None or _exceeds_memory(container.size(source))
     with naming(source):
         if container.holds_other_model(source):
-            return load_float_model(source, dtype, trust_remote_code, **options)
-        model = container.open(source, trust_remote_code, **options).fill()
+            if streams:
+                _check_safetensors(source, container)
+                return stream_model(
+                    source, max_memory, dtype, trust_remote_code, device=device, **options
+                )
+            return load_float_model(source, dtype, trust_remote_code, **options).to(device)
+        loading = container.open(source, trust_remote_code, **options)
+        if streams and dtype == "auto":
+            return stream_loading(loading, max_memory, device)
+        model = loading.fill().to(device)
     if dtype == "auto":
         return model
     return cast_float_parameters(model, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+
+
+def _exceeds_memory(size: int) -> bool:
+    """Whether a model of so many bytes, and the work on it, take more than is free."""
+    return size * _WORK > float(psutil.virtual_memory().available)
+
+
+def _check_safetensors(source: Path, container: Container) -> None:
+    """Check that the tensors of a float model can be read one by one.
+
+    Raises:
+        ValueError: They cannot.
+    """
+    if container.name != SAFETENSORS or not any(source.glob("*.safetensors")):
+        raise ValueError(
+            f"{source} is too large for this memory, and only safetensors can be read in parts: "
+            "convert it, or leave max_memory (--max_memory) out on a larger machine."
+        )
+    if read_config_json(source).get(SECTION):
+        raise ValueError(
+            f"{source} is quantized by a method that is not read in parts: leave max_memory "
+            "(--max_memory) out."
+        )

@@ -18,6 +18,26 @@ import torch
 LIMIT = 1 << 30  # bytes held in memory
 _CHUNK = 1 << 20  # bytes that are written at once
 _directory: ContextVar[Path | None] = ContextVar("directory", default=None)
+_limit: ContextVar[int] = ContextVar("limit", default=LIMIT)
+
+
+@contextmanager
+def activation_limit(limit: int | None) -> Iterator[None]:
+    """Bound the bytes of activations that passes over a model hold in memory, while this is open.
+
+    Args:
+        limit: The bytes; None for the bound that is in force.
+    """
+    token = _limit.set(_limit.get() if limit is None else limit)
+    try:
+        yield
+    finally:
+        _limit.reset(token)
+
+
+def current_limit() -> int:
+    """Return the bytes of activations that a pass over a model may hold in memory."""
+    return _limit.get()
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from quark.torch.graph.eval_mode import eval_mode
 from quark.torch.graph.replay import replace_forwards
 from quark.torch.graph.residency import around, resident
-from quark.torch.pipeline.activation_store import LIMIT, ActivationStore
+from quark.torch.pipeline.activation_store import ActivationStore, current_limit
 from quark.torch.pipeline.batches import flatten_batches, run_batch, show_progress
 from quark.torch.pipeline.capture import (
     BlockArguments,
@@ -35,7 +35,7 @@ def run_blocks_backward(
     batches: Iterable[Any],
     what: str,
     loss: Loss,
-    limit: int = LIMIT,
+    limit: int | None = None,
 ) -> Iterator[tuple[Block, Callable[[int], torch.Tensor]]]:
     """Iterate over blocks from the last to the first, each with a function that runs it backward.
 
@@ -55,7 +55,7 @@ def run_blocks_backward(
         what: Title of the progress bar.
         loss: Takes the logits of a batch and the mask of tokens that are not padding (None for
             all), and returns a loss. Each stack has a copy of it.
-        limit: Bytes of hidden states to hold in memory.
+        limit: Bytes of hidden states to hold in memory; None for ``current_limit``.
 
     Raises:
         ValueError: The model returns no logits.
@@ -67,7 +67,8 @@ def run_blocks_backward(
         for number in reversed(range(len(stacks))):
             part, later = stacks[number], stacks[number + 1 :]
             with ExitStack() as own:
-                share = limit // (len(part.names) + 3)
+                whole = current_limit() if limit is None else limit
+                share = whole // (len(part.names) + 3)
                 stores = [
                     own.enter_context(ActivationStore(share)) for _ in range(len(part.names) + 3)
                 ]

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.torch.graph.residency import residency_of
+
 
 def run_batch(model: nn.Module, batch: Any) -> Any:
     """Call the model with one batch: a tensor, a mapping of arguments, or a list of either.
@@ -16,7 +18,7 @@ def run_batch(model: nn.Module, batch: Any) -> Any:
     Returns:
         The output of the model; of a list of batches, that of the last one.
     """
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = _device_of(model)
     if isinstance(batch, torch.Tensor):
         return model(batch.to(device))
     if hasattr(batch, "items"):
@@ -29,6 +31,15 @@ def run_batch(model: nn.Module, batch: Any) -> Any:
             output = run_batch(model, part)
         return output
     raise not_a_batch(batch)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Return the device that takes the inputs of a model."""
+    residency = residency_of(model)
+    if residency is not None:
+        device: torch.device = residency.device
+        return device
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def not_a_batch(batch: Any) -> TypeError:

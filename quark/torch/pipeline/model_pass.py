@@ -18,7 +18,7 @@ from quark.torch.graph.eval_mode import eval_mode
 from quark.torch.graph.replay import replace_forwards
 from quark.torch.graph.residency import residency_of, resident
 from quark.torch.graph.trace import trace
-from quark.torch.pipeline.activation_store import LIMIT, ActivationStore
+from quark.torch.pipeline.activation_store import ActivationStore, current_limit
 from quark.torch.pipeline.batch_padding import batch_padding
 from quark.torch.pipeline.batches import flatten_batches, run_batch, show_progress, take_excerpt
 from quark.torch.pipeline.capture import BlockArguments, capture, split_hidden_states
@@ -36,7 +36,7 @@ def run_data(
     what: str,
     observe: Callable[[], AbstractContextManager[Any]] = nullcontext,
     receive: Receiver = lambda index, output: None,
-    limit: int = LIMIT,
+    limit: int | None = None,
 ) -> int:
     """Run every batch through a model, in evaluation mode.
 
@@ -46,7 +46,7 @@ def run_data(
         what: Title of the progress bar.
         observe: Opened while data runs; each module runs once for each batch inside.
         receive: Takes the number of a batch and the output of the model for it.
-        limit: Bytes of hidden states to hold in memory.
+        limit: Bytes of hidden states to hold in memory; None for ``current_limit``.
 
     Returns:
         The number of batches.
@@ -54,7 +54,8 @@ def run_data(
     with eval_mode(model):
         blocks = _find_blocks(model, batches) if residency_of(model) is not None else []
         if blocks:
-            return _run_by_blocks(model, blocks, batches, what, observe, receive, limit)
+            bound = current_limit() if limit is None else limit
+            return _run_by_blocks(model, blocks, batches, what, observe, receive, bound)
         count = 0
         with observe():
             for batch in flatten_batches(show_progress(batches, what)):

@@ -13,19 +13,18 @@ bits. What reads a parameter outside of ``forward`` does so inside of ``resident
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial, wraps
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from quark.torch.graph.parameter_writes import record_writes
-from quark.torch.graph.residency import ATTRIBUTE, Part
 from quark.torch.numerics.finite import check_finite
 from quark.torch.pipeline.scratch import Scratch
+from quark.torch.pipeline.unit_cache import Unit, UnitCache
 from quark.torch.quantization.nn.experts import LinearExperts
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from quark.torch.quantization.nn.quantizer import PARTS, TensorQuantizer
@@ -43,72 +42,7 @@ class Source(Protocol):
         ...
 
 
-class Unit(NamedTuple):
-    """Parameters that come and go together: those of a block, or of a module around the blocks.
-
-    Attributes:
-        name: Name of the module.
-        module: The module.
-        is_whole: Whether parameters of modules inside belong to it.
-    """
-
-    name: str
-    module: nn.Module
-    is_whole: bool
-
-    def concerns(self, name: str) -> bool:
-        """Whether a module or parameter of this name lies in the unit, is it, or holds it."""
-        if not name or name == self.name or self.name.startswith(f"{name}."):
-            return True
-        if not self.is_whole:
-            return name.rpartition(".")[0] == self.name
-        return not self.name or name.startswith(f"{self.name}.")
-
-    @property
-    def part(self) -> Part:
-        """The unit as others know it."""
-        own = next(iter(self.module._parameters), "")
-        place = f"{self.name}." if self.name else ""
-        return Part(self.name, self.is_whole, self.name if self.is_whole else f"{place}{own}")
-
-    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Iterate over (full name, parameter); a parameter with several names is there once."""
-        return self.module.named_parameters(self.name, recurse=self.is_whole)
-
-    def scales(self) -> Iterator[tuple[str, TensorQuantizer, str]]:
-        """Iterate over (full name, quantizer, its attribute) of the scales of parameters."""
-        for path, layer in self.module.named_modules(prefix=self.name):
-            if isinstance(layer, FakeQuantizedLayer):
-                for tensor, quantizer in layer.parameter_quantizers().items():
-                    for part in PARTS:
-                        yield f"{path}.{tensor}.{part}", quantizer, part
-
-
-def find_units(model: nn.Module) -> list[Unit]:
-    """Return the units of a model: members of module lists, and the largest modules without lists.
-
-    Example: ``embed_tokens``, ``layers.0``, ``layers.1``, ``norm``. A module around lists that
-    holds parameters itself is a unit of these parameters alone.
-    """
-    return list(_units_inside("", model))
-
-
-def _units_inside(name: str, module: nn.Module) -> Iterator[Unit]:
-    if not any(isinstance(m, nn.ModuleList) for m in module.modules()):
-        if next(module.parameters(), None) is not None:
-            yield Unit(name, module, True)
-        return
-    if module._parameters:
-        yield Unit(name, module, False)
-    for child_name, child in module.named_children():
-        path = f"{name}.{child_name}" if name else child_name
-        if not isinstance(module, nn.ModuleList):
-            yield from _units_inside(path, child)
-        elif next(child.parameters(), None) is not None:
-            yield Unit(path, child, True)
-
-
-class Residency:
+class Residency(UnitCache):
     """Loads the units of a model when they are used, and releases the least recently used ones.
 
     Args:
@@ -117,6 +51,8 @@ class Residency:
         limit: Bytes of parameters that may be resident. What is in use stays above it.
         scratch: Files for values that passes over the model have changed.
         device: Where units are brought to.
+        activation_limit: Bytes of activations that passes over the model may hold in memory; None
+            for the default.
 
     Attributes:
         peak: The most bytes that were resident.
@@ -129,13 +65,10 @@ class Residency:
         limit: int,
         scratch: Scratch,
         device: torch.device | str = "cpu",
+        activation_limit: int | None = None,
     ) -> None:
-        self.source, self.limit, self.scratch = source, limit, scratch
-        self.device = torch.device(device)
-        self.units = {unit.name: unit for unit in find_units(model)}
-        self.peak = 0
-        self._sizes: dict[str, int] = {}  # resident unit -> bytes, the least recently used first
-        self._pins: dict[str, int] = {}  # unit -> number of its users
+        super().__init__(model, limit, device, activation_limit)
+        self.source, self.scratch = source, scratch
         self._held: dict[int, _Held] = {}  # by id of the parameter
         self._scales: dict[str, torch.Tensor] = {}  # as they are in the scratch files
         # Parameters are kept, so that no other one gets their id.
@@ -144,54 +77,11 @@ class Residency:
         for unit in self.units.values():
             for _, parameter in unit.parameters():
                 parameter.data = _placeholder(parameter, self.device)
-            self._load_before_forward(unit)
-        vars(model)[ATTRIBUTE] = self
-
-    def parts(self) -> list[Part]:
-        """Return the units as parts of the model, in its order."""
-        return [unit.part for unit in self.units.values()]
-
-    @contextmanager
-    def use(self, names: Collection[str]) -> Iterator[None]:
-        """Keep parameters resident; see ``graph.residency.resident``."""
-        units = [u for u in self.units.values() if any(map(u.concerns, names))]
-        with ExitStack() as stack:
-            for unit in units:
-                stack.enter_context(self._in_use(unit))
-            yield
-
-    @contextmanager
-    def _in_use(self, unit: Unit) -> Iterator[None]:
-        self._pins[unit.name] = self._pins.get(unit.name, 0) + 1
-        try:
-            self._load(unit)
-            with record_writes(self._note_write):
-                yield
-        finally:
-            self._pins[unit.name] -= 1
 
     def _note_write(self, parameter: nn.Parameter) -> None:
         held = self._held.get(id(parameter))
         if held is not None:
             held.is_changed = True
-
-    def _load_before_forward(self, unit: Unit) -> None:
-        own: Callable[..., Any] = unit.module.forward
-
-        @wraps(own)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            with self._in_use(unit):
-                return own(*args, **kwargs)
-
-        unit.module.forward = forward
-
-    def release(self, size: int | None = None) -> None:
-        """Release units that are not in use, until so many bytes have room; all without a size."""
-        for name in list(self._sizes):
-            if size is not None and sum(self._sizes.values()) + size <= self.limit:
-                return
-            if not self._pins.get(name):
-                self._release(self.units[name])
 
     def forget_changes(self) -> None:
         """Return to the values of the source."""
@@ -203,23 +93,19 @@ class Residency:
 
     # ---- one unit ------------------------------------------------------------------------------
 
-    def _load(self, unit: Unit) -> None:
-        if unit.name in self._sizes:
-            self._sizes[unit.name] = self._sizes.pop(unit.name)  # the most recently used
-            if not any(self._is_absent(p) for _, p in unit.parameters()):
-                return
-        with _disable_current_modes(), torch.no_grad():  # a trace does not see this
-            self._read(unit)
+    def _watching(self) -> AbstractContextManager[None]:
+        return record_writes(self._note_write)
+
+    def _is_complete(self, unit: Unit) -> bool:
+        return not any(self._is_absent(parameter) for _, parameter in unit.parameters())
+
+    def _size_of(self, unit: Unit) -> int:
+        return sum(p.numel() * p.itemsize for _, p in unit.parameters())
 
     def _is_absent(self, parameter: nn.Parameter) -> bool:
         return id(parameter) not in self._held and _is_placeholder(parameter)
 
     def _read(self, unit: Unit) -> None:
-        if unit.name not in self._sizes:
-            size = sum(p.numel() * p.itemsize for _, p in unit.parameters())
-            self.release(size)
-            self._sizes[unit.name] = size
-            self.peak = max(self.peak, sum(self._sizes.values()))
         self._drop_replaced(unit)
         parameters = [(self._name_of(p, name), p) for name, p in unit.parameters()]
         absent = [(name, p) for name, p in parameters if self._is_absent(p)]
@@ -262,7 +148,7 @@ class Residency:
         return readers
 
     def _load_scales(self, unit: Unit) -> None:
-        places = {name: (quantizer, part) for name, quantizer, part in unit.scales()}
+        places = {name: (quantizer, part) for name, quantizer, part in _scales(unit)}
         for name, values in self.scratch.read(places).items():
             quantizer, part = places[name]
             self._scales[name] = values.to(self.device)
@@ -272,7 +158,7 @@ class Residency:
         """Return the first name of a parameter in the model as it was built, or its only one."""
         return self._originals.get(id(parameter), (name,))[0]
 
-    def _release(self, unit: Unit) -> None:
+    def _drop(self, unit: Unit) -> None:
         parameters = {id(parameter): (name, parameter) for name, parameter in unit.parameters()}
         kept: dict[str, torch.Tensor] = {}
         leaving: list[nn.Parameter] = []
@@ -288,7 +174,7 @@ class Residency:
                 kept[name] = parameter.data
         scales = {
             name: (quantizer, part, scale)
-            for name, quantizer, part in unit.scales()
+            for name, quantizer, part in _scales(unit)
             if (scale := getattr(quantizer, part)) is not None and scale.numel() > 1
         }
         kept |= {n: s for n, (_, _, s) in scales.items() if s is not self._scales.get(n)}
@@ -301,7 +187,15 @@ class Residency:
         for name, (quantizer, part, scale) in scales.items():
             self._scales.pop(name, None)
             setattr(quantizer, part, _placeholder(scale, self.device))
-        del self._sizes[unit.name]
+
+
+def _scales(unit: Unit) -> Iterator[tuple[str, TensorQuantizer, str]]:
+    """Iterate over (full name, quantizer, its attribute) of the scales of parameters."""
+    for path, layer in unit.module.named_modules(prefix=unit.name):
+        if isinstance(layer, FakeQuantizedLayer):
+            for tensor, quantizer in layer.parameter_quantizers().items():
+                for part in PARTS:
+                    yield f"{path}.{tensor}.{part}", quantizer, part
 
 
 class _Held:

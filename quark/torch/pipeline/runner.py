@@ -25,7 +25,7 @@ from torch.func import functional_call
 from quark.torch.graph.eval_mode import eval_mode
 from quark.torch.graph.residency import resident
 from quark.torch.numerics.finite import is_finite
-from quark.torch.pipeline.activation_store import LIMIT, ActivationStore
+from quark.torch.pipeline.activation_store import ActivationStore, current_limit
 from quark.torch.pipeline.batches import show_progress
 from quark.torch.pipeline.capture import BlockArguments, StopForward, capture
 from quark.torch.pipeline.stacks import Stack, find_stacks
@@ -195,7 +195,7 @@ def run_blocks(
     names: Iterable[str],
     batches: Iterable[Any],
     what: str,
-    limit: int = LIMIT,
+    limit: int | None = None,
     compare: bool = False,
 ) -> Iterator[Block]:
     """Iterate over blocks, each with the data that reaches it; the caller runs the data.
@@ -208,14 +208,15 @@ def run_blocks(
         names: Its blocks in the order of execution.
         batches: Data for the model; may be empty.
         what: Title of the progress bar.
-        limit: Bytes of hidden states to hold in memory.
+        limit: Bytes of hidden states to hold in memory; None for ``current_limit``.
         compare: Whether to keep the reference: hidden states of the unchanged model.
     """
     names = list(names)
     with ExitStack() as stack, eval_mode(model):
         stacks = find_stacks(model, names, batches)
         later = len(stacks) - 1 if compare else 0  # whose references wait in stores of their own
-        share = limit // ((5 if compare else 3) + 3 * later)
+        whole = current_limit() if limit is None else limit
+        share = whole // ((5 if compare else 3) + 3 * later)
         new_store = partial(_open_store, stack, share)
         references = {
             part.names[0]: _Reference.capture(model, part, batches, new_store)

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from quark.torch.graph.parameter_writes import announce_write, record_writes
-from quark.torch.graph.residency import iterate_parts
-from quark.torch.pipeline.activation_store import offload_directory
+from quark.torch.graph.residency import iterate_parts, residency_of
+from quark.torch.pipeline.activation_store import activation_limit, offload_directory
 from quark.torch.pipeline.model_state import restored_on_failure
 from quark.torch.pipeline.statistics import Statistics
 from quark.torch.quantization.algorithms import apply_algorithms
@@ -79,7 +79,13 @@ class ModelQuantizer:
         """
         _log_to_terminal(self.config.log_severity_level)
         check_plain(model)
-        with offload_directory(self.offload_dir), restored_on_failure(model) as record:
+        residency = residency_of(model)
+        limit = None if residency is None else residency.activation_limit
+        with (
+            offload_directory(self.offload_dir),
+            activation_limit(limit),
+            restored_on_failure(model) as record,
+        ):
             plan = check(model, self.config, dataloader, statistics)
             structure = discover_structure(model, plan)
             prepare(model, plan)

@@ -114,12 +114,12 @@ class Loading(NamedTuple):
             if expected is not None:
                 device = devices.get(name, fallback)
                 value = fmt.convert_loaded(key, tensor).reshape(expected.shape)
-                _assign(model, name, value.to(fallback if device.type == "meta" else device))
+                put_tensor(model, name, value.to(fallback if device.type == "meta" else device))
         for name, expected in absent.items():
             if name.endswith(".zero_point"):
-                _assign(model, name, zero_offset(model, name, expected, fallback))
+                put_tensor(model, name, zero_offset(model, name, expected, fallback))
             elif name.endswith(".weight_groups"):
-                _assign(model, name, None)  # in order
+                put_tensor(model, name, None)  # in order
         check_scales(model)
         compute_buffers(model, fallback)
         for name, source in self.tied.items():
@@ -129,6 +129,30 @@ class Loading(NamedTuple):
                 # Stored separately, so the tensors that the architecture ties differ in this model.
                 model.config.tie_word_embeddings = False  # type: ignore[union-attr]
         return model.eval()
+
+    def stored_names(self) -> dict[str, str]:
+        """Return names of tensors of the model -> names under which the reader has them."""
+        keys = {self.fmt.state_name(key): key for key in self.reader.entries}
+        tied = {name: keys[source] for name, source in self.tied.items() if source in keys}
+        return {name: key for name, key in (tied | keys).items() if name in self.outline}
+
+    def fill_part(self, names: Mapping[str, str | None], device: torch.device) -> None:
+        """Read some tensors into the model.
+
+        Args:
+            names: Names of the outline -> names in the reader, None for what is not stored.
+            device: Where to put the tensors.
+        """
+        for name, key in names.items():
+            expected = self.outline[name]
+            if key is not None:
+                value = self.fmt.convert_loaded(key, self.reader.tensor(key))
+                put_tensor(self.model, name, value.reshape(expected.shape).to(device))
+            elif name.endswith(".zero_point"):
+                put_tensor(self.model, name, zero_offset(self.model, name, expected, device))
+            else:
+                assert name.endswith(".weight_groups")  # in order
+                put_tensor(self.model, name, None)
 
 
 def prepare_load(model: nn.Module, fmt: ExportFormat, reader: Reader) -> Loading:
@@ -294,7 +318,8 @@ def _may_ignore(name: str, outline: dict[str, torch.Tensor], ignored: list[str])
     return cast or name.endswith("rotary_emb.inv_freq") or any(re.search(p, name) for p in ignored)
 
 
-def _assign(model: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
+def put_tensor(model: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
+    """Put a tensor in the place of a parameter or buffer of that name."""
     path, _, attribute = name.rpartition(".")
     module = model.get_submodule(path)
     old = getattr(module, attribute)

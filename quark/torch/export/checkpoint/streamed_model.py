@@ -1,4 +1,4 @@
-"""Float models larger than memory: their parameters are read from the files when they are used."""
+"""Models larger than memory: their tensors are read from the files when they are used."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ from quark.torch.export.checkpoint.float_source import (
     fill_with_placeholders,
     open_float_model,
 )
+from quark.torch.export.checkpoint.reader import Loading, put_tensor
+from quark.torch.export.checkpoint.scale_checks import check_scales
+from quark.torch.pipeline.memory_limit import divide_memory
 from quark.torch.pipeline.residency import Residency
 from quark.torch.pipeline.scratch import Scratch
+from quark.torch.pipeline.unit_cache import Unit, UnitCache
 
 
 def stream_model(
     directory: str | Path,
-    limit: int,
+    max_memory: int | None = None,
     dtype: str | torch.dtype = "auto",
     trust_remote_code: bool = False,
     scratch: Scratch | None = None,
@@ -31,7 +35,8 @@ def stream_model(
 
     Args:
         directory: Directory of the model.
-        limit: Bytes of parameters in memory, apart from those that are in use.
+        max_memory: Bytes that this process may take; None for what the machine has free. Less than
+            the work on one block needs is exceeded.
         dtype: Type of the parameters; ``auto`` for the stored one.
         trust_remote_code: Whether Python code of the directory may run.
         scratch: Files for values that are changed; None for temporary ones.
@@ -40,7 +45,7 @@ def stream_model(
 
     Raises:
         FileNotFoundError: A file is missing.
-        ValueError: As in ``load_float_model``.
+        ValueError: As in ``load_float_model``; or ``max_memory`` is less than what is taken.
     """
     model, files = open_float_model(Path(directory), trust_remote_code, dtype, **options)
     check_buffers(model)
@@ -48,7 +53,8 @@ def stream_model(
     source = FloatSource(model, files)
     _read_buffers(model, source, torch.device(device))
     compute_buffers(model, torch.device(device))
-    Residency(model, source, limit, scratch or Scratch(), device)
+    weights, activations = divide_memory(max_memory)
+    Residency(model, source, weights, scratch or Scratch(), device, activations)
     return model.eval()
 
 
@@ -59,3 +65,71 @@ def _read_buffers(model: nn.Module, source: FloatSource, device: torch.device) -
     for name, values in source.read(names).items():
         owner, _, attribute = name.rpartition(".")
         model.get_submodule(owner)._buffers[attribute] = values.to(device)
+
+
+def stream_loading(
+    loading: Loading, max_memory: int | None = None, device: torch.device | str = "cpu"
+) -> nn.Module:
+    """Return a quantized model whose tensors are read when they are used. It is not changed.
+
+    Args:
+        loading: The model, ready for its tensors.
+        max_memory: As in ``stream_model``.
+        device: Where tensors are brought to.
+
+    Raises:
+        ValueError: ``max_memory`` is less than what is taken. While the model runs: scales that are
+            read are not sound.
+    """
+    model = loading.model
+    compute_buffers(model, torch.device(device))
+    weights, activations = divide_memory(max_memory)
+    PackedResidency(model, loading, weights, device, activations)
+    return model.eval()
+
+
+class PackedResidency(UnitCache):
+    """Residency of a quantized model, which nothing changes: released tensors are on meta.
+
+    Args:
+        model: The model.
+        loading: Its tensors.
+        limit: Bytes of tensors that may be resident.
+        device: Where they are brought to.
+        activation_limit: See ``UnitCache``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loading: Loading,
+        limit: int,
+        device: torch.device | str,
+        activation_limit: int,
+    ) -> None:
+        super().__init__(model, limit, device, activation_limit)
+        self._loading = loading
+        self._outline = {n: t.to("meta") for n, t in loading.outline.items()}
+        keys = loading.stored_names()
+        self._names = {
+            unit.name: {n: keys.get(n) for n in self._outline if _holds(unit, n)}
+            for unit in self.units.values()
+        }
+
+    def _size_of(self, unit: Unit) -> int:
+        tensors = [self._outline[name] for name in self._names[unit.name]]
+        return sum(t.numel() * t.itemsize for t in tensors)
+
+    def _read(self, unit: Unit) -> None:
+        self._loading.fill_part(self._names[unit.name], self.device)
+        check_scales(unit.module)
+
+    def _drop(self, unit: Unit) -> None:
+        for name in self._names[unit.name]:
+            put_tensor(self._loading.model, name, self._outline[name])
+
+
+def _holds(unit: Unit, name: str) -> bool:
+    """Whether a tensor belongs to a unit: to one of its modules, or to the quantizer of one."""
+    owner = name.rpartition(".")[0]
+    return unit.part.holds(owner) or unit.part.holds(owner.rpartition(".")[0])

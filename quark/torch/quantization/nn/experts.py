@@ -182,6 +182,17 @@ def count_tokens(module: nn.Module, batch: int) -> Iterator[None]:
             del experts._calls
 
 
+@contextmanager
+def unchanged_token_counts(model: nn.Module) -> Iterator[None]:
+    """Restore the counts of calibration after other data has run."""
+    counts = [(m, dict(m.token_counts)) for m in model.modules() if isinstance(m, LinearExperts)]
+    try:
+        yield
+    finally:
+        for experts, before in counts:
+            experts.token_counts = before
+
+
 # Name of a layer of experts -> the layer and its stacked parameters.
 SplitExperts = dict[str, tuple[LinearExperts, dict[str, nn.Parameter | None]]]
 

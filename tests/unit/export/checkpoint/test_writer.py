@@ -13,6 +13,7 @@ from quark import __version__
 from quark.torch import ModelExporter, ModelQuantizer, files
 from quark.torch.digests import DIGESTS
 from quark.torch.export import ExporterConfig, JsonExporterConfig
+from quark.torch.export.checkpoint.shards import ShardWriter
 from quark.torch.files import size_of
 from quark.torch.quantization.config.config import (
     Config,
@@ -110,7 +111,10 @@ class TestFailure:
             path.write_bytes(b"half")
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        monkeypatch.setattr("safetensors.torch.save_file", fail)
+        def fail_to_add(writer, name, tensor):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(ShardWriter, "add", fail_to_add)
         monkeypatch.setattr("torch.save", fail)
 
     @pytest.mark.parametrize("write", ["export_safetensors_model", "export_quark_model"])
