@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from quark.torch.export.api import (
         import_model_from_safetensors as import_model_from_safetensors,
     )
+    from quark.torch.export.diffusers_loading import (
+        register_with_diffusers as register_with_diffusers,
+    )
     from quark.torch.export.params import load_params as load_params
     from quark.torch.export.params import save_params as save_params
     from quark.torch.quantization.api import ModelQuantizer as ModelQuantizer
@@ -43,6 +46,7 @@ _NAMES = {
     "load_statistics": "statistics.files",
     "merge_statistics": "statistics.merging",
     "quantize_pipeline": "diffusion",
+    "register_with_diffusers": "export.diffusers_loading",
     "save_params": "export.params",
     "save_statistics": "statistics.files",
 }

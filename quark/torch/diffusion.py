@@ -15,24 +15,30 @@ import inspect
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from quark.torch.digests import write_digests
 from quark.torch.export.api import ModelExporter, ModelImporter
 from quark.torch.export.checkpoint.config_json import CONFIG, SECTION, read_config_json
+from quark.torch.export.checkpoint.files import STEM
+from quark.torch.export.containers.base import ExportSettings
+from quark.torch.export.containers.registry import SAFETENSORS
+from quark.torch.export.diffusers_loading import import_diffusers
 from quark.torch.export.formats.registry import FORMATS
 from quark.torch.export.recognition import load_checkpoint
 from quark.torch.files import fresh_directory, read_json, write_json
+from quark.torch.pipeline.model_state import restored_on_failure
 from quark.torch.quantization.api import ModelQuantizer
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.name_lookup import one_of
 from quark.torch.quantization.nn.layer import QuantizedLayer
 
 INDEX = "model_index.json"
+_STEM = "diffusion_pytorch_model"  # of the names of files that diffusers reads
 METHODS = ("forward", "encode", "decode")  # of a component that a pipeline calls
 Calls = Iterable[Any] | Callable[[Any], object]
 
@@ -55,7 +61,11 @@ def quantize_pipeline(
 
     Raises:
         ValueError: A component is unknown or does not fit its configuration, or data is missing.
-            Components before the named one are quantized already.
+
+    After an exception of any kind, an interrupt included, no component is quantized: all are as
+    they were, bit for bit, unless it came while weights are frozen, at the very end. For that,
+    values that algorithms change are kept until then: for each component up to 1 GiB in main
+    memory, more in temporary files.
     """
     models = {name: _component(pipeline, name) for name in configs}
     recorded: dict[str, list[dict[str, Any]]] = {name: [] for name in models}
@@ -67,13 +77,17 @@ def quantize_pipeline(
     for name in models:
         if calls is not None and not recorded[name]:
             raise ValueError(f"{name}: the pipeline did not call it. Leave it out of configs.")
-    for name, model in models.items():
-        batches = recorded[name] if calls is not None else None
-        try:
-            with _callable_by_method(model, batches or []):
-                ModelQuantizer(configs[name]).quantize_model(model, batches)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
+    with ExitStack() as stack:
+        for name, model in models.items():
+            batches = recorded[name] if calls is not None else None
+            record = stack.enter_context(restored_on_failure(model))
+            try:
+                with _callable_by_method(model, batches or []):
+                    quantizer = ModelQuantizer(configs[name])
+                    quantizer.quantize_recorded(model, batches, None, record)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
+    for model in models.values():
         ModelQuantizer.freeze(model)
     return pipeline
 
@@ -189,8 +203,7 @@ def export_pipeline(pipeline: Any, directory: str | Path, overwrite: bool = Fals
     with fresh_directory(directory, overwrite) as partial:
         for name, component in components.items():
             if name in quantized:
-                ModelExporter(None, partial / name).export_safetensors_model(component)
-                _complete_config(component, partial / name / CONFIG)
+                _export_component(component, partial / name)
             elif hasattr(component, "save_pretrained"):
                 component.save_pretrained(partial / name)
         pipeline.save_config(partial)
@@ -201,11 +214,16 @@ def _is_quantized(component: Any) -> bool:
     return is_model and any(isinstance(m, QuantizedLayer) for m in component.modules())
 
 
-def _complete_config(component: Any, path: Path) -> None:
-    """Write the configuration of a model of diffusers with the section of the exporter."""
-    if hasattr(component, "to_json_string"):
-        section = read_json(path)[SECTION]
-        write_json(path, {**json.loads(component.to_json_string()), SECTION: section})
+def _export_component(component: Any, directory: Path) -> None:
+    """Write a quantized component; a model of diffusers in the names that diffusers reads."""
+    is_diffusers = hasattr(component, "to_json_string")
+    settings = ExportSettings(file_name=_STEM if is_diffusers else STEM)
+    ModelExporter(None, directory).export(SAFETENSORS, component, settings)
+    if is_diffusers:
+        section = read_json(directory / CONFIG)[SECTION]
+        described = {**json.loads(component.to_json_string()), SECTION: section}
+        write_json(directory / CONFIG, described)
+        write_digests(directory)
 
 
 def load_pipeline(directory: str | Path, **options: Any) -> Any:
@@ -221,7 +239,7 @@ def load_pipeline(directory: str | Path, **options: Any) -> Any:
         ImportError: The package diffusers is missing.
         ValueError: A file is damaged, or does not fit the model of its component.
     """
-    directory, diffusers = Path(directory), _import_diffusers()
+    directory, diffusers = Path(directory), import_diffusers()
     index = read_json(directory / INDEX)
     if not isinstance(index, dict):
         raise ValueError(f"{directory / INDEX} does not describe a pipeline.")
@@ -272,10 +290,3 @@ def _find_class(diffusers: Any, name: Any, directory: Path) -> Any:
             "have. Install a version that has it."
         )
     return kind
-
-
-def _import_diffusers() -> Any:
-    try:
-        return import_module("diffusers")
-    except ImportError as error:
-        raise ImportError("pipelines need the package diffusers: pip install diffusers") from error

@@ -45,6 +45,7 @@ _WEIGHTS = {
     "*.gguf": ("*.gguf",),
     "quark_model.onnx": ("quark_model.onnx", "quark_model.onnx.data"),
     "statistics.json": ("statistics.json", "statistics.safetensors"),
+    "model_index.json": ("model_index.json",),  # a pipeline; its components are listed with digests
 }
 _HEAD = 1 << 16  # bytes of a GGUF file that are searched
 WRITER = "Quark"  # general.quantized_by of GGUF files
@@ -88,6 +89,10 @@ def _has_layout(path: Path) -> bool:
     return "layout" in _read(path)
 
 
+def _has_quantized_component(path: Path) -> bool:
+    return any(map(_has_section, path.parent.glob("*/config.json")))
+
+
 def _names_writer(path: Path) -> bool:
     with path.open("rb") as file:
         name = WRITER.encode()
@@ -98,6 +103,7 @@ def _names_writer(path: Path) -> bool:
 _SIGNS: dict[str, Callable[[Path], bool]] = {
     "config.json": _has_section,
     "statistics.json": _has_layout,
+    "model_index.json": _has_quantized_component,
     "*.gguf": _names_writer,
 }
 

@@ -13,120 +13,23 @@ from quark.torch import (
     load_pipeline,
     quantize_pipeline,
 )
-from quark.torch.quantization.config.config import Config
-from quark.torch.quantization.config.presets import scheme
+from quark.torch.digests import check_unchanged
+from quark.torch.export import diffusers_loading
+from quark.torch.quantization.config.algo import GPTQConfig
 from quark.torch.quantization.preparation import quantized_layers
+from tests.models.diffusion import (
+    CALL,
+    DECODER,
+    MODELS,
+    config_of,
+    dit_pipeline,
+    image,
+    inputs,
+    make,
+    output,
+)
 
 pytestmark = pytest.mark.client("diffusers")
-
-_HEADS = {"attention_head_dim": 8, "num_attention_heads": 4}
-_UNET = {
-    "block_out_channels": (32, 64),
-    "layers_per_block": 1,
-    "sample_size": 8,
-    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
-    "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
-    "cross_attention_dim": 32,
-    "norm_num_groups": 8,
-    "attention_head_dim": 8,
-}
-_VAE = {
-    "block_out_channels": [32, 64],
-    "down_block_types": ["DownEncoderBlock2D"] * 2,
-    "up_block_types": ["UpDecoderBlock2D"] * 2,
-    "latent_channels": 4,
-    "norm_num_groups": 8,
-    "sample_size": 16,
-}
-_DIT = {
-    **_HEADS,
-    "sample_size": 8,
-    "num_layers": 2,
-    "patch_size": 4,
-    "in_channels": 4,
-    "out_channels": 8,
-    "attention_bias": True,
-    "activation_fn": "gelu-approximate",
-    "num_embeds_ada_norm": 1000,
-    "norm_type": "ada_norm_zero",
-    "norm_elementwise_affine": False,
-}
-_WAN = {
-    "patch_size": (1, 2, 2),
-    "num_attention_heads": 2,
-    "attention_head_dim": 12,
-    "text_dim": 32,
-    "ffn_dim": 32,
-    "num_layers": 2,
-    "rope_max_seq_len": 32,
-}
-_FLUX = {
-    "patch_size": 1,
-    "in_channels": 4,
-    "num_layers": 1,
-    "num_single_layers": 1,
-    "attention_head_dim": 16,
-    "num_attention_heads": 2,
-    "joint_attention_dim": 32,
-    "pooled_projection_dim": 32,
-    "axes_dims_rope": [4, 4, 8],
-}
-_SD3 = {
-    **_HEADS,
-    "sample_size": 8,
-    "patch_size": 1,
-    "in_channels": 4,
-    "num_layers": 2,
-    "joint_attention_dim": 32,
-    "caption_projection_dim": 32,
-    "pooled_projection_dim": 32,
-    "out_channels": 4,
-}
-IMAGE = {"hidden_states": (1, 4, 8, 8)}
-TEXT = {"encoder_hidden_states": (1, 5, 32)}
-POOLED = {"pooled_projections": (1, 32)}
-# Class, configuration, shapes of random inputs; the step of the diffusion is added.
-MODELS = {
-    "unet": ("UNet2DConditionModel", _UNET, {"sample": (1, 4, 8, 8)} | TEXT),
-    "dit": ("DiTTransformer2DModel", _DIT, IMAGE),
-    "flux": (
-        "FluxTransformer2DModel",
-        _FLUX,
-        {"hidden_states": (1, 16, 4), "img_ids": (16, 3), "txt_ids": (5, 3)} | TEXT | POOLED,
-    ),
-    "sd3": ("SD3Transformer2DModel", _SD3, IMAGE | TEXT | POOLED),
-    "vae": ("AutoencoderKL", _VAE, {"sample": (1, 3, 16, 16)}),
-    "wan": ("WanTransformer3DModel", _WAN, {"hidden_states": (1, 16, 2, 8, 8)} | TEXT),
-}
-
-
-def make(name):
-    """A tiny random model of diffusers."""
-    import diffusers
-
-    kind, fields, _ = MODELS[name]
-    torch.manual_seed(0)
-    return getattr(diffusers, kind)(**fields).eval()
-
-
-def inputs(name):
-    """Random inputs of a model."""
-    generator = torch.Generator().manual_seed(1)
-    given = {n: torch.randn(s, generator=generator) for n, s in MODELS[name][2].items()}
-    if name != "vae":
-        given["timestep"] = torch.tensor([3])
-    if name == "dit":
-        given["class_labels"] = torch.tensor([1])
-    return given
-
-
-def config_of(name, **rest):
-    return Config(scheme(name, 32), **rest)
-
-
-@torch.no_grad()
-def output(model, name):
-    return model(**inputs(name), return_dict=False)[0]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -142,23 +45,7 @@ def test_models(name, tmp_path):
 
 @pytest.fixture
 def pipeline():
-    """A pipeline of a DiT, whose VAE is called by ``decode``."""
-    import diffusers
-
-    scheduler = diffusers.DDIMScheduler()
-    pipeline = diffusers.DiTPipeline(make("dit"), make("vae"), scheduler)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
-
-
-CALL = {"class_labels": [1, 2], "num_inference_steps": 2, "guidance_scale": 1.0}
-DECODER = config_of("int8", exclude=["encoder.*", "quant_conv"])
-
-
-def image(pipeline):
-    generator = torch.Generator().manual_seed(3)
-    made = pipeline(**CALL, generator=generator, output_type="np").images
-    return torch.from_numpy(made)
+    return dit_pipeline()
 
 
 @pytest.mark.parametrize(
@@ -195,6 +82,7 @@ def test_other_components_are_written_as_they_are(pipeline, tmp_path):
     described = json.loads((tmp_path / "out/transformer/config.json").read_text())
     assert described["_class_name"] == "DiTTransformer2DModel"
     assert described["num_layers"] == 2
+    check_unchanged(tmp_path / "out" / "transformer")
     with pytest.raises(ValueError, match="Unknown quantization type, got quark"):
         diffusers.DiffusionPipeline.from_pretrained(tmp_path / "out")
 
@@ -272,12 +160,10 @@ def test_damaged_pipelines(pipeline, tmp_path):
 
 
 def test_without_diffusers(monkeypatch, tmp_path):
-    from quark.torch import diffusion
-
     def missing(name):
         raise ImportError(name)
 
-    monkeypatch.setattr(diffusion, "import_module", missing)
+    monkeypatch.setattr(diffusers_loading, "import_module", missing)
     with pytest.raises(ImportError, match="pip install diffusers"):
         load_pipeline(tmp_path)
 
@@ -290,3 +176,18 @@ def test_a_component_that_is_not_called_leaves_the_others_in_float(unchanged):
     configs = {"one": config_of("fp8"), "two": config_of("fp8")}
     with unchanged(one), pytest.raises(ValueError, match="two: the pipeline did not call it"):
         quantize_pipeline(Pipeline, configs, lambda _: one(torch.randn(2, 64)))
+
+
+def test_quantization_is_all_or_nothing(pipeline, unchanged):
+    """The VAE fails after GPTQ has changed the weights of the transformer."""
+    weight = pipeline.vae.decoder.conv_in.weight
+    sound = weight.detach().clone()
+    weight.data[0, 0, 0, 0] = torch.nan
+    gptq = config_of("int4_wo_32", algo_config=[GPTQConfig()])
+    configs = {"transformer": gptq, "vae": config_of("int8_wo")}
+    fails = pytest.raises(ValueError, match=r"vae: decoder\.conv_in")
+    with unchanged(pipeline.transformer), unchanged(pipeline.vae), fails:
+        quantize_pipeline(pipeline, configs, [{**CALL, "output_type": "np"}])
+    weight.data.copy_(sound)
+    quantize_pipeline(pipeline, configs, [{**CALL, "output_type": "np"}])
+    assert any(True for _ in quantized_layers(pipeline.transformer))

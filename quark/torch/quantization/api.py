@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from quark.torch.graph.parameter_writes import announce_write, record_writes
+from quark.torch.graph.parameter_writes import Recorder, announce_write, record_writes
 from quark.torch.graph.residency import iterate_parts, residency_of
 from quark.torch.pipeline.activation_store import activation_limit, offload_directory
 from quark.torch.pipeline.model_state import restored_on_failure
@@ -77,15 +78,29 @@ class ModelQuantizer:
         For that, values that algorithms change are kept until the end: up to 1 GiB in main memory,
         more in temporary files.
         """
+        with self._activations(model), restored_on_failure(model) as record:
+            return self.quantize_recorded(model, dataloader, statistics, record)
+
+    def quantize_recorded(
+        self,
+        model: Model,
+        dataloader: Iterable[Any] | None,
+        statistics: Statistics | None,
+        record: Recorder,
+    ) -> Model:
+        """Do the work of ``quantize_model`` inside of ``restored_on_failure``.
+
+        So the context may be left after more work, whose failure restores the model too.
+
+        Args:
+            model: A float model.
+            dataloader: Batches, or None.
+            statistics: Statistics of the model, or None.
+            record: Takes each parameter before its values are changed.
+        """
         _log_to_terminal(self.config.log_severity_level)
         check_plain(model)
-        residency = residency_of(model)
-        limit = None if residency is None else residency.activation_limit
-        with (
-            offload_directory(self.offload_dir),
-            activation_limit(limit),
-            restored_on_failure(model) as record,
-        ):
+        with self._activations(model):
             plan = check(model, self.config, dataloader, statistics)
             structure = discover_structure(model, plan)
             prepare(model, plan)
@@ -98,6 +113,14 @@ class ModelQuantizer:
                 model.calibration_sha256 = plan.data_digest  # type: ignore[assignment]
         logger.info("Model quantization has been completed.")
         return model
+
+    @contextmanager
+    def _activations(self, model: nn.Module) -> Iterator[None]:
+        """Set where activations go that do not fit into memory, and how much fits."""
+        residency = residency_of(model)
+        limit = None if residency is None else residency.activation_limit
+        with offload_directory(self.offload_dir), activation_limit(limit):
+            yield
 
     @staticmethod
     @torch.no_grad()

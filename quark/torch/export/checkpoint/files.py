@@ -11,8 +11,8 @@ import torch
 
 from quark.torch.files import parse_json, read_json
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+STEM = "model"  # of the names of files, as Transformers reads them
+INDEX_SUFFIX = ".safetensors.index.json"
 NATIVE = "model_state_dict.pth"
 
 
@@ -95,11 +95,14 @@ class CheckpointReader:
                 self.entries[key] = entry
 
     def _files(self) -> list[str]:
-        index = self.directory / INDEX
-        if index.is_file():
+        indexes = sorted(self.directory.glob(f"*{INDEX_SUFFIX}"))
+        index, single = self.directory / f"{STEM}{INDEX_SUFFIX}", f"{STEM}.safetensors"
+        if index in indexes:
             files = _indexed_files(index)
-        elif (self.directory / SINGLE).is_file():
-            files = [SINGLE]
+        elif (self.directory / single).is_file():
+            files = [single]
+        elif len(indexes) == 1:
+            files = _indexed_files(indexes[0])
         else:
             files = sorted(f.name for f in self.directory.glob("*.safetensors"))
         if not files:

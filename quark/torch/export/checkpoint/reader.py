@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -218,21 +218,25 @@ def load(model: nn.Module, fmt: ExportFormat, reader: Reader) -> nn.Module:
     return prepare_load(model, fmt, reader).fill()
 
 
-def cast_float_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+def cast_float_parameters(
+    model: nn.Module, dtype: torch.dtype, float32: Collection[str] = ()
+) -> nn.Module:
     """Convert the parameters that are not quantized in place; scales keep the stored type.
 
     Args:
         model: A model with packed layers.
         dtype: The type.
+        float32: Parts of names, such as ``norm``, of modules that are in float32 in any case.
     """
-    for module in model.modules():
+    for path, module in model.named_modules():
+        kind = dtype if set(float32).isdisjoint(path.split(".")) else torch.float32
         quantized: set[str] = set()
         if isinstance(module, PackedLayer):
-            module.value_dtype = dtype
+            module.value_dtype = kind
             quantized = {name for name, _ in module.quant_config.specs()}
         for name, parameter in module.named_parameters(recurse=False):
             if name not in quantized and parameter.is_floating_point() and parameter.itemsize > 1:
-                parameter.data = parameter.data.to(dtype)
+                parameter.data = parameter.data.to(kind)
     return model
 
 

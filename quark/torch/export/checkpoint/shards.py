@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from quark.torch.export.checkpoint.files import DTYPES, INDEX, Entry
+from quark.torch.export.checkpoint.files import DTYPES, INDEX_SUFFIX, STEM, Entry
 from quark.torch.files import write_json
 from quark.torch.pipeline.batches import show_progress
 
@@ -45,19 +45,29 @@ class ShardWriter:
         entries: Shape and type of every tensor, in the order in which shards are filled. Tensors on
             the meta device will do.
         max_shard_size: Size above which tensors are spread over several files, such as "5GB".
+        stem: What the names of files begin with, such as ``model`` in ``model.safetensors``.
 
     Raises:
         ValueError: safetensors has no name for the type of a tensor.
     """
 
     def __init__(
-        self, directory: Path, entries: Mapping[str, torch.Tensor], max_shard_size: str | int
+        self,
+        directory: Path,
+        entries: Mapping[str, torch.Tensor],
+        max_shard_size: str | int,
+        stem: str = STEM,
     ) -> None:
         from huggingface_hub import split_torch_state_dict_into_shards
 
         self._directory, self._entries, self._places = directory, entries, dict[str, _Place]()
+        self._stem = stem
         outline = {name: tensor.to("meta") for name, tensor in entries.items()}
-        self._plan = split_torch_state_dict_into_shards(outline, max_shard_size=max_shard_size)
+        self._plan = split_torch_state_dict_into_shards(
+            outline,
+            filename_pattern=f"{stem}{{suffix}}.safetensors",
+            max_shard_size=max_shard_size,
+        )
         for file, names in self._plan.filename_to_tensors.items():
             self._make_file(directory / file, names)
         self._missing = set(self._places)
@@ -119,7 +129,7 @@ class ShardWriter:
             raise ValueError(f"{min(self._missing)} was announced, but not written.")
         if self._plan.is_sharded:
             index = {"metadata": self._plan.metadata, "weight_map": self._plan.tensor_to_filename}
-            write_json(self._directory / INDEX, index)
+            write_json(self._directory / f"{self._stem}{INDEX_SUFFIX}", index)
 
 
 def write_tensors(

@@ -35,7 +35,8 @@ class ExportSettings:
         tokenizer_path: Directory or file to load the tokenizer from, for containers that hold its
             tokens.
         max_shard_size: Size above which tensors are split into several files.
-        file_name: Name of a single file, without its suffix.
+        file_name: Name of the file of tensors, or the first part of several names, without its
+            suffix.
         inputs: Example inputs of the model, for containers that hold a graph; None: token ids.
         graph: Options of the graph, None for the defaults.
     """

@@ -132,7 +132,7 @@ class Safetensors(TensorDirectory):
             state = StreamedState(model, fmt)
             tensors, values = state.outline, state.tensors()
         with target(size_of(tensors)) as directory:
-            writer = ShardWriter(directory, tensors, settings.max_shard_size)
+            writer = ShardWriter(directory, tensors, settings.max_shard_size, settings.file_name)
             for name, tensor in show_progress(values, "writing"):
                 writer.add(name, tensor)
             writer.finish()
