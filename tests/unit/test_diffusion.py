@@ -15,7 +15,7 @@ from quark.torch import (
 )
 from quark.torch.digests import check_unchanged
 from quark.torch.export import diffusers_loading
-from quark.torch.quantization.config.algo import GPTQConfig
+from quark.torch.quantization.config.algo import AWQConfig, GPTQConfig
 from quark.torch.quantization.preparation import quantized_layers
 from tests.models.diffusion import (
     CALL,
@@ -191,3 +191,16 @@ def test_quantization_is_all_or_nothing(pipeline, unchanged):
     weight.data.copy_(sound)
     quantize_pipeline(pipeline, configs, [{**CALL, "output_type": "np"}])
     assert any(True for _ in quantized_layers(pipeline.transformer))
+
+
+def test_awq_names_why_nothing_can_be_rescaled(unchanged):
+    """SD3 joins values of images and text: two layers would need the same factors."""
+    model = make("sd3")
+    config = config_of("int8_wo", algo_config=[AWQConfig()])
+    reason = r"transformer_blocks\.0\.attn\.add_v_proj: is joined with values of another layer"
+    with unchanged(model), pytest.raises(ValueError, match=reason):
+        ModelQuantizer(config).quantize_model(model, [inputs("sd3")])
+    quantizer = ModelQuantizer(config_of("int8_wo", algo_config=[GPTQConfig()]))
+    before = output(model, "sd3")
+    after = output(quantizer.quantize_model(model, [inputs("sd3")]), "sd3")
+    assert 0 < (after - before).norm() < 0.02 * before.norm()

@@ -45,9 +45,14 @@ def select_groups(
         groups = _named_groups(context, options, options.scaling_layers)
     groups = [group for group in groups if _is_usable(context, group, predicate)]
     if not groups:
-        reasons = {f"{r.producer}: {r.reason}" for r in context.structure.rejected}
-        first = "; ".join(sorted(reasons)[:3]) or "no layer's outputs feed a quantized one directly"
-        raise ValueError(f"{options.name} found nothing to rescale ({first}).")
+        examples: dict[str, str] = {}  # kind of reason, without the place -> first of its kind
+        for text in sorted(f"{r.producer}: {r.reason}" for r in context.structure.rejected):
+            examples.setdefault(text.partition(": ")[2].partition(" in ")[0], text)
+        first = "; ".join(examples.values()) or "no layer's outputs feed a quantized one directly"
+        raise ValueError(
+            f"{options.name} found nothing to rescale ({first}). Leave it out, or choose an "
+            "algorithm that rounds weights, such as gptq."
+        )
     return groups
 
 

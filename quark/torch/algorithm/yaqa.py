@@ -11,7 +11,7 @@ the errors of earlier layers (``input_correction``); the corrected weight does n
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 
 import torch
@@ -21,10 +21,11 @@ from torch import nn
 from quark.torch.algorithm.gptq_solver import Solver, inverse_factor, round_columns
 from quark.torch.algorithm.input_correction import correct_and_round
 from quark.torch.algorithm.layers import check_fractions, check_weights_quantized
-from quark.torch.algorithm.weight_rounding import iterate_blocks, resolve, select_block_layers
+from quark.torch.algorithm.weight_rounding import iterate_blocks, select_block_layers
+from quark.torch.algorithm.weight_rounding import resolve as select_layers
 from quark.torch.numerics.qdq import ColumnRounding
 from quark.torch.pipeline.activation_store import ActivationStore
-from quark.torch.pipeline.backward import run_blocks_backward
+from quark.torch.pipeline.backward import check_logits, run_blocks_backward
 from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.quantization.config.algo import YaqaConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
@@ -43,6 +44,16 @@ def check(options: YaqaConfig, layers: Mapping[str, QuantizationConfig]) -> None
     """
     check_fractions(options, "damp_percent", "output_damp_percent")
     check_weights_quantized(options, layers)
+
+
+def resolve(context: Context, options: YaqaConfig) -> Collection[str]:
+    """Raise if the options select no layer, or there are no gradients; no input is rotated.
+
+    Raises:
+        ValueError: As in ``iterate_blocks``, or the model returns no logits.
+    """
+    check_logits(context.model, context.batches)
+    return select_layers(context, options)
 
 
 def apply(context: Context, options: YaqaConfig) -> None:

@@ -17,7 +17,7 @@ from quark.torch.graph.eval_mode import eval_mode
 from quark.torch.graph.replay import replace_forwards
 from quark.torch.graph.residency import around, resident
 from quark.torch.pipeline.activation_store import ActivationStore, current_limit
-from quark.torch.pipeline.batches import flatten_batches, run_batch, show_progress
+from quark.torch.pipeline.batches import flatten_batches, run_batch, show_progress, take_excerpt
 from quark.torch.pipeline.capture import (
     BlockArguments,
     capture,
@@ -167,11 +167,29 @@ class _Ending(NamedTuple):
         return lambda *args, **kwargs: checkpoint(own, *args, use_reentrant=False, **kwargs)
 
 
+@torch.no_grad()
+def check_logits(model: nn.Module, batches: Iterable[Any]) -> None:
+    """Check that a model returns logits for the first tokens of the data, which is quick.
+
+    Raises:
+        ValueError: It does not, so no loss can be computed.
+    """
+    outputs: list[Any] = []
+    hook = model.register_forward_hook(lambda module, args, output: outputs.append(output))
+    try:
+        with eval_mode(model):
+            run_batch(model, take_excerpt(next(flatten_batches(batches))))
+    finally:
+        hook.remove()
+    _logits(outputs[0])
+
+
 def _logits(output: Any) -> torch.Tensor:
     logits = getattr(output, "logits", output)
     if not isinstance(logits, torch.Tensor):
         raise ValueError(
-            f"Gradients need a model that returns logits, got {type(output).__name__} without any."
+            f"Gradients need a model that returns logits, got {type(output).__name__} without any. "
+            "Choose an algorithm without gradients, such as gptq, or a model with a head."
         )
     return logits
 

@@ -9,7 +9,7 @@ from quark.torch.algorithm import yaqa
 from quark.torch.algorithm.gptq_solver import inverse_factor, round_columns
 from quark.torch.algorithm.yaqa import SampledLabelLoss, collect_gradients, round_rows_and_columns
 from quark.torch.pipeline.activation_store import ActivationStore
-from quark.torch.quantization.config.algo import YaqaConfig
+from quark.torch.quantization.config.algo import AWQConfig, YaqaConfig
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.presets import scheme
 from tests.models.architectures import build, small_config
@@ -200,3 +200,12 @@ def test_shares_that_are_none(option):
     config = Config(scheme("int4_wo_32"), algo_config=[YaqaConfig(**{option: 1.5})])
     with pytest.raises(ValueError, match=f"yaqa: {option} must be between 0 and 1, got 1.5"):
         ModelQuantizer(config).quantize_model(build(small_config("llama")), [IDS])
+
+
+def test_a_model_without_logits_is_refused_before_any_algorithm(unchanged, monkeypatch):
+    """AWQ before it would take most of the time."""
+    model = build(small_config("llama")).model  # without a head
+    config = Config(scheme("int4_wo_32"), algo_config=[AWQConfig(), YaqaConfig()])
+    monkeypatch.setattr("quark.torch.algorithm.awq.run_blocks", None)  # not called
+    with unchanged(model), pytest.raises(ValueError, match="returns logits, got BaseModelOutput"):
+        ModelQuantizer(config).quantize_model(model, [IDS])

@@ -249,7 +249,10 @@ class FactorFlow:
         if flow is None:
             return []
         if labels_vary(flow.labels, -2):
-            self.stop(value, f"is mixed over tokens {op.location}")
+            # Joint attention: values of text without labels follow those of images on one axis.
+            is_joint = bool((flow.labels < 0).any())
+            what = "is joined with values of another layer" if is_joint else "is mixed over tokens"
+            self.stop(value, f"{what} {op.location}")
             return []
         # Grouped-query attention: with 2 value heads and 6 query heads, value head 0 serves the
         # query heads 0 to 2. Labels [a, b] along the heads become [a, a, a, b, b, b].
