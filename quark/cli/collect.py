@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +12,7 @@ import typer
 
 from quark.cli import console, models
 from quark.cli.options import SEQ_LEN, Verbose, panel, verb
-from quark.cli.outputs import check_directory, check_offload_directory
+from quark.cli.outputs import check_directory, check_offload_directory, check_room
 from quark.cli.quantize.flags import CalibrationFlags, ModelFlags
 
 if TYPE_CHECKING:
@@ -79,7 +81,8 @@ def _collect(request: CollectRequest) -> None:
     source = find_float_model(request)
     windows = read_windows(request, source)
     model = load_float_model(request, source)
-    statistics = collect(model, windows, request, request.probes)
+    check_size = partial(check_room, "--output_dir", request.output_dir)
+    statistics = collect(model, windows, request, request.probes, check_size)
     write_statistics(statistics, request.output_dir, request.overwrite)
 
 
@@ -146,7 +149,11 @@ def read_windows(request: DataFlags, directory: Path, held_out: bool = False) ->
 
 
 def collect(
-    model: nn.Module, windows: torch.Tensor, request: CalibrationFlags, probes: int
+    model: nn.Module,
+    windows: torch.Tensor,
+    request: CalibrationFlags,
+    probes: int,
+    check_size: Callable[[int], None] | None = None,
 ) -> Statistics:
     """Return statistics of a model on windows of text; see ``collect_statistics``."""
     import torch
@@ -155,31 +162,37 @@ def collect(
 
     with console.stage("collecting statistics"):
         batches = [*torch.split(windows, request.batch_size)]
-        return collect_statistics(model, batches, probes, request.offload_dir)
+        return collect_statistics(model, batches, probes, request.offload_dir, check_size)
 
 
-def read_optional_statistics(directory: Path | None) -> Statistics | None:
+def read_optional_statistics(directory: Path | None, digests: bool) -> Statistics | None:
     """Return the statistics in the directory of ``--statistics``, or None without a directory.
 
+    Args:
+        directory: The directory, or None.
+        digests: As in ``read_statistics``.
+
     Raises:
-        typer.BadParameter: The directory holds no statistics, or they are damaged.
+        typer.BadParameter: As in ``read_statistics``.
     """
-    return None if directory is None else read_statistics(directory, "--statistics")
+    return None if directory is None else read_statistics(directory, "--statistics", digests)
 
 
-def read_statistics(directory: Path, flag: str) -> Statistics:
+def read_statistics(directory: Path, flag: str, digests: bool = False) -> Statistics:
     """Return the statistics in a directory.
 
     Args:
         directory: The directory.
         flag: The flag that gave the directory, for messages.
+        digests: Whether to compare the files with their digests.
 
     Raises:
-        typer.BadParameter: The directory holds no statistics, or they are damaged.
+        typer.BadParameter: The directory holds no statistics, or they have changed, are damaged,
+            or have no digests that were asked for.
     """
     from quark.torch.statistics.files import load_statistics
 
     try:
-        return load_statistics(directory)
+        return load_statistics(directory, digests)
     except (OSError, ValueError) as error:
         raise console.wrong(flag, str(error)) from None

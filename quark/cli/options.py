@@ -116,7 +116,8 @@ CheckDigests = Annotated[
     bool,
     _model(
         "--check_digests",
-        help="First compare the files of the model with the digests that were written with them.",
+        help="First compare the files that are read (model, statistics, parameters) with the "
+        "digests that were written with them.",
     ),
 ]
 Tasks = Annotated[

@@ -152,7 +152,7 @@ def _search_formats(request: SearchRequest) -> None:
     formats = _parse_formats(request)
     algorithms = _parse_algorithms(request, formats)
     _check_size(request, formats)
-    statistics = read_optional_statistics(request.statistics)
+    statistics = read_optional_statistics(request.statistics, request.check_digests)
     source = find_float_model(request)
     windows = read_windows(request, source) if statistics is None else None
     evaluation = None if request.skip_evaluation else _read_evaluation_windows(request, source)

@@ -10,7 +10,15 @@ import torch
 from torch import nn
 
 from quark.demo.text import model_directory
-from quark.torch import ModelExporter, ModelImporter, save_params
+from quark.torch import (
+    ModelExporter,
+    ModelImporter,
+    collect_statistics,
+    load_params,
+    load_statistics,
+    save_params,
+    save_statistics,
+)
 from quark.torch.digests import DIGESTS, check_unchanged, compare_digests
 from quark.torch.export.conversion import convert
 from quark.torch.export.recognition import check_checkpoint, load_checkpoint
@@ -108,6 +116,31 @@ def test_loading_compares_before_tensors_are_read(copied, build, kind):
     else:
         with pytest.raises(ValueError, match=said):
             load_checkpoint(file, check_digests=True)
+
+
+def test_parameters_and_statistics_are_compared(copied, build, batches, tmp_path):
+    path = copied("params")
+    files = path / "llama.json", path / "llama.safetensors"
+    load_params(None, *files, check_digests=True)
+    save_statistics(collect_statistics(build(), batches, 0), tmp_path / "kept")
+    load_statistics(tmp_path / "kept", check_digests=True)
+    for file in (
+        *files,
+        tmp_path / "kept/statistics.json",
+        tmp_path / "kept/statistics.safetensors",
+    ):
+        sound = file.read_bytes()
+        changed = sound.replace(b"}", b" }") if file.suffix == ".json" else sound[:-1] + b"!"
+        file.write_bytes(changed)
+        with pytest.raises(ValueError, match=f"{file.name} has changed"):
+            if file in files:
+                load_params(None, *files, check_digests=True)
+            else:
+                load_statistics(tmp_path / "kept", check_digests=True)
+        file.write_bytes(sound)
+    (path / DIGESTS).unlink()
+    with pytest.raises(FileNotFoundError, match="has no SHA256SUMS"):
+        load_params(None, *files, check_digests=True)
 
 
 def test_files_that_are_missing_or_not_listed(copied):

@@ -53,8 +53,20 @@ def _check_source(request: Request, described: dict[str, Any]) -> None:
     is_refused = request.quantizes and "quantization_config" in described  # with another message
     if request.model_reload:
         models.read_config(source, "--import_model_dir")
-    if not request.params_load and not is_refused:
+    if request.params_load:
+        _check_params(request)
+    elif not is_refused:
         models.check_model(source, request.trust_remote_code, request.check_digests)
+
+
+def _check_params(request: Request) -> None:
+    """Compare the files of ``--params_load`` with their digests, if that was asked for."""
+    from quark.torch.export.params import check_params_unchanged
+
+    assert request.json_path is not None
+    assert request.safetensors_path is not None
+    if request.check_digests:
+        check_params_unchanged(request.json_path, request.safetensors_path)
 
 
 def _quantize(request: Request, described: dict[str, Any]) -> None:
@@ -63,7 +75,7 @@ def _quantize(request: Request, described: dict[str, Any]) -> None:
             "--model_dir", f"{request.model_dir} is already quantized. Give the float model."
         )
     config = make_config(request, str(described.get("model_type", "")))
-    statistics = read_optional_statistics(request.statistics)
+    statistics = read_optional_statistics(request.statistics, request.check_digests)
     device = models.pick_device(request.device)
     length = models.window_length(described, request.seq_len, SEQ_LEN)
     outline = read_outline(request.model_dir, request.trust_remote_code)
@@ -88,14 +100,14 @@ def _evaluate_unchanged(request: Request, described: dict[str, Any]) -> None:
     if request.model_reload:
         described = models.read_config(request.reload_dir, "--import_model_dir")
     device = models.pick_device(request.device)
-    tokenizer = _tokenizer(request, is_needed=not request.skip_evaluation)
-    measures = prepare_measures(request, described, tokenizer)
+    tokenizer = _find_text(request, is_calibrated=False)
     if request.params_load:
         model = _load_params(request, device)
     else:
         source = request.reload_dir if request.model_reload else request.model_dir
         model = _load(request, source, device)
     check_writable(request, model, None)
+    measures = prepare_measures(request, described, tokenizer)
     figures = None if measures is None else measures.figures(model, "the model")
     write(request, model, tokenizer, str(described.get("model_type", "model")))
     if figures is not None:

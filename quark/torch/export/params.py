@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from quark import __version__
+from quark.torch.digests import check_unchanged
 from quark.torch.export.checkpoint.architecture import empty_model, made_config
 from quark.torch.export.checkpoint.files import NATIVE, CheckpointReader
 from quark.torch.export.checkpoint.reader import load
@@ -102,6 +103,7 @@ def load_params(
     quant_mode: QuantizationMode = QuantizationMode.eager_mode,
     compressed: bool = False,
     reorder: bool = True,
+    check_digests: bool = False,
 ) -> nn.Module:
     """Fill a model with what ``save_params`` wrote, here or in an earlier version.
 
@@ -114,16 +116,21 @@ def load_params(
         quant_mode: Accepted for compatibility.
         compressed: As given to ``save_params``.
         reorder: As given to ``save_params``.
+        check_digests: Whether both files are first compared with the digests that were written
+            with them.
 
     Raises:
-        ValueError: A file is damaged or does not fit the model, or ``pth_path`` is given.
-        FileNotFoundError: A file is missing.
+        ValueError: A file has changed, is damaged or does not fit the model, or ``pth_path`` is
+            given.
+        FileNotFoundError: A file, or its digest, is missing.
     """
     if pth_path:
         raise ValueError(
             f"pth_path={str(pth_path)!r}: pickled models can run code when they are loaded. Give "
             f"json_path and safetensors_path, or import a directory with {NATIVE}."
         )
+    if check_digests:
+        check_params_unchanged(json_path, safetensors_path)
     described = read_json(json_path)
     if not isinstance(described, dict) or not isinstance(described.get("structure"), dict):
         raise ValueError(f"{json_path} does not describe a model: give what save_params wrote.")
@@ -144,6 +151,17 @@ def load_params(
         model = _build(described.get("config"), reader, Path(json_path))
     with naming(path):
         return load(model, fmt, reader)
+
+
+def check_params_unchanged(json_path: str | Path, safetensors_path: str | Path) -> None:
+    """Check that the files of ``save_params`` are what was written.
+
+    Raises:
+        FileNotFoundError: A file, or its digest, is missing.
+        ValueError: A file has changed.
+    """
+    for path in (Path(json_path), Path(safetensors_path)):
+        check_unchanged(path)
 
 
 def _options(compressed: bool, reorder: bool) -> JsonExporterConfig:

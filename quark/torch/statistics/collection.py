@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import islice
@@ -53,6 +53,7 @@ from quark.torch.quantization.nn.experts import corresponding_experts, temporari
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from quark.torch.quantization.nn.layer import input_axis, is_linear
 from quark.torch.quantization.nn.padding import without_padding
+from quark.torch.quantization.observer.histogram import BINS
 from quark.torch.quantization.preparation import (
     check_parameters,
     quantized_layers,
@@ -62,6 +63,7 @@ from quark.torch.quantization.preparation import (
 
 PROBES = 8  # default number of model calls on which sensitivities are measured
 COARSE_GROUP = 64  # group size of the coarse rounding
+_RANGE = 2 * BINS * 8  # bytes of a histogram
 TOKENS = 512  # size of the sample of inputs of each layer
 
 
@@ -70,6 +72,7 @@ def collect_statistics(
     dataloader: Iterable[Any],
     probes: int = PROBES,
     offload_dir: str | Path | None = None,
+    check_size: Callable[[int], None] | None = None,
 ) -> Statistics:
     """Collect the statistics of a float model that algorithms and searches need.
 
@@ -85,6 +88,8 @@ def collect_statistics(
             precision needs sensitivities; 0 skips them.
         offload_dir: Directory for activations that do not fit into memory; None for that of
             temporary files.
+        check_size: Called before the data runs, with the bytes that ``save_statistics`` will write
+            at most. It raises if they have no room.
 
     Raises:
         OSError: The disk is too full for activations, or there is no ``offload_dir``.
@@ -111,7 +116,7 @@ def collect_statistics(
                 disabled_quantizers(model),
                 eval_mode(model),
             ):
-                inputs = _observe(model, structure, batches)
+                inputs = _observe(model, structure, batches, check_size)
                 units = _group_units(model, names)
                 calls = list(islice(flatten_batches(batches), probes))
                 measured = _measure_probes(model, units, calls, inputs) if calls else {}
@@ -162,11 +167,33 @@ class _Activations(NamedTuple):
     ranges: dict[str, TensorRange]
 
 
-def _observe(model: nn.Module, structure: Structure, batches: Iterable[Any]) -> _Activations:
+def _size_on_disk(context: Context) -> int:
+    """Return the bytes of the tensors of all statistics, if every layer receives enough tokens."""
+    size = 0
+    for block in context.structure.blocks:
+        inside = block_layers(context, block, lambda _: True)
+        for name, first in first_readers(inside, context).items():
+            weight = to_matrix(context.layers[name].weight, context.layers[name].input_axis)
+            outputs, inputs = weight.shape
+            size += _RANGE + 8 * outputs
+            if name == first:
+                size += 4 * inputs * (inputs + 1) + TOKENS * inputs * weight.itemsize
+                size += _RANGE + 8 * inputs
+    return size
+
+
+def _observe(
+    model: nn.Module,
+    structure: Structure,
+    batches: Iterable[Any],
+    check_size: Callable[[int], None] | None,
+) -> _Activations:
     """Run the data through all decoder blocks."""
     layers = dict(quantized_layers(model))
     compute_scales = partial(compute_weight_scales, config=Config())
     context = Context(model, layers, structure, batches, Config(), compute_scales)
+    if check_size is not None:
+        check_size(_size_on_disk(context))
     activations = _Activations({}, {}, {}, {})
     for block in run_blocks(model, structure.blocks, batches, "statistics"):
         inside = block_layers(context, block.name, lambda _: True)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from quark.torch.digests import check_unchanged
 from quark.torch.files import fresh_directory, read_json, write_json
 from quark.torch.pipeline.accumulators import Gram
 from quark.torch.pipeline.statistics import Probe, Statistics
@@ -73,13 +74,20 @@ def save_statistics(statistics: Statistics, path: str | Path, overwrite: bool = 
         write_json(directory / HEADER, header)
 
 
-def load_statistics(path: str | Path) -> Statistics:
+def load_statistics(path: str | Path, check_digests: bool = False) -> Statistics:
     """Open statistics; each tensor is read when it is accessed.
 
+    Args:
+        path: Directory of ``save_statistics``.
+        check_digests: Whether its files are first compared with the digests that were written with
+            them.
+
     Raises:
-        FileNotFoundError: The directory holds no statistics.
-        ValueError: A file is damaged, or of another version.
+        FileNotFoundError: The directory holds no statistics, or no digests of them.
+        ValueError: A file has changed, is damaged, or of another version.
     """
+    if check_digests:
+        check_unchanged(Path(path))
     header = read_json(Path(path) / HEADER)
     _check_header(header, Path(path) / HEADER)
     tokens, samples, ranges = header["tokens"], header["samples"], header["ranges"]

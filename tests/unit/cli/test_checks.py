@@ -6,7 +6,7 @@ import shutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from quark.torch.digests import write_digests
+from quark.torch.digests import DIGESTS, write_digests
 
 
 @pytest.fixture
@@ -121,3 +121,80 @@ def test_search_checks_its_flags_before_the_model(quark, model_dir, tmp_path, mo
     assert "3.5 is less than the 4 bits of int4_wo_128" in " ".join(result.stderr.split())
     result = quark("search", "--target_bits", "4.5", *formats, "--statistics", "none")
     assert result.exit_code == 2 and "does not exist" in result.stderr
+
+
+def test_collect_needs_room_before_the_data_runs(quark, model_dir, tmp_path, monkeypatch):
+    from quark.torch import files
+    from quark.torch.statistics import collection
+
+    free = type("usage", (), {"free": 20_000})
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: free)
+    monkeypatch.setattr(collection, "run_blocks", None)  # not called
+    result = quark("collect", "--output_dir", tmp_path / "out", "--model_dir", model_dir)
+    assert result.exit_code == 2
+    said = " ".join(result.stderr.split())
+    assert "--output_dir" in said and "will be written: make room" in said
+
+
+@pytest.fixture
+def params(quantize, tmp_path):
+    """Return the flags that read saved parameters, and their directory."""
+    place = tmp_path / "params"
+    quantize("--quant_scheme", "int8_wo", "--params_save", "--save_dir", place)
+    files = ["--json_path", place / "llama.json"]
+    return ["--params_load", *files, "--safetensors_path", place / "llama.safetensors"], place
+
+
+def test_parameters_are_compared_with_their_digests(quark, params, model_dir, monkeypatch):
+    from quark.cli import models
+
+    flags, place = params
+    call = ["quantize", "--model_dir", model_dir, *flags, "--check_digests"]
+    assert quark(*call, "--num_eval_data", "1").exit_code == 0
+    monkeypatch.setattr(models, "text_windows", None)  # fails if it is called
+    file = place / "llama.safetensors"
+    sound = file.read_bytes()
+    file.write_bytes(sound[:-5] + bytes([sound[-5] ^ 1]) + sound[-4:])
+    result = quark(*call)
+    assert result.exit_code == 1
+    assert "llama.safetensors has changed since it was written" in " ".join(result.stderr.split())
+    file.write_bytes(sound)
+    (place / DIGESTS).unlink()
+    result = quark(*call)
+    assert result.exit_code == 1 and "has no SHA256SUMS" in " ".join(result.stderr.split())
+
+
+def test_statistics_are_compared_with_their_digests(quark, quantize, tmp_path, monkeypatch):
+    model, _ = quantize("--quant_scheme", "int8_wo")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept/statistics.json").write_text("{}")
+    formats = ["--formats", "int4_wo_32,int8_wo", "--model_dir", model]
+    call = ["search", "--target_bits", "5", *formats, "--statistics", "kept"]
+    assert "holds no statistics" in " ".join(quark(*call).stderr.split())
+    result = quark(*call, "--check_digests")
+    assert result.exit_code == 2 and "has no SHA256SUMS" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("kind", ["model", "parameters"])
+def test_a_reloaded_model_is_checked_before_text_is_read(
+    quark, quantize, params, model_dir, kind, monkeypatch, tmp_path
+):
+    """The model is sound, but the format cannot hold it; or its parameters are damaged."""
+    from quark.cli import models
+
+    monkeypatch.setattr(models, "text_windows", None)  # fails if it is called
+    if kind == "model":
+        path, _ = quantize("--quant_scheme", "int8_wo")
+        flags = ["--model_reload", "--import_model_dir", path, "--output_dir", tmp_path / "new"]
+        flags += ["--model_export", "hf_format", "--custom_mode", "fp8"]
+        message = "fp8"
+    else:
+        flags, place = params
+        tensors = load_file(place / "llama.safetensors")
+        del tensors["model.norm.weight"]
+        save_file(tensors, place / "llama.safetensors")
+        message = "model.norm.weight is missing"
+    result = quark("quantize", "--model_dir", model_dir, *flags)
+    assert result.exit_code == 1, result.output
+    assert message in " ".join(result.stderr.split())

@@ -5,8 +5,9 @@ from functools import cache
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from quark.torch import ModelQuantizer
+from quark.torch import ModelQuantizer, save_statistics
 from quark.torch.quantization.config.algo import (
     AWQConfig,
     GPTQConfig,
@@ -15,6 +16,7 @@ from quark.torch.quantization.config.algo import (
 )
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.nn.quantizer import TensorQuantizer
+from quark.torch.statistics import collection
 from quark.torch.statistics.collection import collect_statistics
 
 
@@ -188,3 +190,25 @@ def test_a_layer_without_statistics_is_named(build, batches, config_of, collecte
     layers = {"lm_head": model.lm_head}
     with pytest.raises(ValueError, match="lack lm_head"):
         found.grams(layers)
+
+
+@pytest.mark.parametrize("name", ["llama", "opt"])
+def test_the_size_is_known_before_the_data_runs(name, build, batches, tmp_path, monkeypatch):
+    """With one token in each sample, it is exact."""
+    monkeypatch.setattr(collection, "TOKENS", 1)
+    sizes = []
+    save_statistics(
+        collect_statistics(build(name), batches, 0, check_size=sizes.append), tmp_path / "kept"
+    )
+    stored = load_file(tmp_path / "kept/statistics.safetensors")
+    assert sizes == [sum(tensor.nbytes for tensor in stored.values())]
+
+
+def test_no_room_is_noticed_before_the_data_runs(build, batches, unchanged, monkeypatch):
+    def refuse(size):
+        raise OSError(f"{size} bytes are too many")
+
+    monkeypatch.setattr(collection, "run_blocks", None)  # not called
+    model = build()
+    with unchanged(model), pytest.raises(OSError, match="bytes are too many"):
+        collect_statistics(model, batches, check_size=refuse)
