@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from quark.cli.console import wrong
 from quark.cli.quantize.request import Request, split_names
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from quark.torch.quantization.config.algo import AlgoConfig
@@ -123,6 +126,7 @@ def _check_shared(config: Config) -> None:
 
 def _read_config_file(path: Path) -> Config:
     from quark.torch.files import read_json
+    from quark.torch.quantization.config.builder import is_two_level
     from quark.torch.quantization.config.config import Config
 
     if not path.is_file():
@@ -131,9 +135,17 @@ def _read_config_file(path: Path) -> Config:
         data = read_json(path)
         if not isinstance(data, dict):
             raise ValueError(f"expected an object, got {type(data).__name__}.")
-        return Config.from_dict(data)
+        config = Config.from_dict(data)
     except (TypeError, ValueError) as error:
         raise wrong("--config", f"{path} is not a Config: {error}") from None
+    if "shared_scale_groups" not in data and any(map(is_two_level, layer_configs(config))):
+        logger.warning(
+            "--config: %s has no shared_scale_groups, so layers that share an input have tensor "
+            "scales of their own, which servers that fuse them may not support. Write the file "
+            "with to_dict(everything=True), or add the key ([] if this is meant).",
+            path,
+        )
+    return config
 
 
 def _build_from_schemes(request: Request, model_type: str) -> Config:

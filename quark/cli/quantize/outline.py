@@ -62,9 +62,28 @@ def describe_float_layers(request: Request, config: Config, outline: nn.Module |
     words = ["the output head" if is_default else ", ".join(config.exclude)]
     if outline is not None and config.float_parts:
         parts = [part for part in find_parts(outline) if part.kind in config.float_parts]
-        for title in dict.fromkeys(part.title for part in parts):
-            words.append(_describe([part for part in parts if part.title == title]))
+        words += _describe_by_title(parts)
     return "; ".join(filter(None, words)) or "nothing"
+
+
+def describe_quantized_parts(config: Config, outline: nn.Module | None) -> str:
+    """Return which parts beside the language model have layers that are quantized, in words."""
+    from quark.torch.quantization.config.match import assign
+    from quark.torch.quantization.config.parts import find_parts
+    from quark.torch.quantization.config.resolution import resolve_names
+    from quark.torch.quantization.nn.operators import is_operator
+
+    if outline is None:
+        return ""
+    operators = {n: type(m) for n, m in outline.named_modules() if is_operator(type(m))}
+    names = assign(operators, resolve_names(config, outline))
+    parts = [part for part in find_parts(outline) if any(map(part.holds, names))]
+    return "; ".join(_describe_by_title(parts))
+
+
+def _describe_by_title(parts: list[Part]) -> list[str]:
+    titles = dict.fromkeys(part.title for part in parts)
+    return [_describe([part for part in parts if part.title == title]) for title in titles]
 
 
 def _describe(parts: list[Part]) -> str:

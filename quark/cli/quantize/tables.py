@@ -11,7 +11,11 @@ from quark import __version__
 from quark.cli import console, models
 from quark.cli.metrics import Figures
 from quark.cli.quantize.config import needs_data
-from quark.cli.quantize.outline import describe_float_layers, predicts_text
+from quark.cli.quantize.outline import (
+    describe_float_layers,
+    describe_quantized_parts,
+    predicts_text,
+)
 from quark.cli.quantize.request import Request
 
 if TYPE_CHECKING:
@@ -63,6 +67,8 @@ def show_plan(
         rows[f"  {pattern}"] = scheme
     rows["algorithms"] = ", ".join(options.name for options in config.algo_config or [])
     rows["in float"] = describe_float_layers(request, config, outline)
+    if request.config is not None:  # flags quantize other parts only where they name them
+        rows["quantized too"] = describe_quantized_parts(config, outline)
     rows["calibration"] = (
         calibration
         if needs_data(config, request.statistics is not None)

@@ -91,19 +91,37 @@ def map_to_quark(
 def _directory(model: Any, config: Config) -> Path | None:
     """Return the directory whose files Transformers reads whole, None if that is not known.
 
-    It may read them for another class (a classifier, from a language model), from a subfolder, from
-    the Hub, or not at all: then the section of ``config.json`` or the class differs.
+    It may read them for another class (a classifier, from a language model), from a subfolder, or
+    not at all: then the section of ``config.json`` or the class differs. Files of the Hub are in
+    its cache by now, unless ``from_pretrained`` was given another ``cache_dir``.
     """
     described = getattr(model, "config", None)
     name, classes = (getattr(described, n, None) for n in ("name_or_path", "architectures"))
     if not (name and isinstance(classes, list) and type(model).__name__ in classes):
         return None
-    directory = Path(name)
-    if not (directory / CONFIG).is_file() or not any(directory.glob("*.safetensors")):
+    directory = Path(name) if Path(name).is_dir() else _snapshot(described)
+    if (
+        directory is None
+        or not (directory / CONFIG).is_file()
+        or not any(directory.glob("*.safetensors"))
+    ):
         return None
     stored = read_config_json(directory)
     is_same = SECTION in stored and recognize_format(stored, name).config == config
     return directory if is_same else None
+
+
+def _snapshot(config: Any) -> Path | None:
+    """Return the directory in the cache with the files of a model of the Hub, None if unknown."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    commit = getattr(config, "_commit_hash", None)
+    try:
+        path = try_to_load_from_cache(config.name_or_path, CONFIG, revision=commit)
+    except HFValidationError:  # not a name on the Hub
+        return None
+    return Path(path).parent if commit and isinstance(path, str) else None
 
 
 def _untie(model: Any) -> None:

@@ -241,7 +241,9 @@ class Config:
         """Return the configuration as plain JSON types, in the layout of ``config.json``.
 
         Args:
-            everything: Whether to include the fields without a key in config.json.
+            everything: Whether to include the fields without a key in config.json, such as
+                ``float_parts`` and ``shared_scale_groups``. Without them, ``from_dict`` returns
+                another configuration if they are set.
         """
         data: dict[str, Any] = {}
         for f in fields(self):

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from quark.cli import models
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.presets import scheme
+from quark.torch.quantization.config.template import LLMTemplate
 
 
 def section(path):
@@ -273,6 +274,19 @@ def test_a_config_instead_of_a_scheme(quantize, tmp_path):
     ours, theirs = tensors(by_file), tensors(by_name)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("everything", [True, False])
+def test_a_config_without_shared_scales(quantize, everything, tmp_path, caplog):
+    """Tensor scales are shared only if the file says so; a warning says that it does not."""
+    file = tmp_path / "config.json"
+    config = LLMTemplate.get("llama").get_config("nvfp4")
+    file.write_text(json.dumps(config.to_dict(everything=everything)))
+    stored = tensors(quantize("--config", file)[0])
+    names = [f"model.layers.0.self_attn.{n}_proj.weight_scale_2" for n in "qkv"]
+    first, *others = (stored[name] for name in names)
+    assert all(torch.equal(first, other) for other in others) is everything
+    assert ("has no shared_scale_groups" in caplog.text) is not everything
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '{"exlude": []}'], ids=["no json", "list", "key"])

@@ -7,6 +7,7 @@ import torch
 
 from quark.demo.text import model_directory
 from quark.torch.export.recognition import load_checkpoint, read_contents
+from quark.torch.quantization.config.template import LLMTemplate
 from tests.models import vision_language
 from tests.models.architectures import small_config
 from tests.unit.evaluation.test_media import write_wave
@@ -44,6 +45,21 @@ def test_the_plan_names_what_stays_in_float(quark, llava_dir, tmp_path):
     assert type(load_checkpoint(out)).__name__ == "LlavaForConditionalGeneration"
     assert (out / "preprocessor_config.json").read_text() == '{"image_processor_type": "X"}'
     assert (out / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize("everything", [True, False])
+def test_a_config_file_decides_everything(quark, llava_dir, everything, tmp_path):
+    """The keys of config.json alone have no float_parts: towers are quantized, and named."""
+    config = LLMTemplate.get("llava").get_config("int8_wo")
+    file, out = tmp_path / "config.json", tmp_path / "out"
+    file.write_text(json.dumps(config.to_dict(everything=everything)))
+    flags = ["--output_dir", out, "--config", file, "--skip_evaluation"]
+    done = quark("quantize", "--model_dir", llava_dir, *flags)
+    assert done.exit_code == 0, done.output
+    said = " ".join(done.output.split())
+    assert ("quantized too vision tower (model.vision_tower)" in said) is not everything
+    assert ("in float the output head" in said) or ("in float lm_head" in said)
+    assert any("vision_tower" in name for name in quantized(out)) is not everything
 
 
 def test_included_parts(quark, llava_dir, tmp_path):
