@@ -7,6 +7,7 @@ its tensors are assigned.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -93,35 +94,50 @@ def _directory(model: Any, config: Config) -> Path | None:
 
     It may read them for another class (a classifier, from a language model), from a subfolder, or
     not at all: then the section of ``config.json`` or the class differs. Files of the Hub are in
-    its cache by now, unless ``from_pretrained`` was given another ``cache_dir``.
+    its cache by now, unless ``from_pretrained`` was given another ``cache_dir``. If revisions with
+    different tensors fit, it is not known which of them is read.
     """
     described = getattr(model, "config", None)
     name, classes = (getattr(described, n, None) for n in ("name_or_path", "architectures"))
     if not (name and isinstance(classes, list) and type(model).__name__ in classes):
         return None
-    directory = Path(name) if Path(name).is_dir() else _snapshot(described)
-    if (
-        directory is None
-        or not (directory / CONFIG).is_file()
-        or not any(directory.glob("*.safetensors"))
-    ):
+    if Path(name).is_dir():
+        return Path(name) if _holds(Path(name), config) else None
+    directories = []
+    for snapshot in _snapshots(name):
+        with suppress(ValueError):  # of another revision
+            directories += [snapshot] if _holds(snapshot, config) else []
+    if len(directories) > 1 and not _have_same_headers(directories):
         return None
+    return directories[0] if directories else None
+
+
+def _holds(directory: Path, config: Config) -> bool:
+    """Whether a directory has safetensors, and a ``config.json`` with a configuration."""
+    if not (directory / CONFIG).is_file() or not any(directory.glob("*.safetensors")):
+        return False
     stored = read_config_json(directory)
-    is_same = SECTION in stored and recognize_format(stored, name).config == config
-    return directory if is_same else None
+    return SECTION in stored and recognize_format(stored, str(directory)).config == config
 
 
-def _snapshot(config: Any) -> Path | None:
-    """Return the directory in the cache with the files of a model of the Hub, None if unknown."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
+def _snapshots(name: str) -> list[Path]:
+    """Return the directories in the cache of the Hub with revisions of a model.
 
-    commit = getattr(config, "_commit_hash", None)
+    Transformers does not say which of them it reads.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    folder = repo_folder_name(repo_id=name, repo_type="model")
+    return sorted((Path(constants.HF_HUB_CACHE) / folder / "snapshots").glob("*"))
+
+
+def _have_same_headers(directories: list[Path]) -> bool:
     try:
-        path = try_to_load_from_cache(config.name_or_path, CONFIG, revision=commit)
-    except HFValidationError:  # not a name on the Hub
-        return None
-    return Path(path).parent if commit and isinstance(path, str) else None
+        first, *others = (CheckpointReader(directory).entries for directory in directories)
+    except (FileNotFoundError, ValueError):
+        return False
+    return all(entries == first for entries in others)
 
 
 def _untie(model: Any) -> None:
