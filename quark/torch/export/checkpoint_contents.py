@@ -174,9 +174,12 @@ def summarize(
         which fill the last word of a row are counted too.
     """
     fmt = _format(source)
-    states = {} if fmt is None else {fmt.state_name(key): e for key, e in entries.items()}
-    configs = {} if fmt is None else dict(_quantized_layers(states, fmt.config, model_dtype))
-    sizes = weight_bytes(entries, configs)
+    states: Mapping[str, Entry] = {}
+    configs: dict[str, QuantizationConfig] = {}
+    if fmt is not None:
+        states = {fmt.state_name(key) or key: entry for key, entry in entries.items()}
+        configs = dict(_quantized_layers(states, fmt.config, model_dtype))
+    sizes = weight_bytes(states, configs)
     layers = {}
     for name, config in configs.items():
         assert fmt is not None

@@ -19,6 +19,7 @@ from torch import nn
 
 from quark.torch.digests import check_unchanged
 from quark.torch.export.checkpoint.config_json import CONFIG, SECTION, read_config_json
+from quark.torch.export.checkpoint.dequantized import DequantizedReader
 from quark.torch.export.checkpoint.float_model import check_float_model, load_float_model
 from quark.torch.export.checkpoint.reader import Loading, cast_float_parameters
 from quark.torch.export.checkpoint.streamed_model import stream_loading, stream_model
@@ -26,7 +27,7 @@ from quark.torch.export.checkpoint_contents import Contents
 from quark.torch.export.containers.base import Container, get_container
 from quark.torch.export.containers.registry import CONTAINERS, SAFETENSORS
 from quark.torch.export.formats.base import ExportFormat, format_class
-from quark.torch.export.formats.registry import FORMATS
+from quark.torch.export.formats.registry import READ_FORMATS
 from quark.torch.export.verification import Verdict
 
 _WORK = 1.8  # memory that a model in memory and the work on it take, in sizes of its files
@@ -107,6 +108,66 @@ def naming(source: Path) -> Iterator[None]:
         raise ValueError(f"{source}: {error}") from error
 
 
+def open_dequantized(
+    source: str | Path,
+    dtype: torch.dtype | None = None,
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> tuple[nn.Module, DequantizedReader]:
+    """Return the float architecture of a quantized checkpoint, and a reader of its values.
+
+    Args:
+        source: Directory of a quantized checkpoint, or a file, of any container that is read.
+        dtype: Type of the float parameters; None for the type of the checkpoint.
+        trust_remote_code: Passed to Transformers.
+        options: Passed to Transformers where the model is built, such as ``attn_implementation``.
+
+    Returns:
+        The model, on the meta device, and the reader, under the names of its state.
+
+    Raises:
+        FileNotFoundError: Files are missing.
+        ValueError: A file is damaged or not understood, or the checkpoint is not quantized by a
+            method of ``READ_FORMATS``.
+    """
+    source = Path(source)
+    with naming(source):
+        container = recognize_container(source)
+        loading = container.open(source, trust_remote_code, **options)
+        model = container.architecture(source, trust_remote_code, **options)
+        if dtype is not None:
+            cast_float_parameters(model, dtype)
+        return model, DequantizedReader(loading, model, dtype)
+
+
+def load_dequantized(
+    source: str | Path,
+    dtype: str | torch.dtype = "auto",
+    trust_remote_code: bool = False,
+    check_digests: bool = False,
+    **options: Any,
+) -> nn.Module:
+    """Load the float model of a quantized checkpoint: its values, in float parameters.
+
+    Args:
+        source: Directory of a quantized checkpoint, or a file, of any container that is read.
+        dtype: Type of the float parameters; ``auto`` for the type of the checkpoint.
+        trust_remote_code: Whether Python code of the directory may run.
+        check_digests: As in ``load_checkpoint``.
+        options: Passed to Transformers, such as ``attn_implementation``.
+
+    Raises:
+        FileNotFoundError: Files, or their digests, are missing.
+        ValueError: As in ``open_dequantized``, or a scale is not finite.
+    """
+    if check_digests:
+        check_unchanged(source)
+    kind = None if dtype == "auto" else getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    model, reader = open_dequantized(source, kind, trust_remote_code, **options)
+    with naming(Path(source)):
+        return reader.fill(model)
+
+
 def read_contents(source: str | Path) -> Contents:
     """Return what a checkpoint holds, quantized or not, from its headers alone.
 
@@ -162,9 +223,9 @@ def recognize_format(config_json: dict[str, Any], where: str) -> ExportFormat:
     if not isinstance(section, dict):
         raise ValueError(f"{where} has no {SECTION}: this is not a quantized checkpoint.")
     method = section.get("quant_method", "quark")
-    if not isinstance(method, str) or method not in FORMATS:
+    if not isinstance(method, str) or method not in READ_FORMATS:
         raise ValueError(
-            f"{where}: quant_method={method!r} is unknown (known: {', '.join(FORMATS)})."
+            f"{where}: quant_method={method!r} is unknown (known: {', '.join(READ_FORMATS)})."
         )
     try:
         return format_class(method).from_section(section)

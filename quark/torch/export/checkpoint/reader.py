@@ -122,12 +122,7 @@ class Loading(NamedTuple):
                 put_tensor(model, name, None)  # in order
         check_scales(model)
         compute_buffers(model, fallback)
-        for name, source in self.tied.items():
-            if name in absent:
-                _share(model, name, source)
-            elif hasattr(model, "config"):
-                # Stored separately, so the tensors that the architecture ties differ in this model.
-                model.config.tie_word_embeddings = False  # type: ignore[union-attr]
+        tie(model, self.tied, absent)
         return model.eval()
 
     def stored_names(self) -> dict[str, str]:
@@ -198,7 +193,7 @@ def check_stored(
     Raises:
         ValueError: Tensors are missing, unexpected, or of the wrong shape or type.
     """
-    reader = rename_for_model(reader, model)
+    reader = fmt.layer_reader(rename_for_model(reader, model), model)
     outline = outline_of(model, fmt, layers)
     tied = {n: s for n, s in tied_names(model).items() if n in outline and s in outline}
     _check(model, outline, _optional(fmt, layers, tied), fmt, reader)
@@ -250,10 +245,23 @@ def _optional(
     return known | {n for n, source in tied.items() if not packed & {n, source}}
 
 
-def _share(model: nn.Module, name: str, source: str) -> None:
-    path, _, attribute = name.rpartition(".")
-    origin, _, kept = source.rpartition(".")
-    setattr(model.get_submodule(path), attribute, getattr(model.get_submodule(origin), kept))
+def tie(model: nn.Module, tied: Mapping[str, str], absent: Collection[str]) -> None:
+    """Tie tensors of a loaded model in place.
+
+    Args:
+        model: The model.
+        tied: Names of tied tensors -> names of the tensors that they are tied to.
+        absent: Names of tensors that are not stored.
+    """
+    for name, source in tied.items():
+        if name in absent:
+            path, _, attribute = name.rpartition(".")
+            origin, _, kept = source.rpartition(".")
+            shared = getattr(model.get_submodule(origin), kept)
+            setattr(model.get_submodule(path), attribute, shared)
+        elif hasattr(model, "config"):
+            # Stored separately, so the tensors that the architecture ties differ in this model.
+            model.config.tie_word_embeddings = False  # type: ignore[union-attr]
 
 
 def outline_of(

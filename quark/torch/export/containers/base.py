@@ -97,6 +97,22 @@ class Container(ABC):
         """
         raise self._not_read(path)
 
+    def architecture(
+        self, path: Path, trust_remote_code: bool = False, **options: Any
+    ) -> nn.Module:
+        """Return the float model that a checkpoint describes, on the meta device.
+
+        Args:
+            path: The file or directory.
+            trust_remote_code: Passed to Transformers.
+            options: Passed to Transformers where the model is built.
+
+        Raises:
+            FileNotFoundError: Files are missing.
+            ValueError: A file is damaged or not understood, or files of this kind are not read.
+        """
+        raise self._not_read(path)
+
     def contents(self, path: Path) -> Contents:
         """Return what a checkpoint holds, from its headers alone.
 

@@ -47,6 +47,12 @@ class Gguf(Container):
         """Return a model that is ready for the tensors; see ``Container.open``."""
         return prepare_load(*open_gguf(self.file(path)))
 
+    def architecture(
+        self, path: Path, trust_remote_code: bool = False, **options: Any
+    ) -> nn.Module:
+        """Return the float model of a file; see ``Container.architecture``."""
+        return open_gguf(self.file(path)).model
+
     def contents(self, path: Path) -> Contents:
         """Return what a file holds: the type of its blocks says how a weight is quantized."""
         file = GgufFile(self.file(path))

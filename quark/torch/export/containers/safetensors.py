@@ -1,4 +1,4 @@
-"""Directories of Hugging Face: ``config.json`` and ``*.safetensors``, in any of ``FORMATS``."""
+"""Directories of Hugging Face: ``config.json`` and ``*.safetensors``, in ``READ_FORMATS``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from quark.torch.export.checks import check_written
 from quark.torch.export.containers.base import Container, ExportSettings
 from quark.torch.export.containers.registry import SAFETENSORS
 from quark.torch.export.formats.base import ExportFormat, format_class
-from quark.torch.export.formats.registry import FORMATS
+from quark.torch.export.formats.registry import READ_FORMATS
 from quark.torch.export.recognition import recognize_format
 from quark.torch.export.verification import Verdict, verify_predictions
 from quark.torch.files import Target, size_of
@@ -42,7 +42,7 @@ _NOT_COPIED = ("config.json", ".index.json", "quantize_config.json", "quant_conf
 
 
 class TensorDirectory(Container):
-    """A directory with a ``config.json`` and tensors in a format of ``FORMATS``."""
+    """A directory with a ``config.json`` and tensors in a format of ``READ_FORMATS``."""
 
     has_formats = True
     has_config_json = True
@@ -59,12 +59,16 @@ class TensorDirectory(Container):
     def open(self, path: Path, trust_remote_code: bool = False, **options: Any) -> Loading:
         """Return a model that is ready for the tensors; see ``Container.open``."""
         fmt = recognize_format(read_config_json(path), str(path / CONFIG))
-        reader = self.reader(path)
+        model = self.architecture(path, trust_remote_code, **options)
+        return prepare_load(model, fmt, self.reader(path))
+
+    def architecture(
+        self, path: Path, trust_remote_code: bool = False, **options: Any
+    ) -> nn.Module:
+        """Return the float model of a directory; see ``Container.architecture``."""
+        entries = self.reader(path).entries
         config = read_config(path, trust_remote_code)
-        model = empty_model(
-            config, reader.entries, path, trust_remote_code=trust_remote_code, **options
-        )
-        return prepare_load(model, fmt, reader)
+        return empty_model(config, entries, path, trust_remote_code=trust_remote_code, **options)
 
     def contents(self, path: Path) -> Contents:
         """Return what a directory holds, quantized or not; see ``Container.contents``.
@@ -116,7 +120,7 @@ class Safetensors(TensorDirectory):
         if not section:
             return True
         method = section.get("quant_method", "quark") if isinstance(section, dict) else None
-        return isinstance(method, str) and method not in FORMATS
+        return isinstance(method, str) and method not in READ_FORMATS
 
     def reader(self, path: Path) -> CheckpointReader:
         """Return the tensors of a directory."""
@@ -195,7 +199,7 @@ def _loading_class(path: Path) -> str:
 def _transformers_packages(config: dict[str, Any]) -> Mapping[str, str] | None:
     """Return the packages with which Transformers loads a checkpoint; None if it may not."""
     method = str((config.get(SECTION) or {}).get("quant_method"))
-    return format_class(method).transformers_packages if method in FORMATS else None
+    return format_class(method).transformers_packages if method in READ_FORMATS else None
 
 
 def _make_format(model: nn.Module, settings: ExportSettings) -> ExportFormat:

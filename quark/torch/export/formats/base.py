@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from quark.torch.export.checkpoint.files import Entry
-from quark.torch.export.formats.registry import FORMATS, load_format
+from quark.torch.export.formats.registry import FORMATS, READ_FORMATS, load_format
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.name_lookup import one_of
@@ -31,7 +31,7 @@ class ExportFormat(ABC):
         options: Options of the export.
 
     Attributes:
-        name: Name in ``FORMATS``.
+        name: Name in ``READ_FORMATS``.
         transformers_packages: Modules -> distributions that Transformers needs to load it; None if
             not every machine can load it. ``{}``: Transformers alone loads it.
         stores_rotated_keys: Whether the section can say that keys are rotated before they are
@@ -87,6 +87,18 @@ class ExportFormat(ABC):
             ValueError: The checkpoint stores something that cannot be loaded.
         """
         return layers
+
+    def layer_reader(self, reader: Any, model: nn.Module) -> Any:
+        """Return a reader with the tensors that layers are loaded from.
+
+        Formats that store layers of experts stacked split them here. The default returns the
+        reader itself.
+
+        Args:
+            reader: Reader of the checkpoint, with the names of the model.
+            model: The float model, whose experts are split as in ``stored_layers``.
+        """
+        return reader
 
     def check_writable(  # noqa: B027
         self, layers: Mapping[str, QuantizedLayer], float_layers: Sequence[str]
@@ -148,12 +160,12 @@ class ExportFormat(ABC):
 
 
 def get_format(name: str, config: Config, options: JsonExporterConfig) -> ExportFormat:
-    """Return the checkpoint format called ``name``.
+    """Return the checkpoint format called ``name``, one that is written.
 
     Raises:
         ValueError: No format has that name.
     """
-    return format_class(name)(config, options)
+    return format_class(one_of(name, FORMATS, "custom_mode"))(config, options)
 
 
 def format_class(name: str) -> type[ExportFormat]:
@@ -162,5 +174,5 @@ def format_class(name: str) -> type[ExportFormat]:
     Raises:
         ValueError: No format has that name.
     """
-    cls: type[ExportFormat] = load_format(one_of(name, FORMATS, "custom_mode"))
+    cls: type[ExportFormat] = load_format(one_of(name, READ_FORMATS, "quant_method"))
     return cls

@@ -5,19 +5,27 @@ Per layer of N outputs and K inputs: ``weight`` float8_e4m3fn [N, K], with eithe
 ``weight_scale_inv`` [N/rows, K/columns]. Despite its name, codes are multiplied by it. An fp8
 key-value cache adds ``k_scale`` and ``v_scale`` [] to the attention. Transformers reads only the
 layout with blocks, vLLM reads both.
+
+Other tools differ in names and types, which are read: ``weight_scale_inv`` [] and
+``activation_scale`` per tensor; scales in the type float8_e8m0fnu; experts stacked, as
+``experts.gate_up_proj`` and ``experts.gate_up_proj_scale_inv``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
+from quark.torch.export.checkpoint.files import TensorHeader
 from quark.torch.export.formats.config_section import read_choice, read_names
 from quark.torch.export.formats.kv_cache import STATIC_FP8, kv_cache_config
 from quark.torch.export.formats.layer_checks import weight_spec
 from quark.torch.export.formats.layouts.packed import PackedLayout
+from quark.torch.export.formats.stacked_experts import StackedTensor, UnstackedReader
 from quark.torch.export.formats.third_party import ThirdPartyFormat
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.quantization.config.config import Config, QuantizationConfig
@@ -29,6 +37,9 @@ from quark.torch.quantization.nn.packed import TensorLayout
 
 ACTIVATION_SCHEMES = ("static", "dynamic")
 BLOCK_SCALE = "weight_scale_inv"
+_OTHER_NAMES = {BLOCK_SCALE: "weight_scale", "activation_scale": "input_scale"}
+
+logger = logging.getLogger(__name__)
 
 
 class Fp8Format(ThirdPartyFormat):
@@ -85,7 +96,18 @@ class Fp8Format(ThirdPartyFormat):
 
     def state_name(self, key: str) -> str:
         """Return the name in the model's state of the tensor stored as ``key``."""
-        return super().state_name(key.removesuffix("_inv") if key.endswith(BLOCK_SCALE) else key)
+        path, _, last = key.rpartition(".")
+        key = f"{path}.{_OTHER_NAMES[last]}" if last in _OTHER_NAMES else key
+        return super().state_name(key)
+
+    def layer_reader(self, reader: Any, model: nn.Module) -> Any:
+        """Return a reader with codes and float32 scales of each layer."""
+        kinds = {
+            "": StackedTensor("weight", is_transposed=True),
+            "_scale_inv": StackedTensor(BLOCK_SCALE, is_transposed=True),
+            "_bias": StackedTensor("bias"),
+        }
+        return _WideScales(UnstackedReader(reader, model, kinds))
 
     def config_section(self) -> dict[str, Any]:
         """Return the section that vLLM and Transformers read."""
@@ -103,7 +125,10 @@ class Fp8Format(ThirdPartyFormat):
         known = (*ACTIVATION_SCHEMES, None)  # None: inputs in float
         activations = read_choice(section, "activation_scheme", known, "dynamic")
         is_dynamic = activations == "dynamic"
-        read_choice(section, "scale_fmt", (None, "float"), None)
+        if read_choice(section, "scale_fmt", (None, "float", "ue8m0"), None) == "ue8m0":
+            logger.warning(
+                "scale_fmt='ue8m0': the scales of inputs are not rounded up to powers of two."
+            )
         read_choice(section, "fmt", (None, "e4m3", "float8_e4m3fn"), None)
         kv_cache = read_choice(section, "kv_cache_scheme", (None, "static"), None)
         weight, block = STATIC_FP8, section.get("weight_block_size")
@@ -129,6 +154,28 @@ class Fp8Format(ThirdPartyFormat):
             exclude=[literal(name) for name in excluded],
             kv_cache_quant_config=kv_cache_config(STATIC_FP8 if kv_cache else None),
         )
+
+
+class _WideScales:
+    """Tensors of another reader, with scales in float32 that are stored as float8_e8m0fnu."""
+
+    def __init__(self, reader: UnstackedReader) -> None:
+        self.reader = reader
+        self.entries: dict[str, TensorHeader] = {
+            key: entry._replace(dtype=torch.float32, stored_bytes=entry.nbytes)
+            if entry.dtype is torch.float8_e8m0fnu
+            else entry
+            for key, entry in reader.entries.items()
+        }
+
+    def tensor(self, key: str) -> torch.Tensor:
+        """Return one tensor."""
+        return self.reader.tensor(key).to(self.entries[key].dtype)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Iterate over all tensors."""
+        for key, tensor in self.reader.tensors():
+            yield key, tensor.to(self.entries[key].dtype)
 
 
 def _scheme(layer: QuantizedLayer) -> tuple[str, tuple[int, int] | None]:

@@ -1,0 +1,152 @@
+"""The float model of a quantized checkpoint: each of its tensors is dequantized when it is read."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from quark.torch.export.checkpoint.computed_buffers import compute_buffers
+from quark.torch.export.checkpoint.files import TensorHeader
+from quark.torch.export.checkpoint.reader import Loading, put_tensor, tie, zero_offset
+from quark.torch.export.checkpoint.scale_checks import check_layer_scales
+from quark.torch.quantization.nn.experts import LinearExperts
+from quark.torch.quantization.nn.packed import PackedLayer
+
+
+class DequantizedReader:
+    """Tensors of the float model that a quantized checkpoint describes.
+
+    Only one tensor is in memory at a time, with its codes: all experts of a stack are one.
+    Products of codes and scales are rounded once, to the type of the result.
+
+    Args:
+        loading: The checkpoint, as ``open_checkpoint`` returns it. It is not filled.
+        model: The float architecture on the meta device.
+        dtype: Type of all float parameters; by default that of the model for quantized ones, and
+            the stored one for others.
+
+    Attributes:
+        entries: Headers of the tensors by the names of the float model. Tied tensors that are not
+            stored are left out.
+    """
+
+    def __init__(
+        self, loading: Loading, model: nn.Module, dtype: torch.dtype | None = None
+    ) -> None:
+        self.loading, self.dtype = loading, dtype
+        entries = loading.reader.entries
+        self.keys = {loading.fmt.state_name(key): key for key in entries}  # names in the state
+        self.entries: dict[str, TensorHeader] = {}
+        for name, tensor in model.state_dict().items():
+            key = self.keys.get(self._first_part(name))
+            if key is not None:
+                kind = tensor.dtype if self._is_quantized(name) else entries[key].dtype
+                kind = self._type_of(kind)
+                self.entries[name] = TensorHeader(entries[key].file, tuple(tensor.shape), kind)
+
+    @torch.no_grad()
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return one tensor.
+
+        Raises:
+            ValueError: A scale is not finite, or not positive.
+        """
+        header, (path, _, attribute) = self.entries[name], name.rpartition(".")
+        owner = self.loading.model.get_submodule(path)
+        if not isinstance(owner, LinearExperts):
+            return self._value(path, attribute, header.dtype)
+        values = torch.empty(header.shape, dtype=header.dtype)
+        stack, kind = _stack_name(attribute)
+        for place, part in owner.stacks[stack].split(values):
+            part.copy_(self._value(f"{path}.{place}", kind, header.dtype))
+        return values
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Iterate over all tensors, in the order of the model."""
+        for name in self.entries:
+            yield name, self.tensor(name)
+
+    def fill(self, model: nn.Module) -> nn.Module:
+        """Read all tensors into a float model on the meta device, in place, and return it.
+
+        Raises:
+            ValueError: A scale is not finite, or not positive.
+        """
+        absent = [name for name in model.state_dict() if name not in self.entries]
+        for name, tensor in self.tensors():
+            put_tensor(model, name, tensor)
+        compute_buffers(model, torch.device("cpu"))
+        tie(model, self.loading.tied, absent)
+        return model.eval()
+
+    def _first_part(self, name: str) -> str:
+        """Return the first name in the state of the packed model that a tensor is made of."""
+        path, _, attribute = name.rpartition(".")
+        owner = self.loading.model.get_submodule(path)
+        if not isinstance(owner, LinearExperts):
+            return name
+        stack, kind = _stack_name(attribute)
+        return f"{path}.{owner.stacks[stack].layer_names(owner.num_experts)[0]}.{kind}"
+
+    def _is_quantized(self, name: str) -> bool:
+        """Whether a tensor, or a part of it, may be stored quantized."""
+        owner = self.loading.model.get_submodule(name.rpartition(".")[0])
+        return isinstance(owner, (LinearExperts, PackedLayer))
+
+    def _type_of(self, dtype: torch.dtype) -> torch.dtype:
+        is_wide = dtype.is_floating_point and dtype.itemsize > 1
+        return self.dtype if is_wide and self.dtype is not None else dtype
+
+    def _value(self, path: str, attribute: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return a parameter or buffer of one module in float."""
+        owner = self.loading.model.get_submodule(path)
+        if isinstance(owner, PackedLayer):
+            return self._dequantize(owner, path, attribute, dtype)
+        return self._stored(f"{path}.{attribute}" if path else attribute).to(dtype)
+
+    def _stored(self, name: str) -> torch.Tensor:
+        """Return a tensor of the state of the packed model."""
+        key, expected = self.keys[name], self.loading.outline[name]
+        value = self.loading.fmt.convert_loaded(key, self.loading.reader.tensor(key))
+        return value.reshape(expected.shape)
+
+    def _dequantize(
+        self, owner: PackedLayer, path: str, attribute: str, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return the weight or the bias of a packed layer, without a rotation of its inputs."""
+        layer = copy.deepcopy(owner)  # on the meta device
+        beginnings = (f"{attribute}_", "input_rotation")
+        for part, empty in owner.state_dict().items():
+            name = f"{path}.{part}"
+            if part != attribute and not part.startswith(beginnings):
+                continue
+            if name in self.keys:
+                put_tensor(layer, part, self._stored(name))
+            elif part.endswith(".zero_point"):
+                put_tensor(layer, part, zero_offset(layer, part, empty, torch.device("cpu")))
+            elif part.endswith("_groups"):
+                put_tensor(layer, part, None)  # in order
+        check_layer_scales(layer, path)
+        if layer.input_rotation is None or attribute != "weight":
+            value = layer.value(attribute, dtype)
+            assert value is not None
+            return value
+        return _without_rotation(layer, layer.input_rotation).to(dtype)
+
+
+def _without_rotation(layer: PackedLayer, rotation: torch.Tensor) -> torch.Tensor:
+    """Return the float32 weight W Rᵀ for inputs x, of a layer that computes (x R) Wᵀ."""
+    weight = layer.value("weight", torch.float32)
+    assert weight is not None
+    if not rotation.is_floating_point():
+        rotation = rotation.double() * len(rotation) ** -0.5
+    return layer.rotated_weight(weight, rotation.T)
+
+
+def _stack_name(attribute: str) -> tuple[str, str]:
+    """Return the name of a stack, and what it holds: its matrices or their biases."""
+    stack = attribute.removesuffix("_bias")
+    return stack, "weight" if stack == attribute else "bias"
