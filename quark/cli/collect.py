@@ -102,24 +102,23 @@ def write_statistics(statistics: Statistics, directory: Path, overwrite: bool) -
 
 
 def find_float_model(request: ModelFlags) -> Path:
-    """Return the directory of the float model.
+    """Return the directory of the model; a quantized one is going to be dequantized.
 
     Raises:
-        typer.BadParameter: There is no such directory, the model is quantized, or no GPU.
+        typer.BadParameter: There is no such directory, the model is quantized by a method that is
+            not read, or there is no GPU.
         ValueError: Its tensors do not fit it, or a file has changed.
     """
     directory = models.find_model(request.model_dir, "--model_dir", request.revision)
-    if "quantization_config" in models.read_config(directory, "--model_dir"):
-        raise console.wrong(
-            "--model_dir", f"{directory} is quantized. Give the float model from which it was made."
-        )
+    described = models.read_config(directory, "--model_dir")
+    models.describe_source(directory, described, "--model_dir")
     models.pick_device(request.device)
     models.check_model(directory, request.trust_remote_code, request.check_digests)
     return directory
 
 
 def load_float_model(request: ModelFlags, directory: Path) -> nn.Module:
-    """Load the model of a directory."""
+    """Load the model of a directory in float."""
     device = models.pick_device(request.device)
     with console.stage("loading the model", spinner=True):
         return models.load_model(
@@ -128,6 +127,7 @@ def load_float_model(request: ModelFlags, directory: Path) -> nn.Module:
             device,
             request.trust_remote_code,
             request.model_attn_implementation,
+            in_float=True,
         )
 
 

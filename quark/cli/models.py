@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quark.cli.console import stage, wrong
+from quark.cli.console import format_bits, stage, wrong
 
 if TYPE_CHECKING:
     import torch
@@ -20,8 +20,10 @@ CALIBRATION = "text of this package"
 EVALUATION = "held-out docstrings of the standard library"
 CHARACTERS_PER_TOKEN = 8  # of English text in any vocabulary, at most
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+logger = logging.getLogger("quark")
 # Other containers of the same weights on the Hub.
 NOT_LOADED = ["original/*", "*.gguf", "*.onnx", "*.msgpack", "*.h5"]
+FEW_BITS = 6  # per weight, of a quantized model: a further loss counts below
 UNBOUNDED = 1 << 20  # tokens, for models without a maximum length
 
 
@@ -97,6 +99,7 @@ def load_model(
     trust_remote_code: bool = False,
     attention: str | None = None,
     max_memory: int | None = None,
+    in_float: bool = False,
 ) -> nn.Module:
     """Return the model of a directory, float or quantized, in evaluation mode.
 
@@ -107,14 +110,50 @@ def load_model(
         trust_remote_code: Whether Python code from the directory may run.
         attention: Implementation of attention; None for the default of Transformers.
         max_memory: Bytes that this process may take; see ``load_checkpoint``.
+        in_float: Whether a quantized model is dequantized.
     """
-    from quark.torch.export.recognition import load_checkpoint
+    from quark.torch.export.recognition import load_checkpoint, load_in_float
 
     _quiet_transformers()
     options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
-    return load_checkpoint(
+    load = load_in_float if in_float else load_checkpoint
+    return load(
         directory, dtype, trust_remote_code, max_memory=max_memory, device=device, **options
     ).eval()
+
+
+def describe_source(directory: Path, described: dict[str, Any], flag: str) -> str:
+    """Return how the weights of a quantized model are stored, "" for a float model.
+
+    A warning says that a model of few bits loses accuracy twice.
+
+    Args:
+        directory: Directory of the model.
+        described: Contents of its ``config.json``.
+        flag: Flag of the directory, for the error.
+
+    Raises:
+        typer.BadParameter: The model is quantized by a method that is not read.
+    """
+    from quark.torch.export.checkpoint.config_json import CONFIG, SECTION
+    from quark.torch.export.recognition import read_contents, recognize_format
+
+    if not described.get(SECTION):
+        return ""
+    try:
+        recognize_format(described, str(directory / CONFIG))
+    except ValueError as error:
+        raise wrong(flag, f"{error} Give the float model, or one of a known method.") from None
+    summary = read_contents(directory).summary
+    bits = summary.bits_per_weight
+    if bits is not None and bits < FEW_BITS:
+        logger.warning(
+            "The model has %s bits per weight already: quantizing it again adds to that loss. "
+            "Prefer the original model if you have it.",
+            format_bits(bits),
+        )
+    weights = dict.fromkeys(scheme.scheme.weight for scheme in summary.schemes())
+    return ", ".join(filter(None, weights)) or "weights in float"
 
 
 def check_model(directory: Path, trust_remote_code: bool = False, digests: bool = False) -> None:

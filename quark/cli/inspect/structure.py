@@ -18,10 +18,10 @@ TOKENS = (2, 32)
 
 
 def find_structure(directory: Path) -> Structure:
-    """Load a float model and find its structure with random tokens.
+    """Load a model in float and find its structure with random tokens.
 
     Raises:
-        typer.BadParameter: The model is quantized.
+        typer.BadParameter: The model is quantized by a method that is not read.
     """
     import torch
 
@@ -29,12 +29,9 @@ def find_structure(directory: Path) -> Structure:
     from quark.torch.quantization.nn.experts import split_experts
 
     described = models.read_config(directory, "DIR")
-    if "quantization_config" in described:
-        raise console.wrong(
-            "--structure", f"{directory} is quantized. Give the float model that it was made of."
-        )
+    models.describe_source(directory, described, "DIR")
     with console.stage("loading the model", spinner=True):
-        model: Any = models.load_model(directory)
+        model: Any = models.load_model(directory, in_float=True)
         split_experts(model)
     size = model.get_input_embeddings().num_embeddings
     ids = torch.randint(size, TOKENS, generator=torch.Generator().manual_seed(0))

@@ -50,12 +50,11 @@ def run(request: Request) -> None:
 def _check_source(request: Request, described: dict[str, Any]) -> None:
     """Check the headers of the model that will be loaded, before any text is read."""
     source = request.reload_dir if request.model_reload else request.model_dir
-    is_refused = request.quantizes and "quantization_config" in described  # with another message
     if request.model_reload:
         models.read_config(source, "--import_model_dir")
     if request.params_load:
         _check_params(request)
-    elif not is_refused:
+    else:
         models.check_model(source, request.trust_remote_code, request.check_digests)
 
 
@@ -70,10 +69,7 @@ def _check_params(request: Request) -> None:
 
 
 def _quantize(request: Request, described: dict[str, Any]) -> None:
-    if "quantization_config" in described:
-        raise console.wrong(
-            "--model_dir", f"{request.model_dir} is already quantized. Give the float model."
-        )
+    source = models.describe_source(request.model_dir, described, "--model_dir")
     config = make_config(request, str(described.get("model_type", "")))
     statistics = read_optional_statistics(request.statistics, request.check_digests)
     device = models.pick_device(request.device)
@@ -82,9 +78,9 @@ def _quantize(request: Request, described: dict[str, Any]) -> None:
     request = _without_perplexity(request, outline)
     is_calibrated = needs_data(config, statistics is not None)
     kind = kind_of_dataset(request, outline) if is_calibrated else None
-    show_plan(request, config, described, describe(request, kind, length), outline)
+    show_plan(request, config, described, source, describe(request, kind, length), outline)
     tokenizer = _find_text(request, is_calibrated and kind is None)
-    model = _load(request, request.model_dir, device)
+    model = _load(request, request.model_dir, device, in_float=True)
     check_writable(request, model, config)
     with console.stage("reading data"):
         calibration = read_batches(request, kind, tokenizer, length) if is_calibrated else None
@@ -115,7 +111,7 @@ def _evaluate_unchanged(request: Request, described: dict[str, Any]) -> None:
     _report_figures(request, figures)
 
 
-def _load(request: Request, source: Path, device: str) -> nn.Module:
+def _load(request: Request, source: Path, device: str, in_float: bool = False) -> nn.Module:
     with console.stage("loading the model", spinner=True):
         return models.load_model(
             source,
@@ -124,6 +120,7 @@ def _load(request: Request, source: Path, device: str) -> nn.Module:
             request.trust_remote_code,
             request.model_attn_implementation,
             request.max_memory,
+            in_float,
         )
 
 

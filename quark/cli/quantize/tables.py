@@ -41,6 +41,7 @@ def show_plan(
     request: Request,
     config: Config,
     described: dict[str, Any],
+    source: str,
     calibration: str,
     outline: nn.Module | None,
 ) -> None:
@@ -50,6 +51,7 @@ def show_plan(
         request: The flags.
         config: The configuration.
         described: Contents of the ``config.json`` of the model.
+        source: How its weights are quantized, "" for a float model.
         calibration: Calibration data, in words.
         outline: The model on the meta device, or None.
     """
@@ -59,6 +61,10 @@ def show_plan(
     kind = described.get("model_type", "unknown type")
     main = describe_layer(config.global_quant_config)
     rows = {"model": f"{request.model_dir}  ({kind}, {size})"}
+    if source:
+        dtype = described.get("dtype") or described.get("torch_dtype") or "float32"
+        dtype = dtype if request.data_type == "auto" else request.data_type
+        rows["source"] = f"{source}, dequantized to {dtype}"
     rows["scheme"] = str(request.quant_scheme or request.recipe or request.config)
     rows |= {"  weights": main.weight, "  inputs": main.input, "  outputs": main.output}
     cache = next(iter(config.kv_cache_quant_config.values()), None)

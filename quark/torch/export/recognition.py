@@ -137,35 +137,52 @@ def open_dequantized(
         model = container.architecture(source, trust_remote_code, **options)
         if dtype is not None:
             cast_float_parameters(model, dtype)
-        return model, DequantizedReader(loading, model, dtype)
+        reader = DequantizedReader(loading, model, dtype)
+        reader.adapt(model)
+        return model, reader
 
 
-def load_dequantized(
+def load_in_float(
     source: str | Path,
     dtype: str | torch.dtype = "auto",
     trust_remote_code: bool = False,
     check_digests: bool = False,
+    max_memory: int | None = None,
+    device: str | torch.device = "cpu",
     **options: Any,
 ) -> nn.Module:
-    """Load the float model of a quantized checkpoint: its values, in float parameters.
+    """Load a model in float: that of a quantized checkpoint has the dequantized values.
 
     Args:
-        source: Directory of a quantized checkpoint, or a file, of any container that is read.
+        source: Directory of a float or quantized checkpoint, or a file, of any container that is
+            read.
         dtype: Type of the float parameters; ``auto`` for the type of the checkpoint.
         trust_remote_code: Whether Python code of the directory may run.
         check_digests: As in ``load_checkpoint``.
+        max_memory: As in ``load_checkpoint``.
+        device: Device of the parameters.
         options: Passed to Transformers, such as ``attn_implementation``.
 
     Raises:
         FileNotFoundError: Files, or their digests, are missing.
-        ValueError: As in ``open_dequantized``, or a scale is not finite.
+        ValueError: As in ``load_checkpoint``; or a quantized checkpoint is of an unknown method, or
+            has a scale that is not finite.
     """
+    source = Path(source)
+    container = recognize_container(source)
+    if not container.is_quantized(source):
+        return load_checkpoint(
+            source, dtype, trust_remote_code, check_digests, max_memory, device, **options
+        )
     if check_digests:
         check_unchanged(source)
     kind = None if dtype == "auto" else getattr(torch, dtype) if isinstance(dtype, str) else dtype
     model, reader = open_dequantized(source, kind, trust_remote_code, **options)
-    with naming(Path(source)):
-        return reader.fill(model)
+    size = sum(entry.nbytes for entry in reader.entries.values())
+    with naming(source):
+        if max_memory is not None or _exceeds_memory(size):
+            return stream_tensors(model, reader, max_memory, device=device)
+        return reader.fill(model).to(device)
 
 
 def read_contents(source: str | Path) -> Contents:

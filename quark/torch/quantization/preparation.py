@@ -104,7 +104,15 @@ def select_layers(
     names = {name: type(module) for name, module in model.named_modules()}
     for name, kind in names.items():
         if issubclass(kind, QuantizedLayer):
-            raise ValueError(f"{name} is quantized already: load the float model again.")
+            raise ValueError(
+                f"{name} is quantized already: load the float model again, or a checkpoint with "
+                "import_model_from_safetensors(None, directory, dequantize=True)."
+            )
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise ValueError(
+            "Transformers loaded this model quantized: load its directory with "
+            "import_model_from_safetensors(None, directory, dequantize=True)."
+        )
     _check_layer_types(names, config)
     candidates = {name: kind for name, kind in names.items() if is_operator(kind)}
     supported = operator_names()

@@ -119,7 +119,7 @@ def measure(
 
     Args:
         directory: Directory of a checkpoint, or a file, of any container that is read.
-        original: Directory of the float model that it was made from.
+        original: Directory of the model that it was made from; a quantized one is dequantized.
         windows: Token identifiers, (windows, length), to run the models on.
         source: Name of their source, for the report.
         batch_size: Windows that run together.
@@ -189,9 +189,9 @@ def _packed(model: nn.Module) -> dict[str, PackedLayer]:
 
 
 def _load(directory: str | Path, device: str, trust_remote_code: bool) -> nn.Module:
-    from quark.torch.export.recognition import load_checkpoint
+    from quark.torch.export.recognition import load_in_float
 
-    return load_checkpoint(directory, trust_remote_code=trust_remote_code).to(device)
+    return load_in_float(directory, trust_remote_code=trust_remote_code).to(device)
 
 
 def _pairs(

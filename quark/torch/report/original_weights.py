@@ -1,4 +1,4 @@
-"""The weights of a float model, read one by one under the names of the layers that hold them."""
+"""The weights of a model in float, read one by one under the names of the layers that hold them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from quark.torch.export.checkpoint.config_json import SECTION, read_config_json
 from quark.torch.export.checkpoint.files import CheckpointReader
 from quark.torch.export.checkpoint.float_model import check_float_model
 from quark.torch.export.checkpoint.transformers_names import rename_for_model
+from quark.torch.export.recognition import open_dequantized
 from quark.torch.quantization.nn.experts import LinearExperts, split_experts
 
 
 class OriginalWeights:
-    """The checkpoint of a float model. Only headers are read until weights are needed.
+    """The checkpoint of a model. Only headers are read until weights are needed.
+
+    Weights of a quantized model are dequantized.
 
     Args:
         directory: Directory of the model.
@@ -28,20 +31,24 @@ class OriginalWeights:
 
     Raises:
         FileNotFoundError: It has no ``config.json`` or no tensors.
-        ValueError: It is damaged or quantized itself, or its tensors are not those of the model
-            that it describes.
+        ValueError: It is damaged or quantized by an unknown method, or its tensors are not those of
+            the model that it describes.
     """
 
     def __init__(self, directory: Path, trust_remote_code: bool = False) -> None:
+        stored = CheckpointReader(directory).entries
+        reader: Any
         if read_config_json(directory).get(SECTION):
-            raise ValueError(f"{directory}: this model is quantized. Give the float model.")
-        reader = CheckpointReader(directory)
-        config = check_float_model(directory, trust_remote_code)
-        model = empty_model(config, reader.entries, directory, trust_remote_code=trust_remote_code)
-        split_experts(model)
+            model, reader = open_dequantized(directory, None, trust_remote_code)
+            split_experts(model)
+        else:
+            config = check_float_model(directory, trust_remote_code)
+            model = empty_model(config, stored, directory, trust_remote_code=trust_remote_code)
+            split_experts(model)
+            reader = rename_for_model(CheckpointReader(directory), model)
         self.directory = directory
-        self.bytes = sum(entry.nbytes for entry in reader.entries.values())
-        self._reader = rename_for_model(reader, model)
+        self.bytes = sum(entry.nbytes for entry in stored.values())
+        self._reader = reader
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._tied: dict[str, list[str]] = {}
         for name, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():

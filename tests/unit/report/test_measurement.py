@@ -210,8 +210,12 @@ def test_another_model_is_refused(quantized, build, tmp_path):
     build("llama", intermediate_size=64).save_pretrained(other)
     with pytest.raises(ValueError, match=r"gate_proj is \[64, 64\], the quantized layer is \[96"):
         measure(path, other)
-    with pytest.raises(ValueError, match=r"this model is quantized\. Give the float"):
-        measure(path, path)
+
+
+def test_a_quantized_original_is_dequantized(quantized):
+    _, path, _ = quantized("int8_wo", "mixtral", num_local_experts=4)
+    layers = by_name(measure(path, path, WINDOWS)).values()
+    assert [layer.error.relative for layer in layers] == [0.0] * len(layers)
 
 
 def test_the_numbers_are_json(quantized):

@@ -69,6 +69,21 @@ class DequantizedReader:
         for name in self.entries:
             yield name, self.tensor(name)
 
+    def adapt(self, model: nn.Module) -> None:
+        """Give the parameters of a float model the types of the tensors, in place.
+
+        Tied parameters that are stored apart are untied.
+
+        Args:
+            model: The model, on the meta device.
+        """
+        for name, source in self.loading.tied.items():
+            if name in self.entries and source in self.entries:
+                put_tensor(model, name, model.state_dict()[name].clone())
+        for name, parameter in model.named_parameters():
+            if name in self.entries:
+                parameter.data = parameter.data.to(self.entries[name].dtype)
+
     def fill(self, model: nn.Module) -> nn.Module:
         """Read all tensors into a float model on the meta device, in place, and return it.
 

@@ -14,7 +14,7 @@ from quark.torch.export.checkpoint.float_source import (
     fill_with_placeholders,
     open_float_model,
 )
-from quark.torch.export.checkpoint.reader import Loading, put_tensor
+from quark.torch.export.checkpoint.reader import Loading, Reader, put_tensor
 from quark.torch.export.checkpoint.scale_checks import check_scales
 from quark.torch.pipeline.memory_limit import divide_memory
 from quark.torch.pipeline.residency import Residency
@@ -48,6 +48,28 @@ def stream_model(
         ValueError: As in ``load_float_model``; or ``max_memory`` is less than what is taken.
     """
     model, files = open_float_model(Path(directory), trust_remote_code, dtype, **options)
+    return stream_tensors(model, files, max_memory, scratch, device)
+
+
+def stream_tensors(
+    model: nn.Module,
+    files: Reader,
+    max_memory: int | None = None,
+    scratch: Scratch | None = None,
+    device: torch.device | str = "cpu",
+) -> nn.Module:
+    """Give a float model on the meta device parameters that are read when they are used, in place.
+
+    Args:
+        model: The model, in the types of its parameters.
+        files: Tensors in float.
+        max_memory: As in ``stream_model``.
+        scratch: As in ``stream_model``.
+        device: Where parameters are brought to.
+
+    Raises:
+        ValueError: A tensor is missing; or ``max_memory`` is less than what is taken.
+    """
     check_buffers(model)
     fill_with_placeholders(model)
     source = FloatSource(model, files)

@@ -75,6 +75,14 @@ class Container(ABC):
     def holds(self, path: Path) -> bool:
         """Whether a file or directory is one of this kind, by its names and first bytes."""
 
+    def is_quantized(self, path: Path) -> bool:
+        """Whether it holds a quantized model, of a known method or not.
+
+        Raises:
+            ValueError: A file is damaged.
+        """
+        return True
+
     def holds_other_model(self, path: Path) -> bool:
         """Whether it holds a model that Transformers loads: in float, or of an unknown method.
 

@@ -114,11 +114,15 @@ class Safetensors(TensorDirectory):
             return False
         return not (path / NATIVE).is_file() or any(path.glob("*.safetensors"))
 
+    def is_quantized(self, path: Path) -> bool:
+        """Whether the ``config.json`` of a directory says how it was quantized."""
+        return bool(read_config_json(path).get(SECTION))
+
     def holds_other_model(self, path: Path) -> bool:
         """Whether a directory holds a float model, or one that another method quantized."""
-        section = read_config_json(path).get(SECTION)
-        if not section:
+        if not self.is_quantized(path):
             return True
+        section = read_config_json(path).get(SECTION)
         method = section.get("quant_method", "quark") if isinstance(section, dict) else None
         return isinstance(method, str) and method not in READ_FORMATS
 

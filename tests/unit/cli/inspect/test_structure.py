@@ -44,9 +44,10 @@ def test_what_stands_in_the_way_of_rotations(quark, bert_dir):
     )
 
 
-def test_a_quantized_model_is_refused(refused, quantize):
+def test_a_quantized_model_has_the_structure_of_the_float_model(quark, quantize, model_dir):
     path, _ = quantize("--quant_scheme", "int8_wo")
-    assert "is quantized. Give the float model" in refused("inspect", path, "--structure")
+    expected = quark("inspect", model_dir, "--structure", "--json").stdout
+    assert quark("inspect", path, "--structure", "--json").stdout == expected
 
 
 def test_printed_structure_is_the_one_that_is_found(quark, model_dir):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quark.torch.export.recognition import load_checkpoint, load_dequantized, open_dequantized
+from quark.torch.export.recognition import load_checkpoint, load_in_float, open_dequantized
 from quark.torch.quantization.config.config import QuantizationConfig, QuaRotConfig
 from quark.torch.quantization.nn.experts import split_experts
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
@@ -64,21 +64,21 @@ class TestEveryFormat:
     def test_a_dense_model_has_the_quantized_values(self, build, batches, export, case):
         mode, configuration = CASES[case]
         frozen = quantized(build(), configuration, batches)
-        assert_same_values(load_dequantized(export(frozen, custom_mode=mode)), frozen)
+        assert_same_values(load_in_float(export(frozen, custom_mode=mode)), frozen)
 
     @pytest.mark.parametrize("case", ["fp8 per block", "ct int4", "ct nvfp4", "gptq", "quark int4"])
     @pytest.mark.parametrize("name", MOES)
     def test_experts_are_stacked_again(self, build, batches, export, name, case):
         mode, configuration = CASES[case]
         frozen = quantized(build(name, **MOES[name]), configuration, batches)
-        model = load_dequantized(export(frozen, custom_mode=mode))
+        model = load_in_float(export(frozen, custom_mode=mode))
         assert model.model.layers[0].mlp.experts.down_proj.dim() == 3
         assert_same_values(model, frozen)
 
     def test_values_beside_scales(self, build, quantize, export):
         frozen = quantize(build(), "int4_wo_32")
         path = export(frozen, weight_format="fake_quantized")
-        assert_same_values(load_dequantized(path), frozen)
+        assert_same_values(load_in_float(path), frozen)
 
     @pytest.mark.parametrize("trained", [False, True])
     def test_rotated_inputs_are_rotated_back(self, build, batches, export, logits, trained):
@@ -89,22 +89,22 @@ class TestEveryFormat:
         rotation = QuaRotConfig(r1=trained, r2=False, r3=False, r4=True, trainable=trained)
         frozen = quantized(model, preset(layers, rotation), batches)
         assert any(m.input_rotation is not None for m in frozen.modules() if hasattr(m, "frozen"))
-        source = load_dequantized(export(frozen))
+        source = load_in_float(export(frozen))
         assert torch.allclose(logits(source), expected, atol=2e-3)
 
 
 class TestTypes:
     def test_quantized_weights_have_the_type_of_the_model(self, build, quantize, export):
         path = export(quantize(build(dtype=torch.bfloat16), "fp8"))
-        assert {p.dtype for p in load_dequantized(path).parameters()} == {torch.bfloat16}
+        assert {p.dtype for p in load_in_float(path).parameters()} == {torch.bfloat16}
 
     def test_another_type_is_rounded_once(self, build, quantize, export):
         path = export(quantize(build(dtype=torch.bfloat16), "int4_wo_32"))
         stored, name = load_file(path / "model.safetensors"), "model.layers.0.mlp.up_proj.weight"
         exact = load_checkpoint(path).model.layers[0].mlp.up_proj.value("weight", torch.float32)
-        wide = load_dequantized(path, "float32").state_dict()
+        wide = load_in_float(path, "float32").state_dict()
         assert torch.equal(wide[name], exact)
-        assert torch.equal(load_dequantized(path, "float16").state_dict()[name], exact.half())
+        assert torch.equal(load_in_float(path, "float16").state_dict()[name], exact.half())
         assert wide["model.norm.weight"].dtype == torch.float32
         assert torch.equal(wide["model.norm.weight"], stored["model.norm.weight"].float())
 
@@ -119,5 +119,5 @@ class TestTypes:
 
     def test_tied_weights_stay_tied(self, build, quantize, export):
         path = export(quantize(build(tie_word_embeddings=True), "fp8"))
-        model = load_dequantized(path)
+        model = load_in_float(path)
         assert model.lm_head.weight is model.model.embed_tokens.weight

@@ -1,0 +1,113 @@
+"""Import of quantized models: packed, or dequantized."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quark.torch.digests import check_unchanged
+from quark.torch.export.checkpoint.config_json import CONFIG, keep_digest, read_config_json
+from quark.torch.export.checkpoint.files import NATIVE, CheckpointReader, NativeReader
+from quark.torch.export.checkpoint.reader import load
+from quark.torch.export.recognition import (
+    load_in_float,
+    naming,
+    open_checkpoint,
+    recognize_format,
+)
+
+
+class ModelImporter:
+    """Reads what ``ModelExporter`` wrote, here or in an earlier version.
+
+    Args:
+        model_info_dir: Directory of the checkpoint.
+        saved_format: "safetensors", or "quark_format" for the native format, with safetensors
+            where there is no native file.
+        multi_device: Accepted for compatibility.
+        check_digests: Whether files are first compared with the digests that were written with
+            them.
+    """
+
+    def __init__(
+        self,
+        model_info_dir: str | Path,
+        saved_format: str = "quark_format",
+        multi_device: bool = False,
+        check_digests: bool = False,
+    ) -> None:
+        if saved_format not in ("quark_format", "safetensors", "hf_format"):
+            raise ValueError(
+                f"saved_format={saved_format!r} is unknown: give safetensors or quark_format."
+            )
+        self.model_info_dir = Path(model_info_dir)
+        self.saved_format = saved_format
+        self.check_digests = check_digests
+        if not self.model_info_dir.is_dir():
+            raise FileNotFoundError(f"{self.model_info_dir} is not a directory.")
+
+    def import_model_info(self, model: nn.Module) -> nn.Module:
+        """Fill the architecture ``model`` in place with the checkpoint and return it.
+
+        Args:
+            model: A float model. Only its structure matters; on the meta device it costs no
+                memory. Where parameters are on a device, they stay there.
+
+        Raises:
+            FileNotFoundError: A file, or its digest, is missing.
+            ValueError: A file is damaged, the configuration is not understood, or tensors do not
+                fit the model. The model is then as it was.
+        """
+        if self.check_digests:
+            check_unchanged(self.model_info_dir)
+        config = read_config_json(self.model_info_dir)
+        fmt = recognize_format(config, str(self.model_info_dir / CONFIG))
+        native = self.saved_format == "quark_format" and (self.model_info_dir / NATIVE).is_file()
+        with naming(self.model_info_dir):
+            reader = (NativeReader if native else CheckpointReader)(self.model_info_dir)
+            return keep_digest(load(model, fmt, reader), config)
+
+
+def import_model_from_safetensors(
+    model: nn.Module | None,
+    model_dir: str | Path,
+    multi_device: bool = False,
+    trust_remote_code: bool = False,
+    attn_implementation: str = "eager",
+    device: str = "cuda",
+    multi_gpu: str | bool | None = False,
+    dequantize: bool = False,
+) -> nn.Module:
+    """Return a model with the checkpoint of ``model_dir``.
+
+    Args:
+        model: The float architecture, or None to build the causal language model that the
+            config.json of the directory describes.
+        model_dir: Directory of the checkpoint.
+        multi_device: Accepted for compatibility.
+        trust_remote_code: Passed to Transformers.
+        attn_implementation: Passed to Transformers.
+        device: Where to put a model that is built here; the CPU if there is no GPU.
+        multi_gpu: Accepted for compatibility.
+        dequantize: Whether to return a float model with the dequantized values, to quantize it in
+            another scheme.
+
+    Raises:
+        FileNotFoundError: A file is missing.
+        ValueError: A file is damaged, says what is not understood, or does not fit the model; or
+            both ``model`` and ``dequantize`` are given.
+    """
+    if model is not None and dequantize:
+        raise ValueError("dequantize=True builds the model itself: give None for model.")
+    if model is not None:
+        return ModelImporter(model_dir, "safetensors").import_model_info(model)
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        device = "cpu"
+    options: dict[str, Any] = {"attn_implementation": attn_implementation}
+    if dequantize:
+        options["trust_remote_code"] = trust_remote_code
+        return load_in_float(model_dir, **options).to(device)
+    return open_checkpoint(model_dir, trust_remote_code, **options).fill().to(device)

@@ -1,0 +1,103 @@
+"""``quark quantize`` of a model that is quantized already: dequantized, and quantized again."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from quark.torch import ModelQuantizer, import_model_from_safetensors
+from quark.torch.export.recognition import load_checkpoint, load_in_float
+from quark.torch.quantization.config.config import Config
+from quark.torch.quantization.config.presets import scheme
+
+INT4 = ("--quant_scheme", "int4_wo_32")
+
+
+@pytest.fixture
+def source(quantize):
+    """A checkpoint in fp8 per tensor, as another tool would read it."""
+    path, _ = quantize("--quant_scheme", "fp8", "--custom_mode", "fp8")
+    return path
+
+
+@pytest.mark.parametrize("algorithm", [(), ("--quant_algo", "gptq")])
+def test_another_scheme(quantize, source, algorithm):
+    path, printed = quantize(*INT4, *algorithm, model=source)
+    assert "fp8_e4m3 per tensor, dequantized to float32" in printed
+    model = load_checkpoint(path)
+    assert model.model.layers[0].mlp.up_proj.quant_config.weight.fmt.bits == 4
+    origin, name = load_in_float(source), "model.layers.0.mlp.up_proj.weight"
+    before, after = (m.state_dict()[name] for m in (origin, load_in_float(path)))
+    assert 0 < (after - before).norm() / before.norm() < 0.2
+    if not algorithm:
+        expected = ModelQuantizer(Config(scheme("int4_wo_32"), exclude=["lm_head"]))
+        again = ModelQuantizer.freeze(expected.quantize_model(origin))
+        assert torch.equal(after, again.state_dict()[name])
+
+
+def test_layers_that_the_configuration_leaves_are_written_dequantized(quantize, source):
+    flags = ("--exclude_layers", "lm_head", "*.0.*")
+    path, _ = quantize(*INT4, *flags, model=source)
+    stored, name = load_file(path / "model.safetensors"), "model.layers.0.mlp.up_proj.weight"
+    codes = load_file(source / "model.safetensors")
+    product = codes[name].float() * codes[name.replace("weight", "weight_scale")]
+    assert torch.equal(stored[name], product)
+    section = json.loads((path / "config.json").read_text())["quantization_config"]
+    assert name.removesuffix(".weight") in section["exclude"]
+
+
+def test_a_mixture_of_experts(quantize, mixtral_dir):
+    source, _ = quantize("--quant_scheme", "int8_wo", model=mixtral_dir)
+    path, printed = quantize("--quant_scheme", "fp8", model=source)
+    assert "int8 per channel sym, dequantized to float32" in printed
+    assert load_checkpoint(path).quant_config.global_quant_config.weight.fmt.is_float
+
+
+def test_few_bits_are_warned_of(quark, quantize, text, tmp_path):
+    source, _ = quantize(*INT4)
+    flags = ("--model_dir", source, "--dataset", text, "--skip_evaluation")
+    result = quark("quantize", *flags, "--output_dir", tmp_path / "again", *INT4)
+    assert result.exit_code == 0, result.output
+    assert "5.12 bits per weight already" in result.stderr  # 4, and a scale for each group
+    path, _ = quantize("--quant_scheme", "int8_wo")
+    flags = ("--model_dir", path, "--dataset", text, "--skip_evaluation")
+    result = quark("quantize", *flags, "--output_dir", tmp_path / "third", *INT4)
+    assert "already" not in result.stderr
+
+
+def test_other_methods_are_refused(refused, model_dir, tmp_path):
+    path = shutil.copytree(model_dir, tmp_path / "hqq")
+    described = json.loads((path / "config.json").read_text())
+    described["quantization_config"] = {"quant_method": "hqq"}
+    (path / "config.json").write_text(json.dumps(described))
+    message = refused("quantize", "--model_dir", path, *INT4)
+    assert "quant_method='hqq' is unknown" in message
+    assert "Give the float model" in message
+
+
+def test_statistics_and_search(quark, source, text, tmp_path):
+    flags = ("--model_dir", source, "--dataset", text, "--num_calib_data", 2, "--seq_len", 16)
+    result = quark("collect", *flags, "--output_dir", tmp_path / "statistics", "--probes", 2)
+    assert result.exit_code == 0, result.output
+    flags = (*flags[:2], "--statistics", tmp_path / "statistics", "--formats", "int4_wo_32,int8_wo")
+    result = quark("search", *flags, "--target_bits", 6, "--output", tmp_path / "mixed.json")
+    assert result.exit_code == 0, result.output
+
+
+def test_a_model_in_memory(source, model_dir):
+    from transformers import AutoModelForCausalLM
+
+    config = Config(scheme("int8_wo"), exclude=["lm_head"])
+    packed = import_model_from_safetensors(None, source)
+    with pytest.raises(ValueError, match="dequantize=True"):
+        ModelQuantizer(config).quantize_model(packed)
+    model = import_model_from_safetensors(None, source, dequantize=True)
+    assert ModelQuantizer(config).quantize_model(model) is model
+    with pytest.raises(ValueError, match="give None for model"):
+        import_model_from_safetensors(model, source, dequantize=True)
+    theirs = AutoModelForCausalLM.from_pretrained(model_dir)
+    theirs.hf_quantizer = object()  # set by Transformers where it quantized a model
+    with pytest.raises(ValueError, match=r"Transformers loaded this model quantized: .*dequantize"):
+        ModelQuantizer(config).quantize_model(theirs)
