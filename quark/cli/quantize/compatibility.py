@@ -30,6 +30,7 @@ NOTED = {
     "file2file_quantization": _WHOLE_MODEL,
     "quant_flow": _WHOLE_MODEL,
     "gpu_resident_blocks": _WHOLE_MODEL,
+    "no_keep_prequantized_layers": "layers that stay in float are dequantized in any case",
 }
 # Flag -> why it is not supported, and what to do.
 REFUSED = {
@@ -39,7 +40,6 @@ REFUSED = {
     "'*experts*' int4_fp8.",
     "enable_native_inference": _KERNELS,
     "native_linear_mode": _KERNELS,
-    "no_keep_prequantized_layers": "only float models can be quantized. Give the float model.",
     "use_mlperf_rouge": "its data is not public. Give --tasks, or your own files with "
     "--include_path.",
     "use_tp": "evaluation runs on one device. Leave it out.",

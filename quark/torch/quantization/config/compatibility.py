@@ -24,6 +24,7 @@ _DAMPING = "{}: the damping is fixed. Leave it out."
 IGNORED: dict[str, dict[str, str]] = {
     "Config": {
         "gpu_resident_blocks": "the whole model is held in memory, which gives the same result",
+        "keep_prequantized_layers": "layers that stay in float are dequantized in any case",
     },
     "QuantizationConfig": {"target_device": "layers stay on their device"},
     "QuantizationSpec": {"enable_buffer_reuse": _KERNEL, "max_input_numel": _KERNEL},
@@ -36,7 +37,6 @@ IGNORED: dict[str, dict[str, str]] = {
 # Class -> option -> message, in which {} stands for the option and its value.
 REFUSED: dict[str, dict[str, str]] = {
     "Config": {
-        "keep_prequantized_layers": "{}: only float models are quantized. Load the float model.",
         "quant_flow": "{}: only standard is supported.",
         "quant_mode": "{}: only eager_mode is supported. Leave it out.",
         "softmax_quant_spec": "{} is not supported: leave it out. Keys and values can be quantized "

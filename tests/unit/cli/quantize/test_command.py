@@ -140,12 +140,6 @@ def test_places_that_cannot_be(refused, model_dir, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_quantized_model_is_refused(refused, quantize, tmp_path):
-    path, _ = quantize("--quant_scheme", "int8_wo")
-    place = ["--model_dir", path, "--output_dir", tmp_path / "again"]
-    assert "is already quantized" in refused("quantize", *place, "--quant_scheme", "fp8")
-
-
 def test_a_failure_leaves_nothing(refused, model_dir, tmp_path):
     place = ["--model_dir", model_dir, "--output_dir", tmp_path / "deep" / "out"]
     message = refused(
