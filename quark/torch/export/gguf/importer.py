@@ -116,10 +116,12 @@ class GgufTensors:
         self.layout = PackedLayout("reorder")
         self.specs: dict[str, QuantizationSpec] = {}
         self.entries: dict[str, TensorHeader] = {}
+        self.origins: dict[str, str] = {}  # name in Quark's format -> name in the file
         for name, key in keys.items():
             tensor = file.tensors[name]
             if tensor.kind in FLOAT_TYPES:
                 self.entries[key] = TensorHeader(file.path.name, tensor.shape, dtype, tensor.bytes)
+                self.origins[key] = name
                 continue
             layer = key.removesuffix(".weight")
             self.specs[layer] = spec = block_spec(tensor.kind, file.blocks(name), name)
@@ -128,30 +130,36 @@ class GgufTensors:
                 size = 0 if part else tensor.bytes
                 header = TensorHeader(file.path.name, shape, part_dtype, size)
                 self.entries[_part_name(layer, part)] = header
+                self.origins[_part_name(layer, part)] = name
         if not self.specs:
             raise ValueError(f"{file.path} is not quantized: load it with Transformers.")
 
     def tensor(self, key: str) -> torch.Tensor:
         """Return one tensor."""
-        return next(tensor for name, tensor in self.tensors() if name == key)
+        return dict(self._parts(self.origins[key]))[key]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Iterate over (name, tensor), in the order of the file."""
-        for name, key in self.keys.items():
-            layer = key.removesuffix(".weight")
-            blocks, kind = self.file.blocks(name), self.file.tensors[name].kind
-            if self.architecture.interleaves and is_rotated(key):
-                # argsort inverts the permutation: rows return to the order of Transformers.
-                blocks = blocks[torch.argsort(interleaved_rows(len(blocks), self.head))]
-            if kind in FLOAT_TYPES:
-                values = blocks.clone().view(FLOAT_TYPES[kind])
-                if self.architecture.norm_offset and key.endswith("norm.weight"):
-                    values = values - self.architecture.norm_offset
-                yield key, values.to(self.dtype)
-                continue
-            parts = self.layout.pack(unpack_blocks(blocks, self.specs[layer], kind), None)
-            for part, tensor in parts.items():
-                yield _part_name(layer, part), tensor
+        for name in self.keys:
+            yield from self._parts(name)
+
+    def _parts(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """Iterate over the tensors in Quark's format that one tensor of the file holds."""
+        key = self.keys[name]
+        layer = key.removesuffix(".weight")
+        blocks, kind = self.file.blocks(name), self.file.tensors[name].kind
+        if self.architecture.interleaves and is_rotated(key):
+            # argsort inverts the permutation: rows return to the order of Transformers.
+            blocks = blocks[torch.argsort(interleaved_rows(len(blocks), self.head))]
+        if kind in FLOAT_TYPES:
+            values = blocks.clone().view(FLOAT_TYPES[kind])
+            if self.architecture.norm_offset and key.endswith("norm.weight"):
+                values = values - self.architecture.norm_offset
+            yield key, values.to(self.dtype)
+            return
+        parts = self.layout.pack(unpack_blocks(blocks, self.specs[layer], kind), None)
+        for part, tensor in parts.items():
+            yield _part_name(layer, part), tensor
 
 
 def _part_name(layer: str, part: str) -> str:

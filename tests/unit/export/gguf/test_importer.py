@@ -11,8 +11,9 @@ from quark.demo.text import model_directory
 from quark.torch import ModelExporter
 from quark.torch.export import convert
 from quark.torch.export.gguf.blocks import block_spec, pack_blocks, unpack_blocks
-from quark.torch.export.recognition import open_checkpoint
+from quark.torch.export.recognition import load_in_float, open_checkpoint
 from quark.torch.quantization.config.config import QuantizationConfig
+from quark.torch.quantization.nn.packed import PackedLayer
 from tests.configurations import config, half_groups
 
 gguf = pytest.importorskip("gguf")
@@ -94,6 +95,16 @@ class TestModel:
         assert loaded.model.layers[1].mlp.down_proj.quant_config.weight.dtype.name == "uint4"
         assert type(loaded.model.layers[0].mlp.up_proj) is torch.nn.Linear
         assert logits(loaded).equal(logits(model))
+        in_float = load_in_float(path)
+        assert not any(isinstance(module, PackedLayer) for module in in_float.modules())
+        assert logits(in_float).equal(logits(model))
+
+    def test_tensors_are_read_one_by_one(self, made):
+        reader = open_checkpoint(made(config(KINDS["Q4_1"]))[1]).reader
+        tensors = dict(reader.tensors())
+        assert tensors.keys() == reader.entries.keys()
+        for name, tensor in tensors.items():
+            assert reader.tensor(name).equal(tensor), name
 
     @pytest.mark.parametrize("context", [8192, 1024])
     def test_frequencies_of_llama3(self, made, logits, context):
