@@ -57,8 +57,7 @@ def open_float_model(
     reader = match_headers(model, files)
     _untie_different(model, reader)
     remember_conversions(model, reader)
-    if model.can_generate():
-        _read_generation_config(model, directory, trust_remote_code)
+    read_generation_config(model, directory, trust_remote_code)
     return model.eval(), files
 
 
@@ -90,8 +89,16 @@ def _untie_different(model: Any, reader: Reader) -> None:
             )
 
 
-def _read_generation_config(model: Any, directory: Path, trust_remote_code: bool) -> None:
-    """Give a model the settings of generation that lie beside it, as Transformers does."""
+def read_generation_config(model: Any, directory: Path, trust_remote_code: bool) -> None:
+    """Give a model of Transformers the settings of generation that lie beside it.
+
+    Args:
+        model: The model.
+        directory: Directory of its files.
+        trust_remote_code: Passed to Transformers.
+    """
+    if not model.can_generate():
+        return
     model.adjust_generation_fn(
         None,
         False,

@@ -21,6 +21,7 @@ from quark.torch.export.checkpoint.config_json import (
     read_config_json,
 )
 from quark.torch.export.checkpoint.files import NATIVE, CheckpointReader
+from quark.torch.export.checkpoint.float_source import read_generation_config
 from quark.torch.export.checkpoint.reader import Loading, Reader, prepare_load
 from quark.torch.export.checkpoint.shards import ShardWriter
 from quark.torch.export.checkpoint.streamed_writer import StreamedState
@@ -68,7 +69,9 @@ class TensorDirectory(Container):
         """Return the float model of a directory; see ``Container.architecture``."""
         entries = self.reader(path).entries
         config = read_config(path, trust_remote_code)
-        return empty_model(config, entries, path, trust_remote_code=trust_remote_code, **options)
+        model = empty_model(config, entries, path, trust_remote_code=trust_remote_code, **options)
+        read_generation_config(model, path, trust_remote_code)
+        return model
 
     def contents(self, path: Path) -> Contents:
         """Return what a directory holds, quantized or not; see ``Container.contents``.

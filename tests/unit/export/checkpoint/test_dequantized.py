@@ -4,6 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from quark.torch.export.checkpoint.float_source import FloatSource
 from quark.torch.export.recognition import load_checkpoint, load_in_float, open_dequantized
 from quark.torch.quantization.config.config import QuantizationConfig, QuaRotConfig
 from quark.torch.quantization.nn.experts import split_experts
@@ -121,3 +122,25 @@ class TestTypes:
         path = export(quantize(build(tie_word_embeddings=True), "fp8"))
         model = load_in_float(path)
         assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+class TestStreaming:
+    @pytest.mark.parametrize("split", [False, True])
+    def test_a_float_source_reads_the_same_values(self, build, quantize, export, split):
+        path = export(quantize(build("mixtral", **MOES["mixtral"]), "fp8"))
+        model, reader = open_dequantized(path)
+        expected = load_in_float(path)
+        if split:
+            split_experts(model)
+            split_experts(expected)
+        source = FloatSource(model, reader)
+        for name, value in expected.state_dict().items():
+            assert torch.equal(source.read([name])[name], value), name
+
+
+def test_settings_of_generation_are_kept(build, quantize, export):
+    model = build()
+    model.generation_config.max_new_tokens = 7
+    path = export(quantize(model, "fp8"))
+    assert load_in_float(path).generation_config.max_new_tokens == 7
+    assert load_checkpoint(path).generation_config.max_new_tokens == 7
