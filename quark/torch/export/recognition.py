@@ -22,7 +22,11 @@ from quark.torch.export.checkpoint.config_json import CONFIG, SECTION, read_conf
 from quark.torch.export.checkpoint.dequantized import DequantizedReader
 from quark.torch.export.checkpoint.float_model import check_float_model, load_float_model
 from quark.torch.export.checkpoint.reader import Loading, cast_float_parameters
-from quark.torch.export.checkpoint.streamed_model import stream_loading, stream_model
+from quark.torch.export.checkpoint.streamed_model import (
+    stream_loading,
+    stream_model,
+    stream_tensors,
+)
 from quark.torch.export.checkpoint_contents import Contents
 from quark.torch.export.containers.base import Container, get_container
 from quark.torch.export.containers.registry import CONTAINERS, SAFETENSORS

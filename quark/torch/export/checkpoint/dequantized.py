@@ -80,6 +80,7 @@ class DequantizedReader:
         for name, source in self.loading.tied.items():
             if name in self.entries and source in self.entries:
                 put_tensor(model, name, model.state_dict()[name].clone())
+                model.config.tie_word_embeddings = False  # type: ignore[union-attr]
         for name, parameter in model.named_parameters():
             if name in self.entries:
                 parameter.data = parameter.data.to(self.entries[name].dtype)
