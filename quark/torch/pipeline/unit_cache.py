@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, NamedTuple
@@ -127,14 +127,16 @@ class UnitCache(ABC):
             self._pins[unit.name] -= 1
 
     def _load_before_forward(self, unit: Unit) -> None:
-        own: Callable[..., Any] = unit.module.forward
+        module: Any = unit.module
+        # The name under which ``change_class`` looks for the forward of the class.
+        module._old_forward = module.forward
 
-        @wraps(own)
+        @wraps(module.forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
             with self._in_use(unit):
-                return own(*args, **kwargs)
+                return module._old_forward(*args, **kwargs)
 
-        unit.module.forward = forward
+        module.forward = forward
 
     def release(self, size: int | None = None) -> None:
         """Release units that are not in use, until so many bytes have room; all without a size."""
