@@ -19,7 +19,6 @@ EVAL_WINDOWS = 16
 TYPED = "COMMANDLINE"  # source of a value that is given on the command line
 
 DataType = Literal["auto", "float16", "bfloat16", "float32"]
-Device = Literal["auto", "cpu", "cuda"]
 
 T = TypeVar("T")
 
@@ -91,8 +90,12 @@ DataTypeFlag = Annotated[
     ),
 ]
 DeviceFlag = Annotated[
-    Device,
-    _model("--device", metavar="DEVICE", help="cpu, cuda, or auto (a GPU if available)."),
+    str,
+    _model(
+        "--device",
+        metavar="DEVICE",
+        help="cpu, a device of torch such as cuda or cuda:1, or auto (a GPU if available).",
+    ),
 ]
 MaxMemory = Annotated[
     int | None,

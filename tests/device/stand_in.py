@@ -85,20 +85,26 @@ class DeviceTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, host, device):
-        tensor = torch.Tensor._make_wrapper_subclass(
-            cls,
-            host.shape,
-            strides=host.stride(),
-            storage_offset=host.storage_offset(),
-            dtype=host.dtype,
-            device=device,
-        )
+        with torch.inference_mode(False):  # views of common tensors are common tensors
+            tensor = torch.Tensor._make_wrapper_subclass(
+                cls,
+                host.shape,
+                strides=host.stride(),
+                storage_offset=host.storage_offset(),
+                dtype=host.dtype,
+                device=device,
+            )
         tensor.host = host
         return tensor
 
     @classmethod
     def __torch_dispatch__(cls, operation, types, args=(), kwargs=None):
-        return _run(operation, args, kwargs or {})
+        kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled():  # torch has not divided compound operations yet
+            result = operation.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return _run(operation, args, kwargs)
 
     def __repr__(self):
         return f"{self.host!r} on {self.device}"

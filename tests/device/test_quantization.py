@@ -7,7 +7,6 @@ by rounding alone, so what counts is how far the outputs are from those of the f
 
 import pytest
 import torch
-from torch import nn
 
 from quark.torch.quantization.config.algo import (
     AutoRoundConfig,

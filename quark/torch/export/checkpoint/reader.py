@@ -105,19 +105,19 @@ class Loading(NamedTuple):
 
     def fill(self) -> nn.Module:
         """Read the tensors into the model and return it."""
-        model, fmt, devices = self.model, self.fmt, self.devices
-        fallback = next((d for d in devices.values() if d.type != "meta"), torch.device("cpu"))
+        model, fmt, places = self.model, self.fmt, _places(self.devices)
+        fallback = places.get("", torch.device("cpu"))
         absent = dict(self.outline)
         for key, tensor in self.reader.tensors():
             name = fmt.state_name(key)
             expected = absent.pop(name, None)
             if expected is not None:
-                device = devices.get(name, fallback)
                 value = fmt.convert_loaded(key, tensor).reshape(expected.shape)
-                put_tensor(model, name, value.to(fallback if device.type == "meta" else device))
+                put_tensor(model, name, value.to(_place(name, places, fallback)))
         for name, expected in absent.items():
             if name.endswith(".zero_point"):
-                put_tensor(model, name, zero_offset(model, name, expected, fallback))
+                place = _place(name, places, fallback)
+                put_tensor(model, name, zero_offset(model, name, expected, place))
             elif name.endswith(".weight_groups"):
                 put_tensor(model, name, None)  # in order
         check_scales(model)
@@ -262,6 +262,29 @@ def tie(model: nn.Module, tied: Mapping[str, str], absent: Collection[str]) -> N
         elif hasattr(model, "config"):
             # Stored separately, so the tensors that the architecture ties differ in this model.
             model.config.tie_word_embeddings = False  # type: ignore[union-attr]
+
+
+def _places(devices: Mapping[str, torch.device]) -> dict[str, torch.device]:
+    """Return the devices of tensors, and of modules by name: that of the first tensor in each.
+
+    Tensors on the meta device have no place yet. Example: b.linear.weight on cuda:1, which is the
+    only tensor -> the place of b.linear.weight, b.linear, b and "" is cuda:1.
+    """
+    places: dict[str, torch.device] = {}
+    for name, device in devices.items():
+        while device.type != "meta":
+            places.setdefault(name, device)
+            if not name:
+                break
+            name = name.rpartition(".")[0]
+    return places
+
+
+def _place(name: str, places: Mapping[str, torch.device], default: torch.device) -> torch.device:
+    """Return the place of a tensor, or of the innermost module around it that has one."""
+    while name and name not in places:
+        name = name.rpartition(".")[0]
+    return places.get(name, default)
 
 
 def outline_of(
