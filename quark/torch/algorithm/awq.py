@@ -93,14 +93,15 @@ def candidate_factors(magnitude: torch.Tensor, weight: torch.Tensor) -> Iterator
         weight: Mean |w| relative to the largest of its group, (size,). The variant divides by
             its power 1 - r, as SmoothQuant does.
     """
+    # Masks instead of selections: the number of channels selected would be read from the device.
     used = magnitude > 0
     for step in range(EXPONENTS) if bool(used.any()) else ():
         r = step / EXPONENTS
-        scaled = magnitude[used] ** r
-        for values in (scaled, scaled / weight[used].clamp(min=1e-4) ** (1 - r)):
-            factors = torch.ones_like(magnitude)
-            factors[used] = (values / (values.max() * values.min()).sqrt()).clamp(1e-4, 1e4)
-            yield factors
+        scaled = magnitude**r
+        for values in (scaled, scaled / weight.clamp(min=1e-4) ** (1 - r)):
+            least = values.masked_fill(~used, torch.inf).min()
+            centre = (values.masked_fill(~used, 0.0).max() * least).sqrt()
+            yield (values / centre).clamp(1e-4, 1e4).masked_fill(~used, 1.0)
 
 
 def _rescale(
@@ -161,20 +162,21 @@ def _search_best(
     return candidates[best if losses[best] <= (1 - min_gain) * losses[0] else 0]
 
 
-def _measure_outputs(layer: FakeQuantizedLayer, edit: Edit, gram: Gram) -> float:
-    """Return the sum of squares of the outputs, to which errors are relative."""
+def _measure_outputs(layer: FakeQuantizedLayer, edit: Edit, gram: Gram) -> torch.Tensor:
+    """Return the sum of squares of the outputs, to which errors are relative, [] float64."""
     assert gram.total is not None
-    return float(output_error(to_matrix(layer.weight.detach().float(), edit.axis), gram.total))
+    squares = output_error(to_matrix(layer.weight.detach().float(), edit.axis), gram.total)
+    return squares.double().clamp(min=1e-30)
 
 
 def _measure_loss(
     factors: torch.Tensor,
     edits: list[tuple[str, FakeQuantizedLayer, Edit]],
-    squares: list[float],
+    squares: list[torch.Tensor],
     grams: dict[str, Gram],
 ) -> float:
     """Return the sum over layers of the squared error of the outputs, relative to their squares."""
-    loss = 0.0
+    loss = torch.zeros((), dtype=torch.float64, device=factors.device)
     for (name, layer, edit), square in zip(edits, squares, strict=True):
         weight = layer.weight.detach().float()
         by = broadcast_along(expand_to_channels(factors, edit), weight, edit.axis)
@@ -182,8 +184,8 @@ def _measure_loss(
         change = layer.weight_quantizer.fake_quantize_copy(weight * by).div_(by).sub_(weight)
         gram = grams[name].total
         assert gram is not None
-        loss += float(output_error(to_matrix(change, edit.axis), gram)) / max(square, 1e-30)
-    return loss
+        loss += output_error(to_matrix(change, edit.axis), gram).double() / square
+    return float(loss)
 
 
 def _measure_magnitude(layer: FakeQuantizedLayer, edit: Edit, size: int) -> torch.Tensor:

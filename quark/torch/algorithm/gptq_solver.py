@@ -48,7 +48,7 @@ def inverse_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor | None
         if not failed:
             inverse = torch.cholesky_inverse(lower)
             upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
-            if not failed and bool(upper.isfinite().all()):
+            if bool((failed == 0) & upper.isfinite().all()):
                 if fraction > first:
                     logger.warning("A Hessian is ill-conditioned: damped by %g.", fraction)
                 result: torch.Tensor = upper

@@ -159,10 +159,14 @@ def _not_rescalable(context: Context, algorithm: str, producer: str, layers: lis
 def consumer_edits(
     group: RescalingGroup, context: Context
 ) -> list[tuple[str, FakeQuantizedLayer, Edit]]:
-    """Return name, layer and edit of the weight of each quantized consumer."""
+    """Return name, layer and edit of the weight of each quantized consumer.
+
+    The indices of an edit lie on the device of its weight.
+    """
     edits = {edit.parameter: edit for edit in group.edits if edit.power > 0}
     names = [n for n in group.consumers if n in context.layers and f"{n}.weight" in edits]
-    return [(n, context.layers[n], edits[f"{n}.weight"]) for n in names]
+    layers = {n: context.layers[n] for n in names}
+    return [(n, m, edits[f"{n}.weight"].to(m.weight.device)) for n, m in layers.items()]
 
 
 def producer_edit(

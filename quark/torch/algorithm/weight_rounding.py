@@ -179,7 +179,8 @@ def round_layer(
     hessian = gram.total / max(gram.tokens, 1)
     diagonal = hessian.diagonal()
     unused = diagonal == 0
-    diagonal[unused] = diagonal[~unused].mean() if bool((~unused).any()) else 1.0
+    if bool(unused.any()):
+        diagonal[unused] = diagonal[~unused].mean() if bool((~unused).any()) else 1.0
     clipped_weight = clip_weight(layer, hessian)
     if clipped_weight is not None:
         quantizer.compute_block_scales(clipped_weight)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -35,6 +35,10 @@ class Edit:
     index: torch.Tensor
     power: int
     offset: float = 0.0
+
+    def to(self, device: torch.device) -> Edit:
+        """Return the same edit with its indices on a device."""
+        return replace(self, index=self.index.to(device))
 
     @torch.no_grad()
     def apply_(self, model: nn.Module, factors: torch.Tensor) -> None:

@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 
 def is_finite(x: torch.Tensor) -> bool:
     """Whether no value is NaN or infinite, by one pass without a temporary tensor."""
-    if not x.numel() or not x.is_floating_point():
-        return True
+    return bool(_flag_finite(x)) if _may_be_infinite(x) else True
+
+
+def find_infinite(tensors: Mapping[str, torch.Tensor]) -> str | None:
+    """Return the name of the first tensor with NaN or infinite values, None if there is none.
+
+    The CPU waits once for each device.
+    """
+    flags: dict[torch.device, dict[str, torch.Tensor]] = {}
+    for name, x in tensors.items():
+        if _may_be_infinite(x):
+            flags.setdefault(x.device, {})[name] = _flag_finite(x)
+    infinite = {
+        name
+        for by_name in flags.values()
+        for name, flag in zip(by_name, torch.stack([*by_name.values()]).tolist(), strict=True)
+        if not flag
+    }
+    return next((name for name in tensors if name in infinite), None)
+
+
+def _may_be_infinite(x: torch.Tensor) -> bool:
+    return x.numel() > 0 and x.is_floating_point()
+
+
+def _flag_finite(x: torch.Tensor) -> torch.Tensor:
+    """Return whether all values are finite, [] bool on the device of the tensor."""
     x = x.detach()
-    return bool(torch.stack((x.float() if x.itemsize == 1 else x).aminmax()).isfinite().all())
+    return torch.stack((x.float() if x.itemsize == 1 else x).aminmax()).isfinite().all()
 
 
 def check_finite(name: str, x: torch.Tensor) -> None:

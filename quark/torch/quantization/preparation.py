@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from quark.torch.graph.residency import residency_of
-from quark.torch.numerics.finite import check_finite
+from quark.torch.numerics.finite import check_finite, find_infinite
 from quark.torch.quantization.config.compatibility import check_compatibility, warn_about_ignored
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import assign, report_unmatched
@@ -192,9 +192,10 @@ def check_parameters(model: nn.Module) -> None:
     """
     if residency_of(model) is not None:
         return
-    for name, parameter in model.named_parameters():
-        if not parameter.is_meta:
-            check_finite(name, parameter)
+    parameters = {n: p for n, p in model.named_parameters() if not p.is_meta}
+    name = find_infinite(parameters)
+    if name is not None:
+        check_finite(name, parameters[name])
 
 
 def check_fit(name: str, module: nn.Module, layer: QuantizationConfig) -> None:

@@ -176,11 +176,13 @@ class TensorQuantizer(nn.Module):
         """Whether the quantizer needs scales from observed statistics before it can quantize."""
         return self.spec.needs_data
 
-    def compute_scales(self, x: torch.Tensor | None = None) -> None:
+    def compute_scales(self, x: torch.Tensor | None = None, is_finite: bool = False) -> None:
         """Compute the scales from the observed statistics and stop observing.
 
         Args:
             x: The tensor itself if it is constant (a weight or bias): a second stage needs it.
+            is_finite: Whether the tensor is known to be finite. Then the statistics are not
+                checked, and the CPU does not wait for the device.
 
         Raises:
             RuntimeError: Nothing was observed.
@@ -193,7 +195,10 @@ class TensorQuantizer(nn.Module):
             self.scale_2 = self.observer.tensor_scale(self.scheme)
         if self.is_dynamic:
             return
-        self.scale, self.zero_point = self.observer.calculate_qparams()
+        if is_finite and isinstance(self.observer, MinMaxObserver):
+            self.scale, self.zero_point = self.observer.qparams()
+        else:
+            self.scale, self.zero_point = self.observer.calculate_qparams()
         if self.spec.quantizes_codes and x is not None:
             # The second stage may exceed the codes of the first by a third: -2 / 1.5 in int2.
             largest = self.observer.largest / (1.5 * self.scheme.fmt.max_value)
@@ -221,13 +226,14 @@ class TensorQuantizer(nn.Module):
         """Compute the scales of another tensor, such as a clipped weight.
 
         Args:
-            x: A tensor of the same shape. The tensor scale of two-level scales does not change.
+            x: A finite tensor of the same shape. The tensor scale of two-level scales does not
+                change.
         """
         if self.scheme.scale.two_level and self.scale_2 is not None:
             self.set_tensor_scale(self.scale_2, x)
         else:
             self.observer(x)
-            self.compute_scales(x)
+            self.compute_scales(x, is_finite=True)
             self.observer.reset()
 
     def qparams(self, x: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -267,11 +273,12 @@ class TensorQuantizer(nn.Module):
     def fake_quantize_copy(self, x: torch.Tensor) -> torch.Tensor:
         """Return a fake-quantized copy of ``x``, under scales computed from ``x``.
 
-        The scales of the quantizer do not change.
+        The scales of the quantizer do not change. Values that are not finite give others of that
+        kind.
         """
         other = TensorQuantizer(self.spec)
         other.observer(x)
-        other.compute_scales(x)
+        other.compute_scales(x, is_finite=True)
         return other.freeze_(x.clone())
 
     def column_rounder(self, shape: tuple[int, ...], axis: int) -> ColumnRounding:
