@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -21,11 +22,22 @@ def check_buffers(model: nn.Module) -> None:
         )
 
 
-def compute_buffers(model: nn.Module, device: torch.device) -> None:
-    """Compute the buffers that no checkpoint stores, where they are on the meta device."""
+def compute_buffers(model: nn.Module, device: torch.device, stored: Container[str] = ()) -> None:
+    """Compute the buffers that no checkpoint stores, where they are on the meta device.
+
+    Args:
+        model: The model.
+        device: Where to compute them.
+        stored: Names of buffers that a checkpoint stores, and that are read later.
+    """
     for path, module in model.named_modules():
         buffers = module._buffers
-        absent = {n: b for n, b in buffers.items() if b is not None and b.is_meta}
+        owner = f"{path}." if path else ""
+        absent = {
+            n: b
+            for n, b in buffers.items()
+            if b is not None and b.is_meta and f"{owner}{n}" not in stored
+        }
         if not absent:
             continue
         # Transformers initializes a whole module, and some parts of it too (CLIP: the embeddings in

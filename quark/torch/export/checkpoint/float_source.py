@@ -115,29 +115,36 @@ def read_generation_config(model: Any, directory: Path, trust_remote_code: bool)
     )
 
 
-def fill_with_placeholders(model: nn.Module) -> None:
+def fill_with_placeholders(model: nn.Module, device: torch.device | str = "cpu") -> None:
     """Replace tensors on the meta device by zeros that take no memory, in place.
 
     Each tensor is one zero, expanded to the shape. Tied parameters stay tied, and others have
     addresses of their own, so that a model without values is handled like any other. Buffers that
     no checkpoint stores stay as they are.
+
+    Args:
+        model: The model.
+        device: Device of the zeros. Parameters begin on the device where they will stay, since
+            torch does not move the values of a parameter to every kind of device.
     """
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
                 if id(parameter) not in made:
-                    made[id(parameter)] = nn.Parameter(placeholder(parameter), requires_grad=False)
+                    made[id(parameter)] = nn.Parameter(
+                        placeholder(parameter, device), requires_grad=False
+                    )
                 module._parameters[name] = made[id(parameter)]
         for name, buffer in module._buffers.items():
             is_stored = name not in module._non_persistent_buffers_set
             if buffer is not None and buffer.is_meta and is_stored:
-                module._buffers[name] = placeholder(buffer)
+                module._buffers[name] = placeholder(buffer, device)
 
 
-def placeholder(tensor: torch.Tensor) -> torch.Tensor:
-    """Return zeros of the shape and type of a tensor, on the CPU, that take no memory."""
-    return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+def placeholder(tensor: torch.Tensor, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Return zeros of the shape and type of a tensor that take no memory."""
+    return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
 
 
 class _Slice(NamedTuple):

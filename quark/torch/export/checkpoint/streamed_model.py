@@ -71,7 +71,7 @@ def stream_tensors(
         ValueError: A tensor is missing; or ``max_memory`` is less than what is taken.
     """
     check_buffers(model)
-    fill_with_placeholders(model)
+    fill_with_placeholders(model, device)
     source = FloatSource(model, files)
     _read_buffers(model, source, torch.device(device))
     compute_buffers(model, torch.device(device))
@@ -104,7 +104,7 @@ def stream_loading(
             read are not sound.
     """
     model = loading.model
-    compute_buffers(model, torch.device(device))
+    compute_buffers(model, torch.device(device), loading.outline)
     weights, activations = divide_memory(max_memory)
     PackedResidency(model, loading, weights, device, activations)
     return model.eval()
