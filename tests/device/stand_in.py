@@ -250,6 +250,7 @@ class _Module:
     """Functions of ``torch.standin``; as long as it is not in use, there is no device."""
 
     is_in_use = False
+    free = 1 << 40  # bytes
 
     def is_initialized(self):
         return True
@@ -271,6 +272,9 @@ class _Module:
 
     def empty_cache(self):
         pass
+
+    def mem_get_info(self, device=None):
+        return self.free, 1 << 40
 
     def manual_seed_all(self, seed):
         pass

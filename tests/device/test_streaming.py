@@ -94,3 +94,13 @@ def test_quantized_checkpoint(plain, batches, device, tmp_path):
         torch.testing.assert_close(
             y, expected(WINDOWS).logits, rtol=0, atol=0 if device == TYPE else 1e-2
         )
+
+
+def test_memory_of_the_device_bounds_the_weights(standin, directory, monkeypatch):
+    """A model that does not fit on the device is streamed; half of the device is for weights."""
+    size = (directory / "model.safetensors").stat().st_size
+    options = {"device": standin, "attn_implementation": "eager"}
+    assert residency_of(load_checkpoint(directory, **options)) is None
+    monkeypatch.setattr(type(torch.standin), "free", size)
+    assert residency_of(load_checkpoint(directory, **options)).limit == size // 2
+    assert residency_of(load_checkpoint(directory, attn_implementation="eager")) is None

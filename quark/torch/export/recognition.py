@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 
@@ -33,6 +32,7 @@ from quark.torch.export.containers.registry import CONTAINERS, SAFETENSORS
 from quark.torch.export.formats.base import ExportFormat, format_class
 from quark.torch.export.formats.registry import READ_FORMATS
 from quark.torch.export.verification import Verdict
+from quark.torch.pipeline.memory_limit import free_memory
 
 _WORK = 1.8  # memory that a model in memory and the work on it take, in sizes of its files
 
@@ -287,7 +287,7 @@ def load_checkpoint(
     if check_digests:
         check_unchanged(source)
     container = recognize_container(source)
-    streams = max_memory is not None or _exceeds_memory(container.size(source))
+    streams = max_memory is not None or _exceeds_memory(container.size(source), device)
     with naming(source):
         if container.holds_other_model(source):
             if streams:
@@ -305,9 +305,9 @@ def load_checkpoint(
     return cast_float_parameters(model, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
 
 
-def _exceeds_memory(size: int) -> bool:
+def _exceeds_memory(size: int, device: str | torch.device) -> bool:
     """Whether a model of so many bytes, and the work on it, take more than is free."""
-    return size * _WORK > float(psutil.virtual_memory().available)
+    return size * _WORK > free_memory(device)
 
 
 def _check_safetensors(source: Path, container: Container) -> None:

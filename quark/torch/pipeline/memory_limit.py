@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import psutil
+import torch
 
 _WEIGHTS, _ACTIVATIONS = 2, 4  # parts of what is left that parameters and activations may take
 
@@ -13,20 +14,38 @@ class MemoryLimit(NamedTuple):
     """Bounds of what grows with a model and its data.
 
     Attributes:
-        weights: Bytes of parameters.
-        activations: Bytes of activations.
+        weights: Bytes of parameters, on their device.
+        activations: Bytes of activations, in main memory.
     """
 
     weights: int
     activations: int
 
 
-def divide_memory(bound: int | None = None) -> MemoryLimit:
+def free_memory(device: torch.device | str = "cpu") -> int:
+    """Return the bytes that are free where a model on a device is loaded: in main memory as well.
+
+    Devices that do not know their memory count as large.
+    """
+    main = int(psutil.virtual_memory().available)
+    free = _free_on_device(torch.device(device))
+    return main if free is None else min(main, free)
+
+
+def _free_on_device(device: torch.device) -> int | None:
+    if device.type == "cpu":
+        return None
+    ask = getattr(torch.get_device_module(device), "mem_get_info", None)
+    return None if ask is None else int(ask(device)[0])
+
+
+def divide_memory(bound: int | None = None, device: torch.device | str = "cpu") -> MemoryLimit:
     """Divide what a process may still take: the rest is for the work on one block.
 
     Args:
         bound: Bytes that the process may take in all, what it has taken included; None for what
             the machine has free.
+        device: Device of the parameters, of whose free memory they take at most half.
 
     Raises:
         ValueError: The process has taken more than that.
@@ -38,7 +57,9 @@ def divide_memory(bound: int | None = None) -> MemoryLimit:
             f"max_memory: {_megabytes(bound or 0)} are less than the {_megabytes(taken)} that this "
             "process has taken before a model is loaded. Give more."
         )
-    return MemoryLimit(left // _WEIGHTS, left // _ACTIVATIONS)
+    free = _free_on_device(torch.device(device))
+    room = left if free is None else free if bound is None else min(left, free)
+    return MemoryLimit(room // _WEIGHTS, left // _ACTIVATIONS)
 
 
 def _megabytes(size: int) -> str:

@@ -75,7 +75,7 @@ def stream_tensors(
     source = FloatSource(model, files)
     _read_buffers(model, source, torch.device(device))
     compute_buffers(model, torch.device(device))
-    weights, activations = divide_memory(max_memory)
+    weights, activations = divide_memory(max_memory, device)
     Residency(model, source, weights, scratch or Scratch(), device, activations)
     return model.eval()
 
@@ -105,7 +105,7 @@ def stream_loading(
     """
     model = loading.model
     compute_buffers(model, torch.device(device), loading.outline)
-    weights, activations = divide_memory(max_memory)
+    weights, activations = divide_memory(max_memory, device)
     PackedResidency(model, loading, weights, device, activations)
     return model.eval()
 
