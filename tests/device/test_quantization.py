@@ -53,7 +53,7 @@ ALGORITHMS = {
     "yaqa": ("int4_wo_32", YaqaConfig()),
     "spinquant": ("int8", RotationConfig(r2=True, trainable=True)),
 }
-SLOW = {"spinquant"}
+SLOW = {"spinquant", "awq and gptq"}
 
 
 @pytest.fixture
@@ -90,7 +90,8 @@ def test_static_scales_with_key_value_cache(compare):
 )
 def test_algorithms(compare, name):
     scheme, *algorithms = ALGORITHMS[name]
-    changes = {"num_hidden_layers": 1, "intermediate_size": 64} if name == "yaqa" else {}
+    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}
+    changes = sizes if name == "yaqa" else {}
     compare(preset(scheme, *algorithms), amplifies=True, **changes)
 
 

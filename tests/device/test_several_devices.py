@@ -33,7 +33,7 @@ CONFIGS = {
     "quarot": preset("int8", QuaRotConfig()),
     "spinquant": preset("int8", RotationConfig(r2=True, trainable=True)),
 }
-SLOW = {"gptaq", "yaqa", "spinquant", "autosmoothquant"}
+SLOW = {"awq", "gptaq", "yaqa", "spinquant", "autosmoothquant"}
 
 
 @pytest.fixture
