@@ -184,7 +184,7 @@ def load_in_float(
     model, reader = open_dequantized(source, kind, trust_remote_code, **options)
     size = sum(entry.nbytes for entry in reader.entries.values())
     with naming(source):
-        if max_memory is not None or _exceeds_memory(size):
+        if max_memory is not None or _exceeds_memory(size, device):
             return stream_tensors(model, reader, max_memory, device=device)
         return reader.fill(model).to(device)
 
