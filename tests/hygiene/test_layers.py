@@ -47,7 +47,7 @@ LAYERS = [
     {"quark.torch.algorithm.registry"},
     {"quark.torch.quantization.algorithms", "quark.torch.quantization.reachability"},
     {"quark.torch.quantization.checks"},
-    {"quark.torch.quantization.api", "quark.torch.statistics"},
+    {"quark.torch.statistics"},
     {
         "quark.torch.export.formats.layouts",
         "quark.torch.export.checkpoint.files",
@@ -59,6 +59,7 @@ LAYERS = [
     {"quark.torch.export.checkpoint_contents", "quark.torch.export.verification"},
     {"quark.torch.export.gguf", "quark.torch.export.onnx"},
     {"quark.torch.export"},
+    {"quark.torch.quantization.api"},
     {"quark.torch.report", "quark.torch.search", "quark.torch.diffusion", "quark.demo"},
     {"quark.cli"},
     {"quark.cli.inspect"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,6 +12,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from quark.torch.export.containers.base import ExportSettings
+from quark.torch.export.containers.safetensors import CopiedFiles
+from quark.torch.export.file_to_file import quantize_files
 from quark.torch.graph.parameter_writes import Recorder, announce_write, record_writes
 from quark.torch.graph.residency import iterate_parts, residency_of
 from quark.torch.pipeline.activation_store import activation_limit, offload_directory
@@ -122,6 +125,66 @@ class ModelQuantizer:
         with offload_directory(self.offload_dir), activation_limit(limit):
             yield
 
+    def direct_quantize_checkpoint(
+        self,
+        pretrained_model_path: str | Path,
+        save_path: str | Path,
+        keep_excluded_layers_as_original_model_state: bool = False,
+        *legacy_device_args: str | torch.device,
+        weight_converters: list[Any] | None = None,
+        device: str | torch.device | Sequence[str | torch.device] | None = None,
+        presharded_weights: dict[str, int] | None = None,
+        custom_mode: str = "quark",
+        overwrite: bool = False,
+    ) -> None:
+        """Quantize the files of a float model to the files of a quantized one, tensor by tensor.
+
+        No model is in memory: a few of its largest tensors are. The files are those that
+        ``quantize_model``, ``freeze`` and ``ModelExporter`` write, byte for byte. Everything that
+        weights alone decide can be quantized: schemes of weights, and with dynamic activations.
+        Architectures that Transformers does not know are quantized by the names and shapes of
+        their tensors, and a warning lists which.
+
+        Args:
+            pretrained_model_path: Directory of the float model, with safetensors.
+            save_path: Directory to write. It is written beside and renamed when complete.
+            keep_excluded_layers_as_original_model_state: Whether tensors that are not quantized
+                keep the types of the files; by default they take that of ``config.json``.
+            legacy_device_args: A device, for callers that pass ``device`` by position.
+            weight_converters: Not supported: names are converted as Transformers does it.
+            device: Device that quantizes, or several that take turns; None for the CPU.
+            presharded_weights: Not supported: files hold whole tensors.
+            custom_mode: Checkpoint format, a name of ``FORMATS`` (`export/formats/registry.py`).
+            overwrite: Whether an output may be replaced.
+
+        Raises:
+            FileExistsError: ``save_path`` is in use and ``overwrite`` is off.
+            FileNotFoundError: A file of the model is missing.
+            OSError: The disk is too full. Nothing is left behind.
+            TypeError: There is more than one device by position.
+            ValueError: The configuration has algorithms or static activations or does not fit, the
+                model is quantized already, a file is damaged or has values that are not finite, or
+                the format cannot hold a layer.
+        """
+        if weight_converters or presharded_weights:
+            name = "weight_converters" if weight_converters else "presharded_weights"
+            raise ValueError(
+                f"{name} is not supported: names are converted as Transformers does it, from files "
+                "that hold whole tensors. Leave it out."
+            )
+        _log_to_terminal(self.config.log_severity_level)
+        source = Path(pretrained_model_path)
+        quantize_files(
+            self.config,
+            source,
+            Path(save_path),
+            ExportSettings(custom_mode=custom_mode, tokenizer=CopiedFiles(source)),
+            overwrite,
+            keep_excluded_layers_as_original_model_state,
+            devices=_devices(legacy_device_args, device),
+        )
+        logger.info("Checkpoint quantization has been completed.")
+
     @staticmethod
     @torch.no_grad()
     def freeze(
@@ -152,6 +215,19 @@ class ModelQuantizer:
                 if part.holds(name) and not layer.frozen:
                     _freeze(layer, owners)
         return model
+
+
+def _devices(legacy: tuple[str | torch.device, ...], device: Any) -> list[torch.device]:
+    """Return the devices of ``device`` or of an argument by position; the CPU without.
+
+    Raises:
+        TypeError: There is more than one by position, or both.
+    """
+    if len(legacy) > (device is None):
+        raise TypeError("Give one device, by keyword: device='cuda'.")
+    given = legacy[0] if legacy else device or "cpu"
+    several = [given] if isinstance(given, (str, torch.device)) else given
+    return [torch.device(each) for each in several]
 
 
 class _Formatter(logging.Formatter):

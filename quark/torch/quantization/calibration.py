@@ -78,6 +78,21 @@ def calibrate_parameters(model: nn.Module, config: Config | None = None) -> None
     next(bar, None)
 
 
+def calibrate_layers(layers: Mapping[str, FakeQuantizedLayer], config: Config) -> None:
+    """Compute the scales of weights and biases of some layers, and merge those that layers share.
+
+    Args:
+        layers: Layers by name: all or none of those that share a scale.
+        config: Configuration of the model.
+
+    Raises:
+        ValueError: A weight or bias has NaN or infinite values; the layer is named.
+    """
+    for name, layer in layers.items():
+        _compute_parameter_scales(name, layer)
+    _share(layers, config, "weight")
+
+
 def _compute_parameter_scales(name: str, layer: FakeQuantizedLayer) -> None:
     for tensor, quantizer in layer.parameter_quantizers().items():
         value = getattr(layer, tensor)

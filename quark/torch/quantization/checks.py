@@ -76,7 +76,7 @@ def check(
                 config, layers = leave_unreached_in_float(model, config, layers, data)
         stack_experts(experts, keep=layers)
         keys = key_projections(layers, config)
-        config = _with_shared_inputs(config, model, data) if shares else config
+        config = with_shared_inputs(config, model, data) if shares else config
         if keys:
             prove_keys(model, keys, _trial_run(model, data))
     batches = () if data is None else data
@@ -156,7 +156,7 @@ def _trial_run(model: nn.Module, batches: Iterable[Any] | None) -> Callable[[], 
     return lambda: run_batch(model, take_excerpt(first))
 
 
-def _with_shared_inputs(config: Config, model: nn.Module, batches: Iterable[Any] | None) -> Config:
+def with_shared_inputs(config: Config, model: nn.Module, batches: Iterable[Any] | None) -> Config:
     """Return the configuration with the layers that share an input in this model.
 
     Without data the model runs on any tokens; a model that does not take tokens has no groups.

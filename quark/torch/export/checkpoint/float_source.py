@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from quark.torch.export.checkpoint.architecture import empty_model, read_config
+from quark.torch.export.checkpoint.architecture import empty_model, model_class, read_config
 from quark.torch.export.checkpoint.files import CheckpointReader
 from quark.torch.export.checkpoint.float_model import match_headers
 from quark.torch.export.checkpoint.header_checks import tied_names
@@ -39,6 +40,9 @@ def open_float_model(
         ValueError: Transformers does not know the architecture, or tensors do not fit it.
     """
     config = read_config(directory, trust_remote_code)
+    cls = model_class(config, directory, trust_remote_code)
+    if not isinstance(config, getattr(cls, "config_class", None) or object):
+        config = cls.config_class.from_pretrained(directory)  # of a type with the same layers
     files = CheckpointReader(directory)
     if dtype != "auto":
         config.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
@@ -62,17 +66,17 @@ def open_float_model(
 
 
 def _set_types(model: Any, dtype: torch.dtype) -> None:
-    """Give parameters that Transformers keeps in float32 that type."""
+    """Give tensors that Transformers keeps in float32 that type."""
     from transformers.core_model_loading import build_glob_alternation
 
     wide = model._get_dtype_plan(dtype)
     if not wide:
         return
     pattern, patterns, _ = build_glob_alternation(list(wide))
-    for name, parameter in model.named_parameters():
+    for name, tensor in model.state_dict(keep_vars=True).items():
         match = pattern.search(name)
         if match is not None:
-            parameter.data = parameter.data.to(wide[patterns[match.lastgroup]])
+            tensor.data = tensor.data.to(wide[patterns[match.lastgroup]])
 
 
 def _untie_different(model: Any, reader: Reader) -> None:
@@ -204,6 +208,17 @@ class FloatSource:
                         places = layout.layer_names(module.num_experts)
                         slices |= {f"{name}.{place}.{part}": one for place in places}
         return slices
+
+    def keep_types(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Read tensors in the types of the files, and give placeholders these types.
+
+        Args:
+            tensors: Placeholders by their names in the model.
+        """
+        for name, tensor in tensors.items():
+            dtype = self._reader.entries[self.origin(name)].dtype
+            tensor.data = torch.zeros((), dtype=dtype).expand(tensor.shape)
+            self._types[name] = tensor.shape, dtype
 
     def origin(self, name: str) -> str:
         """Return the name of the tensor that is read for a tensor; equal for slices of one."""

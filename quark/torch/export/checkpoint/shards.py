@@ -62,7 +62,10 @@ class ShardWriter:
 
         self._directory, self._entries, self._places = directory, entries, dict[str, _Place]()
         self._stem = stem
-        outline = {name: tensor.to("meta") for name, tensor in entries.items()}
+        outline = {  # with memory of their own: views count as the whole tensor
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            for name, tensor in entries.items()
+        }
         self._plan = split_torch_state_dict_into_shards(
             outline,
             filename_pattern=f"{stem}{{suffix}}.safetensors",
@@ -111,7 +114,9 @@ class ShardWriter:
         if name not in self._missing:
             raise ValueError(f"{name} is written twice.")
         place = self._places[name]
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        whole = tensor.detach().cpu().contiguous()
+        flat = whole.as_strided((whole.numel(),), (1,))  # one element may have any stride
+        data = flat.view(torch.uint8).numpy().data
         with place.file.open("r+b", buffering=0) as opened:
             opened.seek(place.start)
             written = 0

@@ -283,7 +283,9 @@ def write_model_files(
 
     config: Any = getattr(model, "config", None)
     digest = getattr(model, CALIBRATION, None)
-    if not hasattr(config, "save_pretrained"):
+    if isinstance(config, Mapping):
+        write_json(directory / "config.json", {**config, "quantization_config": section})
+    elif not hasattr(config, "save_pretrained"):
         architectures = [type(model).__name__]
         write_json(
             directory / "config.json",

@@ -39,7 +39,7 @@ from quark.torch.graph.residency import residency_of
 from quark.torch.pipeline.batches import show_progress
 
 _COPIED = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")  # not weights
-_NOT_COPIED = ("config.json", ".index.json", "quantize_config.json", "quant_config.json")
+_NOT_COPIED = ("config.json", "quantize_config.json", "quant_config.json")
 
 
 class TensorDirectory(Container):
@@ -185,9 +185,9 @@ class CopiedFiles:
     def save_pretrained(self, directory: str | Path) -> None:
         """Copy the files that do not exist in ``directory`` yet."""
         for file in sorted(self.directory.iterdir()):
-            is_copied = file.suffix in _COPIED and not file.name.endswith(_NOT_COPIED)
+            is_kept = file.name in _NOT_COPIED or file.name.endswith(".index.json")
             place = Path(directory) / file.name
-            if is_copied and file.is_file() and not place.exists():
+            if file.suffix in _COPIED and not is_kept and file.is_file() and not place.exists():
                 shutil.copyfile(file, place)
 
 

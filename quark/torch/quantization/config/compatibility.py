@@ -37,7 +37,8 @@ IGNORED: dict[str, dict[str, str]] = {
 # Class -> option -> message, in which {} stands for the option and its value.
 REFUSED: dict[str, dict[str, str]] = {
     "Config": {
-        "quant_flow": "{}: only standard is supported.",
+        "quant_flow": "{}: quantize_model supports standard only. Leave it out, or call "
+        "direct_quantize_checkpoint for file2file.",
         "quant_mode": "{}: only eager_mode is supported. Leave it out.",
         "softmax_quant_spec": "{} is not supported: leave it out. Keys and values can be quantized "
         "by kv_cache_quant_config.",

@@ -23,14 +23,17 @@ TYPES = (
 def tensors():
     made = {f"layers.{i}.{t}": torch.randn(3, 5).to(t) for i in (10, 2) for t in TYPES}
     made['größe "\\\n\x7f'] = torch.randn(7, 4).t()
-    return made | {"single": torch.tensor(3.0), "empty": torch.zeros(0, 4)}
+    strided = torch.ones(1, 8).t()[:1]  # contiguous, with a stride of its own
+    assert strided.is_contiguous() and strided.stride() == (1, 8)
+    return made | {"number": torch.tensor(3.0), "empty": torch.zeros(0, 4), "one": strided}
 
 
 @pytest.mark.parametrize("size", ["5GB", 300, 1])
 def test_the_bytes_are_those_of_safetensors(tensors, tmp_path, size):
     (tmp_path / "ours").mkdir()
     write_tensors(tensors, tmp_path / "ours", size)
-    plan = split_torch_state_dict_into_shards(tensors, max_shard_size=size)
+    copies = {name: tensor.clone() for name, tensor in tensors.items()}  # in memory of their own
+    plan = split_torch_state_dict_into_shards(copies, max_shard_size=size)
     for name, keys in plan.filename_to_tensors.items():
         shard = {key: tensors[key].contiguous() for key in keys}
         save_file(shard, tmp_path / name, metadata={"format": "pt"})
@@ -46,6 +49,7 @@ def test_neither_order_nor_threads_change_the_files(tensors, tmp_path):
     for directory, turn in ((tmp_path / "a", 1), (tmp_path / "b", -1)):
         directory.mkdir()
         outline = {name: tensor.to("meta") for name, tensor in tensors.items()}
+        outline["number"] = torch.empty(100, device="meta")[7]  # a view counts as what it shows
         writer = ShardWriter(directory, outline, 300)
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(lambda name, w=writer: w.add(name, tensors[name]), [*tensors][::turn]))

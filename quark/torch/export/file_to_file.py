@@ -1,0 +1,202 @@
+"""Quantization from files to files: tensor by tensor, without a model in memory.
+
+It serves everything that weights alone decide: no calibration data, no algorithm. The model is
+built without values, so that names, parts and tied weights are those of Transformers, and every
+step is that of a model in memory. The files are the same, byte for byte.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quark.torch.export.checkpoint.computed_buffers import compute_buffers
+from quark.torch.export.checkpoint.config_json import SECTION, read_config_json
+from quark.torch.export.checkpoint.files import CheckpointReader
+from quark.torch.export.checkpoint.float_source import (
+    FloatSource,
+    fill_with_placeholders,
+    open_float_model,
+    placeholder,
+)
+from quark.torch.export.checkpoint.reader import Reader
+from quark.torch.export.checkpoint.shards import ShardWriter
+from quark.torch.export.checkpoint.stored_model import is_known, stored_model
+from quark.torch.export.checkpoint.writer import (
+    float_state,
+    make_format,
+    untie,
+    write_model_files,
+)
+from quark.torch.export.checks import check_written
+from quark.torch.export.containers.base import ExportSettings
+from quark.torch.export.file_work import FileWork
+from quark.torch.files import check_vacant, fresh_directory, size_of
+from quark.torch.quantization.calibration import needs_data
+from quark.torch.quantization.checks import with_shared_inputs
+from quark.torch.quantization.config.config import Config
+from quark.torch.quantization.config.resolution import resolve_names, shares_inputs
+from quark.torch.quantization.config.type import QuantFlow
+from quark.torch.quantization.nn.experts import split_experts, stack_experts
+from quark.torch.quantization.preparation import (
+    mark_as_quantized,
+    quantized_layers,
+    replace_layers,
+    select_layers,
+)
+
+
+def check_file_to_file(config: Config) -> None:
+    """Check that weights alone decide how a configuration quantizes.
+
+    Raises:
+        ValueError: It has algorithms, static activations or keys after rotary embedding, which a
+            model in memory and mostly data decide.
+    """
+    problem = None
+    layers = [config.global_quant_config, *config.layer_type_quant_config.values()]
+    layers += [*config.layer_quant_config.values(), *config.kv_cache_quant_config.values()]
+    if config.algo_config:
+        problem = f"{config.algo_config[0].name} runs the model"
+    elif needs_data(layers):
+        problem = "static activation scales are calibrated on data"
+    elif config.kv_cache_post_rope and config.kv_cache_quant_config:
+        problem = "kv_cache_post_rope changes how the model runs"
+    if problem:
+        raise ValueError(
+            f"Files cannot be quantized without a model in memory: {problem}. Load the model and "
+            "call ModelQuantizer.quantize_model, or choose a scheme of weights alone or with "
+            "dynamic activations."
+        )
+
+
+def quantize_files(
+    config: Config,
+    source: Path,
+    target: Path,
+    settings: ExportSettings,
+    overwrite: bool = False,
+    keeps_types: bool = False,
+    trust_remote_code: bool = False,
+    devices: Sequence[torch.device] = (torch.device("cpu"),),
+) -> nn.Module:
+    """Quantize a directory of safetensors to another directory.
+
+    Args:
+        config: How to quantize.
+        source: Directory of a float model.
+        target: Directory to write. It is written beside and renamed when complete.
+        settings: Settings of the export.
+        overwrite: Whether an earlier output may be replaced.
+        keeps_types: Whether tensors that are not quantized keep the types of the source; by
+            default they take the type in its ``config.json``, as a model in memory does.
+        trust_remote_code: Whether Python code of the source may run.
+        devices: Devices that quantize, in turn.
+
+    Returns:
+        The quantized model without values.
+
+    Raises:
+        FileExistsError: The target is in use and ``overwrite`` is off.
+        FileNotFoundError: A file of the source is missing.
+        OSError: The disk is too full. Nothing is left behind.
+        ValueError: The configuration needs a model in memory or does not fit, a file is damaged or
+            has values that are not finite, or the format cannot hold a layer.
+    """
+    check_file_to_file(config)
+    check_vacant(target, overwrite)
+    model, files = _open(source, trust_remote_code)
+    config = replace(config, quant_flow=QuantFlow.standard)
+    tensors = _prepare(model, config, files)
+    state = untie(model, float_state(model))
+    if keeps_types:
+        tensors.keep_types({name: model.state_dict(keep_vars=True)[name] for name in state})
+    fmt = make_format(model, settings.quant_config, settings.options, settings.custom_mode)
+    work = FileWork(model, tensors, fmt, devices)
+    outline = work.outline()
+    with fresh_directory(target, overwrite, size_of(outline)) as directory:
+        writer = ShardWriter(directory, outline, settings.max_shard_size)
+        work.write(writer)
+        writer.finish()
+        write_model_files(model, fmt.config_section(), directory, settings.tokenizer)
+        check_written(outline, CheckpointReader(directory))
+    return model
+
+
+def _open(source: Path, trust_remote_code: bool) -> tuple[nn.Module, Reader]:
+    """Return the model of a directory on the meta device, and the files.
+
+    Raises:
+        FileNotFoundError: A file is missing.
+        ValueError: The model is quantized, or tensors do not fit it.
+    """
+    described = read_config_json(source)
+    if SECTION in described:
+        raise ValueError(f"{source} is quantized already: give the float model.")
+    if is_known(described) or (trust_remote_code and described.get("auto_map")):
+        return open_float_model(source, trust_remote_code)
+    files = CheckpointReader(source)
+    return stored_model(source, files.entries), files
+
+
+def _prepare(model: nn.Module, config: Config, files: Any) -> FloatSource:
+    """Prepare a model on the meta device as if it were quantized; return the source of its values.
+
+    Raises:
+        ValueError: The configuration does not fit the model, or values are missing.
+    """
+    shared = deepcopy(model) if shares_inputs(config) else None
+    experts = split_experts(model)
+    fill_with_placeholders(model)
+    config = resolve_names(config, model)
+    layers = select_layers(model, config)
+    stack_experts(experts, keep=layers)
+    fill_with_placeholders(model)
+    if shared is not None:
+        stack_experts(split_experts(shared), keep=layers)
+        config = _with_shared_inputs(config, shared)
+    source = FloatSource(model, files)
+    replace_layers(model, layers)
+    _untie_quantized(model)
+    mark_as_quantized(model, config)
+    return source
+
+
+def _with_shared_inputs(config: Config, model: nn.Module) -> Config:
+    """Return the configuration with the layers that share an input; see ``with_shared_inputs``.
+
+    Which tensor a layer reads does not depend on values, so products are zeros.
+
+    Args:
+        config: The configuration.
+        model: The model on the meta device. It is used up.
+    """
+    fill_with_placeholders(model)
+    compute_buffers(model, torch.device("cpu"))
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.forward = partial(_zeros, module.out_features)  # type: ignore[method-assign]
+    return with_shared_inputs(config, model, None)
+
+
+def _zeros(width: int, x: torch.Tensor) -> torch.Tensor:
+    return x.new_zeros(*x.shape[:-1], width)
+
+
+def _untie_quantized(model: nn.Module) -> None:
+    """Give each quantized parameter that is tied to another a placeholder of its own."""
+    owners = Counter(id(p) for m in model.modules() for p in m._parameters.values())
+    for _, layer in quantized_layers(model):
+        layer.frozen = True
+        for name in layer.parameter_quantizers():
+            parameter = getattr(layer, name)
+            if owners[id(parameter)] > 1:
+                layer._parameters[name] = nn.Parameter(placeholder(parameter), requires_grad=False)
