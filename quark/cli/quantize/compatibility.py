@@ -27,8 +27,6 @@ NOTED = {
     "torch_compile": "nothing is compiled; results do not depend on it",
     "import_file_format": "the format is recognized from the files",
     "use_ppl_eval_model": "perplexity is always measured",
-    "file2file_quantization": _WHOLE_MODEL,
-    "quant_flow": _WHOLE_MODEL,
     "gpu_resident_blocks": _WHOLE_MODEL,
     "no_keep_prequantized_layers": "layers that stay in float are dequantized in any case",
 }
@@ -45,7 +43,7 @@ REFUSED = {
     "use_tp": "evaluation runs on one device. Leave it out.",
 }
 # Flag -> value that means the default.
-_DEFAULTS = {"quant_flow": "standard", "native_linear_mode": "auto"}
+_DEFAULTS = {"native_linear_mode": "auto"}
 
 
 def _hidden() -> Any:
@@ -61,8 +59,6 @@ class CompatibilityFlags:
     torch_compile: Annotated[bool, _hidden()] = False
     import_file_format: Annotated[str | None, _hidden()] = None
     use_ppl_eval_model: Annotated[bool, _hidden()] = False
-    file2file_quantization: Annotated[bool, _hidden()] = False
-    quant_flow: Annotated[str | None, _hidden()] = None
     gpu_resident_blocks: Annotated[str | None, _hidden()] = None
     attention_dtype: Annotated[str | None, _hidden()] = None
     fp8_attention_quant: Annotated[bool, _hidden()] = False

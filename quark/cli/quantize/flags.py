@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+import typer
+
 from quark.cli.models import CALIBRATION, EVALUATION
 from quark.cli.options import (
     EVAL_WINDOWS,
@@ -30,6 +32,8 @@ from quark.torch.export.formats.registry import FORMATS
 from quark.torch.quantization.config.export import PACK_METHODS, WEIGHT_FORMATS
 from quark.torch.quantization.config.parts import PARTS
 from quark.torch.quantization.config.recipes import RECIPES
+
+QUANT_FLOWS = ("standard", "file2file", "per_block")
 
 _model, _scheme, _algorithm = panel("Model"), panel("Scheme"), panel("Algorithms")
 _data, _output, _evaluation = panel("Calibration"), panel("Output"), panel("Evaluation")
@@ -61,6 +65,18 @@ class ModelFlags:
     ] = None
     trust_remote_code: TrustRemoteCode = False
     check_digests: CheckDigests = False
+    quant_flow: Annotated[
+        str | None,
+        _model(
+            metavar="NAME",
+            parser=one_of("--quant_flow", QUANT_FLOWS.__iter__),
+            help="standard loads the model; file2file reads and writes its tensors one by one "
+            "(the default where weights alone decide, with --skip_evaluation).",
+        ),
+    ] = None
+    file2file_quantization: Annotated[
+        bool, typer.Option(help="The same as --quant_flow file2file.", hidden=True)
+    ] = False
 
 
 @dataclass(frozen=True, kw_only=True)

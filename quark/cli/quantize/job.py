@@ -16,6 +16,11 @@ from quark.cli.metrics import Figures, Measures, prepare_measures, show_scores, 
 from quark.cli.options import SEQ_LEN
 from quark.cli.quantize.config import make_config, needs_data
 from quark.cli.quantize.data import describe, kind_of_dataset, read_batches
+from quark.cli.quantize.file_job import (
+    goes_through_files,
+    is_known_architecture,
+    quantize_files,
+)
 from quark.cli.quantize.outline import predicts_text, read_outline
 from quark.cli.quantize.output import check_writable, write
 from quark.cli.quantize.request import Request, check_flags, check_places
@@ -74,8 +79,12 @@ def _quantize(request: Request, described: dict[str, Any]) -> None:
     statistics = read_optional_statistics(request.statistics, request.check_digests)
     device = models.pick_device(request.device)
     length = models.window_length(described, request.seq_len, SEQ_LEN)
-    outline = read_outline(request.model_dir, request.trust_remote_code)
+    is_known = is_known_architecture(request, described)
+    outline = read_outline(request.model_dir, request.trust_remote_code) if is_known else None
     request = _without_perplexity(request, outline)
+    if goes_through_files(request, described, config):
+        _quantize_files(request, described, config, outline, length)
+        return
     is_calibrated = needs_data(config, statistics is not None)
     kind = kind_of_dataset(request, outline) if is_calibrated else None
     show_plan(request, config, described, source, describe(request, kind, length), outline)
@@ -87,6 +96,25 @@ def _quantize(request: Request, described: dict[str, Any]) -> None:
         measures = prepare_measures(request, described, tokenizer)
     outcome = _quantize_and_evaluate(request, model, config, calibration, measures, statistics)
     write(request, model, tokenizer, str(described.get("model_type", "model")))
+    show_outcome(request, outcome)
+    _report_figures(request, outcome.after)
+
+
+def _quantize_files(
+    request: Request,
+    described: dict[str, Any],
+    config: Config,
+    outline: nn.Module | None,
+    length: int,
+) -> None:
+    """Quantize the files of the model, and evaluate what was written if that is requested."""
+    show_plan(request, config, described, describe(request, None, length), outline, "file2file")
+    tokenizer = _find_text(request, False)
+    measures = prepare_measures(request, described, tokenizer)
+    outcome = quantize_files(request, described, config, tokenizer)
+    if measures is not None:
+        model = _load(request, request.output_dir, models.pick_device(request.device))
+        outcome.after = measures.figures(model, "the quantized model")
     show_outcome(request, outcome)
     _report_figures(request, outcome.after)
 
@@ -193,8 +221,6 @@ def _quantize_and_evaluate(
     from quark.torch.evaluation.samples import complete_batches
     from quark.torch.export.expert_tokens import expert_tokens
     from quark.torch.quantization.api import ModelQuantizer
-    from quark.torch.quantization.config.config import NAMED_ONLY
-    from quark.torch.quantization.nn.operators import is_operator
 
     _check_cache(model, config)
     if request.weight_matrix_merge:
@@ -209,10 +235,8 @@ def _quantize_and_evaluate(
         model = quantizer.quantize_model(model, batches, statistics)
         model = ModelQuantizer.freeze(model)
     outcome.seconds = time.monotonic() - start
-    outcome.shared = _count_shared(model)
+    outcome.count_layers(model)
     outcome.experts = expert_tokens(model)
-    kinds = [type(module) for module in model.modules()]
-    outcome.left = sum(is_operator(kind) and kind not in NAMED_ONLY for kind in kinds)
     if measures is not None:
         outcome.after = measures.figures(model, "the quantized model")
     return outcome
@@ -240,16 +264,6 @@ def _check_shared_inputs(model: nn.Module) -> None:
     batch = torch.ones(1, 8, dtype=torch.int64)
     if not same_input_groups(model, lambda: run_batch(model, batch)):
         raise console.wrong("--weight_matrix_merge", "no layers of this model share an input.")
-
-
-def _count_shared(model: Any) -> int:
-    """Return the number of groups of quantized layers that share scales."""
-    from quark.torch.quantization.calibration import group_by_parent
-    from quark.torch.quantization.preparation import quantized_layers
-
-    names = [name for name, _ in quantized_layers(model)]
-    groups = model.quant_config.shared_scale_groups
-    return sum(len(members) > 1 for group in groups for members in group_by_parent(names, group))
 
 
 def _report_figures(request: Request, figures: Figures | None) -> None:

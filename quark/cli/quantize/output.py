@@ -38,7 +38,7 @@ def check_writable(request: Request, model: nn.Module, config: Config | None) ->
     from quark.torch.quantization.checks import temporarily_quantized
 
     if request.exports:
-        settings = _settings(request, None)
+        settings = export_settings(request, None)
         exports = dict.fromkeys(request.exports, settings)
         check_exports(model, config, request.output_dir, exports, request.overwrite)
     if request.params_save and config is not None:
@@ -105,7 +105,8 @@ def _keep(request: Request, model: nn.Module, tokenizer: Any) -> str:
     )
 
 
-def _settings(request: Request, tokenizer: Any) -> ExportSettings:
+def export_settings(request: Request, tokenizer: Any) -> ExportSettings:
+    """Return the settings of the exports of a request."""
     from quark.torch.export.containers.base import ExportSettings
     from quark.torch.quantization.config.export import JsonExporterConfig
 
@@ -123,7 +124,7 @@ def _settings(request: Request, tokenizer: Any) -> ExportSettings:
 def _export(request: Request, model: nn.Module, tokenizer: Any, name: str, directory: Path) -> None:
     from quark.torch.export.api import ModelExporter
 
-    settings = _settings(request, tokenizer)
+    settings = export_settings(request, tokenizer)
     exporter = ModelExporter(settings.options, directory, request.overwrite, request.verify)
     exporter.export(name, model, settings)
     if exporter.verdict is not None:

@@ -75,6 +75,11 @@ class Request(
         return not (self.is_reload or self.skip_quantization)
 
     @property
+    def flow(self) -> str | None:
+        """How the model is read: a name of ``QUANT_FLOWS``; None: as it is best."""
+        return "file2file" if self.file2file_quantization else self.quant_flow
+
+    @property
     def exports(self) -> list[str]:
         """Containers to write, without repetition."""
         if self.quantizes or "model_export" in self.given:
@@ -164,12 +169,22 @@ def check_flags(request: Request) -> None:
         typer.BadParameter: Two flags contradict each other, or a value is wrong.
     """
     check_compatibility(request)
+    _check_flow(request)
     if request.quantizes:
         _check_scheme(request)
     else:
         _check_reload(request)
     _check_containers(request)
     _check_evaluation(request)
+
+
+def _check_flow(request: Request) -> None:
+    if request.file2file_quantization and request.quant_flow not in (None, "file2file"):
+        raise wrong("--quant_flow", "conflicts with --file2file_quantization. Leave one out.")
+    if request.flow == "per_block":
+        logger.warning(
+            "--quant_flow per_block: the whole model is held in memory; the checkpoint is the same."
+        )
 
 
 def _check_containers(request: Request) -> None:

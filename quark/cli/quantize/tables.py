@@ -36,6 +36,20 @@ class Outcome:
     after: Figures | None = None
     experts: ExpertTokens | None = None
 
+    def count_layers(self, model: Any) -> None:
+        """Set the figures about the layers of a quantized model."""
+        from quark.torch.quantization.calibration import group_by_parent
+        from quark.torch.quantization.config.config import NAMED_ONLY
+        from quark.torch.quantization.nn.operators import is_operator
+        from quark.torch.quantization.preparation import quantized_layers
+
+        names = [name for name, _ in quantized_layers(model)]
+        groups = model.quant_config.shared_scale_groups
+        members = [m for group in groups for m in group_by_parent(names, group)]
+        self.shared = sum(len(each) > 1 for each in members)
+        kinds = [type(module) for module in model.modules()]
+        self.left = sum(is_operator(kind) and kind not in NAMED_ONLY for kind in kinds)
+
 
 def show_plan(
     request: Request,
@@ -44,6 +58,7 @@ def show_plan(
     source: str,
     calibration: str,
     outline: nn.Module | None,
+    flow: str = "standard",
 ) -> None:
     """Print the plan of a run: model, scheme, data and output.
 
@@ -54,6 +69,7 @@ def show_plan(
         source: How its weights are quantized, "" for a float model.
         calibration: Calibration data, in words.
         outline: The model on the meta device, or None.
+        flow: How the model is read; see ``Request.flow``.
     """
     from quark.torch.quantization.config.description import describe, describe_layer
 
@@ -65,6 +81,8 @@ def show_plan(
         dtype = described.get("dtype") or described.get("torch_dtype") or "float32"
         dtype = dtype if request.data_type == "auto" else request.data_type
         rows["source"] = f"{source}, dequantized to {dtype}"
+    if flow == "file2file":
+        rows["flow"] = "file2file: tensor by tensor, no model in memory"
     rows["scheme"] = str(request.quant_scheme or request.recipe or request.config)
     rows |= {"  weights": main.weight, "  inputs": main.input, "  outputs": main.output}
     cache = next(iter(config.kv_cache_quant_config.values()), None)
@@ -127,6 +145,8 @@ def show_outcome(request: Request, outcome: Outcome) -> None:
         perplexity = outcome.after.perplexity
         change = console.format_change(perplexity, outcome.before)
         rows["perplexity"] = f"{outcome.before:.2f} → {perplexity:.2f} ({change})"
+    elif outcome.after is not None:
+        rows["perplexity"] = f"{outcome.after.perplexity:.2f}"
     console.out.print("", console.facts(rows), sep="\n")
     if formats:
         console.out.print("\n  Load it:\n")

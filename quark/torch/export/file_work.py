@@ -184,10 +184,20 @@ class FileWork:
         with self._values(layers):
             calibrate_layers(layers, self.model.quant_config)  # type: ignore[arg-type]
             for layer in layers.values():
-                for name, quantizer in layer.parameter_quantizers().items():
-                    quantizer.freeze_(getattr(layer, name).data)
+                self._freeze(layer)
             scales = merged_scales(layers, self.fmt.options)
             return {n: layer_parts(n, x, self.fmt, scales.get(n, {})) for n, x in layers.items()}
+
+    def _freeze(self, layer: FakeQuantizedLayer) -> None:
+        """Replace values by quantized values, unless only codes are stored, and they are the same.
+
+        Two passes over the weight are saved.
+        """
+        quantizers = layer.parameter_quantizers()
+        keeps = all(q.keeps_codes(getattr(layer, n).dtype) for n, q in quantizers.items())
+        layer.frozen = not keeps or self.fmt.options.weight_format != "real_quantized"
+        for name, quantizer in quantizers.items() if layer.frozen else ():
+            quantizer.freeze_(getattr(layer, name).data)
 
     @contextmanager
     def _values(self, layers: Mapping[str, FakeQuantizedLayer]) -> Iterator[None]:

@@ -58,16 +58,13 @@ class ShardWriter:
         max_shard_size: str | int,
         stem: str = STEM,
     ) -> None:
-        from huggingface_hub import split_torch_state_dict_into_shards
+        from huggingface_hub import split_state_dict_into_shards_factory
 
         self._directory, self._entries, self._places = directory, entries, dict[str, _Place]()
         self._stem = stem
-        outline = {  # with memory of their own: views count as the whole tensor
-            name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            for name, tensor in entries.items()
-        }
-        self._plan = split_torch_state_dict_into_shards(
-            outline,
+        self._plan = split_state_dict_into_shards_factory(
+            dict(entries),
+            get_storage_size=_size,
             filename_pattern=f"{stem}{{suffix}}.safetensors",
             max_shard_size=max_shard_size,
         )
@@ -82,7 +79,7 @@ class ShardWriter:
         end = 0
         for name in sorted(names, key=lambda n: (-_rank(self._entries[n]), n)):
             tensor = self._entries[name]
-            starts[name], end = end, end + tensor.numel() * tensor.itemsize
+            starts[name], end = end, end + _size(tensor)
             described[name] = {
                 "dtype": _NAMES[tensor.dtype],
                 "shape": list(tensor.shape),
@@ -145,6 +142,10 @@ def write_tensors(
     for name, tensor in show_progress(list(tensors.items()), "writing"):
         writer.add(name, tensor)
     writer.finish()
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.itemsize
 
 
 def _rank(tensor: Entry) -> int:

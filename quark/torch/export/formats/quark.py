@@ -92,9 +92,10 @@ class QuarkFormat(ExportFormat):
         if layer.input_rotation is not None:
             tensors["input_rotation"] = layer.input_rotation.clone()  # layers may share one
         for name, short in SHORT_NAMES.items():
-            value = layer.value(name)
-            value = None if value is None else value.detach()
             state = layer.quantized_tensor(name)
+            needs_value = state is None or name in scales or self.layout.stores_values
+            value = layer.value(name) if needs_value else None
+            value = None if value is None else value.detach()
             if state is None:
                 if value is not None:
                     tensors[name] = value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -36,7 +36,12 @@ class TensorLayout(Protocol):
 
     The names of stored parts are "" for codes or values, those in ``PARTS``, and ``groups`` for the
     group of each input, if inputs are not in the order of groups.
+
+    Attributes:
+        stores_values: Whether ``pack`` stores the values of a tensor, not its codes.
     """
+
+    stores_values: ClassVar[bool] = False
 
     def declare(
         self, spec: QuantizationSpec, shape: tuple[int, ...], is_stored: bool
@@ -49,7 +54,12 @@ class TensorLayout(Protocol):
         ...
 
     def pack(self, state: QuantizedTensor, value: torch.Tensor | None) -> StoredParts:
-        """Return the stored parts of a tensor; ``value`` has its quantized values."""
+        """Return the stored parts of a tensor.
+
+        Args:
+            state: Its codes and scales.
+            value: Its quantized values, needed where ``stores_values``.
+        """
         ...
 
     def unpack(

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from quark.torch.numerics.code_recovery import recovers_codes
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.qdq import (
     ColumnRounder,
@@ -321,6 +322,10 @@ class TensorQuantizer(nn.Module):
         if self.spec.quantizes_codes:
             return x.copy_(self._through_codes(x))
         return fake_quantize_(x, *self.qparams(x), self.scheme)
+
+    def keeps_codes(self, dtype: torch.dtype) -> bool:
+        """Whether freezing a tensor of a type changes no code; see ``recovers_codes``."""
+        return not self.spec.quantizes_codes and recovers_codes(self.scale, self.scheme, dtype)
 
     def quantized_tensor(self, x: torch.Tensor | None, is_frozen: bool) -> QuantizedTensor:
         """Return codes, scales and zero points of a tensor.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 
@@ -197,6 +197,8 @@ class ValueLayout(TensorLayout):
 
     MX6 and MX9 store no scales: they are computed from the values.
     """
+
+    stores_values: ClassVar[bool] = True
 
     def _has_scale(self, spec: QuantizationSpec) -> bool:
         return spec.fmt.scaled and not spec.fmt.sub_block

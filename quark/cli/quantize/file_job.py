@@ -1,0 +1,102 @@
+"""The job of ``quark quantize`` where the model is not loaded: from files to files."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from quark.cli import console, models
+from quark.cli.quantize.output import export_settings
+from quark.cli.quantize.request import Request
+from quark.cli.quantize.tables import Outcome
+
+if TYPE_CHECKING:
+    from quark.torch.quantization.config.config import Config
+
+
+def is_known_architecture(request: Request, described: dict[str, Any]) -> bool:
+    """Whether Transformers can build the model of a request.
+
+    Args:
+        request: The flags.
+        described: Contents of its ``config.json``.
+    """
+    from quark.torch.export.checkpoint.stored_model import is_known
+
+    is_remote = request.trust_remote_code and "auto_map" in described
+    has_files = any(request.model_dir.glob("*.safetensors"))
+    return is_remote or not has_files or is_known(described)
+
+
+def goes_through_files(request: Request, described: dict[str, Any], config: Config) -> bool:
+    """Whether a request is quantized from files to files: it asks for that, or nothing needs more.
+
+    Raises:
+        typer.BadParameter: The request asks for it, or Transformers does not know the architecture,
+            and something needs a model in memory.
+    """
+    problem = _needs_model(request, config)
+    if not is_known_architecture(request, described):
+        problem = problem or ("" if request.skip_evaluation else "give --skip_evaluation")
+        if problem:
+            raise console.wrong(
+                "--model_dir",
+                "Transformers does not know the architecture "
+                f"{described.get('model_type')!r}, so the model cannot be loaded, and is only "
+                f"quantized from files to files: {problem}.",
+            )
+        return True
+    if request.flow == "file2file" and problem:
+        flag = "quant_flow" if request.quant_flow else "file2file_quantization"
+        raise console.wrong(f"--{flag}", f"{problem}. Leave it out.")
+    if request.flow is None:
+        return not problem and request.skip_evaluation
+    return request.flow == "file2file"
+
+
+def _needs_model(request: Request, config: Config) -> str:
+    """Return why a request needs the model in memory, "" if it does not."""
+    from quark.torch.export.file_to_file import check_file_to_file
+
+    try:
+        check_file_to_file(config)
+    except ValueError as error:
+        return str(error).removesuffix(".")
+    if not any(request.model_dir.glob("*.safetensors")):
+        return f"{request.model_dir} has no safetensors"
+    if request.exports != ["hf_format"]:
+        return "only hf_format is written without a model in memory"
+    for name in ("params_save", "verify", "weight_matrix_merge"):
+        if getattr(request, name):
+            return f"--{name} needs the model in memory"
+    return "--data_type needs the model in memory" if request.data_type != "auto" else ""
+
+
+def quantize_files(
+    request: Request, described: dict[str, Any], config: Config, tokenizer: Any
+) -> Outcome:
+    """Quantize the files of a request, write the output, and return the figures."""
+    import torch
+
+    from quark.torch.export.containers.safetensors import CopiedFiles
+    from quark.torch.export.file_to_file import quantize_files
+
+    settings = export_settings(request, tokenizer)
+    if not is_known_architecture(request, described):
+        settings = replace(settings, tokenizer=CopiedFiles(request.model_dir))
+    outcome = Outcome()
+    start = time.monotonic()
+    with console.stage("quantizing"):
+        model = quantize_files(
+            config,
+            request.model_dir,
+            request.output_dir,
+            settings,
+            request.overwrite,
+            trust_remote_code=request.trust_remote_code,
+            devices=[torch.device(models.pick_device(request.device))],
+        )
+    outcome.seconds = time.monotonic() - start
+    outcome.count_layers(model)
+    return outcome
