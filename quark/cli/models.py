@@ -203,6 +203,24 @@ def check_model(directory: Path, trust_remote_code: bool = False, digests: bool 
         check_checkpoint(directory, trust_remote_code, digests)
 
 
+def check_files(directory: Path, digests: bool = False) -> None:
+    """Check the files of a model that Transformers cannot build, before any other work.
+
+    Args:
+        directory: Directory of the model.
+        digests: Whether to compare its files with their digests too.
+
+    Raises:
+        FileNotFoundError: A file is missing.
+        ValueError: A file is damaged or has changed.
+    """
+    from quark.torch.digests import check_unchanged
+
+    read_entries(directory)
+    if digests:
+        check_unchanged(directory)
+
+
 def load_tokenizer(directory: Path, flag: str, trust_remote_code: bool = False) -> Any:
     """Return the tokenizer of a directory.
 

@@ -59,6 +59,8 @@ def _check_source(request: Request, described: dict[str, Any]) -> None:
         models.read_config(source, "--import_model_dir")
     if request.params_load:
         _check_params(request)
+    elif request.quantizes and not is_known_architecture(request, described):
+        models.check_files(source, request.check_digests)
     else:
         models.check_model(source, request.trust_remote_code, request.check_digests)
 

@@ -104,6 +104,11 @@ class TestAnArchitectureThatIsNotKnown:
         assert described["model_type"] == "new_kind" and "quantization_config" in described
         assert (tmp_path / "out" / "tokenizer.json").is_file()
 
+    def test_its_digests_are_compared(self, quark, place, renamed):
+        flags = ["--model_dir", renamed, "--skip_evaluation", "--check_digests"]
+        result = quark("quantize", *place, *flags)
+        assert result.exit_code == 1 and "SHA256SUMS" in result.stderr
+
     @pytest.mark.parametrize(
         ("flags", "reason"),
         [
