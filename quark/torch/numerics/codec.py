@@ -17,14 +17,16 @@ def encode(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     A code is sign, exponent and mantissa from the highest bit down; unsigned formats have no sign.
     """
     bits = x.view(torch.int32)
-    magnitude = bits & 0x7FFFFFFF
     # For normal numbers, exponent and mantissa are adjacent bits in both formats: cut off the
     # mantissa bits that are not kept and subtract the difference of the biases.
-    normal = (magnitude >> (23 - fmt.mantissa_bits)) - (_offset(fmt) << fmt.mantissa_bits)
+    normal = (bits & 0x7FFFFFFF).bitwise_right_shift_(23 - fmt.mantissa_bits)
+    normal.sub_(_offset(fmt) << fmt.mantissa_bits)
     small = x.abs().clamp_(max=2.0**fmt.min_exponent)  # larger values may overflow an integer
     small = small.mul_(2.0 ** (fmt.mantissa_bits - fmt.min_exponent)).to(torch.int32)
-    codes = torch.maximum(small, normal)  # ``normal`` is too small for subnormals
-    return codes.bitwise_or_(bits >> (32 - fmt.bits) & 1 << (fmt.bits - 1)) if fmt.signed else codes
+    codes = torch.maximum(small, normal, out=normal)  # ``normal`` is too small for subnormals
+    if fmt.signed:
+        codes.bitwise_or_((bits >> (32 - fmt.bits)).bitwise_and_(1 << (fmt.bits - 1)))
+    return codes
 
 
 def decode(codes: torch.Tensor, fmt: Format) -> torch.Tensor:

@@ -23,6 +23,7 @@ from quark.torch.numerics.scheme import Scheme
 # documented format have it for all-zero tensors.
 EPS = torch.finfo(torch.float32).eps
 BFLOAT16_MAX = torch.finfo(torch.bfloat16).max
+_SHORT_ROW = 64  # values whose halves are compared faster than torch reduces them
 
 
 class ZeroPointType(Enum):
@@ -45,10 +46,14 @@ def block_range(x: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Te
 
 
 def _extremes(view: torch.Tensor, reduced: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    if reduced == (view.dim() - 1,) and view.shape[-1] == 2:  # torch reduces pairs slowly
-        first, second = view[..., 0], view[..., 1]
-        return torch.minimum(first, second), torch.maximum(first, second)
-    return view.amin(reduced), view.amax(reduced)
+    lo = hi = view
+    if reduced == (view.dim() - 1,):
+        # torch reduces short rows slowly: compare their halves. 32 values: 16 pairs, 8 pairs, …
+        while 2 <= lo.shape[-1] <= _SHORT_ROW and lo.shape[-1] % 2 == 0:
+            half = lo.shape[-1] // 2
+            lo = torch.minimum(lo[..., :half], lo[..., half:])
+            hi = torch.maximum(hi[..., :half], hi[..., half:])
+    return lo.amin(reduced), hi.amax(reduced)
 
 
 def largest_value(dtype: torch.dtype) -> float:

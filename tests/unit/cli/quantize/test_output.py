@@ -7,6 +7,7 @@ import pytest
 
 from quark.cli import models
 from quark.torch import ModelQuantizer
+from quark.torch.export.checkpoint.shards import ShardWriter
 from quark.torch.export.containers.safetensors import Safetensors
 
 
@@ -59,7 +60,7 @@ def broken(monkeypatch):
 def test_the_result_is_kept_if_writing_fails(place, refused, broken, tmp_path):
     (tmp_path / "out-kept").mkdir()  # a name in use
     flags = ["--quant_scheme", "uint4_wo_32", "--custom_mode", "awq", "--skip_evaluation"]
-    said = refused(*place, *flags, code=1)
+    said = refused(*place, *flags, "--quant_flow", "standard", code=1)
     assert "Input/output error" in said and f"is kept in {tmp_path / 'out-kept1'}" in said
     assert broken == ["awq", "quark"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out-kept", "out-kept1"]
@@ -73,9 +74,19 @@ def test_it_says_so_if_that_fails_too(place, refused, tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Safetensors, "write", fail)
-    said = refused(*place, "--quant_scheme", "int8_wo", "--skip_evaluation", code=1)
+    flags = ["--quant_scheme", "int8_wo", "--skip_evaluation", "--quant_flow", "standard"]
+    said = refused(*place, *flags, code=1)
     assert "could not be kept in" in said and said.count("No space left") == 2
     assert list(tmp_path.iterdir()) == []
+
+
+def test_files_to_files_leave_nothing_if_the_disk_is_full(place, refused, tmp_path, monkeypatch):
+    def fail(self, name, tensor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ShardWriter, "add", fail)
+    said = refused(*place, "--quant_scheme", "int8_wo", "--skip_evaluation", code=1)
+    assert "No space left" in said and list(tmp_path.iterdir()) == []
 
 
 def test_two_kinds_of_files_share_a_directory(place, quark, tmp_path):
