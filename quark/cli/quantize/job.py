@@ -112,7 +112,8 @@ def _quantize_files(
     """Quantize the files of the model, and evaluate what was written if that is requested."""
     if outline is not None:
         _check_cache(outline, config)
-    show_plan(request, config, described, describe(request, None, length), outline, "file2file")
+    calibration = describe(request, None, length)
+    show_plan(request, config, described, "", calibration, outline, "file2file")
     tokenizer = _find_text(request, False)
     measures = prepare_measures(request, described, tokenizer)
     outcome = quantize_files(request, described, config, tokenizer)

@@ -105,16 +105,19 @@ def show_plan(
         rows["  tasks"] = request.tasks or ""
     elif not predicts_text(outline):
         rows["evaluation"] = f"none: {type(outline).__name__} does not predict the next token"
-    layout = "" if request.custom_mode == "quark" else f" as {request.custom_mode}"
-    how = f"{', '.join(request.exports)}{layout}, {request.export_weight_format}"
-    rows["output"] = (
-        f"{request.output_dir}  ({how})"
-        if request.exports
-        else "no checkpoint (--model_export hf_format writes one)"
-    )
+    rows["output"] = _describe_output(request)
     console.out.print(f"\n[bold]quark {__version__}[/] quantize")
     console.out.print(console.facts({k: escape(v) for k, v in rows.items() if v}))
     console.out.print()
+
+
+def _describe_output(request: Request) -> str:
+    """Return what will be written, in words."""
+    if not request.exports:
+        return "no checkpoint (--model_export hf_format writes one)"
+    layout = "" if request.custom_mode == "quark" else f" as {request.custom_mode}"
+    how = f"{', '.join(request.exports)}{layout}, {request.export_weight_format}"
+    return f"{request.output_dir}  ({how})"
 
 
 def show_outcome(request: Request, outcome: Outcome) -> None:
