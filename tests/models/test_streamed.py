@@ -189,18 +189,19 @@ with open("/proc/self/status") as status:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
 def test_memory_does_not_grow_with_the_number_of_blocks(tmp_path):
-    peaks = []
-    for layers in (6, 24):
+    peaks, bound = [], 150 << 20
+    for layers in (12, 36):
         sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": layers}
         model = build(small_config("llama", **sizes), torch.bfloat16)
         model.save_pretrained(tmp_path / f"{layers}")
         paths = [str(tmp_path / f"{layers}"), str(tmp_path / f"{layers}-out")]
         found = subprocess.run(
-            [sys.executable, "-c", PROGRAM, *paths, str(250 << 20)],
+            [sys.executable, "-c", PROGRAM, *paths, str(bound)],
             check=True,
             capture_output=True,
             text=True,
         )
         peaks.append(int(found.stdout.split()[-1]))
     block = sum(p.nbytes for p in model.model.layers[0].parameters())
-    assert peaks[1] < peaks[0] + 2 * block  # of 18 more blocks
+    assert peaks[1] < peaks[0] + 3 * block  # of 24 more blocks
+    assert max(peaks) < bound

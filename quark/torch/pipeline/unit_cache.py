@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from quark.torch.graph.residency import ATTRIBUTE, Part
+from quark.torch.pipeline.allocator import return_free_memory
 
 
 class Unit(NamedTuple):
@@ -140,12 +141,15 @@ class UnitCache(ABC):
 
     def release(self, size: int | None = None) -> None:
         """Release units that are not in use, until so many bytes have room; all without a size."""
+        before = len(self._sizes)
         for name in list(self._sizes):
             if size is not None and sum(self._sizes.values()) + size <= self.limit:
-                return
+                break
             if not self._pins.get(name):
                 self._drop(self.units[name])
                 del self._sizes[name]
+        if len(self._sizes) < before:
+            return_free_memory()
 
     def _load(self, unit: Unit) -> None:
         if unit.name in self._sizes:
