@@ -24,7 +24,7 @@ from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.qdq import fake_quantize
 from quark.torch.numerics.rounding import round_
 from quark.torch.numerics.scales import round_scale
-from quark.torch.pipeline.batches import Sequences
+from quark.torch.pipeline.chunks import Chunks
 from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.pipeline.runner import Block
 from quark.torch.quantization.config.algo import AutoRoundConfig
@@ -57,7 +57,7 @@ def apply(context: Context, options: AutoRoundConfig) -> None:
     Layers outside of decoder blocks are later rounded to the nearest. Each sequence runs alone, so
     the batch size of the data does not change the result.
     """
-    context = replace(context, batches=Sequences(context.batches))
+    context = replace(context, batches=Chunks(context.batches, sequences=1))
     for block, layers in iterate_blocks(context, options, compare=True):
         with quantize_inputs(context, block.name, False):
             for index in range(len(block)):

@@ -66,11 +66,11 @@ def flatten_batches(batches: Iterable[Any]) -> Iterator[Any]:
 
 def _is_empty(batch: Any) -> bool:
     """Whether no tensor of a batch has an element."""
-    tensors = [x for x in _values(batch) if isinstance(x, torch.Tensor) and x.dim()]
+    tensors = [x for x in batch_values(batch) if isinstance(x, torch.Tensor) and x.dim()]
     return bool(tensors) and not any(x.numel() for x in tensors)
 
 
-def _values(batch: Any) -> list[Any]:
+def batch_values(batch: Any) -> list[Any]:
     """Return the arguments in a batch for one call of the model."""
     values = batch.values() if hasattr(batch, "items") else batch
     return list(values) if hasattr(batch, "items") or isinstance(batch, (list, tuple)) else [values]
@@ -84,36 +84,41 @@ def split_sequences(batches: Iterable[Any]) -> Iterator[Any]:
     first axis, have no other axis, or are nested in other values.
     """
     for batch in flatten_batches(batches):
-        count = _count_sequences(batch)
+        count = count_sequences(batch)
         if count is None:
             yield batch
         else:
             yield from (_map_values(batch, partial(_row, index)) for index in range(count))
 
 
-class Sequences:
-    """The sequences of batches (``split_sequences``), which can be iterated any number of times.
+def join_sequences(sequences: list[Any]) -> Any:
+    """Return one batch of sequences that have the same arguments and shapes; see ``Chunks``."""
+    if len(sequences) == 1:
+        return sequences[0]
+    values = iter(zip(*map(batch_values, sequences), strict=True))
 
-    Args:
-        batches: Batches that can be iterated any number of times.
-    """
+    def join(first: Any) -> Any:
+        parts = next(values)
+        is_whole = not isinstance(first, torch.Tensor) or not first.dim()
+        return first if is_whole else torch.cat(parts)
 
-    def __init__(self, batches: Iterable[Any]) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return split_sequences(self._batches)
+    return _map_values(sequences[0], join)
 
 
-def _count_sequences(batch: Any) -> int | None:
+def count_sequences(batch: Any) -> int | None:
     """Return the number of sequences of a batch, or None if it cannot be split."""
-    values = _values(batch)
+    values = batch_values(batch)
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     others = [value for value in values if not isinstance(value, torch.Tensor)]
     shapes = [tensor.shape for tensor in tensors if tensor.dim()]
     sizes = {shape[0] for shape in shapes}
     is_plain = all(value is None or isinstance(value, (bool, int, float, str)) for value in others)
     if len(sizes) != 1 or not is_plain or any(len(shape) == 1 for shape in shapes):
+        return None
+    # Positions (3, sequences, tokens) of three sequences: the first axis may be another one.
+    if any(
+        len(x.shape) > 2 and len(x) == x.shape[1] and not x.is_floating_point() for x in tensors
+    ):
         return None
     return int(sizes.pop())
 
@@ -141,7 +146,7 @@ def take_excerpt(batch: Any, tokens: int = 32) -> Any:
     """
     if isinstance(batch, (list, tuple)) and batch and not isinstance(batch[0], torch.Tensor):
         return take_excerpt(batch[0], tokens)
-    tensors = [t for t in _values(batch) if isinstance(t, torch.Tensor) and t.dim()]
+    tensors = [t for t in batch_values(batch) if isinstance(t, torch.Tensor) and t.dim()]
     if len({len(t) for t in tensors}) > 1:
         return batch
     shapes = {t.shape for t in tensors if _is_token_like(t)}

@@ -106,8 +106,8 @@ class Block:
         with padding(self._arguments.masks[index]):
             if not is_finite(without_padding(y)):
                 raise ValueError(
-                    f"The outputs of {self.name} were NaN or infinite for batch {index}: check the "
-                    f"data, or load the model in a wider type than {y.dtype}."
+                    f"The outputs of {self.name} were NaN or infinite: check the data, or load "
+                    f"the model in a wider type than {y.dtype}."
                 )
         return y
 

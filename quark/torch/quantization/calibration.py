@@ -120,11 +120,8 @@ def calibrate_activations(model: nn.Module, dataloader: Iterable[Any]) -> None:
     """
     static = dict(_static_activations(model))
     with disabled_quantizers(model):
-        observe = partial(_observing, static.values())
-        batches = run_data(model, dataloader, "calibration", observe=observe)
-    if not batches:
-        raise ValueError("The dataloader is empty: static activation ranges need at least a batch.")
-    _compute_activation_scales(model, static, f" in {batches} batches")
+        run_data(model, dataloader, "calibration", observe=partial(_observing, static.values()))
+    _compute_activation_scales(model, static)
 
 
 @torch.no_grad()
@@ -141,11 +138,11 @@ def compute_scales_from_statistics(model: nn.Module, statistics: Statistics) -> 
     static, layers = dict(_static_activations(model)), dict(quantized_layers(model))
     for (name, tensor), quantizer in static.items():
         statistics.range_of(name, tensor).fill_observer(quantizer, layers[name].weight.device)
-    _compute_activation_scales(model, static, "")
+    _compute_activation_scales(model, static)
 
 
 def _compute_activation_scales(
-    model: nn.Module, static: dict[tuple[str, str], TensorQuantizer], where: str
+    model: nn.Module, static: dict[tuple[str, str], TensorQuantizer]
 ) -> None:
     """Compute the scales of static activations from the observed statistics.
 
@@ -159,8 +156,7 @@ def _compute_activation_scales(
     if unobserved:
         names = ", ".join(unobserved[:5]) + (" …" if len(unobserved) > 5 else "")
         raise ValueError(
-            f"No data reached {names}{where}. "
-            "Calibrate with data that uses these layers, or exclude them."
+            f"No data reached {names}. Calibrate with data that uses these layers, or exclude them."
         )
     for (name, tensor), quantizer in static.items():
         if (name, tensor) in idle:

@@ -15,6 +15,7 @@ from quark.torch.graph.eval_mode import eval_mode
 from quark.torch.graph.shared_inputs import same_input_groups
 from quark.torch.graph.structure import Structure
 from quark.torch.pipeline.batches import flatten_batches, run_batch, take_excerpt
+from quark.torch.pipeline.chunks import Chunks
 from quark.torch.pipeline.data_source import check_batches, make_repeatable
 from quark.torch.pipeline.model_state import restored
 from quark.torch.pipeline.statistics import Statistics
@@ -79,7 +80,7 @@ def check(
         config = with_shared_inputs(config, model, data) if shares else config
         if keys:
             prove_keys(model, keys, _trial_run(model, data))
-    batches = () if data is None else data
+    batches = () if data is None else Chunks(data)
     return Plan(config, layers, keys, algorithms, batches, data is not None, statistics, digest)
 
 

@@ -211,9 +211,7 @@ class TestBadData:
         model = Branches()
         with (
             unchanged(model),
-            pytest.raises(
-                ValueError, match=r"No data reached unused in 2 batches. .* or exclude them"
-            ),
+            pytest.raises(ValueError, match=r"No data reached unused\. .* or exclude them"),
         ):
             ModelQuantizer(STATIC).quantize_model(model, [torch.ones(1, 8)] * 2)
 
@@ -221,7 +219,7 @@ class TestBadData:
     def test_activations_that_are_not_finite(self, unchanged, value):
         class Overflow(nn.Module):
             def forward(self, x):
-                return x if x[0, 0] == 1 else x * value
+                return torch.where(x[:, :1] == 1, x, x * value)
 
         model = nn.Sequential(Overflow(), nn.Linear(8, 8))
         layer = QuantizationConfig(weight=INT8, input_tensors=INT8)
