@@ -17,6 +17,7 @@ from quark.cli import (
     demo,
     evaluate,
     merge,
+    process_group,
     recipes,
     report,
     schemes,
@@ -61,8 +62,8 @@ class Program(TyperGroup):
         except (KeyboardInterrupt, typer.Abort):
             code = EXIT_INTERRUPTED
         except Exception as error:
-            return console.report(error)
-        if code == EXIT_INTERRUPTED:
+            return console.report(error) if process_group.tells_errors() else EXIT_FAILURE
+        if code == EXIT_INTERRUPTED and process_group.rank() == 0:
             console.err.print("Interrupted. No incomplete files are left.")
         return code if isinstance(code, int) else 0
 
@@ -113,6 +114,10 @@ Version = Annotated[
 def _program(context: typer.Context, version: Version = False) -> None:
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
+    elif process_group.is_distributed() and context.invoked_subcommand != "quantize":
+        raise typer.BadParameter(
+            f"'quark {context.invoked_subcommand}' runs in one process. Start it without torchrun."
+        )
 
 
 for command in (

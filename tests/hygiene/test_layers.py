@@ -64,6 +64,7 @@ LAYERS = [
     {"quark.cli"},
     {"quark.cli.inspect"},
     {"quark.cli.main"},
+    {"quark.__main__"},
 ]
 EXACT = {"quark"}  # the version alone: packages below it need a line of their own
 FACES = {"quark.torch", "quark.torch.quantization", "quark.torch.export"}

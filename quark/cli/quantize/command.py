@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from quark.cli.options import ManyValues, verb
+from quark.cli.process_group import process_group
 from quark.cli.quantize.request import Request
 
 HELP = """
@@ -38,6 +39,10 @@ The output head stays in float unless [cyan]--exclude_layers[/cyan] is given.
       --quant_scheme int4_wo_64 --layer_quant_scheme "*down_proj" int8_wo \\
       --exclude_layers lm_head "*.layers.0.*"[/cyan]
 
+  The same with two processes, which give the same bits:
+
+    [cyan]torchrun --nproc_per_node 2 -m quark quantize --model_dir llama …[/cyan]
+
 Flags may be written with dashes ([cyan]--model-dir[/cyan]).
 """
 
@@ -61,4 +66,5 @@ def register(app: typer.Typer) -> None:
 def _quantize(request: Request) -> None:
     from quark.cli.quantize.job import run
 
-    run(request)
+    with process_group(request.device):
+        run(request)

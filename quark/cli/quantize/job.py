@@ -14,6 +14,7 @@ from quark.cli import console, models
 from quark.cli.collect import read_optional_statistics
 from quark.cli.metrics import Figures, Measures, prepare_measures, show_scores, write_metrics
 from quark.cli.options import SEQ_LEN
+from quark.cli.process_group import rank
 from quark.cli.quantize.config import make_config, needs_data
 from quark.cli.quantize.data import describe, kind_of_dataset, read_batches
 from quark.cli.quantize.file_job import (
@@ -48,7 +49,7 @@ def run(request: Request) -> None:
     _check_source(request, described)
     if request.quantizes:
         _quantize(request, described)
-    else:
+    elif rank() == 0:
         _evaluate_unchanged(request, described)
 
 
@@ -95,8 +96,10 @@ def _quantize(request: Request, described: dict[str, Any]) -> None:
     check_writable(request, model, config)
     with console.stage("reading data"):
         calibration = read_batches(request, kind, tokenizer, length) if is_calibrated else None
-        measures = prepare_measures(request, described, tokenizer)
+        measures = prepare_measures(request, described, tokenizer) if rank() == 0 else None
     outcome = _quantize_and_evaluate(request, model, config, calibration, measures, statistics)
+    if rank() > 0:
+        return
     write(request, model, tokenizer, str(described.get("model_type", "model")))
     show_outcome(request, outcome)
     _report_figures(request, outcome.after)

@@ -24,8 +24,11 @@ from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.qdq import fake_quantize
 from quark.torch.numerics.rounding import round_
 from quark.torch.numerics.scales import round_scale
+from quark.torch.pipeline.accumulators import Sum
 from quark.torch.pipeline.chunks import Chunks
 from quark.torch.pipeline.context import Algorithm, Context
+from quark.torch.pipeline.processes import processes
+from quark.torch.pipeline.reducer import Reducer
 from quark.torch.pipeline.runner import Block
 from quark.torch.quantization.config.algo import AutoRoundConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
@@ -226,7 +229,8 @@ def learn_rounding(
 def total_error(block: Block, weights: Mapping[str, LearnedWeight]) -> float:
     """Return the squared error of the outputs of a block over all data."""
     values = {name: weight.value() for name, weight in weights.items()}
-    return sum(float(_measure_error(block, index, values)) for index in range(len(block)))
+    errors = [float(_measure_error(block, index, values)) for index in range(len(block))]
+    return sum(_gather(block, errors).values())
 
 
 def _compute_gradients(
@@ -238,20 +242,27 @@ def _compute_gradients(
     """Return the gradients of the squared error over batches; 0 for experts without tokens."""
     # Two steps, so that memory holds the graph of one batch: errors -> rounded weights, summed
     # over batches in `leaves`; then rounded weights -> offsets and factors, once.
+    reducer = Reducer(weights, lambda leaf: Sum())
     with torch.enable_grad():
         values = {name: weight.value() for name, weight in weights.items()}
-        leaves = {name: value.detach().requires_grad_() for name, value in values.items()}
-        for leaf in leaves.values():
-            leaf.grad = torch.zeros_like(leaf)
-        for index in batches:
-            error = _measure_error(block, index, leaves)
-            if error.requires_grad:  # False if a router sends all tokens to other experts
-                torch.autograd.backward(error, inputs=list(leaves.values()))
+        for indices in block.reduce(reducer):
+            leaves = {name: value.detach().requires_grad_() for name, value in values.items()}
+            counts = {index: batches.count(block.number(index)) for index in indices}
+            for index in (index for index, n in counts.items() for _ in range(n)):
+                error = _measure_error(block, index, leaves)
+                if error.requires_grad:  # False if a router sends all tokens to other experts
+                    torch.autograd.backward(error, inputs=list(leaves.values()))
+            for name, leaf in leaves.items():
+                reducer.parts[name].total = leaf.grad
+        gradients = [
+            torch.zeros_like(value) if (total := reducer.totals[name].total) is None else total
+            for name, value in values.items()
+        ]
         return list(
             torch.autograd.grad(
                 list(values.values()),
                 parameters,
-                [leaf.grad for leaf in leaves.values()],
+                gradients,
                 allow_unused=True,
                 materialize_grads=True,
             )
@@ -265,18 +276,32 @@ def _measure_error(block: Block, index: int, values: Mapping[str, torch.Tensor])
     return (change if mask is None else change[mask.to(change.device)]).square().sum()
 
 
+def _gather(block: Block, values: list[float]) -> dict[int, float]:
+    """Return the values of the batches of all processes by their number in the data, in order."""
+    own = {block.number(index): value for index, value in enumerate(values)}
+    every = [(int(n), value) for other in processes().exchange(own) for n, value in other.items()]
+    return dict(sorted(every))
+
+
+def _count_rows(block: Block) -> dict[int, int]:
+    """Return the number of sequences of each batch of all processes, by its number in the data."""
+    counts = [float(len(block.reference_output(index)[0])) for index in range(len(block))]
+    return {number: int(count) for number, count in _gather(block, counts).items()}
+
+
 def _sample_batches(block: Block, sequences: int) -> Iterator[list[int]]:
-    """Yield indices of batches with at least so many sequences together, epoch after epoch."""
+    """Yield numbers of batches with at least so many sequences together, epoch after epoch."""
     generator = torch.Generator().manual_seed(0)
-    indices: list[int] = []
+    rows, sample = _count_rows(block), list[int]()
+    numbers = list(rows)
     count = 0
     while True:
-        for index in torch.randperm(len(block), generator=generator).tolist():
-            indices.append(index)
-            count += len(block.reference_output(index)[0])
+        for place in torch.randperm(len(numbers), generator=generator).tolist():
+            sample.append(numbers[place])
+            count += rows[numbers[place]]
             if count >= sequences:
-                yield indices
-                indices, count = [], 0
+                yield sample
+                sample, count = [], 0
 
 
 def _straight_through(exact: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:

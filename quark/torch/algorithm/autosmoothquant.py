@@ -32,6 +32,7 @@ from quark.torch.algorithm.rescaling import (
 from quark.torch.graph.structure import RESCALING, Edit, RescalingGroup
 from quark.torch.pipeline.accumulators import InputSample
 from quark.torch.pipeline.context import Algorithm, Context
+from quark.torch.pipeline.processes import processes
 from quark.torch.pipeline.runner import Block, run_blocks
 from quark.torch.quantization.config.algo import AutoSmoothQuantConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
@@ -119,7 +120,8 @@ def _observe(
     """Return samples of the inputs of all producers and consumers, by one pass of the data."""
     names = [name for group in groups for name, _, _ in consumer_edits(group, context)]
     names += [group.producer for group in groups if producer_edit(group, context)]
-    return observe_block(context, block, names, lambda: InputSample(TOKENS))
+    # Numbers of tokens in different leaves are different: a leaf has fewer than 2²⁴ tokens.
+    return observe_block(context, block, names, lambda leaf: InputSample(TOKENS, leaf << 24))
 
 
 def _rescale(
@@ -131,13 +133,12 @@ def _rescale(
         return
     ranges = [reduce_to_factors(samples[n].range.amax, e, group.size, "amax") for n, _, e in edits]
     inputs = torch.stack(ranges).amax(0)
-    best = torch.ones_like(inputs)
-    lowest = _measure_loss(best, group, context, samples, power)
-    for step in range(1, STEPS + 1):
-        factors = scaling_factors(inputs, step / STEPS)
-        loss = _measure_loss(factors, group, context, samples, power)
-        if loss < lowest:
-            best, lowest = factors, loss
+    strengths = [step / STEPS for step in range(1, STEPS + 1)]
+    candidates = [torch.ones_like(inputs), *(scaling_factors(inputs, a) for a in strengths)]
+    losses = processes().measure(
+        candidates, lambda factors: _measure_loss(factors, group, context, samples, power)
+    )
+    best = candidates[losses.index(min(losses))]
     group.apply_(context.model, best)
     for sample, edit in {id(samples[n]): (samples[n], e) for n, _, e in edits}.values():
         sample.rescale_(expand_to_channels(best, edit))

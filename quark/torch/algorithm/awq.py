@@ -9,13 +9,14 @@ sums of x xᵀ, so data runs once and each candidate is compared exactly.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 
 from quark.torch.algorithm.clipping import clip_weight
 from quark.torch.algorithm.layer_inputs import collect_grams
+from quark.torch.algorithm.layer_owners import change_layers
 from quark.torch.algorithm.layers import (
     block_layers,
     check_weights_quantized,
@@ -37,6 +38,7 @@ from quark.torch.graph.parameter_writes import write_
 from quark.torch.graph.structure import RESCALING, Edit, RescalingGroup
 from quark.torch.pipeline.accumulators import Gram
 from quark.torch.pipeline.context import Algorithm, Context
+from quark.torch.pipeline.processes import processes
 from quark.torch.pipeline.runner import run_blocks
 from quark.torch.quantization.config.algo import AWQConfig, RoundingConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
@@ -79,10 +81,8 @@ def apply(context: Context, options: AWQConfig) -> None:
         grams = collect_grams(context, block, layers)
         for group in by_block[block.name]:
             _rescale(group, context, grams, MIN_GAIN if is_rounded_later else 0.0)
-        for name, layer in layers.items() if not is_rounded_later else ():
-            gram = grams[name]
-            if gram.total is not None:
-                clip_weight_(layer, gram.total)
+        if not is_rounded_later:
+            _clip_weights(layers, grams)
 
 
 def candidate_factors(magnitude: torch.Tensor, weight: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -148,16 +148,19 @@ def _search_best(
         loss: Returns the loss of a candidate.
         min_gain: Fraction of the loss that a candidate must remove to be better than the first.
     """
+
     # Candidates 1, 2 have exponent 0, candidates 3, 4 exponent 1/20, …: odd ones are those of the
     # paper, even ones the variant. The coarse search takes exponents 0, 4/20, 8/20, … of both. The
     # finer one goes one and two exponents up and down: ±2 and ±4 candidates, of the same kind.
-    losses = {0: loss(candidates[0])}
+    def measure(numbers: list[int]) -> dict[int, float]:
+        values = processes().measure([candidates[i] for i in numbers], loss)
+        return dict(zip(numbers, values, strict=True))
+
     coarse = [i for i in range(1, len(candidates)) if (i - 1) // 2 % 4 == 0]
-    losses |= {i: loss(candidates[i]) for i in coarse}
+    losses = measure([0, *coarse])
     near = min(coarse, key=lambda i: losses[i], default=0)
-    for i in (near - 4, near - 2, near + 2, near + 4) if near else ():
-        if 0 < i < len(candidates) and i not in losses:
-            losses[i] = loss(candidates[i])
+    fine = [near - 4, near - 2, near + 2, near + 4] if near else []
+    losses |= measure([i for i in fine if 0 < i < len(candidates) and i not in losses])
     best = min(losses, key=lambda i: losses[i])
     return candidates[best if losses[best] <= (1 - min_gain) * losses[0] else 0]
 
@@ -201,6 +204,18 @@ def _measure_magnitude(layer: FakeQuantizedLayer, edit: Edit, size: int) -> torc
     relative = groups / groups.amax(-1, keepdim=True).clamp(min=1e-12)
     mean = relative.flatten(1)[:, : matrix.shape[1]].mean(0)
     return reduce_to_factors(mean, edit, size, "mean")
+
+
+def _clip_weights(layers: Mapping[str, FakeQuantizedLayer], grams: Mapping[str, Gram]) -> None:
+    """Clip the weights of all layers that data reached, in place."""
+
+    def clip(names: Sequence[str]) -> None:
+        for name in names:
+            total = grams[name].total
+            assert total is not None
+            clip_weight_(layers[name], total)
+
+    change_layers(layers, [[n] for n in layers if grams[n].total is not None], clip)
 
 
 @torch.no_grad()

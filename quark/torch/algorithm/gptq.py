@@ -13,7 +13,7 @@ from quark.torch.algorithm.weight_rounding import (
     iterate_blocks,
     pool_expert_statistics,
     resolve,
-    round_layer,
+    round_by_input,
 )
 from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.quantization.config.algo import GPTQConfig
@@ -41,8 +41,7 @@ def apply(context: Context, options: GPTQConfig) -> None:
             grams, _ = collect_input_statistics(context, block, part)
             pool_expert_statistics(corresponding_experts(context.model), grams)
             context.compute_scales(part)
-            for name, layer in part.items():
-                round_layer(name, layer, grams[name], options.damp_percent, options.desc_act)
+            round_by_input(part, grams, options.damp_percent, options.desc_act)
 
 
 ALGORITHM = Algorithm(check, apply, resolve=resolve)

@@ -8,7 +8,7 @@ GPTAQ (Li et al. 2025) and Qronos (Zhang et al. 2025) minimize the same error co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -18,8 +18,9 @@ from quark.torch.algorithm.layer_inputs import (
     collect_input_statistics,
     split_by_input,
 )
+from quark.torch.algorithm.layer_owners import change_layers
 from quark.torch.algorithm.layers import weight_matrix, write_weight_matrix_
-from quark.torch.algorithm.weight_rounding import pool_expert_statistics, round_layer
+from quark.torch.algorithm.weight_rounding import pool_expert_statistics, round_by_input
 from quark.torch.pipeline.accumulators import Gram
 from quark.torch.pipeline.context import Context
 from quark.torch.pipeline.runner import Block
@@ -47,8 +48,8 @@ def correct_and_round(
         block: The block, with the second stream.
         layers: Layers of the block.
         strength: See ``correct_weight_``.
-        damping: See ``round_layer``.
-        by_magnitude: See ``round_layer``.
+        damping: See ``round_layers``.
+        by_magnitude: See ``round_layers``.
         solver_of: Returns the function that rounds the weight of a layer, given its name.
         token_weights: See ``collect_input_statistics``.
     """
@@ -60,11 +61,24 @@ def correct_and_round(
             context, block, part, floats, is_last, token_weights
         )
         pool_expert_statistics(corresponding_experts(context.model), grams)
-        for name, cross in crosses.items():
-            correct_weight_(layers[name], grams[name], cross, strength)
+        _correct_weights(layers, grams, crosses, strength)
         context.compute_scales(part)
-        for name, layer in part.items():
-            round_layer(name, layer, grams[name], damping, by_magnitude, solver_of(name), REFITS)
+        round_by_input(part, grams, damping, by_magnitude, solver_of, REFITS)
+
+
+def _correct_weights(
+    layers: Mapping[str, FakeQuantizedLayer],
+    grams: Mapping[str, Gram],
+    crosses: Mapping[str, torch.Tensor],
+    strength: float,
+) -> None:
+    """Correct the weights of all layers with cross sums, in place; see ``correct_weight_``."""
+
+    def correct(names: Sequence[str]) -> None:
+        for name in names:
+            correct_weight_(layers[name], grams[name], crosses[name], strength)
+
+    change_layers(layers, [[name] for name in crosses], correct)
 
 
 @torch.no_grad()

@@ -9,21 +9,33 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
 from quark.torch.graph import shared_inputs
-from quark.torch.pipeline.accumulators import Accumulator, Gram, accumulate_inputs
+from quark.torch.pipeline.accumulators import Gram, Sum, accumulate_inputs
 from quark.torch.pipeline.capture import StopForward
 from quark.torch.pipeline.context import Context
+from quark.torch.pipeline.processes import State
+from quark.torch.pipeline.reducer import Mergeable, Reducer
 from quark.torch.pipeline.runner import Block
 from quark.torch.quantization.nn.experts import corresponding_experts
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 
 Weights = Mapping[str, torch.Tensor]
 TokenWeights = Callable[[int], torch.Tensor | None]  # batch index -> (tokens,) or None
-T = TypeVar("T", bound=Accumulator)
+
+
+class _Statistics(Mergeable, Protocol):
+    """Statistics of the inputs of a layer."""
+
+    def __call__(self, x: torch.Tensor) -> None:
+        """Observe (tokens, channels)."""
+        ...
+
+
+T = TypeVar("T", bound=_Statistics)
 
 
 def first_readers(names: Iterable[str], context: Context) -> dict[str, str]:
@@ -54,7 +66,7 @@ def split_by_input(
 
 
 def observe_block(
-    context: Context, block: Block, names: Iterable[str], new: Callable[[], T]
+    context: Context, block: Block, names: Iterable[str], new: Callable[[int], T]
 ) -> dict[str, T]:
     """Run the data through a block once and accumulate the inputs of layers.
 
@@ -62,17 +74,24 @@ def observe_block(
         context: The model.
         block: The block.
         names: Layers of the block.
-        new: Returns an empty accumulator.
+        new: Returns an empty accumulator for a leaf of the data, given its number.
 
     Returns:
         Layer to accumulator, the same one for layers that read the same tensor.
     """
     first = first_readers(dict.fromkeys(names), context)
-    accumulators = {name: new() for name in dict.fromkeys(first.values())}
-    observers = [(context.layers[name], observer) for name, observer in accumulators.items()]
+    firsts = list(dict.fromkeys(first.values()))
+    reducer = Reducer(firsts, new)
+
+    def observe(name: str, x: torch.Tensor) -> None:
+        reducer.parts[name](x)
+
+    observers = [(context.layers[name], partial(observe, name)) for name in firsts]
     with accumulate_inputs(observers):
-        block.run()
-    return {name: accumulators[first[name]] for name in first}
+        for indices in block.reduce(reducer):
+            for index in indices:
+                block.run_batch(index)
+    return {name: reducer.totals[first[name]] for name in first}
 
 
 def collect_grams(
@@ -84,7 +103,7 @@ def collect_grams(
     """
     if context.grams is not None:
         return context.grams(layers)
-    return observe_block(context, block, layers, Gram)
+    return observe_block(context, block, layers, lambda leaf: Gram())
 
 
 def collect_input_statistics(
@@ -118,10 +137,12 @@ def collect_input_statistics(
         return context.grams(layers), {}
     first = first_readers(layers, context)
     routed = {name for names in corresponding_experts(context.model) for name in names}
-    observer = _InputObserver(dict.fromkeys(first.values()), routed)
-    observers = [(layers[name], partial(observer, name)) for name in observer.grams]
+    names = list(dict.fromkeys(first.values()))
+    reducer = Reducer(names, lambda leaf: _InputSums())
+    observer = _InputObserver(reducer, routed)
+    observers = [(layers[name], partial(observer, name)) for name in names]
     with accumulate_inputs(observers):
-        for index in range(len(block)):
+        for index in (index for indices in block.reduce(reducer) for index in indices):
             if floats is not None:
                 observer.begin(is_reference=True, to_the_end=to_the_end)
                 with (
@@ -132,28 +153,57 @@ def collect_input_statistics(
             observer.begin(is_reference=False, token_weights=token_weights(index))
             block.observe(index)
             if index == 0:  # a pass stops early only if each layer runs exactly once in it
-                observer.stops_early = all(observer.calls[name] == 1 for name in observer.grams)
-    crosses = {n: observer.crosses[f] for n, f in first.items() if f in observer.crosses}
-    return {name: observer.grams[f] for name, f in first.items()}, crosses
+                observer.stops_early = all(observer.calls[name] == 1 for name in names)
+    sums = {name: reducer.totals[f] for name, f in first.items()}
+    crosses = {n: s.cross.total for n, s in sums.items() if s.cross.total is not None}
+    return {name: s.gram for name, s in sums.items()}, crosses
+
+
+class _InputSums:
+    """Sums over the inputs of a layer.
+
+    Attributes:
+        gram: Sums of x xᵀ and |x| over the inputs x.
+        cross: Sum of (r - x) xᵀ with the inputs r of the float model.
+    """
+
+    def __init__(self) -> None:
+        self.gram, self.cross = Gram(), Sum()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was observed."""
+        return self.gram.is_empty
+
+    def merge(self, other: _InputSums) -> None:
+        """Add other sums."""
+        self.gram.merge(other.gram)
+        self.cross.merge(other.cross)
+
+    def tensors(self) -> State:
+        """Return all sums."""
+        return *self.cross.tensors(), *self.gram.tensors()
+
+    def set_tensors(self, tensors: State) -> None:
+        """Replace all sums."""
+        self.cross.set_tensors(tensors[:1])
+        self.gram.set_tensors(tensors[1:])
 
 
 class _InputObserver:
     """Accumulates inputs of layers in two streams, and ends a pass when all have received theirs.
 
     Args:
-        names: The layers.
+        reducer: The sums by name of the layer.
         routed: Layers of experts, whose tokens a router chooses.
 
     Attributes:
-        grams: Sum of x xᵀ by name of the layer.
-        crosses: Sum of (r - x) xᵀ by name of the layer.
         calls: Number of inputs of each layer in this pass.
         stops_early: Whether a pass ends as soon as each layer has received an input.
     """
 
-    def __init__(self, names: Iterable[str], routed: Container[str]) -> None:
-        self.grams = {name: Gram() for name in names}
-        self.crosses: dict[str, torch.Tensor] = {}
+    def __init__(self, reducer: Reducer[_InputSums], routed: Container[str]) -> None:
+        self._reducer = reducer
         self.calls: Counter[str] = Counter()
         self.stops_early = False
         self._routed, self._references = routed, dict[str, torch.Tensor]()
@@ -174,15 +224,16 @@ class _InputObserver:
     def __call__(self, name: str, x: torch.Tensor) -> None:
         """Accumulate an input, (tokens, channels)."""
         self.calls[name] += 1
+        sums = self._reducer.parts
         if self._is_reference:
             self._references[name] = x
         else:
             roots = self._roots_of(name, x)
-            self.grams[name](x if roots is None else x * roots)
+            sums[name].gram(x if roots is None else x * roots)
             reference = self._references.pop(name, None)
             if reference is not None and name not in self._routed:
-                self._add_cross(name, reference.float(), x.float(), roots)
-        if self.stops_early and len(self.calls) == len(self.grams) and not self._to_the_end:
+                _add_cross(sums[name].cross, reference.float(), x.float(), roots)
+        if self.stops_early and len(self.calls) == len(sums) and not self._to_the_end:
             raise StopForward
 
     def _roots_of(self, name: str, x: torch.Tensor) -> torch.Tensor | None:
@@ -191,15 +242,14 @@ class _InputObserver:
             return None
         return self._roots
 
-    def _add_cross(
-        self, name: str, reference: torch.Tensor, x: torch.Tensor, roots: torch.Tensor | None
-    ) -> None:
-        if name not in self.crosses:
-            self.crosses[name] = x.new_zeros(x.shape[1], x.shape[1])
-        difference = reference - x
-        if roots is not None:
-            difference, x = difference * roots, x * roots
-        self.crosses[name].addmm_(difference.T, x)
+
+def _add_cross(
+    total: Sum, reference: torch.Tensor, x: torch.Tensor, roots: torch.Tensor | None
+) -> None:
+    difference = reference - x
+    if roots is not None:
+        difference, x = difference * roots, x * roots
+    total.add_product(difference, x)
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.pipeline.accumulators import ChannelRange, accumulate_inputs
 from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.pipeline.model_pass import run_data
+from quark.torch.pipeline.reducer import Reducer
 from quark.torch.quantization.config.algo import SmoothQuantConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
 
@@ -112,7 +113,7 @@ def _observe_ranges(context: Context, groups: list[RescalingGroup]) -> dict[str,
     run_data(
         context.model, context.batches, "smoothing", observe=partial(accumulate_inputs, observers)
     )
-    return ranges
+    return Reducer(ranges, lambda leaf: ChannelRange()).combine(ranges)
 
 
 def largest_weights(group: RescalingGroup, context: Context) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -14,6 +14,7 @@ from torch import nn
 from quark.torch.algorithm.clipping import clip_weight
 from quark.torch.algorithm.gptq_solver import Solver, inverse_factor, round_columns
 from quark.torch.algorithm.layer_inputs import quantize_inputs
+from quark.torch.algorithm.layer_owners import change_layers
 from quark.torch.algorithm.layers import (
     block_layers,
     freeze,
@@ -150,6 +151,35 @@ def pool_expert_statistics(stacks: Iterable[list[str]], grams: dict[str, Gram]) 
             gram.is_pooled = True
 
 
+def round_by_input(
+    layers: Mapping[str, FakeQuantizedLayer],
+    grams: Mapping[str, Gram],
+    damping: float,
+    by_magnitude: bool,
+    solver_of: Callable[[str], Solver] = lambda name: round_columns,
+    refits: int = 0,
+) -> None:
+    """Round layers in all processes, those that share statistics in one; see ``round_layers``.
+
+    Args:
+        layers: The layers by name.
+        grams: Statistics of their inputs by name; one object for layers that share an input.
+        damping: See ``round_layers``.
+        by_magnitude: See ``round_layers``.
+        solver_of: Returns the function that rounds the weight of a layer, given its name.
+        refits: See ``round_layers``.
+    """
+    groups: dict[int, list[str]] = {}
+    for name in layers:
+        groups.setdefault(id(grams[name]), []).append(name)
+
+    def change(names: Sequence[str]) -> None:
+        part, gram = {name: layers[name] for name in names}, grams[names[0]]
+        round_layers(part, gram, damping, by_magnitude, solver_of, refits)
+
+    change_layers(layers, list(groups.values()), change)
+
+
 def round_layer(
     name: str,
     layer: FakeQuantizedLayer,
@@ -159,44 +189,65 @@ def round_layer(
     solver: Solver = round_columns,
     refits: int = 0,
 ) -> None:
-    """Replace the weight of a layer by rounded values, and its scales by those that fit them best.
+    """Round the weight of one layer; see ``round_layers``."""
+    round_layers({name: layer}, gram, damping, by_magnitude, lambda _: solver, refits)
+
+
+def round_layers(
+    layers: Mapping[str, FakeQuantizedLayer],
+    gram: Gram,
+    damping: float,
+    by_magnitude: bool,
+    solver_of: Callable[[str], Solver] = lambda name: round_columns,
+    refits: int = 0,
+) -> None:
+    """Replace weights of layers by rounded values, and scales by those that fit these best.
 
     Args:
-        name: Name of the layer, for messages.
-        layer: A layer with final scales. It is frozen, unless it cannot be rounded.
-        gram: Statistics of its inputs.
+        layers: Layers that share their input, with final scales. They are frozen, unless they
+            cannot be rounded.
+        gram: Statistics of this input.
         damping: Fraction of the mean square of the inputs that is added to each square.
         by_magnitude: Whether to round the columns with the largest inputs first (act order).
-        solver: Rounds the weight: ``round_columns``, or a function of the same signature.
+        solver_of: Returns the function that rounds the weight of a layer, given its name:
+            ``round_columns``, or a function of the same signature.
         refits: How many times to refit the scales to values of ``round_columns`` before that.
     """
-    quantizer = layer.weight_quantizer
-    matrix = weight_matrix(layer)
     if gram.total is None:
-        logger.warning("No data reached %s: it is rounded to the nearest.", name)
+        for name in layers:
+            logger.warning("No data reached %s: it is rounded to the nearest.", name)
         return
-    assert quantizer is not None
     hessian = gram.total / max(gram.tokens, 1)
     diagonal = hessian.diagonal()
     unused = diagonal == 0
     if bool(unused.any()):
         diagonal[unused] = diagonal[~unused].mean() if bool((~unused).any()) else 1.0
-    clipped_weight = clip_weight(layer, hessian)
-    if clipped_weight is not None:
-        quantizer.compute_block_scales(clipped_weight)
-    order = torch.arange(len(hessian), device=matrix.device)
+    for layer in layers.values():
+        clipped_weight = clip_weight(layer, hessian)
+        if clipped_weight is not None:
+            assert layer.weight_quantizer is not None
+            layer.weight_quantizer.compute_block_scales(clipped_weight)
+    order = torch.arange(len(hessian), device=hessian.device)
     if by_magnitude:
         order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
     factor = inverse_factor(hessian[order][:, order], damping)
     if factor is None:
-        logger.warning("%s: its Hessian cannot be inverted: rounded to the nearest.", name)
+        for name in layers:
+            logger.warning("%s: its Hessian cannot be inverted: rounded to the nearest.", name)
         return
-
-    def attempt(rounding: ColumnRounding, solve: Solver = round_columns) -> torch.Tensor:
-        return solve(matrix, factor, order, rounding)[0]
-
     hessian.diagonal().add_(damping * hessian.diagonal().mean())
-    attempts = [attempt] * refits + [partial(attempt, solve=solver)]
-    rounded = round_and_refit(layer, matrix, hessian, attempts)
-    write_weight_matrix_(layer, rounded)
-    freeze(layer)
+    for name, layer in layers.items():
+        matrix = weight_matrix(layer)
+
+        def attempt(
+            rounding: ColumnRounding,
+            solve: Solver = round_columns,
+            matrix: torch.Tensor = matrix,
+            factor: torch.Tensor = factor,
+        ) -> torch.Tensor:
+            return solve(matrix, factor, order, rounding)[0]
+
+        attempts = [attempt] * refits + [partial(attempt, solve=solver_of(name))]
+        rounded = round_and_refit(layer, matrix, hessian, attempts)
+        write_weight_matrix_(layer, rounded)
+        freeze(layer)

@@ -17,6 +17,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from quark.torch.algorithm.gptq_solver import Solver, inverse_factor, round_columns
 from quark.torch.algorithm.input_correction import correct_and_round
@@ -24,9 +25,11 @@ from quark.torch.algorithm.layers import check_fractions, check_weights_quantize
 from quark.torch.algorithm.weight_rounding import iterate_blocks, select_block_layers
 from quark.torch.algorithm.weight_rounding import resolve as select_layers
 from quark.torch.numerics.qdq import ColumnRounding
+from quark.torch.pipeline.accumulators import Sum
 from quark.torch.pipeline.activation_store import ActivationStore
 from quark.torch.pipeline.backward import check_logits, run_blocks_backward
 from quark.torch.pipeline.context import Algorithm, Context
+from quark.torch.pipeline.reducer import Reducer
 from quark.torch.quantization.config.algo import YaqaConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.nn.experts import corresponding_experts
@@ -178,76 +181,70 @@ def collect_gradients(
     """
     routed = {name for names in corresponding_experts(context.model) for name in names}
     statistics = GradientStatistics(store)
-    names, loss = context.structure.blocks, SampledLabelLoss()
-    for block, back in run_blocks_backward(context.model, names, context.batches, "yaqa", loss):
+    backward = run_blocks_backward(
+        context.model, context.structure.blocks, context.batches, "yaqa", sampled_label_loss
+    )
+    for block, back in backward:
         layers = select_block_layers(context, block.name, options)
-        observers = {n: _OutputGradients(m) for n, m in layers.items() if n not in routed}
+        reducer = Reducer([n for n in layers if n not in routed], lambda leaf: Sum())
+        handles = [_watch_gradients(layers[n], n, reducer) for n in layers if n not in routed]
         try:
-            for index in range(len(block)):
+            for index in (index for indices in block.reduce(reducer) for index in indices):
                 norms = back(index).float().norm(dim=-1).flatten()
                 mask = block.masks(index)
                 norms = norms if mask is None else norms[mask.flatten().to(norms.device)]
                 if bool(norms.any()) and bool(norms.isfinite().all()):
                     statistics.add((block.name, index), norms)
         finally:
-            for observer in observers.values():
-                observer.remove()
-        for name, observer in observers.items():
-            if observer.total is None or not bool(observer.total.isfinite().all()):
+            for handle in handles:
+                handle.remove()
+        for name, total in reducer.totals.items():
+            if total.total is None or not bool(total.total.isfinite().all()):
                 logger.warning("yaqa: %s has no finite gradients: it is rounded by GPTQ.", name)
                 continue
-            statistics.add(name, observer.total)
+            statistics.add(name, total.total)
     return statistics
 
 
-class _OutputGradients:
-    """Sums g gᵀ over the gradients with respect to the outputs of a layer."""
+def _watch_gradients(layer: nn.Module, name: str, reducer: Reducer[Sum]) -> RemovableHandle:
+    """Add g gᵀ over the gradients g with respect to the outputs of a layer to its part."""
 
-    def __init__(self, layer: nn.Module) -> None:
-        self.total: torch.Tensor | None = None
-        self.remove = layer.register_forward_hook(self._watch).remove
-
-    def _watch(self, layer: nn.Module, args: tuple[torch.Tensor, ...], y: torch.Tensor) -> None:
-        if y.requires_grad:
-            y.register_hook(self._add)  # type: ignore[no-untyped-call]
-
-    def _add(self, gradient: torch.Tensor) -> None:
+    def add(gradient: torch.Tensor) -> None:
         g = gradient.flatten(0, -2).float()
-        if self.total is None:
-            self.total = g.new_zeros(g.shape[1], g.shape[1])
-        self.total.addmm_(g.T, g)
+        reducer.parts[name].add_product(g, g)
+
+    def watch(layer: nn.Module, args: tuple[torch.Tensor, ...], y: torch.Tensor) -> None:
+        if y.requires_grad:
+            y.register_hook(add)  # type: ignore[no-untyped-call]
+
+    return layer.register_forward_hook(watch)
 
 
-class SampledLabelLoss:
-    """Negative log-likelihood of labels drawn from the predictions, summed over tokens.
+def sampled_label_loss(
+    logits: torch.Tensor, mask: torch.Tensor | None, first: int = 0
+) -> torch.Tensor:
+    """Return the negative log-likelihood of labels drawn from the predictions, summed over tokens.
 
     Each sequence has its own random numbers, whatever the batch that it is part of.
+
+    Args:
+        logits: (sequences, ..., labels).
+        mask: Tokens that count, (sequences, tokens) bool; None for all.
+        first: Number of the first sequence in the data.
     """
-
-    def __init__(self) -> None:
-        self._sequences = 0
-
-    def __call__(self, logits: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Return the loss of a batch.
-
-        Args:
-            logits: (sequences, ..., labels).
-            mask: Tokens that count, (sequences, tokens) bool; None for all.
-        """
-        tokens = logits.flatten(1, -2) if logits.dim() > 2 else logits.unsqueeze(1)
-        first, self._sequences = self._sequences, self._sequences + len(tokens)
-        draws = torch.stack([_draw_uniform(first + i, tokens.shape[1]) for i in range(len(tokens))])
-        rows, draws = tokens.flatten(0, 1).float(), draws.flatten().to(logits.device)
-        with torch.no_grad():
-            # Inverse transform sampling: the label whose interval of cumulative probability holds
-            # the random number. Example: probabilities (0.2, 0.5, 0.3), number 0.6 -> label 1.
-            cumulative = rows.softmax(-1).cumsum(-1)
-            labels = torch.searchsorted(cumulative, draws.unsqueeze(1))
-            labels.clamp_(max=rows.shape[1] - 1)
-        if mask is not None:
-            kept = mask.flatten().to(rows.device)
-            rows, labels = rows[kept], labels[kept]
-        return F.cross_entropy(rows, labels.flatten(), reduction="sum")
+    tokens = logits.flatten(1, -2) if logits.dim() > 2 else logits.unsqueeze(1)
+    draws = torch.stack([_draw_uniform(first + i, tokens.shape[1]) for i in range(len(tokens))])
+    rows, draws = tokens.flatten(0, 1).float(), draws.flatten().to(logits.device)
+    with torch.no_grad():
+        # Inverse transform sampling: the label whose interval of cumulative probability holds
+        # the random number. Example: probabilities (0.2, 0.5, 0.3), number 0.6 -> label 1.
+        cumulative = rows.softmax(-1).cumsum(-1)
+        labels = torch.searchsorted(cumulative, draws.unsqueeze(1))
+        labels.clamp_(max=rows.shape[1] - 1)
+    if mask is not None:
+        kept = mask.flatten().to(rows.device)
+        rows, labels = rows[kept], labels[kept]
+    return F.cross_entropy(rows, labels.flatten(), reduction="sum")
 
 
 def _draw_uniform(seed: int, count: int) -> torch.Tensor:

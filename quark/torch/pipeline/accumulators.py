@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from quark.torch.numerics.finite import is_finite
+from quark.torch.pipeline.processes import State
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from quark.torch.quantization.nn.padding import without_padding
 
@@ -54,6 +55,24 @@ class ChannelRange:
         lo, hi = (r.float() for r in x.aminmax(dim=0))
         self.lo = lo if self.lo is None else torch.minimum(self.lo, lo)
         self.hi = hi if self.hi is None else torch.maximum(self.hi, hi)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was observed."""
+        return self.lo is None
+
+    def merge(self, other: ChannelRange) -> None:
+        """Include the values that another one has observed."""
+        if other.lo is not None and other.hi is not None:
+            self(torch.stack([other.lo, other.hi]))
+
+    def tensors(self) -> State:
+        """Return smallest and largest values."""
+        return self.lo, self.hi
+
+    def set_tensors(self, tensors: State) -> None:
+        """Replace smallest and largest values."""
+        self.lo, self.hi = tensors
 
     @property
     def amax(self) -> torch.Tensor:
@@ -109,6 +128,21 @@ class Gram:
         self._magnitude += x.abs().sum(0)
         self.tokens += len(x)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was observed."""
+        return self._total is None
+
+    def tensors(self) -> State:
+        """Return the sums and the number of tokens."""
+        return self._total, self._magnitude, torch.tensor(self.tokens, dtype=torch.float64)
+
+    def set_tensors(self, tensors: State) -> None:
+        """Replace the sums and the number of tokens."""
+        self._total, self._magnitude, tokens = tensors
+        assert tokens is not None
+        self.tokens = float(tokens)
+
     def merge(self, other: Gram) -> None:
         """Add the sums of another accumulator."""
         if other._total is not None and other._magnitude is not None:
@@ -136,6 +170,41 @@ class Gram:
         self._magnitude.div_(factors)
 
 
+class Sum:
+    """Sum of tensors of one shape.
+
+    Attributes:
+        total: The sum; None before any tensor.
+    """
+
+    def __init__(self) -> None:
+        self.total: torch.Tensor | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was added."""
+        return self.total is None
+
+    def add_product(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Add aᵀ b, given (tokens, m) and (tokens, n)."""
+        if self.total is None:
+            self.total = a.new_zeros(a.shape[1], b.shape[1])
+        self.total.addmm_(a.T, b)
+
+    def merge(self, other: Sum) -> None:
+        """Add another sum."""
+        if other.total is not None:
+            self.total = other.total if self.total is None else self.total.add_(other.total)
+
+    def tensors(self) -> State:
+        """Return the sum."""
+        return (self.total,)
+
+    def set_tensors(self, tensors: State) -> None:
+        """Replace the sum."""
+        (self.total,) = tensors
+
+
 class TokenSample:
     """A sample of the tokens, which does not depend on how the data is cut into batches.
 
@@ -145,16 +214,17 @@ class TokenSample:
 
     Args:
         size: Number of tokens to keep.
+        start: Number of the first token.
 
     Attributes:
         tokens: (up to ``size``, channels) in the order of the data, or None before any data.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, start: int = 0) -> None:
         self.size = size
         self.tokens: torch.Tensor | None = None
         self._priorities = torch.empty(0, dtype=torch.int64)
-        self._count = 0
+        self._count = start
 
     def __call__(self, x: torch.Tensor) -> None:
         """Observe (tokens, channels)."""
@@ -164,11 +234,35 @@ class TokenSample:
         self._count += len(x)
         # i · STRIDE mod 2³² is i / φ mod 1 in units of 2⁻³². Tokens 0 … 7 have the priorities 0,
         # 0.62, 0.24, 0.85, 0.47, 0.09, 0.71, 0.33: a sample of 4 keeps tokens 0, 2, 5, 7.
-        priorities = torch.cat([self._priorities, index * STRIDE % 2**32])
+        self._keep(x, index * STRIDE % 2**32)
+
+    def _keep(self, x: torch.Tensor, priorities: torch.Tensor) -> None:
+        """Add tokens behind the others, and keep those of least priority."""
+        priorities = torch.cat([self._priorities, priorities])
         kept = priorities.argsort()[: self.size].sort().values
         self._priorities = priorities[kept]
         tokens = x if self.tokens is None else torch.cat([self.tokens, x])
         self.tokens = tokens[kept.to(x.device)]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no token was observed."""
+        return self.tokens is None
+
+    def merge(self, other: TokenSample) -> None:
+        """Add the sample of later tokens, which have other numbers."""
+        if other.tokens is not None:
+            self._keep(other.tokens, other._priorities)
+
+    def tensors(self) -> State:
+        """Return the tokens and their priorities."""
+        return self.tokens, self._priorities
+
+    def set_tensors(self, tensors: State) -> None:
+        """Replace the tokens and their priorities."""
+        self.tokens, priorities = tensors
+        assert priorities is not None
+        self._priorities = priorities
 
 
 class InputSample:
@@ -176,11 +270,12 @@ class InputSample:
 
     Args:
         size: Number of tokens to keep.
+        start: Number of the first token.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, start: int = 0) -> None:
         self.range = ChannelRange()
-        self._sample = TokenSample(size)
+        self._sample = TokenSample(size, start)
 
     def __call__(self, x: torch.Tensor) -> None:
         """Observe (tokens, channels)."""
@@ -190,7 +285,21 @@ class InputSample:
     @property
     def is_empty(self) -> bool:
         """Whether no token was observed."""
-        return self._sample.tokens is None
+        return self._sample.is_empty
+
+    def merge(self, other: InputSample) -> None:
+        """Add the sample of later tokens, which have other numbers."""
+        self.range.merge(other.range)
+        self._sample.merge(other._sample)
+
+    def tensors(self) -> State:
+        """Return the tensors of the range and of the sample."""
+        return *self.range.tensors(), *self._sample.tensors()
+
+    def set_tensors(self, tensors: State) -> None:
+        """Replace the range and the sample."""
+        self.range.set_tensors(tensors[:2])
+        self._sample.set_tensors(tensors[2:])
 
     @property
     def tokens(self) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from copy import copy
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -17,7 +16,13 @@ from quark.torch.graph.eval_mode import eval_mode
 from quark.torch.graph.replay import replace_forwards
 from quark.torch.graph.residency import around, resident
 from quark.torch.pipeline.activation_store import ActivationStore, current_limit
-from quark.torch.pipeline.batches import flatten_batches, run_batch, show_progress, take_excerpt
+from quark.torch.pipeline.batches import (
+    batch_values,
+    flatten_batches,
+    run_batch,
+    show_progress,
+    take_excerpt,
+)
 from quark.torch.pipeline.capture import (
     BlockArguments,
     capture,
@@ -26,7 +31,7 @@ from quark.torch.pipeline.capture import (
 from quark.torch.pipeline.runner import Block, HiddenStates
 from quark.torch.pipeline.stacks import Stack, find_stacks
 
-Loss = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+Loss = Callable[[torch.Tensor, torch.Tensor | None, int], torch.Tensor]
 
 
 def run_blocks_backward(
@@ -53,8 +58,8 @@ def run_blocks_backward(
         names: Its blocks in the order of execution.
         batches: Data for the model.
         what: Title of the progress bar.
-        loss: Takes the logits of a batch and the mask of tokens that are not padding (None for
-            all), and returns a loss. Each stack has a copy of it.
+        loss: Takes the logits of a batch, the mask of tokens that are not padding (None for all),
+            and the number of its first sequence in the data; returns a loss.
         limit: Bytes of hidden states to hold in memory; None for ``current_limit``.
 
     Raises:
@@ -84,9 +89,10 @@ def run_blocks_backward(
                 ]
                 for block in _resident(model, blocks, f"{what}, forwards"):
                     block.run()
-                ending = _Ending(model, part, later, arguments, masks, copy(loss))
-                for index, batch in enumerate(_reaching(batches, arguments)):
-                    gradients[index] = ending.gradient(batch, blocks[-1].outputs(index), index)
+                ending = _Ending(model, part, later, arguments, masks, loss)
+                for index, (batch, first) in enumerate(_reaching(batches, arguments)):
+                    last = blocks[-1].outputs(index)
+                    gradients[index] = ending.gradient(batch, last, index, first)
                 for block in _resident(model, blocks[::-1], f"{what}, backwards"):
                     yield block, partial(_back, block, gradients)
 
@@ -98,10 +104,15 @@ def _resident(model: nn.Module, blocks: Iterable[Block], what: str) -> Iterator[
             yield block
 
 
-def _reaching(batches: Iterable[Any], arguments: BlockArguments) -> Iterator[Any]:
-    """Iterate over the batches that reach a stack."""
-    numbers = set(arguments.numbers)
-    return (batch for n, batch in enumerate(flatten_batches(batches)) if n in numbers)
+def _reaching(batches: Iterable[Any], arguments: BlockArguments) -> Iterator[tuple[Any, int]]:
+    """Iterate over the batches that reach a stack, each with the number of its first sequence."""
+    numbers, first = set(arguments.numbers), 0
+    for number, batch in enumerate(flatten_batches(batches)):
+        if number in numbers:
+            yield batch, first
+        first += next(
+            (len(x) for x in batch_values(batch) if isinstance(x, torch.Tensor) and x.dim()), 0
+        )
 
 
 def _back(block: Block, gradients: ActivationStore, index: int) -> torch.Tensor:
@@ -130,8 +141,15 @@ class _Ending(NamedTuple):
     masks: dict[int, torch.Tensor | None]
     loss: Loss
 
-    def gradient(self, batch: Any, last: torch.Tensor, index: int) -> torch.Tensor:
-        """Return the gradient of the loss with respect to the outputs of the stack."""
+    def gradient(self, batch: Any, last: torch.Tensor, index: int, first: int) -> torch.Tensor:
+        """Return the gradient of the loss with respect to the outputs of the stack.
+
+        Args:
+            batch: The batch.
+            last: The outputs.
+            index: Number of the batch among those that reach the stack.
+            first: Number of its first sequence in the data.
+        """
         last = last.detach().requires_grad_()
         outputs: list[Any] = []
         forwards = {name: self._skip(name, last) for name in self.part.names}
@@ -146,7 +164,7 @@ class _Ending(NamedTuple):
                 mask = self.masks.get(self.arguments.numbers[index])
                 if mask is not None and logits.shape[:-1] != mask.shape:
                     mask = None  # logits of whole sequences, as of a classifier
-                value = self.loss(logits, mask)
+                value = self.loss(logits, mask, first)
                 (gradient,) = torch.autograd.grad(value, last, allow_unused=True)
                 return torch.zeros_like(last) if gradient is None else gradient
         finally:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from quark.torch.graph.residency import residency_of
+from quark.torch.pipeline.processes import processes
 
 
 def run_batch(model: nn.Module, batch: Any) -> Any:
@@ -201,7 +202,12 @@ def padding_mask(batch: Any, name: str = "attention_mask") -> torch.Tensor | Non
 
 
 def show_progress(items: Any, what: str) -> Any:
-    """Wrap an iterable with a progress bar that appears on a terminal after a second."""
+    """Wrap an iterable with a progress bar that appears on a terminal after a second.
+
+    Only the first of several processes shows it.
+    """
+    if not processes().is_first:
+        return items
     try:
         from tqdm import tqdm
     except ImportError:

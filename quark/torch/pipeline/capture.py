@@ -14,6 +14,8 @@ from torch import nn
 from quark.torch.graph.replay import replace_forwards
 from quark.torch.pipeline.activation_store import ActivationStore
 from quark.torch.pipeline.batches import flatten_batches, padding_mask, run_batch
+from quark.torch.pipeline.chunks import count_calls
+from quark.torch.pipeline.reducer import Leaves
 
 # Positional and keyword arguments of a block, without the hidden states.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -48,13 +50,16 @@ class BlockArguments:
             tokens) bool; None for all.
         encoder_masks: For each batch, the same of an encoder whose states a decoder reads too; None
             if both have as many tokens, since shapes tell them apart.
-        numbers: For each batch, its number in the data: others did not reach the blocks.
+        leaves: Division of the data among processes.
+        numbers: For each batch, its number in the data: others did not reach the blocks, or belong
+            to other processes.
         keywords: Name of a block -> argument that is its hidden states, None for the first one.
         outputs: Name of a block -> its output for the first batch, without the hidden states.
         positions: Name of a block -> place of the hidden states in its output, 0 if left out.
     """
 
     store: ActivationStore
+    leaves: Leaves
     by_batch: list[dict[str, Arguments]] = field(default_factory=list)
     masks: list[torch.Tensor | None] = field(default_factory=list)
     encoder_masks: list[torch.Tensor | None] = field(default_factory=list)
@@ -119,7 +124,7 @@ def capture(
     The model runs with blocks that record their arguments and return their input, so a batch costs
     no more than what comes before them. Only the first batch runs through the real blocks as well,
     to learn the form of their outputs. Batches that do not reach the blocks, such as texts without
-    images before a vision tower, are left out.
+    images before a vision tower, are left out. So are those of other processes.
 
     Args:
         model: The model.
@@ -135,9 +140,12 @@ def capture(
     Raises:
         ValueError: A block runs more than once in a forward pass.
     """
-    arguments, deduplicator = BlockArguments(others), _Deduplicator(others)
+    leaves = Leaves(count_calls(batches))
+    arguments, deduplicator = BlockArguments(others, leaves), _Deduplicator(others)
     mask_name = _mask_name(model, is_later)
     for number, batch in enumerate(flatten_batches(batches)):
+        if not leaves.is_own(number):
+            continue
         if not arguments.outputs:
             with _record_outputs(model, names, arguments):
                 run_batch(model, batch)

@@ -22,6 +22,8 @@ from quark.torch.pipeline.activation_store import ActivationStore, current_limit
 from quark.torch.pipeline.batch_padding import batch_padding
 from quark.torch.pipeline.batches import flatten_batches, run_batch, show_progress, take_excerpt
 from quark.torch.pipeline.capture import BlockArguments, capture, split_hidden_states
+from quark.torch.pipeline.chunks import count_calls
+from quark.torch.pipeline.reducer import Leaves
 from quark.torch.pipeline.runner import Block, HiddenStates
 from quark.torch.pipeline.stacks import Stack, find_stacks
 from quark.torch.quantization.nn.experts import count_tokens
@@ -38,7 +40,7 @@ def run_data(
     receive: Receiver = lambda index, output: None,
     limit: int | None = None,
 ) -> int:
-    """Run every batch through a model, in evaluation mode.
+    """Run every batch of this process through a model, in evaluation mode.
 
     Args:
         model: The model.
@@ -49,20 +51,20 @@ def run_data(
         limit: Bytes of hidden states to hold in memory; None for ``current_limit``.
 
     Returns:
-        The number of batches.
+        The number of batches of all processes.
     """
     with eval_mode(model):
         blocks = _find_blocks(model, batches) if residency_of(model) is not None else []
         if blocks:
             bound = current_limit() if limit is None else limit
             return _run_by_blocks(model, blocks, batches, what, observe, receive, bound)
-        count = 0
+        leaves = Leaves(count_calls(batches))
         with observe():
-            for batch in flatten_batches(show_progress(batches, what)):
-                with batch_padding(model, batch), count_tokens(model, count):
-                    receive(count, run_batch(model, batch))
-                count += 1
-        return count
+            for number, batch in enumerate(flatten_batches(show_progress(batches, what))):
+                if leaves.is_own(number):
+                    with batch_padding(model, batch), count_tokens(model, number):
+                        receive(number, run_batch(model, batch))
+        return leaves.chunks
 
 
 def _find_blocks(model: nn.Module, batches: Iterable[Any]) -> list[str]:
@@ -146,14 +148,14 @@ def _run_by_blocks(
             stream.outputs.clear()
             forwards |= _Finished(part, arguments, stream.inputs).forwards(current)
         next(progress)
-        count = 0
+        leaves = Leaves(count_calls(batches))
         with replace_forwards(model, forwards), observe():
             for batch in current:
-                with batch_padding(model, batch):
-                    receive(count, run_batch(model, batch))
-                count += 1
+                if leaves.is_own(current.number):
+                    with batch_padding(model, batch):
+                        receive(current.number, run_batch(model, batch))
         next(progress, None)  # ends the bar
-    return count
+    return leaves.chunks
 
 
 def _open_store(stack: ExitStack, limit: int) -> ActivationStore:

@@ -28,6 +28,7 @@ from quark.torch.numerics.finite import is_finite
 from quark.torch.pipeline.activation_store import ActivationStore, current_limit
 from quark.torch.pipeline.batches import show_progress
 from quark.torch.pipeline.capture import BlockArguments, StopForward, capture
+from quark.torch.pipeline.reducer import Reducer
 from quark.torch.pipeline.stacks import Stack, find_stacks
 from quark.torch.quantization.nn.experts import count_tokens
 from quark.torch.quantization.nn.padding import padding, without_padding
@@ -72,11 +73,28 @@ class Block:
         self._reference_arguments = reference_arguments or arguments
         self.mask: torch.Tensor | None = None
 
-    @torch.no_grad()
     def run(self) -> None:
         """Run all batches through the block. The next block receives the last outputs."""
         for index in range(len(self)):
-            self._stream.outputs[index] = self._checked(index, self.call(index))
+            self.run_batch(index)
+
+    @torch.no_grad()
+    def run_batch(self, index: int) -> None:
+        """Run a batch through the block. The next block receives its last outputs."""
+        self._stream.outputs[index] = self._checked(index, self.call(index))
+
+    def reduce(self, reducer: Reducer[Any]) -> Iterator[list[int]]:
+        """Iterate over the leaves of this process, each a list of batches; see ``Reducer.run``."""
+        return reducer.run(self._arguments.leaves, self._leaf)
+
+    def _leaf(self, leaf: int) -> list[int]:
+        """Return the batches of a leaf."""
+        leaves, numbers = self._arguments.leaves, self._arguments.numbers
+        return [index for index, n in enumerate(numbers) if leaves.leaf_of(n) == leaf]
+
+    def number(self, index: int) -> int:
+        """Return the number of a batch in the data of all processes."""
+        return self._arguments.numbers[index]
 
     @torch.no_grad()
     def observe(self, index: int) -> None:
@@ -171,7 +189,7 @@ class Block:
         self.mask = self._arguments.masks[index]
         try:
             encoder = self._arguments.encoder_masks[index]
-            with padding(self.mask, encoder), count_tokens(self.module, index):
+            with padding(self.mask, encoder), count_tokens(self.module, self.number(index)):
                 y = functional_call(self.module, dict(parameters or {}), args, kwargs)
             return self._arguments.hidden_states(self.name, y)
         finally:
@@ -186,7 +204,7 @@ class Block:
             self.run()
 
     def __len__(self) -> int:
-        """Return the number of batches."""
+        """Return the number of batches of this process."""
         return len(self._arguments)
 
 

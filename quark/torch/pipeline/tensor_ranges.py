@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.pipeline.accumulators import ChannelRange
+from quark.torch.pipeline.processes import processes
+from quark.torch.pipeline.reducer import Reducer
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.nn.quantizer import TensorQuantizer
 from quark.torch.quantization.observer.histogram import Histogram, HistogramObserver, limit_of
@@ -86,6 +90,43 @@ class TensorRange:
         if observer.scheme.qscheme is QSchemeType.per_tensor:
             lo, hi = lo.amin(), hi.amax()
         observer.widen(lo.to(device), hi.to(device))
+
+
+def can_combine(quantizer: TensorQuantizer) -> bool:
+    """Whether the ranges of parts of the data give the range of the whole, in any order."""
+    kind = type(quantizer.observer)
+    methods = [getattr(kind, name, None) for name in ("observe", "widen")]
+    if issubclass(kind, Histogram):
+        return methods[0] is Histogram.observe
+    return methods == [MinMaxObserver.observe, MinMaxObserver.widen]
+
+
+def combine_observers(quantizers: Mapping[str, TensorQuantizer]) -> None:
+    """Let the observers of all processes include what each of them has observed.
+
+    Args:
+        quantizers: Quantizers by name that satisfy ``can_combine``.
+    """
+    histograms: dict[str, Histogram] = {}
+    ranges: dict[str, ChannelRange] = {}
+    for name, quantizer in quantizers.items():
+        observer = quantizer.observer
+        if isinstance(observer, Histogram):
+            histograms[name] = Histogram(observer.device)
+            histograms[name].set_tensors(observer.tensors())
+        elif isinstance(observer, MinMaxObserver):
+            ranges[name] = ChannelRange()
+            ranges[name].lo, ranges[name].hi = observer.lo, observer.hi
+    histograms = Reducer(histograms, lambda leaf: Histogram()).combine(histograms)
+    ranges = Reducer(ranges, lambda leaf: ChannelRange()).combine(ranges)
+    largest = processes().exchange({name: q.observer.largest for name, q in quantizers.items()})
+    for name, quantizer in quantizers.items():
+        observer = quantizer.observer
+        observer.largest = min(every[name] for every in largest)
+        if isinstance(observer, Histogram):
+            observer.set_tensors(histograms[name].tensors())
+        elif isinstance(observer, MinMaxObserver):
+            observer.lo, observer.hi = ranges[name].lo, ranges[name].hi
 
 
 def ranges_suffice(spec: QuantizationSpec) -> bool:

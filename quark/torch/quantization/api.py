@@ -19,10 +19,11 @@ from quark.torch.graph.parameter_writes import Recorder, announce_write, record_
 from quark.torch.graph.residency import iterate_parts, residency_of
 from quark.torch.pipeline.activation_store import activation_limit, offload_directory
 from quark.torch.pipeline.model_state import restored_on_failure
+from quark.torch.pipeline.processes import joined
 from quark.torch.pipeline.statistics import Statistics
 from quark.torch.quantization.algorithms import apply_algorithms
-from quark.torch.quantization.calibration import calibrate
-from quark.torch.quantization.checks import check, discover_structure
+from quark.torch.quantization.calibration import calibrate, share_token_counts
+from quark.torch.quantization.checks import check, check_processes, discover_structure
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.name_lookup import printable
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
@@ -76,10 +77,15 @@ class ModelQuantizer:
             TypeError: The model is compiled, parallel or has adapters.
             ValueError: The configuration does not fit, data is missing, or a value is not finite.
             OSError: The disk is too full for activations, or there is no ``offload_dir``.
+            ProcessFailure: Another process of the process group failed.
 
         After an exception of any kind, an interrupt included, the model is as it was, bit for bit.
         For that, values that algorithms change are kept until the end: up to 1 GiB in main memory,
         more in temporary files.
+
+        In an initialized process group of ``torch.distributed``, all processes call this function
+        with the same model, configuration and data. Each runs a part of the data and rounds a part
+        of the layers, and all get the same model, with the same bits as one process alone.
         """
         with self._activations(model), restored_on_failure(model) as record:
             return self.quantize_recorded(model, dataloader, statistics, record)
@@ -103,14 +109,16 @@ class ModelQuantizer:
         """
         _log_to_terminal(self.config.log_severity_level)
         check_plain(model)
-        with self._activations(model):
+        with self._activations(model), joined():
             plan = check(model, self.config, dataloader, statistics)
+            check_processes(model, plan)
             structure = discover_structure(model, plan)
             prepare(model, plan)
             if structure is not None:
                 with record_writes(record):
                     apply_algorithms(model, plan, structure)
             calibrate(model, plan)
+            share_token_counts(model)
             mark_as_quantized(model, plan.config)
             if plan.data_digest is not None:
                 model.calibration_sha256 = plan.data_digest  # type: ignore[assignment]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,10 +17,12 @@ from quark.torch.numerics.finite import is_finite
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.pipeline.batches import show_progress
 from quark.torch.pipeline.model_pass import run_data
+from quark.torch.pipeline.processes import alone, processes
 from quark.torch.pipeline.statistics import Statistics
+from quark.torch.pipeline.tensor_ranges import can_combine, combine_observers
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.match import matches
-from quark.torch.quantization.nn.experts import corresponding_experts
+from quark.torch.quantization.nn.experts import LinearExperts, corresponding_experts
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from quark.torch.quantization.nn.layer import PARAMETERS
 from quark.torch.quantization.nn.quantizer import PARTS, QuantizedTensor, TensorQuantizer
@@ -54,6 +56,15 @@ def calibrate(model: nn.Module, plan: Plan) -> None:
         else:
             compute_scales_from_statistics(model, plan.statistics)
     share_activation_scales(model, plan.config)
+
+
+def share_token_counts(model: nn.Module) -> None:
+    """Let every process have the number of tokens that the data of all sends to each expert."""
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, LinearExperts)}
+    own = {name: layer.token_counts for name, layer in layers.items()}
+    for counts in processes().exchange(own):
+        for name, layer in layers.items():
+            layer.token_counts |= {int(number): n for number, n in counts[name].items()}
 
 
 def calibrate_parameters(model: nn.Module, config: Config | None = None) -> None:
@@ -119,8 +130,12 @@ def calibrate_activations(model: nn.Module, dataloader: Iterable[Any]) -> None:
         ValueError: The data is empty, a layer saw no data, or a range is not finite.
     """
     static = dict(_static_activations(model))
-    with disabled_quantizers(model):
+    # Ranges that depend on the order of the data need all of it in every process.
+    is_divided = all(can_combine(quantizer) for quantizer in static.values())
+    with disabled_quantizers(model), nullcontext() if is_divided else alone():
         run_data(model, dataloader, "calibration", observe=partial(_observing, static.values()))
+    if is_divided:
+        combine_observers({f"{name}.{tensor}": q for (name, tensor), q in static.items()})
     _compute_activation_scales(model, static)
 
 

@@ -18,6 +18,7 @@ from quark.torch.pipeline.batches import flatten_batches, run_batch, take_excerp
 from quark.torch.pipeline.chunks import Chunks
 from quark.torch.pipeline.data_source import check_batches, make_repeatable
 from quark.torch.pipeline.model_state import restored
+from quark.torch.pipeline.processes import processes
 from quark.torch.pipeline.statistics import Statistics
 from quark.torch.quantization.algorithms import check_algorithms, find_algorithms
 from quark.torch.quantization.calibration import needs_data
@@ -82,6 +83,36 @@ def check(
             prove_keys(model, keys, _trial_run(model, data))
     batches = () if data is None else Chunks(data)
     return Plan(config, layers, keys, algorithms, batches, data is not None, statistics, digest)
+
+
+def check_processes(model: nn.Module, plan: Plan) -> None:
+    """Check that all processes of the run have the same model, configuration and data.
+
+    Raises:
+        ValueError: They differ.
+    """
+    group = processes()
+    if group.count == 1:
+        return
+    own = {
+        "data": plan.data_digest,
+        "configuration": plan.config.to_dict(everything=True),
+        "version of torch": torch.__version__,
+        "model": [_checksum(parameter.detach()) for parameter in model.parameters()],
+    }
+    first, *others = group.exchange(own)
+    for number, other in enumerate(others, 1):
+        differing = [name for name in first if first[name] != other[name]]
+        if differing:
+            raise ValueError(
+                f"Processes 0 and {number} differ in the {' and the '.join(differing)}: start all "
+                "of them with the same files and options, and with data in the same order."
+            )
+
+
+def _checksum(x: torch.Tensor) -> int:
+    """Return the sum of the bytes of a tensor, or 0 if its values are not in memory."""
+    return int(x.view(torch.uint8).sum(dtype=torch.int64)) if x.is_contiguous() and x.dim() else 0
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from quark.torch import ModelQuantizer
 from quark.torch.algorithm import yaqa
 from quark.torch.algorithm.gptq_solver import inverse_factor, round_columns
-from quark.torch.algorithm.yaqa import SampledLabelLoss, collect_gradients, round_rows_and_columns
+from quark.torch.algorithm.yaqa import collect_gradients, round_rows_and_columns, sampled_label_loss
 from quark.torch.pipeline.activation_store import ActivationStore
 from quark.torch.quantization.config.algo import AWQConfig, YaqaConfig
 from quark.torch.quantization.config.config import Config
@@ -153,7 +153,7 @@ def test_gradients_are_those_of_the_loss_of_the_whole_model(name):
 
     for layer in found:
         watch(model.get_submodule(layer), layer)
-    SampledLabelLoss()(model(IDS, use_cache=False).logits, None).backward()
+    sampled_label_loss(model(IDS, use_cache=False).logits, None).backward()
     assert len(found) == len(expected) > 4
     for layer, g in expected.items():
         close(found[layer], (g.T @ g).float())
@@ -188,7 +188,7 @@ def test_experts_have_none():
 def test_labels_are_drawn_from_the_predictions():
     chances = torch.tensor([0.5, 0.2, 0.3])
     logits = chances.log().expand(1, 20_000, 3).clone().requires_grad_()
-    SampledLabelLoss()(logits, None).backward()
+    sampled_label_loss(logits, None).backward()
     # The gradient of a token is its predictions less one at the label.
     labels = (chances - logits.grad[0]).argmax(-1)
     shares = labels.bincount(minlength=3) / len(labels)

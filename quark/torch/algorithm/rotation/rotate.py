@@ -33,6 +33,7 @@ from quark.torch.graph.residency import resident
 from quark.torch.graph.structure import ROTATION, ResidualStream
 from quark.torch.numerics.hadamard import hadamard, largest_order, random_hadamard
 from quark.torch.pipeline.context import Algorithm, Context
+from quark.torch.pipeline.processes import describe, processes
 from quark.torch.quantization.config.algo import RotationConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.nn.attention import key_routes
@@ -110,7 +111,15 @@ def apply(context: Context, options: RotationConfig) -> None:
         from quark.torch.algorithm.rotation.spinquant import learn_rotations
 
         rotations = learn_rotations(context, plan.edits, rotations, _subtracts_mean(stream))
+        rotations = _shared(rotations)
     plan.edits.apply_(context.model, rotations)
+
+
+def _shared(rotations: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the rotations that the first process has learned; all learn on the whole data."""
+    state = list(rotations.values())
+    shared = processes().broadcast(state, describe(state), 0)
+    return {n: r for n, r in zip(rotations, shared, strict=True) if r is not None}
 
 
 def _rotate_keys(model: nn.Module) -> None:

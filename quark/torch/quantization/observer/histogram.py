@@ -9,6 +9,7 @@ bins are added to one bin of 2^-9.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -81,6 +82,17 @@ class Histogram:
         self.lo, self.hi = min(self.lo, other.lo), max(self.hi, other.hi)
         self._grow(other.limit)
         self.counts += _coarser(other.counts, other.limit, self.limit).to(self.counts.device)
+
+    def tensors(self) -> Sequence[torch.Tensor | None]:
+        """Return the counts, and the smallest and largest value with the limit, float64 (3,)."""
+        return self.counts, torch.tensor([self.lo, self.hi, self.limit], dtype=torch.float64)
+
+    def set_tensors(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Replace the counts and the range."""
+        counts, range_ = tensors
+        assert counts is not None and range_ is not None
+        self.counts = counts
+        self.lo, self.hi, self.limit = range_.tolist()
 
     def _grow(self, limit: float) -> None:
         if limit <= self.limit:

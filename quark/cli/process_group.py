@@ -1,0 +1,90 @@
+"""The processes that ``torchrun`` starts: the first one speaks and writes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+from quark.cli import console, models
+
+TIMEOUT = timedelta(days=7)  # one process may evaluate for long; torchrun notices one that ends
+PAUSE = 1.0  # seconds; when a process ends, torchrun ends the one that prints the reason
+_FAILURES = "quark failures"
+
+_store: Any = None  # shared by all processes of the run
+
+
+def rank() -> int:
+    """Return the number of this process, 0 without ``torchrun``."""
+    return int(os.environ.get("RANK", "0")) if is_distributed() else 0
+
+
+def is_distributed() -> bool:
+    """Whether ``torchrun`` started this process together with others."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+@contextmanager
+def process_group(device: str) -> Iterator[None]:
+    """Join the processes that ``torchrun`` started; without it, do nothing.
+
+    Processes other than the first one print nothing inside the context.
+
+    Args:
+        device: ``cpu``, ``cuda`` or ``auto``. Each process takes a GPU of its own.
+
+    Raises:
+        typer.BadParameter: There are fewer GPUs than processes on this machine.
+    """
+    global _store
+    if not is_distributed():
+        yield
+        return
+    import torch
+    import torch.distributed
+
+    dist: Any = torch.distributed  # not all of its public names are typed
+    uses_gpu = models.pick_device(device) == "cuda"
+    _store, number, count = next(dist.rendezvous("env://"))
+    console.out.quiet = console.err.quiet = number > 0
+    try:
+        if uses_gpu:
+            _choose_gpu(torch)
+        backend = "cpu:gloo,cuda:nccl" if uses_gpu else "gloo"
+        store = dist.PrefixStore("quark", _store)
+        dist.init_process_group(
+            backend, timeout=TIMEOUT, store=store, rank=number, world_size=count
+        )
+        yield
+    finally:
+        console.out.quiet = console.err.quiet = False
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _choose_gpu(torch: Any) -> None:
+    own, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if own >= count:
+        raise console.wrong(
+            "--nproc_per_node",
+            f"this machine has {count} GPUs. Start one process for each, or give --device cpu.",
+        )
+    torch.cuda.set_device(own)
+
+
+def tells_errors() -> bool:
+    """Whether this process is the one to print its error: the first one that failed.
+
+    Before the processes are joined all of them have the same error, that of the arguments.
+    """
+    try:
+        is_first = rank() == 0 if _store is None else _store.add(_FAILURES, 1) == 1
+    except RuntimeError:  # the process that kept the store has ended
+        return True
+    if not is_first:
+        time.sleep(PAUSE)
+    return bool(is_first)

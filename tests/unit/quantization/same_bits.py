@@ -1,0 +1,105 @@
+"""Ways of quantizing that must give the same bits however the work is divided."""
+
+import json
+import sys
+from dataclasses import replace
+
+import torch
+
+from quark.torch.pipeline.statistics import digest
+from quark.torch.quantization.config.algo import (
+    AutoRoundConfig,
+    AutoSmoothQuantConfig,
+    AWQConfig,
+    GPTAQConfig,
+    GPTQConfig,
+    QronosConfig,
+    RotationConfig,
+    SmoothQuantConfig,
+    YaqaConfig,
+)
+from quark.torch.quantization.config.presets import kv_cache_scheme
+from tests.configurations import preset, quantized
+from tests.models.architectures import build, small_config
+
+WAYS = {
+    "to nearest": ("int4_wo_32",),
+    "static": ("fp8",),
+    "awq": ("uint4_wo_32", AWQConfig()),
+    "gptq": ("int4_wo_32", GPTQConfig()),
+    "gptaq": ("int4_wo_32", GPTAQConfig()),
+    "qronos": ("int4_wo_32", QronosConfig()),
+    "yaqa": ("int4_wo_32", YaqaConfig()),
+    "autoround": ("int4_wo_32", AutoRoundConfig(iters=2, batch_size=2)),
+    "smooth": ("int8", SmoothQuantConfig()),
+    "autosmoothquant": ("int8", AutoSmoothQuantConfig()),
+    "rotation and gptq": ("int4_wo_32", RotationConfig(), GPTQConfig()),
+}
+
+
+def data(family, sequences):
+    """Sequences of 256 tokens, 8 to a chunk; a decoder behind an encoder gets others."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 64, (sequences, 256), generator=generator)
+    if family not in ("bart", "t5"):
+        return [{"input_ids": row} for row in ids.split(1)]
+    return [{"input_ids": row, "decoder_input_ids": row.flip(1)} for row in ids.split(1)]
+
+
+def model_of(family):
+    """A small model."""
+    if family not in ("bart", "t5"):
+        return build(small_config(family, num_hidden_layers=2), torch.float32)
+    from transformers import AutoModelForSeq2SeqLM
+
+    config = small_config(family, is_encoder_decoder=True, max_position_embeddings=256)
+    torch.manual_seed(0)
+    return AutoModelForSeq2SeqLM.from_config(config).eval()
+
+
+def bits_of(way, batches, family="llama"):
+    """Return a digest of each tensor of a model that is quantized on some data."""
+    name, *algorithms = WAYS[way]
+    config = preset(name, *algorithms)
+    if way == "static":  # with a quantized cache
+        layer = replace(config.global_quant_config, output_tensors=kv_cache_scheme("fp8"))
+        config.layer_quant_config = dict.fromkeys(["*k_proj", "*v_proj"], layer)
+        config.kv_cache_quant_config = dict(config.layer_quant_config)
+    model = quantized(model_of(family), config, batches)
+    return {name: digest(x) for name, x in model.state_dict().items()}
+
+
+def error_of(way, rank):
+    """Return the error of a process where only process 1 has a reason to fail."""
+    batches, model = data("llama", 2), model_of("llama")
+    if rank and way == "other weights":
+        model.model.layers[1].mlp.up_proj.weight.data[3, 5] += 1
+    if rank and way == "other data":
+        batches = batches[::-1]
+    if rank and way == "failure":
+        model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+    before = {name: digest(x) for name, x in model.state_dict().items()}
+    try:
+        quantized(model, preset("int4_wo_32", GPTQConfig()), batches)
+    except (ArithmeticError, RuntimeError, ValueError) as error:
+        is_whole = before == {name: digest(x) for name, x in model.state_dict().items()}
+        return f"{type(error).__name__}: {error}", is_whole
+
+
+def main(store, rank, count, cases, sequences):
+    """Quantize as one of several processes, and print the digests of each case as JSON."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(count)
+    )
+    for family, way in json.loads(cases):
+        if family == "error":
+            result = error_of(way, int(rank))
+        else:
+            result = bits_of(way, data(family, int(sequences)), family)
+        print(json.dumps(result), flush=True)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

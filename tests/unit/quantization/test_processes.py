@@ -1,0 +1,67 @@
+"""Several processes give the bits of one; an error of one process is an error of all."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.quantization.same_bits import WAYS, bits_of, data
+
+ROOT = Path(__file__).parents[3]
+SEQUENCES = 17  # 3 chunks
+QUICK = [("llama", "gptq"), ("llama", "awq"), ("mixtral", "static"), ("llama", "autoround")]
+ERRORS = ["other weights", "other data", "failure"]
+EVERY = [
+    (family, way)
+    for family in ("llama", "mixtral", "bart")
+    for way in WAYS
+    if (family, way) != ("bart", "rotation and gptq")  # its stream cannot be rotated
+]
+
+
+def run(tmp_path, count, cases):
+    """Return what each process prints for each case."""
+    command = [sys.executable, "-m", "tests.unit.quantization.same_bits", str(tmp_path / "store")]
+    workers = [
+        subprocess.Popen(
+            [*command, str(rank), str(count), json.dumps(cases), str(SEQUENCES)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+    outputs = [worker.communicate() for worker in workers]
+    assert [worker.returncode for worker in workers] == [0] * count, outputs[0][1]
+    return [[json.loads(line) for line in out.splitlines()] for out, _ in outputs]
+
+
+def check(tmp_path, count, cases):
+    expected = [bits_of(way, data(family, SEQUENCES), family) for family, way in cases]
+    for found in run(tmp_path, count, cases):
+        differing = [case for case, a, b in zip(cases, found, expected, strict=True) if a != b]
+        assert differing == []
+
+
+def test_two_processes(tmp_path):
+    errors = [("error", way) for way in ERRORS]
+    expected = [bits_of(way, data(family, SEQUENCES), family) for family, way in QUICK]
+    first, second = run(tmp_path, 2, [*errors, *QUICK])
+    (weights, order, failure), (weights_2, order_2, failure_2) = first[:3], second[:3]
+    assert weights == weights_2 and weights[0].startswith("ValueError: Processes 0 and 1 differ in")
+    assert "the model:" in weights[0] and "the data:" in order[0] and order == order_2
+    assert failure == [
+        "ProcessFailure: Process 1 of 2 failed: ZeroDivisionError: division by zero",
+        True,
+    ]
+    assert failure_2 == ["ZeroDivisionError: division by zero", True]
+    assert first[3:] == second[3:] == expected
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("count", [2, 3, 9], ids="{} processes".format)
+def test_everything(tmp_path, count):
+    check(tmp_path, count, EVERY)
