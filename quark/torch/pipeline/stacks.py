@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from quark.torch.graph.trace import iter_tensors
-from quark.torch.pipeline.batches import flatten_batches, run_batch
+from quark.torch.pipeline.batches import flatten_batches, run_batch, take_excerpt
 from quark.torch.pipeline.capture import split_hidden_states
 
 _OUTSIDE = ""  # maker of tensors that come from outside of the stack
@@ -35,7 +35,7 @@ class Stack(NamedTuple):
 
 @torch.no_grad()
 def find_stacks(model: nn.Module, names: list[str], batches: Iterable[Any]) -> list[Stack]:
-    """Divide blocks into stacks, by running the first batch.
+    """Divide blocks into stacks, by running the first tokens of the data.
 
     Args:
         model: The model.
@@ -50,7 +50,7 @@ def find_stacks(model: nn.Module, names: list[str], batches: Iterable[Any]) -> l
         return [Stack(names, False)] if names else []
     watcher = _Watcher()
     with _watch(model, names, watcher):
-        run_batch(model, batch)
+        run_batch(model, take_excerpt(batch))
     order = [name for stack in watcher.stacks for name in stack.names]
     missing = [name for name in names if name not in order]
     return [*watcher.stacks, *(Stack([name], False) for name in missing)]
