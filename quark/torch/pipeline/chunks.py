@@ -6,7 +6,7 @@ into the same chunks for every batch size, and the model runs once for each chun
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from quark.torch.pipeline.batches import (
     join_sequences,
     split_sequences,
 )
+from quark.torch.pipeline.processes import processes
+from quark.torch.pipeline.reducer import Leaves
 
 SEQUENCES = 64  # most sequences of a chunk
 TOKENS = 2048  # most tokens of a chunk of several sequences
@@ -74,6 +76,11 @@ def count_calls(batches: Iterable[Any]) -> int:
     if isinstance(batches, Chunks):
         return len(batches)
     return sum(1 for _ in flatten_batches(batches))
+
+
+def own_calls(batches: Iterable[Any]) -> Callable[[int], bool]:
+    """Return whether a batch belongs to this process, given its number in the data."""
+    return Leaves(count_calls(batches)).is_own if processes().count > 1 else lambda number: True
 
 
 def _kind(sequence: Any) -> Any:

@@ -22,8 +22,7 @@ from quark.torch.pipeline.activation_store import ActivationStore, current_limit
 from quark.torch.pipeline.batch_padding import batch_padding
 from quark.torch.pipeline.batches import flatten_batches, run_batch, show_progress, take_excerpt
 from quark.torch.pipeline.capture import BlockArguments, capture, split_hidden_states
-from quark.torch.pipeline.chunks import count_calls
-from quark.torch.pipeline.reducer import Leaves
+from quark.torch.pipeline.chunks import own_calls
 from quark.torch.pipeline.runner import Block, HiddenStates
 from quark.torch.pipeline.stacks import Stack, find_stacks
 from quark.torch.quantization.nn.experts import count_tokens
@@ -58,13 +57,14 @@ def run_data(
         if blocks:
             bound = current_limit() if limit is None else limit
             return _run_by_blocks(model, blocks, batches, what, observe, receive, bound)
-        leaves = Leaves(count_calls(batches))
+        count, is_own = 0, own_calls(batches)
         with observe():
-            for number, batch in enumerate(flatten_batches(show_progress(batches, what))):
-                if leaves.is_own(number):
-                    with batch_padding(model, batch), count_tokens(model, number):
-                        receive(number, run_batch(model, batch))
-        return leaves.chunks
+            for batch in flatten_batches(show_progress(batches, what)):
+                if is_own(count):
+                    with batch_padding(model, batch), count_tokens(model, count):
+                        receive(count, run_batch(model, batch))
+                count += 1
+        return count
 
 
 def _find_blocks(model: nn.Module, batches: Iterable[Any]) -> list[str]:
@@ -148,14 +148,15 @@ def _run_by_blocks(
             stream.outputs.clear()
             forwards |= _Finished(part, arguments, stream.inputs).forwards(current)
         next(progress)
-        leaves = Leaves(count_calls(batches))
+        count, is_own = 0, own_calls(batches)
         with replace_forwards(model, forwards), observe():
             for batch in current:
-                if leaves.is_own(current.number):
+                if is_own(count):
                     with batch_padding(model, batch):
-                        receive(current.number, run_batch(model, batch))
+                        receive(count, run_batch(model, batch))
+                count += 1
         next(progress, None)  # ends the bar
-    return leaves.chunks
+    return count
 
 
 def _open_store(stack: ExitStack, limit: int) -> ActivationStore:

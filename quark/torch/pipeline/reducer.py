@@ -52,19 +52,18 @@ class Leaves:
         chunks: Number of chunks.
 
     Attributes:
-        chunks: Number of chunks.
         count: Number of leaves.
         rounds: Number of leaves of the process that has most.
     """
 
     def __init__(self, chunks: int) -> None:
-        self.chunks = chunks
+        self._chunks = chunks
         self.count = min(LEAVES, chunks)
         self.rounds = -(-self.count // processes().count)
 
     def leaf_of(self, number: int) -> int:
         """Return the leaf of a chunk, given its number in the data."""
-        return number * self.count // self.chunks
+        return number * self.count // self._chunks
 
     def is_own(self, number: int) -> bool:
         """Whether this process runs a chunk."""

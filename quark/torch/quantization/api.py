@@ -19,7 +19,7 @@ from quark.torch.graph.parameter_writes import Recorder, announce_write, record_
 from quark.torch.graph.residency import iterate_parts, residency_of
 from quark.torch.pipeline.activation_store import activation_limit, offload_directory
 from quark.torch.pipeline.model_state import restored_on_failure
-from quark.torch.pipeline.processes import joined
+from quark.torch.pipeline.processes import joined, processes
 from quark.torch.pipeline.statistics import Statistics
 from quark.torch.quantization.algorithms import apply_algorithms
 from quark.torch.quantization.calibration import calibrate, share_token_counts
@@ -122,7 +122,7 @@ class ModelQuantizer:
             mark_as_quantized(model, plan.config)
             if plan.data_digest is not None:
                 model.calibration_sha256 = plan.data_digest  # type: ignore[assignment]
-        logger.info("Model quantization has been completed.")
+            logger.info("Model quantization has been completed.")
         return model
 
     @contextmanager
@@ -250,6 +250,7 @@ def _log_to_terminal(severity: int | None) -> None:
     if not logger.handlers and not logging.getLogger().handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(_Formatter("[QUARK-%(levelname)s]: %(message)s"))
+        handler.addFilter(lambda record: processes().is_first)
         logger.addHandler(handler)
         # 0, 1, 2, … of the configuration are debug, info, warning, …
         logger.setLevel(logging.DEBUG + 10 * (1 if severity is None else severity))
