@@ -90,9 +90,8 @@ def run_blocks_backward(
                 for block in _resident(model, blocks, f"{what}, forwards"):
                     block.run()
                 ending = _Ending(model, part, later, arguments, masks, loss)
-                for index, (batch, first) in enumerate(_reaching(batches, arguments)):
-                    last = blocks[-1].outputs(index)
-                    gradients[index] = ending.gradient(batch, last, index, first)
+                for index, reaching in enumerate(_reaching(batches, arguments)):
+                    gradients[index] = ending.gradient(*reaching, blocks[-1].outputs(index), index)
                 for block in _resident(model, blocks[::-1], f"{what}, backwards"):
                     yield block, partial(_back, block, gradients)
 
@@ -141,14 +140,14 @@ class _Ending(NamedTuple):
     masks: dict[int, torch.Tensor | None]
     loss: Loss
 
-    def gradient(self, batch: Any, last: torch.Tensor, index: int, first: int) -> torch.Tensor:
+    def gradient(self, batch: Any, first: int, last: torch.Tensor, index: int) -> torch.Tensor:
         """Return the gradient of the loss with respect to the outputs of the stack.
 
         Args:
             batch: The batch.
+            first: Number of its first sequence in the data.
             last: The outputs.
             index: Number of the batch among those that reach the stack.
-            first: Number of its first sequence in the data.
         """
         last = last.detach().requires_grad_()
         outputs: list[Any] = []
