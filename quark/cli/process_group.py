@@ -7,9 +7,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quark.cli import console, models
+
+if TYPE_CHECKING:
+    import torch
 
 TIMEOUT = timedelta(days=7)  # one process may evaluate for long; torchrun notices one that ends
 PAUSE = 1.0  # seconds; when a process ends, torchrun ends the one that prints the reason
@@ -35,10 +38,10 @@ def process_group(device: str) -> Iterator[None]:
     Processes other than the first one print nothing inside the context.
 
     Args:
-        device: ``cpu``, ``cuda`` or ``auto``. Each process takes a GPU of its own.
+        device: Value of ``--device``. Each process takes an accelerator of its own.
 
     Raises:
-        typer.BadParameter: There are fewer GPUs than processes on this machine.
+        typer.BadParameter: One accelerator is named, or this machine has fewer than processes.
     """
     global _store
     if not is_distributed():
@@ -48,13 +51,14 @@ def process_group(device: str) -> Iterator[None]:
     import torch.distributed
 
     dist: Any = torch.distributed  # not all of its public names are typed
-    uses_gpu = models.pick_device(device) == "cuda"
+    kind = torch.device(models.pick_device(device))
     _store, number, count = next(dist.rendezvous("env://"))
     console.out.quiet = console.err.quiet = number > 0
     try:
-        if uses_gpu:
-            _choose_gpu(torch)
-        backend = "cpu:gloo,cuda:nccl" if uses_gpu else "gloo"
+        backend = "gloo"
+        if kind.type != "cpu":
+            _choose_accelerator(kind)
+            backend = f"cpu:gloo,{kind.type}:{dist.get_default_backend_for_device(kind.type)}"
         store = dist.PrefixStore("quark", _store)
         dist.init_process_group(
             backend, timeout=TIMEOUT, store=store, rank=number, world_size=count
@@ -66,14 +70,22 @@ def process_group(device: str) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def _choose_gpu(torch: Any) -> None:
-    own, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if own >= count:
+def _choose_accelerator(device: torch.device) -> None:
+    """Make the accelerator of this process the current one of its type."""
+    import torch
+
+    if device.index is not None:
+        raise console.wrong(
+            "--device", f"each process takes a device of its own. Give {device.type}."
+        )
+    own, module = int(os.environ.get("LOCAL_RANK", "0")), torch.get_device_module(device)
+    if own >= module.device_count():
         raise console.wrong(
             "--nproc_per_node",
-            f"this machine has {count} GPUs. Start one process for each, or give --device cpu.",
+            f"this machine has {module.device_count()} devices of type {device.type}. Start one "
+            "process for each, or give --device cpu.",
         )
-    torch.cuda.set_device(own)
+    module.set_device(own)
 
 
 def tells_errors() -> bool:

@@ -5,6 +5,8 @@ import subprocess
 import sys
 
 import pytest
+import torch
+import typer
 
 from quark import __version__
 from quark.cli import process_group
@@ -38,6 +40,30 @@ def test_other_verbs_run_in_one_process(quark, monkeypatch):
     assert result.exit_code == 1 and result.stderr == ""
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert quark("schemes").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "count", "message"),
+    [("cuda:1", 4, "a device of its own"), ("cuda", 2, "this machine has 2 devices of type cuda")],
+)
+def test_each_process_takes_a_device(monkeypatch, device, count, message):
+    class Module:
+        chosen = None
+
+        def device_count(self):
+            return count
+
+        def set_device(self, number):
+            self.chosen = number
+
+    module = Module()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(typer.BadParameter, match=message):
+        process_group._choose_accelerator(torch.device(device))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    process_group._choose_accelerator(torch.device("cuda"))
+    assert module.chosen == 1
 
 
 @pytest.mark.nightly
