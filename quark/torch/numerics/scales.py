@@ -23,7 +23,7 @@ from quark.torch.numerics.scheme import Scheme
 # documented format have it for all-zero tensors.
 EPS = torch.finfo(torch.float32).eps
 BFLOAT16_MAX = torch.finfo(torch.bfloat16).max
-_SHORT_ROW = 64  # values whose halves are compared faster than torch reduces them
+_SHORT_ROW = 64  # values whose halves a CPU compares faster than it reduces them
 
 
 class ZeroPointType(Enum):
@@ -47,8 +47,8 @@ def block_range(x: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Te
 
 def _extremes(view: torch.Tensor, reduced: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     lo = hi = view
-    if reduced == (view.dim() - 1,):
-        # torch reduces short rows slowly: compare their halves. 32 values: 16 pairs, 8 pairs, …
+    if reduced == (view.dim() - 1,) and view.device.type == "cpu":
+        # CPUs reduce short rows slowly: compare their halves. 32 values: 16 pairs, 8 pairs, …
         while 2 <= lo.shape[-1] <= _SHORT_ROW and lo.shape[-1] % 2 == 0:
             half = lo.shape[-1] // 2
             lo = torch.minimum(lo[..., :half], lo[..., half:])
