@@ -168,7 +168,7 @@ BAD = {
     "file_to_file": (
         lambda: linears(8),
         Config(INT8, quant_flow=QuantFlow.file2file),
-        "quant_flow=file2file: only standard",
+        "quant_flow=file2file: quantize_model supports standard only",
     ),
 }
 
