@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     )
     from quark.torch.export.params import load_params as load_params
     from quark.torch.export.params import save_params as save_params
+    from quark.torch.pipeline.journal import Journal as Journal
     from quark.torch.quantization.api import ModelQuantizer as ModelQuantizer
     from quark.torch.quantization.config.template import LLMTemplate as LLMTemplate
     from quark.torch.quantization.config.type import QuantFlow as QuantFlow
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from quark.torch.statistics.merging import merge_statistics as merge_statistics
 
 _NAMES = {
+    "Journal": "pipeline.journal",
     "LLMTemplate": "quantization.config.template",
     "ModelExporter": "export.api",
     "ModelImporter": "export.api",

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 DIGESTS = "SHA256SUMS"
 CHUNK = 1 << 22  # bytes that are read at once
@@ -79,6 +79,21 @@ def check_unchanged(path: str | Path) -> None:
             )
 
 
+def file_digest(path: Path, progress: Callable[[int], Any] = lambda size: None) -> str:
+    """Return the digest of a file.
+
+    Args:
+        path: The file.
+        progress: Takes the number of bytes after each part that was read.
+    """
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            digest.update(chunk)
+            progress(len(chunk))
+    return digest.hexdigest()
+
+
 def _names(directory: Path) -> list[str]:
     """Return the names of files, relative and with slashes, without the list of digests."""
     names = (f.relative_to(directory).as_posix() for f in directory.rglob("*") if f.is_file())
@@ -100,12 +115,7 @@ def _digests(directory: Path, names: Iterable[str]) -> Iterator[tuple[str, str]]
         leave=False,
     ) as progress:
         for name in sizes:
-            digest = hashlib.sha256()
-            with (directory / name).open("rb") as file:
-                while chunk := file.read(CHUNK):
-                    digest.update(chunk)
-                    progress.update(len(chunk))
-            yield name, digest.hexdigest()
+            yield name, file_digest(directory / name, progress.update)
 
 
 def _read(path: Path) -> dict[str, str]:

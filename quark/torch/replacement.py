@@ -90,7 +90,7 @@ def place(partial: Path, target: Path) -> None:
         partial.rename(target)
     elif not _exchange(partial, target):
         _rename_twice(partial, target)
-    _sync_directory(target.parent)
+    sync_directory(target.parent)
 
 
 def _rename_twice(partial: Path, target: Path) -> None:
@@ -139,13 +139,18 @@ def _sync(directory: Path) -> None:
     """Write a directory with everything below it from the memory of the system to the disk."""
     for parent, _, files in os.walk(directory, topdown=False):
         for name in files:
-            # Windows flushes only files that are open for writing.
-            with (Path(parent) / name).open("r+b") as file:
-                os.fsync(file.fileno())
-        _sync_directory(Path(parent))
+            sync_file(Path(parent) / name)
+        sync_directory(Path(parent))
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_file(path: Path) -> None:
+    """Write a file from the memory of the system to the disk."""
+    # Windows flushes only files that are open for writing.
+    with path.open("r+b") as file:
+        os.fsync(file.fileno())
+
+
+def sync_directory(directory: Path) -> None:
     """Write the names in a directory to the disk; Windows cannot, and needs not."""
     if os.name == "nt":
         return

@@ -69,7 +69,9 @@ def apply(context: Context, options: AutoSmoothQuantConfig) -> None:
     """
     by_block = groups_by_block(select_groups(context, options, has_quantized_input))
     names = context.structure.blocks
-    for block in run_blocks(context.model, names, context.batches, "autosmoothquant"):
+    for block in run_blocks(
+        context.model, names, context.batches, "autosmoothquant", journal=context.journal
+    ):
         samples = _observe(context, block, by_block[block.name])
         for group in by_block[block.name]:
             _rescale(group, context, samples, POWERS[_get_loss_name(options)])

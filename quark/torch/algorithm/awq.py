@@ -76,7 +76,7 @@ def apply(context: Context, options: AWQConfig) -> None:
         logger.info("awq does not rescale layers outside of decoder blocks.")
     names = context.structure.blocks
     is_rounded_later = any(isinstance(a, RoundingConfig) for a in context.config.algo_config or [])
-    for block in run_blocks(context.model, names, context.batches, "awq"):
+    for block in run_blocks(context.model, names, context.batches, "awq", journal=context.journal):
         layers = block_layers(context, block.name, has_quantized_weight)
         grams = collect_grams(context, block, layers)
         for group in by_block[block.name]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -64,14 +64,21 @@ def iterate_blocks(
     _untie(context, (name for layers in selected.values() for name in layers))
     last = list(selected)[-1]
     needed = names[: names.index(last) + 1]
-    blocks = run_blocks(context.model, needed, context.batches, options.name, compare=compare)
-    with ExitStack() as stack:
-        for block in blocks:
-            if block.name in selected:
-                stack.enter_context(quantize_inputs(context, block.name))
-                yield block, selected[block.name]
-            if block.name == last:
-                return  # no later block needs the outputs of this one
+
+    def around(name: str) -> AbstractContextManager[None]:
+        return quantize_inputs(context, name) if name in selected else nullcontext()
+
+    for block in run_blocks(
+        context.model,
+        needed,
+        context.batches,
+        options.name,
+        compare=compare,
+        journal=context.journal,
+        around=around,
+    ):
+        if block.name in selected:
+            yield block, selected[block.name]
 
 
 def _untie(context: Context, names: Iterable[str]) -> None:

@@ -15,6 +15,7 @@ from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 
 if TYPE_CHECKING:
     from quark.torch.pipeline.accumulators import Gram
+    from quark.torch.pipeline.journal import Journal
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Context:
         rotated: Names of the layers whose inputs earlier algorithms rotate.
         grams: Returns stored statistics of the inputs of layers in the float model; None if
             statistics must be collected from the data.
+        journal: Where finished blocks go to, for ``run_blocks``; None for nowhere.
     """
 
     model: nn.Module
@@ -42,6 +44,7 @@ class Context:
     compute_scales: Callable[[Mapping[str, FakeQuantizedLayer]], None]
     rotated: frozenset[str] = frozenset()
     grams: Callable[[Mapping[str, FakeQuantizedLayer]], dict[str, Gram]] | None = None
+    journal: Journal | None = None
 
 
 class Algorithm(NamedTuple):

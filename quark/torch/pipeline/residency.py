@@ -13,9 +13,10 @@ bits. What reads a parameter outside of ``forward`` does so inside of ``resident
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -53,6 +54,7 @@ class Residency(UnitCache):
         device: Where units are brought to.
         activation_limit: Bytes of activations that passes over the model may hold in memory; None
             for the default.
+        directory: Where the files of the source are; None if it has no files.
 
     Attributes:
         peak: The most bytes that were resident.
@@ -66,9 +68,10 @@ class Residency(UnitCache):
         scratch: Scratch,
         device: torch.device | str = "cpu",
         activation_limit: int | None = None,
+        directory: Path | None = None,
     ) -> None:
         super().__init__(model, limit, device, activation_limit)
-        self.source, self.scratch = source, scratch
+        self.source, self.scratch, self.directory = source, scratch, directory
         self._held: dict[int, _Held] = {}  # by id of the parameter
         self._scales: dict[str, torch.Tensor] = {}  # as they are in the scratch files
         # Parameters are kept, so that no other one gets their id.
@@ -90,6 +93,27 @@ class Residency(UnitCache):
         self.release()
         self._scales.clear()
         self.scratch.clear()
+
+    def refer(
+        self,
+        file: Path,
+        parameters: Mapping[str, nn.Parameter],
+        scales: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Read changed values from a file that has them, instead of writing them to the scratch.
+
+        Args:
+            file: The file, whose names are those that follow.
+            parameters: Parameters by name, with the values of the file.
+            scales: Scales of parameters by name, see ``Unit.scales``, with those of the file.
+        """
+        keys = {self._name_of(p, name): (name, p.data) for name, p in parameters.items()}
+        kept = {name: scale for name, scale in scales.items() if scale.numel() > 1}
+        self.scratch.refer(file, keys | {name: (name, scale) for name, scale in kept.items()})
+        self._scales |= kept
+        for parameter in parameters.values():
+            if id(parameter) in self._held:
+                self._held[id(parameter)].is_changed = False
 
     # ---- one unit ------------------------------------------------------------------------------
 

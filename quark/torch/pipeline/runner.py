@@ -9,12 +9,14 @@ Each block sees the data twice. With blocks A and B, and a batch x:
 So B is calibrated with the errors of the quantized blocks before it. A model with several stacks,
 such as an encoder and a decoder, goes on so: the data runs through the model with its changed
 encoder up to the first block of the decoder, whose inputs are recorded there.
+
+With a journal, blocks that an earlier run has finished are restored: data only runs through them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,6 +30,8 @@ from quark.torch.numerics.finite import is_finite
 from quark.torch.pipeline.activation_store import ActivationStore, current_limit
 from quark.torch.pipeline.batches import show_progress
 from quark.torch.pipeline.capture import BlockArguments, StopForward, capture
+from quark.torch.pipeline.journal import Journal
+from quark.torch.pipeline.journaled_pass import JournaledPass, Run
 from quark.torch.pipeline.reducer import Reducer
 from quark.torch.pipeline.stacks import Stack, find_stacks
 from quark.torch.quantization.nn.experts import count_tokens
@@ -133,6 +137,10 @@ class Block:
         """Return which tokens of a batch are not padding, (sequences, tokens) bool, or None."""
         return self._arguments.masks[index]
 
+    def first_output(self) -> torch.Tensor | None:
+        """Return the outputs for the first batch; None if the data did not run."""
+        return self.outputs(0) if self.has_run and len(self) else None
+
     def outputs(self, index: int) -> torch.Tensor:
         """Return the outputs of the last run for a batch."""
         return self._stream.outputs[index]
@@ -195,13 +203,22 @@ class Block:
         finally:
             self.mask = None
 
+    @property
+    def has_run(self) -> bool:
+        """Whether all batches have run through the block."""
+        return len(self._stream.outputs) == len(self)
+
     def finish(self) -> None:
         """Run the batches that the caller did not run."""
+        self.finish_reference()
+        if not self.has_run:
+            self.run()
+
+    def finish_reference(self) -> None:
+        """Run the batches of the reference that the caller did not run."""
         if self._reference is not None:
             for index in range(len(self._reference.outputs), len(self)):
                 self.run_reference(index)
-        if len(self._stream.outputs) < len(self):
-            self.run()
 
     def __len__(self) -> int:
         """Return the number of batches of this process."""
@@ -215,11 +232,16 @@ def run_blocks(
     what: str,
     limit: int | None = None,
     compare: bool = False,
+    journal: Journal | None = None,
+    around: Callable[[str], AbstractContextManager[Any]] = nullcontext,
 ) -> Iterator[Block]:
     """Iterate over blocks, each with the data that reaches it; the caller runs the data.
 
     A block that the caller did not run is run before the next one. Hidden states between blocks are
-    held in memory up to a limit, then on disk.
+    held in memory up to a limit, then on disk. Blocks that are finished in the journal are left
+    out: they get the state that the caller gave them.
+
+    A caller that runs the block and changes it, with a journal, runs it before the changes.
 
     Args:
         model: The model.
@@ -228,10 +250,26 @@ def run_blocks(
         what: Title of the progress bar.
         limit: Bytes of hidden states to hold in memory; None for ``current_limit``.
         compare: Whether to keep the reference: hidden states of the unchanged model.
+        journal: Where finished blocks are, and go to; None for nowhere.
+        around: Takes the name of a block and returns a context that is opened before its data runs,
+            except for the reference of a finished block, and closed behind the last block.
+
+    Raises:
+        OSError: The disk is too full for the journal.
+        ValueError: The journal is of a machine that computes other values.
     """
     names = list(names)
+    finished = None if journal is None else JournaledPass(model, names, journal)
+    if finished is not None and finished.is_complete:
+        for name in names:
+            with resident(model, name):
+                finished.restore(name)
+                finished.finish_restored(name, None)
+        return
     with ExitStack() as stack, eval_mode(model):
         stacks = find_stacks(model, names, batches)
+        last = stacks[-1].names[-1] if stacks else ""
+        steps = _Steps(finished, lambda name: stack.enter_context(around(name)), last)
         later = len(stacks) - 1 if compare else 0  # whose references wait in stores of their own
         whole = current_limit() if limit is None else limit
         share = whole // ((5 if compare else 3) + 3 * later)
@@ -252,7 +290,7 @@ def run_blocks(
                 reference = references.get(part.names[0])
                 if compare and reference is None:
                     reference = _Reference.copy(stream.inputs, arguments, new)
-                yield from _run_stack(model, part, stream, reference, arguments, progress)
+                yield from _run_stack(model, part, stream, reference, arguments, progress, steps)
         next(progress, None)  # ends the bar
 
 
@@ -297,6 +335,47 @@ class _Reference(NamedTuple):
         return cls(stream, arguments)
 
 
+class _Steps(NamedTuple):
+    """What is done with each block.
+
+    Attributes:
+        finished: The finished blocks, None without a journal.
+        enter: Opens the context of a block.
+        last: The block whose outputs no other block needs.
+    """
+
+    finished: JournaledPass | None
+    enter: Callable[[str], Any]
+    last: str
+
+    def run(self, block: Block) -> Iterator[Block]:
+        """Restore a finished block, or let the caller have it; run the data that did not run."""
+        is_needed = block.name != self.last
+        if self.finished is None or block.name not in self.finished:
+            self.enter(block.name)
+            with nullcontext() if self.finished is None else self.finished.watch():
+                yield block
+            is_first = block.has_run
+            if is_needed:
+                block.finish()
+            if self.finished is not None:
+                self.finished.write(block.name, Run(is_first, block.first_output()))
+        else:
+            self._restore(block, self.finished, is_needed)
+
+    def _restore(self, block: Block, finished: JournaledPass, is_needed: bool) -> None:
+        """Restore a block, and run the data through it as it ran when it was finished."""
+        if is_needed:
+            block.finish_reference()
+        self.enter(block.name)
+        if is_needed and finished.runs_first(block.name):
+            block.run()
+        finished.restore(block.name)
+        if is_needed:
+            block.finish()
+        finished.finish_restored(block.name, block.first_output() if is_needed else None)
+
+
 def _run_stack(
     model: nn.Module,
     part: Stack,
@@ -304,6 +383,7 @@ def _run_stack(
     reference: _Reference | None,
     arguments: BlockArguments,
     progress: Iterator[Any],
+    steps: _Steps,
 ) -> Iterator[Block]:
     """Iterate over the blocks of a stack; see ``run_blocks``."""
     float_stream = reference and reference.stream
@@ -318,8 +398,7 @@ def _run_stack(
             reference and reference.arguments,
         )
         with resident(model, name):
-            yield block
-            block.finish()
+            yield from steps.run(block)
         stream, float_stream = stream.advance(), float_stream and float_stream.advance()
 
 

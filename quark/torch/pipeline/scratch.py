@@ -14,9 +14,10 @@ from quark.torch.files import check_space, size_of
 
 
 class _Place(NamedTuple):
-    """Where a tensor is: its file, and its strides in memory before it was written."""
+    """Where a tensor is: its file, its name there, and its strides before it was written."""
 
-    file: str
+    file: Path
+    key: str
     strides: tuple[int, ...]
 
 
@@ -35,6 +36,7 @@ class Scratch:
             )
         self.directory = Path(directory or self._temporary.name)  # type: ignore[union-attr]
         self._places: dict[str, _Place] = {}
+        self._own: set[Path] = set()
         self._numbers = count()
 
     def __contains__(self, name: str) -> bool:
@@ -47,17 +49,16 @@ class Scratch:
         """
         from safetensors import safe_open
 
-        by_file: dict[str, list[str]] = {}
+        by_file: dict[Path, list[str]] = {}
         for name in names:
             if name in self._places:
                 by_file.setdefault(self._places[name].file, []).append(name)
         tensors: dict[str, torch.Tensor] = {}
         for file, inside in by_file.items():
-            with safe_open(self.directory / file, framework="pt") as opened:
+            with safe_open(file, framework="pt") as opened:
                 for name in inside:
-                    tensors[name] = _with_strides(
-                        opened.get_tensor(name), self._places[name].strides
-                    )
+                    _, key, strides = self._places[name]
+                    tensors[name] = with_strides(opened.get_tensor(key), strides)
         return tensors
 
     def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -71,11 +72,24 @@ class Scratch:
         if not tensors:
             return
         check_space(self.directory, size_of(dict(tensors)))
-        file = f"{next(self._numbers)}.safetensors"
+        file = self.directory / f"{next(self._numbers)}.safetensors"
         stored = {n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}
-        save_file(stored, self.directory / file)
-        old = {self._places[name].file for name in tensors if name in self._places}
-        self._places |= {name: _Place(file, t.stride()) for name, t in tensors.items()}
+        save_file(stored, file)
+        self._own.add(file)
+        self._replace({name: _Place(file, name, t.stride()) for name, t in tensors.items()})
+
+    def refer(self, file: Path, keys: Mapping[str, tuple[str, torch.Tensor]]) -> None:
+        """Read tensors from a file that others wrote, and that stays when they are replaced.
+
+        Args:
+            file: The file.
+            keys: Name of a tensor -> its name in the file, and the tensor.
+        """
+        self._replace({name: _Place(file, key, t.stride()) for name, (key, t) in keys.items()})
+
+    def _replace(self, places: dict[str, _Place]) -> None:
+        old = {self._places[name].file for name in places if name in self._places}
+        self._places |= places
         self._sweep(old)
 
     def clear(self) -> None:
@@ -84,14 +98,16 @@ class Scratch:
         self._places.clear()
         self._sweep(files)
 
-    def _sweep(self, files: Iterable[str]) -> None:
+    def _sweep(self, files: Iterable[Path]) -> None:
         """Remove those of some files whose tensors have all been replaced."""
         used = {place.file for place in self._places.values()}
-        for file in set(files) - used:
-            (self.directory / file).unlink(missing_ok=True)
+        for file in (set(files) - used) & self._own:
+            file.unlink(missing_ok=True)
+            self._own.discard(file)
 
 
-def _with_strides(x: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+def with_strides(x: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor with its axes in another order in memory, by which products round."""
     if x.stride() == strides:
         return x
     return torch.empty_strided(x.shape, strides, dtype=x.dtype).copy_(x)

@@ -14,6 +14,7 @@ from quark.torch.algorithm.registry import ALGORITHMS, load_algorithm
 from quark.torch.graph.structure import Structure
 from quark.torch.pipeline.accumulators import InfiniteInput
 from quark.torch.pipeline.context import Algorithm, Context
+from quark.torch.pipeline.journal import Journal
 from quark.torch.pipeline.statistics import Statistics
 from quark.torch.pipeline.tensor_ranges import ranges_suffice
 from quark.torch.quantization.calibration import (
@@ -156,13 +157,16 @@ def ranges_from_statistics(
     )
 
 
-def apply_algorithms(model: nn.Module, plan: Plan, structure: Structure) -> None:
+def apply_algorithms(
+    model: nn.Module, plan: Plan, structure: Structure, journal: Journal | None = None
+) -> None:
     """Apply algorithms in order, after each of them has checked the structure of the model.
 
     Args:
         model: A prepared model.
         plan: How to quantize it.
         structure: Structure of the float model.
+        journal: Where finished blocks are, and go to.
 
     Raises:
         ValueError: The structure lacks something that an algorithm needs. No algorithm has been
@@ -179,6 +183,7 @@ def apply_algorithms(model: nn.Module, plan: Plan, structure: Structure) -> None
         plan.config,
         partial(compute_weight_scales, config=plan.config),
         grams=grams,
+        journal=journal,
     )
     with disabled_quantizers(model):
         rotated: frozenset[str] = frozenset()

@@ -18,8 +18,10 @@ from quark.torch.export.file_to_file import quantize_files
 from quark.torch.graph.parameter_writes import Recorder, announce_write, record_writes
 from quark.torch.graph.residency import iterate_parts, residency_of
 from quark.torch.pipeline.activation_store import activation_limit, offload_directory
+from quark.torch.pipeline.journal import Journal
 from quark.torch.pipeline.model_state import restored_on_failure
 from quark.torch.pipeline.processes import joined, processes
+from quark.torch.pipeline.run_request import describe_run
 from quark.torch.pipeline.statistics import Statistics
 from quark.torch.quantization.algorithms import apply_algorithms
 from quark.torch.quantization.calibration import calibrate, share_token_counts
@@ -43,6 +45,8 @@ class ModelQuantizer:
         multi_device: Accepted for compatibility: layers may lie on any devices.
         offload_dir: Directory for activations that do not fit into memory; None for that of
             temporary files.
+        journal: Where blocks go to that algorithms have finished, and from where a run goes on
+            that was killed; None for nowhere. See ``Journal``.
     """
 
     def __init__(
@@ -50,12 +54,14 @@ class ModelQuantizer:
         config: Config,
         multi_device: bool = False,
         offload_dir: str | Path | None = None,
+        journal: Journal | None = None,
     ) -> None:
         if not isinstance(config, Config):
             raise TypeError(f"ModelQuantizer takes a Config, got {type(config).__name__}.")
         self.config = config
         self.multi_device = multi_device
         self.offload_dir = offload_dir
+        self.journal = journal
 
     def quantize_model(
         self,
@@ -75,8 +81,10 @@ class ModelQuantizer:
 
         Raises:
             TypeError: The model is compiled, parallel or has adapters.
-            ValueError: The configuration does not fit, data is missing, or a value is not finite.
-            OSError: The disk is too full for activations, or there is no ``offload_dir``.
+            ValueError: The configuration does not fit, data is missing, a value is not finite, or
+                the journal is that of another run.
+            OSError: The disk is too full for activations or the journal, or there is no
+                ``offload_dir``.
             ProcessFailure: Another process of the process group failed.
 
         After an exception of any kind, an interrupt included, the model is as it was, bit for bit.
@@ -112,11 +120,14 @@ class ModelQuantizer:
         with self._activations(model), joined():
             plan = check(model, self.config, dataloader, statistics)
             check_processes(model, plan)
+            if self.journal is not None:
+                digest = plan.data_digest
+                self.journal.begin(describe_run(model, plan.config, digest, statistics))
             structure = discover_structure(model, plan)
             prepare(model, plan)
             if structure is not None:
                 with record_writes(record):
-                    apply_algorithms(model, plan, structure)
+                    apply_algorithms(model, plan, structure, self.journal)
             calibrate(model, plan)
             share_token_counts(model)
             mark_as_quantized(model, plan.config)

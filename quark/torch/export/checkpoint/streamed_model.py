@@ -48,7 +48,7 @@ def stream_model(
         ValueError: As in ``load_float_model``; or ``max_memory`` is less than what is taken.
     """
     model, files = open_float_model(Path(directory), trust_remote_code, dtype, **options)
-    return stream_tensors(model, files, max_memory, scratch, device)
+    return stream_tensors(model, files, max_memory, scratch, device, Path(directory))
 
 
 def stream_tensors(
@@ -57,6 +57,7 @@ def stream_tensors(
     max_memory: int | None = None,
     scratch: Scratch | None = None,
     device: torch.device | str = "cpu",
+    place: Path | None = None,
 ) -> nn.Module:
     """Give a float model on the meta device parameters that are read when they are used, in place.
 
@@ -66,6 +67,7 @@ def stream_tensors(
         max_memory: As in ``stream_model``.
         scratch: As in ``stream_model``.
         device: Where parameters are brought to.
+        place: Where the files are, by which a journal knows the model; None to compare its values.
 
     Raises:
         ValueError: A tensor is missing; or ``max_memory`` is less than what is taken.
@@ -76,7 +78,7 @@ def stream_tensors(
     _read_buffers(model, source, torch.device(device))
     compute_buffers(model, torch.device(device))
     weights, activations = divide_memory(max_memory, device)
-    Residency(model, source, weights, scratch or Scratch(), device, activations)
+    Residency(model, source, weights, scratch or Scratch(), device, activations, place)
     return model.eval()
 
 

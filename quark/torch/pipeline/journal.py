@@ -1,0 +1,252 @@
+"""The journal of a run: the blocks that are finished, on the disk, so that a killed run can go on.
+
+A journal is a directory::
+
+    run.json                                 what the run was asked for
+    lock                                     held by the process that runs
+    blocks/1-0003-<digest>.safetensors       what pass 1 made of the fourth block of its list
+
+A file of a block is written under another name, synced, and renamed to its name, which has the
+digest of its bytes. So a file of such a name is complete, or the disk is damaged.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from filelock import FileLock, Timeout
+
+from quark.torch.digests import file_digest
+from quark.torch.files import check_space, read_json, size_of, write_json
+from quark.torch.pipeline.scratch import with_strides
+from quark.torch.replacement import sync_directory, sync_file
+
+logger = logging.getLogger("quark")
+
+_NAME = re.compile(r"(\d+)-(\d+)-([0-9a-f]{64})\.safetensors")
+_NOTES = "notes"  # key of the metadata of a file
+_PARTIAL = "partial"
+_PARTS = {"run.json", "lock", "blocks"}
+
+
+class Journal:
+    """The finished blocks of a run. The same run goes on behind them, with the same bits.
+
+    It is a context manager: the directory is locked until the context is left. It stays, until
+    ``remove`` is called.
+
+    Args:
+        directory: The directory; it is made if it does not exist.
+        restart: Whether to throw away what is there.
+
+    Raises:
+        FileExistsError: Another process uses it, or the directory holds something else.
+    """
+
+    def __init__(self, directory: str | Path, restart: bool = False) -> None:
+        self.directory = Path(directory).resolve()
+        self._blocks = self.directory / "blocks"
+        self._passes = 0
+        _check_own(self.directory)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._lock = FileLock(self.directory / "lock")
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            raise FileExistsError(
+                f"Another process works in {self.directory}: wait for it, or choose another output."
+            ) from None
+        if restart:
+            self._clear()
+        self._blocks.mkdir(exist_ok=True)
+        for path in self._blocks.iterdir():
+            if not _NAME.fullmatch(path.name):  # a process was killed while it wrote the file
+                path.unlink()
+
+    @property
+    def finished(self) -> int:
+        """Number of finished blocks, of all passes together."""
+        return sum(1 for _ in self._blocks.iterdir()) if self._blocks.is_dir() else 0
+
+    def begin(self, request: Mapping[str, Any]) -> None:
+        """Begin a run, or go on with it.
+
+        Args:
+            request: What the run is asked for, in types of JSON.
+
+        Raises:
+            ValueError: The journal is that of another run; the message says what differs.
+        """
+        self._passes = 0
+        path, given = self.directory / "run.json", json.loads(json.dumps(request))
+        if not path.is_file():
+            write_json(path, given)
+            sync_directory(self.directory)
+            return
+        difference = _first_difference(read_json(path), given)
+        if difference is not None:
+            raise ValueError(
+                f"{self.directory} holds the blocks of another run: {difference}. Ask for the same "
+                "to go on, or throw them away: --restart, or Journal(directory, restart=True)."
+            )
+        if self.finished:
+            logger.info("%d finished blocks are in %s.", self.finished, self.directory)
+
+    def begin_pass(self, blocks: list[str]) -> PassFiles:
+        """Return the files of the next pass over blocks.
+
+        Args:
+            blocks: Names of the blocks.
+        """
+        self._passes += 1
+        return PassFiles(self._blocks, self._passes - 1, blocks)
+
+    def remove(self) -> None:
+        """Remove the journal: the run is over."""
+        self._clear()
+        self.close()
+        with suppress(OSError):
+            (self.directory / "lock").unlink(missing_ok=True)
+            self.directory.rmdir()
+
+    def close(self) -> None:
+        """Give the directory free for other processes."""
+        self._lock.release()
+
+    def __enter__(self) -> Journal:
+        """Return the journal."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the journal."""
+        self.close()
+
+    def _clear(self) -> None:
+        # Blocks first: a process that is killed here leaves none under another request.
+        shutil.rmtree(self._blocks, ignore_errors=True)
+        (self.directory / "run.json").unlink(missing_ok=True)
+
+
+class Entry(NamedTuple):
+    """What a pass made of a block.
+
+    Attributes:
+        path: File of the tensors.
+        notes: All else, in types of JSON.
+    """
+
+    path: Path
+    notes: dict[str, Any]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors by name, on the CPU, in the order in memory that they had."""
+        from safetensors import safe_open
+
+        with safe_open(self.path, framework="pt") as opened:
+            return {
+                name: with_strides(opened.get_tensor(name), tuple(strides))
+                for name, strides in self.notes["strides"].items()
+            }
+
+
+class PassFiles:
+    """The finished blocks of a pass.
+
+    Files whose digest differs are dropped with a warning: these blocks are computed again.
+
+    Args:
+        directory: Directory of the files.
+        number: Number of the pass.
+        blocks: Names of its blocks.
+    """
+
+    def __init__(self, directory: Path, number: int, blocks: list[str]) -> None:
+        self._directory, self._number, self._blocks = directory, number, blocks
+        self.entries: dict[str, Entry] = {}
+        for path in sorted(directory.iterdir()):
+            match = _NAME.fullmatch(path.name)
+            if match is not None and int(match[1]) == number and int(match[2]) < len(blocks):
+                self._take(path, blocks[int(match[2])], match[3])
+
+    def _take(self, path: Path, block: str, digest: str) -> None:
+        from safetensors import safe_open
+
+        if file_digest(path) != digest:
+            logger.warning("%s is damaged: %s is computed again.", path, block)
+            path.unlink()
+            return
+        with safe_open(path, framework="pt") as opened:
+            self.entries[block] = Entry(path, json.loads(opened.metadata()[_NOTES]))
+
+    def write(
+        self, block: str, tensors: Mapping[str, torch.Tensor], notes: dict[str, Any]
+    ) -> Entry:
+        """Write what the pass made of a block. When this returns, it is on the disk.
+
+        Raises:
+            OSError: The disk is full.
+        """
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        check_space(self._directory, size_of(dict(tensors)))
+        notes = notes | {"strides": {name: list(x.stride()) for name, x in tensors.items()}}
+        stored = {n: x.detach().cpu().contiguous().clone() for n, x in tensors.items()}
+        partial = self._directory / _PARTIAL
+        try:
+            save_file(stored, partial, metadata={_NOTES: json.dumps(notes)})
+        except SafetensorError as error:
+            raise OSError(f"{block} could not be written to {self._directory}: {error}") from None
+        sync_file(partial)
+        name = f"{self._number}-{self._blocks.index(block):04d}-{file_digest(partial)}.safetensors"
+        path = self._directory / name
+        partial.replace(path)
+        sync_directory(self._directory)
+        self.entries[block] = Entry(path, notes)
+        return self.entries[block]
+
+
+def _check_own(directory: Path) -> None:
+    """Raise unless a directory is a journal, or empty, or missing."""
+    if not directory.exists():
+        return
+    names = {path.name for path in directory.iterdir()} if directory.is_dir() else {""}
+    if names and not names <= _PARTS | {".lock"}:
+        raise FileExistsError(
+            f"{directory} is not a journal, but it is needed for one: move it away, or choose "
+            "another output."
+        )
+
+
+def _first_difference(old: Any, new: Any, place: str = "") -> str | None:
+    """Return the first place where two values of JSON differ, with both values, in words."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in {**old, **new}:
+            inside = _first_difference(old.get(key), new.get(key), f"{place}.{key}".lstrip("."))
+            if inside is not None:
+                return inside
+        return None
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        pairs = enumerate(zip(old, new, strict=True))
+        differences = (_first_difference(*pair, f"{place}[{i}]") for i, pair in pairs)
+        return next((d for d in differences if d is not None), None)
+    return None if old == new else f"{place} was {_short(old)} and is {_short(new)}"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:77]}…"
