@@ -306,6 +306,7 @@ class OutputFlags:
         ),
     ] = False
     overwrite: Annotated[bool, _output(help="Replace the output directory after success.")] = False
+    restart: Annotated[bool, _output(help="Throw away what an interrupted run has done.")] = False
 
 
 @dataclass(frozen=True, kw_only=True)

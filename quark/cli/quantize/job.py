@@ -24,6 +24,7 @@ from quark.cli.quantize.file_job import (
 )
 from quark.cli.quantize.outline import predicts_text, read_outline
 from quark.cli.quantize.output import check_writable, write
+from quark.cli.quantize.progress import open_journal
 from quark.cli.quantize.request import Request, check_flags, check_places
 from quark.cli.quantize.tables import Outcome, show_outcome, show_plan
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from quark.torch.pipeline.statistics import Statistics
+    from quark.torch.quantization.api import ModelQuantizer
     from quark.torch.quantization.config.config import Config
 
 
@@ -77,6 +79,8 @@ def _check_params(request: Request) -> None:
 
 
 def _quantize(request: Request, described: dict[str, Any]) -> None:
+    from quark.torch.quantization.api import ModelQuantizer
+
     source = models.describe_source(request.model_dir, described, "--model_dir")
     config = make_config(request, str(described.get("model_type", "")))
     statistics = read_optional_statistics(request.statistics, request.check_digests)
@@ -92,15 +96,19 @@ def _quantize(request: Request, described: dict[str, Any]) -> None:
     kind = kind_of_dataset(request, outline) if is_calibrated else None
     show_plan(request, config, described, source, describe(request, kind, length), outline)
     tokenizer = _find_text(request, is_calibrated and kind is None)
-    model = _load(request, request.model_dir, device, in_float=True)
-    check_writable(request, model, config)
-    with console.stage("reading data"):
-        calibration = read_batches(request, kind, tokenizer, length) if is_calibrated else None
-        measures = prepare_measures(request, described, tokenizer) if rank() == 0 else None
-    outcome = _quantize_and_evaluate(request, model, config, calibration, measures, statistics)
-    if rank() > 0:
-        return
-    write(request, model, tokenizer, str(described.get("model_type", "model")))
+    with open_journal(request, config) as journal:
+        model = _load(request, request.model_dir, device, in_float=True)
+        check_writable(request, model, config)
+        with console.stage("reading data"):
+            calibration = read_batches(request, kind, tokenizer, length) if is_calibrated else None
+            measures = prepare_measures(request, described, tokenizer) if rank() == 0 else None
+        quantizer = ModelQuantizer(config, offload_dir=request.offload_dir, journal=journal)
+        outcome = _quantize_and_evaluate(
+            request, model, quantizer, calibration, measures, statistics
+        )
+        if rank() > 0:
+            return
+        write(request, model, tokenizer, str(described.get("model_type", "model")))
     show_outcome(request, outcome)
     _report_figures(request, outcome.after)
 
@@ -220,7 +228,7 @@ def _without_perplexity(request: Request, outline: nn.Module | None) -> Request:
 def _quantize_and_evaluate(
     request: Request,
     model: nn.Module,
-    config: Config,
+    quantizer: ModelQuantizer,
     calibration: list[Any] | None,
     measures: Measures | None,
     statistics: Statistics | None,
@@ -228,9 +236,8 @@ def _quantize_and_evaluate(
     """Quantize and freeze the model in place, and evaluate it before and after."""
     from quark.torch.evaluation.samples import complete_batches
     from quark.torch.export.expert_tokens import expert_tokens
-    from quark.torch.quantization.api import ModelQuantizer
 
-    _check_cache(model, config)
+    _check_cache(model, quantizer.config)
     if request.weight_matrix_merge:
         _check_shared_inputs(model)
     outcome = Outcome()
@@ -239,9 +246,8 @@ def _quantize_and_evaluate(
     batches = None if calibration is None else complete_batches(model, calibration)
     start = time.monotonic()
     with console.stage("quantizing"):
-        quantizer = ModelQuantizer(config, offload_dir=request.offload_dir)
         model = quantizer.quantize_model(model, batches, statistics)
-        model = ModelQuantizer.freeze(model)
+        model = quantizer.freeze(model)
     outcome.seconds = time.monotonic() - start
     outcome.count_layers(model)
     outcome.experts = expert_tokens(model)

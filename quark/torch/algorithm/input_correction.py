@@ -53,7 +53,11 @@ def correct_and_round(
         solver_of: Returns the function that rounds the weight of a layer, given its name.
         token_weights: See ``collect_input_statistics``.
     """
-    floats = {name: layer.weight.detach().clone() for name, layer in layers.items()}
+    floats = {
+        f"{name}.{parameter}": getattr(layer, parameter).detach().clone()
+        for name, layer in layers.items()
+        for parameter in layer.parameter_quantizers()
+    }
     parts = split_by_input(context, layers)
     for part in parts:
         is_last = part is parts[-1]

@@ -23,7 +23,7 @@ from quark.torch.pipeline.runner import Block
 from quark.torch.quantization.nn.experts import corresponding_experts
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 
-Weights = Mapping[str, torch.Tensor]
+Parameters = Mapping[str, torch.Tensor]
 TokenWeights = Callable[[int], torch.Tensor | None]  # batch index -> (tokens,) or None
 
 
@@ -110,7 +110,7 @@ def collect_input_statistics(
     context: Context,
     block: Block,
     layers: Mapping[str, FakeQuantizedLayer],
-    floats: Weights | None = None,
+    floats: Parameters | None = None,
     to_the_end: bool = False,
     token_weights: TokenWeights = lambda index: None,
 ) -> tuple[dict[str, Gram], dict[str, torch.Tensor]]:
@@ -122,8 +122,8 @@ def collect_input_statistics(
         context: The model.
         block: One of its blocks.
         layers: The layers of the block to observe.
-        floats: Weights of layers in the float model, by name. If given, the second stream runs
-            through the block with these weights.
+        floats: Parameters of layers in the float model, by name. If given, the second stream runs
+            through the block with them.
         to_the_end: Whether the second stream runs through the whole block.
         token_weights: Returns the weight of each token of a batch that is not padding, (tokens,);
             or None for equal weights. Tokens that a router sends to experts have equal weights.
@@ -146,7 +146,7 @@ def collect_input_statistics(
             if floats is not None:
                 observer.begin(is_reference=True, to_the_end=to_the_end)
                 with (
-                    _replaced_weights(context, floats),
+                    _replaced_parameters(context, floats),
                     quantize_inputs(context, block.name, False),
                 ):
                     block.run_reference(index)
@@ -271,13 +271,14 @@ def quantize_inputs(context: Context, block: str, enabled: bool = True) -> Itera
 
 
 @contextmanager
-def _replaced_weights(context: Context, weights: Weights) -> Iterator[None]:
-    """Replace the weights of layers inside the context."""
-    own = {name: context.layers[name].weight.data for name in weights}
-    for name, weight in weights.items():
-        context.layers[name].weight.data = weight
+def _replaced_parameters(context: Context, values: Parameters) -> Iterator[None]:
+    """Replace the values of parameters inside the context."""
+    parameters = {name: context.model.get_parameter(name) for name in values}
+    own = {name: parameter.data for name, parameter in parameters.items()}
+    for name, value in values.items():
+        parameters[name].data = value
     try:
         yield
     finally:
-        for name, weight in own.items():
-            context.layers[name].weight.data = weight
+        for name, value in own.items():
+            parameters[name].data = value

@@ -185,7 +185,7 @@ def load_in_float(
     size = sum(entry.nbytes for entry in reader.entries.values())
     with naming(source):
         if max_memory is not None or _exceeds_memory(size, device):
-            return stream_tensors(model, reader, max_memory, device=device)
+            return stream_tensors(model, reader, max_memory, device=device, place=source)
         return reader.fill(model).to(device)
 
 

@@ -18,6 +18,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
+from fnmatch import fnmatch
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -35,7 +36,7 @@ logger = logging.getLogger("quark")
 _NAME = re.compile(r"(\d+)-(\d+)-([0-9a-f]{64})\.safetensors")
 _NOTES = "notes"  # key of the metadata of a file
 _PARTIAL = "partial"
-_PARTS = {"run.json", "lock", "blocks"}
+_PARTS = ("run.json", ".run.json.partial-*", "lock", "blocks")
 
 
 class Journal:
@@ -48,6 +49,9 @@ class Journal:
         directory: The directory; it is made if it does not exist.
         restart: Whether to throw away what is there.
 
+    Attributes:
+        is_begun: Whether ``begin`` has accepted a request.
+
     Raises:
         FileExistsError: Another process uses it, or the directory holds something else.
     """
@@ -55,7 +59,7 @@ class Journal:
     def __init__(self, directory: str | Path, restart: bool = False) -> None:
         self.directory = Path(directory).resolve()
         self._blocks = self.directory / "blocks"
-        self._passes = 0
+        self._passes, self.is_begun = 0, False
         _check_own(self.directory)
         self.directory.mkdir(parents=True, exist_ok=True)
         self._lock = FileLock(self.directory / "lock")
@@ -86,20 +90,21 @@ class Journal:
         Raises:
             ValueError: The journal is that of another run; the message says what differs.
         """
-        self._passes = 0
+        self._passes, self.is_begun = 0, False
         path, given = self.directory / "run.json", json.loads(json.dumps(request))
-        if not path.is_file():
+        if not self.finished:
             write_json(path, given)
             sync_directory(self.directory)
-            return
-        difference = _first_difference(read_json(path), given)
+        try:
+            difference = _first_difference(read_json(path), given)
+        except ValueError as error:
+            difference = str(error)
         if difference is not None:
             raise ValueError(
                 f"{self.directory} holds the blocks of another run: {difference}. Ask for the same "
                 "to go on, or throw them away: --restart, or Journal(directory, restart=True)."
             )
-        if self.finished:
-            logger.info("%d finished blocks are in %s.", self.finished, self.directory)
+        self.is_begun = True
 
     def begin_pass(self, blocks: list[str]) -> PassFiles:
         """Return the files of the next pass over blocks.
@@ -138,7 +143,8 @@ class Journal:
     def _clear(self) -> None:
         # Blocks first: a process that is killed here leaves none under another request.
         shutil.rmtree(self._blocks, ignore_errors=True)
-        (self.directory / "run.json").unlink(missing_ok=True)
+        for path in [self.directory / "run.json", *self.directory.glob(_PARTS[1])]:
+            path.unlink(missing_ok=True)
 
 
 class Entry(NamedTuple):
@@ -225,7 +231,7 @@ def _check_own(directory: Path) -> None:
     if not directory.exists():
         return
     names = {path.name for path in directory.iterdir()} if directory.is_dir() else {""}
-    if names and not names <= _PARTS | {".lock"}:
+    if not all(any(fnmatch(name, part) for part in _PARTS) for name in names):
         raise FileExistsError(
             f"{directory} is not a journal, but it is needed for one: move it away, or choose "
             "another output."

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from quark.torch.files import check_space
 from quark.torch.graph.parameter_writes import record_writes, write_
 from quark.torch.graph.residency import residency_of, resident
 from quark.torch.pipeline.journal import Entry, Journal
@@ -28,11 +29,11 @@ class Run(NamedTuple):
 
     Attributes:
         is_first: Whether it ran before the block was changed; else behind that.
-        outputs: What the block returned for the first batch; None if the data did not run.
+        outputs: What the block returned for the first batch; empty if the data did not run.
     """
 
     is_first: bool
-    outputs: torch.Tensor | None
+    outputs: list[torch.Tensor]
 
 
 class JournaledPass:
@@ -42,21 +43,32 @@ class JournaledPass:
         model: The model.
         blocks: Names of the blocks.
         journal: Where finished blocks are.
+
+    Raises:
+        OSError: The disk has no room for the other blocks.
     """
 
     def __init__(self, model: nn.Module, blocks: list[str], journal: Journal) -> None:
         self._model, self._blocks = model, blocks
         self._files = journal.begin_pass(blocks)
         self._written: dict[int, nn.Parameter] = {}
+        left = [model.get_submodule(block) for block in blocks if block not in self]
+        parameters = (p for module in left for p in module.parameters())
+        check_space(journal.directory, sum(p.numel() * p.itemsize for p in parameters))
 
     def __contains__(self, block: str) -> bool:
         """Whether a block is finished."""
         return block in self._files.entries
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether all blocks are finished."""
-        return all(block in self for block in self._blocks)
+    def restore_all(self) -> bool:
+        """Restore all blocks if all are finished, and return whether they are; no data runs."""
+        if not all(block in self for block in self._blocks):
+            return False
+        for block in self._blocks:
+            with resident(self._model, block):
+                self.restore(block)
+                self.finish_restored(block, [])
+        return True
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -78,7 +90,7 @@ class JournaledPass:
         notes = {
             "block": block,
             "runs_first": run.is_first,
-            "outputs": None if run.outputs is None else digest(run.outputs),
+            "outputs": digest(*run.outputs) if run.outputs else None,
             "parameters": list(parameters),
             "frozen": [name for name, layer in layers.items() if layer.frozen],
             "observing": [n for n, q in _quantizers(layers).items() if q.is_observing],
@@ -113,8 +125,12 @@ class JournaledPass:
                 quantizer.is_observing = name in notes["observing"]
             self._refer(entry, parameters, _scales(layers))
 
-    def finish_restored(self, block: str, outputs: torch.Tensor | None) -> None:
+    def finish_restored(self, block: str, outputs: list[torch.Tensor]) -> None:
         """Check that the data ran through a restored block as it did before.
+
+        Args:
+            block: Name of the block.
+            outputs: As in ``Run``.
 
         Raises:
             ValueError: This machine computes other values.
@@ -123,7 +139,7 @@ class JournaledPass:
         for name, experts in self._experts(block).items():
             experts.token_counts = {int(n): counts for n, counts in notes["tokens"][name].items()}
         expected = notes["outputs"]
-        if outputs is not None and expected is not None and digest(outputs) != expected:
+        if outputs and expected is not None and digest(*outputs) != expected:
             raise ValueError(
                 f"The outputs of {block} are not those of the run that was interrupted: this "
                 "machine rounds differently, by another processor, another number of threads or "

@@ -54,7 +54,7 @@ class Residency(UnitCache):
         device: Where units are brought to.
         activation_limit: Bytes of activations that passes over the model may hold in memory; None
             for the default.
-        directory: Where the files of the source are; None if it has no files.
+        place: Where the files of the source are, by which a journal knows the model; or None.
 
     Attributes:
         peak: The most bytes that were resident.
@@ -68,10 +68,10 @@ class Residency(UnitCache):
         scratch: Scratch,
         device: torch.device | str = "cpu",
         activation_limit: int | None = None,
-        directory: Path | None = None,
+        place: Path | None = None,
     ) -> None:
         super().__init__(model, limit, device, activation_limit)
-        self.source, self.scratch, self.directory = source, scratch, directory
+        self.source, self.scratch, self.place = source, scratch, place
         self._held: dict[int, _Held] = {}  # by id of the parameter
         self._scales: dict[str, torch.Tensor] = {}  # as they are in the scratch files
         # Parameters are kept, so that no other one gets their id.

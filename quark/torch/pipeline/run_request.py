@@ -16,6 +16,8 @@ from quark.torch.quantization.config.config import Config
 
 # Fields of the configuration that change no value of the quantized model.
 _WITHOUT_EFFECT = ("export", "log_severity_level")
+_WEIGHTS = (".safetensors", ".gguf", ".pth", ".bin")
+_HEADER = 1 << 20  # bytes of a file of another kind that its digest covers
 
 
 def describe_run(
@@ -45,19 +47,23 @@ def describe_run(
 def _identify(model: nn.Module) -> dict[str, Any]:
     """Return what tells a model from others: its files, or digests of its values."""
     residency: Any = residency_of(model)
-    if residency is None or residency.directory is None:
+    if residency is None or residency.place is None:
         return {"tensors": model_digests(model)}
-    return {"files": {path.name: _identify_file(path) for path in _files(residency.directory)}}
+    return {"files": {path.name: _identify_file(path) for path in _files(residency.place)}}
 
 
-def _files(directory: Path) -> list[Path]:
-    return sorted([*directory.glob("*.safetensors"), *directory.glob("config.json")])
+def _files(place: Path) -> list[Path]:
+    """Return the files of a model: its configuration and all that may hold its tensors."""
+    if place.is_file():
+        return [place]
+    return [f for f in sorted(place.iterdir()) if f.suffix in _WEIGHTS or f.name == "config.json"]
 
 
 def _identify_file(path: Path) -> dict[str, Any]:
     """Return size, time of the last change, and digest of the header."""
     with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little") if path.suffix == ".safetensors" else None
+        is_known = path.suffix == ".safetensors"
+        size = int.from_bytes(file.read(8), "little") if is_known else _HEADER
         header = hashlib.sha256(file.read(size)).hexdigest()
     stat = path.stat()
     return {"size": stat.st_size, "modified": stat.st_mtime_ns, "header": header}

@@ -137,9 +137,10 @@ class Block:
         """Return which tokens of a batch are not padding, (sequences, tokens) bool, or None."""
         return self._arguments.masks[index]
 
-    def first_output(self) -> torch.Tensor | None:
-        """Return the outputs for the first batch; None if the data did not run."""
-        return self.outputs(0) if self.has_run and len(self) else None
+    def first_outputs(self) -> list[torch.Tensor]:
+        """Return the outputs for the first batch, of the reference too; none without runs."""
+        streams = [self._stream, *([] if self._reference is None else [self._reference])]
+        return [stream.outputs[0] for stream in streams if len(stream.outputs)]
 
     def outputs(self, index: int) -> torch.Tensor:
         """Return the outputs of the last run for a batch."""
@@ -239,9 +240,7 @@ def run_blocks(
 
     A block that the caller did not run is run before the next one. Hidden states between blocks are
     held in memory up to a limit, then on disk. Blocks that are finished in the journal are left
-    out: they get the state that the caller gave them.
-
-    A caller that runs the block and changes it, with a journal, runs it before the changes.
+    out: they get the state that the caller gave them. It must not run a block that it has changed.
 
     Args:
         model: The model.
@@ -251,8 +250,7 @@ def run_blocks(
         limit: Bytes of hidden states to hold in memory; None for ``current_limit``.
         compare: Whether to keep the reference: hidden states of the unchanged model.
         journal: Where finished blocks are, and go to; None for nowhere.
-        around: Takes the name of a block and returns a context that is opened before its data runs,
-            except for the reference of a finished block, and closed behind the last block.
+        around: Returns a context for a block, which stays open until the last block is finished.
 
     Raises:
         OSError: The disk is too full for the journal.
@@ -260,16 +258,11 @@ def run_blocks(
     """
     names = list(names)
     finished = None if journal is None else JournaledPass(model, names, journal)
-    if finished is not None and finished.is_complete:
-        for name in names:
-            with resident(model, name):
-                finished.restore(name)
-                finished.finish_restored(name, None)
+    if finished is not None and finished.restore_all():
         return
     with ExitStack() as stack, eval_mode(model):
         stacks = find_stacks(model, names, batches)
-        last = stacks[-1].names[-1] if stacks else ""
-        steps = _Steps(finished, lambda name: stack.enter_context(around(name)), last)
+        steps = _Steps(finished, lambda name: stack.enter_context(around(name)), stacks)
         later = len(stacks) - 1 if compare else 0  # whose references wait in stores of their own
         whole = current_limit() if limit is None else limit
         share = whole // ((5 if compare else 3) + 3 * later)
@@ -341,16 +334,16 @@ class _Steps(NamedTuple):
     Attributes:
         finished: The finished blocks, None without a journal.
         enter: Opens the context of a block.
-        last: The block whose outputs no other block needs.
+        stacks: The stacks. No block needs the outputs of the last block of the last one.
     """
 
     finished: JournaledPass | None
     enter: Callable[[str], Any]
-    last: str
+    stacks: list[Stack]
 
     def run(self, block: Block) -> Iterator[Block]:
         """Restore a finished block, or let the caller have it; run the data that did not run."""
-        is_needed = block.name != self.last
+        is_needed = block.name != self.stacks[-1].names[-1]
         if self.finished is None or block.name not in self.finished:
             self.enter(block.name)
             with nullcontext() if self.finished is None else self.finished.watch():
@@ -359,7 +352,7 @@ class _Steps(NamedTuple):
             if is_needed:
                 block.finish()
             if self.finished is not None:
-                self.finished.write(block.name, Run(is_first, block.first_output()))
+                self.finished.write(block.name, Run(is_first, block.first_outputs()))
         else:
             self._restore(block, self.finished, is_needed)
 
@@ -373,7 +366,7 @@ class _Steps(NamedTuple):
         finished.restore(block.name)
         if is_needed:
             block.finish()
-        finished.finish_restored(block.name, block.first_output() if is_needed else None)
+        finished.finish_restored(block.name, block.first_outputs() if is_needed else [])
 
 
 def _run_stack(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from quark.torch.graph.residency import iterate_parts
 from quark.torch.pipeline.accumulators import Gram
 from quark.torch.pipeline.batches import flatten_batches
 from quark.torch.pipeline.tensor_ranges import TensorRange, ranges_suffice
@@ -193,8 +194,12 @@ def differing_names(first: Mapping[str, str], second: Mapping[str, str]) -> list
 
 def model_digests(model: nn.Module) -> dict[str, str]:
     """Return a digest of each parameter and buffer of a model, by name."""
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    return {name: digest(tensor) for name, tensor in tensors}
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    digests: dict[str, str] = {}
+    for part in iterate_parts(model):
+        inside = {n: x for n, x in tensors.items() if part.holds(n.rpartition(".")[0])}
+        digests |= {name: digest(tensor) for name, tensor in inside.items()}
+    return {name: digests.get(name) or digest(tensor) for name, tensor in tensors.items()}
 
 
 def digest(*values: Any) -> str:
