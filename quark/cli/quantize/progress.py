@@ -62,7 +62,7 @@ def _has_room(request: Request, output: Path, algorithms: int) -> bool:
     """Whether the disk has room for a journal, which has each block once for each algorithm."""
     size = sum(path.stat().st_size for path in request.model_dir.glob("*.safetensors"))
     existing = next(path for path in (output, *output.parents) if path.exists())
-    has_room = disk_usage(existing).free > size * (algorithms + 1)
+    has_room = _free(existing) > size * (algorithms + 1)
     if not has_room:
         console.err.print(
             f"[yellow]warning:[/] {escape(str(existing))} has no room for finished blocks "
@@ -70,3 +70,7 @@ def _has_room(request: Request, output: Path, algorithms: int) -> bool:
             soft_wrap=True,
         )
     return has_room
+
+
+def _free(path: Path) -> int:
+    return disk_usage(path).free
