@@ -34,10 +34,15 @@ BART = {
     **{f"{side}_attention_heads": 2 for side in ("encoder", "decoder")},
     **{f"{side}_ffn_dim": 96 for side in ("encoder", "decoder")},
 }
+NIGHTLY = pytest.mark.nightly
 CASES = [
-    *(("llama", name) for name in ALGORITHMS),
-    *(("mixtral", name) for name in ("awq", "qronos")),
-    *(("bart", name) for name in ("gptq", "yaqa")),
+    *(("llama", name) for name in ("awq", "gptq", "autoround", "two")),
+    *(pytest.param("llama", n, marks=NIGHTLY) for n in ("auto", "qronos", "yaqa", "smooth")),
+    pytest.param("llama", "rotation", marks=NIGHTLY),
+    ("mixtral", "qronos"),
+    pytest.param("mixtral", "awq", marks=NIGHTLY),
+    ("bart", "gptq"),
+    pytest.param("bart", "yaqa", marks=NIGHTLY),
 ]
 
 
