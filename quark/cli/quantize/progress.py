@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 
 from quark.cli import console
+from quark.cli.process_group import is_distributed
 from quark.cli.quantize.request import Request
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 def open_journal(request: Request, config: Config) -> Iterator[Journal | None]:
     """Open the journal beside the output, and remove it when all is written.
 
-    There is none without algorithms, without an output, and without room for it.
+    There is none without algorithms, without an output, without room for it, and where several
+    processes of torchrun share the work.
 
     Args:
         request: The flags.
@@ -35,7 +37,8 @@ def open_journal(request: Request, config: Config) -> Iterator[Journal | None]:
 
     output = request.output_dir.resolve()
     algorithms = len(config.algo_config or [])
-    if not algorithms or not request.exports or not _has_room(request, output, algorithms):
+    has_entries = bool(algorithms and request.exports and not is_distributed())
+    if not has_entries or not _has_room(request, output, algorithms):
         yield None
         return
     output.parent.mkdir(parents=True, exist_ok=True)

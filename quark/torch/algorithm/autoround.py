@@ -25,11 +25,11 @@ from quark.torch.numerics.qdq import fake_quantize
 from quark.torch.numerics.rounding import round_
 from quark.torch.numerics.scales import round_scale
 from quark.torch.pipeline.accumulators import Sum
+from quark.torch.pipeline.block import Block
 from quark.torch.pipeline.chunks import Chunks
 from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.pipeline.processes import processes
 from quark.torch.pipeline.reducer import Reducer
-from quark.torch.pipeline.runner import Block
 from quark.torch.quantization.config.algo import AutoRoundConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer

@@ -31,9 +31,10 @@ from quark.torch.algorithm.rescaling import (
 )
 from quark.torch.graph.structure import RESCALING, Edit, RescalingGroup
 from quark.torch.pipeline.accumulators import InputSample
+from quark.torch.pipeline.block import Block
 from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.pipeline.processes import processes
-from quark.torch.pipeline.runner import Block, run_blocks
+from quark.torch.pipeline.runner import run_blocks
 from quark.torch.quantization.config.algo import AutoSmoothQuantConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer

@@ -22,8 +22,8 @@ from quark.torch.algorithm.layer_owners import change_layers
 from quark.torch.algorithm.layers import weight_matrix, write_weight_matrix_
 from quark.torch.algorithm.weight_rounding import pool_expert_statistics, round_by_input
 from quark.torch.pipeline.accumulators import Gram
+from quark.torch.pipeline.block import Block
 from quark.torch.pipeline.context import Context
-from quark.torch.pipeline.runner import Block
 from quark.torch.quantization.nn.experts import corresponding_experts
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 

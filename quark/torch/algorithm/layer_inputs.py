@@ -15,11 +15,11 @@ import torch
 
 from quark.torch.graph import shared_inputs
 from quark.torch.pipeline.accumulators import Gram, Sum, accumulate_inputs
+from quark.torch.pipeline.block import Block
 from quark.torch.pipeline.capture import StopForward
 from quark.torch.pipeline.context import Context
 from quark.torch.pipeline.processes import State
 from quark.torch.pipeline.reducer import Mergeable, Reducer
-from quark.torch.pipeline.runner import Block
 from quark.torch.quantization.nn.experts import corresponding_experts
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 

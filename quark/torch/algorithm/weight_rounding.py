@@ -26,8 +26,9 @@ from quark.torch.algorithm.scale_refit import round_and_refit
 from quark.torch.graph.residency import resident
 from quark.torch.numerics.qdq import ColumnRounding
 from quark.torch.pipeline.accumulators import Gram
+from quark.torch.pipeline.block import Block
 from quark.torch.pipeline.context import Context
-from quark.torch.pipeline.runner import Block, run_blocks
+from quark.torch.pipeline.runner import run_blocks
 from quark.torch.quantization.config.algo import RoundingConfig
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 

@@ -23,12 +23,12 @@ from quark.torch.pipeline.batches import (
     show_progress,
     take_excerpt,
 )
+from quark.torch.pipeline.block import Block, HiddenStates
 from quark.torch.pipeline.capture import (
     BlockArguments,
     capture,
     split_hidden_states,
 )
-from quark.torch.pipeline.runner import Block, HiddenStates
 from quark.torch.pipeline.stacks import Stack, find_stacks
 
 Loss = Callable[[torch.Tensor, torch.Tensor | None, int], torch.Tensor]

@@ -21,9 +21,9 @@ from quark.torch.graph.trace import trace
 from quark.torch.pipeline.activation_store import ActivationStore, current_limit
 from quark.torch.pipeline.batch_padding import batch_padding
 from quark.torch.pipeline.batches import flatten_batches, run_batch, show_progress, take_excerpt
+from quark.torch.pipeline.block import Block, HiddenStates
 from quark.torch.pipeline.capture import BlockArguments, capture, split_hidden_states
 from quark.torch.pipeline.chunks import own_calls
-from quark.torch.pipeline.runner import Block, HiddenStates
 from quark.torch.pipeline.stacks import Stack, find_stacks
 from quark.torch.quantization.nn.experts import count_tokens
 

@@ -120,6 +120,8 @@ class ModelQuantizer:
         with self._activations(model), joined():
             plan = check(model, self.config, dataloader, statistics)
             check_processes(model, plan)
+            if self.journal is not None and processes().count > 1:
+                raise ValueError("A journal serves one process: leave it out with several ones.")
             if self.journal is not None:
                 digest = plan.data_digest
                 self.journal.begin(describe_run(model, plan.config, digest, statistics))

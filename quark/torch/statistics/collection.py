@@ -34,9 +34,10 @@ from quark.torch.pipeline.batches import (
     show_progress,
     take_excerpt,
 )
+from quark.torch.pipeline.block import Block
 from quark.torch.pipeline.context import Context
 from quark.torch.pipeline.data_source import check_batches, make_repeatable
-from quark.torch.pipeline.runner import Block, run_blocks
+from quark.torch.pipeline.runner import run_blocks
 from quark.torch.pipeline.statistics import (
     Probe,
     Statistics,

@@ -39,7 +39,7 @@ def test_inputs_of_both_streams(kind):
         run_blocks(model, names, batches, "", compare=True), inside, strict=True
     ):
         here = {n: context.layers[n] for n in layers}
-        floats = {n: layer.weight.detach().clone() for n, layer in here.items()}
+        floats = {f"{n}.weight": layer.weight.detach().clone() for n, layer in here.items()}
         if block.name == names[0]:
             for index in range(len(block)):
                 block.run_reference(index)
@@ -62,7 +62,7 @@ def test_experts_are_not_compared():
     context = context_of(build(small_config("mixtral"), torch.float32), "int4_wo_32")
     name = context.structure.blocks[0]
     layers = {n: layer for n, layer in context.layers.items() if n.startswith(f"{name}.")}
-    floats = {n: layer.weight.detach().clone() for n, layer in layers.items()}
+    floats = {f"{n}.weight": layer.weight.detach().clone() for n, layer in layers.items()}
     blocks = run_blocks(context.model, [name], batches, "", compare=True)
     _, crosses = collect_input_statistics(context, next(blocks), layers, floats)
     assert {n.split(".")[-1] for n in crosses} >= {"q_proj", "o_proj"}

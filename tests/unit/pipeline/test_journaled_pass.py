@@ -36,8 +36,8 @@ BART = {
 }
 NIGHTLY = pytest.mark.nightly
 CASES = [
-    *(("llama", name) for name in ("awq", "gptq", "autoround", "two")),
-    *(pytest.param("llama", n, marks=NIGHTLY) for n in ("auto", "qronos", "yaqa", "smooth")),
+    *(("llama", name) for name in ("awq", "gptq", "autoround")),
+    *(pytest.param("llama", n, marks=NIGHTLY) for n in ("auto", "qronos", "yaqa", "smooth", "two")),
     pytest.param("llama", "rotation", marks=NIGHTLY),
     ("mixtral", "qronos"),
     pytest.param("mixtral", "awq", marks=NIGHTLY),

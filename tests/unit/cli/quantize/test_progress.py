@@ -157,3 +157,9 @@ def test_without_room_there_is_no_journal(quark, command, tmp_path, monkeypatch)
     result = quark(*command)
     assert result.exit_code == 0, result.output
     assert "has no room for finished blocks" in result.stderr
+
+
+def test_with_several_processes_there_is_no_journal(quark, command, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(Journal, "__init__", None)
+    assert quark(*command).exit_code == 0
