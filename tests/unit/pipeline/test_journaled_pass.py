@@ -11,6 +11,7 @@ from quark.torch import Journal, ModelQuantizer
 from quark.torch.export.checkpoint.streamed_model import stream_model
 from quark.torch.graph.residency import resident
 from quark.torch.pipeline.journal import PassFiles
+from quark.torch.pipeline.processes import Processes
 from quark.torch.pipeline.runner import run_blocks
 from quark.torch.quantization.config import algo
 from quark.torch.quantization.config.presets import scheme
@@ -159,6 +160,15 @@ def test_quantized_biases_do_not_reach_the_reference(
             ModelQuantizer(config, journal=journal).quantize_model(build("opt"), batches)
         model = ModelQuantizer(config, journal=journal).quantize_model(build("opt"), batches)
         assert_same(state_of(model), expected)
+
+
+def test_several_processes_are_refused(build, batches, config_of, tmp_path, monkeypatch):
+    group = Processes(0, 2)
+    monkeypatch.setattr("quark.torch.quantization.api.processes", lambda: group)
+    monkeypatch.setattr("quark.torch.quantization.api.check_processes", lambda model, plan: None)
+    config = config_of("int4_wo_32", algo_config=[algo.GPTQConfig()])
+    with Journal(tmp_path) as journal, pytest.raises(ValueError, match="serves one process"):
+        ModelQuantizer(config, journal=journal).quantize_model(build(), batches)
 
 
 class TestFiles:
