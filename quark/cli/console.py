@@ -160,6 +160,13 @@ def format_bytes(count: int) -> str:
     return _scaled(count, ("B", "kB", "MB", "GB", "TB"))
 
 
+def format_seconds(seconds: float) -> str:
+    """Format a time: ``8.2 s``, ``12 min``, ``3.5 h``."""
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
 def format_count(count: int) -> str:
     """Format a large number: ``3.4 M``."""
     return _scaled(count, ("", "k", "M", "G", "T")).rstrip()

@@ -107,6 +107,16 @@ MaxMemory = Annotated[
         "when they are used. Results are the same. Default: only if the model does not fit.",
     ),
 ]
+PlanOnly = Annotated[
+    bool,
+    _model(
+        "--plan",
+        help="Print what the run will take (memory, disk, time) and what will be quantized how, "
+        "from the headers of the files alone, and stop. The exit code is 1 if this machine has "
+        "too little.",
+    ),
+]
+PlanJson = Annotated[bool, _model("--json", help="With --plan: print JSON instead of tables.")]
 TrustRemoteCode = Annotated[
     bool,
     _model(

@@ -45,7 +45,11 @@ LAYERS = [
     {"quark.torch.algorithm", "quark.torch.quantization.calibration"},
     {"quark.torch.algorithm.rotation"},
     {"quark.torch.algorithm.registry"},
-    {"quark.torch.quantization.algorithms", "quark.torch.quantization.reachability"},
+    {
+        "quark.torch.quantization.algorithms",
+        "quark.torch.quantization.reachability",
+        "quark.torch.quantization.model_shape",
+    },
     {"quark.torch.quantization.checks"},
     {"quark.torch.statistics"},
     {

@@ -19,6 +19,8 @@ from quark.cli.options import (
     IncludePath,
     MaxMemory,
     NumFewshot,
+    PlanJson,
+    PlanOnly,
     Tasks,
     TrustRemoteCode,
     Verbose,
@@ -57,6 +59,8 @@ class ModelFlags:
     data_type: DataTypeFlag = "auto"
     device: DeviceFlag = "auto"
     max_memory: MaxMemory = None
+    plan: PlanOnly = False
+    json: PlanJson = False
     model_attn_implementation: Annotated[
         Literal["eager", "sdpa", "flash_attention_2"] | None,
         _model(

@@ -24,9 +24,10 @@ from quark.cli.quantize.file_job import (
 )
 from quark.cli.quantize.outline import predicts_text, read_outline
 from quark.cli.quantize.output import check_writable, write
+from quark.cli.quantize.plan import Plan, check_plan, make_plan
 from quark.cli.quantize.progress import open_journal
 from quark.cli.quantize.request import Request, check_flags, check_places
-from quark.cli.quantize.tables import Outcome, show_outcome, show_plan
+from quark.cli.quantize.tables import Outcome, show_outcome, show_plan, show_requirements
 
 if TYPE_CHECKING:
     from torch import nn
@@ -94,7 +95,13 @@ def _quantize(request: Request, described: dict[str, Any]) -> None:
         return
     is_calibrated = needs_data(config, statistics is not None)
     kind = kind_of_dataset(request, outline) if is_calibrated else None
-    show_plan(request, config, described, source, describe(request, kind, length), outline)
+    if not request.json:
+        show_plan(request, config, described, source, describe(request, kind, length), outline)
+    plan = None
+    if _has_plan(request, described):
+        plan = make_plan(request, config, device, length, is_calibrated)
+    if _stops_at(request, plan):
+        return
     tokenizer = _find_text(request, is_calibrated and kind is None)
     with open_journal(request, config) as journal:
         model = _load(request, request.model_dir, device, in_float=True)
@@ -109,7 +116,7 @@ def _quantize(request: Request, described: dict[str, Any]) -> None:
         if rank() > 0:
             return
         write(request, model, tokenizer, str(described.get("model_type", "model")))
-    show_outcome(request, outcome)
+    show_outcome(request, outcome, plan)
     _report_figures(request, outcome.after)
 
 
@@ -124,14 +131,21 @@ def _quantize_files(
     if outline is not None:
         _check_cache(outline, config)
     calibration = describe(request, None, length)
-    show_plan(request, config, described, "", calibration, outline, "file2file")
+    if not request.json:
+        show_plan(request, config, described, "", calibration, outline, "file2file")
+    device = models.pick_device(request.device)
+    plan = None
+    if _has_plan(request, described):
+        plan = make_plan(request, config, device, length, False, through_files=True)
+    if _stops_at(request, plan):
+        return
     tokenizer = _find_text(request, False)
     measures = prepare_measures(request, described, tokenizer)
     outcome = quantize_files(request, described, config, tokenizer)
     if measures is not None:
         model = _load(request, request.output_dir, models.pick_device(request.device))
         outcome.after = measures.figures(model, "the quantized model")
-    show_outcome(request, outcome)
+    show_outcome(request, outcome, plan)
     _report_figures(request, outcome.after)
 
 
@@ -153,6 +167,39 @@ def _evaluate_unchanged(request: Request, described: dict[str, Any]) -> None:
     if figures is not None:
         console.out.print("", console.facts({"perplexity": f"{figures.perplexity:.2f}"}))
     _report_figures(request, figures)
+
+
+def _has_plan(request: Request, described: dict[str, Any]) -> bool:
+    """Whether the headers of a model give a plan: it is in float, and Transformers knows it."""
+    has_files = any(request.model_dir.glob("*.safetensors"))
+    is_float = "quantization_config" not in described
+    return has_files and is_float and is_known_architecture(request, described)
+
+
+def _stops_at(request: Request, plan: Plan | None) -> bool:
+    """Print the plan if that is all that is asked for, else check it; return which it is.
+
+    Raises:
+        typer.BadParameter: There is no plan to print, or this machine has too little for the run.
+        typer.Exit: This machine has too little for the plan that is printed.
+    """
+    if not request.plan:
+        if plan is not None:
+            check_plan(plan)
+        return False
+    if plan is None:
+        raise console.wrong(
+            "--plan",
+            "plans are made from safetensors of float models that Transformers knows, and "
+            f"{request.model_dir} has none. Leave it out.",
+        )
+    if request.json:
+        console.as_json(plan.to_dict())
+    else:
+        show_requirements(plan)
+    if plan.problems:
+        raise typer.Exit(1)
+    return True
 
 
 def _load(request: Request, source: Path, device: str, in_float: bool = False) -> nn.Module:

@@ -170,6 +170,10 @@ def check_flags(request: Request) -> None:
     """
     check_compatibility(request)
     _check_flow(request)
+    if request.json and not request.plan:
+        raise wrong("--json", "needs --plan.")
+    if request.plan and not request.quantizes:
+        raise wrong("--plan", "only a run that quantizes has a plan. Leave it out.")
     if request.quantizes:
         _check_scheme(request)
     else:

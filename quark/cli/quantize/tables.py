@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
@@ -16,13 +18,16 @@ from quark.cli.quantize.outline import (
     describe_quantized_parts,
     predicts_text,
 )
+from quark.cli.quantize.plan import Plan
 from quark.cli.quantize.request import Request
 
 if TYPE_CHECKING:
+    from rich.table import Table
     from torch import nn
 
     from quark.torch.export.expert_tokens import ExpertTokens
     from quark.torch.quantization.config.config import Config
+    from quark.torch.quantization.model_shape import LayerKind
 
 
 @dataclass
@@ -32,6 +37,7 @@ class Outcome:
     shared: int = 0  # groups of layers with the same scales
     left: int = 0  # layers in float
     seconds: float = 0.0
+    start: float = field(default_factory=time.monotonic)  # of the work after the plan
     before: float | None = None
     after: Figures | None = None
     experts: ExpertTokens | None = None
@@ -120,8 +126,61 @@ def _describe_output(request: Request) -> str:
     return f"{request.output_dir}  ({how})"
 
 
-def show_outcome(request: Request, outcome: Outcome) -> None:
-    """Print the figures of a finished run, and code that loads the output."""
+def show_requirements(plan: Plan) -> None:
+    """Print what a run takes, what will be quantized how, and what this machine lacks."""
+    needs, machine = plan.requirements, plan.machine
+    size = console.format_bytes
+    how = "read in parts" if needs.is_streamed else "in memory"
+    weights, activations = needs.spilled
+    rows = {
+        "memory": f"{size(needs.memory)}  (interpreter {size(needs.interpreter)}, "
+        f"parameters {size(needs.parameters)} {how})",
+        "  least": f"{size(plan.least)}  (--max_memory)",
+        "  GPU": size(needs.device_memory) if needs.device_memory else "",
+        "disk": f"{size(needs.output)} output",
+        "  temporary": f"{size(weights)} changed weights, {size(activations)} activations",
+        "read": f"{size(needs.read)} of the model",
+        "network": f"{size(needs.network)} sent by each process" if needs.network else "",
+        "data": f"{needs.passes:.1f} passes",
+        "arithmetic": f"{needs.flops / 1e12:.3g} TFLOP",
+        "time": f"about {console.format_seconds(plan.seconds)}  "
+        f"({machine.flops / 1e9:.0f} GFLOP/s, reads {size(int(machine.read))}/s, "
+        f"writes {size(int(machine.write))}/s)",
+    }
+    console.out.print(console.facts({k: v for k, v in rows.items() if v}))
+    steps = console.table("Steps")
+    for title in ("step", "memory", "passes", "time"):
+        steps.add_column(title, justify="left" if title == "step" else "right")
+    for step in needs.steps:
+        seconds = step.flops / machine.flops + step.solver_flops / machine.solver_flops
+        memory = needs.memory_of(step)
+        passes = f"{step.passes:.1f}" if step.passes else ""
+        steps.add_row(step.name, size(memory), passes, console.format_seconds(seconds))
+    console.out.print("", steps)
+    console.out.print(_layer_table(plan.kinds))
+    for problem in plan.problems:
+        console.say(f"[yellow]{escape(problem.message)}[/]")
+
+
+def _layer_table(kinds: Sequence[LayerKind]) -> Table:
+    """Return a table of what is quantized how, and of what stays in float and why."""
+    from quark.torch.quantization.config.description import describe_layer
+
+    table = console.table("Layers")
+    for title in ("layers", "number", "shape", "weight", "input", "output"):
+        table.add_column(title, justify="right" if title == "number" else "left")
+    for kind in kinds:
+        shape = " x ".join(map(str, kind.shape))
+        cells = [f"in float: {kind.reason}", "", ""]
+        if kind.config is not None:
+            words = describe_layer(kind.config)
+            cells = [words.weight, words.input, words.output]
+        table.add_row(escape(kind.name), str(kind.number), shape, *map(escape, cells))
+    return table
+
+
+def show_outcome(request: Request, outcome: Outcome, plan: Plan | None) -> None:
+    """Print the figures of a finished run beside the plan, and code that loads the output."""
     from quark.torch.export.containers.base import get_container
     from quark.torch.export.recognition import read_contents
 
@@ -140,6 +199,8 @@ def show_outcome(request: Request, outcome: Outcome) -> None:
             f"{console.format_bytes(before)} → {console.format_bytes(after)} ({share})"
         )
     rows["calibration"] = f"{outcome.seconds:.1f} s"
+    if plan is not None:
+        rows |= _compare(request, outcome, plan)
     if outcome.experts is not None:
         rows["tokens per expert"] = str(outcome.experts)
     if outcome.shared:
@@ -156,3 +217,19 @@ def show_outcome(request: Request, outcome: Outcome) -> None:
         for container in containers:
             console.show_code(container.load_code(request.output_dir))
     console.out.print()
+
+
+def _compare(request: Request, outcome: Outcome, plan: Plan) -> dict[str, str]:
+    """Return memory, disk and time as they were planned and as they came out."""
+    from quark.torch.pipeline.machine import peak_memory
+
+    size, peak = console.format_bytes, peak_memory()
+    rows = {}
+    if peak is not None:
+        rows["memory"] = f"{size(peak)}  (planned {size(plan.requirements.memory)})"
+    if request.exports:
+        written = models.weight_bytes(request.output_dir)
+        rows["disk"] = f"{size(written)}  (planned {size(plan.requirements.output)})"
+    seconds = console.format_seconds(time.monotonic() - outcome.start)
+    rows["time"] = f"{seconds}  (planned {console.format_seconds(plan.seconds)})"
+    return rows

@@ -30,6 +30,7 @@ from quark.torch.pipeline.chunks import Chunks
 from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.pipeline.processes import processes
 from quark.torch.pipeline.reducer import Reducer
+from quark.torch.pipeline.shapes import FLOAT32, BlockShape, DataShape, Work
 from quark.torch.quantization.config.algo import AutoRoundConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
@@ -309,4 +310,17 @@ def _straight_through(exact: torch.Tensor, rounded: torch.Tensor) -> torch.Tenso
     return rounded.float() + (exact - exact.detach())
 
 
-ALGORITHM = Algorithm(check, apply, resolve=resolve)
+def work(options: AutoRoundConfig, block: BlockShape, data: DataShape) -> Work:
+    """Return what a block takes: the graph of its weights and of a sequence, and the steps.
+
+    Twenty tensors of the size of the weights: offsets, the best ones, gradients, rounded values,
+    and the steps of rounding that the graph keeps.
+    """
+    graph = FLOAT32 * data.length * (16 * data.hidden + 4 * sum(x.outputs for x in block.layers))
+    learned = 3.0 * options.iters * options.batch_size * data.length / max(data.tokens, 1)
+    flops = 100.0 * options.iters * block.elements
+    passes = 3 + EVALUATIONS + learned
+    return Work(20 * FLOAT32 * block.elements + graph, passes, flops, stores=5)
+
+
+ALGORITHM = Algorithm(check, apply, resolve=resolve, work=work)

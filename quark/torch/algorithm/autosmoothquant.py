@@ -35,6 +35,7 @@ from quark.torch.pipeline.block import Block
 from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.pipeline.processes import processes
 from quark.torch.pipeline.runner import run_blocks
+from quark.torch.pipeline.shapes import FLOAT32, BlockShape, DataShape, Work
 from quark.torch.quantization.config.algo import AutoSmoothQuantConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
@@ -201,9 +202,21 @@ def _measure_relative_error(
     return reduce_to_factors(ratio, edit, len(factors), "amax")
 
 
+def work(options: AutoSmoothQuantConfig, block: BlockShape, data: DataShape) -> Work:
+    """Return what a block takes: samples of its inputs, and products with candidates of weights."""
+    tokens = min(TOKENS, data.tokens)
+    samples = sum(FLOAT32 * 2 * tokens * width for width in block.input_widths)
+    products = block.largest(
+        lambda x: FLOAT32 * (8 * x.elements + 4 * tokens * (x.inputs + x.outputs))
+    )
+    flops = (STEPS + 1) * sum(4.0 * tokens * x.elements + 50 * x.elements for x in block.layers)
+    return Work(samples + products, 1, flops, stores=3)
+
+
 ALGORITHM = Algorithm(
     check,
     apply,
+    work=work,
     resolve=partial(require_groups, predicate=has_quantized_input),
     proves=(RESCALING,),
 )

@@ -40,6 +40,7 @@ from quark.torch.pipeline.accumulators import Gram
 from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.pipeline.processes import processes
 from quark.torch.pipeline.runner import run_blocks
+from quark.torch.pipeline.shapes import FLOAT32, BlockShape, DataShape, Work, gram_flops
 from quark.torch.quantization.config.algo import AWQConfig, RoundingConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
@@ -231,9 +232,18 @@ def clip_weight_(layer: FakeQuantizedLayer, gram: torch.Tensor) -> None:
         write_(layer.weight, weight)
 
 
+def work(options: AWQConfig, block: BlockShape, data: DataShape) -> Work:
+    """Return what a block takes: sums over its inputs, and candidates of weights."""
+    candidates = block.largest(lambda x: FLOAT32 * (16 * x.elements + 2 * x.inputs**2))
+    searched = sum(16 * (2.0 * x.elements * x.inputs + 100 * x.elements) for x in block.layers)
+    flops = gram_flops(block, data) + searched
+    return Work(block.grams + candidates, 1, flops, stores=3)
+
+
 ALGORITHM = Algorithm(
     check,
     apply,
+    work=work,
     resolve=partial(require_groups, predicate=has_quantized_weight),
     proves=(RESCALING,),
 )

@@ -16,6 +16,14 @@ from quark.torch.algorithm.weight_rounding import (
     round_by_input,
 )
 from quark.torch.pipeline.context import Algorithm, Context
+from quark.torch.pipeline.shapes import (
+    BlockShape,
+    DataShape,
+    Work,
+    gram_flops,
+    solver_flops,
+    solver_memory,
+)
 from quark.torch.quantization.config.algo import GPTQConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.nn.experts import corresponding_experts
@@ -44,4 +52,12 @@ def apply(context: Context, options: GPTQConfig) -> None:
             round_by_input(part, grams, options.damp_percent, options.desc_act)
 
 
-ALGORITHM = Algorithm(check, apply, resolve=resolve)
+def work(options: GPTQConfig, block: BlockShape, data: DataShape) -> Work:
+    """Return what a block takes: a pass per set of layers for statistics, and one behind it."""
+    sets = len(block.input_widths) if options.true_sequential else 1
+    flops = gram_flops(block, data) + solver_flops(block)
+    memory = block.grams + block.pooling + solver_memory(block)
+    return Work(memory, sets + 1, flops, stores=3)
+
+
+ALGORITHM = Algorithm(check, apply, resolve=resolve, work=work)

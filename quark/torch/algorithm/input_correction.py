@@ -24,6 +24,15 @@ from quark.torch.algorithm.weight_rounding import pool_expert_statistics, round_
 from quark.torch.pipeline.accumulators import Gram
 from quark.torch.pipeline.block import Block
 from quark.torch.pipeline.context import Context
+from quark.torch.pipeline.shapes import (
+    FLOAT32,
+    BlockShape,
+    DataShape,
+    Work,
+    gram_flops,
+    solver_flops,
+    solver_memory,
+)
 from quark.torch.quantization.nn.experts import corresponding_experts
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 
@@ -83,6 +92,19 @@ def _correct_weights(
             correct_weight_(layers[name], grams[name], crosses[name], strength)
 
     change_layers(layers, [[name] for name in crosses], correct)
+
+
+def correction_work(block: BlockShape, data: DataShape) -> Work:
+    """Return what ``correct_and_round`` takes for a block.
+
+    Two passes per set of layers that share an input, which end where the set has received it; a
+    sum of (r - x) xᵀ beside each of x xᵀ; and the weights as they were.
+    """
+    memory = 2 * block.grams + block.pooling + block.changed + solver_memory(block)
+    memory += block.largest(lambda x: FLOAT32 * 4 * x.inputs**2)
+    sets = len({layer.inputs for layer in block.layers}) + 1
+    flops = 2 * gram_flops(block, data) + (REFITS + 1) * solver_flops(block)
+    return Work(memory, 1.2 * sets + 1, flops, stores=5)
 
 
 @torch.no_grad()

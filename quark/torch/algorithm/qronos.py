@@ -8,7 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from quark.torch.algorithm.input_correction import DAMPING, correct_and_round
+from quark.torch.algorithm.input_correction import (
+    DAMPING,
+    correct_and_round,
+    correction_work,
+)
 from quark.torch.algorithm.layers import check_fractions, check_weights_quantized
 from quark.torch.algorithm.weight_rounding import iterate_blocks, resolve
 from quark.torch.pipeline.context import Algorithm, Context
@@ -38,4 +42,9 @@ def apply(context: Context, options: GPTAQConfig | QronosConfig) -> None:
         correct_and_round(context, block, layers, strength, damping, options.desc_act)
 
 
-ALGORITHM = Algorithm(check, apply, resolve=resolve)
+ALGORITHM = Algorithm(
+    check,
+    apply,
+    resolve=resolve,
+    work=lambda options, block, data: correction_work(block, data),
+)

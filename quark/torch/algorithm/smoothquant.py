@@ -27,6 +27,7 @@ from quark.torch.pipeline.accumulators import ChannelRange, accumulate_inputs
 from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.pipeline.model_pass import run_data
 from quark.torch.pipeline.reducer import Reducer
+from quark.torch.pipeline.shapes import FLOAT32, BlockShape, DataShape, Work
 from quark.torch.quantization.config.algo import SmoothQuantConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
 
@@ -127,9 +128,16 @@ def largest_weights(group: RescalingGroup, context: Context) -> torch.Tensor:
     return torch.stack([x.to(largest[0].device) for x in largest]).amax(0)
 
 
+def work(options: SmoothQuantConfig, block: BlockShape, data: DataShape) -> Work:
+    """Return what a block takes: ranges of channels, which are small, and a float32 weight."""
+    memory = block.largest(lambda x: FLOAT32 * 3 * x.elements)
+    return Work(memory, 1, 4.0 * data.tokens * sum(block.input_widths), stores=3, reads=2)
+
+
 ALGORITHM = Algorithm(
     check,
     apply,
+    work=work,
     resolve=partial(require_groups, predicate=has_quantized_input),
     proves=(RESCALING,),
 )

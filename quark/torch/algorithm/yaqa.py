@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from quark.torch.algorithm.gptq_solver import Solver, inverse_factor, round_columns
-from quark.torch.algorithm.input_correction import correct_and_round
+from quark.torch.algorithm.input_correction import correct_and_round, correction_work
 from quark.torch.algorithm.layers import check_fractions, check_weights_quantized
 from quark.torch.algorithm.weight_rounding import iterate_blocks, select_block_layers
 from quark.torch.algorithm.weight_rounding import resolve as select_layers
@@ -30,6 +30,7 @@ from quark.torch.pipeline.activation_store import ActivationStore
 from quark.torch.pipeline.backward import check_logits, run_blocks_backward
 from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.pipeline.reducer import Reducer
+from quark.torch.pipeline.shapes import FLOAT32, BlockShape, DataShape, Work
 from quark.torch.quantization.config.algo import YaqaConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.nn.experts import corresponding_experts
@@ -251,4 +252,25 @@ def _draw_uniform(seed: int, count: int) -> torch.Tensor:
     return torch.rand(count, generator=torch.Generator().manual_seed(seed))
 
 
-ALGORITHM = Algorithm(check, apply, resolve=resolve)
+def work(options: YaqaConfig, block: BlockShape, data: DataShape) -> Work:
+    """Return what a block takes: that of the correction, and a pass forward and one backward.
+
+    The backward pass holds the graph of the block, the hidden states of all blocks, the gradients
+    of the logits, and a sum of g gᵀ for each layer.
+    """
+    own = correction_work(block, data)
+    rows = [layer.outputs for layer in block.layers if layer.share == 1]
+    sums = sum(FLOAT32 * n * n for n in rows)
+    factor = FLOAT32 * 6 * max(rows, default=0) ** 2
+    graph = FLOAT32 * data.batch * (16 * data.hidden + 4 * sum(x.outputs for x in block.layers))
+    return own._replace(
+        memory=max(own.memory + factor, sums + graph + 6 * FLOAT32 * data.batch * data.labels),
+        passes=own.passes + 4,
+        flops=own.flops + sum(2.0 * data.tokens * n * n + 2.0 * n**3 for n in rows),
+        stores=max(own.stores, data.blocks + 3),
+        reads=3,
+        held=sums,
+    )
+
+
+ALGORITHM = Algorithm(check, apply, resolve=resolve, work=work)

@@ -184,7 +184,7 @@ def load_in_float(
     model, reader = open_dequantized(source, kind, trust_remote_code, **options)
     size = sum(entry.nbytes for entry in reader.entries.values())
     with naming(source):
-        if max_memory is not None or _exceeds_memory(size, device):
+        if max_memory is not None or exceeds_memory(size, device):
             return stream_tensors(model, reader, max_memory, device=device, place=source)
         return reader.fill(model).to(device)
 
@@ -287,7 +287,7 @@ def load_checkpoint(
     if check_digests:
         check_unchanged(source)
     container = recognize_container(source)
-    streams = max_memory is not None or _exceeds_memory(container.size(source), device)
+    streams = max_memory is not None or exceeds_memory(container.size(source), device)
     with naming(source):
         if container.holds_other_model(source):
             if streams:
@@ -305,7 +305,7 @@ def load_checkpoint(
     return cast_float_parameters(model, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
 
 
-def _exceeds_memory(size: int, device: str | torch.device) -> bool:
+def exceeds_memory(size: int, device: str | torch.device) -> bool:
     """Whether a model of so many bytes, and the work on it, take more than is free."""
     return size * _WORK > free_memory(device)
 

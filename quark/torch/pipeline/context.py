@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import nn
 
 from quark.torch.graph.structure import Structure
+from quark.torch.pipeline.shapes import BlockShape, DataShape, Work
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
@@ -59,6 +60,8 @@ class Algorithm(NamedTuple):
             the model, and returns the names of the layers whose inputs ``apply`` will rotate
             online. It runs for all algorithms before the first one is applied, and changes nothing.
         proves: What ``discover`` has to prove for it.
+        work: Takes the options, the shape of a block and that of the data, and returns what
+            ``apply`` takes for the block.
     """
 
     check: Callable[[Any, Mapping[str, QuantizationConfig]], None]
@@ -66,3 +69,4 @@ class Algorithm(NamedTuple):
     needs_data: Callable[[Any], bool] = lambda options: True
     resolve: Callable[[Context, Any], Collection[str]] = lambda context, options: ()
     proves: Collection[str] = ()
+    work: Callable[[Any, BlockShape, DataShape], Work] = lambda options, block, data: Work()

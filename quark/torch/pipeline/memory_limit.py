@@ -7,7 +7,7 @@ from typing import NamedTuple
 import psutil
 import torch
 
-_WEIGHTS, _ACTIVATIONS = 2, 4  # parts of what is left that parameters and activations may take
+WEIGHTS, ACTIVATIONS = 2, 4  # parts of what is left that parameters and activations may take
 
 
 class MemoryLimit(NamedTuple):
@@ -59,7 +59,7 @@ def divide_memory(bound: int | None = None, device: torch.device | str = "cpu") 
         )
     free = _free_on_device(torch.device(device))
     room = left if free is None else free if bound is None else min(left, free)
-    return MemoryLimit(room // _WEIGHTS, left // _ACTIVATIONS)
+    return MemoryLimit(room // WEIGHTS, left // ACTIVATIONS)
 
 
 def _megabytes(size: int) -> str:

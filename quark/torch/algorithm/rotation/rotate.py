@@ -34,6 +34,7 @@ from quark.torch.graph.structure import ROTATION, ResidualStream
 from quark.torch.numerics.hadamard import hadamard, largest_order, random_hadamard
 from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.pipeline.processes import describe, processes
+from quark.torch.pipeline.shapes import FLOAT32, FLOAT64, BlockShape, DataShape, Work
 from quark.torch.quantization.config.algo import RotationConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.nn.attention import key_routes
@@ -273,6 +274,30 @@ def _choose_online_size(context: Context, options: RotationConfig, names: list[s
     return size
 
 
+def work(options: RotationConfig, block: BlockShape, data: DataShape) -> Work:
+    """Return what a block takes: its largest weight in float64, and what learning takes.
+
+    A learned rotation runs the model and a copy with rotated weights, forward, again for the
+    gradients and backward, for every step; nothing of it is done block by block.
+    """
+    memory = block.largest(lambda x: 3 * FLOAT64 * x.elements)
+    flops = sum(2.0 * x.elements * (x.inputs + x.outputs) for x in block.layers)
+    if not options.trainable:
+        return Work(memory, flops=flops)
+    from quark.torch.algorithm.rotation.spinquant import STEPS
+
+    logits = 6 * FLOAT32 * data.batch * data.labels
+    graph = FLOAT32 * data.batch * (16 * data.hidden + 4 * sum(x.outputs for x in block.layers))
+    memory += logits + graph + 4 * FLOAT32 * block.elements
+    passes = 5.0 * STEPS * data.batch / max(data.tokens, 1)
+    return Work(memory, passes, (STEPS + 1) * flops, is_local=False)
+
+
 ALGORITHM = Algorithm(
-    check, apply, lambda options: bool(options.trainable), resolve, proves=(ROTATION,)
+    check,
+    apply,
+    lambda options: bool(options.trainable),
+    resolve,
+    proves=(ROTATION,),
+    work=work,
 )

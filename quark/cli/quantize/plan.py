@@ -1,0 +1,341 @@
+"""The plan of ``quark quantize``: what the run takes, and whether this machine has it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from quark.cli import console
+from quark.cli.console import format_bytes
+from quark.cli.options import EVAL_WINDOWS
+from quark.cli.quantize.config import layer_configs
+from quark.cli.quantize.request import Request
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from quark.torch.pipeline.requirements import Machine, Requirements
+    from quark.torch.pipeline.requirements import Request as Run
+    from quark.torch.pipeline.shapes import DataShape
+    from quark.torch.quantization.config.config import Config
+    from quark.torch.quantization.model_shape import LayerKind
+
+_TOKENIZER = 8  # memory that a tokenizer takes, in sizes of its file
+PROBE, GLANCE = 0.25, 0.02  # seconds of each part of the probe: for --plan, and before a run
+
+
+class Problem(NamedTuple):
+    """Something that this machine has too little of.
+
+    Attributes:
+        flag: The flag that it is about.
+        message: What is missing, and what to do.
+        is_certain: Whether the run would fail or break its promise.
+    """
+
+    flag: str
+    message: str
+    is_certain: bool
+
+
+class Plan(NamedTuple):
+    """What a run takes.
+
+    Attributes:
+        requirements: Memory, disk and arithmetic.
+        least: The least ``--max_memory`` under which it stays, in bytes.
+        machine: Speed of this machine.
+        kinds: What is quantized how, and what stays in float.
+        problems: What this machine has too little of.
+    """
+
+    requirements: Requirements
+    least: int
+    machine: Machine
+    kinds: list[LayerKind]
+    problems: list[Problem]
+
+    @property
+    def seconds(self) -> float:
+        """Estimated time of the run."""
+        return self.requirements.seconds(self.machine)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as JSON; sizes in bytes, times in seconds."""
+        needs = self.requirements
+        return {
+            "memory": needs.memory,
+            "device_memory": needs.device_memory,
+            "least_max_memory": self.least,
+            "streamed": needs.is_streamed,
+            "output": needs.output,
+            "spilled": dict(zip(("weights", "activations"), needs.spilled, strict=True)),
+            "read": needs.read,
+            "network": needs.network,
+            "passes": round(needs.passes, 2),
+            "flops": needs.flops,
+            "seconds": round(self.seconds, 1),
+            "machine": self.machine._asdict(),
+            "steps": [step._asdict() for step in needs.steps],
+            "layers": [
+                kind._asdict() | {"config": None if kind.config is None else kind.config.to_dict()}
+                for kind in self.kinds
+            ],
+            "problems": [problem.message for problem in self.problems],
+        }
+
+
+def make_plan(
+    request: Request,
+    config: Config,
+    device: str,
+    length: int,
+    is_calibrated: bool,
+    through_files: bool = False,
+) -> Plan:
+    """Return the plan of a request, from the headers of the safetensors of a float model.
+
+    Args:
+        request: The flags.
+        config: The configuration.
+        device: Device of the model.
+        length: Tokens per window of calibration data.
+        is_calibrated: Whether calibration data runs.
+        through_files: Whether tensors go from files to files.
+
+    Raises:
+        ValueError: The configuration does not fit the model.
+    """
+    import torch
+
+    from quark.torch.export.checkpoint.float_source import fill_with_placeholders, open_float_model
+    from quark.torch.export.checkpoint.header_checks import tied_names
+    from quark.torch.files import size_of
+    from quark.torch.pipeline.machine import free_memory, probe, taken_memory
+    from quark.torch.pipeline.requirements import least_bound, require
+    from quark.torch.quantization.model_shape import list_kinds
+
+    model, files = open_float_model(request.model_dir, request.trust_remote_code, request.data_type)
+    fill_with_placeholders(model)
+    run = _describe_run(request, config, model, device, length, is_calibrated)
+    made = {n: t for n, t in model.state_dict().items() if n not in files.entries}
+    tied = tied_names(model)
+    converted = size_of({name: tensor for name, tensor in made.items() if name not in tied})
+    run = run._replace(model=run.model._replace(converted=converted))
+    run = run._replace(through_files=through_files, threads=torch.get_num_threads())
+    taken = taken_memory() + _TOKENIZER * _size(request.model_dir / "tokenizer.json")
+    bound, free = request.max_memory, free_memory()
+    if bound is None and _is_streamed(request.model_dir, device):
+        bound = taken + free
+    needs, least = require(run, taken, bound), least_bound(run, taken)
+    machine = probe(
+        sorted(request.model_dir.glob("*.safetensors")),
+        _existing(request.output_dir),
+        next(model.parameters()).dtype,
+        device,
+        PROBE if request.plan else GLANCE,
+    )
+    problems = [
+        *_find_memory_problems(request, run, needs, least, taken + free),
+        *_find_disk_problems(request, needs),
+    ]
+    return Plan(needs, least, machine, list_kinds(model, config), problems)
+
+
+def _describe_run(
+    request: Request,
+    config: Config,
+    model: nn.Module,
+    device: str,
+    length: int,
+    is_calibrated: bool,
+) -> Run:
+    from quark.torch.export.writability import stored_size
+    from quark.torch.pipeline import requirements
+    from quark.torch.quantization.algorithms import find_algorithms
+    from quark.torch.quantization.calibration import needs_data
+    from quark.torch.quantization.config.export import JsonExporterConfig
+    from quark.torch.quantization.model_shape import measure_model
+
+    shape = measure_model(model, config)
+    data = _describe_data(request, model, length, is_calibrated, len(shape.blocks))
+    algorithms = find_algorithms(config)
+    options = JsonExporterConfig(weight_format=request.export_weight_format)
+    stored = stored_size(model, config, options)
+    windows = EVAL_WINDOWS if request.num_eval_data is None else request.num_eval_data
+    window = request.eval_seq_len or length
+    return requirements.Request(
+        model=shape,
+        data=data,
+        algorithms=[(o.name, partial(algorithm.work, o)) for algorithm, o in algorithms],
+        proves=any(algorithm.proves for algorithm, _ in algorithms),
+        is_static=is_calibrated and needs_data(layer_configs(config)),
+        output=stored * (len(request.exports) + request.params_save),
+        packed=max(0, stored - (shape.size - shape.changed)),
+        evaluated=0 if request.skip_evaluation else max(windows, EVAL_WINDOWS) * window,
+        evaluated_batch=request.evaluation_batch * window,
+        processes=int(os.environ.get("WORLD_SIZE", "1")),
+        on_device=device != "cpu",
+    )
+
+
+def _describe_data(
+    request: Request, model: nn.Module, length: int, is_calibrated: bool, blocks: int
+) -> DataShape:
+    from quark.torch.pipeline.shapes import DataShape
+
+    config: Any = model.config
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    return DataShape(
+        tokens=request.num_calib_data * length if is_calibrated else 0,
+        batch=request.batch_size * length if is_calibrated else 0,
+        length=length,
+        hidden=getattr(text, "hidden_size", 0) or 0,
+        itemsize=next(model.parameters()).itemsize,
+        labels=getattr(text, "vocab_size", 0) or 0,
+        blocks=blocks,
+    )
+
+
+def _is_streamed(directory: Path, device: str) -> bool:
+    """Whether the model is read in parts without being asked to."""
+    from quark.cli.models import weight_bytes
+    from quark.torch.export.recognition import exceeds_memory
+
+    return exceeds_memory(weight_bytes(directory), device)
+
+
+def _find_memory_problems(
+    request: Request, run: Run, needs: Requirements, least: int, machine: int
+) -> list[Problem]:
+    """Return what is too little for the memory that a run takes.
+
+    Args:
+        request: The flags.
+        run: The run.
+        needs: What it takes.
+        least: The least bound under which it stays.
+        machine: Bytes that this process may take on this machine.
+    """
+    bound = request.max_memory
+    if bound is not None and needs.memory > bound:
+        return [
+            Problem(
+                "--max_memory",
+                f"{format_bytes(bound)} cannot be kept to: this run takes "
+                f"{format_bytes(least)} or more. Give --max_memory {_round_up(least)}, or less "
+                "calibration data (--num_calib_data, --seq_len).",
+                True,
+            )
+        ]
+    problems = []
+    if needs.memory > machine:
+        if least < min(machine, needs.memory) and not needs.is_streamed:
+            remedy = f"Give --max_memory {_round_up(least)} or more: the results are the same."
+        else:
+            remedy = (
+                f"The least is {format_bytes(least)}. Give less calibration data "
+                "(--num_calib_data, --seq_len), another algorithm, or a larger machine."
+            )
+        problems.append(
+            Problem(
+                "--model_dir",
+                f"the run takes {format_bytes(needs.memory)} of memory, but this machine has "
+                f"{format_bytes(machine)}. {remedy}",
+                False,
+            )
+        )
+    for name, work in run.algorithms:
+        if needs.is_streamed and not all(work(b, run.data).is_local for b in run.model.blocks):
+            problems.append(
+                Problem(
+                    "--quant_algo",
+                    f"{name} needs the whole model in memory with these options, but the model is "
+                    "read in parts. Leave --max_memory out, on a larger machine.",
+                    True,
+                )
+            )
+    return problems + _find_device_problems(needs)
+
+
+def _find_device_problems(needs: Requirements) -> list[Problem]:
+    import torch
+
+    if not needs.device_memory or not torch.cuda.is_available():
+        return []
+    free = torch.cuda.mem_get_info()[0]
+    if needs.device_memory <= free:
+        return []
+    return [
+        Problem(
+            "--device",
+            f"the run takes {format_bytes(needs.device_memory)} of the GPU, which has "
+            f"{format_bytes(free)} free. Give --max_memory, or --device cpu.",
+            False,
+        )
+    ]
+
+
+def _find_disk_problems(request: Request, needs: Requirements) -> list[Problem]:
+    """Return the disks with too little room for what is written to them together."""
+    import shutil
+
+    weights, activations = needs.spilled
+    temporary = Path(tempfile.gettempdir())
+    places = {
+        "--output_dir": (request.output_dir, needs.output),
+        "TMPDIR": (temporary, weights),
+        "--offload_dir": (request.offload_dir or temporary, activations),
+    }
+    disks: dict[int, list[tuple[str, Path, int]]] = {}
+    for flag, (place, size) in places.items():
+        existing = _existing(place)
+        if size:
+            disks.setdefault(existing.stat().st_dev, []).append((flag, existing, size))
+    problems = []
+    for entries in disks.values():
+        needed, free = sum(size for *_, size in entries), shutil.disk_usage(entries[0][1]).free
+        if needed > free:
+            flags = " and ".join(flag for flag, *_ in entries)
+            problems.append(
+                Problem(
+                    entries[0][0],
+                    f"{entries[0][1]} has {format_bytes(free)} free, but {format_bytes(needed)} "
+                    f"will be written there. Make room, or choose other directories with {flags}.",
+                    True,
+                )
+            )
+    return problems
+
+
+def check_plan(plan: Plan) -> None:
+    """Refuse a run that this machine has too little for; warn where that is not certain.
+
+    Raises:
+        typer.BadParameter: The message has what to do.
+    """
+    import logging
+
+    for problem in sorted(plan.problems, key=lambda problem: not problem.is_certain):
+        if problem.is_certain:
+            raise console.wrong(problem.flag, problem.message)
+        logging.getLogger(__name__).warning("%s", problem.message)
+
+
+def _existing(path: Path) -> Path:
+    """Return a directory, or the nearest one above it that exists."""
+    path = path.resolve()
+    return next(p for p in (path, *path.parents) if p.is_dir())
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.is_file() else 0
+
+
+def _round_up(size: int) -> str:
+    """Return a size that is a little more, as a flag takes it."""
+    unit, name = (10**9, "GB") if size >= 10**10 else (10**6, "MB")
+    return f"{-(-size // unit)}{name}"

@@ -1,0 +1,114 @@
+"""What this machine has: memory that is free and taken, and a probe of its speed."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import psutil
+import torch
+
+from quark.torch.pipeline.requirements import Machine
+
+_SIDE = 512  # rows and columns of the matrices of the probe
+_PIECE = 8 << 20  # bytes that are read and written at once
+
+
+def taken_memory() -> int:
+    """Return the bytes of main memory that this process takes now."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def free_memory() -> int:
+    """Return the bytes of main memory that this process could still take."""
+    return int(psutil.virtual_memory().available)
+
+
+def peak_memory() -> int | None:
+    """Return the most bytes of main memory that this process has taken; None if unknown."""
+    status = Path("/proc/self/status")
+    if status.is_file():  # Linux: getrusage counts the process that started this one too
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    peak = getattr(psutil.Process().memory_info(), "peak_wset", None)  # Windows
+    if peak is not None:
+        return int(peak)
+    try:
+        import resource
+    except ImportError:
+        return None
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(most) * (1 if sys.platform == "darwin" else 1024)
+
+
+def probe(
+    files: Iterable[Path],
+    directory: Path,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seconds: float = 0.25,
+) -> Machine:
+    """Measure the speed of this machine.
+
+    Args:
+        files: Files of the model, which are read.
+        directory: A directory of the disk that will be written.
+        dtype: Type of the model.
+        device: Where it runs.
+        seconds: Time of each of four measurements.
+    """
+    return Machine(
+        flops=_products(dtype, torch.device(device), seconds),
+        solver_flops=_products(torch.float32, torch.device(device), seconds),
+        read=_reads(files, seconds),
+        write=_writes(directory, seconds),
+    )
+
+
+def _products(dtype: torch.dtype, device: torch.device, seconds: float) -> float:
+    """Return products and sums per second of matrix products."""
+    a, b = (torch.ones(_SIDE, _SIDE, dtype=dtype, device=device) for _ in range(2))
+    a @ b
+    return _rate(lambda: float((a @ b)[0, 0]) * 0 + 2.0 * _SIDE**3, seconds)
+
+
+def _reads(files: Iterable[Path], seconds: float) -> float:
+    """Return bytes per second that are read from files; those in the cache count as read."""
+    pieces = (piece for file in files for piece in _pieces(file))
+    return _rate(lambda: float(next(pieces, 0)), seconds)
+
+
+def _pieces(file: Path) -> Iterable[int]:
+    with file.open("rb", buffering=0) as opened:
+        while piece := opened.read(_PIECE):
+            yield len(piece)
+
+
+def _writes(directory: Path, seconds: float) -> float:
+    """Return bytes per second that reach the disk."""
+    piece = bytes(_PIECE)
+    with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+
+        def write() -> float:
+            written = file.write(piece)
+            os.fsync(file.fileno())
+            return float(written or 0)
+
+        return _rate(write, seconds)
+
+
+def _rate(step: Callable[[], float], seconds: float) -> float:
+    """Return how much a step does per second, repeated for a while or until it does nothing."""
+    start, done = time.perf_counter(), 0.0
+    while time.perf_counter() - start < seconds:
+        amount = step()
+        done += amount
+        if not amount:
+            break
+    elapsed = time.perf_counter() - start
+    return done / elapsed if done else float("inf")

@@ -1,0 +1,392 @@
+"""What a run takes before it starts: memory, disk, data read, arithmetic and time.
+
+All of it follows from shapes. Memory is that of the step that takes the most::
+
+    interpreter | parameters | changed values kept | hidden states, working set of the step
+                  (in memory: all; streamed: up to the limit, at least the largest part)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from quark.torch.pipeline.activation_store import LIMIT
+from quark.torch.pipeline.memory_limit import ACTIVATIONS, WEIGHTS
+from quark.torch.pipeline.shapes import (
+    FLOAT32,
+    BlockShape,
+    DataShape,
+    ModelShape,
+    Work,
+)
+
+LATER_IMPORTS = 64 << 20  # bytes of modules that are loaded while a run goes on
+HEAP = 1.35  # memory that an allocator keeps for a byte that is in use
+DEVICE_CONTEXT = 600 << 20  # bytes that the libraries of a GPU take
+_ROWS = 512  # tokens whose logits are converted to float32 at once
+_ELEMENT_FLOPS = 100.0  # elementwise steps that quantize a value, in units of arithmetic
+
+
+class Step(NamedTuple):
+    """A step of a run.
+
+    Attributes:
+        name: What is done.
+        memory: Bytes that it takes beside the parameters, where these are.
+        stores: Bytes of activations that it holds in main memory.
+        flops: Arithmetic in the type of the model.
+        solver_flops: Arithmetic in float32.
+        reads: Times that the parameters are read from the files, if memory does not hold them.
+        passes: Times that the data runs through the model.
+    """
+
+    name: str
+    memory: int = 0
+    stores: int = 0
+    flops: float = 0.0
+    solver_flops: float = 0.0
+    reads: int = 1
+    passes: float = 0.0
+
+
+class Machine(NamedTuple):
+    """The speed of a machine.
+
+    Attributes:
+        flops: Products and sums per second in the type of the model.
+        solver_flops: The same in float32.
+        read: Bytes per second that are read.
+        write: Bytes per second that are written to the disk.
+    """
+
+    flops: float
+    solver_flops: float
+    read: float
+    write: float
+
+
+class Request(NamedTuple):
+    """A run whose requirements are asked for.
+
+    Attributes:
+        model: The model.
+        data: The calibration data; no tokens without any.
+        algorithms: Name of each algorithm and what it takes for a block, in order.
+        proves: Whether rescalings or rotations are proved.
+        is_static: Whether ranges of activations are found by running the data.
+        output: Bytes of the checkpoints.
+        packed: Bytes of the tensors that one of them holds and the model does not.
+        evaluated: Tokens of an evaluation, 0 for none.
+        evaluated_batch: Tokens of a batch of it.
+        processes: Number of processes that share the work.
+        on_device: Whether the model runs on a device with memory of its own.
+        through_files: Whether tensors go from files to files, without a model in memory.
+        threads: Number of threads that do so.
+    """
+
+    model: ModelShape
+    data: DataShape
+    algorithms: Sequence[tuple[str, Callable[[BlockShape, DataShape], Work]]]
+    proves: bool
+    is_static: bool
+    output: int
+    packed: int
+    evaluated: int = 0
+    evaluated_batch: int = 0
+    processes: int = 1
+    on_device: bool = False
+    through_files: bool = False
+    threads: int = 1
+
+
+class Requirements(NamedTuple):
+    """What a run takes.
+
+    Attributes:
+        memory: Bytes of main memory at the peak, the interpreter included.
+        device_memory: Bytes of a device at the peak; 0 for a model in main memory.
+        interpreter: Bytes of the interpreter with its imports.
+        parameters: Bytes of parameters in memory.
+        kept: Bytes of values before they were changed, to restore the model after a failure.
+        steps: The steps.
+        output: Bytes of the checkpoints.
+        spilled: Bytes of temporary files: values of weights, and activations.
+        read: Bytes of parameters that are read.
+        network: Bytes that each process sends.
+        is_streamed: Whether parameters are read when they are used.
+    """
+
+    memory: int
+    device_memory: int
+    interpreter: int
+    parameters: int
+    kept: int
+    steps: tuple[Step, ...]
+    output: int
+    spilled: tuple[int, int]
+    read: int
+    network: int
+    is_streamed: bool
+
+    @property
+    def passes(self) -> float:
+        """Times that the calibration data runs through the model."""
+        return sum(step.passes for step in self.steps)
+
+    @property
+    def flops(self) -> float:
+        """All arithmetic."""
+        return sum(step.flops + step.solver_flops for step in self.steps)
+
+    def memory_of(self, step: Step) -> int:
+        """Return the bytes of main memory, or of the device, while a step runs."""
+        own = int(HEAP * step.memory) + self.parameters
+        if self.device_memory:
+            return DEVICE_CONTEXT + own
+        return self.interpreter + LATER_IMPORTS + own + int(HEAP * (self.kept + step.stores))
+
+    def seconds(self, machine: Machine) -> float:
+        """Return the time of the run on a machine, without overlap of its parts."""
+        arithmetic = sum(
+            step.flops / machine.flops + step.solver_flops / machine.solver_flops
+            for step in self.steps
+        )
+        written = self.output + sum(self.spilled)
+        return arithmetic + self.read / machine.read + written / machine.write
+
+
+def require(request: Request, interpreter: int, bound: int | None = None) -> Requirements:
+    """Return what a run takes.
+
+    Args:
+        request: The run.
+        interpreter: Bytes that the process has taken, before it loads a model.
+        bound: Bytes that the process may take: parameters are read when they are used. None for a
+            model in memory.
+    """
+    if request.through_files:
+        return _require_files(request, interpreter)
+    model = request.model
+    free = None if bound is None else max(bound - interpreter, 0)
+    limit = LIMIT if free is None else free // ACTIVATIONS
+    parameters = model.size
+    if free is not None:
+        parameters = min(model.size, max(free // WEIGHTS, model.largest_unit))
+    is_partial = parameters < model.size
+    parameters += model.converted
+    steps = tuple(_steps(request, limit, free is not None))
+    changes = any(_work(work, request).changes for _, work in request.algorithms)
+    changed = model.changed if changes else 0
+    kept = min(changed, LIMIT) if free is None else 0
+    working = max(step.memory for step in steps)
+    if request.on_device:
+        loaded = 0 if is_partial else model.size  # read to main memory first
+        main = loaded + int(HEAP * (kept + max(step.stores for step in steps)))
+        device = DEVICE_CONTEXT + parameters + int(HEAP * working)
+    else:
+        most = max(step.memory + step.stores for step in steps)
+        main, device = parameters + int(HEAP * (kept + most)), 0
+    return Requirements(
+        memory=interpreter + LATER_IMPORTS + main,
+        device_memory=device,
+        interpreter=interpreter,
+        parameters=parameters,
+        kept=kept,
+        steps=steps,
+        output=request.output,
+        spilled=(
+            changed - kept if free is None else is_partial * (model.changed + model.largest_unit),
+            _spilled_activations(request, limit),
+        ),
+        read=model.size * (sum(step.reads for step in steps) if is_partial else 1),
+        network=_network(request),
+        is_streamed=free is not None,
+    )
+
+
+def _require_files(request: Request, interpreter: int) -> Requirements:
+    """Return what a run from files to files takes: for each thread one of the largest layers."""
+    model = request.model
+    weight = max(model.largest_weight, model.around_largest)
+    layers = sum(layer.elements for layer in model.layers)
+    step = Step(
+        "files to files",
+        request.threads * 8 * FLOAT32 * weight,
+        solver_flops=_ELEMENT_FLOPS * layers,
+    )
+    memory = interpreter + LATER_IMPORTS + int(HEAP * step.memory)
+    needs = Requirements(
+        memory, 0, interpreter, 0, 0, (step,), request.output, (0, 0), model.size, 0, True
+    )
+    if not request.evaluated:
+        return needs
+    evaluated = require(
+        request._replace(through_files=False, algorithms=(), is_static=False), interpreter
+    )
+    both = (*needs.steps, evaluated.steps[-2])
+    return needs._replace(memory=max(needs.memory, evaluated.memory), steps=both)
+
+
+def least_bound(request: Request, interpreter: int) -> int:
+    """Return the least bound of memory under which a run stays, in bytes.
+
+    A bound is divided among parameters and activations, so a larger one lets more of them stay.
+    """
+    low, high = interpreter, require(request, interpreter).memory
+    if request.through_files:
+        return high
+    while require(request, interpreter, high).memory > high:
+        low, high = high, 2 * high
+    while high - low > 1 << 20:
+        middle = (low + high) // 2
+        if require(request, interpreter, middle).memory > middle:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def _steps(request: Request, limit: int, streams: bool) -> list[Step]:
+    """Return the steps of a run, in order.
+
+    Args:
+        request: The run.
+        limit: Bytes of activations that may stay in memory.
+        streams: Whether parameters are read when they are used.
+    """
+    model, data = request.model, request.data
+    evaluation = _evaluation(request, streams, limit)
+    steps = [evaluation._replace(name="evaluation of the original")] if evaluation else []
+    if request.algorithms:
+        steps.append(_structure(request))
+    # Values of a changed part are copied when they leave memory.
+    leaving = 2 * max((block.changed for block in model.blocks), default=0) if streams else 0
+    steps += [_algorithm(request, *entry, limit, leaving) for entry in request.algorithms]
+    element = FLOAT32 * model.largest_weight
+    quantize = _ELEMENT_FLOPS * sum(layer.elements for layer in model.layers)
+    steps.append(Step("scales of weights", 8 * element, solver_flops=quantize))
+    if request.is_static:
+        stores = _held(data.hidden_states, 3, limit) if streams else 0
+        memory = _forward(request) + data.logits
+        steps.append(
+            Step("ranges of activations", memory, stores, _model_flops(model, data), passes=1.0)
+        )
+    steps.append(Step("rounding", 8 * element + leaving, solver_flops=quantize))
+    steps += [evaluation] if evaluation else []
+    packed = max((b.elements for b in model.blocks), default=0) if streams else request.packed
+    steps.append(Step("writing", 8 * element + packed, solver_flops=quantize))
+    return steps
+
+
+def _algorithm(
+    request: Request,
+    name: str,
+    work: Callable[[BlockShape, DataShape], Work],
+    limit: int,
+    leaving: int,
+) -> Step:
+    """Return the step of an algorithm.
+
+    Args:
+        request: The run.
+        name: Name of the algorithm.
+        work: What it takes for a block.
+        limit: Bytes of activations that may stay in memory.
+        leaving: Bytes that a block takes while its changed values are written.
+    """
+    data, blocks = request.data, request.model.blocks
+    per_block = [work(block, data) for block in blocks] or [Work()]
+    held = min(sum(w.held for w in per_block), limit)
+    stores = max(w.stores for w in per_block)
+    passed = sum(w.passes * _pass_flops(b, data) for w, b in zip(per_block, blocks, strict=False))
+    return Step(
+        name,
+        max(w.memory for w in per_block) + max(_forward(request) + data.logits, leaving),
+        _held(data.hidden_states, stores, limit) + held,
+        passed,
+        sum(w.flops for w in per_block),
+        max(w.reads for w in per_block),
+        max(w.passes for w in per_block),
+    )
+
+
+def _structure(request: Request) -> Step:
+    """Return the step that finds and proves the structure of the model.
+
+    Proofs run a block, or what is around the blocks, in float32 with changed copies of weights.
+    """
+    model = request.model
+    memory = 0
+    if request.proves:
+        weights = [sum(x.elements for x in block.layers) for block in model.blocks]
+        memory = FLOAT32 * max(model.around + 4 * model.around_largest, 3 * max(weights, default=0))
+    return Step("structure", memory, solver_flops=64.0 * model.size)
+
+
+def _evaluation(request: Request, streams: bool, limit: int) -> Step | None:
+    """Return the step that measures perplexity, or None."""
+    if not request.evaluated:
+        return None
+    data = request.data._replace(tokens=request.evaluated, batch=request.evaluated_batch)
+    rows = 3 * FLOAT32 * min(_ROWS, data.batch) * data.labels
+    memory = 2 * data.logits + rows + _forward(request._replace(data=data))
+    stores = _held(data.hidden_states, 3, limit) if streams else 0
+    return Step("evaluation", memory, stores, _model_flops(request.model, data))
+
+
+def _forward(request: Request) -> int:
+    """Return the bytes that a forward pass of a batch takes.
+
+    Products in half precision reorder the weight first, which copies it.
+    """
+    data = request.data
+    reordered = data.itemsize * request.model.around_largest if data.itemsize < FLOAT32 else 0
+    widest = max((x.outputs for x in request.model.layers), default=data.hidden)
+    hidden = FLOAT32 * data.batch * (6 * data.hidden + 4 * widest + data.length)
+    return hidden + reordered
+
+
+def _pass_flops(block: BlockShape, data: DataShape) -> float:
+    """Return the arithmetic of a forward pass of all data: weights, and pairs of tokens."""
+    return 2.0 * data.tokens * block.active + 4.0 * data.tokens * data.length * data.hidden
+
+
+def _model_flops(model: ModelShape, data: DataShape) -> float:
+    """Return the arithmetic of a forward pass of all data through the model."""
+    blocks = sum(_pass_flops(block, data) for block in model.blocks)
+    return blocks + 2.0 * data.tokens * model.around_largest
+
+
+def _held(size: int, stores: int, limit: int) -> int:
+    """Return the bytes of hidden states that stores share the limit for hold in memory."""
+    return stores * min(size, limit // stores) if stores else 0
+
+
+def _spilled_activations(request: Request, limit: int) -> int:
+    """Return the most bytes of activations that are written to temporary files."""
+    size, data = request.data.hidden_states, request.data
+    spilled = [3 * size - _held(size, 3, limit)] if request.is_static else [0]
+    for _, work in request.algorithms:
+        each = [work(block, data) for block in request.model.blocks]
+        stores = max((w.stores for w in each), default=0)
+        held = sum(w.held for w in each)
+        spilled.append(stores * size - _held(size, stores, limit) + max(held - limit, 0))
+    return max(spilled)
+
+
+def _network(request: Request) -> int:
+    """Return the bytes that each of several processes sends.
+
+    Each sends its part of the statistics of all inputs up the tree, and the blocks that it solved
+    to all others.
+    """
+    if request.processes == 1 or not request.algorithms:
+        return 0
+    grams = sum(block.grams for block in request.model.blocks)
+    return grams + request.model.changed * (request.processes - 1) // request.processes
+
+
+def _work(work: Callable[[BlockShape, DataShape], Work], request: Request) -> Work:
+    blocks = request.model.blocks
+    return work(blocks[0], request.data) if blocks else Work(changes=False)

@@ -1,0 +1,200 @@
+"""Shapes of a model as a configuration quantizes it, and its layers by kind, without values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from quark.torch.pipeline.shapes import BlockShape, LayerShape, ModelShape
+from quark.torch.pipeline.unit_cache import Unit, find_units
+from quark.torch.quantization.calibration import group_by_parent
+from quark.torch.quantization.config.config import NAMED_ONLY, Config
+from quark.torch.quantization.config.layer import QuantizationConfig
+from quark.torch.quantization.config.match import matches
+from quark.torch.quantization.config.parts import find_parts
+from quark.torch.quantization.config.resolution import (
+    fused_projections,
+    output_head,
+    resolve_names,
+)
+from quark.torch.quantization.nn.experts import (
+    corresponding_experts,
+    stack_experts,
+    temporarily_split_experts,
+)
+from quark.torch.quantization.nn.layer import input_axis
+from quark.torch.quantization.nn.operators import is_operator
+from quark.torch.quantization.preparation import select_layers
+
+Layers = Mapping[str, QuantizationConfig]
+
+
+class LayerKind(NamedTuple):
+    """Layers of one name but for numbers, of one shape, that are quantized alike.
+
+    Attributes:
+        name: The name, with ``*`` for numbers.
+        number: How many there are.
+        shape: Shape of the weight.
+        config: How they are quantized; None for layers in float.
+        reason: Why they stay in float, empty for others.
+    """
+
+    name: str
+    number: int
+    shape: tuple[int, ...]
+    config: QuantizationConfig | None
+    reason: str
+
+
+@contextmanager
+def _selected(model: nn.Module, config: Config) -> Iterator[tuple[Config, Layers]]:
+    """Open the configuration with the names of a model, and that of each layer, experts split.
+
+    Raises:
+        ValueError: The configuration does not fit the model.
+    """
+    with temporarily_split_experts(model) as experts:
+        resolved = resolve_names(config, model)
+        layers = select_layers(model, resolved, warns=False)
+        stack_experts(experts, keep=layers)
+        yield resolved, layers
+
+
+def measure_model(model: nn.Module, config: Config) -> ModelShape:
+    """Return the shapes of a model and of the layers that a configuration quantizes.
+
+    Layers share an input if their names are those of projections that models fuse; others read
+    inputs of their own, which is the larger estimate.
+
+    Args:
+        model: The float model; its parameters need no values. It is unchanged afterwards.
+        config: How it will be quantized.
+
+    Raises:
+        ValueError: The configuration does not fit the model.
+    """
+    with _selected(model, config) as (_, layers):
+        inputs = {
+            name: members[0]
+            for group in fused_projections()
+            for members in group_by_parent(layers, group)
+            for name in members
+        }
+        shares = _expert_shares(model)
+        shapes = {n: _shape_of(n, model, inputs.get(n, n), shares.get(n, 1.0)) for n in layers}
+        units = find_units(model)
+        blocks = [unit for unit in units if _is_block(model, unit)]
+        inside = tuple(f"{unit.name}." for unit in blocks)
+        outside = {
+            id(p): p.numel()
+            for name, p in model.named_parameters()
+            if p.dim() > 1 and not name.startswith(inside)
+        }
+        return ModelShape(
+            size=_size(model.parameters()) + _size(model.buffers()),
+            largest_unit=max(_size(p for _, p in unit.parameters()) for unit in units),
+            blocks=tuple(_block_shape(unit, shapes, shares) for unit in blocks),
+            around=sum(outside.values()),
+            around_largest=max(outside.values(), default=0),
+            quantized_around=tuple(s for n, s in shapes.items() if not n.startswith(inside)),
+        )
+
+
+def list_kinds(model: nn.Module, config: Config) -> list[LayerKind]:
+    """Return the layers of a model by kind, those that are quantized first.
+
+    Args:
+        model: The float model; its parameters need no values. It is unchanged afterwards.
+        config: How it will be quantized.
+
+    Raises:
+        ValueError: The configuration does not fit the model.
+    """
+    reasons = _Reasons(model, config)
+    counts: dict[tuple[Any, ...], int] = {}
+    configs: dict[tuple[Any, ...], QuantizationConfig | None] = {}
+    with _selected(model, config) as (_, layers):
+        for name, module in model.named_modules():
+            own = [p for p in module._parameters.values() if p is not None and p.dim() > 1]
+            if not own:
+                continue
+            layer = layers.get(name)
+            reason = "" if layer is not None else reasons.of(name, module)
+            shape = tuple(getattr(module, "weight", own[0]).shape)
+            key = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name), shape, repr(layer), reason
+            counts[key] = counts.get(key, 0) + 1
+            configs[key] = layer
+    kinds = [LayerKind(k[0], n, k[1], configs[k], k[3]) for k, n in counts.items()]
+    return sorted(kinds, key=lambda kind: kind.config is None)
+
+
+class _Reasons:
+    """Why modules stay in float."""
+
+    def __init__(self, model: nn.Module, config: Config) -> None:
+        self._config = config
+        self._parts = [part for part in find_parts(model) if part.kind in config.float_parts]
+        self._heads = output_head(model)
+
+    def of(self, name: str, module: nn.Module) -> str:
+        """Return the reason for a module that is not quantized."""
+        if not is_operator(type(module)):
+            return f"{type(module).__name__} cannot be quantized"
+        for part in self._parts:
+            if part.holds(name):
+                return part.title
+        for pattern in self._config.exclude:
+            if matches(name, [pattern]):
+                return f"excluded by {pattern}"
+        if name in self._heads:
+            return "output head"
+        if type(module) in NAMED_ONLY:
+            return "quantized only by name"
+        return "no configuration for it"
+
+
+def _expert_shares(model: nn.Module) -> dict[str, float]:
+    """Return the part of the tokens that reaches each layer of an expert, if they are even."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    chosen = getattr(text, "num_experts_per_tok", None)
+    return {
+        name: min(1.0, chosen / len(names)) if isinstance(chosen, int) else 1.0
+        for names in corresponding_experts(model)
+        for name in names
+    }
+
+
+def _shape_of(name: str, model: nn.Module, shared_input: str, share: float) -> LayerShape:
+    module: Any = model.get_submodule(name)
+    weight = module.weight
+    inputs = weight.shape[input_axis(type(module))] * (
+        weight[0, 0].numel() if weight.dim() > 2 else 1
+    )
+    return LayerShape(weight.numel() // inputs, inputs, shared_input, share, weight.itemsize)
+
+
+def _is_block(model: nn.Module, unit: Unit) -> bool:
+    parent = unit.name.rpartition(".")[0]
+    return unit.is_whole and isinstance(model.get_submodule(parent), nn.ModuleList)
+
+
+def _block_shape(
+    unit: Unit, shapes: Mapping[str, LayerShape], shares: Mapping[str, float]
+) -> BlockShape:
+    layers = tuple(s for name, s in shapes.items() if name.startswith(f"{unit.name}."))
+    active = sum(
+        p.numel() * shares.get(name.rpartition(".")[0], 1.0)
+        for name, p in unit.parameters()
+        if p.dim() > 1
+    )
+    return BlockShape(_size(p for _, p in unit.parameters()), active, layers)
+
+
+def _size(tensors: Iterable[Any]) -> int:
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)

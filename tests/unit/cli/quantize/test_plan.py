@@ -1,0 +1,137 @@
+"""``quark quantize --plan``: what a run takes, from headers alone; and what it took."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+
+import pytest
+from transformers import LlamaConfig
+
+from quark.cli import models
+from quark.torch.export.checkpoint.files import CheckpointReader
+from quark.torch.pipeline import machine
+from tests.models.headers import write_headers
+
+GB = 10**9
+HUGE = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 8}
+
+
+@pytest.fixture(scope="module")
+def huge_dir(tmp_path_factory):
+    """The headers of 15 GB: a Llama with values that were never written."""
+    path = tmp_path_factory.mktemp("models") / "huge"
+    write_headers(LlamaConfig(num_attention_heads=64, num_key_value_heads=8, **HUGE), path)
+    return path
+
+
+@pytest.fixture
+def room(monkeypatch):
+    """Set the bytes of memory and disk that this machine has free."""
+
+    def room(memory, disk):
+        usage = namedtuple("usage", "total used free")(disk, 0, disk)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+        monkeypatch.setattr(machine, "free_memory", lambda: memory)
+
+    return room
+
+
+@pytest.fixture
+def plan_of(quark, model_dir, tmp_path):
+    def plan_of(*flags, model=model_dir, code=0):
+        result = quark(
+            *("quantize", "--model_dir", model, "--output_dir", tmp_path / "out", "--plan"),
+            *("--json", "--skip_evaluation", "--quant_scheme", *flags),
+        )
+        assert result.exit_code == code, result.output
+        return json.loads(result.stdout)
+
+    return plan_of
+
+
+def test_is_made_from_headers_alone(plan_of, huge_dir, room, tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "load_model", None)  # would fail if it were called
+    monkeypatch.setattr(models, "text_windows", None)
+    monkeypatch.setattr(CheckpointReader, "tensor", None)
+    room(500 * GB, 40 * GB)
+    flags = ["int4_wo_128", "--quant_algo", "gptq", "--max_memory", "200GB"]
+    plan = plan_of(*flags, model=huge_dir)
+    entries = CheckpointReader(huge_dir).entries.values()
+    size = sum(2 * entry.shape.numel() for entry in entries)
+    assert not plan["problems"]
+    assert plan["passes"] == 2
+    assert size < plan["memory"] < 200 * GB
+    assert plan["output"] == pytest.approx(0.3 * size, rel=0.2)
+    assert 0 < plan["seconds"] < float("inf")
+    quantized = [layer for layer in plan["layers"] if layer["config"]]
+    assert sum(layer["number"] for layer in quantized) == 7 * 8
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_says_what_does_not_fit(plan_of, quark, huge_dir, room, tmp_path):
+    room(500 * GB, 3 * GB)
+    flags = ["int4_wo_128", "--quant_algo", "gptq", "--max_memory", "4GB"]
+    memory, disk = plan_of(*flags, model=huge_dir, code=1)["problems"]
+    assert "3.0 GB free" in disk
+    least = int(re.search(r"--max_memory (\d+)GB", memory)[1])
+    plan = plan_of(*flags[:-1], f"{least}GB", model=huge_dir, code=1)
+    assert plan["memory"] <= least * GB
+    assert plan["problems"] == [disk]
+    result = quark(
+        *("quantize", "--model_dir", huge_dir, "--quant_scheme", *flags, "--plan"),
+        *("--output_dir", tmp_path / "out", "--skip_evaluation"),
+    )
+    assert result.exit_code == 1
+    assert "in float: excluded by lm_head" in result.stdout
+    assert "cannot be kept to" in result.stdout
+
+
+def test_a_run_is_refused_before_work(refused, huge_dir, room, tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "load_model", None)
+    place = ["quantize", "--model_dir", huge_dir, "--output_dir", tmp_path / "out"]
+    place += ["--quant_scheme", "int4_wo_128", "--skip_evaluation"]
+    assert "cannot be kept to" in refused(*place, "--max_memory", "1GB")
+    room(500 * GB, GB)
+    assert "1.0 GB free" in refused(*place, "--max_memory", "90GB")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--json", "--quant_scheme", "int8"], "--json: needs --plan"),
+        (["--plan", "--skip_quantization"], "--plan: only a run that quantizes"),
+    ],
+)
+def test_flags_that_contradict(flags, said, refused, model_dir):
+    assert said in refused("quantize", "--model_dir", model_dir, *flags)
+
+
+RUN = """
+import sys
+from quark.cli.main import main
+from quark.torch.pipeline.machine import peak_memory
+try:
+    main()
+finally:
+    print("peak", peak_memory(), file=sys.stderr)
+"""
+
+
+def test_the_run_stays_under_its_plan_and_reaches_most_of_it(model_dir, text, tmp_path):
+    flags = ["--dataset", text, "--num_calib_data", "4", "--skip_evaluation"]
+    flags += ["--quant_scheme", "int4_wo_32", "--quant_algo", "gptq"]
+    command = [sys.executable, "-c", RUN, "quantize", "--model_dir", model_dir, *flags]
+    command += ["--output_dir", tmp_path / "out"]
+    environment = os.environ | {"COLUMNS": "120"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    peak = int(re.search(r"peak (\d+)", done.stderr)[1])
+    planned = re.search(r"memory +(\d+) MB  \(planned (\d+) MB\)", done.stdout)
+    assert int(planned[1]) == pytest.approx(peak / 1e6, rel=0.02)
+    assert 0.6 <= peak / (1e6 * int(planned[2])) <= 1
+    assert re.search(r"disk .*\(planned .*B\)", done.stdout)
+    assert re.search(r"time .*\(planned .*\)", done.stdout)

@@ -1,0 +1,130 @@
+"""What a run takes, against what runs take: passes, arithmetic, and how memory depends on sizes."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from quark.torch import ModelQuantizer
+from quark.torch.algorithm.registry import ALGORITHMS, load_algorithm
+from quark.torch.graph.residency import resident
+from quark.torch.pipeline import requirements
+from quark.torch.pipeline.requirements import Request, least_bound, require
+from quark.torch.pipeline.shapes import BlockShape, DataShape, LayerShape, ModelShape
+from quark.torch.quantization.config.algo_lookup import make_algo_configs
+from quark.torch.quantization.model_shape import measure_model
+
+MIB = 1 << 20
+SHAPES = {"q": (1024, 1024), "up": (4096, 1024), "down": (1024, 4096)}
+
+
+def block(scale=1):
+    layers = [LayerShape(o * scale, i * scale, name) for name, (o, i) in SHAPES.items()]
+    elements = sum(layer.elements for layer in layers)
+    return BlockShape(4 * elements, elements, tuple(layers))
+
+
+def request_of(algorithm="gptq", blocks=8, tokens=4096, **changes):
+    own, each = (1000 * 1024, block())
+    model = ModelShape((own + blocks * each.active) * 4, own * 4, (each,) * blocks, own, own)
+    data = DataShape(tokens, 128, 128, 1024, 4, 1000, blocks)
+    (options,) = make_algo_configs([algorithm], {})
+    work = partial(load_algorithm(algorithm).work, options)
+    return Request(model, data, [(algorithm, work)], False, False, 0, 0, **changes)
+
+
+class TestMemory:
+    def test_does_not_depend_on_the_number_of_blocks_under_a_bound(self):
+        few, many = (require(request_of(blocks=n), 400 * MIB, 2000 * MIB) for n in (40, 120))
+        assert few.memory == many.memory
+        assert many.read > 2.5 * few.read
+
+    def test_grows_by_the_blocks_in_memory(self):
+        few, many = (require(request_of(blocks=n), 400 * MIB) for n in (20, 60))
+        assert many.memory - few.memory >= 40 * block().size
+
+    def test_least_bound_is_kept_to_and_less_is_not(self):
+        request = request_of(blocks=200)
+        least = least_bound(request, 400 * MIB)
+        assert require(request, 400 * MIB, least).memory <= least
+        less = int(0.98 * least)
+        assert require(request, 400 * MIB, less).memory > less
+        assert least < require(request, 400 * MIB).memory
+
+    def test_activations_above_the_limit_go_to_the_disk(self):
+        small, large = (require(request_of(tokens=n), 0) for n in (1 << 10, 1 << 20))
+        assert small.spilled[1] == 0
+        # Three stores of 2²⁰ tokens · 1024 channels · 4 bytes, of which 1 GiB stays in memory.
+        assert large.spilled[1] == pytest.approx(3 * 2**32 - 2**30, abs=4)
+
+    def test_a_device_takes_what_the_model_takes(self):
+        request = request_of(on_device=True)
+        needs = require(request, 400 * MIB)
+        assert needs.device_memory > request.model.size + block().grams
+        assert needs.memory < 400 * MIB + 3 * request.model.size
+
+
+def test_processes_send_statistics_and_their_blocks():
+    request = request_of(processes=4)
+    grams = 8 * 4 * (1024**2 + 1024**2 + 4096**2)  # q and up read inputs of their own
+    assert require(request_of(), 0).network == 0
+    assert require(request, 0).network == grams + 8 * block().size * 3 // 4
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_says_what_it_takes(name):
+    (options,) = make_algo_configs([name], {})
+    work = load_algorithm(name).work
+    data = request_of().data
+    small, large = (work(options, block(scale), data) for scale in (1, 2))
+    weight = 4 * 1024 * 4096
+    assert small.memory >= weight
+    assert large.memory > 2 * small.memory
+    assert bool(small.passes) == load_algorithm(name).needs_data(options)
+
+
+class Counter:
+    """Counts the tokens that pass a module."""
+
+    def __init__(self, module):
+        self.tokens = 0
+        module.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def _count(self, module, args, kwargs):
+        x = args[0] if args else kwargs["hidden_states"]
+        self.tokens += x.shape[:-1].numel()
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq", "qronos", "autoround", "smooth"])
+def test_passes_are_those_that_run(name, build, config_of):
+    model = build("llama", hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randint(0, 64, (1, 32), generator=generator) for _ in range(16)]
+    (options,) = make_algo_configs([name], {})
+    if name == "autoround":
+        options.iters = 10
+    config = config_of("int8" if name == "smooth" else "int4_wo_32", algo_config=[options])
+    shape = measure_model(model, config)
+    data = DataShape(16 * 32, 32, 32, 64, 4, 64, 2)
+    planned = load_algorithm(name).work(options, shape.blocks[0], data).passes
+    counter = Counter(model.model.layers[0].mlp)
+    ModelQuantizer(config).quantize_model(model, batches)
+    passes = counter.tokens / data.tokens
+    if name == "smooth":
+        passes -= 1  # static ranges of activations
+    # A backward pass counts as two, and hooks see the forward passes alone.
+    forward = planned - 2 * 10 * 8 / 16 if name == "autoround" else planned
+    assert forward == pytest.approx(passes, rel=0.25, abs=0.5)
+
+
+def test_arithmetic_is_that_of_a_forward_pass(build, config_of):
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
+    model = build("llama", **sizes)
+    shape = measure_model(model, config_of("int8_wo"))
+    tokens = torch.zeros(2, 48, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), resident(model):
+        model(tokens)
+    data = DataShape(96, 96, 48, 64, 4, model.config.vocab_size, 3)
+    planned = requirements._model_flops(shape, data)
+    assert planned == pytest.approx(counter.get_total_flops(), rel=0.1)
