@@ -8,7 +8,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from quark.torch import ModelQuantizer
 from quark.torch.algorithm.registry import ALGORITHMS, load_algorithm
-from quark.torch.graph.residency import resident
 from quark.torch.pipeline import requirements
 from quark.torch.pipeline.requirements import Request, least_bound, require
 from quark.torch.pipeline.shapes import BlockShape, DataShape, LayerShape, ModelShape
@@ -100,13 +99,13 @@ class Counter:
 def test_passes_are_those_that_run(name, build, config_of):
     model = build("llama", hidden_size=64, intermediate_size=128, num_hidden_layers=2)
     generator = torch.Generator().manual_seed(0)
-    batches = [torch.randint(0, 64, (1, 32), generator=generator) for _ in range(16)]
+    batches = [torch.randint(0, 64, (1, 64), generator=generator) for _ in range(24)]
     (options,) = make_algo_configs([name], {})
     if name == "autoround":
         options.iters = 10
     config = config_of("int8" if name == "smooth" else "int4_wo_32", algo_config=[options])
     shape = measure_model(model, config)
-    data = DataShape(16 * 32, 32, 32, 64, 4, 64, 2)
+    data = DataShape(24 * 64, 64, 64, 64, 4, 64, 2)
     planned = load_algorithm(name).work(options, shape.blocks[0], data).passes
     counter = Counter(model.model.layers[0].mlp)
     ModelQuantizer(config).quantize_model(model, batches)
@@ -114,16 +113,17 @@ def test_passes_are_those_that_run(name, build, config_of):
     if name == "smooth":
         passes -= 1  # static ranges of activations
     # A backward pass counts as two, and hooks see the forward passes alone.
-    forward = planned - 2 * 10 * 8 / 16 if name == "autoround" else planned
-    assert forward == pytest.approx(passes, rel=0.25, abs=0.5)
+    forward = planned - 2 * 10 * 8 / 24 if name == "autoround" else planned
+    assert forward == pytest.approx(passes, rel=0.25, abs=0.25)
 
 
 def test_arithmetic_is_that_of_a_forward_pass(build, config_of):
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
     model = build("llama", **sizes)
+    model.set_attn_implementation("eager")  # whose products are counted
     shape = measure_model(model, config_of("int8_wo"))
     tokens = torch.zeros(2, 48, dtype=torch.int64)
-    with FlopCounterMode(display=False) as counter, torch.no_grad(), resident(model):
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(tokens)
     data = DataShape(96, 96, 48, 64, 4, model.config.vocab_size, 3)
     planned = requirements._model_flops(shape, data)

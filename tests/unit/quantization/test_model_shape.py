@@ -47,6 +47,6 @@ def test_kinds_say_what_stays_in_float_and_why(build, config_of):
     assert kinds["lm_head"].reason == "excluded by lm_head"
     assert kinds["model.embed_tokens"].reason == "quantized only by name"
     assert "cannot be quantized" in kinds["model.layers.*.mlp.gate"].reason
-    down = kinds["model.layers.*.mlp.experts.*.down_proj"]
+    down = kinds["model.layers.*.mlp.experts.*.w2"]
     assert (down.number, down.reason) == (4 * model.config.num_hidden_layers, "")
     assert down.config.weight.group_size == 32

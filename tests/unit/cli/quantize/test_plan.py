@@ -1,6 +1,7 @@
 """``quark quantize --plan``: what a run takes, from headers alone; and what it took."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -61,7 +62,7 @@ def test_is_made_from_headers_alone(plan_of, huge_dir, room, tmp_path, monkeypat
     flags = ["int4_wo_128", "--quant_algo", "gptq", "--max_memory", "200GB"]
     plan = plan_of(*flags, model=huge_dir)
     entries = CheckpointReader(huge_dir).entries.values()
-    size = sum(2 * entry.shape.numel() for entry in entries)
+    size = sum(2 * math.prod(entry.shape) for entry in entries)
     assert not plan["problems"]
     assert plan["passes"] == 2
     assert size < plan["memory"] < 200 * GB
@@ -80,7 +81,8 @@ def test_says_what_does_not_fit(plan_of, quark, huge_dir, room, tmp_path):
     least = int(re.search(r"--max_memory (\d+)GB", memory)[1])
     plan = plan_of(*flags[:-1], f"{least}GB", model=huge_dir, code=1)
     assert plan["memory"] <= least * GB
-    assert plan["problems"] == [disk]
+    (problem,) = plan["problems"]  # what does not have to leave memory needs no disk
+    assert "3.0 GB free" in problem
     result = quark(
         *("quantize", "--model_dir", huge_dir, "--quant_scheme", *flags, "--plan"),
         *("--output_dir", tmp_path / "out", "--skip_evaluation"),
