@@ -206,13 +206,16 @@ def require(request: Request, interpreter: int, bound: int | None = None) -> Req
 
 
 def _require_files(request: Request, interpreter: int) -> Requirements:
-    """Return what a run from files to files takes: for each thread one of the largest layers."""
+    """Return what a run from files to files takes.
+
+    Each thread quantizes one of the largest layers, while large tensors in float are copied.
+    """
     model = request.model
-    weight = max(model.largest_weight, model.around_largest)
+    copied = 3 * request.data.itemsize * model.around_largest
     layers = sum(layer.elements for layer in model.layers)
     step = Step(
         "files to files",
-        request.threads * 8 * FLOAT32 * weight,
+        request.threads * 8 * FLOAT32 * model.largest_weight + copied,
         solver_flops=_ELEMENT_FLOPS * layers,
     )
     memory = interpreter + LATER_IMPORTS + int(HEAP * step.memory)

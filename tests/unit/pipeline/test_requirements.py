@@ -57,6 +57,14 @@ class TestMemory:
         # Three stores of 2²⁰ tokens · 1024 channels · 4 bytes, of which 1 GiB stays in memory.
         assert large.spilled[1] == pytest.approx(3 * 2**32 - 2**30, abs=4)
 
+    def test_from_files_to_files_it_is_that_of_the_largest_layers(self):
+        few, many = (
+            require(request_of(blocks=n, through_files=True, threads=2), 0) for n in (20, 60)
+        )
+        assert few.memory == many.memory
+        assert many.memory > 2 * 4 * 1024 * 4096
+        assert (many.passes, many.read) == (0, request_of(blocks=60).model.size)
+
     def test_a_device_takes_what_the_model_takes(self):
         request = request_of(on_device=True)
         needs = require(request, 400 * MIB)
