@@ -114,7 +114,8 @@ def make_plan(
     from quark.torch.export.checkpoint.float_source import fill_with_placeholders, open_float_model
     from quark.torch.export.checkpoint.header_checks import tied_names
     from quark.torch.files import size_of
-    from quark.torch.pipeline.machine import free_memory, probe, taken_memory
+    from quark.torch.pipeline.machine import probe, taken_memory
+    from quark.torch.pipeline.memory_limit import free_memory
     from quark.torch.pipeline.requirements import least_bound, require
     from quark.torch.quantization.model_shape import list_kinds
 
@@ -140,6 +141,7 @@ def make_plan(
     )
     problems = [
         *_find_memory_problems(request, run, needs, least, taken + free),
+        *_find_device_problems(needs, device),
         *_find_disk_problems(request, needs),
     ]
     return Plan(needs, least, machine, list_kinds(model, config), problems)
@@ -258,21 +260,21 @@ def _find_memory_problems(
                     True,
                 )
             )
-    return problems + _find_device_problems(needs)
+    return problems
 
 
-def _find_device_problems(needs: Requirements) -> list[Problem]:
+def _find_device_problems(needs: Requirements, device: str) -> list[Problem]:
     import torch
 
-    if not needs.device_memory or not torch.cuda.is_available():
-        return []
-    free = torch.cuda.mem_get_info()[0]
-    if needs.device_memory <= free:
+    from quark.torch.pipeline.memory_limit import free_on_device
+
+    free = free_on_device(torch.device(device))
+    if free is None or needs.device_memory <= free:
         return []
     return [
         Problem(
             "--device",
-            f"the run takes {format_bytes(needs.device_memory)} of the GPU, which has "
+            f"the run takes {format_bytes(needs.device_memory)} of {device}, which has "
             f"{format_bytes(free)} free. Give --max_memory, or --device cpu.",
             False,
         )

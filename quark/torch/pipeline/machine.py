@@ -1,4 +1,4 @@
-"""What this machine has: memory that is free and taken, and a probe of its speed."""
+"""Memory that this process takes, and a probe of the speed of this machine."""
 
 from __future__ import annotations
 
@@ -21,11 +21,6 @@ _PIECE = 8 << 20  # bytes that are read and written at once
 def taken_memory() -> int:
     """Return the bytes of main memory that this process takes now."""
     return int(psutil.Process().memory_info().rss)
-
-
-def free_memory() -> int:
-    """Return the bytes of main memory that this process could still take."""
-    return int(psutil.virtual_memory().available)
 
 
 def peak_memory() -> int | None:

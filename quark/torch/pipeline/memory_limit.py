@@ -28,11 +28,12 @@ def free_memory(device: torch.device | str = "cpu") -> int:
     Devices that do not know their memory count as large.
     """
     main = int(psutil.virtual_memory().available)
-    free = _free_on_device(torch.device(device))
+    free = free_on_device(torch.device(device))
     return main if free is None else min(main, free)
 
 
-def _free_on_device(device: torch.device) -> int | None:
+def free_on_device(device: torch.device) -> int | None:
+    """Return the free bytes of a device; None for main memory, and where they are not known."""
     if device.type == "cpu":
         return None
     ask = getattr(torch.get_device_module(device), "mem_get_info", None)
@@ -57,7 +58,7 @@ def divide_memory(bound: int | None = None, device: torch.device | str = "cpu") 
             f"max_memory: {_megabytes(bound or 0)} are less than the {_megabytes(taken)} that this "
             "process has taken before a model is loaded. Give more."
         )
-    free = _free_on_device(torch.device(device))
+    free = free_on_device(torch.device(device))
     room = left if free is None else free if bound is None else min(left, free)
     return MemoryLimit(room // WEIGHTS, left // ACTIVATIONS)
 

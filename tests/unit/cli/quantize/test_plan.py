@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 
 from quark.cli import models
 from quark.torch.export.checkpoint.files import CheckpointReader
-from quark.torch.pipeline import machine
+from quark.torch.pipeline import memory_limit
 from tests.models.headers import write_headers
 
 GB = 10**9
@@ -36,7 +36,7 @@ def room(monkeypatch):
     def room(memory, disk):
         usage = namedtuple("usage", "total used free")(disk, 0, disk)
         monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-        monkeypatch.setattr(machine, "free_memory", lambda: memory)
+        monkeypatch.setattr(memory_limit, "free_memory", lambda: memory)
 
     return room
 
