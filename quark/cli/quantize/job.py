@@ -193,10 +193,10 @@ def _stops_at(request: Request, plan: Plan | None) -> bool:
             "plans are made from safetensors of float models that Transformers knows, and "
             f"{request.model_dir} has none. Leave it out.",
         )
-    if request.json:
-        console.as_json(plan.to_dict())
-    else:
+    if not request.json:
         show_requirements(plan)
+    elif rank() == 0:
+        console.as_json(plan.to_dict())
     if plan.problems:
         raise typer.Exit(1)
     return True
