@@ -24,7 +24,7 @@ from quark.cli.quantize.file_job import (
 )
 from quark.cli.quantize.outline import predicts_text, read_outline
 from quark.cli.quantize.output import check_writable, write
-from quark.cli.quantize.plan import Plan, check_plan, make_plan
+from quark.cli.quantize.plan import RunPlan, check_plan, make_plan
 from quark.cli.quantize.progress import open_journal
 from quark.cli.quantize.request import Request, check_flags, check_places
 from quark.cli.quantize.tables import Outcome, show_outcome, show_plan, show_requirements
@@ -176,7 +176,7 @@ def _has_plan(request: Request, described: dict[str, Any]) -> bool:
     return has_files and is_float and is_known_architecture(request, described)
 
 
-def _stops_at(request: Request, plan: Plan | None) -> bool:
+def _stops_at(request: Request, plan: RunPlan | None) -> bool:
     """Print the plan if that is all that is asked for, else check it; return which it is.
 
     Raises:

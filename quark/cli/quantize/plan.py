@@ -17,8 +17,7 @@ from quark.cli.quantize.request import Request
 if TYPE_CHECKING:
     from torch import nn
 
-    from quark.torch.pipeline.requirements import Machine, Requirements
-    from quark.torch.pipeline.requirements import Request as Run
+    from quark.torch.pipeline.requirements import Machine, Requirements, Run
     from quark.torch.pipeline.shapes import DataShape
     from quark.torch.quantization.config.config import Config
     from quark.torch.quantization.model_shape import LayerKind
@@ -41,7 +40,7 @@ class Problem(NamedTuple):
     is_certain: bool
 
 
-class Plan(NamedTuple):
+class RunPlan(NamedTuple):
     """What a run takes.
 
     Attributes:
@@ -95,7 +94,7 @@ def make_plan(
     length: int,
     is_calibrated: bool,
     through_files: bool = False,
-) -> Plan:
+) -> RunPlan:
     """Return the plan of a request, from the headers of the safetensors of a float model.
 
     Args:
@@ -144,7 +143,7 @@ def make_plan(
         *_find_device_problems(needs, device),
         *_find_disk_problems(request, needs),
     ]
-    return Plan(needs, least, machine, list_kinds(model, config), problems)
+    return RunPlan(needs, least, machine, list_kinds(model, config), problems)
 
 
 def _describe_run(
@@ -169,7 +168,7 @@ def _describe_run(
     stored = stored_size(model, config, options)
     windows = EVAL_WINDOWS if request.num_eval_data is None else request.num_eval_data
     window = request.eval_seq_len or length
-    return requirements.Request(
+    return requirements.Run(
         model=shape,
         data=data,
         algorithms=[(o.name, partial(algorithm.work, o)) for algorithm, o in algorithms],
@@ -187,13 +186,16 @@ def _describe_run(
 def _describe_data(
     request: Request, model: nn.Module, length: int, is_calibrated: bool, blocks: int
 ) -> DataShape:
+    from quark.torch.pipeline import chunks
     from quark.torch.pipeline.shapes import DataShape
 
+    tokens = request.num_calib_data * length if is_calibrated else 0
+    chunk = length * max(1, min(chunks.SEQUENCES, chunks.TOKENS // length))
     config: Any = model.config
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     return DataShape(
-        tokens=request.num_calib_data * length if is_calibrated else 0,
-        batch=request.batch_size * length if is_calibrated else 0,
+        tokens=tokens,
+        batch=min(chunk, tokens),
         length=length,
         hidden=getattr(text, "hidden_size", 0) or 0,
         itemsize=next(model.parameters()).itemsize,
@@ -313,7 +315,7 @@ def _find_disk_problems(request: Request, needs: Requirements) -> list[Problem]:
     return problems
 
 
-def check_plan(plan: Plan) -> None:
+def check_plan(plan: RunPlan) -> None:
     """Refuse a run that this machine has too little for; warn where that is not certain.
 
     Raises:

@@ -18,7 +18,7 @@ from quark.cli.quantize.outline import (
     describe_quantized_parts,
     predicts_text,
 )
-from quark.cli.quantize.plan import Plan
+from quark.cli.quantize.plan import RunPlan
 from quark.cli.quantize.request import Request
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def _describe_output(request: Request) -> str:
     return f"{request.output_dir}  ({how})"
 
 
-def show_requirements(plan: Plan) -> None:
+def show_requirements(plan: RunPlan) -> None:
     """Print what a run takes, what will be quantized how, and what this machine lacks."""
     needs, machine = plan.requirements, plan.machine
     size = console.format_bytes
@@ -179,7 +179,7 @@ def _layer_table(kinds: Sequence[LayerKind]) -> Table:
     return table
 
 
-def show_outcome(request: Request, outcome: Outcome, plan: Plan | None) -> None:
+def show_outcome(request: Request, outcome: Outcome, plan: RunPlan | None) -> None:
     """Print the figures of a finished run beside the plan, and code that loads the output."""
     from quark.torch.export.containers.base import get_container
     from quark.torch.export.recognition import read_contents
@@ -219,7 +219,7 @@ def show_outcome(request: Request, outcome: Outcome, plan: Plan | None) -> None:
     console.out.print()
 
 
-def _compare(request: Request, outcome: Outcome, plan: Plan) -> dict[str, str]:
+def _compare(request: Request, outcome: Outcome, plan: RunPlan) -> dict[str, str]:
     """Return memory, disk and time as they were planned and as they came out."""
     from quark.torch.pipeline.machine import peak_memory
 

@@ -237,7 +237,7 @@ def work(options: AWQConfig, block: BlockShape, data: DataShape) -> Work:
     candidates = block.largest(lambda x: FLOAT32 * (16 * x.elements + 2 * x.inputs**2))
     searched = sum(16 * (2.0 * x.elements * x.inputs + 100 * x.elements) for x in block.layers)
     flops = gram_flops(block, data) + searched
-    return Work(block.grams + candidates, 1, flops, stores=3)
+    return Work(2 * block.grams + candidates, 1, flops, stores=3)
 
 
 ALGORITHM = Algorithm(

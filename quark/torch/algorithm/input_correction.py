@@ -100,7 +100,7 @@ def correction_work(block: BlockShape, data: DataShape) -> Work:
     Two passes per set of layers that share an input, which end where the set has received it; a
     sum of (r - x) xᵀ beside each of x xᵀ; and the weights as they were.
     """
-    memory = 2 * block.grams + block.pooling + block.changed + solver_memory(block)
+    memory = 4 * block.grams + block.pooling + block.changed + solver_memory(block)
     memory += block.largest(lambda x: FLOAT32 * 4 * x.inputs**2)
     sets = len({layer.inputs for layer in block.layers}) + 1
     flops = 2 * gram_flops(block, data) + (REFITS + 1) * solver_flops(block)

@@ -66,7 +66,7 @@ class Machine(NamedTuple):
     write: float
 
 
-class Request(NamedTuple):
+class Run(NamedTuple):
     """A run whose requirements are asked for.
 
     Attributes:
@@ -156,18 +156,18 @@ class Requirements(NamedTuple):
         return arithmetic + self.read / machine.read + written / machine.write
 
 
-def require(request: Request, interpreter: int, bound: int | None = None) -> Requirements:
+def require(run: Run, interpreter: int, bound: int | None = None) -> Requirements:
     """Return what a run takes.
 
     Args:
-        request: The run.
+        run: The run.
         interpreter: Bytes that the process has taken, before it loads a model.
         bound: Bytes that the process may take: parameters are read when they are used. None for a
             model in memory.
     """
-    if request.through_files:
-        return _require_files(request, interpreter)
-    model = request.model
+    if run.through_files:
+        return _require_files(run, interpreter)
+    model = run.model
     free = None if bound is None else max(bound - interpreter, 0)
     limit = LIMIT if free is None else free // ACTIVATIONS
     parameters = model.size
@@ -175,12 +175,12 @@ def require(request: Request, interpreter: int, bound: int | None = None) -> Req
         parameters = min(model.size, max(free // WEIGHTS, model.largest_unit))
     is_partial = parameters < model.size
     parameters += model.converted
-    steps = tuple(_steps(request, limit, free is not None))
-    changes = any(_work(work, request).changes for _, work in request.algorithms)
+    steps = tuple(_steps(run, limit, free is not None))
+    changes = any(_work(work, run).changes for _, work in run.algorithms)
     changed = model.changed if changes else 0
     kept = min(changed, LIMIT) if free is None else 0
     working = max(step.memory for step in steps)
-    if request.on_device:
+    if run.on_device:
         loaded = 0 if is_partial else model.size  # read to main memory first
         main = loaded + int(HEAP * (kept + max(step.stores for step in steps)))
         device = DEVICE_CONTEXT + parameters + int(HEAP * working)
@@ -194,96 +194,96 @@ def require(request: Request, interpreter: int, bound: int | None = None) -> Req
         parameters=parameters,
         kept=kept,
         steps=steps,
-        output=request.output,
+        output=run.output,
         spilled=(
             changed - kept if free is None else is_partial * (model.changed + model.largest_unit),
-            _spilled_activations(request, limit),
+            _spilled_activations(run, limit),
         ),
         read=model.size * (sum(step.reads for step in steps) if is_partial else 1),
-        network=_network(request),
+        network=_network(run),
         is_streamed=free is not None,
     )
 
 
-def _require_files(request: Request, interpreter: int) -> Requirements:
+def _require_files(run: Run, interpreter: int) -> Requirements:
     """Return what a run from files to files takes.
 
     Each thread quantizes one of the largest layers, while large tensors in float are copied.
     """
-    model = request.model
-    copied = 3 * request.data.itemsize * model.around_largest
+    model = run.model
+    copied = 3 * run.data.itemsize * model.around_largest
     layers = sum(layer.elements for layer in model.layers)
     step = Step(
         "files to files",
-        request.threads * 8 * FLOAT32 * model.largest_weight + copied,
+        run.threads * 8 * FLOAT32 * model.largest_weight + copied,
         solver_flops=_ELEMENT_FLOPS * layers,
     )
     memory = interpreter + LATER_IMPORTS + int(HEAP * step.memory)
     needs = Requirements(
-        memory, 0, interpreter, 0, 0, (step,), request.output, (0, 0), model.size, 0, True
+        memory, 0, interpreter, 0, 0, (step,), run.output, (0, 0), model.size, 0, True
     )
-    if not request.evaluated:
+    if not run.evaluated:
         return needs
     evaluated = require(
-        request._replace(through_files=False, algorithms=(), is_static=False), interpreter
+        run._replace(through_files=False, algorithms=(), is_static=False), interpreter
     )
     both = (*needs.steps, evaluated.steps[-2])
     return needs._replace(memory=max(needs.memory, evaluated.memory), steps=both)
 
 
-def least_bound(request: Request, interpreter: int) -> int:
+def least_bound(run: Run, interpreter: int) -> int:
     """Return the least bound of memory under which a run stays, in bytes.
 
     A bound is divided among parameters and activations, so a larger one lets more of them stay.
     """
-    low, high = interpreter, require(request, interpreter).memory
-    if request.through_files:
+    low, high = interpreter, require(run, interpreter).memory
+    if run.through_files:
         return high
-    while require(request, interpreter, high).memory > high:
+    while require(run, interpreter, high).memory > high:
         low, high = high, 2 * high
     while high - low > 1 << 20:
         middle = (low + high) // 2
-        if require(request, interpreter, middle).memory > middle:
+        if require(run, interpreter, middle).memory > middle:
             low = middle
         else:
             high = middle
     return high
 
 
-def _steps(request: Request, limit: int, streams: bool) -> list[Step]:
+def _steps(run: Run, limit: int, streams: bool) -> list[Step]:
     """Return the steps of a run, in order.
 
     Args:
-        request: The run.
+        run: The run.
         limit: Bytes of activations that may stay in memory.
         streams: Whether parameters are read when they are used.
     """
-    model, data = request.model, request.data
-    evaluation = _evaluation(request, streams, limit)
+    model, data = run.model, run.data
+    evaluation = _evaluation(run, streams, limit)
     steps = [evaluation._replace(name="evaluation of the original")] if evaluation else []
-    if request.algorithms:
-        steps.append(_structure(request))
+    if run.algorithms:
+        steps.append(_structure(run))
     # Values of a changed part are copied when they leave memory.
     leaving = 2 * max((block.changed for block in model.blocks), default=0) if streams else 0
-    steps += [_algorithm(request, *entry, limit, leaving) for entry in request.algorithms]
+    steps += [_algorithm(run, *entry, limit, leaving) for entry in run.algorithms]
     element = FLOAT32 * model.largest_weight
     quantize = _ELEMENT_FLOPS * sum(layer.elements for layer in model.layers)
     steps.append(Step("scales of weights", 8 * element, solver_flops=quantize))
-    if request.is_static:
+    if run.is_static:
         stores = _held(data.hidden_states, 3, limit) if streams else 0
-        memory = _forward(request) + data.logits
+        memory = _forward(run) + data.logits
         steps.append(
             Step("ranges of activations", memory, stores, _model_flops(model, data), passes=1.0)
         )
     steps.append(Step("rounding", 8 * element + leaving, solver_flops=quantize))
     steps += [evaluation] if evaluation else []
-    packed = max((b.elements for b in model.blocks), default=0) if streams else request.packed
+    packed = max((b.elements for b in model.blocks), default=0) if streams else run.packed
     steps.append(Step("writing", 8 * element + packed, solver_flops=quantize))
     return steps
 
 
 def _algorithm(
-    request: Request,
+    run: Run,
     name: str,
     work: Callable[[BlockShape, DataShape], Work],
     limit: int,
@@ -292,20 +292,20 @@ def _algorithm(
     """Return the step of an algorithm.
 
     Args:
-        request: The run.
+        run: The run.
         name: Name of the algorithm.
         work: What it takes for a block.
         limit: Bytes of activations that may stay in memory.
         leaving: Bytes that a block takes while its changed values are written.
     """
-    data, blocks = request.data, request.model.blocks
+    data, blocks = run.data, run.model.blocks
     per_block = [work(block, data) for block in blocks] or [Work()]
     held = min(sum(w.held for w in per_block), limit)
     stores = max(w.stores for w in per_block)
     passed = sum(w.passes * _pass_flops(b, data) for w, b in zip(per_block, blocks, strict=False))
     return Step(
         name,
-        max(w.memory for w in per_block) + max(_forward(request) + data.logits, leaving),
+        max(w.memory for w in per_block) + max(_forward(run) + data.logits, leaving),
         _held(data.hidden_states, stores, limit) + held,
         passed,
         sum(w.flops for w in per_block),
@@ -314,38 +314,38 @@ def _algorithm(
     )
 
 
-def _structure(request: Request) -> Step:
+def _structure(run: Run) -> Step:
     """Return the step that finds and proves the structure of the model.
 
     Proofs run a block, or what is around the blocks, in float32 with changed copies of weights.
     """
-    model = request.model
+    model = run.model
     memory = 0
-    if request.proves:
+    if run.proves:
         weights = [sum(x.elements for x in block.layers) for block in model.blocks]
         memory = FLOAT32 * max(model.around + 4 * model.around_largest, 3 * max(weights, default=0))
     return Step("structure", memory, solver_flops=64.0 * model.size)
 
 
-def _evaluation(request: Request, streams: bool, limit: int) -> Step | None:
+def _evaluation(run: Run, streams: bool, limit: int) -> Step | None:
     """Return the step that measures perplexity, or None."""
-    if not request.evaluated:
+    if not run.evaluated:
         return None
-    data = request.data._replace(tokens=request.evaluated, batch=request.evaluated_batch)
+    data = run.data._replace(tokens=run.evaluated, batch=run.evaluated_batch)
     rows = 3 * FLOAT32 * min(_ROWS, data.batch) * data.labels
-    memory = 2 * data.logits + rows + _forward(request._replace(data=data))
+    memory = 2 * data.logits + rows + _forward(run._replace(data=data))
     stores = _held(data.hidden_states, 3, limit) if streams else 0
-    return Step("evaluation", memory, stores, _model_flops(request.model, data))
+    return Step("evaluation", memory, stores, _model_flops(run.model, data))
 
 
-def _forward(request: Request) -> int:
+def _forward(run: Run) -> int:
     """Return the bytes that a forward pass of a batch takes.
 
     Products in half precision reorder the weight first, which copies it.
     """
-    data = request.data
-    reordered = data.itemsize * request.model.around_largest if data.itemsize < FLOAT32 else 0
-    widest = max((x.outputs for x in request.model.layers), default=data.hidden)
+    data = run.data
+    reordered = data.itemsize * run.model.around_largest if data.itemsize < FLOAT32 else 0
+    widest = max((x.outputs for x in run.model.layers), default=data.hidden)
     hidden = FLOAT32 * data.batch * (6 * data.hidden + 4 * widest + data.length)
     return hidden + reordered
 
@@ -366,30 +366,30 @@ def _held(size: int, stores: int, limit: int) -> int:
     return stores * min(size, limit // stores) if stores else 0
 
 
-def _spilled_activations(request: Request, limit: int) -> int:
+def _spilled_activations(run: Run, limit: int) -> int:
     """Return the most bytes of activations that are written to temporary files."""
-    size, data = request.data.hidden_states, request.data
-    spilled = [3 * size - _held(size, 3, limit)] if request.is_static else [0]
-    for _, work in request.algorithms:
-        each = [work(block, data) for block in request.model.blocks]
+    size, data = run.data.hidden_states, run.data
+    spilled = [3 * size - _held(size, 3, limit)] if run.is_static else [0]
+    for _, work in run.algorithms:
+        each = [work(block, data) for block in run.model.blocks]
         stores = max((w.stores for w in each), default=0)
         held = sum(w.held for w in each)
         spilled.append(stores * size - _held(size, stores, limit) + max(held - limit, 0))
     return max(spilled)
 
 
-def _network(request: Request) -> int:
+def _network(run: Run) -> int:
     """Return the bytes that each of several processes sends.
 
     Each sends its part of the statistics of all inputs up the tree, and the blocks that it solved
     to all others.
     """
-    if request.processes == 1 or not request.algorithms:
+    if run.processes == 1 or not run.algorithms:
         return 0
-    grams = sum(block.grams for block in request.model.blocks)
-    return grams + request.model.changed * (request.processes - 1) // request.processes
+    grams = sum(block.grams for block in run.model.blocks)
+    return grams + run.model.changed * (run.processes - 1) // run.processes
 
 
-def _work(work: Callable[[BlockShape, DataShape], Work], request: Request) -> Work:
-    blocks = request.model.blocks
-    return work(blocks[0], request.data) if blocks else Work(changes=False)
+def _work(work: Callable[[BlockShape, DataShape], Work], run: Run) -> Work:
+    blocks = run.model.blocks
+    return work(blocks[0], run.data) if blocks else Work(changes=False)

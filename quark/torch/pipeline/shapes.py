@@ -64,7 +64,10 @@ class BlockShape(NamedTuple):
 
     @property
     def grams(self) -> int:
-        """Bytes of the sums of x xᵀ over each of these tensors."""
+        """Bytes of the sums of x xᵀ over each of these tensors.
+
+        While data runs, there are two: those of a part of the data, and the total.
+        """
         return sum(width * width * FLOAT32 for width in self.input_widths)
 
     @property
@@ -83,7 +86,7 @@ class DataShape(NamedTuple):
 
     Attributes:
         tokens: Number of tokens.
-        batch: Tokens of a batch.
+        batch: Tokens of a chunk, which run at once.
         length: Tokens of a sequence.
         hidden: Width of hidden states.
         itemsize: Bytes of an element of hidden states.

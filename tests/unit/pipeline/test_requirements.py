@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from quark.torch import ModelQuantizer
 from quark.torch.algorithm.registry import ALGORITHMS, load_algorithm
 from quark.torch.pipeline import requirements
-from quark.torch.pipeline.requirements import Request, least_bound, require
+from quark.torch.pipeline.requirements import Run, least_bound, require
 from quark.torch.pipeline.shapes import BlockShape, DataShape, LayerShape, ModelShape
 from quark.torch.quantization.config.algo_lookup import make_algo_configs
 from quark.torch.quantization.model_shape import measure_model
@@ -30,7 +30,7 @@ def request_of(algorithm="gptq", blocks=8, tokens=4096, **changes):
     data = DataShape(tokens, 128, 128, 1024, 4, 1000, blocks)
     (options,) = make_algo_configs([algorithm], {})
     work = partial(load_algorithm(algorithm).work, options)
-    return Request(model, data, [(algorithm, work)], False, False, 0, 0, **changes)
+    return Run(model, data, [(algorithm, work)], False, False, 0, 0, **changes)
 
 
 class TestMemory:
@@ -105,15 +105,16 @@ class Counter:
 
 @pytest.mark.parametrize("name", ["awq", "gptq", "qronos", "autoround", "smooth"])
 def test_passes_are_those_that_run(name, build, config_of):
-    model = build("llama", hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    model = build("llama", **sizes, max_position_embeddings=512)
     generator = torch.Generator().manual_seed(0)
-    batches = [torch.randint(0, 64, (1, 64), generator=generator) for _ in range(24)]
+    batches = [torch.randint(0, 64, (1, 512), generator=generator) for _ in range(32)]
     (options,) = make_algo_configs([name], {})
     if name == "autoround":
         options.iters = 10
     config = config_of("int8" if name == "smooth" else "int4_wo_32", algo_config=[options])
     shape = measure_model(model, config)
-    data = DataShape(24 * 64, 64, 64, 64, 4, 64, 2)
+    data = DataShape(32 * 512, 2048, 512, 64, 4, 64, 2)
     planned = load_algorithm(name).work(options, shape.blocks[0], data).passes
     counter = Counter(model.model.layers[0].mlp)
     ModelQuantizer(config).quantize_model(model, batches)
@@ -121,7 +122,7 @@ def test_passes_are_those_that_run(name, build, config_of):
     if name == "smooth":
         passes -= 1  # static ranges of activations
     # A backward pass counts as two, and hooks see the forward passes alone.
-    forward = planned - 2 * 10 * 8 / 24 if name == "autoround" else planned
+    forward = planned - 2 * 10 * 8 / 32 if name == "autoround" else planned
     assert forward == pytest.approx(passes, rel=0.25, abs=0.25)
 
 
