@@ -35,6 +35,7 @@ from quark.torch.pipeline.batches import (
     take_excerpt,
 )
 from quark.torch.pipeline.block import Block
+from quark.torch.pipeline.chunks import Chunks
 from quark.torch.pipeline.context import Context
 from quark.torch.pipeline.data_source import check_batches, make_repeatable
 from quark.torch.pipeline.runner import run_blocks
@@ -117,7 +118,7 @@ def collect_statistics(
                 disabled_quantizers(model),
                 eval_mode(model),
             ):
-                inputs = _observe(model, structure, batches, check_size)
+                inputs = _observe(model, structure, Chunks(batches), check_size)
                 units = _group_units(model, names)
                 calls = list(islice(flatten_batches(batches), probes))
                 measured = _measure_probes(model, units, calls, inputs) if calls else {}

@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from quark.torch import ModelExporter
 from quark.torch.export import verify
+from quark.torch.export.checkpoint.shards import ShardWriter
 from quark.torch.export.containers.safetensors import Safetensors
 from quark.torch.export.verification import TOLERANCE, Verdict
 
@@ -76,11 +77,12 @@ class TestWrong:
         ModelExporter(tmp_path / "out").export_safetensors_model(model)
         before = {f.name: f.read_bytes() for f in (tmp_path / "out").iterdir()}
 
-        def rotten(tensors, directory, _):
-            wrong = {k: t.flip(0) if k.endswith("_proj.weight") else t for k, t in tensors.items()}
-            save_file(wrong, directory / "model.safetensors", metadata={"format": "pt"})
+        add = ShardWriter.add
 
-        monkeypatch.setattr("quark.torch.export.containers.safetensors.write_tensors", rotten)
+        def rotten(writer, name, tensor):
+            add(writer, name, tensor.flip(0) if name.endswith("_proj.weight") else tensor)
+
+        monkeypatch.setattr(ShardWriter, "add", rotten)
         exporter = ModelExporter(None, tmp_path / "out", overwrite=True, verify=True)
         with pytest.raises(ValueError, match="does not compute"):
             exporter.export_safetensors_model(model)

@@ -103,7 +103,7 @@ def test_two_kinds_of_files_share_a_directory(place, quark, tmp_path):
 def test_activations_go_to_the_directory_of_the_user(
     place, quark, refused, text, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("quark.torch.pipeline.runner.run_blocks.__defaults__", (0, False))
+    monkeypatch.setattr("quark.torch.pipeline.runner.current_limit", lambda: 0)
     seen, make = [], tempfile.TemporaryDirectory
     monkeypatch.setattr(
         tempfile,
