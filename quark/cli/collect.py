@@ -127,6 +127,7 @@ def load_float_model(request: ModelFlags, directory: Path) -> nn.Module:
             device,
             request.trust_remote_code,
             request.model_attn_implementation,
+            request.max_memory,
             in_float=True,
         )
 

@@ -15,6 +15,8 @@ from quark.torch.graph.residency import residency_of, resident
 from quark.torch.quantization.config import algo
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.presets import scheme
+from quark.torch.search.mixtures import measure_costs
+from quark.torch.statistics.collection import collect_statistics
 from tests.models.architectures import build, small_config
 from tests.models.matrix import FAMILIES, WAYS, quantized
 
@@ -144,6 +146,29 @@ def test_a_quantized_model(mode, batches, tmp_path):
     assert 0 < cache.peak < whole * 0.7
 
 
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_statistics_and_costs(kind, batches, tmp_path):
+    build(small_config(kind), torch.bfloat16).save_pretrained(tmp_path)
+    formats = {name: scheme(name, 32) for name in ("int4_wo_32", "int8_wo")}
+    results = []
+    for load in (in_memory, streamed):
+        model = load(tmp_path)
+        statistics = collect_statistics(model, batches, probes=1)
+        costs = measure_costs(model, statistics, formats, exclude=["lm_head"], solved=True)
+        # The same model once more: what was measured is gone.
+        config = Config(scheme("int4_wo_32", 32), exclude=["lm_head"])
+        model = ModelQuantizer.freeze(ModelQuantizer(config).quantize_model(model))
+        with resident(model, ""):
+            state = {name: t.clone() for name, t in model.state_dict().items()}
+        results.append((statistics, costs, state))
+    (expected, expected_costs, expected_state), (found, costs, state) = results
+    assert found.model == expected.model and found.sensitivities == expected.sensitivities
+    assert costs == expected_costs
+    for name, gram in expected.inputs.items():
+        assert torch.equal(found.inputs[name].total, gram.total)
+    assert not [n for n, t in expected_state.items() if not torch.equal(state[n], t)]
+
+
 def test_a_failure_leaves_the_values_of_the_files(batches, tmp_path, monkeypatch):
     build(small_config("llama"), torch.bfloat16).save_pretrained(tmp_path)
     model = streamed(tmp_path)
@@ -177,6 +202,8 @@ from quark.torch import ModelExporter, ModelQuantizer
 from quark.torch.export.recognition import load_checkpoint
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.presets import scheme
+from quark.torch.search.mixtures import measure_costs
+from quark.torch.statistics.collection import collect_statistics
 before = psutil.Process().memory_info().rss
 model = load_checkpoint(sys.argv[1], max_memory=before + int(sys.argv[3]))
 config = Config(scheme("int8_wo"), exclude=["lm_head"])

@@ -172,7 +172,14 @@ class Residency(UnitCache):
         return readers
 
     def _load_scales(self, unit: Unit) -> None:
-        places = {name: (quantizer, part) for name, quantizer, part in _scales(unit)}
+        # Only what was released comes back: a new quantizer does not take the scales of an old one.
+        places = {
+            name: (quantizer, part)
+            for name, quantizer, part in _scales(unit)
+            if (scale := getattr(quantizer, part)) is not None
+            and scale.numel() > 1
+            and _is_placeholder(scale)
+        }
         for name, values in self.scratch.read(places).items():
             quantizer, part = places[name]
             self._scales[name] = values.to(self.device)

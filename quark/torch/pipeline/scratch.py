@@ -67,6 +67,7 @@ class Scratch:
         Raises:
             OSError: The disk is full.
         """
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         if not tensors:
@@ -74,8 +75,11 @@ class Scratch:
         check_space(self.directory, size_of(dict(tensors)))
         file = self.directory / f"{next(self._numbers)}.safetensors"
         stored = {n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}
-        save_file(stored, file)
         self._own.add(file)
+        try:
+            save_file(stored, file)
+        except SafetensorError as error:
+            raise OSError(f"{self.directory} has no room for changed weights ({error}).") from None
         self._replace({name: _Place(file, name, t.stride()) for name, t in tensors.items()})
 
     def refer(self, file: Path, keys: Mapping[str, tuple[str, torch.Tensor]]) -> None:

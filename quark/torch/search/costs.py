@@ -18,6 +18,7 @@ from torch import nn
 from quark.torch.algorithm.layers import has_quantized_weight, to_matrix
 from quark.torch.algorithm.weight_rounding import round_layer
 from quark.torch.export.formats.base import ExportFormat, get_format
+from quark.torch.graph.residency import resident
 from quark.torch.pipeline.accumulators import Gram
 from quark.torch.pipeline.statistics import Statistics
 from quark.torch.quantization.calibration import (
@@ -74,8 +75,11 @@ def layer_costs(
     replace_layers(model, select_layers(model, named))
     try:
         compute_scales_from_statistics(model, statistics)
-        layers = dict(quantized_layers(model))
-        return {name: _compute_cost(name, layers[name], statistics, fmt, solved) for name in names}
+        layers, costs = dict(quantized_layers(model)), dict[str, Cost]()
+        for name in names:
+            with resident(model, name):
+                costs[name] = _compute_cost(name, layers[name], statistics, fmt, solved)
+        return costs
     finally:
         restore_layers(model)
 

@@ -24,9 +24,14 @@ from quark.torch.algorithm.layer_inputs import collect_grams, first_readers
 from quark.torch.algorithm.layers import block_layers, output_error, to_matrix
 from quark.torch.graph.discovery import discover
 from quark.torch.graph.eval_mode import eval_mode
+from quark.torch.graph.residency import residency_of, resident
 from quark.torch.graph.structure import Structure
 from quark.torch.pipeline.accumulators import Accumulator, Gram, TokenSample, accumulate_inputs
-from quark.torch.pipeline.activation_store import ActivationStore, offload_directory
+from quark.torch.pipeline.activation_store import (
+    ActivationStore,
+    activation_limit,
+    offload_directory,
+)
 from quark.torch.pipeline.batches import (
     flatten_batches,
     padding_mask,
@@ -103,6 +108,7 @@ def collect_statistics(
         raise ValueError("The dataloader is empty: statistics need at least a batch.")
     first = next(iter(flatten_batches(batches)))
     digests, data = model_digests(model), data_digest(batches)
+    residency = residency_of(model)
     with temporarily_split_experts(model):
         check_parameters(model)
         structure = discover(model, lambda: run_batch(model, take_excerpt(first)))
@@ -115,6 +121,7 @@ def collect_statistics(
         try:
             with (
                 offload_directory(offload_dir),
+                activation_limit(None if residency is None else residency.activation_limit),
                 disabled_quantizers(model),
                 eval_mode(model),
             ):
@@ -276,13 +283,14 @@ def _measure_probes(
             expected[index] = _predict(model, call)
         for unit in show_progress(units, "sensitivities"):
             layers = {name: _get_layer(model, name) for name in unit}
-            compute_weight_scales(layers, Config())
-            error = sum(
-                weight_error(
-                    layer, round_to_nearest(layer), activations.grams[activations.readers[name]]
+            with resident(model, *unit):
+                compute_weight_scales(layers, Config())
+                error = sum(
+                    weight_error(
+                        layer, round_to_nearest(layer), activations.grams[activations.readers[name]]
+                    )
+                    for name, layer in layers.items()
                 )
-                for name, layer in layers.items()
-            )
             with _enable_weight_quantizers(layers.values()):
                 divergence, tokens = _measure_divergence(model, calls, expected)
             probes |= dict.fromkeys(unit, Probe(divergence, tokens, error))
