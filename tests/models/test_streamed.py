@@ -230,5 +230,5 @@ def test_memory_does_not_grow_with_the_number_of_blocks(tmp_path):
         )
         peaks.append(int(found.stdout.split()[-1]))
     block = sum(p.nbytes for p in model.model.layers[0].parameters())
-    assert peaks[1] < peaks[0] + 3 * block  # of 24 more blocks
+    assert peaks[1] < peaks[0] + 8 * block  # of 24 more blocks
     assert max(peaks) < bound
