@@ -108,7 +108,6 @@ def collect_statistics(
         raise ValueError("The dataloader is empty: statistics need at least a batch.")
     first = next(iter(flatten_batches(batches)))
     digests, data = model_digests(model), data_digest(batches)
-    residency = residency_of(model)
     with temporarily_split_experts(model):
         check_parameters(model)
         structure = discover(model, lambda: run_batch(model, take_excerpt(first)))
@@ -119,12 +118,7 @@ def collect_statistics(
             model, {name: _make_coarse_config(model.get_submodule(name)) for name in names}
         )
         try:
-            with (
-                offload_directory(offload_dir),
-                activation_limit(None if residency is None else residency.activation_limit),
-                disabled_quantizers(model),
-                eval_mode(model),
-            ):
+            with _prepared(model, offload_dir):
                 inputs = _observe(model, structure, Chunks(batches), check_size)
                 units = _group_units(model, names)
                 calls = list(islice(flatten_batches(batches), probes))
@@ -136,6 +130,19 @@ def collect_statistics(
     return Statistics(
         digests, data, inputs.readers, inputs.grams, tokens, units, measured, inputs.samples, ranges
     )
+
+
+@contextmanager
+def _prepared(model: nn.Module, offload_dir: str | Path | None) -> Iterator[None]:
+    """Let data run through a float model with its bounds of memory, while the context is open."""
+    residency = residency_of(model)
+    with (
+        offload_directory(offload_dir),
+        activation_limit(None if residency is None else residency.activation_limit),
+        disabled_quantizers(model),
+        eval_mode(model),
+    ):
+        yield
 
 
 def _find_linear_layers(model: nn.Module, structure: Structure) -> Iterator[str]:
