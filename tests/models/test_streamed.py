@@ -189,6 +189,13 @@ def test_a_failure_leaves_the_values_of_the_files(batches, tmp_path, monkeypatch
         assert all(torch.equal(state[n], t) for n, t in original.state_dict().items())
 
 
+def test_learned_rotations_are_refused(batches, tmp_path):
+    build(small_config("llama"), torch.bfloat16).save_pretrained(tmp_path)
+    config = Config(scheme("int8"), algo_config=[algo.RotationConfig(trainable=True)])
+    with pytest.raises(ValueError, match="which must be in memory"):
+        ModelQuantizer(config).quantize_model(streamed(tmp_path), batches)
+
+
 def test_less_memory_than_is_taken_is_refused(tmp_path):
     build(small_config("llama"), torch.bfloat16).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"max_memory: 1 MB are less than the \d+ MB"):

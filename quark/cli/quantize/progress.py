@@ -1,4 +1,4 @@
-"""What is left of a run of ``quark quantize`` that was killed, for the same command to go on."""
+"""The journal of ``quark quantize``, with which the same command goes on after a kill."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class Request(
 
     @property
     def flow(self) -> str | None:
-        """How the model is read: a name of ``QUANT_FLOWS``; None: as it is best."""
+        """A name of ``QUANT_FLOWS``; None where the flow is chosen by the scheme and the flags."""
         return "file2file" if self.file2file_quantization else self.quant_flow
 
     @property
@@ -260,6 +260,8 @@ def _check_reload(request: Request) -> None:
     names = {field.name for flags in unused for field in fields(flags)} - {"seq_len"}
     for name in sorted(request.given & names):
         logger.warning("--%s has no effect: nothing is quantized.", name)
+    if request.params_load and request.max_memory is not None:
+        raise wrong("--max_memory", "parameters of --params_load are read at once. Leave it out.")
     if request.params_load and "data_type" in request.given:
         logger.warning("--data_type has no effect: parameters keep their saved types.")
 

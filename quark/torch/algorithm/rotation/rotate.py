@@ -29,7 +29,7 @@ from quark.torch.algorithm.rotation.weight_edits import (
     add_value_rotation,
     untie,
 )
-from quark.torch.graph.residency import resident
+from quark.torch.graph.residency import residency_of, resident
 from quark.torch.graph.structure import ROTATION, ResidualStream
 from quark.torch.numerics.hadamard import hadamard, largest_order, random_hadamard
 from quark.torch.pipeline.context import Algorithm, Context
@@ -89,6 +89,11 @@ def resolve(context: Context, options: RotationConfig) -> Collection[str]:
     Raises:
         ValueError: As in ``apply``.
     """
+    if options.trainable and residency_of(context.model) is not None:
+        raise ValueError(
+            "rotation: trainable=True learns from the whole model, which must be in memory. "
+            "Use fixed rotations, or load the model without max_memory (--max_memory)."
+        )
     return _make_plan(context, options).online
 
 
