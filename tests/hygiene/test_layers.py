@@ -51,6 +51,7 @@ LAYERS = [
         "quark.torch.quantization.model_shape",
     },
     {"quark.torch.quantization.checks"},
+    {"quark.torch.quantization.graph_mode"},
     {"quark.torch.statistics"},
     {
         "quark.torch.export.formats.layouts",

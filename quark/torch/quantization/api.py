@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
 from quark.torch.export.containers.base import ExportSettings
 from quark.torch.export.containers.safetensors import CopiedFiles
@@ -28,6 +29,8 @@ from quark.torch.quantization.calibration import calibrate, share_token_counts
 from quark.torch.quantization.checks import check, check_processes, discover_structure
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.name_lookup import printable
+from quark.torch.quantization.config.type import QuantizationMode
+from quark.torch.quantization.graph_mode.quantization import check_mode, quantize_graph
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from quark.torch.quantization.plan import prepare
 from quark.torch.quantization.preparation import check_plain, mark_as_quantized, quantized_layers
@@ -72,12 +75,15 @@ class ModelQuantizer:
         """Replace modules of ``model`` in place by quantized ones and compute their scales.
 
         Args:
-            model: A float model, in any of float32, bfloat16 and float16, on any device.
+            model: A float model, in any of float32, bfloat16 and float16, on any device. With
+                ``quant_mode=fx_graph_mode`` a graph, ``torch.export.export(model.eval(),
+                args).module()``, which is not changed.
             dataloader: Batches (tensor, mapping or list) for static ranges and most algorithms.
             statistics: Statistics of the model from ``collect_statistics``, instead of data.
 
         Returns:
             The same model, which computes with quantized values. ``freeze`` replaces its weights.
+            Of a graph, a quantized copy.
 
         Raises:
             TypeError: The model is compiled, parallel or has adapters.
@@ -95,8 +101,22 @@ class ModelQuantizer:
         with the same model, configuration and data. Each runs a part of the data and rounds a part
         of the layers, and all get the same model, with the same bits as one process alone.
         """
+        check_mode(model, self.config)
+        if self.config.quant_mode is QuantizationMode.fx_graph_mode:
+            return self._quantize_graph(model, dataloader, statistics)  # type: ignore[return-value]
         with self._activations(model), restored_on_failure(model) as record:
             return self.quantize_recorded(model, dataloader, statistics, record)
+
+    def _quantize_graph(
+        self, graph: Any, dataloader: Iterable[Any] | None, statistics: Statistics | None
+    ) -> GraphModule:
+        """Return a quantized copy of an exported graph."""
+        for name, value in {"statistics": statistics, "journal": self.journal}.items():
+            if value is not None:
+                raise ValueError(f"{name}: graphs are quantized without it. Pass a dataloader.")
+        _log_to_terminal(self.config.log_severity_level)
+        with self._activations(graph):
+            return quantize_graph(graph, self.config, dataloader)
 
     def quantize_recorded(
         self,

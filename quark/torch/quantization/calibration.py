@@ -50,7 +50,7 @@ def calibrate(model: nn.Module, plan: Plan) -> None:
         ValueError: A value is NaN or infinite, or a layer saw no data.
     """
     calibrate_parameters(model, plan.config)
-    if needs_data(plan.layers.values()):
+    if next(_static_activations(model), None) is not None:
         if plan.statistics is None or plan.has_data:
             calibrate_activations(model, plan.batches)
         else:
@@ -313,10 +313,19 @@ def _merge(quantizers: list[TensorQuantizer | None], values: Sequence[torch.Tens
 def _static_activations(
     model: nn.Module,
 ) -> Iterator[tuple[tuple[str, str], TensorQuantizer]]:
+    """Iterate over the quantizers of activations with static scales, by layer and tensor.
+
+    Those that belong to no layer, on the edges of a graph, go by their own name and "values".
+    """
+    owned: set[TensorQuantizer] = set()
     for name, layer in quantized_layers(model):
+        owned |= set(layer.quantizers().values())
         for tensor, quantizer in layer.quantizers().items():
             if tensor not in PARAMETERS and quantizer.needs_data:
                 yield (name, tensor), quantizer
+    for name, module in model.named_modules():
+        if isinstance(module, TensorQuantizer) and module not in owned and module.needs_data:
+            yield (name, "values"), module
 
 
 @contextmanager

@@ -39,7 +39,8 @@ REFUSED: dict[str, dict[str, str]] = {
     "Config": {
         "quant_flow": "{}: quantize_model supports standard only. Leave it out, or call "
         "direct_quantize_checkpoint for file2file.",
-        "quant_mode": "{}: only eager_mode is supported. Leave it out.",
+        "quant_mode": "{}: only graphs in memory are quantized this way, by ModelQuantizer or "
+        "FxGraphQuantizer. Leave it out.",
         "softmax_quant_spec": "{} is not supported: leave it out. Keys and values can be quantized "
         "by kv_cache_quant_config.",
     },

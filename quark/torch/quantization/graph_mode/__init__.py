@@ -1,0 +1,1 @@
+"""Quantization of exported graphs: layers, edges and the passes before them."""

@@ -1,0 +1,237 @@
+"""Quantizers on the edges of a graph: inputs and outputs of layers and operators.
+
+A configuration with inputs and outputs quantizes ``relu(conv(x)).flatten()`` before a linear layer
+as follows, where Q is one quantizer:
+
+    x -> Q1 -> conv -> relu -> Q2 -> flatten -> Q2 -> linear -> Q3
+
+- Readers of one value share its quantizer if their specifications are the same.
+- A product that nothing reads but a clamp (ReLU, ReLU6, …) is quantized after the clamp only.
+- Operators that only move values share the scale of what they move. So do all inputs and the
+  output of a concatenation.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import fx, nn
+
+from quark.torch.numerics.granularity import QSchemeType
+from quark.torch.quantization.config.layer import QuantizationConfig
+from quark.torch.quantization.config.spec import QuantizationSpec
+from quark.torch.quantization.graph_mode.arguments import operator_name
+from quark.torch.quantization.graph_mode.operators import CLAMPS, float_inputs, results
+from quark.torch.quantization.nn.quantizer import TensorQuantizer
+
+EDGES = "edge_quantizers"  # module of a graph that holds the quantizers of its edges
+
+
+class MovedQuantizer(nn.Module):
+    """Quantizes values that another quantizer has quantized before they were moved.
+
+    It has no scale of its own, and observes nothing.
+
+    Args:
+        source: The quantizer of the values before they were moved, which is a module of the graph.
+    """
+
+    def __init__(self, source: TensorQuantizer) -> None:
+        super().__init__()
+        self._source = (source,)  # a tuple: the graph owns the quantizer
+
+    @property
+    def source(self) -> TensorQuantizer:
+        """The quantizer of the values before they were moved."""
+        return self._source[0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Fake-quantize ``x``."""
+        result: torch.Tensor = x if self.source.is_observing else self.source(x)
+        return result
+
+
+class _Key(NamedTuple):
+    """A quantized value.
+
+    Attributes:
+        value: Node of the value.
+        spec: Number of its specification.
+    """
+
+    value: fx.Node
+    spec: int
+
+
+@dataclass
+class Edges:
+    """The quantizers that a graph gets.
+
+    Attributes:
+        specs: All specifications.
+        readers: Quantized value -> the nodes that read it quantized; None for all nodes.
+        origins: Quantized value that an operator moved -> what it was before.
+    """
+
+    specs: list[QuantizationSpec] = field(default_factory=list)
+    readers: dict[_Key, set[fx.Node] | None] = field(default_factory=dict)
+    origins: dict[_Key, set[_Key]] = field(default_factory=dict)
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether a scale has to be calibrated."""
+        return any(self.specs[key.spec].needs_data for key in self.readers)
+
+    def key(self, value: fx.Node, spec: QuantizationSpec) -> _Key:
+        """Return the key of a value under a specification."""
+        if spec not in self.specs:
+            self.specs.append(spec)
+        return _Key(value, self.specs.index(spec))
+
+    def groups(self) -> list[list[_Key]]:
+        """Return the quantized values in groups that share a scale, in the order of the graph."""
+        group_of = {key: [key] for key in self.readers}
+        for key, origins in self.origins.items():
+            for origin in origins:
+                first, second = group_of[key], group_of[origin]
+                if first is not second:
+                    first += second
+                    group_of |= dict.fromkeys(second, first)
+        order = {key: number for number, key in enumerate(self.readers)}
+        groups = {id(group): sorted(group, key=order.__getitem__) for group in group_of.values()}
+        return sorted(groups.values(), key=lambda group: order[group[0]])
+
+
+def plan_edges(configs: Mapping[fx.Node, QuantizationConfig], movements: set[fx.Node]) -> Edges:
+    """Return the quantizers that a graph gets.
+
+    Args:
+        configs: Configuration of layers and operators, in the order of the graph.
+        movements: Nodes whose operators only move values.
+    """
+    edges = Edges()
+    fused = dict(_fused_clamps(configs, movements))
+    for node, config in configs.items():
+        if config.input_tensors is not None:
+            for value in float_inputs(node):
+                if fused.get(value) is not node:
+                    readers = edges.readers.setdefault(
+                        edges.key(value, config.input_tensors), set()
+                    )
+                    if readers is not None:
+                        readers.add(node)
+        if config.output_tensors is not None and node not in fused:
+            for value in filter(_is_read, results(node)):
+                edges.readers[edges.key(value, config.output_tensors)] = None
+    for key in edges.readers:
+        if _is_shareable(edges.specs[key.spec]):
+            origins = _origins(key, edges.readers, movements)
+            if origins:
+                edges.origins[key] = origins
+    return edges
+
+
+def insert_edges(graph: fx.GraphModule, edges: Edges) -> None:
+    """Insert quantizers into a graph, in place."""
+    names: dict[_Key, str] = {}
+    for group in edges.groups():
+        source: TensorQuantizer | None = None
+        name = ""
+        for key in sorted(group, key=edges.origins.__contains__):  # moved values come last
+            if source is None:
+                source = TensorQuantizer(edges.specs[key.spec])
+                name = _add(graph, key.value, source)
+            is_moved = key in edges.origins
+            names[key] = _add(graph, key.value, MovedQuantizer(source)) if is_moved else name
+    # A value that all nodes read quantized: its producer comes first, so it is inserted first.
+    quantized: dict[fx.Node, fx.Node] = {}
+    for key, readers in edges.readers.items():
+        node = _insert(graph, quantized.get(key.value, key.value), names[key], readers)
+        if readers is None:
+            quantized[key.value] = node
+    graph.graph.lint()
+    graph.recompile()
+
+
+def edge_quantizers(graph: nn.Module) -> dict[str, TensorQuantizer]:
+    """Return the quantizers of the edges of a graph by name, those of moved values aside."""
+    holder = getattr(graph, EDGES, None)
+    children = holder.named_children() if isinstance(holder, nn.Module) else ()
+    return {name: q for name, q in children if isinstance(q, TensorQuantizer)}
+
+
+def _fused_clamps(
+    configs: Mapping[fx.Node, QuantizationConfig], movements: set[fx.Node]
+) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Iterate over (product, clamp) where the clamp is the only reader of the product."""
+    for node, config in configs.items():
+        clamp = next(iter(node.users), None)
+        if clamp is None or len(node.users) > 1 or node in movements or clamp not in configs:
+            continue
+        is_same = configs[clamp].output_tensors == config.output_tensors
+        if is_same and operator_name(clamp) in CLAMPS:
+            yield node, clamp
+
+
+def _is_read(value: fx.Node) -> bool:
+    return bool(value.users)
+
+
+def _is_shareable(spec: QuantizationSpec) -> bool:
+    """Whether quantized values stay quantized when they are moved: one static scale for all."""
+    scheme = spec.scheme
+    is_per_tensor = scheme.qscheme is QSchemeType.per_tensor and not spec.is_dynamic
+    return is_per_tensor and scheme.fmt.scaled
+
+
+def _origins(
+    key: _Key, readers: Mapping[_Key, set[fx.Node] | None], movements: set[fx.Node]
+) -> set[_Key]:
+    """Return the quantized values that an operator moved to make a value; empty if it did not.
+
+    Values that are not quantized themselves are followed back through more movements.
+    """
+    node = key.value
+    if node.target is operator.getitem:
+        node = node.args[0]  # type: ignore[assignment]
+    if node not in movements:
+        return set()
+    origins: set[_Key] = set()
+    for value in float_inputs(node):
+        before = _Key(value, key.spec)
+        more = {before} if before in readers else _origins(before, readers, movements)
+        if not more:
+            return set()
+        origins |= more
+    return origins
+
+
+def _add(graph: fx.GraphModule, value: fx.Node, quantizer: nn.Module) -> str:
+    """Add the quantizer of a value to a graph and return its name."""
+    name = base = f"{EDGES}.{value.name}"
+    number = 0
+    taken = {module_name for module_name, _ in graph.named_modules()}
+    while name in taken:
+        number += 1
+        name = f"{base}_{number}"
+    graph.add_submodule(name, quantizer)
+    return name
+
+
+def _insert(
+    graph: fx.GraphModule, value: fx.Node, name: str, readers: set[fx.Node] | None
+) -> fx.Node:
+    """Let nodes read a value through a quantizer, None for all nodes; return the node of it."""
+    chosen = set(value.users) if readers is None else readers & set(value.users)
+    order = {node: number for number, node in enumerate(graph.graph.nodes)}
+    with graph.graph.inserting_before(min(chosen, key=order.__getitem__)):
+        node = graph.graph.call_module(name, (value,))
+    kept = ("val", "nn_module_stack", "stack_trace")
+    node.meta = {key: value.meta[key] for key in kept if key in value.meta}
+    for reader in chosen:
+        reader.replace_input_with(value, node)
+    return node

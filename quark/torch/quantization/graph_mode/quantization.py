@@ -1,0 +1,147 @@
+"""Quantization of an exported graph: the steps of eager mode, and quantizers on the edges."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from torch import fx, nn
+
+from quark.torch.graph.discovery import discover
+from quark.torch.graph.parameter_writes import record_writes
+from quark.torch.pipeline.batches import flatten_batches, run_batch
+from quark.torch.pipeline.data_source import make_repeatable
+from quark.torch.pipeline.processes import joined
+from quark.torch.quantization.algorithms import (
+    apply_algorithms,
+    check_algorithms,
+    find_algorithms,
+)
+from quark.torch.quantization.calibration import calibrate
+from quark.torch.quantization.checks import check_data, check_processes
+from quark.torch.quantization.config.config import Config
+from quark.torch.quantization.config.type import QuantizationMode
+from quark.torch.quantization.graph_mode.arguments import call_functions
+from quark.torch.quantization.graph_mode.edges import Edges, insert_edges, plan_edges
+from quark.torch.quantization.graph_mode.functional import functional_copy
+from quark.torch.quantization.graph_mode.inputs import example_inputs, fit_batches
+from quark.torch.quantization.graph_mode.layers import raise_layers
+from quark.torch.quantization.graph_mode.movement import find_movements
+from quark.torch.quantization.graph_mode.selection import (
+    configure_layers,
+    configure_nodes,
+    graph_config,
+    report_float_operators,
+)
+from quark.torch.quantization.plan import Plan, prepare
+from quark.torch.quantization.preparation import (
+    check_parameters,
+    mark_as_quantized,
+    quantized_layers,
+)
+
+logger = logging.getLogger("quark")
+
+_EXPORT = "torch.export.export(model.eval(), args).module()"
+
+
+def is_exported(model: nn.Module) -> bool:
+    """Whether a model is a graph of operators, as ``torch.export`` makes it."""
+    return isinstance(model, fx.GraphModule) and next(call_functions(model), None) is not None
+
+
+def check_mode(model: nn.Module, config: Config) -> None:
+    """Check that a model is what the mode of a configuration takes.
+
+    Raises:
+        ValueError: It is a graph in eager mode, or a module in graph mode.
+    """
+    is_graph_mode = config.quant_mode is QuantizationMode.fx_graph_mode
+    if is_exported(model) and not is_graph_mode:
+        raise ValueError(
+            "The model is a graph of torch.export: set quant_mode=QuantizationMode.fx_graph_mode, "
+            "or give the model that was exported."
+        )
+    if is_graph_mode and not isinstance(model, fx.GraphModule):
+        raise ValueError(
+            f"quant_mode=fx_graph_mode takes a graph, got a {type(model).__name__}: give {_EXPORT},"
+            " or call FxGraphQuantizer, which exports the model itself."
+        )
+
+
+def quantize_graph(
+    graph: fx.GraphModule, config: Config, dataloader: Iterable[Any] | None
+) -> fx.GraphModule:
+    """Return a quantized copy of an exported graph.
+
+    Args:
+        graph: Result of ``torch.export.export(model.eval(), args).module()``. It is not changed.
+        config: How to quantize it.
+        dataloader: Batches for static ranges and algorithms, or None.
+
+    Raises:
+        ValueError: The graph cannot be quantized, the configuration does not fit, data is missing
+            or does not fit, or a value is not finite.
+    """
+    for name, _ in quantized_layers(graph):
+        raise ValueError(f"{name} is quantized already: export the float model again.")
+    copied = functional_copy(graph)
+    data = () if dataloader is None else fit_batches(copied, make_repeatable(dataloader))
+    inputs = example_inputs(copied, data)
+    model = raise_layers(copied)
+    movements = find_movements(model, inputs)
+    with joined():
+        plan, edges = _check(model, config, data, movements)
+        check_processes(model, plan)
+        insert_edges(model, edges)
+        prepare(model, plan)
+        _apply_algorithms(model, plan)
+        calibrate(model, plan)
+        mark_as_quantized(model, config)
+        if plan.data_digest is not None:
+            model.calibration_sha256 = plan.data_digest  # type: ignore[assignment]
+    logger.info("Model quantization has been completed.")
+    return model
+
+
+def _check(
+    model: fx.GraphModule, config: Config, data: Iterable[Any], movements: set[fx.Node]
+) -> tuple[Plan, Edges]:
+    """Check that a configuration fits a graph with layers, and return what will be done.
+
+    Raises:
+        ValueError: The configuration does not fit the graph, or data is missing.
+    """
+    config = graph_config(config, model)
+    algorithms = find_algorithms(config)
+    layers = configure_layers(model, config)
+    edges = plan_edges(configure_nodes(model, config, layers), movements)
+    has_data = next(flatten_batches(data), None) is not None
+    check_algorithms(config, algorithms, layers, data if has_data else None, None)
+    if edges.needs_data and not has_data:
+        raise ValueError(
+            "Static activation ranges need calibration data: pass a dataloader to quantize_model, "
+            "or set is_dynamic=True."
+        )
+    check_parameters(model)
+    report_float_operators(model, movements)
+    runs = has_data and bool(algorithms or edges.needs_data)
+    digest = check_data(model, data, bool(algorithms)) if runs else None
+    # The edges have the quantizers of inputs and outputs.
+    weights = {n: replace(c, input_tensors=None, output_tensors=None) for n, c in layers.items()}
+    batches = data if runs else ()
+    return Plan(config, weights, {}, algorithms, batches, has_data, None, digest), edges
+
+
+def _apply_algorithms(model: fx.GraphModule, plan: Plan) -> None:
+    """Apply the algorithms of a plan."""
+    if not plan.algorithms:
+        return
+    first = next(flatten_batches(plan.batches), None)
+    assert first is not None
+    proves = {need for algorithm, _ in plan.algorithms for need in algorithm.proves}
+    structure = discover(model, lambda: run_batch(model, first), proves)
+    with record_writes(lambda parameter: None):
+        apply_algorithms(model, plan, structure)
