@@ -4,6 +4,8 @@ import torch
 from torch import nn
 
 from quark.torch.quantization.config.config import Config, Int8PerTensorSpec, QuantizationConfig
+from quark.torch.quantization.graph_mode.edges import MovedQuantizer, edge_quantizers
+from quark.torch.quantization.nn.quantizer import TensorQuantizer
 
 INT8 = Int8PerTensorSpec(
     observer_method="min_max",
@@ -145,3 +147,17 @@ def images(count=3, shape=SHAPE):
 def export(model, *args, **options):
     """The graph of a model for images, or for the given arguments."""
     return torch.export.export(model, args or (images(1)[0],), **options).module()
+
+
+def edges(graph):
+    """Value -> (name of its quantizer, moved or not), in the order of the graph."""
+    result = {}
+    for node in graph.graph.nodes:
+        module = graph.get_submodule(node.target) if node.op == "call_module" else None
+        if isinstance(module, (TensorQuantizer, MovedQuantizer)):
+            quantizer = module.source if isinstance(module, MovedQuantizer) else module
+            name = next(n for n, q in edge_quantizers(graph).items() if q is quantizer)
+            value = node.args[0].name
+            assert value not in result
+            result[value] = name + (" moved" if isinstance(module, MovedQuantizer) else "")
+    return result
