@@ -1,0 +1,1 @@
+"""Quantization of exported graphs: rewriting, layers, edges."""
