@@ -85,6 +85,11 @@ def _along(factors: torch.Tensor, weight: torch.Tensor, axis: int) -> torch.Tens
     return factors.view(*factors.shape, *[1] * (weight.dim() - axis - factors.dim()))
 
 
+def is_layer_call(node: Node) -> bool:
+    """Whether a node calls an operation with a weight: product, convolution or embedding."""
+    return is_call(node, "linear", "embedding", *_CONVOLUTIONS)
+
+
 def read_layer(graph: GraphModule, node: Any) -> Layer | None:
     """Return a layer, or None if a node is something else or its parameters are computed."""
     if not is_call(node, "linear", *_CONVOLUTIONS):
