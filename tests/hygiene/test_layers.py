@@ -37,7 +37,11 @@ LAYERS = [
         "quark.torch.graph.rotation",
         "quark.torch.quantization.observer",
     },
-    {"quark.torch.graph.discovery", "quark.torch.quantization.config"},
+    {
+        "quark.torch.graph.discovery",
+        "quark.torch.quantization.config",
+        "quark.torch.quantization.graph_mode.passes",
+    },
     {"quark.torch.quantization.nn", "quark.torch.export.config"},
     {"quark.torch.quantization.preparation"},
     {"quark.torch.pipeline"},

@@ -1,1 +1,1 @@
-"""Quantization of exported graphs: layers, edges and the passes before them."""
+"""Quantization of exported graphs: rewriting, layers, edges."""

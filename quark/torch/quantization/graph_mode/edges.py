@@ -24,7 +24,7 @@ from torch import fx, nn
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.config.spec import QuantizationSpec
-from quark.torch.quantization.graph_mode.arguments import operator_name
+from quark.torch.quantization.graph_mode.nodes import operator_name
 from quark.torch.quantization.graph_mode.operators import CLAMPS, float_inputs, results
 from quark.torch.quantization.nn.quantizer import TensorQuantizer
 

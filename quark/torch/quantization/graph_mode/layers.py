@@ -17,15 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from quark.torch.quantization.graph_mode.arguments import (
-    attribute,
+from quark.torch.quantization.graph_mode.nodes import (
     call_functions,
     module_path,
     module_type,
-    named_arguments,
     operator_name,
-    value_of,
 )
+from quark.torch.quantization.graph_mode.passes.graph_edits import arguments, fake_value, get_member
 from quark.torch.quantization.nn.operators import is_operator
 
 logger = logging.getLogger(__name__)
@@ -56,7 +54,7 @@ def raise_layers(graph: fx.GraphModule) -> fx.GraphModule:
     parameters and options become calls of one layer.
 
     Args:
-        graph: Result of ``functional_copy``.
+        graph: Result of ``rewrite``.
     """
     names: dict[tuple[Any, ...], str] = {}
     for node in list(call_functions(graph)):
@@ -81,7 +79,7 @@ def raise_layers(graph: fx.GraphModule) -> fx.GraphModule:
 def _recognize(node: fx.Node) -> _Layer | None:
     """Return the layer that a call of an operator stands for, or None."""
     recognize = _OPERATORS.get(operator_name(node))
-    layer = None if recognize is None else recognize(named_arguments(node))
+    layer = None if recognize is None else recognize(arguments(node))
     if layer is None:
         return None
     parameters = [p for p in (layer.weight, layer.bias) if p is not None]
@@ -111,7 +109,7 @@ def _transposed(node: fx.Node) -> fx.Node | None:
     source = node.args[0] if operator_name(node) in _TRANSPOSES else None
     if not isinstance(source, fx.Node) or source.op != "get_attr":
         return None
-    before, after = value_of(source), value_of(node)
+    before, after = fake_value(source), fake_value(node)
     if before is None or after is None or before.dim() != 2:
         return None
     is_swap = before.t().shape == after.shape and before.t().stride() == after.stride()
@@ -173,8 +171,8 @@ _OPERATORS: dict[str, Callable[[dict[str, Any]], _Layer | None]] = {
 
 def _build(graph: fx.GraphModule, layer: _Layer) -> nn.Module:
     """Return the module of a layer, with the parameters of the graph."""
-    weight = attribute(graph, layer.weight.target)
-    bias = None if layer.bias is None else attribute(graph, layer.bias.target)
+    weight = get_member(graph, str(layer.weight.target))
+    bias = None if layer.bias is None else get_member(graph, str(layer.bias.target))
     options: dict[str, Any] = {} if layer.kind is nn.Embedding else {"bias": bias is not None}
     with torch.device("meta"):
         module = layer.kind(*_sizes(layer, weight), **options, **layer.options)
@@ -216,7 +214,9 @@ def _vacant_name(graph: fx.GraphModule, node: fx.Node, layer: _Layer) -> str:
     the packed projections of ``nn.MultiheadAttention``, the name of the parameter is added.
     """
     owner, _, parameter = str(layer.weight.target).rpartition(".")
-    own = {id(attribute(graph, p.target)) for p in (layer.weight, layer.bias) if p is not None}
+    own = {
+        id(get_member(graph, str(p.target))) for p in (layer.weight, layer.bias) if p is not None
+    }
     stem = parameter.removesuffix("weight").strip("_") or node.name
     inner = f"{owner}.{stem}" if owner else stem
     is_whole = module_type(node) == f"{layer.kind.__module__}.{layer.kind.__qualname__}"

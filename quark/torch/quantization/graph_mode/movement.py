@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
-from quark.torch.quantization.graph_mode.arguments import is_aten
+from quark.torch.quantization.graph_mode.nodes import is_aten
 
 # Limits of activations, such as 6 of ReLU6, are among the inputs in neither or one of these.
 _MAGNITUDES = (0.5, 1000.0)

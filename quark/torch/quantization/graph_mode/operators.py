@@ -9,12 +9,12 @@ from typing import Any
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from quark.torch.quantization.graph_mode.arguments import (
+from quark.torch.quantization.graph_mode.nodes import (
     is_aten,
     is_float_tensor,
-    named_arguments,
     operator_name,
 )
+from quark.torch.quantization.graph_mode.passes.graph_edits import arguments
 
 # Operators, beside layers, that compute with quantized tensors.
 QUANTIZED = {
@@ -54,10 +54,10 @@ def is_quantizable(node: fx.Node) -> bool:
 def float_inputs(node: fx.Node) -> list[fx.Node]:
     """Return the floating-point tensors that a layer or an operator reads, each once."""
     if is_aten(node):
-        arguments: Any = {k: v for k, v in named_arguments(node).items() if k not in _IN_FLOAT}
+        given: Any = {k: v for k, v in arguments(node).items() if k not in _IN_FLOAT}
     else:
-        arguments = (node.args, node.kwargs)
-    return list(dict.fromkeys(leaf for leaf in tree_leaves(arguments) if is_float_tensor(leaf)))
+        given = (node.args, node.kwargs)
+    return list(dict.fromkeys(leaf for leaf in tree_leaves(given) if is_float_tensor(leaf)))
 
 
 def results(node: fx.Node) -> Iterator[fx.Node]:

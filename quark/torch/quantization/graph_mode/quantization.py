@@ -23,12 +23,12 @@ from quark.torch.quantization.calibration import calibrate
 from quark.torch.quantization.checks import check_data, check_processes
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.type import QuantizationMode
-from quark.torch.quantization.graph_mode.arguments import call_functions
 from quark.torch.quantization.graph_mode.edges import Edges, insert_edges, plan_edges
-from quark.torch.quantization.graph_mode.functional import functional_copy
+from quark.torch.quantization.graph_mode.float_graph import independent_copy, rewrite
 from quark.torch.quantization.graph_mode.inputs import example_inputs, fit_batches
 from quark.torch.quantization.graph_mode.layers import raise_layers
 from quark.torch.quantization.graph_mode.movement import find_movements
+from quark.torch.quantization.graph_mode.nodes import call_functions
 from quark.torch.quantization.graph_mode.selection import (
     configure_layers,
     configure_nodes,
@@ -87,10 +87,10 @@ def quantize_graph(
     """
     for name, _ in quantized_layers(graph):
         raise ValueError(f"{name} is quantized already: export the float model again.")
-    copied = functional_copy(graph)
+    copied = independent_copy(graph)
     data = () if dataloader is None else fit_batches(copied, make_repeatable(dataloader))
     inputs = example_inputs(copied, data)
-    model = raise_layers(copied)
+    model = raise_layers(rewrite(copied, inputs))
     movements = find_movements(model, inputs)
     with joined():
         plan, edges = _check(model, config, data, movements)

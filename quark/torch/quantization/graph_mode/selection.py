@@ -16,7 +16,7 @@ from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import matches, report_unmatched
 from quark.torch.quantization.config.resolution import resolve_names
 from quark.torch.quantization.config.type import QuantizationMode
-from quark.torch.quantization.graph_mode.arguments import (
+from quark.torch.quantization.graph_mode.nodes import (
     is_aten,
     is_float_tensor,
     module_path,

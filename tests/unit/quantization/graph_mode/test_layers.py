@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from quark.torch.quantization.graph_mode.functional import functional_copy
+from quark.torch.quantization.graph_mode.float_graph import independent_copy
 from quark.torch.quantization.graph_mode.layers import raise_layers
 from tests.unit.quantization.graph_mode.networks import NETWORKS, export, images, network
 
@@ -34,7 +34,7 @@ def layers_of(graph):
 
 
 def raised(model, *args):
-    return raise_layers(functional_copy(export(model, *args)))
+    return raise_layers(independent_copy(export(model, *args)))
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -43,7 +43,7 @@ def test_layers_have_the_names_of_the_model_and_its_bits(name, decomposed):
     model, x = network(name), images(1)[0]
     program = torch.export.export(model, (x,))
     graph = (program.run_decompositions({}) if decomposed else program).module()
-    layers = raise_layers(functional_copy(graph))
+    layers = raise_layers(independent_copy(graph))
     assert layers_of(layers) == EXPECTED[name]
     with torch.no_grad():
         assert torch.equal(layers(x), graph(x))
@@ -53,7 +53,7 @@ def test_layers_have_the_names_of_the_model_and_its_bits(name, decomposed):
 def test_the_graph_given_keeps_its_nodes_and_its_parameters():
     graph = export(network("resnet"))
     code, parameters = graph.code, dict(graph.named_parameters())
-    layers = raise_layers(functional_copy(graph))
+    layers = raise_layers(independent_copy(graph))
     layers.stem.weight.data.zero_()
     assert graph.code == code
     assert all(parameters[n] is p for n, p in graph.named_parameters())

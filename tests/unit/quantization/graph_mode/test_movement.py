@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from quark.torch.quantization.graph_mode.functional import functional_copy
+from quark.torch.quantization.graph_mode.float_graph import independent_copy
 from quark.torch.quantization.graph_mode.movement import find_movements
 from tests.unit.quantization.graph_mode.networks import export
-from tests.unit.quantization.graph_mode.test_functional import Wrapped
+from tests.unit.quantization.graph_mode.test_float_graph import Wrapped
 
 MOVES = {
     "reshape": lambda self, x: x.reshape(2, 4, 6, 6),
@@ -48,7 +48,7 @@ COMPUTES = {
 
 def movements(function):
     x = torch.randn(2, 4, 6, 6)
-    graph = functional_copy(export(Wrapped(function), x))
+    graph = independent_copy(export(Wrapped(function), x))
     moving = find_movements(graph, [x])
     last = next(n for n in graph.graph.nodes if n.op == "output").args[0][0]
     return last.args[0] if last.target is operator.getitem else last, moving
@@ -68,5 +68,5 @@ def test_operators_that_compute_values_are_not(function):
 
 def test_values_of_the_example_do_not_matter():
     """All ones: a product with it would move values."""
-    graph = functional_copy(export(Wrapped(lambda self, x: x * (x + 1)), torch.zeros(3)))
+    graph = independent_copy(export(Wrapped(lambda self, x: x * (x + 1)), torch.zeros(3)))
     assert find_movements(graph, [torch.zeros(3)]) == set()

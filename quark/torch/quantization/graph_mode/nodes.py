@@ -1,4 +1,4 @@
-"""Arguments of the operators in a graph."""
+"""Nodes of a graph: operators, values, the modules that they come from."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import fx
+
+from quark.torch.quantization.graph_mode.passes.graph_edits import fake_value
 
 
 def is_aten(node: fx.Node) -> bool:
@@ -22,32 +24,11 @@ def operator_name(node: fx.Node) -> str:
     return node.target._schema.name.split("::")[-1] if is_aten(node) else ""  # type: ignore[union-attr]
 
 
-def named_arguments(node: fx.Node) -> dict[str, Any]:
-    """Return the arguments of an operator by name, defaults included."""
-    parameters = node.target._schema.arguments  # type: ignore[union-attr]
-    values = {p.name: p.default_value for p in parameters if p.has_default_value()}
-    given = {p.name: value for p, value in zip(parameters, node.args, strict=False)}
-    return values | given | node.kwargs
-
-
-def value_of(node: fx.Node) -> torch.Tensor | None:
-    """Return the example tensor of a node, without values; None if the node is not one tensor."""
-    value = node.meta.get("val")
-    return value if isinstance(value, torch.Tensor) else None
-
-
 def is_float_tensor(node: Any) -> bool:
     """Whether an argument is a node whose result is a floating-point tensor with axes."""
-    value = value_of(node) if isinstance(node, fx.Node) else None
-    return value is not None and value.is_floating_point() and value.dim() > 0
-
-
-def attribute(graph: fx.GraphModule, target: Any) -> Any:
-    """Return the parameter, buffer or constant of a ``get_attr`` node."""
-    result: Any = graph
-    for part in str(target).split("."):
-        result = getattr(result, part)
-    return result
+    value = fake_value(node)
+    is_tensor = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return is_tensor and value.dim() > 0
 
 
 def module_path(node: fx.Node) -> str:

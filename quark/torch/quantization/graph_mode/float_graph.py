@@ -1,0 +1,103 @@
+"""The float graph: a copy with parameters of its own, rewritten for quantization."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+from torch.utils._pytree import tree_unflatten
+
+from quark.torch.quantization.graph_mode.nodes import call_functions, operator_name
+from quark.torch.quantization.graph_mode.passes.graph_edits import arguments
+from quark.torch.quantization.graph_mode.passes.preparation import prepare
+
+# Operators that behave differently while training -> the argument that says so.
+_TRAINING = {
+    "batch_norm": "training",
+    "_native_batch_norm_legit": "training",
+    "instance_norm": "use_input_stats",
+    "dropout": "train",
+    "feature_dropout": "train",
+    "alpha_dropout": "train",
+    "native_dropout": "train",
+}
+
+
+def independent_copy(graph: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy of an exported graph with parameters of its own.
+
+    The copy has no guards, which check the shapes of inputs, and it can change between training
+    and evaluation mode.
+
+    Args:
+        graph: Result of ``torch.export.export(model.eval(), args).module()``.
+
+    Raises:
+        ValueError: The graph was exported in training mode, or torch.export did not make it.
+    """
+    _check_exported(graph)
+    modes = {name: mode for name, mode in vars(graph).items() if name in ("train", "eval")}
+    for name in modes:
+        del vars(graph)[name]  # an exported graph refuses to change its mode
+    try:
+        with warnings.catch_warnings():
+            # torch copies its own description of the inputs, which it has deprecated.
+            warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
+            copied = copy.deepcopy(graph)
+    finally:
+        vars(graph).update(modes)
+    for hooks in (copied._forward_pre_hooks, copied._forward_pre_hooks_with_kwargs):
+        hooks.clear()
+    for node in list(copied.graph.nodes):
+        if node.op == "call_module" and not node.users:
+            copied.graph.erase_node(node)  # a guard
+    copied.delete_all_unused_submodules()
+    copied.recompile()
+    return copied.eval()
+
+
+def rewrite(graph: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+    """Return a graph with the same function that can be quantized better: see ``PASSES``.
+
+    Args:
+        graph: Result of ``independent_copy``.
+        inputs: An example of each placeholder.
+
+    Raises:
+        ValueError: The graph does not run, or an operator writes into a parameter, a buffer, an
+            input or a part of a tensor that is read later.
+    """
+    args, kwargs = tree_unflatten(list(inputs), graph._in_spec)
+    rewritten = prepare(graph, kwargs or args)
+    for node in call_functions(rewritten):
+        if node.target._schema.is_mutable:  # type: ignore[union-attr]
+            raise ValueError(
+                f"{node.name} ({node.target}) writes into memory that is read elsewhere: export "
+                "the model without it (inplace=False), or give "
+                "torch.export.export(model.eval(), args).run_decompositions({}).module()."
+            )
+    names = {node.name for node in graph.graph.nodes}
+    for node in call_functions(rewritten):
+        if node.name not in names:
+            node._rename(operator_name(node))  # "relu", not "relu_default"
+    rewritten.recompile()
+    return rewritten
+
+
+def _check_exported(graph: fx.GraphModule) -> None:
+    """Raise if a graph has no shapes, as ``torch.fx.symbolic_trace`` makes it, or trains."""
+    if all(node.op != "call_function" or "val" not in node.meta for node in graph.graph.nodes):
+        raise ValueError(
+            "The graph has no shapes, so torch.export did not make it: give "
+            "torch.export.export(model.eval(), args).module()."
+        )
+    for node in call_functions(graph):
+        argument = _TRAINING.get(operator_name(node))
+        if argument is not None and arguments(node).get(argument):
+            raise ValueError(
+                f"{node.name} ({operator_name(node)}) is in training mode: call model.eval() "
+                "before torch.export.export."
+            )

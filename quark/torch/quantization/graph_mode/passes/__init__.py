@@ -1,0 +1,1 @@
+"""Passes over an exported graph, which prepare it for quantization."""

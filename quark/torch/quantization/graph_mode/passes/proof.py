@@ -1,0 +1,209 @@
+"""Proof of a rewrite by running: the original and the rewritten graph compute the same values."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx._pytree import tree_flatten_spec
+from torch.utils._pytree import tree_leaves, tree_map
+
+from quark.torch.graph.trace import iter_tensors
+
+_SEED = 20
+# Largest part of its norm by which a rewritten tensor may differ. Rounding in single precision is
+# near 1e-6; a batch norm with a wrong channel, axis or sign changes its output by 1e-1 and more.
+_TOLERANCE = 1e-4
+_ROUNDING = 8  # in half precision, multiples of the distance between 1 and the next number
+
+
+class Values(NamedTuple):
+    """What a run of a graph computed.
+
+    Attributes:
+        outputs: Tensors that the graph returned.
+        nodes: Values of the nodes that were asked for, by name.
+    """
+
+    outputs: list[torch.Tensor]
+    nodes: dict[str, Any]
+
+
+class Proof:
+    """Runs graphs on example inputs, and on random inputs with the shapes and ranges of these.
+
+    Args:
+        graph: The original graph.
+        example_inputs: Arguments of the graph: a tensor, a tuple, or a mapping of keyword
+            arguments.
+
+    Raises:
+        ValueError: The graph does not run on the inputs.
+    """
+
+    def __init__(self, graph: GraphModule, example_inputs: Any) -> None:
+        example = flatten_inputs(graph, example_inputs)
+        try:
+            run(graph, example, ())
+        except Exception as error:  # anything that a model can raise
+            raise ValueError(
+                "The graph does not run on the example inputs: "
+                f"{type(error).__name__}: {error}. Give inputs like those that it was exported "
+                "with."
+            ) from error
+        self._inputs = [example]
+        random = _randomize(example)
+        if _runs(graph, random):
+            self._inputs.append(random)
+
+    def find_difference(
+        self,
+        graph: GraphModule,
+        rewritten: GraphModule,
+        nodes: Mapping[str, str],
+        is_exact: bool = True,
+    ) -> str | None:
+        """Return how a rewritten graph differs from a graph, or None if it does not.
+
+        Args:
+            graph: The graph before the rewrites.
+            rewritten: The graph after them.
+            nodes: Name of a node of ``graph`` -> name of the node of ``rewritten`` that takes its
+                place.
+            is_exact: Whether values must be the same; otherwise, only shapes and types.
+        """
+        for inputs in self._inputs:
+            try:
+                after = run(rewritten, inputs, nodes.values())
+            except Exception as error:
+                return f"the rewritten graph fails: {type(error).__name__}: {error}"
+            before = run(graph, inputs, nodes)
+            for name, place in nodes.items():
+                difference = _describe_difference(
+                    list(iter_tensors(before.nodes[name])),
+                    list(iter_tensors(after.nodes[place])),
+                    is_exact,
+                )
+                if difference is not None:
+                    return f"{name} {difference}"
+            difference = _describe_difference(before.outputs, after.outputs, is_exact)
+            if difference is not None:
+                return f"an output {difference}"
+        return None
+
+
+def flatten_inputs(graph: GraphModule, inputs: Any) -> list[Any]:
+    """Return the values of the placeholders of a graph for given inputs, in their order.
+
+    Raises:
+        ValueError: The graph takes other arguments.
+    """
+    kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
+    args = () if kwargs else inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+    spec = graph._in_spec
+    try:
+        values = tree_flatten_spec((tuple(args), kwargs), spec)
+        if len(tree_leaves((args, kwargs))) == spec.num_leaves:
+            return values
+    except (KeyError, IndexError, RuntimeError):  # arguments are missing, or of another structure
+        pass
+    raise ValueError(
+        f"The example inputs do not fit the graph: got {len(args)} arguments and the keywords "
+        f"{list(kwargs)}, where it takes {spec}."
+    )
+
+
+@torch.no_grad()
+def run(graph: GraphModule, inputs: list[Any], nodes: Collection[str]) -> Values:
+    """Run a graph, and return its outputs and the values of some nodes.
+
+    Args:
+        graph: The graph. Its buffers are unchanged afterwards.
+        inputs: Values of the placeholders. They are not changed.
+        nodes: Names of the nodes.
+    """
+    with _unchanged_buffers(graph):
+        recorder = _Recorder(graph, nodes)
+        output = recorder.run(*_copy(inputs), enable_io_processing=False)
+        return Values(_copy(list(iter_tensors(output))), recorder.values)
+
+
+class _Recorder(Interpreter):
+    def __init__(self, graph: GraphModule, nodes: Collection[str]) -> None:
+        super().__init__(graph)
+        self._nodes = set(nodes)
+        self.values: dict[str, Any] = {}
+
+    def run_node(self, n: Node) -> Any:
+        value = super().run_node(n)
+        if n.name in self._nodes:
+            self.values[n.name] = _copy(value)  # a later operation may write to it
+        return value
+
+
+def _copy(tree: Any) -> Any:
+    return tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, tree)
+
+
+@contextmanager
+def _unchanged_buffers(graph: GraphModule) -> Iterator[None]:
+    """Restore the buffers that a run writes to, such as statistics and caches."""
+    saved = [(buffer, buffer.clone()) for buffer in graph.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in saved:
+            buffer.copy_(value)
+
+
+def _runs(graph: GraphModule, inputs: list[Any]) -> bool:
+    """Whether a graph accepts inputs, and computes finite values."""
+    try:
+        outputs = run(graph, inputs, ()).outputs
+    except Exception:  # such as a check of the values of the inputs
+        return False
+    return not any(bool(x.isnan().any()) for x in outputs)
+
+
+def _randomize(inputs: list[Any]) -> list[Any]:
+    """Return other inputs with the shapes, means and deviations of given ones.
+
+    Indices and masks are permuted, so that they stay within their range.
+    """
+    generator = torch.Generator().manual_seed(_SEED)
+
+    def random(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor) or not x.numel():
+            return x
+        if not x.is_floating_point():
+            order = torch.randperm(x.numel(), generator=generator).to(x.device)
+            return x.flatten()[order].view(x.shape)
+        values = x.float()
+        deviation = values.std(correction=0)
+        deviation = torch.where(deviation > 0, deviation, torch.ones_like(deviation))
+        noise = torch.randn(x.shape, generator=generator).to(x.device)
+        return (values.mean() + noise * deviation).to(x.dtype)
+
+    return [random(x) for x in inputs]
+
+
+def _describe_difference(
+    before: list[torch.Tensor], after: list[torch.Tensor], is_exact: bool
+) -> str | None:
+    """Return how two lists of tensors differ, or None if they are the same up to rounding."""
+    if [(x.shape, x.dtype) for x in before] != [(x.shape, x.dtype) for x in after]:
+        return "has another shape or type"
+    for x, y in zip(before, after, strict=True):
+        if not is_exact or torch.equal(x, y):
+            continue
+        x, y = (torch.view_as_real(t) if t.is_complex() else t for t in (x, y))
+        eps = torch.finfo(x.dtype).eps if x.is_floating_point() else 0.0
+        # Infinite values, such as those of masks, must be the same.
+        change = torch.where(x == y, 0.0, y.double() - x.double()).norm()
+        size = x.double().nan_to_num(posinf=0.0, neginf=0.0).norm()
+        if not change <= max(_TOLERANCE, _ROUNDING * eps) * size:
+            return f"changes by {float(change):.2e}, where its norm is {float(size):.2e}"
+    return None

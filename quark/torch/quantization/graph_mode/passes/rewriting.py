@@ -1,0 +1,91 @@
+"""``Pass``: rewrites of one kind, and their application to a graph with a proof."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch.fx import GraphModule, Node
+
+from quark.torch.quantization.graph_mode.passes.graph_edits import clean_, copy_graph
+from quark.torch.quantization.graph_mode.passes.options import PassOptions
+from quark.torch.quantization.graph_mode.passes.proof import Proof
+
+logger = logging.getLogger("quark")
+
+
+class Candidates(NamedTuple):
+    """Nodes that a pass may rewrite.
+
+    Attributes:
+        nodes: Names of the nodes.
+        left: Name of a node of this kind that cannot be rewritten -> the reason.
+    """
+
+    nodes: list[str]
+    left: dict[str, str]
+
+
+class Pass(NamedTuple):
+    """Rewrites of one kind.
+
+    Attributes:
+        name: Name for messages, a verb and its object.
+        find: Takes a graph and the options, and returns the nodes to rewrite.
+        rewrite_: Takes a graph, one of these nodes and the options. It changes the graph in place,
+            and returns the node that takes the place of the given one. Parameters that change are
+            replaced by new ones, since other graphs read the old ones.
+        is_exact: Whether the function of the graph stays the same, which is proved.
+    """
+
+    name: str
+    find: Callable[[GraphModule, PassOptions], Candidates]
+    rewrite_: Callable[[GraphModule, Node, PassOptions], Node]
+    is_exact: bool = True
+
+
+def apply_pass(graph: GraphModule, kind: Pass, proof: Proof, options: PassOptions) -> GraphModule:
+    """Return a graph with all rewrites of a pass that are proved; the given graph is unchanged.
+
+    All rewrites are tested together first, and one by one if that fails.
+
+    Args:
+        graph: The graph.
+        kind: The pass.
+        proof: Runs graphs.
+        options: Options of the passes.
+    """
+    nodes, left = kind.find(graph, options)
+    for name, reason in left.items():
+        logger.info("%s: %s is left as it is: %s.", kind.name, name, reason)
+    if not nodes:
+        return graph
+    result, difference = _try_rewrites(graph, kind, nodes, proof, options)
+    if difference is None:
+        logger.info("%s: %s", kind.name, ", ".join(nodes))
+        return result
+    for name in nodes:
+        # An earlier rewrite may have removed the node.
+        if len(nodes) > 1 and name in kind.find(graph, options).nodes:
+            result, difference = _try_rewrites(graph, kind, [name], proof, options)
+        if difference is None:
+            logger.info("%s: %s", kind.name, name)
+            graph = result
+        else:
+            logger.warning("%s: %s is left as it is: %s.", kind.name, name, difference)
+    return graph
+
+
+def _try_rewrites(
+    graph: GraphModule, kind: Pass, nodes: Sequence[str], proof: Proof, options: PassOptions
+) -> tuple[GraphModule, str | None]:
+    """Return a graph with rewrites, and how it differs from the given one."""
+    result = copy_graph(graph)
+    by_name = {node.name: node for node in result.graph.nodes}
+    places = {name: kind.rewrite_(result, by_name[name], options).name for name in nodes}
+    clean_(result)
+    names = {node.name for node in result.graph.nodes}
+    # A node that was merged into a later one, or is not read, is not in the result.
+    compared = {name: place for name, place in places.items() if place in names}
+    return result, proof.find_difference(graph, result, compared, kind.is_exact)
