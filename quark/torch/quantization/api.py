@@ -30,7 +30,11 @@ from quark.torch.quantization.checks import check, check_processes, discover_str
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.name_lookup import printable
 from quark.torch.quantization.config.type import QuantizationMode
-from quark.torch.quantization.graph_mode.quantization import check_mode, quantize_graph
+from quark.torch.quantization.graph_mode.quantization import (
+    check_mode,
+    prepare_to_freeze,
+    quantize_graph,
+)
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from quark.torch.quantization.plan import prepare
 from quark.torch.quantization.preparation import check_plain, mark_as_quantized, quantized_layers
@@ -244,12 +248,14 @@ class ModelQuantizer:
             The same model.
 
         Raises:
-            ValueError: The model has no quantized module.
+            ValueError: The model has no quantized module, or is a graph in training mode.
         """
         check_plain(model)
         layers = dict(quantized_layers(model))
         if not layers:
             raise ValueError("Nothing to freeze: call ModelQuantizer.quantize_model first.")
+        if isinstance(model, GraphModule):
+            prepare_to_freeze(model)
         owners = Counter(id(p) for m in model.modules() for p in m._parameters.values())
         for part in iterate_parts(model):
             for name, layer in layers.items():

@@ -23,6 +23,7 @@ from quark.torch.quantization.calibration import calibrate
 from quark.torch.quantization.checks import check_data, check_processes
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.type import QuantizationMode
+from quark.torch.quantization.graph_mode.bias import set_bias_scales
 from quark.torch.quantization.graph_mode.edges import Edges, insert_edges, plan_edges
 from quark.torch.quantization.graph_mode.float_graph import independent_copy, rewrite
 from quark.torch.quantization.graph_mode.inputs import example_inputs, fit_batches
@@ -71,6 +72,17 @@ def check_mode(model: nn.Module, config: Config) -> None:
         )
 
 
+def prepare_to_freeze(graph: fx.GraphModule) -> None:
+    """Check that a quantized graph can be frozen, and update what depends on trained scales.
+
+    Raises:
+        ValueError: The graph is in training mode.
+    """
+    if graph.training:
+        raise ValueError("The graph is in training mode: call freeze(model.eval()).")
+    set_bias_scales(graph)
+
+
 def quantize_graph(
     graph: fx.GraphModule, config: Config, dataloader: Iterable[Any] | None
 ) -> fx.GraphModule:
@@ -99,6 +111,7 @@ def quantize_graph(
         prepare(model, plan)
         _apply_algorithms(model, plan)
         calibrate(model, plan)
+        set_bias_scales(model)
         mark_as_quantized(model, config)
         if plan.data_digest is not None:
             model.calibration_sha256 = plan.data_digest  # type: ignore[assignment]

@@ -126,3 +126,11 @@ def test_graphs_take_mappings_and_several_inputs():
     graph = export(Sum().eval(), a, b)
     one, other = quantize(graph, [(a, b)]), quantize(graph, [{"b": b, "a": a}])
     assert torch.equal(one(a, b), other(a=a, b=b))
+
+
+def test_graphs_are_frozen_in_evaluation_mode():
+    quantized = quantize(export(network("unet"))).train()
+    with pytest.raises(ValueError, match=r"call freeze\(model.eval\(\)\)"):
+        ModelQuantizer.freeze(quantized)
+    assert not any(m.frozen for m in quantized.modules() if isinstance(m, FakeQuantizedLayer))
+    assert ModelQuantizer.freeze(quantized.eval()) is quantized
