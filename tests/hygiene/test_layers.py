@@ -69,6 +69,7 @@ LAYERS = [
     {"quark.torch.export.gguf", "quark.torch.export.onnx"},
     {"quark.torch.export"},
     {"quark.torch.quantization.api"},
+    {"quark.torch.quantization.graph"},
     {"quark.torch.report", "quark.torch.search", "quark.torch.diffusion", "quark.demo"},
     {"quark.cli"},
     {"quark.cli.inspect"},

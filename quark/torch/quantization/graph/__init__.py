@@ -1,0 +1,1 @@
+"""Graph mode at its documented import path."""

@@ -1,0 +1,91 @@
+import pytest
+import torch
+from torch import nn
+
+from quark.torch import ModelQuantizer
+from quark.torch.quantization.config.config import Config
+from quark.torch.quantization.graph.graph_modelquantizer import FxGraphQuantizer
+from tests.unit.quantization.graph_mode.networks import (
+    EVERYTHING,
+    export,
+    graph_config,
+    images,
+    network,
+)
+
+CONFIG = Config(EVERYTHING, log_severity_level=3)
+
+
+@pytest.mark.parametrize("gives", ["model", "graph"])
+def test_models_are_exported_and_quantized(gives):
+    model, (x,) = network("resnet").train(), images(1)
+    graph = export(network("resnet"))
+    quantized = FxGraphQuantizer(CONFIG).quantize_model(
+        model if gives == "model" else graph, (x,), calibdata=images()
+    )
+    expected = ModelQuantizer(graph_config()).quantize_model(graph, images())
+    with torch.no_grad():
+        assert torch.equal(quantized(x), expected(x))
+    assert model.training and model.stem.training
+
+
+def test_axes_of_any_size():
+    shapes = ({0: torch.export.Dim("batch"), 2: torch.export.Dim.AUTO},)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)).eval()
+    quantized = FxGraphQuantizer(CONFIG).quantize_model(
+        model, tuple(images(1)), dynamic_shapes=shapes, calibdata=images(2, (5, 3, 20, 16))
+    )
+    assert quantized(torch.randn(3, 3, 9, 16)).shape == (3, 2, 5, 12)
+
+
+def train(graph):
+    optimizer = torch.optim.SGD(graph.parameters(), 0.01)
+    graph.train()
+    for x in images(2):
+        optimizer.zero_grad()
+        graph(x).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_a_trainer_gets_the_quantized_graph(returns):
+    def trainer(graph):
+        train(graph)
+        return graph.eval() if returns else None
+
+    quantizer, args = FxGraphQuantizer(CONFIG), tuple(images(1))
+    before = quantizer.quantize_model(network("unet"), args, calibdata=images())
+    after = quantizer.quantize_model(network("unet"), args, calibdata=images(), trainer=trainer)
+    with torch.no_grad():
+        assert after(*args).square().mean() < before(*args).square().mean()
+    frozen = quantizer.freeze(after.eval())
+    assert frozen.down.weight.unique().numel() <= 255
+
+
+def test_trainers_of_something_else_are_refused():
+    with pytest.raises(TypeError, match="trainer: expected a function that returns the graph"):
+        FxGraphQuantizer(CONFIG).quantize_model(
+            network("unet"), tuple(images(1)), calibdata=images(), trainer=lambda graph: 1.0
+        )
+
+
+class Branches(nn.Module):
+    """Control flow that depends on a value."""
+
+    def forward(self, x):
+        if x.sum() > 0:
+            return x * 2
+        return x
+
+
+def test_models_that_cannot_be_traced_are_refused_with_the_place():
+    with pytest.raises(ValueError, match=r"Branches cannot be .*test_graph_modelq.*'if x.sum\(\)"):
+        FxGraphQuantizer(CONFIG).quantize_model(Branches(), tuple(images(1)))
+
+
+def test_what_is_no_model_is_refused():
+    quantizer = FxGraphQuantizer(CONFIG)
+    with pytest.raises(TypeError, match=r"expected an nn\.Module, got a str"):
+        quantizer.quantize_model("model.onnx", ())
+    with pytest.raises(TypeError, match="args: expected a tuple of arguments, got a Tensor"):
+        quantizer.quantize_model(network("unet"), images(1)[0])
