@@ -99,6 +99,13 @@ def fake_quantize(
     return result
 
 
+def is_inside(
+    x: torch.Tensor, scale: torch.Tensor | None, zero_point: torch.Tensor | None, scheme: Scheme
+) -> torch.Tensor:
+    """Return which values lie inside the range of the codes, bool in the shape of ``x``."""
+    return _map(_is_inside, x, scale, zero_point, scheme, torch.bool)
+
+
 def dynamic_qparams(
     x: torch.Tensor, scheme: Scheme, tensor_scale: torch.Tensor | None = None
 ) -> QParams:
@@ -144,8 +151,7 @@ class _FakeQuantize(torch.autograd.Function):
         if not scheme.fmt.scaled:
             return dequantize(quantize(x, None, None, scheme), None, None, scheme, x.dtype)
         if ctx.needs_input_grad[0]:
-            inside = _map(_is_inside, x, scale, zero_point, scheme, torch.bool)
-            ctx.save_for_backward(inside)
+            ctx.save_for_backward(is_inside(x, scale, zero_point, scheme))
         return _map(_round_trip, x, scale, zero_point, scheme, x.dtype)
 
     @staticmethod

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -12,6 +13,7 @@ from quark.torch.numerics.formats import Format
 from quark.torch.numerics.granularity import GROUPED, Blocks, QSchemeType, block_shape, scale_shape
 from quark.torch.numerics.rounding import RoundType
 from quark.torch.numerics.scale_formats import E8M0, FLOAT32, ScaleFormat
+from quark.torch.numerics.scheme_text import changed_fields, format_entry, read_fields
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,26 @@ class Scheme:
         """Whether values are divided by scales instead of multiplied by their reciprocals."""
         return self.fmt.is_float or self.scales_by_powers
 
+    @cached_property
+    def text(self) -> str:
+        """The scheme as JSON, equal for equal schemes: the fields that have no default value.
+
+        Example, uint4 in groups of 32:
+        ``{"fmt": "uint4", "qscheme": "per_group", "axis": 1, "group": 32, "symmetric": false}``.
+        """
+        return json.dumps({"fmt": format_entry(self.fmt)} | changed_fields(self, Scheme(self.fmt)))
+
+    @staticmethod
+    def from_text(text: str) -> Scheme:
+        """Return the scheme of a text.
+
+        Raises:
+            ValueError: The text is not JSON, or a name in it is not known.
+            KeyError: A name of a mode is not known, or there is no format.
+            TypeError: A field is not known.
+        """
+        return _from_text(text)
+
     def blocks(self, shape: torch.Size | tuple[int, ...]) -> Blocks:
         """Return the blocks that share a scale in a tensor of shape ``shape``."""
         return _blocks(self, tuple(shape))
@@ -75,6 +97,11 @@ class Scheme:
         """Return the shape of the scales of a tensor; see ``blocks.scale_shape``."""
         grid = self.blocks(shape).grid
         return scale_shape(tuple(shape), self.qscheme, self.axis, grid, self.per_token)
+
+
+@lru_cache(maxsize=1024)
+def _from_text(text: str) -> Scheme:
+    return Scheme(**read_fields(json.loads(text)))
 
 
 @lru_cache(maxsize=1024)

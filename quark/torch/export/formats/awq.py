@@ -35,7 +35,7 @@ from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.type import Dtype
 from quark.torch.quantization.nn.layer import QuantizedLayer
-from quark.torch.quantization.nn.packed import TensorLayout
+from quark.torch.quantization.nn.tensor_layout import TensorLayout
 
 
 class AwqFormat(ThirdPartyFormat):

@@ -31,7 +31,7 @@ from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.match import literal
 from quark.torch.quantization.nn.layer import QuantizedLayer
-from quark.torch.quantization.nn.packed import TensorLayout
+from quark.torch.quantization.nn.tensor_layout import TensorLayout
 
 MIXED = "mixed-precision"  # format of a checkpoint whose groups differ
 

@@ -33,7 +33,7 @@ from quark.torch.quantization.config.match import literal
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.config.type import Dtype
 from quark.torch.quantization.nn.layer import QuantizedLayer
-from quark.torch.quantization.nn.packed import TensorLayout
+from quark.torch.quantization.nn.tensor_layout import TensorLayout
 
 ACTIVATION_SCHEMES = ("static", "dynamic")
 BLOCK_SCALE = "weight_scale_inv"

@@ -38,7 +38,7 @@ from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.match import literal
 from quark.torch.quantization.nn.layer import QuantizedLayer
-from quark.torch.quantization.nn.packed import TensorLayout
+from quark.torch.quantization.nn.tensor_layout import TensorLayout
 
 BITS = (2, 3, 4, 8)
 V1, V2 = "gptq", "gptq_v2"  # values of checkpoint_format

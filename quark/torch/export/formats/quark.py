@@ -33,8 +33,9 @@ from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.config.type import QSchemeType
 from quark.torch.quantization.nn.layer import PARAMETERS, QuantizedLayer
 from quark.torch.quantization.nn.operators import operator
-from quark.torch.quantization.nn.packed import SHORT_NAMES, TensorLayout
+from quark.torch.quantization.nn.packed import SHORT_NAMES
 from quark.torch.quantization.nn.quantizer import QuantizedTensor
+from quark.torch.quantization.nn.tensor_layout import TensorLayout
 
 _SUFFIXES = {
     f"{short}_{part}": f"{short}_quantizer.{part}"

@@ -37,7 +37,7 @@ from quark.torch.quantization.config.match import config_for, literal
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.config.type import ScaleType
 from quark.torch.quantization.nn.layer import QuantizedLayer
-from quark.torch.quantization.nn.packed import TensorLayout
+from quark.torch.quantization.nn.tensor_layout import TensorLayout
 
 _SCALE_TYPES = {torch.float16: ScaleType.float16, torch.bfloat16: ScaleType.bfloat16}
 _WEIGHT_GROUPS = f"weight_{GROUPS}"

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from quark.torch.graph.eval_mode import eval_mode
-from quark.torch.numerics.hadamard import hadamard, largest_order, rotate
+from quark.torch.numerics.custom_operators import rotate
+from quark.torch.numerics.hadamard import hadamard, largest_order
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import first_match
 

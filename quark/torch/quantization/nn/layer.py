@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from quark.torch.numerics.custom_operators import rotate
 from quark.torch.numerics.granularity import QSchemeType
-from quark.torch.numerics.hadamard import rotate
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.nn.quantizer import QuantizedTensor

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from quark.torch.numerics.qdq import dynamic_qparams, fake_quantize
+from quark.torch.numerics.custom_operators import (
+    fake_quantize,
+    fake_quantize_dynamic,
+    is_empty,
+    with_text,
+)
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.nn.layer import PARAMETERS, QuantizedLayer, change_class
-from quark.torch.quantization.nn.packed_parameter import PackedParameter
+from quark.torch.quantization.nn.packed_parameter import PackedParameter, is_exporting
 from quark.torch.quantization.nn.quantizer import PARTS, QuantizedTensor
+from quark.torch.quantization.nn.stored_tensor import (
+    StoredTensor,
+    read_scales,
+    read_values,
+    register_stored_tensor,
+)
+from quark.torch.quantization.nn.tensor_layout import DeclaredParts, StoredParts, TensorLayout
 
 SHORT_NAMES = {
     "weight": "weight",
@@ -27,56 +39,6 @@ SHORT_NAMES = {
 
 _LAYER_PARTS = (*PARTS[2:], "groups")  # parts that are buffers of the layer
 Layer = TypeVar("Layer", bound="PackedLayer")
-StoredParts = dict[str, torch.Tensor]
-DeclaredParts = dict[str, tuple[tuple[int, ...], torch.dtype]]
-
-
-class TensorLayout(Protocol):
-    """Layout of a quantized tensor in a checkpoint.
-
-    The names of stored parts are "" for codes or values, those in ``PARTS``, and ``groups`` for the
-    group of each input, if inputs are not in the order of groups.
-
-    Attributes:
-        stores_values: Whether ``pack`` stores the values of a tensor, not its codes.
-    """
-
-    stores_values: ClassVar[bool] = False
-
-    def declare(
-        self, spec: QuantizationSpec, shape: tuple[int, ...], is_stored: bool
-    ) -> DeclaredParts:
-        """Return shape and type of each part stored for a tensor of shape ``shape``.
-
-        ``is_stored`` is False for activations, of which only scales are stored. Without the part
-        "", the values are stored as in a float model.
-        """
-        ...
-
-    def pack(self, state: QuantizedTensor, value: torch.Tensor | None) -> StoredParts:
-        """Return the stored parts of a tensor.
-
-        Args:
-            state: Its codes and scales.
-            value: Its quantized values, needed where ``stores_values``.
-        """
-        ...
-
-    def unpack(
-        self, spec: QuantizationSpec, shape: tuple[int, ...], stored: StoredParts
-    ) -> QuantizedTensor:
-        """Return the unpacked tensor: the inverse of ``pack``."""
-        ...
-
-    def value(
-        self,
-        spec: QuantizationSpec,
-        shape: tuple[int, ...],
-        stored: StoredParts,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
-        """Return the quantized values in ``dtype``, in the order of the inputs."""
-        return self.unpack(spec, shape, stored).value(dtype)
 
 
 class PackedQuantizer(nn.Module):
@@ -90,7 +52,8 @@ class PackedQuantizer(nn.Module):
     ) -> None:
         super().__init__()
         self.spec = spec
-        self.scheme: Scheme = spec.scheme
+        self.scheme: Scheme = with_text(spec.scheme)
+        self.key = ""
         for name in ("scale", "zero_point"):
             self.register_buffer(name, _empty(stored, name, device))
 
@@ -132,6 +95,7 @@ class PackedLayer(QuantizedLayer):
     shapes: dict[str, tuple[int, ...]]
     packed: frozenset[str] = frozenset()
     _value_dtype: torch.dtype
+    _codes: dict[str, torch.Tensor]
     _finish: Callable[[Any], None] | None = None
 
     @classmethod
@@ -195,6 +159,7 @@ class PackedLayer(QuantizedLayer):
             spec = spec.for_parameter(self.input_axis == 0) if is_stored else spec
             stored = self.layout.declare(spec, self.shape(name), is_stored)
             self.add_module(f"{short}_quantizer", PackedQuantizer(spec, stored, device))
+            self._register_stored(name)
         for part in _LAYER_PARTS:
             self.register_buffer(f"{short}_{part}", _empty(stored, part, device))
         if "" in stored:
@@ -225,6 +190,8 @@ class PackedLayer(QuantizedLayer):
         if quantizer is None:
             return stored.to(dtype)
         parts = self._parts(name, quantizer) | {"": stored}
+        if torch.compiler.is_dynamo_compiling():
+            return read_values(parts, quantizer.key, dtype)
         return self.layout.value(quantizer.spec, self.shapes[name], parts, dtype)
 
     def quantized_tensor(self, name: str) -> QuantizedTensor | None:
@@ -237,6 +204,8 @@ class PackedLayer(QuantizedLayer):
 
     def _stored(self, name: str) -> torch.Tensor | None:
         """Return the weight or bias as stored: codes, or values if it is not quantized."""
+        if torch.compiler.is_dynamo_compiling() and name in self._codes:
+            return self._codes[name]
         parameter = self._parameters.get(name)
         return parameter.codes if isinstance(parameter, PackedParameter) else parameter
 
@@ -253,13 +222,24 @@ class PackedLayer(QuantizedLayer):
 
     def quantize_activation(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """Return ``input_tensors`` or ``output_tensors`` fake-quantized."""
-        quantizer, state = self._quantizer(name), self.quantized_tensor(name)
-        if quantizer is None or state is None or x.numel() == 0:
+        quantizer = self._quantizer(name)
+        if quantizer is None or is_empty(x):
             return x
-        scheme, scale, zero_point = quantizer.scheme, state.scale, state.zero_point
+        scheme = quantizer.scheme
+        scale, zero_point, scale_2 = self._scales(name, quantizer)
         if scale is None and scheme.fmt.scaled:
-            scale, zero_point = dynamic_qparams(x, scheme, state.scale_2)
+            return fake_quantize_dynamic(x, scheme, scale_2)
         return fake_quantize(x, scale, zero_point, scheme)
+
+    def _scales(
+        self, name: str, quantizer: PackedQuantizer
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """Return scale, zero point and tensor scale of inputs or outputs."""
+        parts = self._parts(name, quantizer)
+        if torch.compiler.is_dynamo_compiling():
+            return read_scales(parts, quantizer.key)
+        state = self.layout.unpack(quantizer.spec, self.shape(name), parts)
+        return state.scale, state.zero_point, state.scale_2
 
     def operands(self, x: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return the values of weight and bias in the type of ``x``, if that is a float type."""
@@ -274,16 +254,49 @@ class PackedLayer(QuantizedLayer):
         self._wrap_codes(name)
 
     def __getattr__(self, name: str) -> Any:
-        """Return a parameter, wrapped even if a library put bare codes in its place."""
-        if name in PARAMETERS:
+        """Return a parameter, wrapped even if a library put bare codes in its place.
+
+        While torch traces a model, it is the values, so that the graph has plain tensors alone.
+        """
+        if name in PARAMETERS and name in self.packed:
+            if torch.compiler.is_compiling():
+                return self.value(name)
             self._wrap_codes(name)
         return super().__getattr__(name)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """Iterate over the modules in this one.
+
+        ``torch.export`` lists parameters with duplicates. It gets bare codes then, which become
+        parameters of the graph. They are wrapped again when they are next listed or read.
+        """
+        lists_duplicates = not kwargs.get("remove_duplicate", True) or (args[2:] == (False,))
+        if lists_duplicates and is_exporting():
+            for name in self.packed:
+                self._parameters[name] = self._stored(name)  # type: ignore[assignment]
+        else:
+            for name in self.packed:
+                self._wrap_codes(name)
+        modules: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
+        return modules
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for copies and pickles, in which codes are parameters alone."""
+        return {name: value for name, value in vars(self).items() if name != "_codes"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copied or pickled layer."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         for name in self.packed:
             self._wrap_codes(name)
+        for name in SHORT_NAMES:
+            self._register_stored(name)
+
+    def _register_stored(self, name: str) -> None:
+        quantizer = self._quantizer(name)
+        if quantizer is not None:
+            stored = StoredTensor(self.layout, quantizer.spec, self.shape(name))
+            quantizer.key = register_stored_tensor(stored)
 
     def _wrap_codes(self, name: str) -> None:
         stored = self._parameters.get(name)
@@ -292,6 +305,11 @@ class PackedLayer(QuantizedLayer):
             assert stored is not None
             wrapped: Any = PackedParameter.wrap(stored, self, name)
             self._parameters[name] = wrapped
+            self.keep_codes(name, stored)
+
+    def keep_codes(self, name: str, codes: torch.Tensor) -> None:
+        """Keep the codes of a parameter where the tracer of ``torch.compile`` reads them."""
+        vars(self).setdefault("_codes", {})[name] = codes
 
     @contextmanager
     def _bare_codes(self) -> Iterator[None]:

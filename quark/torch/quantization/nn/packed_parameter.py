@@ -6,6 +6,7 @@ Models read more of a layer than its outputs: ``x.to(layer.weight.dtype)``, ``mo
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import Any
 
@@ -113,6 +114,7 @@ class PackedParameter(torch.Tensor):
                 f"got {tuple(codes.shape)} {codes.dtype}."
             )
         self.codes = codes.detach()
+        self._owner().keep_codes(self._name, self.codes)
 
     def data_ptr(self) -> int:
         """Return the address of the codes."""
@@ -140,6 +142,12 @@ class PackedParameter(torch.Tensor):
             f"PackedParameter({tuple(self.shape)}, {self.dtype}, "
             f"codes={tuple(self.codes.shape)} {self.codes.dtype})"
         )
+
+
+def is_exporting() -> bool:
+    """Whether ``torch.export`` is turning a model into a graph."""
+    tracer = sys.modules.get("torch.export._trace")
+    return getattr(tracer, "_EXPORT_MODULE_HIERARCHY", None) is not None
 
 
 def _unpacked(leaf: Any) -> Any:

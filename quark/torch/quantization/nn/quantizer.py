@@ -9,21 +9,27 @@ import torch
 from torch import nn
 
 from quark.torch.numerics.code_recovery import recovers_codes
+from quark.torch.numerics.custom_operators import (
+    dequantize,
+    fake_quantize,
+    fake_quantize_codes,
+    fake_quantize_dynamic,
+    is_empty,
+    with_text,
+)
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.qdq import (
     ColumnRounder,
     ColumnRounding,
-    dequantize,
     dynamic_qparams,
-    fake_quantize,
     fake_quantize_,
     quantize,
     recover_codes,
 )
 from quark.torch.numerics.scheme import Scheme
+from quark.torch.numerics.stages import first_codes, per_value
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.nn.padding import without_padding
-from quark.torch.quantization.nn.stages import fake_quantize_codes, first_codes, per_value
 from quark.torch.quantization.observer.observer import MinMaxObserver
 
 PARTS = ("scale", "zero_point", "scale_2", "zero_point_2")
@@ -158,7 +164,8 @@ class TensorQuantizer(nn.Module):
     def __init__(self, spec: QuantizationSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.scheme = spec.scheme
+        self.scheme = with_text(spec.scheme)
+        self._second_scheme = with_text(self._second().scheme) if spec.quantizes_codes else None
         # Dynamic two-level scales: only the range of the whole tensor is calibrated.
         observed = _per_tensor(spec) if spec.is_dynamic and spec.needs_data else spec
         self.observer = observed.make_observer()
@@ -245,26 +252,32 @@ class TensorQuantizer(nn.Module):
         """
         if not self.scheme.fmt.scaled:
             return None, None
+        self._check_calibrated()
+        if self.is_dynamic:
+            return dynamic_qparams(x, self.scheme, self.scale_2)
+        return self.scale, self.zero_point
+
+    def _check_calibrated(self) -> None:
         calibrated = self.scale_2 if self.is_dynamic else self.scale
         if self.needs_data and calibrated is None:
             raise RuntimeError(
                 "A static quantizer has no scale yet: run ModelQuantizer.quantize_model with a "
                 "dataloader first."
             )
-        if self.is_dynamic:
-            return dynamic_qparams(x, self.scheme, self.scale_2)
-        return self.scale, self.zero_point
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Observe or fake-quantize ``x``."""
-        if not self.enabled or x.numel() == 0:
+        if not self.enabled or is_empty(x):
             return x
         if self.is_observing:
             self.observer(without_padding(x) if self._has_scales_by_channel(x) else x)
             return x
         if self.spec.quantizes_codes:
             return x + (self._through_codes(x) - x).detach()  # straight-through gradient
-        return fake_quantize(x, *self.qparams(x), self.scheme)
+        self._check_calibrated()
+        if self.is_dynamic:
+            return fake_quantize_dynamic(x, self.scheme, self.scale_2)
+        return fake_quantize(x, self.scale, self.zero_point, self.scheme)
 
     def _has_scales_by_channel(self, x: torch.Tensor) -> bool:
         """Whether scales do not belong to single tokens, so that tokens may be left out."""
@@ -355,8 +368,9 @@ class TensorQuantizer(nn.Module):
         return first_codes(x, self.scale, self.zero_point, self.scheme)
 
     def _through_codes(self, x: torch.Tensor) -> torch.Tensor:
-        parts = (getattr(self, name) for name in PARTS)
-        return fake_quantize_codes(x, self.spec, *parts)
+        scales = self.scale, self.zero_point, self.scale_2, self.zero_point_2
+        assert self._second_scheme is not None
+        return fake_quantize_codes(x, self.scheme, self._second_scheme, *scales)
 
     def extra_repr(self) -> str:
         """Return format and granularity."""

@@ -15,8 +15,8 @@ import torch
 
 from quark.torch.export.formats.layouts.dense_words import to_unsigned
 from quark.torch.export.formats.layouts.packed import PackedLayout
-from quark.torch.quantization.nn.packed import StoredParts
 from quark.torch.quantization.nn.quantizer import QuantizedTensor
+from quark.torch.quantization.nn.tensor_layout import StoredParts
 
 MIDDLE_ZEROS = -0x77777778  # int32 of 0x88888888: eight zero points of 8
 

@@ -19,8 +19,8 @@ from quark.torch.export.formats.layouts.dense_words import pack_words, to_unsign
 from quark.torch.export.formats.layouts.packed import PackedLayout
 from quark.torch.numerics.scale_codec import stored_dtype
 from quark.torch.quantization.config.spec import QuantizationSpec
-from quark.torch.quantization.nn.packed import DeclaredParts, StoredParts
 from quark.torch.quantization.nn.quantizer import QuantizedTensor
+from quark.torch.quantization.nn.tensor_layout import DeclaredParts, StoredParts
 
 
 class CompressedTensorsLayout(PackedLayout):

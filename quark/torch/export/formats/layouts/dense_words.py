@@ -17,8 +17,9 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from quark.torch.numerics.custom_operators import unpack
 from quark.torch.numerics.formats import Dtype, Format
-from quark.torch.numerics.packing import pack, unpack
+from quark.torch.numerics.packing import pack
 from quark.torch.quantization.nn.quantizer import QuantizedTensor
 
 

@@ -11,16 +11,19 @@ from dataclasses import replace
 import torch
 
 from quark.torch.export.formats.layouts.packed import PackedLayout, ValueLayout
+from quark.torch.numerics.custom_operators import (
+    fake_quantize,
+    fake_quantize_codes,
+    fake_quantize_dynamic,
+)
 from quark.torch.numerics.formats import Format
 from quark.torch.numerics.granularity import QSchemeType
-from quark.torch.numerics.qdq import dynamic_qparams, fake_quantize
 from quark.torch.numerics.scale_codec import BIAS
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.config.type import Dtype
-from quark.torch.quantization.nn.packed import DeclaredParts, StoredParts
 from quark.torch.quantization.nn.quantizer import PARTS, QuantizedTensor
-from quark.torch.quantization.nn.stages import fake_quantize_codes
+from quark.torch.quantization.nn.tensor_layout import DeclaredParts, StoredParts
 
 
 class EarlierPackedLayout(PackedLayout):
@@ -127,10 +130,12 @@ def _axis_last(scale: torch.Tensor, spec: QuantizationSpec, back: bool = False) 
 def _quantized_again(spec: QuantizationSpec, stored: StoredParts) -> torch.Tensor:
     values = stored[""]
     if spec.dtype is Dtype.mx:
-        return fake_quantize(values, *dynamic_qparams(values, spec.scheme), spec.scheme)
+        return fake_quantize_dynamic(values, spec.scheme)
     if spec.second_stage is not None and spec.second_stage.is_scale_quant:
         scale = _axis_last(stored["scale"], spec.stages[0], back=True)
         return fake_quantize(values, scale, None, spec.scheme)
     if spec.quantizes_codes:
-        return fake_quantize_codes(values, spec, *(stored.get(part) for part in PARTS))
+        first, second = (stage.scheme for stage in spec.for_parameter().stages)
+        scales = (stored.get(part) for part in PARTS)
+        return fake_quantize_codes(values, first, second, *scales)
     return values

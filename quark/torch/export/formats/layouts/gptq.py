@@ -15,8 +15,8 @@ import torch
 from quark.torch.export.formats.layouts.dense_words import pack_words, to_unsigned, unpack_words
 from quark.torch.numerics.scale_codec import stored_dtype
 from quark.torch.quantization.config.spec import QuantizationSpec
-from quark.torch.quantization.nn.packed import DeclaredParts, StoredParts, TensorLayout
 from quark.torch.quantization.nn.quantizer import QuantizedTensor
+from quark.torch.quantization.nn.tensor_layout import DeclaredParts, StoredParts, TensorLayout
 
 
 class GptqLayout(TensorLayout):

@@ -6,15 +6,16 @@ from typing import ClassVar, TypeVar
 
 import torch
 
+from quark.torch.numerics.custom_operators import unpack
 from quark.torch.numerics.formats import Format
 from quark.torch.numerics.granularity import QSchemeType
-from quark.torch.numerics.packing import pack, packed_size, unpack
+from quark.torch.numerics.packing import pack, packed_size
 from quark.torch.numerics.qdq import dynamic_qparams
 from quark.torch.numerics.scale_codec import decode_scale, encode_scale, stored_dtype, stored_shape
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.spec import QuantizationSpec
-from quark.torch.quantization.nn.packed import DeclaredParts, StoredParts, TensorLayout
 from quark.torch.quantization.nn.quantizer import PARTS, QuantizedTensor
+from quark.torch.quantization.nn.tensor_layout import DeclaredParts, StoredParts, TensorLayout
 
 P = TypeVar("P")
 

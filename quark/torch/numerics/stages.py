@@ -6,12 +6,12 @@ import torch
 
 from quark.torch.numerics.qdq import dequantize, fake_quantize_, quantize
 from quark.torch.numerics.scheme import Scheme
-from quark.torch.quantization.config.spec import QuantizationSpec
 
 
 def fake_quantize_codes(
     x: torch.Tensor,
-    spec: QuantizationSpec,
+    first: Scheme,
+    second: Scheme,
     scale: torch.Tensor | None,
     zero_point: torch.Tensor | None,
     scale_2: torch.Tensor | None,
@@ -21,17 +21,17 @@ def fake_quantize_codes(
 
     Args:
         x: Values.
-        spec: Specification of two stages.
+        first: Scheme of the first stage.
+        second: Scheme of the second stage.
         scale: Scale of the first stage.
         zero_point: Zero point of the first stage, or None.
         scale_2: Scale of the second stage.
         zero_point_2: Zero point of the second stage, or None.
     """
     assert scale is not None
-    second = spec.stages[1].for_parameter().scheme
-    values = first_codes(x, scale, zero_point, spec.scheme)
+    values = first_codes(x, scale, zero_point, first)
     values = fake_quantize_(values, scale_2, zero_point_2, second)
-    return values.mul_(per_value(scale, spec.scheme, x.shape)).to(x.dtype)
+    return values.mul_(per_value(scale, first, x.shape)).to(x.dtype)
 
 
 def first_codes(
