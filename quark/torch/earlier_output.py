@@ -42,6 +42,7 @@ _WEIGHTS = {
         "model.safetensors.index.json",
     ),
     "model_state_dict.pth": ("model_state_dict.pth",),
+    "*_quantized.pth": ("*_quantized.pth",),
     "*.gguf": ("*.gguf",),
     "quark_model.onnx": ("quark_model.onnx", "quark_model.onnx.data"),
     "statistics.json": ("statistics.json", "statistics.safetensors"),

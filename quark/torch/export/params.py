@@ -21,11 +21,13 @@ from quark.torch.export.checkpoint.reader import load
 from quark.torch.export.checkpoint.rotation_config import with_rotations
 from quark.torch.export.checkpoint.writer import collect, make_format
 from quark.torch.export.formats.base import get_format
+from quark.torch.export.graph_archive import graph_archive, load_graph_archive
 from quark.torch.export.recognition import naming
 from quark.torch.files import fresh_directory, read_json, size_of, write_json
 from quark.torch.quantization.config.config import OLDEST, Config, QuantizationConfig
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.match import literal
+from quark.torch.quantization.config.spec import member
 from quark.torch.quantization.config.type import QuantizationMode
 from quark.torch.quantization.nn.attention import key_routes
 from quark.torch.quantization.nn.layer import QuantizedLayer
@@ -48,26 +50,36 @@ def save_params(
 ) -> None:
     """Write ``<model_type>.json`` and ``<model_type>.safetensors`` into a directory.
 
+    A graph is written as ``<model_type>_quantized.pth``, an archive of ``torch.export.save`` that
+    torch opens without this package.
+
     Args:
         model: A frozen model. It is not changed.
         model_type: Name of the files.
-        args: Accepted for compatibility.
-        kwargs: Accepted for compatibility.
+        args: Example of the arguments of a graph.
+        kwargs: Example of keyword arguments of a graph.
         export_dir: Directory to write.
-        quant_mode: Accepted for compatibility.
+        quant_mode: Whether the model is a graph (``fx_graph_mode``).
         compressed: Whether weights are packed codes instead of quantized values.
         reorder: How packed 4-bit codes lie in a word; see ``JsonExporterConfig.pack_method``.
         overwrite: Whether an existing directory may be replaced.
 
     Raises:
-        ValueError: No directory is given, the model is not quantized or not frozen, or its keys
-            are quantized after rotary embedding.
+        ValueError: No directory is given, the model is not quantized or not frozen, its keys are
+            quantized after rotary embedding, or a graph comes without ``args``.
         FileExistsError: The directory is in use.
     """
     from safetensors.torch import save_file
 
     if export_dir is None:
         raise ValueError("Give export_dir, the directory to write.")
+    if _is_graph_mode(quant_mode):
+        if args is None:
+            raise ValueError("args is missing: give an example of the arguments of the graph.")
+        archive = graph_archive(model, args, kwargs)
+        with fresh_directory(export_dir, overwrite, len(archive)) as directory:
+            (directory / f"{model_type}_quantized.pth").write_bytes(archive)
+        return
     check_params(model)
     fmt = make_format(model, None, _options(compressed, reorder), "quark")
     tensors = {name: t.detach().cpu().contiguous() for name, t in collect(model, fmt).items()}
@@ -80,6 +92,11 @@ def save_params(
     with fresh_directory(export_dir, overwrite, size_of(tensors)) as directory:
         save_file(tensors, directory / f"{model_type}.safetensors", metadata={"format": "pt"})
         write_json(directory / f"{model_type}.json", described)
+
+
+def _is_graph_mode(quant_mode: QuantizationMode | str) -> bool:
+    mode = member(QuantizationMode, quant_mode, "quant_mode")
+    return mode is QuantizationMode.fx_graph_mode
 
 
 def check_params(model: nn.Module) -> None:
@@ -112,21 +129,24 @@ def load_params(
             file describes.
         json_path: The JSON file.
         safetensors_path: The tensors.
-        pth_path: Not supported: whole pickled models are not loaded.
-        quant_mode: Accepted for compatibility.
+        pth_path: The archive of a graph, with ``fx_graph_mode``; the other files are not needed.
+        quant_mode: Whether to load a graph.
         compressed: As given to ``save_params``.
         reorder: As given to ``save_params``.
         check_digests: Whether both files are first compared with the digests that were written
             with them.
 
     Raises:
-        ValueError: A file has changed, is damaged or does not fit the model, or ``pth_path`` is
-            given.
+        ValueError: A file has changed, is damaged or does not fit the model, an archive has
+            contents that could run code, or ``pth_path`` does not go with ``quant_mode``.
         FileNotFoundError: A file, or its digest, is missing.
     """
+    if _is_graph_mode(quant_mode):
+        return _load_graph(model, pth_path, check_digests)
     if pth_path:
         raise ValueError(
-            f"pth_path={str(pth_path)!r}: pickled models can run code when they are loaded. Give "
+            f"pth_path={str(pth_path)!r}: with quant_mode=fx_graph_mode, archives of graphs are "
+            "loaded; pickled models can run code when they are loaded. Give "
             f"json_path and safetensors_path, or import a directory with {NATIVE}."
         )
     if check_digests:
@@ -151,6 +171,14 @@ def load_params(
         model = _build(described.get("config"), reader, Path(json_path))
     with naming(path):
         return load(model, fmt, reader)
+
+
+def _load_graph(model: nn.Module | None, path: str | Path, check_digests: bool) -> nn.Module:
+    if not path or model is not None:
+        raise ValueError("Of a graph, give pth_path alone: its archive holds the whole model.")
+    if check_digests:
+        check_unchanged(Path(path))
+    return load_graph_archive(path)
 
 
 def check_params_unchanged(json_path: str | Path, safetensors_path: str | Path) -> None:

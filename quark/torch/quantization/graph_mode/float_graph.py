@@ -71,7 +71,9 @@ def rewrite(graph: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
             input or a part of a tensor that is read later.
     """
     args, kwargs = tree_unflatten(list(inputs), graph._in_spec)
-    rewritten = prepare(graph, kwargs or args)
+    names = graph.graph._codegen.pytree_info.orig_args  # type: ignore[attr-defined]
+    named = dict(zip((name for name in names if name != "self"), args, strict=False)) | kwargs
+    rewritten = prepare(graph, named if kwargs else args)
     for node in call_functions(rewritten):
         if node.target._schema.is_mutable:  # type: ignore[union-attr]
             raise ValueError(

@@ -99,7 +99,7 @@ class VisionTransformer(nn.Module):
 
     def forward(self, x):
         y = self.patches(x).flatten(2).transpose(1, 2)
-        y = torch.cat([self.token.expand(len(y), -1, -1), y], 1) + self.positions
+        y = torch.cat([self.token.expand(y.shape[0], -1, -1), y], 1) + self.positions
         y = y + self.attend(self.norm1(y))
         y = y + self.mlp(self.norm2(y))
         return self.head(y[:, 0])

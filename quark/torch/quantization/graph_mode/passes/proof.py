@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx._pytree import tree_flatten_spec
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 
 from quark.torch.graph.trace import iter_tensors
 
@@ -104,6 +104,12 @@ def flatten_inputs(graph: GraphModule, inputs: Any) -> list[Any]:
     kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
     args = () if kwargs else inputs if isinstance(inputs, (tuple, list)) else (inputs,)
     spec = graph._in_spec
+    # A mapping may name arguments that the graph takes by position.
+    codegen: Any = graph.graph._codegen
+    names = [name for name in codegen.pytree_info.orig_args if name != "self"]
+    if kwargs.keys() == set(names):
+        positions, _ = tree_unflatten([None] * spec.num_leaves, spec)
+        args = tuple(kwargs.pop(name) for name in names[: len(positions)])
     try:
         values = tree_flatten_spec((tuple(args), kwargs), spec)
         if len(tree_leaves((args, kwargs))) == spec.num_leaves:

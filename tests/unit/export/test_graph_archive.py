@@ -1,0 +1,119 @@
+import io
+import zipfile
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from quark.torch import ModelQuantizer, load_params, save_params
+from quark.torch.export.graph_archive import graph_archive, load_graph_archive
+from quark.torch.quantization.config.config import (
+    BFP16Spec,
+    QuantizationConfig,
+    Uint8PerTensorSpec,
+)
+from quark.torch.quantization.config.type import QuantizationMode
+from tests.unit.quantization.graph_mode.networks import (
+    EVERYTHING,
+    export,
+    graph_config,
+    images,
+    network,
+)
+
+GRAPH = QuantizationMode.fx_graph_mode
+UINT8 = Uint8PerTensorSpec(
+    observer_method="min_max",
+    symmetric=False,
+    scale_type="float",
+    round_method="half_even",
+    is_dynamic=False,
+).to_quantization_spec()
+BFP16 = BFP16Spec(ch_axis=1).to_quantization_spec()
+LAYERS = {
+    "int8": EVERYTHING,
+    "uint8": replace(EVERYTHING, input_tensors=UINT8, output_tensors=UINT8),
+    "bfp16": QuantizationConfig(BFP16, BFP16, BFP16),
+}
+
+
+def frozen(name="unet", layer=EVERYTHING, **options):
+    quantizer = ModelQuantizer(graph_config(layer))
+    return quantizer.freeze(quantizer.quantize_model(export(network(name), **options), images()))
+
+
+def operators(graph):
+    calls = (str(n.target) for n in graph.graph.nodes if n.op == "call_function")
+    return {call.partition(".")[0] for call in calls}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_graphs_are_saved_and_loaded_with_their_bits(tmp_path, layer):
+    model, (x,) = frozen("unet", LAYERS[layer]), images(1)
+    code = model.code
+    save_params(model, model_type="net", args=(x,), export_dir=tmp_path / "d", quant_mode=GRAPH)
+    path = tmp_path / "d" / "net_quantized.pth"
+    loaded = load_params(pth_path=path, quant_mode=GRAPH, check_digests=True)
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(x), model(x))
+    assert model.code == code
+    assert ("quark" in operators(loaded)) == (layer == "bfp16")
+    save_params(model, "net", (x,), None, tmp_path / "d", "fx_graph_mode", overwrite=True)
+
+
+def test_torch_alone_runs_the_archive():
+    model, (x,) = frozen("mobilenet"), images(1)
+    graph = torch.export.load(io.BytesIO(graph_archive(model, (x,)))).module()
+    assert operators(graph) == {"aten"} and torch.equal(graph(x), model(x))
+
+
+def test_axes_of_any_size_and_keywords_stay():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x, *, factor):
+            return {"y": self.conv(x * factor)}
+
+    def inputs(rows):
+        return torch.randn(rows, 3, 8, 8), torch.rand(rows, 1, 1, 1)
+
+    (x, factor), axes = inputs(2), {0: torch.export.Dim("rows")}
+    program = torch.export.export(
+        Scaled().eval(), (x,), {"factor": factor}, dynamic_shapes={"x": axes, "factor": axes}
+    )
+    quantizer = ModelQuantizer(graph_config())
+    data = [{"x": x, "factor": factor}]
+    model = quantizer.freeze(quantizer.quantize_model(program.module(), data))
+    archive = io.BytesIO(graph_archive(model, (x,), {"factor": factor}))
+    loaded = torch.export.load(archive).module()
+    x, factor = inputs(5)
+    assert torch.equal(loaded(x, factor=factor)["y"], model(x, factor=factor)["y"])
+
+
+def test_the_code_of_the_model_is_not_written():
+    with zipfile.ZipFile(io.BytesIO(graph_archive(frozen(), tuple(images(1))))) as archive:
+        assert not any(b"networks.py" in archive.read(name) for name in archive.namelist())
+
+
+def test_what_is_no_frozen_graph_is_refused(tmp_path):
+    x = tuple(images(1))
+    quantized = ModelQuantizer(graph_config()).quantize_model(export(network("unet")), images())
+    with pytest.raises(ValueError, match=r"not frozen: call ModelQuantizer\.freeze"):
+        save_params(quantized, "n", x, export_dir=tmp_path / "d", quant_mode=GRAPH)
+    with pytest.raises(TypeError, match="expected a quantized graph, got a UNet"):
+        save_params(network("unet"), "n", x, export_dir=tmp_path / "d", quant_mode=GRAPH)
+    with pytest.raises(ValueError, match="args is missing"):
+        save_params(frozen(), "n", export_dir=tmp_path / "d", quant_mode=GRAPH)
+    assert not (tmp_path / "d").exists()
+
+
+def test_archives_are_loaded_in_graph_mode_alone(tmp_path):
+    with pytest.raises(ValueError, match="give pth_path alone"):
+        load_params(network("unet"), pth_path=tmp_path / "m.pth", quant_mode=GRAPH)
+    with pytest.raises(ValueError, match="with quant_mode=fx_graph_mode, archives"):
+        load_params(pth_path=tmp_path / "m.pth")
+    with pytest.raises(FileNotFoundError):
+        load_graph_archive(tmp_path / "m.pth")
