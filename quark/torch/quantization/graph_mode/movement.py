@@ -7,7 +7,7 @@ share the scale of the inputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from quark.torch.quantization.graph_mode.nodes import is_aten
 
 # Limits of activations, such as 6 of ReLU6, are among the inputs in neither or one of these.
 _MAGNITUDES = (0.5, 1000.0)
+_VALUES = 16  # distinct numbers that are drawn; more take longer to look up
 
 
 @torch.no_grad()
@@ -61,29 +62,28 @@ def _moves(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an operator only moves values, given arguments of the shapes that it gets."""
     if not any(map(_is_float, tree_leaves((args, kwargs)))):
         return False
-    for seed, magnitude in enumerate(_MAGNITUDES):
-        generator = torch.Generator().manual_seed(seed)
-
-        def draw(leaf: Any, size: float = magnitude, generator: torch.Generator = generator) -> Any:
-            if not _is_float(leaf):
-                return leaf
-            return (size * torch.randn(leaf.shape, generator=generator)).to(leaf)
-
-        drawn = tree_map(draw, (args, kwargs))
-        out = target(*drawn[0], **drawn[1])
-        if not _are_among(filter(_is_float, tree_leaves(out)), tree_leaves(drawn)):
-            return False
-    return True
+    return all(_moves_grid(target, args, kwargs, magnitude) for magnitude in _MAGNITUDES)
 
 
-def _are_among(outputs: Iterable[torch.Tensor], inputs: Iterable[Any]) -> bool:
-    """Whether the elements of outputs, of which there are some, are elements of inputs or zero."""
-    given = [x.flatten() for x in inputs if _is_float(x)]
-    results = [x.flatten() for x in outputs]
-    if not any(len(x) for x in results) or {x.dtype for x in given} != {x.dtype for x in results}:
+def _moves_grid(
+    target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], magnitude: float
+) -> bool:
+    """Whether the results of an operator for random inputs of a few values have these values."""
+    generator = torch.Generator().manual_seed(0)
+    grid = magnitude * torch.randn(_VALUES, generator=generator)
+
+    def draw(leaf: Any) -> Any:
+        if not _is_float(leaf):
+            return leaf
+        return grid[torch.randint(_VALUES, leaf.shape, generator=generator)].to(leaf)
+
+    drawn_args, drawn_kwargs = tree_map(draw, (args, kwargs))
+    results = [x for x in tree_leaves(target(*drawn_args, **drawn_kwargs)) if _is_float(x)]
+    types = {x.dtype for x in [*results, *filter(_is_float, tree_leaves((args, kwargs)))]}
+    if len(types) != 1 or not any(x.numel() for x in results):
         return False
-    source = torch.cat([*given, given[0].new_zeros(1)])
-    return all(bool(torch.isin(x, source).all()) for x in results)
+    known = torch.cat([grid, grid.new_zeros(1)])
+    return all(bool(torch.isin(x, known.to(x)).all()) for x in results)
 
 
 def _is_float(leaf: Any) -> bool:
