@@ -150,7 +150,8 @@ class Config:
             of the model, whatever its name.
         algo_config: Options of one algorithm or a list, applied in order.
         pre_quant_opt_config: Options of earlier versions; they are put before ``algo_config``.
-        quant_mode: Must be ``eager_mode`` to quantize a model.
+        quant_mode: ``eager_mode`` to quantize a model, ``fx_graph_mode`` to quantize its graph of
+            ``torch.export``.
         log_severity_level: Level of the log on the terminal: 0 debug, 1 info, 2 warning.
         version: Version that wrote the configuration.
         kv_cache_group: Name patterns of the layers of one attention block that share a cache scale.

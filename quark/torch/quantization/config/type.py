@@ -31,7 +31,7 @@ class DeviceType(Enum):
 
 
 class QuantizationMode(Enum):
-    """Mode of replacing modules. Only ``eager_mode`` is supported."""
+    """What is quantized: a model (``eager_mode``), or its graph (``fx_graph_mode``)."""
 
     eager_mode = 1
     fx_graph_mode = 2
