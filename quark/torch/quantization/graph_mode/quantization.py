@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from quark.torch.graph.discovery import discover
 from quark.torch.graph.parameter_writes import record_writes
+from quark.torch.graph.structure import Structure
 from quark.torch.pipeline.batches import flatten_batches, run_batch
 from quark.torch.pipeline.data_source import make_repeatable
 from quark.torch.pipeline.processes import joined
@@ -107,9 +108,12 @@ def quantize_graph(
     with joined():
         plan, edges = _check(model, config, data, movements)
         check_processes(model, plan)
+        structure = _discover(model, plan)
         insert_edges(model, edges)
         prepare(model, plan)
-        _apply_algorithms(model, plan)
+        if structure is not None:
+            with record_writes(lambda parameter: None):
+                apply_algorithms(model, plan, structure)
         calibrate(model, plan)
         set_bias_scales(model)
         mark_as_quantized(model, config)
@@ -148,13 +152,10 @@ def _check(
     return Plan(config, weights, {}, algorithms, batches, has_data, None, digest), edges
 
 
-def _apply_algorithms(model: fx.GraphModule, plan: Plan) -> None:
-    """Apply the algorithms of a plan."""
-    if not plan.algorithms:
-        return
+def _discover(model: fx.GraphModule, plan: Plan) -> Structure | None:
+    """Return the structure of a float graph if an algorithm needs it."""
     first = next(flatten_batches(plan.batches), None)
-    assert first is not None
+    if not plan.algorithms or first is None:
+        return None
     proves = {need for algorithm, _ in plan.algorithms for need in algorithm.proves}
-    structure = discover(model, lambda: run_batch(model, first), proves)
-    with record_writes(lambda parameter: None):
-        apply_algorithms(model, plan, structure)
+    return discover(model, lambda: run_batch(model, first), proves)
