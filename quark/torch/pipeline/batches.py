@@ -13,6 +13,14 @@ from quark.torch.graph.residency import residency_of
 from quark.torch.pipeline.processes import processes
 
 
+class FixedArguments(tuple[Any, ...]):
+    """A batch for a model that takes no other shapes: excerpts of it are the whole."""
+
+
+class FixedMapping(dict[str, Any]):
+    """A batch of keyword arguments, likewise."""
+
+
 def run_batch(model: nn.Module, batch: Any) -> Any:
     """Call the model with one batch: a tensor, a mapping of arguments, or a list of either.
 
@@ -145,6 +153,8 @@ def take_excerpt(batch: Any, tokens: int = 32) -> Any:
     Images, audio and embeddings stay whole, and with them the tokens, which may refer to them. If
     first axes differ, the batch stays whole: patches of all images, for instance, lie on one axis.
     """
+    if isinstance(batch, (FixedArguments, FixedMapping)):
+        return batch
     if isinstance(batch, (list, tuple)) and batch and not isinstance(batch[0], torch.Tensor):
         return take_excerpt(batch[0], tokens)
     tensors = [t for t in batch_values(batch) if isinstance(t, torch.Tensor) and t.dim()]

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from quark.torch.pipeline.batches import flatten_batches
+from quark.torch.pipeline.batches import FixedArguments, FixedMapping, flatten_batches
 from quark.torch.pipeline.chunks import Chunks
 
 _DYNAMIC = (
@@ -74,11 +74,26 @@ def fit_batches(graph: fx.GraphModule, batches: Iterable[Any]) -> Iterable[Any]:
     if rows is not None:
         cut = Chunks(batches, sequences=rows, tokens=sys.maxsize)
         if next(_misfits(graph, cut), None) is None:
-            return cut
+            return _FixedBatches(cut)
     misfit = next(_misfits(graph, batches), None)
     if misfit is not None:
         raise ValueError(misfit)
-    return Chunks(batches) if rows is None else batches
+    return Chunks(batches) if rows is None else _FixedBatches(batches)
+
+
+class _FixedBatches:
+    """Batches that are never cut."""
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in flatten_batches(self._batches):
+            if hasattr(batch, "items"):
+                yield FixedMapping(batch)
+            else:
+                is_one = isinstance(batch, torch.Tensor)
+                yield FixedArguments([batch] if is_one else batch)
 
 
 def _fixed_rows(graph: fx.GraphModule) -> int | None:
@@ -138,7 +153,7 @@ def _values(graph: fx.GraphModule, batch: Any) -> list[Any]:
         ValueError: A mapping lacks an input.
     """
     if not hasattr(batch, "items"):
-        return tree_leaves(batch)
+        return tree_leaves([batch] if isinstance(batch, torch.Tensor) else list(batch))
     info = getattr(graph.graph._codegen, "pytree_info", None)
     names = [n for n in info.orig_args if n != "self"] if info is not None else []
     names = names or [node.name for node in placeholders(graph)]

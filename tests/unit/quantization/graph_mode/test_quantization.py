@@ -3,7 +3,7 @@ import torch
 from torch import fx, nn
 
 from quark.torch import ModelQuantizer
-from quark.torch.quantization.config.config import Config, QuantizationConfig
+from quark.torch.quantization.config.config import AWQConfig, Config, QuantizationConfig
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from tests.unit.quantization.graph_mode.networks import (
     EVERYTHING,
@@ -134,3 +134,15 @@ def test_graphs_are_frozen_in_evaluation_mode():
         ModelQuantizer.freeze(quantized)
     assert not any(m.frozen for m in quantized.modules() if isinstance(m, FakeQuantizedLayer))
     assert ModelQuantizer.freeze(quantized.eval()) is quantized
+
+
+def test_graphs_of_fixed_batches_run_on_whole_batches():
+    """The class token of the transformer is expanded to two rows in the graph."""
+    model, data = network("transformer"), images(4)
+    graph = export(model)
+    config = graph_config(QuantizationConfig(weight=INT8), algo_config=[AWQConfig()])
+    one = ModelQuantizer(config).quantize_model(graph, data)
+    other = ModelQuantizer(config).quantize_model(graph, [{"x": x} for x in data])
+    with torch.no_grad():
+        assert torch.equal(one(data[0]), other(data[0]))
+        assert (one(data[0]) - model(data[0])).norm() < 0.05 * model(data[0]).norm()
