@@ -14,7 +14,7 @@ from quark.torch.pipeline.processes import processes
 
 
 class FixedArguments(tuple[Any, ...]):
-    """A batch for a model that takes no other shapes: excerpts of it are the whole."""
+    """A batch for a model that takes no other shapes, so that it is neither split nor cut."""
 
 
 class FixedMapping(dict[str, Any]):
@@ -116,6 +116,8 @@ def join_sequences(sequences: list[Any]) -> Any:
 
 def count_sequences(batch: Any) -> int | None:
     """Return the number of sequences of a batch, or None if it cannot be split."""
+    if isinstance(batch, (FixedArguments, FixedMapping)):
+        return None
     values = batch_values(batch)
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     others = [value for value in values if not isinstance(value, torch.Tensor)]

@@ -6,6 +6,9 @@ from torch import nn
 from transformers import BatchEncoding
 
 from quark.torch.pipeline.batches import (
+    FixedArguments,
+    FixedMapping,
+    count_sequences,
     flatten_batches,
     padding_mask,
     run_batch,
@@ -194,3 +197,13 @@ def test_padding_is_what_the_mask_says():
 )
 def test_without_a_mask_nothing_is_padding(batch):
     assert padding_mask(batch) is None
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [FixedArguments([torch.ones(4, 8, dtype=torch.int64)]), FixedMapping(x=torch.ones(4, 8, 2))],
+    ids=["arguments", "mapping"],
+)
+def test_fixed_batches_are_neither_cut_nor_split(batch):
+    assert take_excerpt(batch) is batch and count_sequences(batch) is None
+    assert [part is batch for part in split_sequences([batch])] == [True]
