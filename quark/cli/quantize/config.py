@@ -53,7 +53,10 @@ def make_config(request: Request, model_type: str) -> Config:
 def _check_options(request: Request, config: Config) -> None:
     """Check that the files of options have no option that is not supported."""
     from quark.torch.quantization.config.compatibility import check_compatibility
+    from quark.torch.quantization.config.type import QuantizationMode
 
+    if request.model_dir.suffix == ".pt2":
+        config = replace(config, quant_mode=QuantizationMode.eager_mode)  # graphs have both
     try:
         check_compatibility(config)
     except ValueError as error:

@@ -50,7 +50,8 @@ class ModelFlags:
         Path,
         _model(
             metavar="DIR",
-            help="Directory of the model to quantize, or OWNER/NAME on the Hugging Face Hub.",
+            help="Directory of the model to quantize, OWNER/NAME on the Hugging Face Hub, or a "
+            "graph (.pt2).",
         ),
     ]
     revision: Annotated[

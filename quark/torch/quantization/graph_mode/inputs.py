@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from quark.torch.pipeline.batches import FixedArguments, FixedMapping, flatten_batches
 from quark.torch.pipeline.chunks import Chunks
@@ -38,6 +38,20 @@ def example_inputs(graph: fx.GraphModule, batches: Iterable[Any]) -> tuple[Any, 
         return tuple(v.to(device) if isinstance(v, torch.Tensor) else v for v in values)
     generator = torch.Generator().manual_seed(0)
     return tuple(_example(node.meta["val"], generator) for node in placeholders(graph))
+
+
+def example_arguments(
+    graph: fx.GraphModule, batches: Iterable[Any] | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments and keyword arguments for a call of a graph; see ``example_inputs``.
+
+    Args:
+        graph: An exported graph.
+        batches: Calibration data that the graph takes, or None.
+    """
+    data = () if batches is None else fit_batches(graph, batches)
+    args, kwargs = tree_unflatten(list(example_inputs(graph, data)), graph._in_spec)
+    return args, kwargs
 
 
 def _example(value: Any, generator: torch.Generator) -> Any:

@@ -1,0 +1,133 @@
+"""The steps of ``quark quantize`` for a graph: a file ``.pt2`` of ``torch.export.save``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.markup import escape
+
+from quark.cli import console
+from quark.cli.process_group import rank
+from quark.cli.quantize.config import make_config, needs_data
+from quark.cli.quantize.flags import AlgorithmFlags, SchemeFlags
+from quark.cli.quantize.request import Request
+
+if TYPE_CHECKING:
+    from quark.torch.quantization.config.config import Config
+
+SUFFIX = ".pt2"
+_SAMPLES = ".safetensors"
+# Flags that graphs have a use for, beside those of schemes and algorithms.
+_USED = {
+    *("model_dir", "output_dir", "overwrite", "dataset", "num_calib_data", "batch_size"),
+    *("offload_dir", "device", "skip_evaluation"),
+}
+
+
+def is_graph(request: Request) -> bool:
+    """Whether the model is a graph."""
+    return request.model_dir.suffix == SUFFIX
+
+
+def run_graph(request: Request) -> None:
+    """Quantize a graph and write it as an archive, ``NAME_quantized.pth``.
+
+    Raises:
+        typer.BadParameter: A flag has a wrong value, or does not apply to graphs.
+        ValueError: The archive could run code, or the configuration does not fit. Nothing is
+            written.
+    """
+    from quark.torch.export.graph_archive import graph_archive, load_graph_archive
+    from quark.torch.files import check_vacant, fresh_directory
+    from quark.torch.quantization.api import ModelQuantizer
+    from quark.torch.quantization.graph_mode.inputs import example_arguments
+
+    _check(request)
+    check_vacant(request.output_dir, request.overwrite)
+    config = _graph_config(request)
+    data = _read_samples(request) if needs_data(config) or request.dataset else None
+    with console.stage("loading the graph", spinner=True):
+        graph = load_graph_archive(request.model_dir)
+    quantizer = ModelQuantizer(config, offload_dir=request.offload_dir)
+    start = time.monotonic()
+    with console.stage("quantizing"):
+        quantized = quantizer.quantize_model(graph, data)
+        frozen = quantizer.freeze(quantized)
+    if rank() > 0:
+        return
+    archive = graph_archive(frozen, *example_arguments(frozen, data))
+    name = f"{request.model_dir.stem}_quantized.pth"
+    with fresh_directory(request.output_dir, request.overwrite, len(archive)) as directory:
+        (directory / name).write_bytes(archive)
+    rows = {
+        "output": escape(str(request.output_dir / name)),
+        "time": f"{time.monotonic() - start:.1f} s",
+    }
+    console.out.print("", console.facts(rows))
+
+
+def _check(request: Request) -> None:
+    """Check that the file exists and that the flags apply to graphs.
+
+    Raises:
+        typer.BadParameter: It does not exist, or a flag does not apply.
+    """
+    if not request.model_dir.is_file():
+        raise console.wrong("--model_dir", f"{request.model_dir} does not exist.")
+    schemes = {field.name for flags in (SchemeFlags, AlgorithmFlags) for field in fields(flags)}
+    for name in sorted(request.given - _USED - (schemes - {"statistics", "kv_cache_dtype"})):
+        raise console.wrong(f"--{name}", "does not apply to a graph (.pt2). Leave it out.")
+    if request.dataset is not None and Path(request.dataset).suffix != _SAMPLES:
+        raise console.wrong("--dataset", _EXPECTED.format(request.dataset))
+
+
+_EXPECTED = (
+    "expected a .safetensors file with a tensor of samples for each input of the graph, got {}."
+)
+
+
+def _graph_config(request: Request) -> Config:
+    """Return the configuration of a request, in graph mode."""
+    from quark.torch.quantization.config.type import QuantizationMode
+
+    config = make_config(request, "")
+    exclude = config.exclude
+    if request.excluded is None and request.config is None:
+        exclude = [pattern for pattern in exclude if pattern != "lm_head"]
+    return replace(config, exclude=exclude, quant_mode=QuantizationMode.fx_graph_mode)
+
+
+def _read_samples(request: Request) -> list[dict[str, Any]]:
+    """Return the samples of ``--dataset`` in batches.
+
+    Raises:
+        typer.BadParameter: There is no file, or its tensors do not have the same number of rows.
+    """
+    from safetensors.torch import load_file
+
+    if request.dataset is None:
+        raise console.wrong(
+            "--dataset", "this scheme needs samples: " + _EXPECTED.format("nothing")
+        )
+    path = Path(request.dataset)
+    if not path.is_file():
+        raise console.wrong("--dataset", f"{path} does not exist.")
+    try:
+        samples = load_file(path)
+    except Exception as error:  # whatever a damaged file raises
+        raise console.wrong("--dataset", f"{path} cannot be read: {error}") from None
+    rows = {len(x) if x.dim() else 0 for x in samples.values()}
+    if len(rows) != 1 or not rows - {0}:
+        raise console.wrong("--dataset", f"the tensors of {path} have {sorted(rows)} rows.")
+    count = min(rows.pop(), request.num_calib_data)
+    return list(_batches(samples, count, request.batch_size))
+
+
+def _batches(samples: dict[str, Any], count: int, size: int) -> Iterator[dict[str, Any]]:
+    for start in range(0, count, size):
+        stop = min(start + size, count)
+        yield {name: tensor[start:stop] for name, tensor in samples.items()}
