@@ -212,14 +212,13 @@ def _origins(
 
 def _add(graph: fx.GraphModule, value: fx.Node, quantizer: nn.Module) -> str:
     """Add the quantizer of a value to a graph and return its name."""
-    name = base = f"{EDGES}.{value.name}"
-    number = 0
-    taken = {module_name for module_name, _ in graph.named_modules()}
-    while name in taken:
+    holder = getattr(graph, EDGES, nn.Module)
+    name, number = value.name, 0
+    while hasattr(holder, name):  # another quantizer, or an attribute of modules such as "to"
         number += 1
-        name = f"{base}_{number}"
-    graph.add_submodule(name, quantizer)
-    return name
+        name = f"{value.name}_{number}"
+    graph.add_submodule(f"{EDGES}.{name}", quantizer)
+    return f"{EDGES}.{name}"
 
 
 def _insert(

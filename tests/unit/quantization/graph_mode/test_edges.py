@@ -103,6 +103,10 @@ CASES = {
         lambda m, x: m.conv2(m.norm(m.conv1(x))),
         {"x": "x", "conv1": "conv1", "group_norm": "group_norm", "conv2": "conv2"},
     ),
+    "values with the names of methods": (
+        lambda m, x: m.conv2(x.double().sigmoid().float()),
+        {"to": "to_1", "sigmoid": "sigmoid", "to_1": "to_1_1", "conv2": "conv2"},
+    ),
     "integers and their sums": (
         lambda m, x: m.conv1(x)[torch.arange(2) + 0],
         {"x": "x", "conv1": "conv1"},
