@@ -16,6 +16,7 @@ ALGORITHMS: dict[str, str] = {
     "smooth": "quark.torch.algorithm.smoothquant:ALGORITHM",
     "autosmoothquant": "quark.torch.algorithm.autosmoothquant:ALGORITHM",
     "awq": "quark.torch.algorithm.awq:ALGORITHM",
+    "cle": "quark.torch.algorithm.cle:ALGORITHM",
     "rotation": "quark.torch.algorithm.rotation.rotate:ALGORITHM",
     "quarot": "quark.torch.algorithm.rotation.rotate:ALGORITHM",
     "gptq": "quark.torch.algorithm.gptq:ALGORITHM",
