@@ -202,18 +202,17 @@ class FactorFlow:
         inputs, outputs = (0, 1) if is_transposed else (1, 0)  # axes of the weight
         flows, channels = (self._flow(x), self._flow(weight)), op.outputs[0].shape[1]
         flow = flows[0] or flows[1]
-        if flow is None or all(flows):
+        if flow is None or all(flows) or (is_transposed and groups > 1):
             return self._unknown(index, op)
-        if flows[0] and (groups == 1 or (is_transposed and groups < x.shape[1])):
+        if flows[0] and groups == 1:
             self._add_consumer(index, op, flow, x, 1, weight, inputs)
             return []
+        is_depthwise = groups == x.shape[1]
         vector = project_labels(flow.labels, 1 if flows[0] else outputs)
-        if vector is None or (flows[0] and groups < x.shape[1]):
+        if vector is None or not (is_depthwise or flows[1]):
             return self._unknown(index, op)
         if flows[0]:  # each input channel has outputs of its own
             vector = vector.repeat_interleave(channels // groups)
-        else:  # all groups of a transposed convolution share the second axis of the weight
-            vector = vector.repeat(channels // len(vector))
         return [self._per_channel(index, op, vector, flow.power, bias)]
 
     def _per_channel(

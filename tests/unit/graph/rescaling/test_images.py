@@ -41,7 +41,6 @@ CHAINS = {
     "padding": (lambda y: F.pad(y, (1, 1, 1, 1), mode="reflect"), conv(6, 3, 3)),
     "upsampling": (lambda y: F.interpolate(y, scale_factor=2), conv(6, 3, 3)),
     "transposed": (lambda y: y, nn.ConvTranspose2d(6, 4, 2, stride=2)),
-    "transposed and grouped": (lambda y: y, nn.ConvTranspose2d(6, 4, 2, groups=2)),
     "mean and linear": (lambda y: y.mean((2, 3)), nn.Linear(6, 3)),
     "pool and linear": (lambda y: F.adaptive_avg_pool2d(y, 1).flatten(1), nn.Linear(6, 3)),
     "flat and linear": (lambda y: y.flatten(1), nn.Linear(6 * 64, 3)),
@@ -65,7 +64,6 @@ def test_a_convolution_and_the_next_layer(net, image, name):
         conv(4, 6, 3, groups=2),
         conv(4, 8, 3, groups=4),
         nn.ConvTranspose2d(4, 6, 2),
-        nn.ConvTranspose2d(4, 6, 2, groups=2, bias=False),
     ],
 )
 def test_producers_of_other_kinds(net, image, first):
@@ -107,6 +105,11 @@ REFUSED = {
     "a constant": (lambda y: F.pad(y, (1, 1), value=1.0), conv(6, 3, 3), "constant_pad_nd"),
     "channels": (lambda y: y.mean(1, keepdim=True), conv(1, 3, 3), "goes through mean"),
     "groups": (lambda y: y.relu(), conv(6, 4, 3, groups=2), "goes through convolution"),
+    "groups of a transposed one": (
+        lambda y: y.relu(),
+        nn.ConvTranspose2d(6, 4, 3, groups=2),
+        "goes through convolution",
+    ),
     "a maximum with data": (lambda y: torch.maximum(y, -y.tanh()), conv(6, 3, 3), "tanh"),
 }
 
