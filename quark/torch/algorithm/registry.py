@@ -19,6 +19,7 @@ ALGORITHMS: dict[str, str] = {
     "cle": "quark.torch.algorithm.cle:ALGORITHM",
     "rotation": "quark.torch.algorithm.rotation.rotate:ALGORITHM",
     "quarot": "quark.torch.algorithm.rotation.rotate:ALGORITHM",
+    "bias_correction": "quark.torch.algorithm.bias_correction:ALGORITHM",
     "gptq": "quark.torch.algorithm.gptq:ALGORITHM",
     "gptaq": "quark.torch.algorithm.qronos:ALGORITHM",
     "qronos": "quark.torch.algorithm.qronos:ALGORITHM",
