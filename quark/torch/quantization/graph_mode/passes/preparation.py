@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch.fx import GraphModule
@@ -14,7 +15,10 @@ from quark.torch.quantization.graph_mode.passes.rewriting import apply_pass
 
 
 def prepare(
-    graph: GraphModule, example_inputs: Any, options: PassOptions | None = None
+    graph: GraphModule,
+    example_inputs: Any,
+    options: PassOptions | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
 ) -> GraphModule:
     """Return a graph with the same function that can be quantized better.
 
@@ -27,6 +31,7 @@ def prepare(
         example_inputs: Arguments of the graph: a tensor, a tuple, or a mapping of keyword
             arguments.
         options: Rewrites that are applied only if they are asked for.
+        example_kwargs: Keyword arguments beside a tensor or a tuple.
 
     Returns:
         A new graph. It shares all parameters with the given one, except those that changed.
@@ -35,7 +40,7 @@ def prepare(
         ValueError: The graph does not run on the example inputs.
     """
     options = options or PassOptions()
-    proof = Proof(graph, example_inputs)
+    proof = Proof(graph, example_inputs, example_kwargs)
     graph = copy_graph(graph)
     clean_(graph)
     for kind in PASSES:

@@ -39,13 +39,19 @@ class Proof:
         graph: The original graph.
         example_inputs: Arguments of the graph: a tensor, a tuple, or a mapping of keyword
             arguments.
+        example_kwargs: Keyword arguments beside a tensor or a tuple.
 
     Raises:
         ValueError: The graph does not run on the inputs.
     """
 
-    def __init__(self, graph: GraphModule, example_inputs: Any) -> None:
-        example = flatten_inputs(graph, example_inputs)
+    def __init__(
+        self,
+        graph: GraphModule,
+        example_inputs: Any,
+        example_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        example = flatten_inputs(graph, example_inputs, example_kwargs)
         try:
             run(graph, example, ())
         except Exception as error:  # anything that a model can raise
@@ -95,17 +101,21 @@ class Proof:
         return None
 
 
-def flatten_inputs(graph: GraphModule, inputs: Any) -> list[Any]:
+def flatten_inputs(
+    graph: GraphModule, inputs: Any, kwargs: Mapping[str, Any] | None = None
+) -> list[Any]:
     """Return the values of the placeholders of a graph for given inputs, in their order.
 
     Raises:
         ValueError: The graph takes other arguments.
     """
-    kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
-    args = () if kwargs else inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+    args, kwargs = inputs, dict(kwargs or {})
+    if isinstance(inputs, Mapping):
+        args, kwargs = (), {**inputs, **kwargs}
+    args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
     spec = graph._in_spec
     try:
-        values = tree_flatten_spec((tuple(args), kwargs), spec)
+        values = tree_flatten_spec((args, kwargs), spec)
         if len(tree_leaves((args, kwargs))) == spec.num_leaves:
             return values
     except (KeyError, IndexError, RuntimeError):  # arguments are missing, or of another structure
