@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch.fx import GraphModule
@@ -15,10 +14,7 @@ from quark.torch.quantization.graph_mode.passes.rewriting import apply_pass
 
 
 def prepare(
-    graph: GraphModule,
-    example_inputs: Any,
-    options: PassOptions | None = None,
-    example_kwargs: Mapping[str, Any] | None = None,
+    graph: GraphModule, example_inputs: Any, options: PassOptions | None = None
 ) -> GraphModule:
     """Return a graph with the same function that can be quantized better.
 
@@ -28,10 +24,9 @@ def prepare(
 
     Args:
         graph: Result of ``torch.export.export(model.eval(), args).module()``. It is unchanged.
-        example_inputs: Arguments of the graph: a tensor, a tuple, or a mapping of keyword
-            arguments.
+        example_inputs: Arguments of the graph: a tensor, a tuple, or a mapping of
+            arguments by name.
         options: Rewrites that are applied only if they are asked for.
-        example_kwargs: Keyword arguments beside a tensor or a tuple.
 
     Returns:
         A new graph. It shares all parameters with the given one, except those that changed.
@@ -40,7 +35,7 @@ def prepare(
         ValueError: The graph does not run on the example inputs.
     """
     options = options or PassOptions()
-    proof = Proof(graph, example_inputs, example_kwargs)
+    proof = Proof(graph, example_inputs)
     graph = copy_graph(graph)
     clean_(graph)
     for kind in PASSES:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx._pytree import tree_flatten_spec
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 
 from quark.torch.graph.trace import iter_tensors
 
@@ -37,21 +37,15 @@ class Proof:
 
     Args:
         graph: The original graph.
-        example_inputs: Arguments of the graph: a tensor, a tuple, or a mapping of keyword
-            arguments.
-        example_kwargs: Keyword arguments beside a tensor or a tuple.
+        example_inputs: Arguments of the graph: a tensor, a tuple, or a mapping of
+            arguments by name.
 
     Raises:
         ValueError: The graph does not run on the inputs.
     """
 
-    def __init__(
-        self,
-        graph: GraphModule,
-        example_inputs: Any,
-        example_kwargs: Mapping[str, Any] | None = None,
-    ) -> None:
-        example = flatten_inputs(graph, example_inputs, example_kwargs)
+    def __init__(self, graph: GraphModule, example_inputs: Any) -> None:
+        example = flatten_inputs(graph, example_inputs)
         try:
             run(graph, example, ())
         except Exception as error:  # anything that a model can raise
@@ -101,21 +95,23 @@ class Proof:
         return None
 
 
-def flatten_inputs(
-    graph: GraphModule, inputs: Any, kwargs: Mapping[str, Any] | None = None
-) -> list[Any]:
+def flatten_inputs(graph: GraphModule, inputs: Any) -> list[Any]:
     """Return the values of the placeholders of a graph for given inputs, in their order.
 
     Raises:
         ValueError: The graph takes other arguments.
     """
-    args, kwargs = inputs, dict(kwargs or {})
-    if isinstance(inputs, Mapping):
-        args, kwargs = (), {**inputs, **kwargs}
-    args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
+    kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
+    args = () if kwargs else inputs if isinstance(inputs, (tuple, list)) else (inputs,)
     spec = graph._in_spec
+    # A mapping may name arguments that the graph takes by position.
+    codegen: Any = graph.graph._codegen
+    names = [name for name in codegen.pytree_info.orig_args if name != "self"]
+    if kwargs.keys() == set(names):
+        positions, _ = tree_unflatten([None] * spec.num_leaves, spec)
+        args = tuple(kwargs.pop(name) for name in names[: len(positions)])
     try:
-        values = tree_flatten_spec((args, kwargs), spec)
+        values = tree_flatten_spec((tuple(args), kwargs), spec)
         if len(tree_leaves((args, kwargs))) == spec.num_leaves:
             return values
     except (KeyError, IndexError, RuntimeError):  # arguments are missing, or of another structure

@@ -122,11 +122,10 @@ def test_keywords_beside_arguments(image):
 
     kwargs = {"factor": torch.tensor(2.0), "offset": torch.tensor([3.0])}
     graph = torch.export.export(Two(), (image,), kwargs).module()
-    backwards = dict(reversed(kwargs.items()))
-    result = prepare(graph, image, None, backwards)
+    result = prepare(graph, {**dict(reversed(kwargs.items())), "x": image})
     torch.testing.assert_close(result(image, **kwargs), image.relu() * 2 + 3)
     with pytest.raises(ValueError, match="do not fit the graph"):
-        prepare(graph, image, None, {"factor": torch.tensor(2.0)})
+        prepare(graph, {"x": image, "factor": torch.tensor(2.0)})
 
 
 def test_inputs_that_do_not_fit_are_refused(export, two, image):
