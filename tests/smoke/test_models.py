@@ -11,6 +11,7 @@ from tests.models.architectures import VARIED, build, inputs, small_config, toke
 
 pytestmark = pytest.mark.smoke
 OPTIONS = {"autoround": {"iters": 2}, "rotation": {"r2": True, "r4": True}}
+CHANGES = {"bias_correction": {"attention_bias": True}}  # of the model
 # Beside decoders: state spaces, a hybrid, an encoder with a decoder, images beside text.
 FAMILIES = ["mamba2", "jamba", "whisper", "gemma3"]
 
@@ -19,7 +20,7 @@ FAMILIES = ["mamba2", "jamba", "whisper", "gemma3"]
 def test_an_algorithm(name):
     """The scheme quantizes weights by 4 bits, and inputs, so that every algorithm serves it."""
     options = ALGO_CONFIGS[name](**OPTIONS.get(name, {}))
-    model = varied("llama", num_hidden_layers=1)
+    model = varied("llama", num_hidden_layers=1, **CHANGES.get(name, {}))
     with torch.no_grad():
         expected = model(tokens()).logits
         quantized_by(model, "w_uint4_per_group_a_int8_per_tensor", options, data=[tokens()])

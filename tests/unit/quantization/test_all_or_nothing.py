@@ -23,7 +23,10 @@ OPTIONS = {
     "quarot": {"r4": True},
 }
 # Ties weights, or stacks experts; keys are quantized after rotary embedding in both.
-MODELS = {"tied": ("llama", {"tie_word_embeddings": True}), "experts": ("mixtral", {})}
+MODELS = {
+    "tied": ("llama", {"tie_word_embeddings": True, "attention_bias": True}),
+    "experts": ("mixtral", {}),
+}
 
 
 def model_of(kind):
@@ -115,4 +118,6 @@ def test_a_failure_somewhere(name):
 @pytest.mark.parametrize("name", [None, *ALGORITHMS])
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_failure_anywhere(kind, name):
+    if (kind, name) == ("experts", "bias_correction"):
+        pytest.skip("its layers have no bias")
     assert interrupt(kind, name, 40) >= 30

@@ -190,6 +190,33 @@ class AWQConfig(AlgoConfig):
     model_decoder_layers: str = ""
 
 
+@dataclass
+class CLEConfig(PreQuantOptConfig):
+    """Options of cross-layer equalization (Nagel et al. 2019).
+
+    Attributes:
+        iterations: Largest number of rounds over all pairs of layers. It ends earlier if no factor
+            changes by more than a thousandth.
+
+    Raises:
+        ValueError: ``iterations`` is less than 1.
+    """
+
+    name: str = "cle"
+    iterations: int = 50
+
+    def __post_init__(self) -> None:
+        if self.iterations < 1:
+            raise ValueError(f"cle: iterations must be at least 1, got {self.iterations}.")
+
+
+@dataclass
+class BiasCorrectionConfig(AlgoConfig):
+    """Options of bias correction (Nagel et al. 2019, section 4.2). There are none."""
+
+    name: str = "bias_correction"
+
+
 class RoundingConfig(AlgoConfig):
     """Base class of the options of algorithms that replace weights by rounded weights."""
 
@@ -333,6 +360,8 @@ ALGO_CONFIGS: dict[str, type[AlgoConfig]] = {
         QuaRotConfig,
         AutoSmoothQuantConfig,
         AWQConfig,
+        CLEConfig,
+        BiasCorrectionConfig,
         GPTQConfig,
         GPTAQConfig,
         QronosConfig,

@@ -13,6 +13,8 @@ from quark.torch.quantization.config.algo import AlgoConfig as AlgoConfig
 from quark.torch.quantization.config.algo import AutoRoundConfig as AutoRoundConfig
 from quark.torch.quantization.config.algo import AutoSmoothQuantConfig as AutoSmoothQuantConfig
 from quark.torch.quantization.config.algo import AWQConfig as AWQConfig
+from quark.torch.quantization.config.algo import BiasCorrectionConfig as BiasCorrectionConfig
+from quark.torch.quantization.config.algo import CLEConfig as CLEConfig
 from quark.torch.quantization.config.algo import GPTAQConfig as GPTAQConfig
 from quark.torch.quantization.config.algo import GPTQConfig as GPTQConfig
 from quark.torch.quantization.config.algo import OnlineRotationConfig as OnlineRotationConfig
@@ -57,6 +59,8 @@ else:
         *SPEC_CLASSES,
         "ALGO_CONFIGS",
         "AWQConfig",
+        "BiasCorrectionConfig",
+        "CLEConfig",
         "AlgoConfig",
         "AutoRoundConfig",
         "AutoSmoothQuantConfig",

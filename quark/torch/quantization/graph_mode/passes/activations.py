@@ -70,12 +70,13 @@ def _make_caps(graph: GraphModule, node: Node, options: PassOptions) -> Node:
     cap, x = _cap(graph, node), arguments(node)["self"]
     assert cap is not None
     value = fake_value(x)
-    caps = torch.full((value.shape[1], *[1] * (value.dim() - 2)), cap, dtype=value.dtype)
+    caps = torch.full((value.shape[1],), cap, dtype=value.dtype, device=value.device)
     name = unused_name(graph, f"{node.name}.cap")
-    parameter = nn.Parameter(caps.to(value.device), requires_grad=False)
-    source = insert_tensor(graph, node, name, parameter)
+    source = insert_tensor(graph, node, name, nn.Parameter(caps, requires_grad=False))
+    shape = [-1, *[1] * (value.dim() - 2)]  # (channels,) -> (channels, 1, 1)
+    channels = insert_call(node, torch.ops.aten.view.default, source, shape)
     positive = insert_call(node, torch.ops.aten.relu.default, x)
-    result = insert_call(node, torch.ops.aten.minimum.default, positive, source)
+    result = insert_call(node, torch.ops.aten.minimum.default, positive, channels)
     replace(node, result)
     return result
 

@@ -24,8 +24,8 @@ def prepare(
 
     Args:
         graph: Result of ``torch.export.export(model.eval(), args).module()``. It is unchanged.
-        example_inputs: Arguments of the graph: a tensor, a tuple, or a mapping of keyword
-            arguments.
+        example_inputs: Arguments of the graph: a tensor, a tuple, or a mapping of
+            arguments by name.
         options: Rewrites that are applied only if they are asked for.
 
     Returns:

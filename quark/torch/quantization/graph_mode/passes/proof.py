@@ -37,8 +37,8 @@ class Proof:
 
     Args:
         graph: The original graph.
-        example_inputs: Arguments of the graph: a tensor, a tuple, or a mapping of keyword
-            arguments.
+        example_inputs: Arguments of the graph: a tensor, a tuple, or a mapping of
+            arguments by name.
 
     Raises:
         ValueError: The graph does not run on the inputs.

@@ -115,6 +115,19 @@ def test_example_inputs_of_each_kind(export, net, image, kind):
     torch.testing.assert_close(result(*args, **kwargs), model(image))
 
 
+def test_keywords_beside_arguments(image):
+    class Two(nn.Module):
+        def forward(self, x, *, factor, offset):
+            return x.relu() * factor + offset
+
+    kwargs = {"factor": torch.tensor(2.0), "offset": torch.tensor([3.0])}
+    graph = torch.export.export(Two(), (image,), kwargs).module()
+    result = prepare(graph, {**dict(reversed(kwargs.items())), "x": image})
+    torch.testing.assert_close(result(image, **kwargs), image.relu() * 2 + 3)
+    with pytest.raises(ValueError, match="do not fit the graph"):
+        prepare(graph, {"x": image, "factor": torch.tensor(2.0)})
+
+
 def test_inputs_that_do_not_fit_are_refused(export, two, image):
     graph = export(two, image)
     with pytest.raises(ValueError, match=r"(?s)do not fit the graph.*got 2 arguments"):
