@@ -37,7 +37,7 @@ class Operator(Protocol[R]):
         ...
 
     def register_autograd(
-        self, backward: Callable[..., Any], /, *, setup_context: Callable[..., None]
+        self, backward: Callable[..., Any], /, *, setup_context: Callable[..., None] | None = None
     ) -> None:
         """Add the function that computes gradients."""
         ...
@@ -68,6 +68,13 @@ def with_text(scheme: Scheme) -> Scheme:
     """Return the scheme after computing its text, which ``torch.compile`` cannot trace."""
     assert scheme.text
     return scheme
+
+
+def rotate_by_hadamard(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` times ``hadamard.largest_hadamard`` of its last axis."""
+    if _is_tracing():
+        return _rotate_by_hadamard(x)
+    return hadamard.rotate(x, hadamard.largest_hadamard(x.shape[-1]))
 
 
 def is_empty(x: torch.Tensor) -> bool:
@@ -295,3 +302,21 @@ def _rotate_back(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
 
 
 _rotate.register_autograd(_rotate_back, setup_context=_keep_rotation)
+
+
+@define_operator("rotate_by_hadamard(Tensor x) -> Tensor")
+def _rotate_by_hadamard(x: torch.Tensor) -> torch.Tensor:
+    return hadamard.rotate(x, hadamard.largest_hadamard(x.shape[-1])).contiguous()
+
+
+@_rotate_by_hadamard.register_fake
+def _(x: Any) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _rotate_back_by_hadamard(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    rotation = hadamard.largest_hadamard(grad.shape[-1])
+    return _rotate(grad, rotation.T.to(grad.device))
+
+
+_rotate_by_hadamard.register_autograd(_rotate_back_by_hadamard)

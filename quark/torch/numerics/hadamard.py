@@ -72,6 +72,12 @@ def random_hadamard(n: int, generator: torch.Generator) -> torch.Tensor:
     return signs * hadamard(n)
 
 
+@cache
+def largest_hadamard(n: int) -> torch.Tensor:
+    """Return a Hadamard matrix of order ``n``, or of the largest divisor of ``n`` that has one."""
+    return hadamard(largest_order(n))
+
+
 def rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
     """Multiply the last axis of ``x``, block by block, by an orthogonal matrix.
 

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import cache
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from quark.torch.graph.eval_mode import eval_mode
-from quark.torch.numerics.custom_operators import rotate
-from quark.torch.numerics.hadamard import hadamard, largest_order
+from quark.torch.numerics.custom_operators import rotate_by_hadamard
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import first_match
 
@@ -87,8 +85,7 @@ class KeyRoute:
         """
         layer = module.get_submodule(self.projection)
         if self.rotates:
-            rotation = _rotation(key.shape[-1])
-            query, key = rotate(query, rotation), rotate(key, rotation)
+            query, key = rotate_by_hadamard(query), rotate_by_hadamard(key)
         if layer.output_width > key.shape[1] * key.shape[3]:
             value = _quantized(layer, value)
         key = _quantized(layer, key)
@@ -109,12 +106,6 @@ def _quantized(layer: Any, heads: torch.Tensor) -> torch.Tensor:
     x = heads.transpose(1, 2)
     y: torch.Tensor = layer.quantized_output(x.flatten(2))
     return y.view(x.shape).transpose(1, 2)
-
-
-@cache
-def _rotation(size: int) -> torch.Tensor:
-    """Return a Hadamard matrix of the head size, or of its largest divisor that has one."""
-    return hadamard(largest_order(size))
 
 
 def _function(kind: type[nn.Module], name: str) -> Callable[..., Any]:

@@ -83,6 +83,9 @@ class LinearExperts(nn.Module):
             top_k_index: (tokens, k) experts; the output of ``num_experts`` and above is 0.
             top_k_weights: (tokens, k) factors of the outputs.
         """
+        if torch.compiler.is_compiling():
+            placed = self._traced_outputs(hidden_states, top_k_index)
+            return self._weighted_sum(placed, top_k_weights, hidden_states.dtype)
         # Sort the (token, choice) pairs by expert, so that each expert runs once on its tokens.
         # Example, k = 2 and the choices [[1, 0], [0, 2]]: order = [1, 2, 0, 3], the tokens
         # order // 2 = [0, 1, 0, 1], of which experts 0, 1, 2 take 2, 1 and 1.
@@ -100,11 +103,36 @@ class LinearExperts(nn.Module):
             with padding(None if mask is None else kept):
                 is_used = len(x) and expert < self.num_experts
                 results.append(self._expert(expert, x) if is_used else torch.zeros_like(x))
-        outputs = torch.cat(results) * top_k_weights.reshape(-1)[order].unsqueeze(-1)
+        outputs = torch.cat(results)
         placed = torch.empty_like(outputs)
         placed[order] = outputs
-        summed = placed.view(*top_k_index.shape, hidden_states.shape[-1]).sum(-2)
-        return summed.to(hidden_states.dtype)
+        return self._weighted_sum(placed, top_k_weights, hidden_states.dtype)
+
+    def _weighted_sum(
+        self, outputs: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return (tokens, hidden) from outputs (tokens * k, hidden) and weights (tokens, k)."""
+        products = outputs * weights.reshape(-1, 1)
+        return products.view(*weights.shape, outputs.shape[-1]).sum(-2).to(dtype)
+
+    def _traced_outputs(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the output of each (token, choice) pair, (tokens * k, hidden), for a graph.
+
+        A graph has one path for all inputs. So every expert runs, on its tokens in their order, as
+        in ``forward``; there may be none.
+        """
+        width, chosen = top_k_index.shape[-1], top_k_index.reshape(-1)
+        placed = None
+        for expert in range(self.num_experts):
+            (pairs,) = (chosen == expert).nonzero(as_tuple=True)
+            y = self._expert(expert, hidden_states[pairs // width])
+            if placed is None:
+                placed = y.new_zeros(chosen.shape[0], y.shape[-1])
+            placed[pairs] = y
+        assert placed is not None
+        return placed
 
     @property
     def tokens(self) -> list[int] | None:

@@ -204,7 +204,7 @@ class PackedLayer(QuantizedLayer):
 
     def _stored(self, name: str) -> torch.Tensor | None:
         """Return the weight or bias as stored: codes, or values if it is not quantized."""
-        if torch.compiler.is_dynamo_compiling() and name in self._codes:
+        if torch.compiler.is_dynamo_compiling() and name in self.packed:
             return self._codes[name]
         parameter = self._parameters.get(name)
         return parameter.codes if isinstance(parameter, PackedParameter) else parameter
@@ -299,13 +299,15 @@ class PackedLayer(QuantizedLayer):
             quantizer.key = register_stored_tensor(stored)
 
     def _wrap_codes(self, name: str) -> None:
-        stored = self._parameters.get(name)
-        is_bare = not (stored is None or isinstance(stored, PackedParameter) or stored.is_meta)
-        if name in self.packed and is_bare:
-            assert stored is not None
-            wrapped: Any = PackedParameter.wrap(stored, self, name)
-            self._parameters[name] = wrapped
-            self.keep_codes(name, stored)
+        stored: Any = self._parameters.get(name)
+        if name not in self.packed or stored is None:
+            return
+        if not isinstance(stored, PackedParameter):
+            if stored.is_meta:
+                return
+            stored = PackedParameter.wrap(stored, self, name)
+            self._parameters[name] = stored
+        self.keep_codes(name, stored.codes)
 
     def keep_codes(self, name: str, codes: torch.Tensor) -> None:
         """Keep the codes of a parameter where the tracer of ``torch.compile`` reads them."""
