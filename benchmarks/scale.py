@@ -34,7 +34,7 @@ SHAPE = {
 BLOCKS = (11, 23, 59)  # 0.6, 1.2 and 3 GB
 WAYS = ("nearest", "gptq", "awq")
 BOUND = 1100  # MiB
-WINDOWS, LENGTH = 16, 512
+WINDOWS, LENGTH = 8, 128
 COLUMNS = ("way", "GB", "blocks", "bound MiB", "peak MiB", "CPU s", "same")
 
 

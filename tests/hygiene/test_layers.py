@@ -50,7 +50,7 @@ LAYERS = [
         "quark.torch.quantization.reachability",
         "quark.torch.quantization.model_shape",
     },
-    {"quark.torch.quantization.checks"},
+    {"quark.torch.quantization.checks", "quark.torch.quantization.parameter_limit"},
     {"quark.torch.statistics"},
     {
         "quark.torch.export.formats.layouts",

@@ -17,7 +17,8 @@ from quark.cli.quantize.request import Request
 if TYPE_CHECKING:
     from torch import nn
 
-    from quark.torch.pipeline.requirements import Machine, Requirements, Run
+    from quark.torch.pipeline.requirements import Machine, Requirements
+    from quark.torch.pipeline.run_steps import Run
     from quark.torch.pipeline.shapes import DataShape
     from quark.torch.quantization.config.config import Config
     from quark.torch.quantization.model_shape import LayerKind
@@ -155,7 +156,7 @@ def _describe_run(
     is_calibrated: bool,
 ) -> Run:
     from quark.torch.export.writability import stored_size
-    from quark.torch.pipeline import requirements
+    from quark.torch.pipeline.run_steps import Run
     from quark.torch.quantization.algorithms import find_algorithms
     from quark.torch.quantization.calibration import needs_data
     from quark.torch.quantization.config.export import JsonExporterConfig
@@ -168,7 +169,7 @@ def _describe_run(
     stored = stored_size(model, config, options)
     windows = EVAL_WINDOWS if request.num_eval_data is None else request.num_eval_data
     window = request.eval_seq_len or length
-    return requirements.Run(
+    return Run(
         model=shape,
         data=data,
         algorithms=[(o.name, partial(algorithm.work, o)) for algorithm, o in algorithms],

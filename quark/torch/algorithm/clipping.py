@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from quark.torch.algorithm.layers import (
@@ -13,6 +15,7 @@ from quark.torch.algorithm.layers import (
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 
 FRACTIONS = tuple(1 - i / 20 for i in range(1, 11))  # of the range: 0.95 … 0.5
+CHUNK = 1 << 21  # elements of the rows that are compared at a time
 
 
 @torch.no_grad()
@@ -39,14 +42,40 @@ def clip_weight(layer: FakeQuantizedLayer, gram: torch.Tensor) -> torch.Tensor |
     is_separable = has_scales_per_row(quantizer.scheme, axis) and layer.weight.dim() == 2
     if not is_separable or matrix.shape[1] % width:
         return None
-    groups = matrix.reshape(len(matrix), -1, width)  # (outputs, groups, width)
     gram_blocks = _diagonal_blocks(gram, width)
+
+    def fake_quantize(rows: torch.Tensor) -> torch.Tensor:
+        return to_matrix(quantizer.fake_quantize_copy(rows if axis else rows.T), axis)
+
+    # All rows of a matrix share its tensor scale.
+    shares_scale = quantizer.scheme.scale.two_level or quantizer.spec.quantizes_codes
+    step = len(matrix) if shares_scale else max(1, CHUNK // matrix.shape[1])
+    clipped = torch.empty_like(matrix)
+    for start in range(0, len(matrix), step):
+        rows = matrix[start : start + step]
+        clipped[start : start + step] = _clip_rows(rows, width, gram_blocks, fake_quantize)
+    return clipped if axis else clipped.T
+
+
+def _clip_rows(
+    rows: torch.Tensor,
+    width: int,
+    gram_blocks: torch.Tensor,
+    fake_quantize: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Return rows of a weight, (rows, inputs), with the best clipping of each group.
+
+    Args:
+        rows: (rows, inputs).
+        width: Adjacent weights that share a scale.
+        gram_blocks: (groups, width, width).
+        fake_quantize: Rounds rows.
+    """
+    groups = rows.reshape(len(rows), -1, width)  # (rows, groups, width)
     amax = groups.abs().amax(-1, keepdim=True)
 
     def error(candidate: torch.Tensor) -> torch.Tensor:
-        flat = candidate.flatten(1)
-        rounded = quantizer.fake_quantize_copy(flat if axis else flat.T)
-        change = to_matrix(rounded, axis).reshape(groups.shape) - groups
+        change = fake_quantize(candidate.flatten(1)).reshape(groups.shape) - groups
         return torch.einsum("ogi,gij,ogj->og", change, gram_blocks, change).unsqueeze(-1)
 
     best, lowest = groups, error(groups)
@@ -55,8 +84,7 @@ def clip_weight(layer: FakeQuantizedLayer, gram: torch.Tensor) -> torch.Tensor |
         loss = error(candidate)
         better = loss < lowest
         best, lowest = torch.where(better, candidate, best), torch.where(better, loss, lowest)
-    flat = best.flatten(1)
-    return flat if axis else flat.T
+    return best.flatten(1)
 
 
 def _diagonal_blocks(gram: torch.Tensor, width: int) -> torch.Tensor:

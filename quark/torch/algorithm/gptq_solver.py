@@ -40,14 +40,19 @@ def inverse_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor | None
     Returns:
         U, (inputs, inputs), or None if the matrix cannot be inverted under any damping up to 1.
     """
-    identity = torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)
-    mean = hessian.diagonal().mean()
+    diagonal = hessian.diagonal().clone()
+    mean = diagonal.mean()
     fraction = first = max(damping, MIN_DAMPING)
     while fraction <= 1:
-        lower, failed = torch.linalg.cholesky_ex(hessian + fraction * mean * identity)
+        # Each matrix is dropped once it is not needed: they are the most memory of a run.
+        hessian.diagonal().copy_(diagonal + fraction * mean)
+        lower, failed = torch.linalg.cholesky_ex(hessian)
+        hessian.diagonal().copy_(diagonal)
         if not failed:
             inverse = torch.cholesky_inverse(lower)
+            del lower
             upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
+            del inverse
             if bool((failed == 0) & upper.isfinite().all()):
                 if fraction > first:
                     logger.warning("A Hessian is ill-conditioned: damped by %g.", fraction)

@@ -19,7 +19,7 @@ from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from quark.torch.quantization.nn.quantizer import QuantizedTensor, TensorQuantizer
 
 MAX_CHANGE = 2.0  # factor by which a scale may grow or shrink
-CHUNK = 1 << 24  # elements of the matrices A that are solved for at a time
+CHUNK = 1 << 22  # elements of the matrices A, and of the rows, that are worked on at a time
 
 Attempt = Callable[[ColumnRounding], torch.Tensor]  # rounds a weight, (outputs, inputs)
 
@@ -42,7 +42,7 @@ def best_scales(
     outputs, groups = scales.shape
     blocks = hessian.view(groups, -1, len(hessian))  # (groups, width, inputs)
     result = scales.clone()
-    step = max(1, CHUNK // groups**2)
+    step = max(1, CHUNK // max(groups**2, len(hessian)))
     for start in range(0, outputs, step):
         rows = slice(start, start + step)
         q = codes[rows].view(-1, groups, blocks.shape[1])  # (rows, groups, width)

@@ -26,6 +26,7 @@ from quark.torch.algorithm.scale_refit import round_and_refit
 from quark.torch.graph.residency import resident
 from quark.torch.numerics.qdq import ColumnRounding
 from quark.torch.pipeline.accumulators import Gram
+from quark.torch.pipeline.allocator import return_free_memory
 from quark.torch.pipeline.block import Block
 from quark.torch.pipeline.context import Context
 from quark.torch.pipeline.runner import run_blocks
@@ -238,7 +239,7 @@ def round_layers(
     order = torch.arange(len(hessian), device=hessian.device)
     if by_magnitude:
         order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
-    factor = inverse_factor(hessian[order][:, order], damping)
+    factor = inverse_factor(hessian[order][:, order] if by_magnitude else hessian, damping)
     if factor is None:
         for name in layers:
             logger.warning("%s: its Hessian cannot be inverted: rounded to the nearest.", name)
@@ -259,3 +260,4 @@ def round_layers(
         rounded = round_and_refit(layer, matrix, hessian, attempts)
         write_weight_matrix_(layer, rounded)
         freeze(layer)
+        return_free_memory()

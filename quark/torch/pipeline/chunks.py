@@ -78,6 +78,12 @@ def count_calls(batches: Iterable[Any]) -> int:
     return sum(1 for _ in flatten_batches(batches))
 
 
+def count_tokens(chunk: Any) -> tuple[int, int]:
+    """Return the tokens of a chunk, and those of each of its sequences."""
+    length = _count_tokens(chunk)
+    return length * (count_sequences(chunk) or 1), length
+
+
 def own_calls(batches: Iterable[Any]) -> Callable[[int], bool]:
     """Return whether a batch belongs to this process, given its number in the data."""
     return Leaves(count_calls(batches)).is_own if processes().count > 1 else lambda number: True

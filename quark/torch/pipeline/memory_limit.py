@@ -16,10 +16,12 @@ class MemoryLimit(NamedTuple):
     Attributes:
         weights: Bytes of parameters, on their device.
         activations: Bytes of activations, in main memory.
+        room: Bytes of main memory for all of a run; None if parameters lie on another device.
     """
 
     weights: int
     activations: int
+    room: int | None
 
 
 def free_memory(device: torch.device | str = "cpu") -> int:
@@ -60,7 +62,8 @@ def divide_memory(bound: int | None = None, device: torch.device | str = "cpu") 
         )
     free = free_on_device(torch.device(device))
     room = left if free is None else free if bound is None else min(left, free)
-    return MemoryLimit(room // WEIGHTS, left // ACTIVATIONS)
+    is_shared = torch.device(device).type == "cpu"
+    return MemoryLimit(room // WEIGHTS, left // ACTIVATIONS, left if is_shared else None)
 
 
 def _megabytes(size: int) -> str:

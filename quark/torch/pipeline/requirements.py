@@ -13,41 +13,18 @@ from typing import NamedTuple
 
 from quark.torch.pipeline.activation_store import LIMIT
 from quark.torch.pipeline.memory_limit import ACTIVATIONS, WEIGHTS
-from quark.torch.pipeline.shapes import (
-    FLOAT32,
-    BlockShape,
-    DataShape,
-    ModelShape,
-    Work,
+from quark.torch.pipeline.run_steps import (
+    ELEMENT_FLOPS,
+    Run,
+    Step,
+    list_steps,
+    spilled_activations,
 )
+from quark.torch.pipeline.shapes import FLOAT32, BlockShape, DataShape, Work
 
 LATER_IMPORTS = 64 << 20  # bytes of modules that are loaded while a run goes on
 HEAP = 1.35  # memory that an allocator keeps for a byte that is in use
 DEVICE_CONTEXT = 600 << 20  # bytes that the libraries of a GPU take
-_ROWS = 512  # tokens whose logits are converted to float32 at once
-_ELEMENT_FLOPS = 100.0  # elementwise steps that quantize a value, in units of arithmetic
-
-
-class Step(NamedTuple):
-    """A step of a run.
-
-    Attributes:
-        name: What is done.
-        memory: Bytes that it takes beside the parameters, where these are.
-        stores: Bytes of activations that it holds in main memory.
-        flops: Arithmetic in the type of the model.
-        solver_flops: Arithmetic in float32.
-        reads: Times that the parameters are read from the files, if memory does not hold them.
-        passes: Times that the data runs through the model.
-    """
-
-    name: str
-    memory: int = 0
-    stores: int = 0
-    flops: float = 0.0
-    solver_flops: float = 0.0
-    reads: int = 1
-    passes: float = 0.0
 
 
 class Machine(NamedTuple):
@@ -64,40 +41,6 @@ class Machine(NamedTuple):
     solver_flops: float
     read: float
     write: float
-
-
-class Run(NamedTuple):
-    """A run whose requirements are asked for.
-
-    Attributes:
-        model: The model.
-        data: The calibration data; no tokens without any.
-        algorithms: Name of each algorithm and what it takes for a block, in order.
-        proves: Whether rescalings or rotations are proved.
-        is_static: Whether ranges of activations are found by running the data.
-        output: Bytes of the checkpoints.
-        packed: Bytes of the tensors that one of them holds and the model does not.
-        evaluated: Tokens of an evaluation, 0 for none.
-        evaluated_batch: Tokens of a batch of it.
-        processes: Number of processes that share the work.
-        on_device: Whether the model runs on a device with memory of its own.
-        through_files: Whether tensors go from files to files, without a model in memory.
-        threads: Number of threads that do so.
-    """
-
-    model: ModelShape
-    data: DataShape
-    algorithms: Sequence[tuple[str, Callable[[BlockShape, DataShape], Work]]]
-    proves: bool
-    is_static: bool
-    output: int
-    packed: int
-    evaluated: int = 0
-    evaluated_batch: int = 0
-    processes: int = 1
-    on_device: bool = False
-    through_files: bool = False
-    threads: int = 1
 
 
 class Requirements(NamedTuple):
@@ -170,12 +113,10 @@ def require(run: Run, interpreter: int, bound: int | None = None) -> Requirement
     model = run.model
     free = None if bound is None else max(bound - interpreter, 0)
     limit = LIMIT if free is None else free // ACTIVATIONS
-    parameters = model.size
-    if free is not None:
-        parameters = min(model.size, max(free // WEIGHTS, model.largest_unit))
+    steps = tuple(list_steps(run, limit, free is not None))
+    parameters = model.size if free is None else _resident(run, steps, free)
     is_partial = parameters < model.size
     parameters += model.converted
-    steps = tuple(_steps(run, limit, free is not None))
     changes = any(_work(work, run).changes for _, work in run.algorithms)
     changed = model.changed if changes else 0
     kept = min(changed, LIMIT) if free is None else 0
@@ -197,12 +138,27 @@ def require(run: Run, interpreter: int, bound: int | None = None) -> Requirement
         output=run.output,
         spilled=(
             changed - kept if free is None else is_partial * (model.changed + model.largest_unit),
-            _spilled_activations(run, limit),
+            spilled_activations(run, limit),
         ),
         read=model.size * (sum(step.reads for step in steps) if is_partial else 1),
         network=_network(run),
         is_streamed=free is not None,
     )
+
+
+def _resident(run: Run, steps: Sequence[Step], free: int) -> int:
+    """Return the bytes of parameters that stay in memory: what the largest step leaves, up to half.
+
+    Args:
+        run: The run.
+        steps: Its steps.
+        free: Bytes that the process may still take.
+    """
+    limit, model = free // WEIGHTS, run.model
+    if not run.on_device:
+        most = max(step.memory + step.stores for step in steps)
+        limit = min(limit, free - LATER_IMPORTS - int(HEAP * most) - model.converted)
+    return min(model.size, max(limit, model.largest_unit))
 
 
 def _require_files(run: Run, interpreter: int) -> Requirements:
@@ -216,7 +172,7 @@ def _require_files(run: Run, interpreter: int) -> Requirements:
     step = Step(
         "files to files",
         run.threads * 8 * FLOAT32 * model.largest_weight + copied,
-        solver_flops=_ELEMENT_FLOPS * layers,
+        solver_flops=ELEMENT_FLOPS * layers,
     )
     memory = interpreter + LATER_IMPORTS + int(HEAP * step.memory)
     needs = Requirements(
@@ -248,134 +204,6 @@ def least_bound(run: Run, interpreter: int) -> int:
         else:
             high = middle
     return high
-
-
-def _steps(run: Run, limit: int, streams: bool) -> list[Step]:
-    """Return the steps of a run, in order.
-
-    Args:
-        run: The run.
-        limit: Bytes of activations that may stay in memory.
-        streams: Whether parameters are read when they are used.
-    """
-    model, data = run.model, run.data
-    evaluation = _evaluation(run, streams, limit)
-    steps = [evaluation._replace(name="evaluation of the original")] if evaluation else []
-    if run.algorithms:
-        steps.append(_structure(run))
-    # Values of a changed part are copied when they leave memory.
-    leaving = 2 * max((block.changed for block in model.blocks), default=0) if streams else 0
-    steps += [_algorithm(run, *entry, limit, leaving) for entry in run.algorithms]
-    element = FLOAT32 * model.largest_weight
-    quantize = _ELEMENT_FLOPS * sum(layer.elements for layer in model.layers)
-    steps.append(Step("scales of weights", 8 * element, solver_flops=quantize))
-    if run.is_static:
-        stores = _held(data.hidden_states, 3, limit) if streams else 0
-        memory = _forward(run) + data.logits
-        steps.append(
-            Step("ranges of activations", memory, stores, _model_flops(model, data), passes=1.0)
-        )
-    steps.append(Step("rounding", 8 * element + leaving, solver_flops=quantize))
-    steps += [evaluation] if evaluation else []
-    packed = max((b.elements for b in model.blocks), default=0) if streams else run.packed
-    steps.append(Step("writing", 8 * element + packed, solver_flops=quantize))
-    return steps
-
-
-def _algorithm(
-    run: Run,
-    name: str,
-    work: Callable[[BlockShape, DataShape], Work],
-    limit: int,
-    leaving: int,
-) -> Step:
-    """Return the step of an algorithm.
-
-    Args:
-        run: The run.
-        name: Name of the algorithm.
-        work: What it takes for a block.
-        limit: Bytes of activations that may stay in memory.
-        leaving: Bytes that a block takes while its changed values are written.
-    """
-    data, blocks = run.data, run.model.blocks
-    per_block = [work(block, data) for block in blocks] or [Work()]
-    held = min(sum(w.held for w in per_block), limit)
-    stores = max(w.stores for w in per_block)
-    passed = sum(w.passes * _pass_flops(b, data) for w, b in zip(per_block, blocks, strict=False))
-    return Step(
-        name,
-        max(w.memory for w in per_block) + max(_forward(run) + data.logits, leaving),
-        _held(data.hidden_states, stores, limit) + held,
-        passed,
-        sum(w.flops for w in per_block),
-        max(w.reads for w in per_block),
-        max(w.passes for w in per_block),
-    )
-
-
-def _structure(run: Run) -> Step:
-    """Return the step that finds and proves the structure of the model.
-
-    Proofs run a block, or what is around the blocks, in float32 with changed copies of weights.
-    """
-    model = run.model
-    memory = 0
-    if run.proves:
-        weights = [sum(x.elements for x in block.layers) for block in model.blocks]
-        memory = FLOAT32 * max(model.around + 4 * model.around_largest, 3 * max(weights, default=0))
-    return Step("structure", memory, solver_flops=64.0 * model.size)
-
-
-def _evaluation(run: Run, streams: bool, limit: int) -> Step | None:
-    """Return the step that measures perplexity, or None."""
-    if not run.evaluated:
-        return None
-    data = run.data._replace(tokens=run.evaluated, batch=run.evaluated_batch)
-    rows = 3 * FLOAT32 * min(_ROWS, data.batch) * data.labels
-    memory = 2 * data.logits + rows + _forward(run._replace(data=data))
-    stores = _held(data.hidden_states, 3, limit) if streams else 0
-    return Step("evaluation", memory, stores, _model_flops(run.model, data))
-
-
-def _forward(run: Run) -> int:
-    """Return the bytes that a forward pass of a batch takes.
-
-    Products in half precision reorder the weight first, which copies it.
-    """
-    data = run.data
-    reordered = data.itemsize * run.model.around_largest if data.itemsize < FLOAT32 else 0
-    widest = max((x.outputs for x in run.model.layers), default=data.hidden)
-    hidden = FLOAT32 * data.batch * (6 * data.hidden + 4 * widest + data.length)
-    return hidden + reordered
-
-
-def _pass_flops(block: BlockShape, data: DataShape) -> float:
-    """Return the arithmetic of a forward pass of all data: weights, and pairs of tokens."""
-    return 2.0 * data.tokens * block.active + 4.0 * data.tokens * data.length * data.hidden
-
-
-def _model_flops(model: ModelShape, data: DataShape) -> float:
-    """Return the arithmetic of a forward pass of all data through the model."""
-    blocks = sum(_pass_flops(block, data) for block in model.blocks)
-    return blocks + 2.0 * data.tokens * model.around_largest
-
-
-def _held(size: int, stores: int, limit: int) -> int:
-    """Return the bytes of hidden states that stores share the limit for hold in memory."""
-    return stores * min(size, limit // stores) if stores else 0
-
-
-def _spilled_activations(run: Run, limit: int) -> int:
-    """Return the most bytes of activations that are written to temporary files."""
-    size, data = run.data.hidden_states, run.data
-    spilled = [3 * size - _held(size, 3, limit)] if run.is_static else [0]
-    for _, work in run.algorithms:
-        each = [work(block, data) for block in run.model.blocks]
-        stores = max((w.stores for w in each), default=0)
-        held = sum(w.held for w in each)
-        spilled.append(stores * size - _held(size, stores, limit) + max(held - limit, 0))
-    return max(spilled)
 
 
 def _network(run: Run) -> int:

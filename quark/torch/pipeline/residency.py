@@ -24,6 +24,7 @@ from torch import nn
 
 from quark.torch.graph.parameter_writes import record_writes
 from quark.torch.numerics.finite import check_finite
+from quark.torch.pipeline.memory_limit import MemoryLimit
 from quark.torch.pipeline.scratch import Scratch
 from quark.torch.pipeline.unit_cache import Unit, UnitCache
 from quark.torch.quantization.nn.experts import LinearExperts
@@ -49,11 +50,9 @@ class Residency(UnitCache):
     Args:
         model: A model with any values; it gets those of the source.
         source: The values.
-        limit: Bytes of parameters that may be resident. What is in use stays above it.
+        limit: What may be resident; see ``UnitCache``.
         scratch: Files for values that passes over the model have changed.
         device: Where units are brought to.
-        activation_limit: Bytes of activations that passes over the model may hold in memory; None
-            for the default.
         place: Where the files of the source are, by which a journal knows the model; or None.
 
     Attributes:
@@ -64,13 +63,12 @@ class Residency(UnitCache):
         self,
         model: nn.Module,
         source: Source,
-        limit: int,
+        limit: MemoryLimit,
         scratch: Scratch,
         device: torch.device | str = "cpu",
-        activation_limit: int | None = None,
         place: Path | None = None,
     ) -> None:
-        super().__init__(model, limit, device, activation_limit)
+        super().__init__(model, limit, device)
         self.source, self.scratch, self.place = source, scratch, place
         self._held: dict[int, _Held] = {}  # by id of the parameter
         self._scales: dict[str, torch.Tensor] = {}  # as they are in the scratch files

@@ -186,10 +186,10 @@ def gram_flops(block: BlockShape, data: DataShape) -> float:
 def solver_memory(block: BlockShape) -> int:
     """Return the bytes that rounding takes which compensates for errors, for the largest layer.
 
-    Eight matrices of its inputs (Hessian, reordered, damped, factors) and sixteen of its weight
-    (candidates of clipping; remaining, rounded and errors of columns).
+    Five matrices of its inputs (Hessian, reordered, factors) and ten of its weight (values,
+    clipped, refitted; remaining, rounded and errors of columns).
     """
-    return block.largest(lambda x: FLOAT32 * (8 * x.inputs**2 + 16 * x.elements))
+    return block.largest(lambda x: FLOAT32 * (5 * x.inputs**2 + 10 * x.elements))
 
 
 def solver_flops(block: BlockShape) -> float:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from quark.torch.graph.residency import ATTRIBUTE, Part
 from quark.torch.pipeline.allocator import return_free_memory
+from quark.torch.pipeline.memory_limit import MemoryLimit
 
 
 class Unit(NamedTuple):
@@ -78,23 +79,23 @@ class UnitCache(ABC):
 
     Args:
         model: The model; it remembers this object, which is ``graph.residency.Residency``.
-        limit: Bytes of parameters that may be resident. What is in use stays above it.
+        limit: What may be resident. What is in use stays above it.
         device: Where units are brought to.
-        activation_limit: Bytes of activations that passes over the model may hold in memory; None
-            for the default.
 
     Attributes:
+        limit: Bytes of parameters that may be resident.
+        activation_limit: Bytes of activations that passes over the model may hold in memory.
+        room: Bytes of main memory for all work on the model; None if it lies on another device.
         peak: The most bytes that were resident.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        limit: int,
+        limit: MemoryLimit,
         device: torch.device | str = "cpu",
-        activation_limit: int | None = None,
     ) -> None:
-        self.limit, self.activation_limit = limit, activation_limit
+        self.limit, self.activation_limit, self.room = limit
         self.device = torch.device(device)
         self.units = {unit.name: unit for unit in find_units(model)}
         self.peak = 0

@@ -29,6 +29,7 @@ from quark.torch.quantization.checks import check, check_processes, discover_str
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.name_lookup import printable
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
+from quark.torch.quantization.parameter_limit import limit_parameters
 from quark.torch.quantization.plan import prepare
 from quark.torch.quantization.preparation import check_plain, mark_as_quantized, quantized_layers
 
@@ -125,6 +126,7 @@ class ModelQuantizer:
             if self.journal is not None:
                 digest = plan.data_digest
                 self.journal.begin(describe_run(model, plan.config, digest, statistics))
+            limit_parameters(model, plan)
             structure = discover_structure(model, plan)
             prepare(model, plan)
             if structure is not None:

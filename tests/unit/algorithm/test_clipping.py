@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from quark.torch.algorithm import clipping
 from quark.torch.algorithm.clipping import FRACTIONS, clip_weight
 from quark.torch.quantization.config.config import (
     Config,
@@ -140,3 +141,13 @@ def test_groups_that_are_cut_short_are_left_alone():
 def test_inputs_that_are_always_zero_ask_for_nothing():
     layer, _ = made(scheme("int4_wo_32"))
     assert torch.equal(clip_weight(layer, torch.zeros(INPUTS, INPUTS)), layer.weight)
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Conv1D], ids=["rows", "transposed"])
+def test_the_parts_in_which_rows_are_compared_do_not_matter(kind, monkeypatch):
+    spec = Int4PerGroupSpec(ch_axis=-1, group_size=32).to_quantization_spec()
+    layer, x = made(QuantizationConfig(weight=spec), kind)
+    before, whole = layer.weight.detach().clone(), clip_weight(layer, x.T @ x)
+    monkeypatch.setattr(clipping, "CHUNK", 3 * INPUTS)
+    assert torch.equal(clip_weight(layer, x.T @ x), whole)
+    assert torch.equal(layer.weight, before) and not torch.equal(whole, before)

@@ -8,8 +8,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from quark.torch import ModelQuantizer
 from quark.torch.algorithm.registry import ALGORITHMS, load_algorithm
-from quark.torch.pipeline import requirements
-from quark.torch.pipeline.requirements import Run, least_bound, require
+from quark.torch.pipeline import run_steps
+from quark.torch.pipeline.requirements import least_bound, require
+from quark.torch.pipeline.run_steps import Run
 from quark.torch.pipeline.shapes import BlockShape, DataShape, LayerShape, ModelShape
 from quark.torch.quantization.config.algo_lookup import make_algo_configs
 from quark.torch.quantization.model_shape import measure_model
@@ -50,6 +51,16 @@ class TestMemory:
         less = int(0.98 * least)
         assert require(request, 400 * MIB, less).memory > less
         assert least < require(request, 400 * MIB).memory
+
+    def test_parameters_have_what_the_work_leaves(self):
+        request = request_of(blocks=200)
+        least = least_bound(request, 400 * MIB)
+        tight, wide = (require(request, 400 * MIB, n) for n in (least, 4 * least))
+        assert tight.parameters < request.model.largest_unit + 2 * MIB
+        assert wide.parameters == (4 * least - 400 * MIB) // 2
+        between = require(request, 400 * MIB, least + 400 * MIB)
+        assert tight.parameters < between.parameters < (least + 400 * MIB) // 2
+        assert least < between.memory <= least + 400 * MIB
 
     def test_activations_above_the_limit_go_to_the_disk(self):
         small, large = (require(request_of(tokens=n), 0) for n in (1 << 10, 1 << 20))
@@ -135,5 +146,5 @@ def test_arithmetic_is_that_of_a_forward_pass(build, config_of):
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(tokens)
     data = DataShape(96, 96, 48, 64, 4, model.config.vocab_size, 3)
-    planned = requirements._model_flops(shape, data)
+    planned = run_steps._model_flops(shape, data)
     assert planned == pytest.approx(counter.get_total_flops(), rel=0.1)

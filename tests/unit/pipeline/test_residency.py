@@ -6,6 +6,7 @@ from torch import nn
 
 from quark.torch.graph.parameter_writes import write_
 from quark.torch.graph.residency import around, iterate_parts, residency_of, resident
+from quark.torch.pipeline.memory_limit import MemoryLimit
 from quark.torch.pipeline.residency import Residency
 from quark.torch.pipeline.scratch import Scratch
 from quark.torch.pipeline.unit_cache import find_units
@@ -63,7 +64,7 @@ def source(model, expected):
 
 @pytest.fixture
 def cache(model, source, tmp_path):
-    return Residency(model, source, 0, Scratch(tmp_path))
+    return Residency(model, source, MemoryLimit(0, 0, None), Scratch(tmp_path))
 
 
 def test_units_are_blocks_and_what_is_around_them(model):

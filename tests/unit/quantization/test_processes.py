@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -24,19 +25,22 @@ CASES = {2: EVERY, 3: EVERY, 9: QUICK}  # 9 are more than there are chunks or le
 def run(tmp_path, count, cases, sequences):
     """Return what each process prints for each case."""
     command = [sys.executable, "-m", "tests.unit.quantization.same_bits", str(tmp_path / "store")]
-    workers = [
-        subprocess.Popen(
-            [*command, str(rank), str(count), json.dumps(cases), str(sequences)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(count)
-    ]
-    outputs = [worker.communicate() for worker in workers]
-    assert [worker.returncode for worker in workers] == [0] * count, outputs[0][1]
-    return [[json.loads(line) for line in out.splitlines()] for out, _ in outputs]
+    places = [tmp_path / f"{rank}.jsonl" for rank in range(count)]
+    errors = tmp_path / "errors.txt"
+    with ExitStack() as stack:  # files: a process that nobody reads from would wait for ever
+        said = stack.enter_context(errors.open("w"))
+        workers = [
+            subprocess.Popen(
+                [*command, str(rank), str(count), json.dumps(cases), str(sequences)],
+                cwd=ROOT,
+                stdout=stack.enter_context(place.open("w")),
+                stderr=said,
+            )
+            for rank, place in enumerate(places)
+        ]
+        codes = [worker.wait() for worker in workers]
+    assert codes == [0] * count, errors.read_text()
+    return [[json.loads(line) for line in place.open()] for place in places]
 
 
 def test_two_processes(tmp_path):

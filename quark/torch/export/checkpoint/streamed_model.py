@@ -16,7 +16,7 @@ from quark.torch.export.checkpoint.float_source import (
 )
 from quark.torch.export.checkpoint.reader import Loading, Reader, put_tensor
 from quark.torch.export.checkpoint.scale_checks import check_scales
-from quark.torch.pipeline.memory_limit import divide_memory
+from quark.torch.pipeline.memory_limit import MemoryLimit, divide_memory
 from quark.torch.pipeline.residency import Residency
 from quark.torch.pipeline.scratch import Scratch
 from quark.torch.pipeline.unit_cache import Unit, UnitCache
@@ -77,8 +77,8 @@ def stream_tensors(
     source = FloatSource(model, files)
     _read_buffers(model, source, torch.device(device))
     compute_buffers(model, torch.device(device))
-    weights, activations = divide_memory(max_memory, device)
-    Residency(model, source, weights, scratch or Scratch(), device, activations, place)
+    limit = divide_memory(max_memory, device)
+    Residency(model, source, limit, scratch or Scratch(), device, place)
     return model.eval()
 
 
@@ -107,8 +107,7 @@ def stream_loading(
     """
     model = loading.model
     compute_buffers(model, torch.device(device), loading.outline)
-    weights, activations = divide_memory(max_memory, device)
-    PackedResidency(model, loading, weights, device, activations)
+    PackedResidency(model, loading, divide_memory(max_memory, device), device)
     return model.eval()
 
 
@@ -118,20 +117,18 @@ class PackedResidency(UnitCache):
     Args:
         model: The model.
         loading: Its tensors.
-        limit: Bytes of tensors that may be resident.
+        limit: What may be resident; see ``UnitCache``.
         device: Where they are brought to.
-        activation_limit: See ``UnitCache``.
     """
 
     def __init__(
         self,
         model: nn.Module,
         loading: Loading,
-        limit: int,
+        limit: MemoryLimit,
         device: torch.device | str,
-        activation_limit: int,
     ) -> None:
-        super().__init__(model, limit, device, activation_limit)
+        super().__init__(model, limit, device)
         self._loading = loading
         self._outline = {n: t.to("meta") for n, t in loading.outline.items()}
         keys = loading.stored_names()

@@ -71,16 +71,23 @@ def open_gguf(path: Path) -> GgufCheckpoint:
     model = empty_model(config, file.tensors, path, dtype)
     names = tensor_names(architecture, config)
     tied = getattr(model, "all_tied_weights_keys", None) or {}
-    keys = {names(key): key for key in model.state_dict() if key not in tied}
+    sources = {key: names(key) for key in model.state_dict() if key not in tied}
+    stored = set(sources.values())
     unlike = {
-        "missing": [name for name in keys if name not in file.tensors],
-        "unexpected": [name for name in file.tensors if name not in keys and name != FACTORS],
+        "missing": [name for name in stored if name not in file.tensors],
+        "unexpected": [name for name in file.tensors if name not in stored and name != FACTORS],
     }
     problems = [f"{names_as_subject(some)} {problem}" for problem, some in unlike.items() if some]
     if problems:
         raise ValueError(f"{path} does not fit {type(model).__name__}: {'; '.join(problems)}.")
     check_factors(model, config, file, head_size(config))
-    reader = GgufTensors(file, keys, architecture, head_size(config), dtype)
+    copies = {key: sources[origin] for key, origin in tied.items()}
+    if any(file.tensors[name].kind not in FLOAT_TYPES for name in copies.values()):
+        # Modules cannot share a packed weight: each gets one of its own, with the same codes.
+        config.tie_word_embeddings = False
+        model = empty_model(config, file.tensors, path, dtype)
+        sources |= copies
+    reader = GgufTensors(file, sources, architecture, head_size(config), dtype)
     exporter = JsonExporterConfig(weight_format="real_quantized", pack_method="reorder")
     return GgufCheckpoint(model, QuarkFormat(_to_config(model, reader), exporter), reader)
 
@@ -90,7 +97,7 @@ class GgufTensors:
 
     Args:
         file: The file.
-        keys: Names of its tensors -> names in the model.
+        sources: Names of tensors in the model -> in the file.
         architecture: How the model family is stored.
         head: Width of an attention head.
         dtype: Type of the tensors that are not quantized.
@@ -106,22 +113,22 @@ class GgufTensors:
     def __init__(
         self,
         file: GgufFile,
-        keys: dict[str, str],
+        sources: dict[str, str],
         architecture: Architecture,
         head: int,
         dtype: torch.dtype,
     ) -> None:
-        self.file, self.keys, self.architecture = file, keys, architecture
+        self.file, self.sources, self.architecture = file, sources, architecture
         self.head, self.dtype = head, dtype
         self.layout = PackedLayout("reorder")
         self.specs: dict[str, QuantizationSpec] = {}
         self.entries: dict[str, TensorHeader] = {}
-        self.origins: dict[str, str] = {}  # name in Quark's format -> name in the file
-        for name, key in keys.items():
+        self.origins: dict[str, str] = {}  # name in Quark's format -> name in the model
+        for key, name in sources.items():
             tensor = file.tensors[name]
             if tensor.kind in FLOAT_TYPES:
                 self.entries[key] = TensorHeader(file.path.name, tensor.shape, dtype, tensor.bytes)
-                self.origins[key] = name
+                self.origins[key] = key
                 continue
             layer = key.removesuffix(".weight")
             self.specs[layer] = spec = block_spec(tensor.kind, file.blocks(name), name)
@@ -130,7 +137,7 @@ class GgufTensors:
                 size = 0 if part else tensor.bytes
                 header = TensorHeader(file.path.name, shape, part_dtype, size)
                 self.entries[_part_name(layer, part)] = header
-                self.origins[_part_name(layer, part)] = name
+                self.origins[_part_name(layer, part)] = key
         if not self.specs:
             raise ValueError(f"{file.path} is not quantized: load it with Transformers.")
 
@@ -139,13 +146,13 @@ class GgufTensors:
         return dict(self._parts(self.origins[key]))[key]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Iterate over (name, tensor), in the order of the file."""
-        for name in self.keys:
-            yield from self._parts(name)
+        """Iterate over (name, tensor), in the order of the model."""
+        for key in self.sources:
+            yield from self._parts(key)
 
-    def _parts(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Iterate over the tensors in Quark's format that one tensor of the file holds."""
-        key = self.keys[name]
+    def _parts(self, key: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """Iterate over the tensors in Quark's format that hold one tensor of the model."""
+        name = self.sources[key]
         layer = key.removesuffix(".weight")
         blocks, kind = self.file.blocks(name), self.file.tensors[name].kind
         if self.architecture.interleaves and is_rotated(key):

@@ -37,6 +37,26 @@ def made(build, quantize, tmp_path):
     return made
 
 
+def rewrite(path, target, changed, kind):
+    """Write a file again by the package of llama.cpp, with another type for one tensor."""
+    reader = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            inner = field.types[-1] if len(field.types) > 1 else None
+            writer.add_key_value(name, field.contents(), field.types[0], inner)
+    for tensor in reader.tensors:
+        number, data = tensor.tensor_type, tensor.data
+        if tensor.name == changed:
+            number = gguf.GGMLQuantizationType[kind]
+            data = gguf.quantize(data, number)
+        writer.add_tensor(tensor.name, data, raw_dtype=number)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 class TestBlocks:
     @pytest.mark.parametrize("kind", KINDS)
     def test_random_blocks_have_the_values_that_the_package_reads(self, kind):
@@ -98,6 +118,21 @@ class TestModel:
         in_float = load_in_float(path)
         assert not any(isinstance(module, PackedLayer) for module in in_float.modules())
         assert logits(in_float).equal(logits(model))
+
+    def test_a_quantized_embedding_that_is_the_head_too(self, made, logits, tmp_path):
+        _, path = made(config(KINDS["Q4_0"]), "tied")
+        (tmp_path / "other").mkdir()
+        rewrite(path, tmp_path / "other" / "small.gguf", "token_embd.weight", "Q8_0")
+        loaded = open_checkpoint(tmp_path / "other").fill()
+        expected = load_in_float(path)
+        stored = gguf.quantize(
+            expected.model.embed_tokens.weight.detach().numpy(), gguf.GGMLQuantizationType.Q8_0
+        )
+        values = torch.from_numpy(gguf.dequantize(stored, gguf.GGMLQuantizationType.Q8_0))
+        expected.model.embed_tokens.weight.data.copy_(values)  # the head of the tied model too
+        assert logits(loaded).equal(logits(expected))
+        convert(tmp_path / "other", tmp_path / "out", "quark")
+        assert logits(open_checkpoint(tmp_path / "out").fill()).equal(logits(expected))
 
     def test_tensors_are_read_one_by_one(self, made):
         reader = open_checkpoint(made(config(KINDS["Q4_1"]))[1]).reader

@@ -1,0 +1,59 @@
+"""The bound of the parameters of a model that is read in parts, set by what the work takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from quark.torch.graph.residency import residency_of
+from quark.torch.pipeline.chunks import count_tokens
+from quark.torch.pipeline.requirements import require
+from quark.torch.pipeline.run_steps import Run
+from quark.torch.pipeline.shapes import DataShape, ModelShape
+from quark.torch.quantization.calibration import needs_data
+from quark.torch.quantization.model_shape import measure_model
+from quark.torch.quantization.plan import Plan
+
+
+def limit_parameters(model: nn.Module, plan: Plan) -> None:
+    """Bound the resident parameters of a model, so that the largest step of a plan has room.
+
+    Does nothing for a model in memory, without data, and on a device, whose memory is its own.
+
+    Args:
+        model: The float model; released parameters stay so.
+        plan: How it will be quantized.
+    """
+    residency = residency_of(model)
+    if residency is None or residency.room is None or not plan.has_data:
+        return
+    shape = measure_model(model, plan.config)
+    run = Run(
+        model=shape,
+        data=_describe(model, plan.batches, shape),
+        algorithms=[(o.name, partial(algorithm.work, o)) for algorithm, o in plan.algorithms],
+        proves=any(algorithm.proves for algorithm, _ in plan.algorithms),
+        is_static=needs_data(plan.layers.values()),
+        output=0,
+        packed=0,
+    )
+    residency.limit = min(residency.limit, require(run, 0, residency.room).parameters)
+
+
+def _describe(model: nn.Module, chunks: Iterable[Any], shape: ModelShape) -> DataShape:
+    sizes = [count_tokens(chunk) for chunk in chunks]
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    largest, length = max(sizes, default=(0, 0))
+    return DataShape(
+        tokens=sum(tokens for tokens, _ in sizes),
+        batch=largest,
+        length=length,
+        hidden=getattr(text, "hidden_size", 0) or 0,
+        itemsize=next(model.parameters()).itemsize,
+        labels=getattr(text, "vocab_size", 0) or 0,
+        blocks=len(shape.blocks),
+    )
