@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     )
     from quark.torch.export.params import load_params as load_params
     from quark.torch.export.params import save_params as save_params
+    from quark.torch.numerics.custom_operators import (
+        register_custom_operators as register_custom_operators,
+    )
     from quark.torch.pipeline.journal import Journal as Journal
     from quark.torch.quantization.api import ModelQuantizer as ModelQuantizer
     from quark.torch.quantization.config.template import LLMTemplate as LLMTemplate
@@ -48,6 +51,7 @@ _NAMES = {
     "load_statistics": "statistics.files",
     "merge_statistics": "statistics.merging",
     "quantize_pipeline": "diffusion",
+    "register_custom_operators": "numerics.custom_operators",
     "register_with_diffusers": "export.diffusers_loading",
     "save_params": "export.params",
     "save_statistics": "statistics.files",

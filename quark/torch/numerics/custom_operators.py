@@ -77,20 +77,20 @@ def rotate_by_hadamard(x: torch.Tensor) -> torch.Tensor:
     return hadamard.rotate(x, hadamard.largest_hadamard(x.shape[-1]))
 
 
-def is_empty(x: torch.Tensor) -> bool:
-    """Whether a tensor has no elements; False while it is traced, when sizes may be unknown."""
-    return not _is_tracing() and x.numel() == 0
-
-
 def fake_quantize(
     x: torch.Tensor,
     scale: torch.Tensor | None,
     zero_point: torch.Tensor | None,
     scheme: Scheme,
 ) -> torch.Tensor:
-    """Return the quantized values of ``x`` under given scales; see ``qdq.fake_quantize``."""
+    """Return the quantized values of ``x`` under given scales; see ``qdq.fake_quantize``.
+
+    A tensor without elements is returned as it is, under no scales too.
+    """
     if _is_tracing():
         return _fake_quantize(x, scale, zero_point, None, scheme.text)
+    if x.numel() == 0:
+        return x
     return qdq.fake_quantize(x, scale, zero_point, scheme)
 
 
@@ -100,6 +100,8 @@ def fake_quantize_dynamic(
     """Return the quantized values of ``x`` under scales for its range; see ``dynamic_qparams``."""
     if _is_tracing():
         return _fake_quantize(x, None, None, tensor_scale, scheme.text)
+    if x.numel() == 0:
+        return x
     return qdq.fake_quantize(x, *qdq.dynamic_qparams(x, scheme, tensor_scale), scheme)
 
 

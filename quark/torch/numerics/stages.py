@@ -28,6 +28,8 @@ def fake_quantize_codes(
         scale_2: Scale of the second stage.
         zero_point_2: Zero point of the second stage, or None.
     """
+    if x.numel() == 0:
+        return x.clone()
     assert scale is not None
     values = first_codes(x, scale, zero_point, first)
     values = fake_quantize_(values, scale_2, zero_point_2, second)

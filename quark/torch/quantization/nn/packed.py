@@ -12,7 +12,6 @@ from torch import nn
 from quark.torch.numerics.custom_operators import (
     fake_quantize,
     fake_quantize_dynamic,
-    is_empty,
     with_text,
 )
 from quark.torch.numerics.scheme import Scheme
@@ -223,7 +222,7 @@ class PackedLayer(QuantizedLayer):
     def quantize_activation(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """Return ``input_tensors`` or ``output_tensors`` fake-quantized."""
         quantizer = self._quantizer(name)
-        if quantizer is None or is_empty(x):
+        if quantizer is None:
             return x
         scheme = quantizer.scheme
         scale, zero_point, scale_2 = self._scales(name, quantizer)

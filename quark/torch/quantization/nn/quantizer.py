@@ -14,7 +14,6 @@ from quark.torch.numerics.custom_operators import (
     fake_quantize,
     fake_quantize_codes,
     fake_quantize_dynamic,
-    is_empty,
     with_text,
 )
 from quark.torch.numerics.granularity import QSchemeType
@@ -252,14 +251,14 @@ class TensorQuantizer(nn.Module):
         """
         if not self.scheme.fmt.scaled:
             return None, None
-        self._check_calibrated()
+        self._check_calibrated(x)
         if self.is_dynamic:
             return dynamic_qparams(x, self.scheme, self.scale_2)
         return self.scale, self.zero_point
 
-    def _check_calibrated(self) -> None:
+    def _check_calibrated(self, x: torch.Tensor) -> None:
         calibrated = self.scale_2 if self.is_dynamic else self.scale
-        if self.needs_data and calibrated is None:
+        if calibrated is None and self.needs_data and x.numel():
             raise RuntimeError(
                 "A static quantizer has no scale yet: run ModelQuantizer.quantize_model with a "
                 "dataloader first."
@@ -267,17 +266,18 @@ class TensorQuantizer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Observe or fake-quantize ``x``."""
-        if not self.enabled or is_empty(x):
+        if not self.enabled:
             return x
         if self.is_observing:
-            self.observer(without_padding(x) if self._has_scales_by_channel(x) else x)
+            if x.numel():
+                self.observer(without_padding(x) if self._has_scales_by_channel(x) else x)
             return x
         if self.spec.quantizes_codes:
             return x + (self._through_codes(x) - x).detach()  # straight-through gradient
-        self._check_calibrated()
         if self.is_dynamic:
+            self._check_calibrated(x)
             return fake_quantize_dynamic(x, self.scheme, self.scale_2)
-        return fake_quantize(x, self.scale, self.zero_point, self.scheme)
+        return fake_quantize(x, *self.qparams(x), self.scheme)
 
     def _has_scales_by_channel(self, x: torch.Tensor) -> bool:
         """Whether scales do not belong to single tokens, so that tokens may be left out."""

@@ -73,6 +73,16 @@ def read_scales(
     return _or_none(scale), _or_none(zero_point), _or_none(scale_2)
 
 
+def _stored_tensor(key: str) -> StoredTensor:
+    if key not in _STORED:
+        raise LookupError(
+            f"No layer of this process stores a tensor with the key {key}: another process made "
+            "the graph. Load its checkpoint first, or make the program by torch.export.export "
+            "without strict=True."
+        )
+    return _STORED[key]
+
+
 def _or_none(x: torch.Tensor) -> torch.Tensor | None:
     return x if x.numel() else None
 
@@ -93,14 +103,14 @@ def _named(parts: list[torch.Tensor], names: str) -> StoredParts:
 def _read_values(
     parts: list[torch.Tensor], names: str, key: str, dtype: torch.dtype
 ) -> torch.Tensor:
-    layout, spec, shape = _STORED[key]
+    layout, spec, shape = _stored_tensor(key)
     values = layout.value(spec, shape, _named(parts, names), dtype).contiguous()
     return values.clone() if layout.stores_values else values
 
 
 @_read_values.register_fake
 def _(parts: list[torch.Tensor], names: str, key: str, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(_STORED[key].shape, dtype=dtype, device=parts[0].device)
+    return torch.empty(_stored_tensor(key).shape, dtype=dtype, device=parts[0].device)
 
 
 @define_operator("read_scales(Tensor[] parts, str names, str key) -> Tensor[]")
@@ -115,7 +125,7 @@ def _(parts: list[torch.Tensor], names: str, key: str) -> list[torch.Tensor]:
 
 def _scales(parts: list[torch.Tensor], names: str, key: str) -> list[torch.Tensor]:
     """Return scale, zero point and tensor scale as new tensors, empty for None."""
-    layout, spec, shape = _STORED[key]
+    layout, spec, shape = _stored_tensor(key)
     state: QuantizedTensor = layout.unpack(spec, shape, _named(parts, names))
     scales = state.scale, state.zero_point, state.scale_2
     return [parts[0].new_empty(0) if x is None else x.clone() for x in scales]

@@ -2,6 +2,8 @@
 
 import copy
 import io
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch.export import Dim
 from quark.torch.export.recognition import load_checkpoint
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.presets import scheme, scheme_names
+from quark.torch.quantization.nn import stored_tensor
 from quark.torch.quantization.nn.packed_parameter import PackedParameter
 from tests.configurations import preset, quantized
 from tests.unit.quantization.nn.caches import GROUP, IDS, INT8, R3, config_of
@@ -233,6 +236,30 @@ def test_equal_layers_share_a_graph(loaded, build, is_loaded):
             graph = torch.compile(block.mlp, backend=count, fullgraph=True)
             assert torch.equal(graph(x), block.mlp(x))
     assert count.graphs == 1
+
+
+class TestOtherProcesses:
+    @pytest.mark.nightly
+    def test_programs_need_the_operators_alone(self, loaded, tmp_path):
+        layers, x = loaded("int8").model.layers[0].mlp, torch.randn(2, 64)
+        torch.export.save(torch.export.export(layers, (x,)), tmp_path / "model.pt2")
+        torch.save((x, layers(x)), tmp_path / "data.pt")
+        code = (
+            "import torch; from quark.torch import register_custom_operators;"
+            "register_custom_operators();"
+            f"x, y = torch.load({str(tmp_path / 'data.pt')!r});"
+            f"program = torch.export.load({str(tmp_path / 'model.pt2')!r});"
+            "assert torch.equal(program.module()(x), y)"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True)
+
+    def test_strict_programs_say_what_they_need(self, loaded, monkeypatch):
+        layer, x = loaded("int8").model.layers[0].mlp.up_proj, torch.randn(2, 64)
+        program = torch.export.export(layer, (x,), strict=True)
+        assert torch.equal(program.module()(x), layer(x))
+        monkeypatch.setattr(stored_tensor, "_STORED", {})
+        with pytest.raises(LookupError, match=r"without strict=True"):
+            program.module()(x)
 
 
 def test_generation(loaded):
