@@ -68,7 +68,7 @@ def apply(context: Context, options: AutoRoundConfig) -> None:
                 block.run_reference(index)
         context.compute_scales(layers)
         weights = {
-            f"{name.removeprefix(block.name)[1:]}.weight": LearnedWeight(
+            f"{name}.weight".removeprefix(f"{block.name}."): LearnedWeight(
                 layer, options.enable_minmax_tuning
             )
             for name, layer in layers.items()

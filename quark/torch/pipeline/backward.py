@@ -173,7 +173,9 @@ class _Ending(NamedTuple):
         """Return a forward that passes hidden states on; that of the last block returns its own."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            x = last if name == self.part.names[-1] else split_hidden_states(args, kwargs)[0]
+            is_last = name == self.part.names[-1]
+            # A copy, because the model may write to it in place.
+            x = last.clone() if is_last else split_hidden_states(args, kwargs)[0]
             return self.arguments.wrap(name, x)
 
         return forward
