@@ -11,13 +11,17 @@ from quark.torch import ModelQuantizer
 from quark.torch.algorithm import clipping
 from quark.torch.quantization.config.algo import (
     AutoRoundConfig,
+    AutoSmoothQuantConfig,
+    AWQConfig,
     GPTAQConfig,
     GPTQConfig,
     QronosConfig,
+    SmoothQuantConfig,
     YaqaConfig,
 )
-from quark.torch.quantization.config.config import Config, QuantizationConfig
+from quark.torch.quantization.config.config import Config, QuantizationConfig, QuantizationSpec
 from quark.torch.quantization.config.presets import scheme
+from quark.torch.quantization.config.type import Dtype
 from tests.models.convolutions import NETS, configured, images, int4, network, output_error
 
 ROUNDING = {
@@ -199,3 +203,51 @@ def test_quantized_inputs_are_seen_as_they_are_multiplied():
     windows = F.unfold(rounded, 3).transpose(1, 2).flatten(0, 1)
     expected = linear_twin(matrix, windows, int4(), GPTQConfig())
     torch.testing.assert_close(layer.weight.flatten(1), expected, rtol=1e-5, atol=1e-6)
+
+
+# ---- rescaling ----------------------------------------------------------------------------------
+
+RESCALING = {
+    "smooth": SmoothQuantConfig(alpha=0.5),
+    "autosmoothquant": AutoSmoothQuantConfig(),
+    "awq": AWQConfig(),
+}
+
+
+def outliers():
+    """A network whose norms make some channels large, which the next layer reads."""
+    model = network("ResNet")
+    for block in (*model.stage1, *model.stage2):
+        block.body[1].weight.data[::4] *= 30
+        block.body[1].bias.data[::4] *= 30
+        block.convolution.weight.data[:, ::4] /= 30
+    return model
+
+
+def rescaled(algorithm, weight, dtype="int8"):
+    inputs = QuantizationSpec(dtype, qscheme="per_tensor", symmetric=True, is_dynamic=True)
+    config = QuantizationConfig(weight=weight, input_tensors=inputs)
+    model, data = outliers(), images()
+    algorithms = [algorithm] if algorithm else None
+    return ModelQuantizer(Config(config, algo_config=algorithms)).quantize_model(model, [data])
+
+
+@pytest.mark.parametrize("name", RESCALING)
+def test_rescaling_keeps_the_function_and_loses_less(name):
+    reference, data = outliers(), images(seed=2)
+    fine = rescaled(RESCALING[name], replace(int4(), dtype=Dtype.int16), "int16")
+    before = [p.clone() for p in reference.parameters()]
+    assert not all(map(torch.equal, fine.parameters(), before))
+    assert output_error(fine, reference, data) < 1e-5
+    errors = [
+        output_error(rescaled(algorithm, int4()), reference, data)
+        for algorithm in (None, RESCALING[name])
+    ]
+    assert errors[1] < 0.75 * errors[0]
+
+
+def test_layers_of_different_blocks_are_not_searched_together():
+    config = scheme("int8")
+    quantizer = ModelQuantizer(Config(config, algo_config=[AutoSmoothQuantConfig()]))
+    with pytest.raises(ValueError, match=r"down1\.1 and down2\.0, lie in different blocks"):
+        quantizer.quantize_model(network("U-Net"), [images()])

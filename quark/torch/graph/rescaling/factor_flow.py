@@ -32,7 +32,20 @@ from quark.torch.graph.trace import Op, Value
 
 # f(c·x) = c·f(x) for c > 0
 _HOMOGENEOUS = {"relu", "leaky_relu", "neg", "abs"}
-_NORMS = {"native_layer_norm": (2, 3), "_fused_rms_norm": (2, None)}  # weight and bias
+_NORMS = {  # arguments that are weight and bias, axis of the channels
+    "native_layer_norm": (2, 3, -1),
+    "_fused_rms_norm": (2, None, -1),
+    **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit_no_training"), (1, 2, 1)),
+    **dict.fromkeys(("cudnn_batch_norm", "miopen_batch_norm"), (1, 2, 1)),
+    "_batch_norm_no_update": (1, 2, 1),
+    "native_group_norm": (1, 2, 1),
+}
+# f(c·x) = c·f(x) for c > 0 and each channel alone: averages and maxima over positions
+_POOLS = {
+    *("max_pool2d_with_indices", "max_pool3d_with_indices", "avg_pool2d", "avg_pool3d"),
+    *("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool2d", "mean"),
+    *("upsample_nearest2d", "upsample_bilinear2d"),
+}
 
 
 class FactorLabels(NamedTuple):
@@ -124,6 +137,8 @@ class FactorFlow:
             return self._product
         if op.name in _NORMS:
             return self._norm
+        if op.name in _POOLS:
+            return self._pool
         if op.name.startswith(ATTENTION_PREFIX):
             return self._attention
         rules = {
@@ -180,21 +195,37 @@ class FactorFlow:
     def _convolution(self, index: int, op: Op) -> list[FactorLabels | None]:
         x, weight, bias = op.args[:3]  # (batch, channels, …), (channels out, …)
         is_transposed, groups = op.args[6], op.args[8]
+        inputs, outputs = (0, 1) if is_transposed else (1, 0)  # axes of the weight
         flows, channels = (self._flow(x), self._flow(weight)), op.outputs[0].shape[1]
-        is_depthwise = groups == x.shape[1] == channels
         flow = flows[0] or flows[1]
-        if flow is None or all(flows) or is_transposed or not (is_depthwise or flows[1]):
+        if flow is None or all(flows) or (is_transposed and groups > 1):
             return self._unknown(index, op)
-        vector = project_labels(flow.labels, 1 if flows[0] else 0)
-        if vector is None:
+        if flows[0] and groups == 1:
+            self._add_consumer(index, op, flow, x, 1, weight, inputs)
+            return []
+        is_depthwise = groups == x.shape[1] == channels
+        vector = project_labels(flow.labels, 1 if flows[0] else outputs)
+        if vector is None or not (is_depthwise or flows[1]):
             return self._unknown(index, op)
-        batch, _, *positions = op.outputs[0].shape
-        labels = vector.expand(batch, *positions, channels)
-        out: FactorLabels | None = FactorLabels(labels, flow.power)
-        if bias is not None:
-            assert out is not None
-            out = self._add_term(index, op, out, bias)
-        return [out and out._replace(labels=out.labels.movedim(-1, 1))]
+        return [self._per_channel(index, op, vector, flow.power, bias)]
+
+    def _per_channel(
+        self, index: int, op: Op, vector: torch.Tensor, power: int, bias: Any
+    ) -> FactorLabels | None:
+        """Return labels of an output (batch, channels, …) by channel, with a bias added."""
+        batch, channels, *positions = op.outputs[0].shape
+        flow = FactorLabels(vector.expand(batch, *positions, channels), power)
+        out = flow if bias is None else self._add_term(index, op, flow, bias)
+        return out and out._replace(labels=out.labels.movedim(-1, 1))
+
+    def _pool(self, index: int, op: Op) -> list[FactorLabels | None]:
+        flow, shape = self._flow(op.args[0]), op.outputs[0].shape
+        vector = None if flow is None else project_labels(flow.labels, 1)
+        # The batch and the channels stay: (2, 8, 4, 4) -> (2, 8, 1, 1) or (2, 8).
+        if flow is None or vector is None or shape[:2] != flow.labels.shape[:2]:
+            return self._unknown(index, op)
+        labels = vector.view(-1, *(1 for _ in shape[2:])).expand(shape)
+        return [FactorLabels(labels, flow.power)]
 
     def _add(self, index: int, op: Op) -> list[FactorLabels | None]:
         (first, second), shape = op.args[:2], op.outputs[0].shape
@@ -230,15 +261,18 @@ class FactorFlow:
         return flow
 
     def _norm(self, index: int, op: Op) -> list[FactorLabels | None]:
-        weight, bias = _NORMS[op.name]
+        weight, bias, axis = _NORMS[op.name]
         self.stop(op.args[0], f"is normalized {op.location}")
         flow = self._flow(op.args[weight])
         if flow is None:
             return self._stop_all(op, "is added to another tensor")
+        added = None if bias is None else op.args[bias]
+        if axis == 1:
+            return [self._per_channel(index, op, flow.labels, flow.power, added)]
         out: FactorLabels | None = FactorLabels(flow.labels.expand(op.outputs[0].shape), flow.power)
-        if bias is not None and op.args[bias] is not None:
+        if added is not None:
             assert out is not None
-            out = self._add_term(index, op, out, op.args[bias])
+            out = self._add_term(index, op, out, added)
         return [out]
 
     def _attention(self, index: int, op: Op) -> list[FactorLabels | None]:

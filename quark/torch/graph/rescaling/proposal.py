@@ -29,7 +29,10 @@ def propose_groups(trace: Trace, aliases: Aliases) -> tuple[list[RescalingGroup]
     order = sorted(aliases.readers, key=lambda name: aliases.readers[name][0])
     groups, rejected = [], []
     for parameter in order:
-        for axis in range(len(aliases.shapes[parameter])):
+        shape = aliases.shapes[parameter]
+        for axis, size in enumerate(shape):
+            if size == 1 and len(shape) > 2:
+                continue  # of a kernel: one factor for the whole parameter
             flow = FactorFlow(aliases, parameter, axis)
             if not _propagate(flow, trace, readers):
                 continue
