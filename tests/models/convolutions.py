@@ -97,6 +97,19 @@ class Repeated(nn.Module):
         return self.once(x + self.twice(F.relu(self.twice(x))))
 
 
+class Checked(nn.Module):
+    """A layer that checks its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv2d(8, 4, 3)
+
+    def forward(self, x):
+        if x.shape[1] != 8:
+            raise ValueError(f"8 channels are expected, got {x.shape[1]}")
+        return self.convolution(x)
+
+
 def plain():
     """Layers one behind the other, with padding by reflection, dilation, and one after a view."""
     return nn.Sequential(
@@ -114,6 +127,7 @@ NETS = {
     "MobileNet": lambda: Classifier(Inverted),
     "U-Net": UNet,
     "plain": plain,
+    "checked": lambda: nn.Sequential(nn.Conv2d(3, 8, 3), Checked()),
     "repeated": lambda: nn.Sequential(nn.Conv2d(3, 8, 3), Repeated(), nn.Conv2d(8, 4, 1)),
 }
 

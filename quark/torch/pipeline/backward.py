@@ -183,7 +183,15 @@ class _Ending(NamedTuple):
     def _checkpoint(self, name: str) -> Callable[..., Any]:
         """Return a forward that keeps no graph: it runs again in the backward pass."""
         own = self.model.get_submodule(name).forward
-        return lambda *args, **kwargs: checkpoint(own, *args, use_reentrant=False, **kwargs)
+
+        def copy(value: Any) -> Any:
+            return value.clone() if isinstance(value, torch.Tensor) else value
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            # Copies, because the block runs again on tensors that it may write to in place.
+            return own(*map(copy, args), **{key: copy(value) for key, value in kwargs.items()})
+
+        return lambda *args, **kwargs: checkpoint(run, *args, use_reentrant=False, **kwargs)
 
 
 @torch.no_grad()

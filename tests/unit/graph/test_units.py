@@ -13,6 +13,7 @@ UNITS = {
     "MobileNet": ("stem.0", "stage1.0", "stage1.1", "stage2.0", "head"),
     "U-Net": ("down1.0", "down2.0", "up", "out"),
     "plain": ("0", "2", "5"),
+    "checked": ("0", "1.convolution"),
     "repeated": ("0", "1", "2"),
 }
 
