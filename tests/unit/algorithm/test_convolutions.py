@@ -163,6 +163,21 @@ def test_networks_lose_less_than_by_rounding(name, solver):
     assert share < (1 if solver == "autoround" else 0.7)
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("solver", ROUNDING)
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("name", NETS)
+def test_every_network_every_way(name, spec, solver):
+    data, reference = images(), network(name)
+    weights = {n: p for n, p in reference.named_parameters() if p.dim() > 1}
+    size = spec.group_size or 1
+    names = [n.removesuffix(".weight") for n, p in weights.items() if p[0].numel() % size]
+    rest = {"exclude": names}
+    nearest = ModelQuantizer(configured(spec, **rest)).quantize_model(network(name))
+    model = frozen(network(name), spec, ROUNDING[solver](), data, **rest)
+    assert output_error(model, reference, data) < 1.1 * output_error(nearest, reference, data)
+
+
 @pytest.mark.parametrize("solver", ROUNDING)
 def test_batches_do_not_change_a_bit(solver):
     data = images(6)
