@@ -122,6 +122,20 @@ def plain():
     )
 
 
+def wave():
+    """A model of speech of Transformers with its extractor of features, and a batch for it."""
+    from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 32}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_conv_pos_embeddings": 4}
+    kernels = {"conv_dim": (16, 24), "conv_kernel": (10, 3), "conv_stride": (5, 2)}
+    plain = {"num_conv_pos_embedding_groups": 2, "pad_token_id": 0}
+    torch.manual_seed(0)
+    model = Wav2Vec2ForCTC(Wav2Vec2Config(**sizes, **layers, **kernels, **plain)).eval()
+    generator = torch.Generator().manual_seed(1)
+    return model, {"input_values": torch.randn(4, 320, generator=generator).cumsum(1) / 8}
+
+
 NETS = {
     "ResNet": lambda: Classifier(Residual),
     "MobileNet": lambda: Classifier(Inverted),

@@ -185,7 +185,7 @@ def _measure_loss(
     loss = torch.zeros((), dtype=torch.float64, device=factors.device)
     for (name, layer, edit), square in zip(edits, squares, strict=True):
         matrix, by = weight_matrix(layer), expand_to_channels(factors, edit)
-        change = fake_quantized_matrix(layer, matrix * by) / by - matrix
+        change = fake_quantized_matrix(layer, matrix * by).div_(by).sub_(matrix)
         gram = grams[name].total
         assert gram is not None
         loss += output_error(change, gram).double() / square

@@ -22,7 +22,17 @@ from quark.torch.quantization.config.algo import (
 from quark.torch.quantization.config.config import Config, QuantizationConfig, QuantizationSpec
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.config.type import Dtype
-from tests.models.convolutions import NETS, configured, images, int4, network, output_error
+from quark.torch.quantization.preparation import quantized_layers
+from tests.models.convolutions import (
+    NETS,
+    configured,
+    images,
+    int4,
+    network,
+    output_error,
+    wave,
+)
+from tests.models.matrix import FAMILIES, outputs
 
 ROUNDING = {
     "gptq": GPTQConfig,
@@ -161,6 +171,43 @@ def test_networks_lose_less_than_by_rounding(name, solver):
     model = frozen(network(name), int4(), ROUNDING[solver](), data)
     share = output_error(model, reference, data) / output_error(nearest, reference, data)
     assert share < (1 if solver == "autoround" else 0.7)
+
+
+def model_of(name):
+    """A model of Transformers, and a batch for it."""
+    if name == "wav2vec 2":
+        return wave()
+    cases = [*FAMILIES["vision"], *FAMILIES["encoder-decoder"]]
+    [case] = [case for case in cases if case.name == name]
+    return case.build(), case.batch()
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "solver"),
+    [
+        ("ViT", 1, "gptq"),
+        ("ConvNeXt", 6, "gptq"),
+        ("ResNet", 10, "qronos"),
+        ("Whisper", 2, "gptq"),
+        ("wav2vec 2", 2, "yaqa"),
+    ],
+)
+def test_convolutions_of_transformers(name, count, solver):
+    model, batch = model_of(name)
+    expected = outputs(model, batch)
+    layer = QuantizationConfig(weight=int4())
+    config = Config(
+        layer_type_quant_config={nn.Conv1d: layer, nn.Conv2d: layer},
+        algo_config=[ROUNDING[solver]()],
+    )
+    errors = []
+    for chosen in (replace(config, algo_config=None), config):
+        model, batch = model_of(name)
+        ModelQuantizer(chosen).quantize_model(model, [batch])
+        errors.append(float((outputs(model, batch) - expected).norm()))
+    layers = [layer for _, layer in quantized_layers(model)]
+    assert len(layers) == count and all(layer.frozen for layer in layers)
+    assert errors[1] < 0.8 * errors[0]
 
 
 @pytest.mark.nightly
