@@ -164,7 +164,8 @@ _SMALL_T5 = {
 }
 _TEXT_TOWER = {**_TEXT, "projection_dim": 64}
 _CLIP = {"text_config": _TEXT_TOWER, "vision_config": _IMAGE, "projection_dim": 64}
-_CONVOLUTIONS = {"gptq": "no linear layer", "awq": "found nothing to rescale"}
+# All convolutions stay in float.
+_CLASSIFIER = {"gptq": "no linear layer", "awq": "found nothing to rescale"}
 _SWIN = {
     **{"image_size": 32, "patch_size": 4, "embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4]},
     **{"window_size": 4, "num_labels": 5},
@@ -203,7 +204,6 @@ FAMILIES: dict[str, list[Case]] = {
             _STAGES | {"embedding_size": 32, "layer_type": "basic"},
             images,
             ("*embedder.convolution",),
-            _CONVOLUTIONS,
         ),
         Case("CLIP", "CLIPModel", _CLIP, captions),
         Case("SigLIP", "SiglipModel", _CLIP, captions),
@@ -215,7 +215,7 @@ FAMILIES: dict[str, list[Case]] = {
             | {"hidden_dim": 320},
             images,
             ("*embeddings.convolution", "*conv*", "*squeeze_excite*"),
-            _CONVOLUTIONS,
+            _CLASSIFIER,
         ),
     ],
 }

@@ -50,8 +50,8 @@ def test_all(case, way):
 @pytest.mark.parametrize("algorithm", RESCALINGS, ids=NAME)
 @pytest.mark.parametrize("case", CASES, ids=NAME)
 def test_rescaling_keeps_the_function(case, algorithm):
-    if "awq" in case.lacks:
-        with pytest.raises(ValueError, match="found nothing to rescale"):
+    if (case.name, algorithm.name) == ("EfficientNet", "autosmoothquant"):
+        with pytest.raises(ValueError, match="lie in different blocks"):
             function_change(case, algorithm)
     else:
         assert function_change(case, algorithm) < 1e-3

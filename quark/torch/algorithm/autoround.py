@@ -1,4 +1,4 @@
-"""AutoRound (Cheng et al. 2024): learns rounding and ranges from the outputs of a decoder block.
+"""AutoRound (Cheng et al. 2024): learns rounding and ranges from the outputs of a block.
 
 Each weight gets an offset V of at most half a step before it is rounded, and each range a factor
 for either end (section 3). Both follow the signs of their gradients, straight
@@ -56,10 +56,10 @@ def check(options: AutoRoundConfig, layers: Mapping[str, QuantizationConfig]) ->
 
 
 def apply(context: Context, options: AutoRoundConfig) -> None:
-    """Learn the rounding of each decoder block in turn; later blocks receive its new outputs.
+    """Learn the rounding of each unit of the model in turn; later ones receive its new outputs.
 
-    Layers outside of decoder blocks are later rounded to the nearest. Each sequence runs alone, so
-    the batch size of the data does not change the result.
+    Layers outside of units are later rounded to the nearest. Each sequence runs alone, so the batch
+    size of the data does not change the result.
     """
     context = replace(context, batches=Chunks(context.batches, sequences=1))
     for block, layers in iterate_blocks(context, options, compare=True):
@@ -68,7 +68,7 @@ def apply(context: Context, options: AutoRoundConfig) -> None:
                 block.run_reference(index)
         context.compute_scales(layers)
         weights = {
-            f"{name.removeprefix(block.name)[1:]}.weight": LearnedWeight(
+            f"{name}.weight".removeprefix(f"{block.name}."): LearnedWeight(
                 layer, options.enable_minmax_tuning
             )
             for name, layer in layers.items()

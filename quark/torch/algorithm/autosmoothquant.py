@@ -7,26 +7,25 @@ SmoothQuant see Xiao et al. 2023, section 4.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+import logging
+from collections.abc import Collection, Mapping
 
 import torch
 
 from quark.torch.algorithm.layer_inputs import observe_block
 from quark.torch.algorithm.layers import (
     check_inputs_quantized,
-    fake_quantized_weight,
     has_quantized_input,
-    to_matrix,
+    weight_matrix,
 )
 from quark.torch.algorithm.rescaling import (
-    broadcast_along,
     consumer_edits,
     expand_to_channels,
-    groups_by_block,
+    fake_quantized_matrix,
+    groups_by_unit,
     producer_edit,
     reduce_to_factors,
-    require_groups,
+    rescaled_units,
     select_groups,
 )
 from quark.torch.graph.structure import RESCALING, Edit, RescalingGroup
@@ -39,6 +38,8 @@ from quark.torch.pipeline.shapes import FLOAT32, BlockShape, DataShape, Work
 from quark.torch.quantization.config.algo import AutoSmoothQuantConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
+
+logger = logging.getLogger(__name__)
 
 STEPS = 10  # strengths of the search: 0.1, 0.2, … 1
 TOKENS = 1024  # size of the sample on which errors are measured
@@ -59,6 +60,22 @@ def check(options: AutoSmoothQuantConfig, layers: Mapping[str, QuantizationConfi
     check_inputs_quantized(options, layers)
 
 
+def resolve(context: Context, options: AutoSmoothQuantConfig) -> Collection[str]:
+    """Raise if nothing can be rescaled within a block; no input is rotated.
+
+    Raises:
+        ValueError: As in ``select_groups``, or all groups lie in several blocks.
+    """
+    by_unit = groups_by_unit(context, select_groups(context, options, has_quantized_input))
+    if not any(by_unit):
+        raise ValueError(
+            f"autosmoothquant: the layers that can be rescaled together, such as "
+            f"{by_unit[''][0].producer} and {by_unit[''][0].consumers[0]}, lie in different blocks "
+            "of the model, and it searches block by block. Use smooth."
+        )
+    return ()
+
+
 def apply(context: Context, options: AutoSmoothQuantConfig) -> None:
     """Choose the strength of each rescaling by the outputs of its consumers.
 
@@ -69,13 +86,16 @@ def apply(context: Context, options: AutoSmoothQuantConfig) -> None:
         ValueError: No quantized input can be rescaled, or ``scaling_layers`` names layers that
             cannot be.
     """
-    by_block = groups_by_block(select_groups(context, options, has_quantized_input))
-    names = context.structure.blocks
+    by_unit = groups_by_unit(context, select_groups(context, options, has_quantized_input))
+    if by_unit.pop("", None):
+        logger.info("autosmoothquant does not rescale layers of different blocks together.")
+    names = rescaled_units(context, by_unit, False)
     for block in run_blocks(
         context.model, names, context.batches, "autosmoothquant", journal=context.journal
     ):
-        samples = _observe(context, block, by_block[block.name])
-        for group in by_block[block.name]:
+        groups = by_unit.get(block.name, [])
+        samples = _observe(context, block, groups)
+        for group in groups:
             _rescale(group, context, samples, POWERS[_get_loss_name(options)])
 
 
@@ -161,19 +181,18 @@ def _measure_loss(
     for name, layer, edit in edits:
         sample = samples[name]
         by = expand_to_channels(factors, edit)
-        weight, x = layer.weight.detach().float(), sample.tokens.float()
+        matrix, x = weight_matrix(layer), sample.tokens.float()
         lo, hi = sample.range.lo, sample.range.hi
         assert lo is not None and hi is not None
-        rounded = fake_quantized_weight(layer, weight * broadcast_along(by, weight, edit.axis))
+        rounded = fake_quantized_matrix(layer, matrix * by)
         inputs = fake_quantized_inputs(layer, x / by, lo / by, hi / by)
-        matrix = to_matrix(weight, edit.axis)
-        change = inputs @ to_matrix(rounded, edit.axis).T - x @ matrix.T
+        change = inputs @ rounded.T - x @ matrix.T
         loss += float(change.abs().pow(power).sum())
     producer = producer_edit(group, context)
     if producer is not None and not samples[group.producer].is_empty:
         error = _measure_relative_error(*producer, factors, samples[group.producer].tokens.float())
         for name, layer, edit in edits:
-            norms = to_matrix(layer.weight.detach().float(), edit.axis).square().sum(0).sqrt()
+            norms = weight_matrix(layer).square().sum(0).sqrt()
             x = samples[name].tokens.float().abs().mul_(norms * expand_to_channels(error, edit))
             loss += float(x.pow(power).sum())
     return loss
@@ -190,12 +209,8 @@ def _measure_relative_error(
         factors: (size,).
         x: A sample of its inputs, (tokens, channels).
     """
-    inputs_axis = 1 - edit.axis
-    weight = layer.weight.detach().float()
-    by = expand_to_channels(factors, edit)
-    scaled = weight * broadcast_along(by, weight, edit.axis)
-    matrix = to_matrix(scaled, inputs_axis)
-    rounded = to_matrix(fake_quantized_weight(layer, scaled), inputs_axis)
+    matrix = weight_matrix(layer) * expand_to_channels(factors, edit).unsqueeze(1)
+    rounded = fake_quantized_matrix(layer, matrix)
     change = x @ (rounded - matrix).T
     squares = (x @ matrix.T).square().sum(0).clamp(min=1e-20)
     ratio = (change.square().sum(0) / squares).sqrt()
@@ -217,6 +232,6 @@ ALGORITHM = Algorithm(
     check,
     apply,
     work=work,
-    resolve=partial(require_groups, predicate=has_quantized_input),
+    resolve=resolve,
     proves=(RESCALING,),
 )

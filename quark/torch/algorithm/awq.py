@@ -23,15 +23,16 @@ from quark.torch.algorithm.layers import (
     group_width,
     has_quantized_weight,
     output_error,
-    to_matrix,
+    weight_matrix,
 )
 from quark.torch.algorithm.rescaling import (
-    broadcast_along,
     consumer_edits,
     expand_to_channels,
-    groups_by_block,
+    fake_quantized_matrix,
+    groups_by_unit,
     reduce_to_factors,
     require_groups,
+    rescaled_units,
     select_groups,
 )
 from quark.torch.graph.parameter_writes import write_
@@ -72,15 +73,16 @@ def apply(context: Context, options: AWQConfig) -> None:
         ValueError: No input of a quantized weight can be rescaled, or ``scaling_layers`` names
             layers that cannot be.
     """
-    by_block = groups_by_block(select_groups(context, options, has_quantized_weight))
-    if by_block.pop("", None):
-        logger.info("awq does not rescale layers outside of decoder blocks.")
-    names = context.structure.blocks
+    by_unit = groups_by_unit(context, select_groups(context, options, has_quantized_weight))
+    if by_unit.pop("", None):
+        logger.info("awq does not rescale layers of different blocks together.")
     is_rounded_later = any(isinstance(a, RoundingConfig) for a in context.config.algo_config or [])
+    names = rescaled_units(context, by_unit, not is_rounded_later)
     for block in run_blocks(context.model, names, context.batches, "awq", journal=context.journal):
         layers = block_layers(context, block.name, has_quantized_weight)
+        layers = {name: layer for name, layer in layers.items() if layer.has_matrix}
         grams = collect_grams(context, block, layers)
-        for group in by_block[block.name]:
+        for group in by_unit.get(block.name, ()):
             _rescale(group, context, grams, MIN_GAIN if is_rounded_later else 0.0)
         if not is_rounded_later:
             _clip_weights(layers, grams)
@@ -128,7 +130,7 @@ def _rescale(
         mean = reduce_to_factors(total / grams[name].tokens, edit, group.size, "mean")
         magnitude += mean * (grams[name].tokens / tokens)
     relative = [_measure_magnitude(layer, edit, group.size) for _, layer, edit in edits]
-    squares = [_measure_outputs(layer, edit, grams[name]) for name, layer, edit in edits]
+    squares = [_measure_outputs(layer, grams[name]) for name, layer, _ in edits]
     best = _search_best(
         [torch.ones_like(magnitude), *candidate_factors(magnitude, torch.stack(relative).mean(0))],
         lambda factors: _measure_loss(factors, edits, squares, grams),
@@ -166,10 +168,10 @@ def _search_best(
     return candidates[best if losses[best] <= (1 - min_gain) * losses[0] else 0]
 
 
-def _measure_outputs(layer: FakeQuantizedLayer, edit: Edit, gram: Gram) -> torch.Tensor:
+def _measure_outputs(layer: FakeQuantizedLayer, gram: Gram) -> torch.Tensor:
     """Return the sum of squares of the outputs, to which errors are relative, [] float64."""
     assert gram.total is not None
-    squares = output_error(to_matrix(layer.weight.detach().float(), edit.axis), gram.total)
+    squares = output_error(weight_matrix(layer), gram.total)
     return squares.double().clamp(min=1e-30)
 
 
@@ -182,13 +184,11 @@ def _measure_loss(
     """Return the sum over layers of the squared error of the outputs, relative to their squares."""
     loss = torch.zeros((), dtype=torch.float64, device=factors.device)
     for (name, layer, edit), square in zip(edits, squares, strict=True):
-        weight = layer.weight.detach().float()
-        by = broadcast_along(expand_to_channels(factors, edit), weight, edit.axis)
-        assert layer.weight_quantizer is not None
-        change = layer.weight_quantizer.fake_quantize_copy(weight * by).div_(by).sub_(weight)
+        matrix, by = weight_matrix(layer), expand_to_channels(factors, edit)
+        change = fake_quantized_matrix(layer, matrix * by).div_(by).sub_(matrix)
         gram = grams[name].total
         assert gram is not None
-        loss += output_error(to_matrix(change, edit.axis), gram).double() / square
+        loss += output_error(change, gram).double() / square
     return float(loss)
 
 
@@ -197,7 +197,7 @@ def _measure_magnitude(layer: FakeQuantizedLayer, edit: Edit, size: int) -> torc
 
     The last group of a row is padded with zeros if groups do not divide it.
     """
-    matrix = to_matrix(layer.weight.detach(), edit.axis).float().abs()
+    matrix = weight_matrix(layer).abs()
     assert layer.weight_quantizer is not None
     width = group_width(layer.weight_quantizer.scheme, matrix.shape[1])
     padded = torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % width))

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from quark.torch.algorithm.layers import (
-    group_width,
-    has_scales_per_row,
-    to_matrix,
-    weight_matrix,
-)
+from quark.torch.algorithm.layers import group_width, has_scales_per_row, weight_matrix
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 
 FRACTIONS = tuple(1 - i / 20 for i in range(1, 11))  # of the range: 0.95 … 0.5
@@ -28,7 +23,8 @@ def clip_weight(layer: FakeQuantizedLayer, gram: torch.Tensor) -> torch.Tensor |
 
     Args:
         layer: A layer with a quantized weight.
-        gram: Sum G of x xᵀ over its inputs, (inputs, inputs), up to a positive factor.
+        gram: Sum G of x xᵀ over its inputs, (inputs, inputs) or (groups, inputs, inputs), up to a
+            positive factor.
 
     Returns:
         The clipped weight, or None where rows share scales or the width is not divisible by groups,
@@ -36,31 +32,30 @@ def clip_weight(layer: FakeQuantizedLayer, gram: torch.Tensor) -> torch.Tensor |
     """
     quantizer = layer.weight_quantizer
     assert quantizer is not None
-    axis = layer.input_axis
     matrix = weight_matrix(layer)
     width = group_width(quantizer.scheme, matrix.shape[1])
-    is_separable = has_scales_per_row(quantizer.scheme, axis) and layer.weight.dim() == 2
-    if not is_separable or matrix.shape[1] % width:
+    if not has_scales_per_row(layer) or matrix.shape[1] % width:
         return None
-    gram_blocks = _diagonal_blocks(gram, width)
+    gram_blocks = [_diagonal_blocks(own, width) for own in gram.view(-1, *gram.shape[-2:])]
 
     def fake_quantize(rows: torch.Tensor) -> torch.Tensor:
-        return to_matrix(quantizer.fake_quantize_copy(rows if axis else rows.T), axis)
+        return layer.to_matrix(quantizer.fake_quantize_copy(layer.from_matrix(rows)))
 
-    # All rows of a matrix share its tensor scale.
+    # All rows of a matrix share its tensor scale. The weight of a convolution has no part of rows.
     shares_scale = quantizer.scheme.scale.two_level or quantizer.spec.quantizes_codes
-    step = len(matrix) if shares_scale else max(1, CHUNK // matrix.shape[1])
+    is_whole = shares_scale or layer.is_convolution
+    step = len(matrix) if is_whole else max(1, CHUNK // matrix.shape[1])
     clipped = torch.empty_like(matrix)
     for start in range(0, len(matrix), step):
         rows = matrix[start : start + step]
         clipped[start : start + step] = _clip_rows(rows, width, gram_blocks, fake_quantize)
-    return clipped if axis else clipped.T
+    return layer.from_matrix(clipped)
 
 
 def _clip_rows(
     rows: torch.Tensor,
     width: int,
-    gram_blocks: torch.Tensor,
+    gram_blocks: Sequence[torch.Tensor],
     fake_quantize: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """Return rows of a weight, (rows, inputs), with the best clipping of each group.
@@ -68,7 +63,7 @@ def _clip_rows(
     Args:
         rows: (rows, inputs).
         width: Adjacent weights that share a scale.
-        gram_blocks: (groups, width, width).
+        gram_blocks: (groups, width, width) for each group of inputs, which meets as many rows.
         fake_quantize: Rounds rows.
     """
     groups = rows.reshape(len(rows), -1, width)  # (rows, groups, width)
@@ -76,7 +71,9 @@ def _clip_rows(
 
     def error(candidate: torch.Tensor) -> torch.Tensor:
         change = fake_quantize(candidate.flatten(1)).reshape(groups.shape) - groups
-        return torch.einsum("ogi,gij,ogj->og", change, gram_blocks, change).unsqueeze(-1)
+        parts = zip(change.chunk(len(gram_blocks)), gram_blocks, strict=True)
+        errors = [torch.einsum("ogi,gij,ogj->og", part, own, part) for part, own in parts]
+        return torch.cat(errors).unsqueeze(-1)
 
     best, lowest = groups, error(groups)
     for fraction in FRACTIONS:

@@ -40,9 +40,9 @@ def check(options: GPTQConfig, layers: Mapping[str, QuantizationConfig]) -> None
 
 
 def apply(context: Context, options: GPTQConfig) -> None:
-    """Round the weights of each decoder block in turn; later blocks receive its new outputs.
+    """Round the weights of each unit of the model in turn; later ones receive its new outputs.
 
-    Layers outside of decoder blocks are later rounded to the nearest.
+    Layers outside of units are later rounded to the nearest.
     """
     for block, layers in iterate_blocks(context, options):
         for part in split_by_input(context, layers) if options.true_sequential else [layers]:

@@ -19,8 +19,9 @@ from quark.torch.algorithm.layer_inputs import (
     split_by_input,
 )
 from quark.torch.algorithm.layer_owners import change_layers
-from quark.torch.algorithm.layers import weight_matrix, write_weight_matrix_
+from quark.torch.algorithm.layers import split_rows, weight_matrix, write_weight_matrix_
 from quark.torch.algorithm.weight_rounding import pool_expert_statistics, round_by_input
+from quark.torch.numerics.granularity import join_rows
 from quark.torch.pipeline.accumulators import Gram
 from quark.torch.pipeline.block import Block
 from quark.torch.pipeline.context import Context
@@ -116,13 +117,17 @@ def correct_weight_(
     Args:
         layer: The layer.
         gram: Sum H of x xᵀ over its inputs.
-        cross: Sum C of (r - x) xᵀ with the inputs r of the float model, (inputs, inputs).
+        cross: Sum C of (r - x) xᵀ with the inputs r of the float model, in the shape of H.
         strength: Factor of the correction, 0 to 1.
     """
     assert gram.total is not None
-    factor = inverse_factor(gram.total, DAMPING)
-    if factor is None:
-        return
     matrix = weight_matrix(layer)
-    matrix = torch.addmm(matrix, matrix @ cross @ factor.T, factor, alpha=strength)
-    write_weight_matrix_(layer, matrix)
+    inputs = matrix.shape[1]
+    hessians, crosses = gram.total.view(-1, inputs, inputs), cross.view(-1, inputs, inputs)
+    parts = []
+    for rows, h, c in zip(split_rows(len(matrix), len(hessians)), hessians, crosses, strict=True):
+        own, factor = matrix[rows], inverse_factor(h, DAMPING)
+        if factor is not None:
+            own = torch.addmm(own, own @ c @ factor.T, factor, alpha=strength)
+        parts.append(own)
+    write_weight_matrix_(layer, join_rows(parts))

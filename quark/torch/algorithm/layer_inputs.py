@@ -9,15 +9,18 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import zip_longest
 from typing import Protocol, TypeVar
 
 import torch
 
 from quark.torch.graph import shared_inputs
-from quark.torch.pipeline.accumulators import Gram, Sum, accumulate_inputs
+from quark.torch.graph.block_selection import is_inside
+from quark.torch.pipeline.accumulators import Gram, Sum
 from quark.torch.pipeline.block import Block
 from quark.torch.pipeline.capture import StopForward
 from quark.torch.pipeline.context import Context
+from quark.torch.pipeline.input_hooks import InputRows, accumulate_inputs, watch_inputs
 from quark.torch.pipeline.processes import State
 from quark.torch.pipeline.reducer import Mergeable, Reducer
 from quark.torch.quantization.nn.experts import corresponding_experts
@@ -31,7 +34,7 @@ class _Statistics(Mergeable, Protocol):
     """Statistics of the inputs of a layer."""
 
     def __call__(self, x: torch.Tensor) -> None:
-        """Observe (tokens, channels)."""
+        """Observe (tokens, channels) or (groups, tokens, channels)."""
         ...
 
 
@@ -126,12 +129,13 @@ def collect_input_statistics(
             through the block with them.
         to_the_end: Whether the second stream runs through the whole block.
         token_weights: Returns the weight of each token of a batch that is not padding, (tokens,);
-            or None for equal weights. Tokens that a router sends to experts have equal weights.
+            or None for equal weights. Tokens that a router sends to experts have equal weights, and
+            so have windows of convolutions.
 
     Returns:
         The sums of x xᵀ over the inputs x of each layer; and, with two streams, the sums of
-        (r - x) xᵀ with the inputs r of the float model, (inputs, inputs) float32. Experts have no
-        such sum, since a router may send them other tokens.
+        (r - x) xᵀ with the inputs r of the float model, (..., inputs, inputs) float32. Experts have
+        no such sum, since a router may send them other tokens.
     """
     if context.grams is not None:
         return context.grams(layers), {}
@@ -139,9 +143,10 @@ def collect_input_statistics(
     routed = {name for names in corresponding_experts(context.model) for name in names}
     names = list(dict.fromkeys(first.values()))
     reducer = Reducer(names, lambda leaf: _InputSums())
-    observer = _InputObserver(reducer, routed)
+    windows = {name for name in names if layers[name].is_convolution}
+    observer = _InputObserver(reducer, routed, routed | windows)
     observers = [(layers[name], partial(observer, name)) for name in names]
-    with accumulate_inputs(observers):
+    with watch_inputs(observers):
         for index in (index for indices in block.reduce(reducer) for index in indices):
             if floats is not None:
                 observer.begin(is_reference=True, to_the_end=to_the_end)
@@ -196,17 +201,20 @@ class _InputObserver:
     Args:
         reducer: The sums by name of the layer.
         routed: Layers of experts, whose tokens a router chooses.
+        unweighted: Layers whose tokens have equal weights.
 
     Attributes:
         calls: Number of inputs of each layer in this pass.
         stops_early: Whether a pass ends as soon as each layer has received an input.
     """
 
-    def __init__(self, reducer: Reducer[_InputSums], routed: Container[str]) -> None:
-        self._reducer = reducer
+    def __init__(
+        self, reducer: Reducer[_InputSums], routed: Container[str], unweighted: Container[str]
+    ) -> None:
+        self._reducer, self._unweighted = reducer, unweighted
         self.calls: Counter[str] = Counter()
         self.stops_early = False
-        self._routed, self._references = routed, dict[str, torch.Tensor]()
+        self._routed, self._references = routed, dict[str, list[InputRows]]()
         self._is_reference = self._to_the_end = False
         self._roots: torch.Tensor | None = None
 
@@ -220,25 +228,30 @@ class _InputObserver:
         self._is_reference, self._to_the_end = is_reference, to_the_end
         self._roots = None if token_weights is None else token_weights.sqrt().unsqueeze(1)
         self.calls.clear()
+        if is_reference:
+            self._references.clear()
 
-    def __call__(self, name: str, x: torch.Tensor) -> None:
-        """Accumulate an input, (tokens, channels)."""
+    def __call__(self, name: str, rows: InputRows) -> None:
+        """Accumulate an input."""
         self.calls[name] += 1
         sums = self._reducer.parts
         if self._is_reference:
-            self._references[name] = x
+            self._references.setdefault(name, []).append(rows.copy())
         else:
-            roots = self._roots_of(name, x)
-            sums[name].gram(x if roots is None else x * roots)
-            reference = self._references.pop(name, None)
-            if reference is not None and name not in self._routed:
-                _add_cross(sums[name].cross, reference.float(), x.float(), roots)
+            # A layer may run several times in a pass: each run is compared with its own.
+            waiting = self._references.get(name, []) if name not in self._routed else []
+            references = waiting.pop(0).pieces() if waiting else iter(())
+            for x, r in zip_longest(rows.pieces(), references):
+                roots = self._roots_of(name, x)
+                sums[name].gram(x if roots is None else x * roots)
+                if r is not None:
+                    _add_cross(sums[name].cross, r.float(), x.float(), roots)
         if self.stops_early and len(self.calls) == len(sums) and not self._to_the_end:
             raise StopForward
 
     def _roots_of(self, name: str, x: torch.Tensor) -> torch.Tensor | None:
         """Return the square roots of the weights of tokens, (tokens, 1); None for equal weights."""
-        if self._roots is None or name in self._routed or len(self._roots) != len(x):
+        if self._roots is None or name in self._unweighted or len(self._roots) != len(x):
             return None
         return self._roots
 
@@ -258,7 +271,7 @@ def quantize_inputs(context: Context, block: str, enabled: bool = True) -> Itera
 
     Quantizers with static ranges stay off: these ranges are calibrated later.
     """
-    inside = (m for name, m in context.layers.items() if name.startswith(f"{block}."))
+    inside = (m for name, m in context.layers.items() if is_inside(name, block))
     quantizers = [q for m in inside if (q := m.input_quantizer) is not None and not q.needs_data]
     before = [q.enabled for q in quantizers]
     for quantizer in quantizers:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from quark.torch.graph.block_selection import is_inside
 from quark.torch.graph.parameter_writes import write_
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.scheme import Scheme
@@ -73,8 +74,8 @@ def check_fractions(options: AlgoConfig, *fields: str) -> None:
 def block_layers(
     context: Context, block: str, predicate: Predicate
 ) -> dict[str, FakeQuantizedLayer]:
-    """Return the layers of a decoder block whose configuration satisfies a predicate, by name."""
-    inside = {n: m for n, m in context.layers.items() if n.startswith(f"{block}.")}
+    """Return the layers of a block whose configuration satisfies a predicate, by name."""
+    inside = {n: m for n, m in context.layers.items() if is_inside(n, block)}
     return {name: layer for name, layer in inside.items() if predicate(layer.quant_config)}
 
 
@@ -88,12 +89,21 @@ def to_matrix(weight: torch.Tensor, axis: int) -> torch.Tensor:
 
 def weight_matrix(layer: FakeQuantizedLayer) -> torch.Tensor:
     """Return the weight of a layer as a float32 matrix (outputs, inputs)."""
-    return to_matrix(layer.weight.detach(), layer.input_axis).float()
+    return layer.to_matrix(layer.weight.detach()).float()
 
 
 def write_weight_matrix_(layer: FakeQuantizedLayer, matrix: torch.Tensor) -> None:
-    """Replace the weight of a linear layer by a matrix (outputs, inputs), in place."""
-    write_(layer.weight, matrix if layer.input_axis else matrix.T)
+    """Replace the weight of a layer by a matrix (outputs, inputs), in place."""
+    write_(layer.weight, layer.from_matrix(matrix))
+
+
+def split_rows(outputs: int, groups: int) -> list[slice]:
+    """Return the rows of a matrix that meet each group of inputs.
+
+    Example: 6 outputs in 3 groups -> rows 0:2, 2:4 and 4:6.
+    """
+    size = outputs // groups
+    return [slice(group * size, (group + 1) * size) for group in range(groups)]
 
 
 def group_width(scheme: Scheme, inputs: int) -> int:
@@ -107,17 +117,21 @@ def group_width(scheme: Scheme, inputs: int) -> int:
     return inputs
 
 
-def has_scales_per_row(scheme: Scheme, axis: int) -> bool:
-    """Whether each scale belongs to one row of the matrix, or to a part of one row.
+def has_scales_per_row(layer: FakeQuantizedLayer) -> bool:
+    """Whether each scale of the weight belongs to one row of its matrix, or to a part of one row.
 
-    Args:
-        scheme: How the weight is quantized.
-        axis: Axis of the inputs in the weight.
+    In the weight of a transposed convolution, outputs of all groups share the second axis, and
+    adjacent values belong to several outputs.
     """
-    is_along_inputs = scheme.axis % 2 == axis
+    assert layer.weight_quantizer is not None
+    scheme = layer.weight_quantizer.scheme
+    is_transposed = layer.is_convolution and layer.is_transposed
     if scheme.qscheme is QSchemeType.per_channel:
-        return not is_along_inputs
-    return scheme.qscheme is QSchemeType.per_group and is_along_inputs
+        outputs = int(is_transposed) if layer.is_convolution else 1 - layer.input_axis
+        is_shared = is_transposed and layer.channel_groups > 1
+        return scheme.axis % layer.weight.dim() == outputs and not is_shared
+    is_along_inputs = scheme.axis % 2 == layer.input_axis
+    return scheme.qscheme is QSchemeType.per_group and is_along_inputs and not is_transposed
 
 
 # ---- errors and final values --------------------------------------------------------------------

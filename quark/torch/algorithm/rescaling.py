@@ -5,11 +5,18 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from quark.torch.algorithm.layers import Predicate
+from quark.torch.algorithm.layers import (
+    Predicate,
+    block_layers,
+    fake_quantized_weight,
+    has_quantized_weight,
+)
+from quark.torch.graph.block_selection import is_inside
 from quark.torch.graph.structure import Edit, RescalingGroup
 from quark.torch.pipeline.context import Context
 from quark.torch.quantization.config.algo import AutoSmoothQuantConfig, AWQConfig, SmoothQuantConfig
@@ -72,12 +79,34 @@ def require_groups(
     return ()
 
 
-def groups_by_block(groups: Iterable[RescalingGroup]) -> dict[str, list[RescalingGroup]]:
-    """Return groups by name of their decoder block, empty for groups outside of blocks."""
+def groups_by_unit(
+    context: Context, groups: Iterable[RescalingGroup]
+) -> dict[str, list[RescalingGroup]]:
+    """Return groups by name of the unit that holds their modules, empty for several units."""
     result: dict[str, list[RescalingGroup]] = defaultdict(list)
     for group in groups:
-        result[group.block].append(group)
+        modules = (group.producer, *group.consumers)
+        units = (u for u in context.structure.units if all(is_inside(m, u) for m in modules))
+        result[group.block or next(units, "")].append(group)
     return result
+
+
+def rescaled_units(context: Context, groups: Collection[str], all_layers: bool) -> list[str]:
+    """Return the units that data runs through one by one to rescale layers.
+
+    Args:
+        context: The model.
+        groups: Units with groups.
+        all_layers: Whether other units with quantized weights are needed too.
+    """
+    structure = context.structure
+    return [
+        unit
+        for unit in structure.units
+        if unit in structure.blocks
+        or unit in groups
+        or (all_layers and block_layers(context, unit, has_quantized_weight))
+    ]
 
 
 def _is_usable(context: Context, group: RescalingGroup, predicate: Predicate) -> bool:
@@ -171,22 +200,36 @@ def consumer_edits(
 ) -> list[tuple[str, FakeQuantizedLayer, Edit]]:
     """Return name, layer and edit of the weight of each quantized consumer.
 
-    The indices of an edit lie on the device of its weight.
+    An edit is that of the matrix of the layer: an index for each of its columns, on the device of
+    its weight. Example: two input channels of a kernel of 3 have the index [0, 0, 0, 1, 1, 1].
     """
     edits = {edit.parameter: edit for edit in group.edits if edit.power > 0}
     names = [n for n in group.consumers if n in context.layers and f"{n}.weight" in edits]
-    layers = {n: context.layers[n] for n in names}
-    return [(n, m, edits[f"{n}.weight"].to(m.weight.device)) for n, m in layers.items()]
+    layers = {n: context.layers[n] for n in names if context.layers[n].has_matrix}
+    return [(n, m, _column_edit(m, edits[f"{n}.weight"])) for n, m in layers.items()]
+
+
+def _column_edit(layer: FakeQuantizedLayer, edit: Edit) -> Edit:
+    weight = layer.weight
+    kernel = weight[0, 0].numel() if layer.is_convolution else 1
+    index = edit.index.to(weight.device).repeat_interleave(kernel)
+    return replace(edit, axis=1, index=index)
 
 
 def producer_edit(
     group: RescalingGroup, context: Context
 ) -> tuple[FakeQuantizedLayer, Edit] | None:
-    """Return layer and edit of the weight of the producer, or None if it is not quantized."""
+    """Return layer and edit of the weight of the producer, or None if it is not quantized.
+
+    The edit is that of the matrix of the layer: an index for each of its rows. Convolutions of
+    several groups count as not quantized.
+    """
     layer = context.layers.get(group.producer)
+    if layer is None or not layer.has_matrix or layer.channel_groups > 1:
+        return None
     for edit in group.edits:
-        if layer is not None and edit.power < 0 and edit.parameter == f"{group.producer}.weight":
-            return layer, edit
+        if edit.power < 0 and edit.parameter == f"{group.producer}.weight":
+            return layer, replace(edit, axis=0)
     return None
 
 
@@ -220,8 +263,6 @@ def expand_to_channels(factors: torch.Tensor, edit: Edit) -> torch.Tensor:
     return torch.cat([factors, one])[edit.index.to(factors.device)] ** edit.power  # -1: the one
 
 
-def broadcast_along(values: torch.Tensor, weight: torch.Tensor, axis: int) -> torch.Tensor:
-    """Return values of channels in a shape that broadcasts along an axis of a weight."""
-    shape = [1] * weight.dim()
-    shape[axis] = -1
-    return values.view(shape)
+def fake_quantized_matrix(layer: FakeQuantizedLayer, matrix: torch.Tensor) -> torch.Tensor:
+    """Return a matrix (outputs, inputs) as the quantizer of a layer would round it as a weight."""
+    return layer.to_matrix(fake_quantized_weight(layer, layer.from_matrix(matrix)))

@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from quark.torch.algorithm.layers import group_width, has_scales_per_row, to_matrix
+from quark.torch.algorithm.layers import group_width, has_scales_per_row
+from quark.torch.numerics.granularity import join_rows
 from quark.torch.numerics.qdq import ColumnRounding
 from quark.torch.numerics.scales import round_scale
-from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
-from quark.torch.quantization.nn.quantizer import QuantizedTensor, TensorQuantizer
+from quark.torch.quantization.nn.quantizer import QuantizedTensor
 
 MAX_CHANGE = 2.0  # factor by which a scale may grow or shrink
 CHUNK = 1 << 22  # elements of the matrices A, and of the rows, that are worked on at a time
@@ -73,7 +73,7 @@ def round_and_refit(
     Args:
         layer: A layer with final scales, which are replaced by the refitted ones.
         weight: (outputs, inputs) float32.
-        hessian: (inputs, inputs), positive definite.
+        hessian: (inputs, inputs) or (groups, inputs, inputs), positive definite.
         attempts: Functions that round the weight, in order.
 
     Returns:
@@ -81,55 +81,60 @@ def round_and_refit(
     """
     quantizer = layer.weight_quantizer
     assert quantizer is not None
-    axis = layer.input_axis
-    refits = not quantizer.spec.quantizes_codes and can_refit(quantizer.scheme, weight, axis)
+    refits = not quantizer.spec.quantizes_codes and can_refit(layer, weight)
     rounded = weight
     for attempt in attempts if refits else attempts[-1:]:
-        rounded = attempt(quantizer.column_rounder(tuple(layer.weight.shape), axis))
+        rounded = attempt(quantizer.column_rounder(tuple(layer.weight.shape), layer.to_matrix))
         if refits:
-            rounded = _refit_(quantizer, rounded, weight, hessian, axis)
+            rounded = _refit_(layer, rounded, weight, hessian)
     return rounded
 
 
 def _refit_(
-    quantizer: TensorQuantizer,
-    rounded: torch.Tensor,
-    weight: torch.Tensor,
-    hessian: torch.Tensor,
-    axis: int,
+    layer: FakeQuantizedLayer, rounded: torch.Tensor, weight: torch.Tensor, hessian: torch.Tensor
 ) -> torch.Tensor:
-    """Replace the scales of a quantizer by the best ones for rounded values.
+    """Replace the scales of a layer by the best ones for rounded values.
 
     Returns:
         The values of the same codes under the new scales, (outputs, inputs).
     """
+    quantizer = layer.weight_quantizer
+    assert quantizer is not None and quantizer.scale is not None
     old, scheme = quantizer.scale, quantizer.scheme
-    assert old is not None
-    by_row = old if axis or old.dim() < 2 else old.T
+    by_row = old if layer.input_axis or old.dim() < 2 else old.T
     scales = by_row.reshape(len(weight), -1).float()
     groups = rounded.reshape(*scales.shape, -1)
-    new = best_scales((groups / scales.unsqueeze(-1)).flatten(1), scales, weight, hessian)
+    new = _best_by_group((groups / scales.unsqueeze(-1)).flatten(1), scales, weight, hessian)
     new = round_scale(new, scheme.scale)
     values = (groups * (new.float() / scales).unsqueeze(-1)).flatten(1)
     new = new.reshape(by_row.shape)
     quantizer.scale = new if by_row is old else new.T.contiguous()
     # `values` are off by a rounding error; quantizing them gives codes times scales exactly.
-    values = values if axis else values.T
     state = QuantizedTensor.from_values(
-        quantizer.spec, values, quantizer.scale, quantizer.zero_point
+        quantizer.spec, layer.from_matrix(values), quantizer.scale, quantizer.zero_point
     )
-    return to_matrix(state.value(torch.float32), axis)
+    return layer.to_matrix(state.value(torch.float32))
 
 
-def can_refit(scheme: Scheme, weight: torch.Tensor, axis: int) -> bool:
+def _best_by_group(
+    codes: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor, hessian: torch.Tensor
+) -> torch.Tensor:
+    """Return ``best_scales`` of the rows that meet each group of inputs, (outputs, groups)."""
+    hessians = hessian.view(-1, *hessian.shape[-2:])
+    parts = zip(*(x.chunk(len(hessians)) for x in (codes, scales, weight)), hessians, strict=True)
+    return join_rows([best_scales(*part) for part in parts])
+
+
+def can_refit(layer: FakeQuantizedLayer, weight: torch.Tensor) -> bool:
     """Whether scales may take any value, and each belongs to one row or a part of one.
 
     Args:
-        scheme: How the weight is quantized.
-        weight: (outputs, inputs).
-        axis: Axis of the inputs in the layer.
+        layer: A layer with a quantized weight.
+        weight: Its matrix, (outputs, inputs).
     """
+    assert layer.weight_quantizer is not None
+    scheme = layer.weight_quantizer.scheme
     scale = scheme.scale
     is_free = not scheme.shares_exponents and not scale.power_of_two and scale.fmt is None
     is_divisible = weight.shape[1] % group_width(scheme, weight.shape[1]) == 0
-    return scheme.fmt.scaled and is_free and has_scales_per_row(scheme, axis) and is_divisible
+    return scheme.fmt.scaled and is_free and has_scales_per_row(layer) and is_divisible

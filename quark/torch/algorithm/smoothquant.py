@@ -23,8 +23,9 @@ from quark.torch.algorithm.rescaling import (
 from quark.torch.graph.residency import resident
 from quark.torch.graph.structure import RESCALING, RescalingGroup
 from quark.torch.numerics.granularity import QSchemeType
-from quark.torch.pipeline.accumulators import ChannelRange, accumulate_inputs
+from quark.torch.pipeline.accumulators import ChannelRange
 from quark.torch.pipeline.context import Algorithm, Context
+from quark.torch.pipeline.input_hooks import accumulate_inputs
 from quark.torch.pipeline.model_pass import run_data
 from quark.torch.pipeline.reducer import Reducer
 from quark.torch.pipeline.shapes import FLOAT32, BlockShape, DataShape, Work

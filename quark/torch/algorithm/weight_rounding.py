@@ -19,6 +19,7 @@ from quark.torch.algorithm.layers import (
     block_layers,
     freeze,
     has_quantized_weight,
+    split_rows,
     weight_matrix,
     write_weight_matrix_,
 )
@@ -49,7 +50,7 @@ def resolve(context: Context, options: RoundingConfig) -> Collection[str]:
 def iterate_blocks(
     context: Context, options: RoundingConfig, compare: bool = False
 ) -> Iterator[tuple[Block, dict[str, FakeQuantizedLayer]]]:
-    """Iterate over the decoder blocks to be rounded, with their selected layers and their data.
+    """Iterate over the units to be rounded, with their selected layers and their data.
 
     Inputs are quantized while data runs, except where that needs static ranges, which are
     calibrated later. See ``run_blocks``.
@@ -62,10 +63,9 @@ def iterate_blocks(
     Raises:
         ValueError: The options select no layer.
     """
-    names, selected = context.structure.blocks, _select_by_block(context, options)
+    selected = _select_by_block(context, options)
     _untie(context, (name for layers in selected.values() for name in layers))
-    last = list(selected)[-1]
-    needed = names[: names.index(last) + 1]
+    needed = needed_units(context, options)
 
     def around(name: str) -> AbstractContextManager[None]:
         return quantize_inputs(context, name) if name in selected else nullcontext()
@@ -81,6 +81,20 @@ def iterate_blocks(
     ):
         if block.name in selected:
             yield block, selected[block.name]
+
+
+def needed_units(context: Context, options: RoundingConfig) -> list[str]:
+    """Return the units that data runs through one by one: those to be rounded, and blocks before.
+
+    Other units are left to the passes through the model.
+
+    Raises:
+        ValueError: The options select no layer.
+    """
+    selected = _select_by_block(context, options)
+    units, blocks = list(context.structure.units), context.structure.blocks
+    last = max(units.index(name) for name in selected)
+    return [name for name in units[: last + 1] if name in selected or name in blocks]
 
 
 def _untie(context: Context, names: Iterable[str]) -> None:
@@ -103,19 +117,19 @@ def _untie(context: Context, names: Iterable[str]) -> None:
 def _select_by_block(
     context: Context, options: RoundingConfig
 ) -> dict[str, dict[str, FakeQuantizedLayer]]:
-    """Return the layers to be rounded by name of their block, then by their own name.
+    """Return the layers to be rounded by name of their unit, then by their own name.
 
     Raises:
         ValueError: There are none.
     """
-    names = context.structure.blocks
+    units, blocks = context.structure.units, context.structure.blocks
     selected = {
-        name: layers for name in names if (layers := select_block_layers(context, name, options))
+        name: layers for name in units if (layers := select_block_layers(context, name, options))
     }
     if not selected:
         raise ValueError(
-            f"{options.name}: no linear layer with a quantized weight in the {len(names)} decoder "
-            f"blocks of the model is named by model_decoder_layers="
+            f"{options.name}: no linear layer with a quantized weight in the {len(blocks)} decoder "
+            f"blocks of the model, and no convolution, is named by model_decoder_layers="
             f"{options.model_decoder_layers!r} and inside_layer_modules="
             f"{options.inside_layer_modules}. Leave both empty for all layers."
         )
@@ -125,12 +139,12 @@ def _select_by_block(
 def select_block_layers(
     context: Context, block: str, options: RoundingConfig
 ) -> dict[str, FakeQuantizedLayer]:
-    """Return the linear layers of a decoder block that the options select, by name."""
+    """Return the linear layers and convolutions of a block that the options select, by name."""
     if not block.startswith(options.model_decoder_layers):
         return {}
     layers = block_layers(context, block, has_quantized_weight)
     ends = tuple(f".{end}" for end in options.inside_layer_modules) or ("",)
-    return {n: m for n, m in layers.items() if m.is_linear and n.endswith(ends)}
+    return {n: m for n, m in layers.items() if m.has_matrix and f".{n}".endswith(ends)}
 
 
 def pool_expert_statistics(stacks: Iterable[list[str]], grams: dict[str, Gram]) -> None:
@@ -227,37 +241,62 @@ def round_layers(
             logger.warning("No data reached %s: it is rounded to the nearest.", name)
         return
     hessian = gram.total / max(gram.tokens, 1)
-    diagonal = hessian.diagonal()
-    unused = diagonal == 0
-    if bool(unused.any()):
-        diagonal[unused] = diagonal[~unused].mean() if bool((~unused).any()) else 1.0
+    hessians = hessian.view(-1, *hessian.shape[-2:])  # one for each group of inputs
+    for own in hessians:
+        _fill_unused_(own.diagonal())
     for layer in layers.values():
         clipped_weight = clip_weight(layer, hessian)
         if clipped_weight is not None:
             assert layer.weight_quantizer is not None
             layer.weight_quantizer.compute_block_scales(clipped_weight)
-    order = torch.arange(len(hessian), device=hessian.device)
-    if by_magnitude:
-        order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
-    factor = inverse_factor(hessian[order][:, order] if by_magnitude else hessian, damping)
-    if factor is None:
+    ordered = [_order_columns(own, damping, by_magnitude) for own in hessians]
+    steps = [(order, factor) for order, factor in ordered if factor is not None]
+    if len(steps) < len(ordered):
         for name in layers:
             logger.warning("%s: its Hessian cannot be inverted: rounded to the nearest.", name)
         return
-    hessian.diagonal().add_(damping * hessian.diagonal().mean())
+    for own in hessians:
+        own.diagonal().add_(damping * own.diagonal().mean())
     for name, layer in layers.items():
         matrix = weight_matrix(layer)
-
-        def attempt(
-            rounding: ColumnRounding,
-            solve: Solver = round_columns,
-            matrix: torch.Tensor = matrix,
-            factor: torch.Tensor = factor,
-        ) -> torch.Tensor:
-            return solve(matrix, factor, order, rounding)[0]
-
+        attempt = partial(_round_groups, matrix, steps)
         attempts = [attempt] * refits + [partial(attempt, solve=solver_of(name))]
         rounded = round_and_refit(layer, matrix, hessian, attempts)
         write_weight_matrix_(layer, rounded)
         freeze(layer)
         return_free_memory()
+
+
+def _fill_unused_(diagonal: torch.Tensor) -> None:
+    """Give inputs that are always zero the mean square of the others, in place."""
+    unused = diagonal == 0
+    if bool(unused.any()):
+        diagonal[unused] = diagonal[~unused].mean() if bool((~unused).any()) else 1.0
+
+
+def _order_columns(
+    hessian: torch.Tensor, damping: float, by_magnitude: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the order in which to round columns, and the inverse factor in that order."""
+    order = torch.arange(len(hessian), device=hessian.device)
+    if by_magnitude:
+        order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
+    ordered = hessian[order][:, order] if by_magnitude else hessian
+    return order, inverse_factor(ordered, damping)
+
+
+def _round_groups(
+    matrix: torch.Tensor,
+    steps: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    rounding: ColumnRounding,
+    solve: Solver = round_columns,
+) -> torch.Tensor:
+    """Return a matrix rounded, each group of rows by the order and factor of its own inputs."""
+    if len(steps) == 1:
+        [(order, factor)] = steps
+        return solve(matrix, factor, order, rounding)[0]
+    parts = []
+    for rows, (order, factor) in zip(split_rows(len(matrix), len(steps)), steps, strict=True):
+        numbers = torch.arange(rows.start, rows.stop, device=matrix.device)
+        parts.append(solve(matrix[rows], factor, order, rounding.select_rows(numbers))[0])
+    return torch.cat(parts)

@@ -22,7 +22,11 @@ from torch.utils.hooks import RemovableHandle
 from quark.torch.algorithm.gptq_solver import Solver, inverse_factor, round_columns
 from quark.torch.algorithm.input_correction import correct_and_round, correction_work
 from quark.torch.algorithm.layers import check_fractions, check_weights_quantized
-from quark.torch.algorithm.weight_rounding import iterate_blocks, select_block_layers
+from quark.torch.algorithm.weight_rounding import (
+    iterate_blocks,
+    needed_units,
+    select_block_layers,
+)
 from quark.torch.algorithm.weight_rounding import resolve as select_layers
 from quark.torch.numerics.qdq import ColumnRounding
 from quark.torch.pipeline.accumulators import Sum
@@ -34,6 +38,7 @@ from quark.torch.pipeline.shapes import FLOAT32, BlockShape, DataShape, Work
 from quark.torch.quantization.config.algo import YaqaConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.nn.experts import corresponding_experts
+from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 
 logger = logging.getLogger(__name__)
 
@@ -63,14 +68,14 @@ def resolve(context: Context, options: YaqaConfig) -> Collection[str]:
 def apply(context: Context, options: YaqaConfig) -> None:
     """Correct and round weights layer by layer, each on the outputs of those rounded before.
 
-    Experts are rounded as by GPTQ.
+    Experts and convolutions of several groups are rounded as by GPTQ.
     """
     with ActivationStore() as store:
         gradients = collect_gradients(context, options, store)
 
         def solver_of(name: str) -> Solver:
             output_hessian = gradients.output_hessian(name)
-            if output_hessian is None:
+            if output_hessian is None or context.layers[name].channel_groups > 1:
                 return round_columns
             damping = options.output_damp_percent
             return partial(
@@ -183,7 +188,7 @@ def collect_gradients(
     routed = {name for names in corresponding_experts(context.model) for name in names}
     statistics = GradientStatistics(store)
     backward = run_blocks_backward(
-        context.model, context.structure.blocks, context.batches, "yaqa", sampled_label_loss
+        context.model, needed_units(context, options), context.batches, "yaqa", sampled_label_loss
     )
     for block, back in backward:
         layers = select_block_layers(context, block.name, options)
@@ -191,7 +196,10 @@ def collect_gradients(
         handles = [_watch_gradients(layers[n], n, reducer) for n in layers if n not in routed]
         try:
             for index in (index for indices in block.reduce(reducer) for index in indices):
-                norms = back(index).float().norm(dim=-1).flatten()
+                gradient = back(index)
+                if gradient.dim() == 4 and gradient.shape[1] == gradient.shape[3]:
+                    continue  # channels may be either axis
+                norms = gradient.float().norm(dim=-1).flatten()
                 mask = block.masks(index)
                 norms = norms if mask is None else norms[mask.flatten().to(norms.device)]
                 if bool(norms.any()) and bool(norms.isfinite().all()):
@@ -207,11 +215,14 @@ def collect_gradients(
     return statistics
 
 
-def _watch_gradients(layer: nn.Module, name: str, reducer: Reducer[Sum]) -> RemovableHandle:
+def _watch_gradients(
+    layer: FakeQuantizedLayer, name: str, reducer: Reducer[Sum]
+) -> RemovableHandle:
     """Add g gᵀ over the gradients g with respect to the outputs of a layer to its part."""
 
     def add(gradient: torch.Tensor) -> None:
-        g = gradient.flatten(0, -2).float()
+        axis = _channel_axis(layer)
+        g = gradient.movedim(axis, -1).flatten(0, -2).float()
         reducer.parts[name].add_product(g, g)
 
     def watch(layer: nn.Module, args: tuple[torch.Tensor, ...], y: torch.Tensor) -> None:
@@ -219,6 +230,11 @@ def _watch_gradients(layer: nn.Module, name: str, reducer: Reducer[Sum]) -> Remo
             y.register_hook(add)  # type: ignore[no-untyped-call]
 
     return layer.register_forward_hook(watch)
+
+
+def _channel_axis(layer: FakeQuantizedLayer) -> int:
+    """Return the axis of the channels in the outputs of a layer, counted from the end."""
+    return 1 - layer.weight.dim() if layer.is_convolution else -1
 
 
 def sampled_label_loss(
@@ -229,10 +245,11 @@ def sampled_label_loss(
     Each sequence has its own random numbers, whatever the batch that it is part of.
 
     Args:
-        logits: (sequences, ..., labels).
+        logits: (sequences, ..., labels); of segmented images, (images, labels, rows, columns).
         mask: Tokens that count, (sequences, tokens) bool; None for all.
         first: Number of the first sequence in the data.
     """
+    logits = logits.movedim(1, -1) if logits.dim() == 4 else logits
     tokens = logits.flatten(1, -2) if logits.dim() > 2 else logits.unsqueeze(1)
     draws = torch.stack([_draw_uniform(first + i, tokens.shape[1]) for i in range(len(tokens))])
     rows, draws = tokens.flatten(0, 1).float(), draws.flatten().to(logits.device)

@@ -56,9 +56,14 @@ def select_blocks(model: nn.Module, calls: Calls, reshaping: Iterable[str]) -> l
     return [name for name in calls if name in chosen]  # in the order of execution
 
 
+def is_inside(name: str, block: str) -> bool:
+    """Whether a module is a block or lies in it."""
+    return f"{name}.".startswith(f"{block}.")
+
+
 def enclosing_block(member: str, blocks: Iterable[str]) -> str:
     """Return the block that a member of a list is or lies in, or an empty string."""
-    return next((b for b in blocks if f"{member}.".startswith(f"{b}.")), "")
+    return next((block for block in blocks if is_inside(member, block)), "")
 
 
 def _select(model: nn.Module, members: list[str], calls: Calls, changing: set[str]) -> list[str]:

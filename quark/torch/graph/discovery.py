@@ -33,6 +33,7 @@ from quark.torch.graph.structure import (
     ValueHeads,
 )
 from quark.torch.graph.trace import Trace, trace
+from quark.torch.graph.units import find_units
 from quark.torch.graph.unreached import (
     Counterparts,
     Unread,
@@ -98,6 +99,7 @@ def discover(
         obstacle=rotation.obstacle,
         value_heads=rotation.values,
         down_projections=rotation.down_projections,
+        units=tuple(find_units(model, record)),
     )
 
 

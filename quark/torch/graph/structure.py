@@ -221,6 +221,8 @@ class Structure:
         value_heads: Attention heads whose values can be rotated, with or without the stream.
         down_projections: Modules before which an online rotation can be inserted, with or without
             a rotation of the stream.
+        units: Blocks, residual blocks and layers around them, in the order of execution; see
+            `quark.torch.graph.units`.
     """
 
     blocks: tuple[str, ...]
@@ -231,3 +233,4 @@ class Structure:
     obstacle: str
     value_heads: tuple[ValueHeads, ...]
     down_projections: tuple[str, ...]
+    units: tuple[str, ...]

@@ -83,6 +83,18 @@ class Op(NamedTuple):
         return bool(self.outputs) and not any(v.shape.numel() for v in self.outputs)
 
 
+class ModuleRun(NamedTuple):
+    """How a module ran in the pass.
+
+    Attributes:
+        calls: How often.
+        maps_tensor: Whether its first argument was a tensor of floats, and its output a tensor.
+    """
+
+    calls: int
+    maps_tensor: bool
+
+
 @dataclass
 class Trace:
     """Record of one forward pass.
@@ -92,12 +104,14 @@ class Trace:
         parameters: Number -> name, of the parameters that were read.
         results: Numbers of the tensors that the model returned.
         blocks: Decoder block -> its calls, in the order of execution.
+        runs: Module -> how it ran, in the order in which modules began.
     """
 
     ops: list[Op] = field(default_factory=list)
     parameters: dict[int, str] = field(default_factory=dict)
     results: set[int] = field(default_factory=set)
     blocks: dict[str, list[BlockCall]] = field(default_factory=dict)
+    runs: dict[str, ModuleRun] = field(default_factory=dict)
 
 
 def trace(model: nn.Module, run: Callable[[], object]) -> Trace:
@@ -248,12 +262,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._running.append(name)
+            before = self.trace.runs.get(name, ModuleRun(0, True))
+            self.trace.runs[name] = before._replace(calls=before.calls + 1)
             if name in self._members:
                 self._blocks.append(name)
                 entered.append(self._numbers((args, kwargs)))
 
         def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             self._running.pop()
+            if not _maps_tensor(args, kwargs, output):
+                self.trace.runs[name] = self.trace.runs[name]._replace(maps_tensor=False)
             if name in self._members:
                 self._blocks.pop()
                 inputs = entered.pop()
@@ -303,6 +321,12 @@ def _written_arguments(
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from iter_tensors(args[index] if index < len(args) else kwargs.get(argument.name))
+
+
+def _maps_tensor(args: Any, kwargs: Any, output: Any) -> bool:
+    """Whether the first argument of a call is a tensor of floats, and the output a tensor."""
+    x = next(iter([*args, *kwargs.values()]), None)
+    return isinstance(x, torch.Tensor) and x.is_floating_point() and torch.is_tensor(output)
 
 
 def _preserves_shape(args: Any, kwargs: Any, output: Any) -> bool:

@@ -222,23 +222,23 @@ class ColumnRounder:
         zero_point: torch.Tensor | None,
         scheme: Scheme,
         shape: tuple[int, ...],
-        axis: int = 1,
+        to_matrix: Callable[[torch.Tensor], torch.Tensor],
     ) -> ColumnRounder:
-        """Return the rounding of a matrix under given scales.
+        """Return the rounding of a weight as a matrix, under given scales.
 
         Args:
             scale: One per block.
             zero_point: Like ``scale``, or None.
-            scheme: How the matrix is quantized.
-            shape: Shape of the matrix.
-            axis: Axis of its columns.
+            scheme: How the weight is quantized.
+            shape: Shape of the weight.
+            to_matrix: Returns a tensor of this shape as a matrix (rows, columns).
         """
         blocks = scheme.blocks(shape)
 
         def columns_first(x: torch.Tensor) -> torch.Tensor:
             """One number per block to one per value, (columns, rows)."""
             whole = blocks.spread(x.float()).expand(blocks.view)
-            return blocks.join(whole).reshape(shape).movedim(axis, 0).flatten(1).contiguous()
+            return to_matrix(blocks.join(whole).reshape(shape)).T.contiguous()
 
         zeros = None
         if zero_point is not None and not (scheme.symmetric and scheme.fmt.signed):

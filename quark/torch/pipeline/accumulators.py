@@ -2,38 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-
 import torch
 
-from quark.torch.numerics.finite import is_finite
 from quark.torch.pipeline.processes import State
-from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
-from quark.torch.quantization.nn.padding import without_padding
 
-Accumulator = Callable[[torch.Tensor], None]  # takes (tokens, channels)
 STRIDE = 0x9E3779B1  # 2³² divided by the golden ratio, odd
-
-
-class InfiniteInput(FloatingPointError):
-    """An input of a layer is NaN or infinite.
-
-    Attributes:
-        layer: The layer.
-    """
-
-    def __init__(self, layer: FakeQuantizedLayer, dtype: torch.dtype) -> None:
-        super().__init__(layer, dtype)
-        self.layer, self.dtype = layer, dtype
-
-    def describe(self, layers: Mapping[str, FakeQuantizedLayer]) -> str:
-        """Return a message with the name of the layer."""
-        name = next((name for name, layer in layers.items() if layer is self.layer), "a layer")
-        return (
-            f"The inputs of {name} were NaN or infinite: check the data, or load the model in a "
-            f"wider type than {self.dtype}."
-        )
 
 
 class ChannelRange:
@@ -85,7 +58,8 @@ class Gram:
     """Sums of x xᵀ and of |x| over tokens, on which all errors of linear layers depend.
 
     The squared error of the outputs under weights W + D is tr(D G Dᵀ) with G the sum of x xᵀ. Sums
-    are in float32, those of float64 tensors in float64.
+    are in float32, those of float64 tensors in float64. A convolution of several groups has sums
+    for each, along a first axis; its tokens are the windows.
 
     Attributes:
         tokens: Number of tokens.
@@ -100,7 +74,7 @@ class Gram:
 
     @property
     def total(self) -> torch.Tensor | None:
-        """(channels, channels) float32: sum of x xᵀ; or None before any data."""
+        """(..., channels, channels) float32: sum of x xᵀ; or None before any data."""
         return None if self._total is None else self._total.float()
 
     @total.setter
@@ -109,7 +83,7 @@ class Gram:
 
     @property
     def magnitude(self) -> torch.Tensor | None:
-        """(channels,) float32: sum of |x|; or None before any data."""
+        """(..., channels) float32: sum of |x|; or None before any data."""
         return None if self._magnitude is None else self._magnitude.float()
 
     @magnitude.setter
@@ -117,16 +91,17 @@ class Gram:
         self._magnitude = magnitude
 
     def __call__(self, x: torch.Tensor) -> None:
-        """Observe (tokens, channels)."""
-        if not len(x):
+        """Observe (tokens, channels) or (groups, tokens, channels)."""
+        if not x.numel():
             return
         x = x if x.dtype is torch.float64 else x.float()
+        *groups, tokens, channels = x.shape
         if self._total is None or self._magnitude is None:
-            self._total = x.new_zeros(x.shape[1], x.shape[1])
-            self._magnitude = x.new_zeros(x.shape[1])
-        self._total.addmm_(x.T, x)
-        self._magnitude += x.abs().sum(0)
-        self.tokens += len(x)
+            self._total = x.new_zeros(*groups, channels, channels)
+            self._magnitude = x.new_zeros(*groups, channels)
+        _add_product_(self._total, x, x)
+        self._magnitude += x.abs().sum(-2)
+        self.tokens += tokens
 
     @property
     def is_empty(self) -> bool:
@@ -186,10 +161,10 @@ class Sum:
         return self.total is None
 
     def add_product(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Add aᵀ b, given (tokens, m) and (tokens, n)."""
+        """Add aᵀ b, given (..., tokens, m) and (..., tokens, n)."""
         if self.total is None:
-            self.total = a.new_zeros(a.shape[1], b.shape[1])
-        self.total.addmm_(a.T, b)
+            self.total = a.new_zeros(*a.shape[:-2], a.shape[-1], b.shape[-1])
+        _add_product_(self.total, a, b)
 
     def merge(self, other: Sum) -> None:
         """Add another sum."""
@@ -203,6 +178,14 @@ class Sum:
     def set_tensors(self, tensors: State) -> None:
         """Replace the sum."""
         (self.total,) = tensors
+
+
+def _add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Add aᵀ b to a sum, for each group where there are several."""
+    if total.dim() == 2:
+        total.addmm_(a.T, b)
+    else:
+        total.baddbmm_(a.mT, b)
 
 
 class TokenSample:
@@ -312,36 +295,3 @@ class InputSample:
         assert self.range.lo is not None and self.range.hi is not None
         for x in (self.tokens, self.range.lo, self.range.hi):
             x.div_(factors)
-
-
-@contextmanager
-def accumulate_inputs(
-    observers: Iterable[tuple[FakeQuantizedLayer, Accumulator]],
-) -> Iterator[None]:
-    """Pass the inputs of layers to observers while data runs inside the context.
-
-    Inputs are rotated and quantized as they are for the product with the weight. Padding is left
-    out (``nn.padding``).
-
-    Args:
-        observers: Pairs of a layer and the observer of its inputs.
-
-    Raises:
-        InfiniteInput: While data runs, an input is NaN or infinite.
-    """
-
-    def watch(observe: Accumulator) -> Callable[..., None]:
-        def hook(layer: FakeQuantizedLayer, args: tuple[torch.Tensor, ...]) -> None:
-            x = without_padding(layer.quantized_input(args[0].detach()))
-            if not is_finite(x):
-                raise InfiniteInput(layer, x.dtype)
-            observe(x.reshape(-1, x.shape[-1]))
-
-        return hook
-
-    handles = [layer.register_forward_pre_hook(watch(o)) for layer, o in observers]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -173,7 +173,9 @@ class _Ending(NamedTuple):
         """Return a forward that passes hidden states on; that of the last block returns its own."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            x = last if name == self.part.names[-1] else split_hidden_states(args, kwargs)[0]
+            is_last = name == self.part.names[-1]
+            # A copy, because the model may write to it in place.
+            x = last.clone() if is_last else split_hidden_states(args, kwargs)[0]
             return self.arguments.wrap(name, x)
 
         return forward
@@ -181,7 +183,15 @@ class _Ending(NamedTuple):
     def _checkpoint(self, name: str) -> Callable[..., Any]:
         """Return a forward that keeps no graph: it runs again in the backward pass."""
         own = self.model.get_submodule(name).forward
-        return lambda *args, **kwargs: checkpoint(own, *args, use_reentrant=False, **kwargs)
+
+        def copy(value: Any) -> Any:
+            return value.clone() if isinstance(value, torch.Tensor) else value
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            # Copies, because the block runs again on tensors that it may write to in place.
+            return own(*map(copy, args), **{key: copy(value) for key, value in kwargs.items()})
+
+        return lambda *args, **kwargs: checkpoint(run, *args, use_reentrant=False, **kwargs)
 
 
 @torch.no_grad()

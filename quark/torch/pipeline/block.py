@@ -148,10 +148,11 @@ class Block:
         Hooks on tensors inside of the block receive their gradients.
         """
         with torch.enable_grad():
-            x = self._stream.inputs[index].detach().requires_grad_()
+            leaf = self._stream.inputs[index].detach().requires_grad_()
+            x = leaf.clone()  # the block may write to it in place
             args, kwargs = self._arguments.call(index, self.name, x)
             # Layers of cross-attention read another stream, such as the states of an encoder.
-            streams = [x]
+            streams = [leaf]
             for tensor in (*args, *kwargs.values()):
                 if isinstance(tensor, torch.Tensor) and tensor is not x and _is_stream(tensor, x):
                     streams.append(tensor.requires_grad_())
@@ -165,7 +166,8 @@ class Block:
         parameters: Mapping[str, torch.Tensor] | None = None,
         arguments: BlockArguments | None = None,
     ) -> torch.Tensor:
-        args, kwargs = (arguments or self._arguments).call(index, self.name, x)
+        # A copy, because a block may write to its input in place, as `nn.ReLU(inplace=True)` does.
+        args, kwargs = (arguments or self._arguments).call(index, self.name, x.clone())
         return self._call(index, args, kwargs, parameters)
 
     def _call(

@@ -1,7 +1,8 @@
 """Stacks of a model: blocks of which each receives the hidden states that the last one returned.
 
 An encoder, a decoder and a vision tower are stacks, found by running the model. Whatever comes
-between two blocks, such as a projection, ends a stack: the next one begins with other inputs.
+between two blocks, such as a projection, ends a stack: the next one begins with other inputs. So
+does a block whose outputs have another shape: it cannot be left out of a pass through the model.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class _Watcher:
     def __init__(self) -> None:
         self.stacks: list[Stack] = []
         self._last: list[tuple[torch.Tensor, int]] = []  # tensors returned, and their versions
+        self._shape = torch.Size()  # of the hidden states that the block received
         self._received: set[int | str] = set()  # arguments of the first block that are tensors
         # Tensor -> the block of this stack that made it. The tensors are held so that no other
         # gets their id.
@@ -76,6 +78,7 @@ class _Watcher:
         if any(name in stack.names for stack in self.stacks):
             raise ValueError(f"{name} runs more than once in a forward pass.")
         x, (more, named) = split_hidden_states(args, kwargs)
+        self._shape = x.shape
         others: dict[Any, Any] = {**dict[Any, Any](enumerate(more)), **named}
         # Example: image and text both pass all blocks of Flux. The text is a tensor for the first
         # block, and the block before made it for the others: blocks that change two streams are
@@ -103,7 +106,8 @@ class _Watcher:
     def leave(self, name: str, output: Any) -> None:
         """Record what a block returns."""
         tensors = list(iter_tensors(output))
-        self._last = [(tensor, _version(tensor)) for tensor in tensors]
+        keeps_shape = any(tensor.shape == self._shape for tensor in tensors)
+        self._last = [(tensor, _version(tensor)) for tensor in tensors if keeps_shape]
         for tensor in tensors:
             self._makers.setdefault(id(tensor), (name, tensor))
 

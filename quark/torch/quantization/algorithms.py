@@ -12,8 +12,8 @@ from torch import nn
 
 from quark.torch.algorithm.registry import ALGORITHMS, load_algorithm
 from quark.torch.graph.structure import Structure
-from quark.torch.pipeline.accumulators import InfiniteInput
 from quark.torch.pipeline.context import Algorithm, Context
+from quark.torch.pipeline.input_hooks import InfiniteInput
 from quark.torch.pipeline.journal import Journal
 from quark.torch.pipeline.statistics import Statistics
 from quark.torch.pipeline.tensor_ranges import ranges_suffice

@@ -26,7 +26,7 @@ from quark.torch.graph.discovery import discover
 from quark.torch.graph.eval_mode import eval_mode
 from quark.torch.graph.residency import residency_of, resident
 from quark.torch.graph.structure import Structure
-from quark.torch.pipeline.accumulators import Accumulator, Gram, TokenSample, accumulate_inputs
+from quark.torch.pipeline.accumulators import Gram, TokenSample
 from quark.torch.pipeline.activation_store import (
     ActivationStore,
     activation_limit,
@@ -43,6 +43,7 @@ from quark.torch.pipeline.block import Block
 from quark.torch.pipeline.chunks import Chunks
 from quark.torch.pipeline.context import Context
 from quark.torch.pipeline.data_source import check_batches, make_repeatable
+from quark.torch.pipeline.input_hooks import Accumulator, accumulate_inputs
 from quark.torch.pipeline.runner import run_blocks
 from quark.torch.pipeline.statistics import (
     Probe,

@@ -2,20 +2,13 @@
 
 import pytest
 import torch
-from torch import nn
 
-from quark.torch.numerics.hadamard import hadamard
 from quark.torch.pipeline.accumulators import (
     ChannelRange,
     Gram,
     InputSample,
     TokenSample,
-    accumulate_inputs,
 )
-from quark.torch.quantization.config.config import Config
-from quark.torch.quantization.config.presets import scheme
-from quark.torch.quantization.nn.padding import padding
-from quark.torch.quantization.preparation import replace_layers, select_layers
 
 X = torch.randn(50, 8, generator=torch.Generator().manual_seed(5)) * torch.logspace(-1, 2, 8)
 CUTS = {"whole": [50], "one by one": [1] * 50, "uneven": [7, 0, 30, 13], "end": [0, 49, 1]}
@@ -136,47 +129,3 @@ def test_rescaled_inputs_are_followed(make):
     if isinstance(kept, InputSample):
         torch.testing.assert_close(kept.range.lo, expected.range.lo)
         torch.testing.assert_close(kept.range.hi, expected.range.hi)
-
-
-# ---- what layers see ----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def layer():
-    """A quantized linear layer of 8 inputs, switched off."""
-    model = nn.Sequential(nn.Linear(8, 4))
-    replace_layers(model, select_layers(model, Config(scheme("int8_wo"))))
-    model[0].weight_quantizer.enabled = False
-    return model[0]
-
-
-def seen(layer, x, mask=None):
-    found = []
-    with padding(mask), accumulate_inputs([(layer, found.append)]):
-        layer(x)
-    layer(x)  # is not looked at any more
-    (tokens,) = found
-    return tokens
-
-
-@pytest.mark.parametrize("shape", [(50, 8), (5, 10, 8), (1, 5, 10, 8)], ids=str)
-def test_all_tokens_are_seen(layer, shape):
-    assert torch.equal(seen(layer, X.view(shape)), X)
-
-
-@pytest.mark.parametrize("shape", [(5, 10, 8), (50, 8)], ids=["batch", "flat"])
-def test_padding_is_not_seen(layer, shape):
-    mask = torch.rand(5, 10, generator=torch.Generator().manual_seed(0)) < 0.5
-    assert torch.equal(seen(layer, X.view(shape), mask), X[mask.flatten()])
-
-
-def test_tokens_that_were_picked_are_all_seen(layer):
-    mask = torch.zeros(5, 10, dtype=torch.bool)
-    assert torch.equal(seen(layer, X[:30], mask), X[:30])
-
-
-def test_rotated_inputs_are_seen_rotated(layer):
-    layer.rotate_input(hadamard(4))
-    unit = hadamard(4).float() / 2
-    expected = (X.view(50, 2, 4) @ unit).view(50, 8)
-    torch.testing.assert_close(seen(layer, X), expected)

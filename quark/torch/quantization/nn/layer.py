@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -11,6 +12,13 @@ from quark.torch.numerics.custom_operators import rotate
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.layer import QuantizationConfig
+from quark.torch.quantization.nn.convolution import (
+    CONVOLUTIONS,
+    TRANSPOSED,
+    convolution_matrix,
+    convolution_weight,
+    iterate_windows,
+)
 from quark.torch.quantization.nn.quantizer import QuantizedTensor
 
 PARAMETERS = ("weight", "bias")
@@ -52,9 +60,62 @@ class QuantizedLayer(nn.Module):
         return is_linear(self.float_class)
 
     @property
+    def is_convolution(self) -> bool:
+        """Whether the output is the product of windows of the input and a matrix."""
+        return issubclass(self.float_class, CONVOLUTIONS)
+
+    @property
+    def has_matrix(self) -> bool:
+        """Whether the weight is a matrix for rows of inputs: of linear layers and convolutions."""
+        return self.is_linear or self.is_convolution
+
+    @property
     def input_axis(self) -> int:
         """Axis of the inputs in the weight of a linear layer: 1, or 0 for ``Conv1D``."""
         return input_axis(self.float_class)
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether the weight of a convolution is (inputs, outputs, *kernel)."""
+        return issubclass(self.float_class, TRANSPOSED)
+
+    @property
+    def channel_groups(self) -> int:
+        """Number of groups of inputs, each of which meets its own rows of the matrix."""
+        groups: Any = getattr(self, "groups", 1)
+        return int(groups) if self.is_convolution else 1
+
+    def to_matrix(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return a weight, or a tensor in its shape, as a matrix (outputs, inputs).
+
+        The inputs of a convolution are the values of a window; see ``nn.convolution``.
+        """
+        if self.is_convolution:
+            return convolution_matrix(weight, self.channel_groups, self.is_transposed)
+        return weight if self.input_axis else weight.T
+
+    def from_matrix(self, matrix: torch.Tensor) -> torch.Tensor:
+        """Return a matrix (outputs, inputs) in the shape of the weight."""
+        if self.is_convolution:
+            shape = self.shape("weight")
+            return convolution_weight(matrix, shape, self.channel_groups, self.is_transposed)
+        return matrix if self.input_axis else matrix.T
+
+    def input_rows(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Iterator[torch.Tensor]:
+        """Iterate over the rows that the matrix multiplies, in pieces that bound the memory.
+
+        Args:
+            x: Input of the layer.
+            args: Other arguments of the layer.
+            kwargs: Likewise, by name.
+
+        Yields:
+            (tokens, inputs); (groups, tokens, inputs) for several groups.
+        """
+        if self.is_convolution:
+            yield from iterate_windows(self, x, *args, **kwargs)
+        else:
+            yield x.reshape(-1, x.shape[-1])
 
     @property
     def input_width(self) -> int:

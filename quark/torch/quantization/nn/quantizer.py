@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -295,22 +297,25 @@ class TensorQuantizer(nn.Module):
         other.compute_scales(x, is_finite=True)
         return other.freeze_(x.clone())
 
-    def column_rounder(self, shape: tuple[int, ...], axis: int) -> ColumnRounding:
+    def column_rounder(
+        self, shape: tuple[int, ...], to_matrix: Callable[[torch.Tensor], torch.Tensor]
+    ) -> ColumnRounding:
         """Return the rounding of the columns of a weight, under the scales of the quantizer.
 
         Args:
             shape: Shape of the weight.
-            axis: Axis of the inputs; a column holds the weights of one input.
+            to_matrix: Returns a tensor of this shape as a matrix (outputs, inputs); a column holds
+                the weights of one input.
         """
         assert self.scale is not None
+        from_scale = partial(ColumnRounder.from_scale, shape=shape, to_matrix=to_matrix)
         if not self.spec.quantizes_codes:
-            return ColumnRounder.from_scale(self.scale, self.zero_point, self.scheme, shape, axis)
+            return from_scale(self.scale, self.zero_point, self.scheme)
         assert self.scale_2 is not None
-        from_scale, second = ColumnRounder.from_scale, self._second().scheme
         return _TwoRoundings(
             self.scale,
-            from_scale(torch.ones_like(self.scale), None, self.scheme, shape, axis),
-            from_scale(self.scale_2, self.zero_point_2, second, shape, axis),
+            from_scale(torch.ones_like(self.scale), None, self.scheme),
+            from_scale(self.scale_2, self.zero_point_2, self._second().scheme),
         )
 
     def last_stage(self, x: torch.Tensor) -> LastStage:
