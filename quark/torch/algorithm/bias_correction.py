@@ -23,8 +23,8 @@ from quark.torch.algorithm.layers import (
 from quark.torch.graph.parameter_writes import write_
 from quark.torch.graph.residency import resident
 from quark.torch.numerics.finite import is_finite
-from quark.torch.pipeline.accumulators import InfiniteInput
 from quark.torch.pipeline.context import Algorithm, Context
+from quark.torch.pipeline.input_hooks import InfiniteInput
 from quark.torch.pipeline.model_pass import run_data
 from quark.torch.pipeline.processes import State
 from quark.torch.pipeline.reducer import Reducer

@@ -50,11 +50,7 @@ def select_groups(
     groups = list(context.structure.groups)
     if options.scaling_layers:
         groups = _named_groups(context, options, options.scaling_layers)
-    groups = [
-        group
-        for group in groups
-        if _is_usable(context, group, predicate) and not _has_convolution(context, group)
-    ]
+    groups = [group for group in groups if _is_usable(context, group, predicate)]
     if not groups:
         examples: dict[str, str] = {}  # kind of reason, without the place -> first of its kind
         for text in sorted(f"{r.producer}: {r.reason}" for r in context.structure.rejected):
@@ -119,12 +115,6 @@ def _is_usable(context: Context, group: RescalingGroup, predicate: Predicate) ->
         logger.info("%s is not rescaled: its outputs are rotated.", group.producer)
         return False
     return any(predicate(layer.quant_config) for layer in layers.values())
-
-
-def _has_convolution(context: Context, group: RescalingGroup) -> bool:
-    """Whether a consumer has its channels on another axis of the input than the last one."""
-    layers = [context.layers[n] for n in group.consumers if n in context.layers]
-    return not all(layer.is_linear for layer in layers)
 
 
 def _named_groups(

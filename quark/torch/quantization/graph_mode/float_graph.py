@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_unflatten
 
 from quark.torch.quantization.graph_mode.nodes import call_functions, operator_name
 from quark.torch.quantization.graph_mode.passes.graph_edits import arguments
+from quark.torch.quantization.graph_mode.passes.options import PassOptions
 from quark.torch.quantization.graph_mode.passes.preparation import prepare
 
 # Operators that behave differently while training -> the argument that says so.
@@ -59,12 +60,15 @@ def independent_copy(graph: fx.GraphModule) -> fx.GraphModule:
     return copied.eval()
 
 
-def rewrite(graph: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+def rewrite(
+    graph: fx.GraphModule, inputs: Sequence[Any], options: PassOptions | None = None
+) -> fx.GraphModule:
     """Return a graph with the same function that can be quantized better: see ``PASSES``.
 
     Args:
         graph: Result of ``independent_copy``.
         inputs: An example of each placeholder.
+        options: Rewrites that are applied only if they are asked for.
 
     Raises:
         ValueError: The graph does not run, or an operator writes into a parameter, a buffer, an
@@ -73,7 +77,7 @@ def rewrite(graph: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
     args, kwargs = tree_unflatten(list(inputs), graph._in_spec)
     names = graph.graph._codegen.pytree_info.orig_args  # type: ignore[attr-defined]
     named = dict(zip((name for name in names if name != "self"), args, strict=False)) | kwargs
-    rewritten = prepare(graph, named if kwargs else args)
+    rewritten = prepare(graph, named if kwargs else args, options)
     for node in call_functions(rewritten):
         if node.target._schema.is_mutable:  # type: ignore[union-attr]
             raise ValueError(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import fx, nn
+from torch.utils._pytree import tree_unflatten
 
 from quark.torch.graph.discovery import discover
 from quark.torch.graph.parameter_writes import record_writes
@@ -22,6 +23,7 @@ from quark.torch.quantization.algorithms import (
 )
 from quark.torch.quantization.calibration import calibrate
 from quark.torch.quantization.checks import check_data, check_processes
+from quark.torch.quantization.config.algo import CLEConfig
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.type import QuantizationMode
 from quark.torch.quantization.graph_mode.bias import set_bias_scales
@@ -31,6 +33,7 @@ from quark.torch.quantization.graph_mode.inputs import example_inputs, fit_batch
 from quark.torch.quantization.graph_mode.layers import raise_layers
 from quark.torch.quantization.graph_mode.movement import find_movements
 from quark.torch.quantization.graph_mode.nodes import call_functions
+from quark.torch.quantization.graph_mode.passes.options import PassOptions
 from quark.torch.quantization.graph_mode.selection import (
     configure_layers,
     configure_nodes,
@@ -103,12 +106,12 @@ def quantize_graph(
     copied = independent_copy(graph)
     data = () if dataloader is None else fit_batches(copied, make_repeatable(dataloader))
     inputs = example_inputs(copied, data)
-    model = raise_layers(rewrite(copied, inputs))
+    model = raise_layers(rewrite(copied, inputs, _pass_options(config)))
     movements = find_movements(model, inputs)
     with joined():
         plan, edges = _check(model, config, data, movements)
         check_processes(model, plan)
-        structure = _discover(model, plan)
+        structure = _discover(model, plan, inputs)
         insert_edges(model, edges)
         prepare(model, plan)
         if structure is not None:
@@ -152,10 +155,30 @@ def _check(
     return Plan(config, weights, {}, algorithms, batches, has_data, None, digest), edges
 
 
-def _discover(model: fx.GraphModule, plan: Plan) -> Structure | None:
-    """Return the structure of a float graph if an algorithm needs it."""
-    first = next(flatten_batches(plan.batches), None)
-    if not plan.algorithms or first is None:
+def _pass_options(config: Config) -> PassOptions:
+    """Return the rewrites that the algorithms of a configuration need."""
+    algorithms = config.algo_config or []
+    return PassOptions(channel_caps=any(isinstance(a, CLEConfig) for a in algorithms))
+
+
+def _discover(model: fx.GraphModule, plan: Plan, inputs: Sequence[Any]) -> Structure | None:
+    """Return the structure of a float graph if an algorithm needs it.
+
+    Args:
+        model: The graph.
+        plan: How to quantize it.
+        inputs: An example of each placeholder, for algorithms without data.
+    """
+    if not plan.algorithms:
         return None
+    args, kwargs = tree_unflatten(list(inputs), model._in_spec)
+    first = next(flatten_batches(plan.batches), None)
     proves = {need for algorithm, _ in plan.algorithms for need in algorithm.proves}
-    return discover(model, lambda: run_batch(model, first), proves)
+
+    def run() -> None:
+        if first is None:
+            model(*args, **kwargs)
+        else:
+            run_batch(model, first)
+
+    return discover(model, run, proves)
