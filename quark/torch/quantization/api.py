@@ -32,6 +32,7 @@ from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from quark.torch.quantization.parameter_limit import limit_parameters
 from quark.torch.quantization.plan import prepare
 from quark.torch.quantization.preparation import check_plain, mark_as_quantized, quantized_layers
+from quark.torch.quantization.trained_ranges import check_trained, fix_ranges
 
 logger = logging.getLogger("quark")
 
@@ -215,10 +216,11 @@ class ModelQuantizer:
     ) -> Model:
         """Replace the weights of a quantized model in place by their quantized values.
 
-        Tied weights are untied where only one side is quantized.
+        Tied weights are untied where only one side is quantized. Ranges that followed the model
+        while it trained take their last values, and nothing that is quantized trains any more.
 
         Args:
-            model: A model from ``quantize_model``.
+            model: A model from ``quantize_model``, in evaluation mode if it has trained.
             quantize: Accepted for compatibility.
             runtime_options: Accepted for compatibility.
 
@@ -226,12 +228,14 @@ class ModelQuantizer:
             The same model.
 
         Raises:
-            ValueError: The model has no quantized module.
+            ValueError: The model has no quantized module, trains, or has a range without a start.
         """
         check_plain(model)
         layers = dict(quantized_layers(model))
         if not layers:
             raise ValueError("Nothing to freeze: call ModelQuantizer.quantize_model first.")
+        check_trained(layers)
+        fix_ranges(model)
         owners = Counter(id(p) for m in model.modules() for p in m._parameters.values())
         for part in iterate_parts(model):
             for name, layer in layers.items():
@@ -283,3 +287,4 @@ def _freeze(layer: FakeQuantizedLayer, owners: Counter[int]) -> None:
         announce_write(parameter)
         quantizer.freeze_(parameter.data)
     layer.frozen = True
+    layer.end_training()
