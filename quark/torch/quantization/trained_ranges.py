@@ -30,7 +30,7 @@ def check_trained(layers: Mapping[str, FakeQuantizedLayer]) -> None:
     """
     for name, layer in layers.items():
         quantizers = [] if layer.frozen else list(layer.quantizers().values())
-        if any(q.training and _trains(q) for q in quantizers):
+        if any(q.is_following and _trains(q) for q in quantizers):
             raise ValueError(
                 f"{name} is in training mode, in which its ranges still change: call "
                 "ModelQuantizer.freeze(model.eval())."

@@ -8,7 +8,7 @@ moves towards the range of each tensor that passes::
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -24,6 +24,8 @@ from quark.torch.quantization.observer.observer import MinMaxObserver, ObserverB
 
 AVERAGING_CONSTANT = 0.01
 
+Q = TypeVar("Q", bound="FollowingRange")
+
 
 def is_recomputing() -> bool:
     """Whether gradients are being computed: then checkpointed activations run a second time."""
@@ -33,8 +35,8 @@ def is_recomputing() -> bool:
 class FollowingRange(nn.Module):
     """A quantizer as far as its range follows the tensor in training mode.
 
-    A new quantizer is in evaluation mode, whatever the mode of its layer: ranges follow after
-    ``model.train()``, so that a model that is only calibrated stays as it is.
+    Ranges follow after ``model.train()``. A model that is in training mode when it is quantized is
+    only calibrated until then, and stays as it is.
 
     The averages are no buffers, so the buffers of a model stay the same while it trains. They are
     in its ``state_dict`` nevertheless.
@@ -43,7 +45,7 @@ class FollowingRange(nn.Module):
         range_lo: Average of the smallest values of an activation, float32; None before training.
         range_hi: Average of the largest values, likewise.
         updates: Number of tensors that the range has followed.
-        is_fixed: Whether the range stays as it is.
+        is_fixed: Whether the range stays as it is, in training mode too.
         last_update: Number of updates after which the range of an activation stays as it is; None
             for no limit.
         averaging_constant: Weight of a new tensor in the averages.
@@ -56,7 +58,7 @@ class FollowingRange(nn.Module):
 
     def __init__(self, spec: QuantizationSpec, observer: ObserverBase) -> None:
         super().__init__()
-        self.training = False
+        self._was_set_to_train = False
         self.spec = spec
         self.scheme = spec.scheme
         self.observer = observer
@@ -66,6 +68,16 @@ class FollowingRange(nn.Module):
         self.is_fixed = False
         self.last_update: int | None = None
         self.averaging_constant = AVERAGING_CONSTANT
+
+    @property
+    def is_following(self) -> bool:
+        """Whether the range follows tensors."""
+        return self.training and self._was_set_to_train and not self.is_fixed
+
+    def train(self: Q, mode: bool = True) -> Q:
+        """Set training mode, in which the range follows tensors, or evaluation mode."""
+        self._was_set_to_train = mode
+        return super().train(mode)
 
     @property
     def is_dynamic(self) -> bool:
@@ -90,12 +102,12 @@ class FollowingRange(nn.Module):
         if not self.needs_data:
             return
         if self.spec.is_parameter:
-            self.updates += self.training
+            self.updates += self.is_following
             if self.updates:
                 self.observer(x)
                 self.compute_scales(x, is_finite=True)
                 self.observer.reset()
-        elif self.training and self._has_scale() and not self._is_settled():
+        elif self.is_following and self._has_scale() and not self._is_settled():
             self._set_range(*self._move_range(*self._range_of(x), self._represented_range()))
 
     def _has_scale(self) -> bool:

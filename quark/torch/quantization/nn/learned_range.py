@@ -76,7 +76,7 @@ class LearnedRangeQuantizer(TensorQuantizer):
         Raises:
             RuntimeError: Several processes train: each would start from a tensor of its own.
         """
-        if self.has_range or not self.training:
+        if self.has_range or not self.is_following:
             return
         distributed = torch.distributed
         if distributed.is_available() and distributed.is_initialized():

@@ -96,7 +96,9 @@ class TestWeights:
 class TestActivations:
     def test_new_quantizers_wait_for_train(self):
         layer = linear(weight=ROWS, input_tensors=INT8)
-        assert layer.training and not layer.input_quantizer.training
+        assert layer.training and not layer.input_quantizer.is_following
+        assert layer.train().input_quantizer.is_following
+        assert not layer.eval().input_quantizer.is_following
 
     @pytest.mark.parametrize("constant", [0.01, 0.5])
     def test_moving_average(self, constant):
