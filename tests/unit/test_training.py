@@ -139,6 +139,19 @@ class TestRanges:
         after = model.state_dict()
         assert not any(torch.equal(after[k], v) for k, v in before.items() if "input" in k)
 
+    @pytest.mark.parametrize("kind", ["int8", "lsq"])
+    def test_they_stay_before_the_first_step_and_in_a_checkpoint(self, build, batches, kind):
+        config = learned(QATSpec()) if kind == "lsq" else Config(scheme(kind), exclude=["lm_head"])
+        model = ModelQuantizer(config).quantize_model(build(), batches)
+        other = copy.deepcopy(model)
+        freeze_ranges(model)
+        before = copy.deepcopy(model.state_dict())
+        other.load_state_dict(before)
+        for each in (model, other):
+            fit(each.train(), language_loss, 2)
+            ranges = {k for k in before if "quantizer" in k}
+            assert all(torch.equal(each.state_dict()[k], before[k]) for k in ranges)
+
     def test_ranges_of_activations_follow_for_some_steps(self):
         model = conv_model()
         follow_ranges(model, steps=2, averaging_constant=0.5)

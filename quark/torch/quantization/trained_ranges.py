@@ -70,19 +70,17 @@ def fix_ranges(model: nn.Module) -> None:
     """
     layers = {name: layer for name, layer in quantized_layers(model) if not layer.frozen}
     quantizers = [q for layer in layers.values() for q in layer.quantizers().values()]
-    if not any(map(_trains, quantizers)):
-        return
+    has_trained = any(map(_trains, quantizers))
     for name, layer in layers.items():
         for tensor, quantizer in layer.parameter_quantizers().items():
             if _trains(quantizer) and not isinstance(quantizer, LearnedRangeQuantizer):
                 compute_parameter_scale(f"{name}.{tensor}", getattr(layer, tensor), quantizer)
     config = getattr(model, "quant_config", None)
-    if isinstance(config, Config):
+    if has_trained and isinstance(config, Config):
         share_scales(layers, config, "weight")
         share_activation_scales(model, config)
     for quantizer in quantizers:
-        quantizer.is_fixed = True
-        quantizer.requires_grad_(False)
+        quantizer.fix()
 
 
 def _trains(quantizer: TensorQuantizer) -> bool:

@@ -66,6 +66,7 @@ def test_train_and_freeze(kind):
     assert (model(X) - Y).square().mean() < 0.6 * losses[0]
     names = [n for n, p in model.named_parameters() if p.requires_grad]
     assert names == ["0.bias", "2.bias"]  # nothing that is quantized trains any more
+    assert not any(".range_" in name for name in model.state_dict())
     model.train()(100 * X)
     assert torch.equal(model.eval()(X), expected)
 

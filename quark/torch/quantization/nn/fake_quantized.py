@@ -74,8 +74,7 @@ class FakeQuantizedLayer(QuantizedLayer):
         for name in self.parameter_quantizers():
             getattr(self, name).requires_grad_(False)
         for quantizer in self.quantizers().values():
-            quantizer.is_fixed = True
-            quantizer.requires_grad_(False)
+            quantizer.end_training()
 
     def to_float(self) -> nn.Module:
         """Restore the module that ``from_float`` replaced, in place, and return it."""

@@ -29,6 +29,7 @@ Q = TypeVar("Q", bound="FollowingRange")
 
 def is_recomputing() -> bool:
     """Whether gradients are being computed: then checkpointed activations run a second time."""
+    # -1 outside of the backward pass. PyTorch has no public function for it.
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
@@ -78,6 +79,17 @@ class FollowingRange(nn.Module):
         """Set training mode, in which the range follows tensors, or evaluation mode."""
         self._was_set_to_train = mode
         return super().train(mode)
+
+    def fix(self) -> None:
+        """Let the range stay as it is; a checkpoint of training keeps this."""
+        self.is_fixed = True
+        self.updates = max(1, self.updates)
+        self.requires_grad_(False)
+
+    def end_training(self) -> None:
+        """Let the range stay as it is, and forget the state of training."""
+        self.fix()
+        self.updates, self.range_lo, self.range_hi = 0, None, None
 
     @property
     def is_dynamic(self) -> bool:
@@ -177,7 +189,7 @@ class FollowingRange(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.updates or self.is_fixed:
+        if self.updates:
             destination[prefix + "range_updates"] = torch.tensor([self.updates, self.is_fixed])
         for name in ("range_lo", "range_hi"):
             value = getattr(self, name)
@@ -205,11 +217,12 @@ class FollowingRange(nn.Module):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        self.updates, self.is_fixed = 0, False
+        self.updates = 0
         own = ("range_updates", "range_lo", "range_hi")
         counts, *averages = (state_dict.get(prefix + name) for name in own)
         if counts is not None:
             self.updates, self.is_fixed = int(counts[0]), bool(counts[1])
+            self.requires_grad_(not self.is_fixed)
         self.range_lo, self.range_hi = (
             None if t is None else t.detach().to(device or t.device, copy=True) for t in averages
         )

@@ -76,10 +76,13 @@ class LearnedRangeQuantizer(TensorQuantizer):
         Raises:
             RuntimeError: Several processes train: each would start from a tensor of its own.
         """
-        if self.has_range or not self.is_following:
+        if not self.is_following:
             return
-        distributed = torch.distributed
-        if distributed.is_available() and distributed.is_initialized():
+        self.updates += 1
+        if self.has_range:
+            return
+        group = torch.distributed
+        if group.is_available() and group.is_initialized() and group.get_world_size() > 1:
             raise RuntimeError(
                 "A trained range has no start, and every process would start from its own data: "
                 "pass a dataloader to ModelQuantizer.quantize_model, or run a batch in training "

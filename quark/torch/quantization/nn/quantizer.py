@@ -209,7 +209,7 @@ class TensorQuantizer(FollowingRange):
         if self.is_observing:
             self.observer(without_padding(x) if self._has_scales_by_channel(x) else x)
             return x
-        if not (self.is_fixed or is_recomputing()):
+        if (self.is_following or self.updates) and not (self.is_fixed or is_recomputing()):
             self.follow(x.detach())
         return self.fake_quantized(x)
 

@@ -119,6 +119,7 @@ class TestStart:
 
     def test_every_process_would_have_its_own(self, monkeypatch):
         monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
         with pytest.raises(RuntimeError, match="pass a dataloader"):
             make(QATSpec())(torch.randn(2, 2))
 
