@@ -1,12 +1,12 @@
 """Training of a quantized model beside rounding it: the model that comes with the package.
 
-    python benchmarks/training.py                        # about 10 minutes on one core
+    python benchmarks/training.py                        # about half an hour on one core
     python benchmarks/training.py --schemes mxfp4 --ways rounded,distilled --steps 50
     python benchmarks/training.py --json
 
 Ways: rounded to the nearest; gptq; trained on the text, by its labels; distilled, which trains on
 the same text by the predictions of the float model; refined, which does so from the weights of gptq
-and under their scales. The text is docstrings, others than those of
+and under its scales. The text is docstrings, others than those of
 the evaluation. Figures have standard errors over the windows of the evaluation. The last column is
 processor time.
 """
