@@ -139,6 +139,11 @@ def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return out
 
 
+def without_view(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that is not a view, so that the next operation may change it in place."""
+    return x.clone() if x._is_view() else x
+
+
 class _FakeQuantize(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -152,7 +157,7 @@ class _FakeQuantize(torch.autograd.Function):
             return dequantize(quantize(x, None, None, scheme), None, None, scheme, x.dtype)
         if ctx.needs_input_grad[0]:
             ctx.save_for_backward(is_inside(x, scale, zero_point, scheme))
-        return _map(_round_trip, x, scale, zero_point, scheme, x.dtype)
+        return without_view(_map(_round_trip, x, scale, zero_point, scheme, x.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
@@ -334,7 +339,8 @@ def _map(
     if zero_point is not None and not (scheme.symmetric and scheme.fmt.signed):
         zeros = blocks.spread(zero_point.to(wide))
     if out is None or not out.is_contiguous() or blocks.padded != blocks.shape:
-        out = torch.empty(blocks.padded, dtype=dtype, device=x.device)
+        shape = x.shape if blocks.padded == blocks.shape else blocks.padded
+        out = torch.empty(shape, dtype=dtype, device=x.device)
     views = blocks.split(x), out.view(blocks.view)
     for src, dst, by in _pieces(*views, _Factors(scales, scales.reciprocal(), zeros)):
         # Work in place in the result if it is wide enough: one buffer less in the cache.
@@ -344,7 +350,8 @@ def _map(
         done = piece(work, by, scheme)
         if done.data_ptr() != dst.data_ptr():
             _store(done, dst)
-    return blocks.join(out).reshape(x.shape)
+    # Not a view of ``out`` where it has the shape already: autograd lets no one change a view.
+    return out if out.shape == x.shape else blocks.join(out).reshape(x.shape)
 
 
 def _load(src: torch.Tensor, work: torch.Tensor) -> None:

@@ -186,6 +186,31 @@ def tensor_scale_from_range(lo: torch.Tensor, hi: torch.Tensor, scheme: Scheme) 
     return torch.where(amax == 0, EPS, scale.clamp(min=least))
 
 
+def represented_range(
+    scale: torch.Tensor | None,
+    zero_point: torch.Tensor | None,
+    scheme: Scheme,
+    of_tensor_scale: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a range [lo, hi] that has a given scale, float32: undo ``qparams_from_range``.
+
+    Args:
+        scale: Scale, or the tensor scale of two-level scales.
+        zero_point: Zero point, or None.
+        scheme: How the tensor is quantized.
+        of_tensor_scale: Whether ``scale`` is a tensor scale.
+    """
+    assert scale is not None
+    fmt, scale = scheme.fmt, scale.float()
+    if scheme.symmetric or fmt.is_float or zero_point is None:
+        reach = scale * (fmt.max_value if fmt.is_float else (fmt.qmax - fmt.qmin) / 2)
+        if of_tensor_scale and scheme.scale.fmt is not None:
+            reach = reach * scheme.scale.fmt.max_value
+        return -reach, reach
+    zeros = zero_point.float()
+    return (fmt.qmin - zeros) * scale, (fmt.qmax - zeros) * scale
+
+
 def round_scale(
     scale: torch.Tensor, to: ScaleFormat, tensor_scale: torch.Tensor | None = None
 ) -> torch.Tensor:

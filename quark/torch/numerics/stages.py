@@ -2,10 +2,60 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from quark.torch.numerics.qdq import dequantize, fake_quantize_, quantize
+from quark.torch.numerics.qdq import (
+    ColumnRounder,
+    ColumnRounding,
+    dequantize,
+    fake_quantize_,
+    quantize,
+)
 from quark.torch.numerics.scheme import Scheme
+
+
+class LastStage(NamedTuple):
+    """Input and scales of the stage whose codes are stored: the second of two, or the only one.
+
+    Attributes:
+        values: Input of the stage, float32: the tensor, or the codes of its first stage.
+        scale: Scale of the stage.
+        zero_point: Zero point of the stage, or None.
+        scheme: Quantization scheme of the stage.
+        tensor_scale: Tensor scale [] of two-level scales, or None.
+        unit: Factor of the results: the scale of the first stage, or 1.
+    """
+
+    values: torch.Tensor
+    scale: torch.Tensor
+    zero_point: torch.Tensor | None
+    scheme: Scheme
+    tensor_scale: torch.Tensor | None
+    unit: torch.Tensor | float
+
+
+class TwoRoundings(NamedTuple):
+    """Rounds columns in two stages; see ``ColumnRounding``.
+
+    Attributes:
+        scale: Per-tensor scale of the first stage.
+        first: Rounds values / scale to the codes of the first stage.
+        second: Rounds these codes.
+    """
+
+    scale: torch.Tensor
+    first: ColumnRounder
+    second: ColumnRounder
+
+    def __call__(self, x: torch.Tensor, column: int) -> torch.Tensor:
+        """Return the rounded values of a column."""
+        return self.second(self.first(x / self.scale, column), column).mul_(self.scale)
+
+    def select_rows(self, rows: torch.Tensor) -> ColumnRounding:
+        """Return the rounding of some rows of every column."""
+        return TwoRoundings(self.scale, self.first.select_rows(rows), self.second.select_rows(rows))
 
 
 def fake_quantize_codes(

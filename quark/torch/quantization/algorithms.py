@@ -21,6 +21,7 @@ from quark.torch.quantization.calibration import (
     compute_weight_scales,
     disabled_quantizers,
     needs_data,
+    requires_data,
 )
 from quark.torch.quantization.config.algo import AlgoConfig, RoundingConfig
 from quark.torch.quantization.config.config import Config
@@ -86,7 +87,7 @@ def check_algorithms(
             statistics.check_ranges(layers)
     elif dataloader is None:
         learns = any(algorithm.needs_data(options) for algorithm, options in algorithms)
-        if learns or is_static:
+        if learns or requires_data(layers.values()):
             raise ValueError(
                 f"{'Algorithms need' if learns else 'Static activation ranges need'} "
                 "calibration data: pass a dataloader to quantize_model"

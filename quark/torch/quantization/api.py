@@ -32,13 +32,15 @@ from quark.torch.quantization.config.name_lookup import printable
 from quark.torch.quantization.config.type import QuantizationMode
 from quark.torch.quantization.graph_mode.quantization import (
     check_mode,
-    prepare_to_freeze,
+    check_trained_graph,
+    fix_graph_ranges,
     quantize_graph,
 )
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from quark.torch.quantization.parameter_limit import limit_parameters
 from quark.torch.quantization.plan import prepare
 from quark.torch.quantization.preparation import check_plain, mark_as_quantized, quantized_layers
+from quark.torch.quantization.trained_ranges import check_trained, fix_ranges
 
 logger = logging.getLogger("quark")
 
@@ -239,10 +241,11 @@ class ModelQuantizer:
     ) -> Model:
         """Replace the weights of a quantized model in place by their quantized values.
 
-        Tied weights are untied where only one side is quantized.
+        Tied weights are untied where only one side is quantized. Ranges that followed the model
+        while it trained take their last values, and nothing that is quantized trains any more.
 
         Args:
-            model: A model from ``quantize_model``.
+            model: A model from ``quantize_model``, in evaluation mode if it has trained.
             quantize: Accepted for compatibility.
             runtime_options: Accepted for compatibility.
 
@@ -250,14 +253,19 @@ class ModelQuantizer:
             The same model.
 
         Raises:
-            ValueError: The model has no quantized module, or is a graph in training mode.
+            ValueError: The model has no quantized module, trains, or has a range without a start; or
+                a graph is in training mode.
         """
         check_plain(model)
         layers = dict(quantized_layers(model))
         if not layers:
             raise ValueError("Nothing to freeze: call ModelQuantizer.quantize_model first.")
         if isinstance(model, GraphModule):
-            prepare_to_freeze(model)
+            check_trained_graph(model)
+        check_trained(layers)
+        fix_ranges(model)
+        if isinstance(model, GraphModule):
+            fix_graph_ranges(model)
         owners = Counter(id(p) for m in model.modules() for p in m._parameters.values())
         for part in iterate_parts(model):
             for name, layer in layers.items():
@@ -309,3 +317,4 @@ def _freeze(layer: FakeQuantizedLayer, owners: Counter[int]) -> None:
         announce_write(parameter)
         quantizer.freeze_(parameter.data)
     layer.frozen = True
+    layer.end_training()

@@ -41,6 +41,18 @@ def needs_data(layers: Iterable[Any]) -> bool:
     )
 
 
+def requires_data(layers: Iterable[Any]) -> bool:
+    """Whether a configuration of these layers has static activations that cannot start untrained.
+
+    Trained ranges start from the first batch of training if there is no data.
+    """
+    return any(
+        name not in PARAMETERS and spec.needs_data and spec.range_training is None
+        for layer in layers
+        for name, spec in layer.specs()
+    )
+
+
 def calibrate(model: nn.Module, plan: Plan) -> None:
     """Compute the scales of weights, biases and static activations of a prepared model.
 
@@ -51,9 +63,9 @@ def calibrate(model: nn.Module, plan: Plan) -> None:
     """
     calibrate_parameters(model, plan.config)
     if next(_static_activations(model), None) is not None:
-        if plan.statistics is None or plan.has_data:
+        if plan.has_data:
             calibrate_activations(model, plan.batches)
-        else:
+        elif plan.statistics is not None:
             compute_scales_from_statistics(model, plan.statistics)
     share_activation_scales(model, plan.config)
 
@@ -85,7 +97,7 @@ def calibrate_parameters(model: nn.Module, config: Config | None = None) -> None
             next(bar)
             _compute_parameter_scales(name, layer)
         if config is not None:
-            _share(inside, config, "weight")
+            share_scales(inside, config, "weight")
     next(bar, None)
 
 
@@ -101,23 +113,31 @@ def calibrate_layers(layers: Mapping[str, FakeQuantizedLayer], config: Config) -
     """
     for name, layer in layers.items():
         _compute_parameter_scales(name, layer)
-    _share(layers, config, "weight")
+    share_scales(layers, config, "weight")
 
 
 def _compute_parameter_scales(name: str, layer: FakeQuantizedLayer) -> None:
     for tensor, quantizer in layer.parameter_quantizers().items():
-        value = getattr(layer, tensor)
-        quantizer.observer(value)
-        try:
-            quantizer.compute_scales(value)
-            if not quantizer.scheme.fmt.scaled and not is_finite(value):
-                raise FloatingPointError
-        except FloatingPointError:
-            raise ValueError(
-                f"{name}.{tensor} has NaN or infinite values: the model is damaged, or it "
-                "overflowed in half precision. Repair it, or exclude the layer."
-            ) from None
-        quantizer.observer.reset()  # ranges per group take as much memory as the scales
+        compute_parameter_scale(f"{name}.{tensor}", getattr(layer, tensor), quantizer)
+
+
+def compute_parameter_scale(name: str, value: torch.Tensor, quantizer: TensorQuantizer) -> None:
+    """Compute the scale of a weight or bias.
+
+    Raises:
+        ValueError: It has NaN or infinite values; the message has its name.
+    """
+    quantizer.observer(value)
+    try:
+        quantizer.compute_scales(value)
+        if not quantizer.scheme.fmt.scaled and not is_finite(value):
+            raise FloatingPointError
+    except FloatingPointError:
+        raise ValueError(
+            f"{name} has NaN or infinite values: the model is damaged, or it "
+            "overflowed in half precision. Repair it, or exclude the layer."
+        ) from None
+    quantizer.observer.reset()  # ranges per group take as much memory as the scales
 
 
 @torch.no_grad()
@@ -226,7 +246,7 @@ def compute_weight_scales(layers: Mapping[str, FakeQuantizedLayer], config: Conf
             quantizer.observer(layer.weight)
             quantizer.compute_scales(layer.weight)
             quantizer.observer.reset()
-    _share(layers, config, "weight")
+    share_scales(layers, config, "weight")
 
 
 def share_activation_scales(model: nn.Module, config: Config) -> None:
@@ -238,7 +258,7 @@ def share_activation_scales(model: nn.Module, config: Config) -> None:
     the experts of a layer share the scale of the input.
     """
     layers = dict(quantized_layers(model))
-    _share(layers, config, "input_tensors")
+    share_scales(layers, config, "input_tensors")
     if config.sync_moe_expert_input_amax:
         for members in corresponding_experts(model):
             inputs = [layers[n].quantizers().get("input_tensors") for n in members if n in layers]
@@ -252,7 +272,14 @@ def share_activation_scales(model: nn.Module, config: Config) -> None:
                 quantizer.scale = quantizer.scale.clamp(min=config.min_kv_scale)
 
 
-def _share(layers: Mapping[str, FakeQuantizedLayer], config: Config, tensor: str) -> None:
+def share_scales(layers: Mapping[str, FakeQuantizedLayer], config: Config, tensor: str) -> None:
+    """Set the scales of a tensor that layers share to the largest of these scales.
+
+    Args:
+        layers: Layers by name: all or none of those that share a scale.
+        config: Configuration of the model.
+        tensor: ``weight`` or ``input_tensors``.
+    """
     for group in config.shared_scale_groups:
         for members in group_by_parent(layers, group):
             values = [getattr(layers[n], tensor, None) for n in members]

@@ -21,7 +21,7 @@ from quark.torch.pipeline.model_state import restored
 from quark.torch.pipeline.processes import processes
 from quark.torch.pipeline.statistics import Statistics
 from quark.torch.quantization.algorithms import check_algorithms, find_algorithms
-from quark.torch.quantization.calibration import needs_data
+from quark.torch.quantization.calibration import needs_data, requires_data
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.parts import has_towers
 from quark.torch.quantization.config.resolution import (
@@ -71,6 +71,8 @@ def check(
         is_static = needs_data(layers.values())
         runs = bool(algorithms or is_static or shares or key_projections(layers, config))
         data = make_repeatable(dataloader) if dataloader is not None and runs else dataloader
+        if not algorithms and is_static and not requires_data(layers.values()):
+            data = _none_if_empty(data)  # trained ranges start from the first batch of training
         digest = None if statistics is None else statistics.data
         if data is not None and runs:
             digest = check_data(model, data, bool(algorithms))
@@ -83,6 +85,10 @@ def check(
             prove_keys(model, keys, _trial_run(model, data))
     batches = () if data is None else Chunks(data)
     return Plan(config, layers, keys, algorithms, batches, data is not None, statistics, digest)
+
+
+def _none_if_empty(batches: Iterable[Any] | None) -> Iterable[Any] | None:
+    return batches if batches is not None and any(True for _ in batches) else None
 
 
 def check_processes(model: nn.Module, plan: Plan) -> None:

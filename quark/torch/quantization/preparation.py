@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -69,12 +70,39 @@ def refuse_to_save(*args: Any, **options: Any) -> None:
     )
 
 
+def save_in_training(model: Any, save_directory: Any, **options: Any) -> None:
+    """Take the place of ``save_pretrained`` of a quantized model: write a checkpoint of training.
+
+    It holds the ``state_dict`` under its own names: float weights, scales and state of the ranges.
+    ``load_state_dict`` of a model that is quantized alike reads it, as ``Trainer`` does to resume.
+
+    Raises:
+        ValueError: The model does not train; see ``refuse_to_save``.
+    """
+    if not is_training(model):
+        refuse_to_save()
+    type(model).save_pretrained(model, save_directory, **{**options, "save_original_format": False})
+
+
+def is_training(model: nn.Module) -> bool:
+    """Whether a quantized model has begun to train, and is not frozen."""
+    layers = [layer for _, layer in quantized_layers(model) if not layer.frozen]
+    quantizers = [q for layer in layers for q in layer.quantizers().values()]
+    return any(q.is_following or q.updates for q in quantizers)
+
+
 def mark_as_quantized(model: nn.Module, config: Config) -> None:
-    """Let a model remember its configuration, and refuse to be saved as if it were in float."""
+    """Let a model remember its configuration, and refuse to be saved as if it were in float.
+
+    Layers that are frozen already, by an algorithm, end their training.
+    """
     holder: Any = model
     holder.quant_config = config
     if hasattr(model, "save_pretrained"):
-        holder.save_pretrained = refuse_to_save
+        holder.save_pretrained = partial(save_in_training, model)
+    for _, layer in quantized_layers(model):
+        if layer.frozen:
+            layer.end_training()
 
 
 def quantized_layers(model: nn.Module) -> Iterator[tuple[str, FakeQuantizedLayer]]:
@@ -130,6 +158,11 @@ def select_layers(
         )
     for name, layer in layers.items():
         check_fit(name, model.get_submodule(name), layer)
+        if residency_of(model) is not None and any(s.range_training for _, s in layer.specs()):
+            raise ValueError(
+                f"{name}: trained scales (qat_spec, LSQObserver, TQTObserver) need a model in "
+                "memory, and this one is read part by part. Leave them out, or load the model."
+            )
     if warns:
         _warn_of_float_modules(model)
     return layers

@@ -14,7 +14,7 @@ from quark.torch.numerics.formats import Dtype
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.qdq import dynamic_qparams, fake_quantize
 from quark.torch.numerics.scale_formats import ScaleFormat, ScaleType
-from quark.torch.numerics.scales import EPS, block_range, qparams_from_range
+from quark.torch.numerics.scales import EPS, block_range, qparams_from_range, represented_range
 from quark.torch.numerics.scheme import Scheme
 from tests.unit.numerics.kinds import FLOATS, INTEGERS, cast, largest
 
@@ -292,3 +292,18 @@ def test_scale_types(scale_type):
     assert scale.dtype == kind
     assert numbers is None or set(scale.tolist()) <= set(numbers)
     assert (scale.float() / (amax / 6)).log2().abs().max() <= bound
+
+
+@pytest.mark.parametrize("name", SCALED)
+@each_symmetry
+def test_the_range_that_a_scale_represents(name, symmetric):
+    """It has the scale and the zero point that it comes from."""
+    fmt = Dtype[name].value
+    if fmt.is_float and not symmetric:
+        pytest.skip("floats have no zero point")
+    scheme = Scheme(fmt, symmetric=symmetric)
+    lo, hi = torch.tensor([-1.0, -0.02, 0.0]), torch.tensor([0.3, 5.0, 2.5])
+    scale, zero_point = qparams_from_range(lo, hi, scheme)
+    again, zero_again = qparams_from_range(*represented_range(scale, zero_point, scheme), scheme)
+    torch.testing.assert_close(again, scale, rtol=1e-6, atol=0)
+    assert zero_point is None or zero_again.tolist() == zero_point.tolist()

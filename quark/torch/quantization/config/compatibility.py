@@ -44,9 +44,6 @@ REFUSED: dict[str, dict[str, str]] = {
         "softmax_quant_spec": "{} is not supported: leave it out. Keys and values can be quantized "
         "by kv_cache_quant_config.",
     },
-    "QuantizationSpec": {
-        "qat_spec": "{}: training with quantizers is not supported. Leave it out."
-    },
     "QuaRotConfig": {
         "optimized_rotation_path": "{}: rotations are not read from files. Leave it out, or set "
         "trainable=True to train them.",

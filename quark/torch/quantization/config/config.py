@@ -37,6 +37,8 @@ from quark.torch.quantization.config.layer import QLayerConfig as QLayerConfig
 from quark.torch.quantization.config.layer import QuantizationConfig as QuantizationConfig
 from quark.torch.quantization.config.name_lookup import one_of
 from quark.torch.quantization.config.parts import check_parts
+from quark.torch.quantization.config.qat import QATSpec as QATSpec
+from quark.torch.quantization.config.qat import TQTSpec as TQTSpec
 from quark.torch.quantization.config.serialize import known, path_of, plain
 from quark.torch.quantization.config.spec import QTensorConfig as QTensorConfig
 from quark.torch.quantization.config.spec import QuantizationSpec as QuantizationSpec
@@ -70,6 +72,7 @@ else:
         "GPTQConfig",
         "OnlineRotationConfig",
         "PreQuantOptConfig",
+        "QATSpec",
         "QConfig",
         "ProgressiveSpec",
         "QLayerConfig",
@@ -82,6 +85,7 @@ else:
         "SVDQuantConfig",
         "ScaleQuantSpec",
         "SmoothQuantConfig",
+        "TQTSpec",
         "TwoStageSpec",
         "YaqaConfig",
         "load_pre_optimization_config_from_file",

@@ -13,12 +13,20 @@ from quark.torch.numerics.formats import Format
 from quark.torch.numerics.scale_formats import E8M0, SCALE_FORMATS, ScaleFormat
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.name_lookup import one_of, unknown
+from quark.torch.quantization.config.qat import (
+    QATSpec,
+    default_training_observer,
+    qat_spec_from_dict,
+    range_training,
+    training_problem,
+)
 from quark.torch.quantization.config.serialize import known, path_of, plain
 from quark.torch.quantization.config.type import (
     Dtype,
     QSchemeType,
     RoundType,
     ScaleType,
+    TQTThresholdInitMeth,
     ZeroPointType,
 )
 from quark.torch.quantization.config.value_types import check_fields
@@ -71,7 +79,8 @@ class QuantizationSpec:
         scale_format: Number format of the scales: float32, e8m0, e4m3 (relative to a tensor scale)
             or e5m3. It overrides ``scale_type``.
         scale_calculation_mode: Rounding of shared exponents: even, floor or ceil.
-        qat_spec: Not supported; must be None to quantize a model.
+        qat_spec: Options of scales that are trained: ``QATSpec()`` or ``TQTSpec()``. The observers
+            ``LSQObserver`` and ``TQTObserver`` imply them.
         mx_element_dtype: Format of the elements if ``dtype`` is mx.
         is_scale_quant: Whether this specification quantizes the scales of a first stage.
         second_stage: Specification of the second stage, which quantizes the scales of this one if
@@ -94,7 +103,7 @@ class QuantizationSpec:
     scale_type: ScaleType | None = None
     scale_format: str | None = None
     scale_calculation_mode: str | None = None
-    qat_spec: Any | None = None
+    qat_spec: QATSpec | None = None
     mx_element_dtype: Dtype | None = None
     zero_point_type: ZeroPointType | None = ZeroPointType.int32
     is_scale_quant: bool = False
@@ -119,6 +128,8 @@ class QuantizationSpec:
             self.block_size = tuple(self.block_size)  # type: ignore[assignment]
         if self.fixes_blocks and self.is_dynamic is None:
             self.is_dynamic = True  # scales come from each tensor
+        if self.observer_cls is None:
+            self.observer_cls = default_training_observer(self.qat_spec)
         for broken, message in RULES:
             if broken(self):
                 raise ValueError(f"QuantizationSpec(dtype={self.dtype.name}): {message(self)}")
@@ -193,6 +204,19 @@ class QuantizationSpec:
         return self.fmt.scaled and (not self.is_dynamic or two_level)
 
     @property
+    def range_training(self) -> str | None:
+        """How the scale is trained: ``lsq`` by a step size, ``tqt`` by a threshold, or None."""
+        return range_training(self.qat_spec, self.observer_cls)
+
+    @property
+    def threshold_init(self) -> TQTThresholdInitMeth:
+        """How the first threshold is chosen; see ``TQTSpec``."""
+        given = getattr(self.qat_spec, "threshold_init_meth", None)
+        has_blocks = self.scheme.qscheme is not QSchemeType.per_tensor
+        default = "_3SD" if self.is_parameter or has_blocks else "_KL_J"
+        return given or TQTThresholdInitMeth[default]
+
+    @property
     def stages(self) -> list[QuantizationSpec]:
         """The specifications of the stages, one or two."""
         first = replace(self, second_stage=None)
@@ -253,8 +277,11 @@ class QuantizationSpec:
         if self.second_stage is not None:
             return [stage.to_dict() for stage in self.stages]  # type: ignore[misc]
         data = {f.name: plain(getattr(self, f.name)) for f in fields(self)}
-        for name in ("qat_spec", "second_stage"):
-            del data[name]
+        del data["second_stage"]
+        if self.qat_spec is None:
+            del data["qat_spec"]
+        else:
+            data["qat_spec"] = self.qat_spec.to_dict()
         if self.fixes_blocks:  # the format implies these values; readers expect null
             implied = {"is_dynamic": True, "observer_cls": default_observer(self.scheme).__name__}
             data |= {name: None for name, value in implied.items() if data[name] == value}
@@ -271,6 +298,8 @@ class QuantizationSpec:
             return cls.of_stages([cls.from_dict(stage) for stage in data])
         given = known(data, cls, "tensor specification")
         check_fields(given, cls)
+        if given.get("qat_spec") is not None:
+            given["qat_spec"] = qat_spec_from_dict(given["qat_spec"])
         if isinstance(given.get("second_stage"), dict):
             with path_of("second_stage"):
                 given["second_stage"] = cls.from_dict(given["second_stage"])
@@ -360,6 +389,7 @@ RULES: list[_Rule] = [
         ),
         lambda s: f"observer_cls must be an observer class, got {s.observer_cls!r}.",
     ),
+    (lambda s: training_problem(s) is not None, lambda s: f"{training_problem(s)}"),
 ]
 
 QTensorConfig = QuantizationSpec

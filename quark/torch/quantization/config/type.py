@@ -9,6 +9,7 @@ from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.rounding import RoundType
 from quark.torch.numerics.scale_formats import ScaleType
 from quark.torch.numerics.scales import ZeroPointType
+from quark.torch.quantization.observer.tqt_observer import TQTThresholdInitMeth
 
 __all__ = [
     "DeviceType",
@@ -43,10 +44,3 @@ class QuantFlow(Enum):
     standard = 1
     file2file = 2
     per_block = 3
-
-
-class TQTThresholdInitMeth(Enum):
-    """Initialization of trained quantization thresholds."""
-
-    _3SD = "_3sd"
-    _KL_J = "_kl_j"

@@ -26,6 +26,7 @@ from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.graph_mode.nodes import operator_name
 from quark.torch.quantization.graph_mode.operators import CLAMPS, float_inputs, results
+from quark.torch.quantization.nn.learned_range import make_quantizer
 from quark.torch.quantization.nn.quantizer import TensorQuantizer
 
 EDGES = "edge_quantizers"  # module of a graph that holds the quantizers of its edges
@@ -51,8 +52,10 @@ class MovedQuantizer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Fake-quantize ``x``."""
-        result: torch.Tensor = x if self.source.is_observing else self.source(x)
-        return result
+        source = self.source
+        if source.is_observing or not source.enabled:
+            return x
+        return source.fake_quantized(x)  # the range does not follow values a second time
 
 
 class _Key(NamedTuple):
@@ -84,7 +87,8 @@ class Edges:
     @property
     def needs_data(self) -> bool:
         """Whether a scale has to be calibrated."""
-        return any(self.specs[key.spec].needs_data for key in self.readers)
+        specs = (self.specs[key.spec] for key in self.readers)
+        return any(spec.needs_data and spec.range_training is None for spec in specs)
 
     def key(self, value: fx.Node, spec: QuantizationSpec) -> _Key:
         """Return the key of a value under a specification."""
@@ -138,12 +142,13 @@ def plan_edges(configs: Mapping[fx.Node, QuantizationConfig], movements: set[fx.
 def insert_edges(graph: fx.GraphModule, edges: Edges) -> None:
     """Insert quantizers into a graph, in place."""
     names: dict[_Key, str] = {}
+    device = next((p.device for p in graph.parameters()), torch.device("cpu"))
     for group in edges.groups():
         source: TensorQuantizer | None = None
         name = ""
         for key in sorted(group, key=edges.origins.__contains__):  # moved values come last
             if source is None:
-                source = TensorQuantizer(edges.specs[key.spec])
+                source = make_quantizer(edges.specs[key.spec], (), device)
                 name = _add(graph, key.value, source)
             is_moved = key in edges.origins
             names[key] = _add(graph, key.value, MovedQuantizer(source)) if is_moved else name

@@ -27,7 +27,12 @@ from quark.torch.quantization.config.algo import CLEConfig
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.type import QuantizationMode
 from quark.torch.quantization.graph_mode.bias import set_bias_scales
-from quark.torch.quantization.graph_mode.edges import Edges, insert_edges, plan_edges
+from quark.torch.quantization.graph_mode.edges import (
+    Edges,
+    edge_quantizers,
+    insert_edges,
+    plan_edges,
+)
 from quark.torch.quantization.graph_mode.float_graph import independent_copy, rewrite
 from quark.torch.quantization.graph_mode.inputs import example_inputs, fit_batches
 from quark.torch.quantization.graph_mode.layers import raise_layers
@@ -40,6 +45,7 @@ from quark.torch.quantization.graph_mode.selection import (
     graph_config,
     report_float_operators,
 )
+from quark.torch.quantization.nn.learned_range import LearnedRangeQuantizer
 from quark.torch.quantization.plan import Plan, prepare
 from quark.torch.quantization.preparation import (
     check_parameters,
@@ -76,14 +82,26 @@ def check_mode(model: nn.Module, config: Config) -> None:
         )
 
 
-def prepare_to_freeze(graph: fx.GraphModule) -> None:
-    """Check that a quantized graph can be frozen, and update what depends on trained scales.
+def check_trained_graph(graph: fx.GraphModule) -> None:
+    """Check that a quantized graph can be frozen.
 
     Raises:
-        ValueError: The graph is in training mode.
+        ValueError: The graph is in training mode, or a trained range never started.
     """
     if graph.training:
         raise ValueError("The graph is in training mode: call freeze(model.eval()).")
+    for name, quantizer in edge_quantizers(graph).items():
+        if isinstance(quantizer, LearnedRangeQuantizer) and not quantizer.has_range:
+            raise ValueError(
+                f"The trained range of {name} has no value: train with data that reaches it, or "
+                "pass a dataloader to quantize_model."
+            )
+
+
+def fix_graph_ranges(graph: fx.GraphModule) -> None:
+    """Let the ranges of edges stay as they are, and give biases the scales that follow."""
+    for quantizer in edge_quantizers(graph).values():
+        quantizer.end_training()
     set_bias_scales(graph)
 
 

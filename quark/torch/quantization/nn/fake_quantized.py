@@ -9,7 +9,14 @@ from torch import nn
 
 from quark.torch.graph.parameter_writes import write_
 from quark.torch.quantization.config.layer import QuantizationConfig
-from quark.torch.quantization.nn.layer import PARAMETERS, QuantizedLayer, change_class
+from quark.torch.quantization.config.spec import QuantizationSpec
+from quark.torch.quantization.nn.layer import (
+    PARAMETERS,
+    QuantizedLayer,
+    activation_shape,
+    change_class,
+)
+from quark.torch.quantization.nn.learned_range import make_quantizer
 from quark.torch.quantization.nn.quantizer import QuantizedTensor, TensorQuantizer
 
 Layer = TypeVar("Layer", bound="FakeQuantizedLayer")
@@ -43,8 +50,31 @@ class FakeQuantizedLayer(QuantizedLayer):
                 module.add_module(attribute, None)
                 continue
             used = spec.for_parameter(module.input_axis == 0) if name in PARAMETERS else spec
-            module.add_module(attribute, TensorQuantizer(used))
+            quantizer = make_quantizer(
+                used, module._scale_shape(name, used), module._scale_device()
+            )
+            module.add_module(attribute, quantizer)
         return module
+
+    def _scale_shape(self, name: str, spec: QuantizationSpec) -> tuple[int, ...]:
+        """Return the shape of the scale of a tensor if it is trained, else ()."""
+        if spec.range_training is None:
+            return ()
+        if name in PARAMETERS:
+            return spec.scheme.scale_shape(self.parameter_shape(name))
+        return spec.scheme.scale_shape(activation_shape(self, name, spec.scheme))
+
+    def _scale_device(self) -> torch.device:
+        """Return the device of scales that are trained: that of the weight, if it has values."""
+        device: torch.device = self.weight.device
+        return torch.device("cpu") if device.type == "meta" else device
+
+    def end_training(self) -> None:
+        """Let quantized parameters and ranges stay as they are: they have their final values."""
+        for name in self.parameter_quantizers():
+            getattr(self, name).requires_grad_(False)
+        for quantizer in self.quantizers().values():
+            quantizer.end_training()
 
     def to_float(self) -> nn.Module:
         """Restore the module that ``from_float`` replaced, in place, and return it."""

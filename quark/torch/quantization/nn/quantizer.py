@@ -8,7 +8,6 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from quark.torch.numerics.code_recovery import recovers_codes
 from quark.torch.numerics.custom_operators import (
@@ -28,8 +27,9 @@ from quark.torch.numerics.qdq import (
     recover_codes,
 )
 from quark.torch.numerics.scheme import Scheme
-from quark.torch.numerics.stages import first_codes, per_value
+from quark.torch.numerics.stages import LastStage, TwoRoundings, first_codes, per_value
 from quark.torch.quantization.config.spec import QuantizationSpec
+from quark.torch.quantization.nn.following_range import FollowingRange, is_recomputing
 from quark.torch.quantization.nn.padding import without_padding
 from quark.torch.quantization.observer.observer import MinMaxObserver
 
@@ -96,56 +96,12 @@ class QuantizedTensor(NamedTuple):
         return values.mul_(per_value(self.scale, self.scheme, values.shape)).to(dtype)
 
 
-class LastStage(NamedTuple):
-    """Input and scales of the stage whose codes are stored: the second of two, or the only one.
-
-    Attributes:
-        values: Input of the stage, float32: the tensor, or the codes of its first stage.
-        scale: Scale of the stage.
-        zero_point: Zero point of the stage, or None.
-        scheme: Quantization scheme of the stage.
-        tensor_scale: Tensor scale [] of two-level scales, or None.
-        unit: Factor of the results: the scale of the first stage, or 1.
-    """
-
-    values: torch.Tensor
-    scale: torch.Tensor
-    zero_point: torch.Tensor | None
-    scheme: Scheme
-    tensor_scale: torch.Tensor | None
-    unit: torch.Tensor | float
-
-
-class _TwoRoundings(NamedTuple):
-    """Rounds columns in two stages; see ``ColumnRounding``.
-
-    Attributes:
-        scale: Per-tensor scale of the first stage.
-        first: Rounds values / scale to the codes of the first stage.
-        second: Rounds these codes.
-    """
-
-    scale: torch.Tensor
-    first: ColumnRounder
-    second: ColumnRounder
-
-    def __call__(self, x: torch.Tensor, column: int) -> torch.Tensor:
-        """Return the rounded values of a column."""
-        return self.second(self.first(x / self.scale, column), column).mul_(self.scale)
-
-    def select_rows(self, rows: torch.Tensor) -> ColumnRounding:
-        """Return the rounding of some rows of every column."""
-        return _TwoRoundings(
-            self.scale, self.first.select_rows(rows), self.second.select_rows(rows)
-        )
-
-
-class TensorQuantizer(nn.Module):
+class TensorQuantizer(FollowingRange):
     """Fake-quantizes a tensor by its specification.
 
     While ``is_observing`` is set, the quantizer records statistics and returns tensors unchanged.
     Afterwards it uses ``scale`` and ``zero_point``; a dynamic specification computes them for each
-    tensor.
+    tensor. In training mode they follow the tensor; see ``FollowingRange``.
 
     Attributes:
         spec: Specification of the tensor.
@@ -157,33 +113,19 @@ class TensorQuantizer(nn.Module):
         zero_point_2: Zero point of a second stage.
     """
 
-    scale: torch.Tensor | None
-    zero_point: torch.Tensor | None
-    scale_2: torch.Tensor | None
-    zero_point_2: torch.Tensor | None
-
     def __init__(self, spec: QuantizationSpec) -> None:
-        super().__init__()
-        self.spec = spec
-        self.scheme = with_text(spec.scheme)
-        self._second_scheme = with_text(self._second().scheme) if spec.quantizes_codes else None
         # Dynamic two-level scales: only the range of the whole tensor is calibrated.
         observed = _per_tensor(spec) if spec.is_dynamic and spec.needs_data else spec
-        self.observer = observed.make_observer()
+        super().__init__(spec, observed.make_observer())
+        self.scheme = with_text(spec.scheme)
+        self._second_scheme = with_text(self._second().scheme) if spec.quantizes_codes else None
         self.is_observing = False
         self.enabled = True
-        for name in PARTS:
+        for name in self._buffer_names():
             self.register_buffer(name, None)
 
-    @property
-    def is_dynamic(self) -> bool:
-        """Whether scales are computed for each tensor that passes."""
-        return bool(self.spec.is_dynamic) and self.scheme.fmt.scaled
-
-    @property
-    def needs_data(self) -> bool:
-        """Whether the quantizer needs scales from observed statistics before it can quantize."""
-        return self.spec.needs_data
+    def _buffer_names(self) -> tuple[str, ...]:
+        return PARTS
 
     def compute_scales(self, x: torch.Tensor | None = None, is_finite: bool = False) -> None:
         """Compute the scales from the observed statistics and stop observing.
@@ -274,6 +216,12 @@ class TensorQuantizer(nn.Module):
             if x.numel():
                 self.observer(without_padding(x) if self._has_scales_by_channel(x) else x)
             return x
+        if (self.is_following or self.updates) and not (self.is_fixed or is_recomputing()):
+            self.follow(x.detach())
+        return self.fake_quantized(x)
+
+    def fake_quantized(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x`` fake-quantized under the present scales, with its gradient."""
         if self.spec.quantizes_codes:
             return x + (self._through_codes(x) - x).detach()  # straight-through gradient
         if self.is_dynamic:
@@ -312,7 +260,7 @@ class TensorQuantizer(nn.Module):
         if not self.spec.quantizes_codes:
             return from_scale(self.scale, self.zero_point, self.scheme)
         assert self.scale_2 is not None
-        return _TwoRoundings(
+        return TwoRoundings(
             self.scale,
             from_scale(torch.ones_like(self.scale), None, self.scheme),
             from_scale(self.scale_2, self.zero_point_2, self._second().scheme),

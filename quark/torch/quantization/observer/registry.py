@@ -32,6 +32,8 @@ OBSERVERS: dict[str, str] = {
     "PerGroupMSEObserver": "scale_search",
     "PerTensorPowOf2MinMSEObserver": "scale_search",
     "PerChannelPowOf2MinMSEObserver": "scale_search",
+    "LSQObserver": "lsq_observer",
+    "TQTObserver": "tqt_observer",
 }
 
 # Documented ``observer_method`` names of per-tensor statistics.

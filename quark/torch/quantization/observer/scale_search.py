@@ -143,11 +143,14 @@ class PerGroupMSEObserver(PerChannelMSEObserver):
 class PerTensorPowOf2MinMSEObserver(SearchObserver):
     """Chooses the power-of-two scale of least squared error from five around the nearest."""
 
+    def __init__(self, qspec: HasScheme, device: torch.device | None = None) -> None:
+        super().__init__(qspec, device)
+        self.scheme = replace(self.scheme, scale=POF2)
+
     def candidates(
         self, scheme: Scheme, lo: torch.Tensor, hi: torch.Tensor, error: _Error
     ) -> Iterator[QParams]:
         """Iterate over the nearest power of two and its multiples by 1/4, 1/2, 2 and 4."""
-        scheme = replace(scheme, scale=POF2)
         for factor in (1.0, 0.5, 2.0, 0.25, 4.0):
             yield qparams_from_range(lo * factor, hi * factor, scheme, None, self.largest)
 

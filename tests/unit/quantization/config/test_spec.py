@@ -27,6 +27,10 @@ GROUP = {"qscheme": "per_group", "ch_axis": -1, "group_size": 32}
 
 # Every rule: fields that break it and what is said.
 BROKEN = {
+    "training that is none": (
+        {"dtype": "int8", "qscheme": "per_tensor", "qat_spec": "TQT"},
+        r"qat_spec='TQT': give QATSpec\(\) or TQTSpec\(\)",
+    ),
     "no granularity": ({"dtype": "int8"}, "qscheme is missing: give one of .*per_channel"),
     "no granularity of a float": ({"dtype": "fp8_e4m3"}, "qscheme is missing"),
     "per channel without axis": (

@@ -25,6 +25,7 @@ from quark.torch.quantization.observer.registry import (
 )
 
 DOCUMENTED = [
+    "LSQObserver",
     "MovingAverageMinMaxObserver",
     "PerBlock2DMinMaxObserver",
     "PerBlockBFPObserver",
@@ -45,6 +46,7 @@ DOCUMENTED = [
     "PerTensorPowOf2MinMSEObserver",
     "PerTensorPowOf2MinMaxObserver",
     "PlaceholderObserver",
+    "TQTObserver",
 ]
 
 
