@@ -253,8 +253,8 @@ class ModelQuantizer:
             The same model.
 
         Raises:
-            ValueError: The model has no quantized module, trains, or has a range without a start; or
-                a graph is in training mode.
+            ValueError: The model has no quantized module, trains, or has a range without a start;
+                or a graph is in training mode.
         """
         check_plain(model)
         layers = dict(quantized_layers(model))

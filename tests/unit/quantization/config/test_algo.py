@@ -219,7 +219,7 @@ def test_an_order_of_columns_needs_static_groups(cls):
 
 def test_transformations_precede_quantization():
     first = {name for name, cls in ALGO_CONFIGS.items() if issubclass(cls, PreQuantOptConfig)}
-    assert first == {"smooth", "rotation", "quarot"}
+    assert first == {"smooth", "cle", "rotation", "quarot"}
     assert all(issubclass(cls, AlgoConfig) for cls in ALGO_CONFIGS.values())
     assert issubclass(ALGO_CONFIGS["quarot"], RotationConfig)
 
