@@ -23,8 +23,8 @@ from quark.torch.quantization.nn.quantizer import QuantizedTensor
 
 SUPPORTED = (
     "weights of integers up to 16 bits, of fp8, fp6 and fp4, and of blocks that share exponents; "
-    "biases also of symmetric int32; inputs and outputs in the formats of weights, static per tensor "
-    "or channel, or dynamic"
+    "biases also of symmetric int32; inputs and outputs in the formats of weights, static per "
+    "tensor or channel, or dynamic"
 )
 _WIDTHS = (2, 4, 8, 16, 32)  # bits of the integer types of ONNX
 _WIDEST = 16  # bits of a code that float32 holds exactly, whatever the zero point
