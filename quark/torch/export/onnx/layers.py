@@ -113,8 +113,8 @@ def _is_storable(
 ) -> bool:
     """Whether the codes of a bias are stored, not its values.
 
-    Software adds the codes of an int32 bias to integer products without a look at its scale. So
-    they are stored only if their scale is that of the products: of the weight times every input.
+    Operators of integers (QLinearConv) take an int32 bias in the scale of the products alone: that
+    of the weight times that of the input. So codes in another scale are not stored.
     """
     if bias.spec.dtype is not Dtype.int32:
         return True

@@ -148,7 +148,7 @@ def test_the_runtime_fuses_integer_convolutions(tmp_path):
 
 
 class Twice(nn.Module):
-    """A layer that runs on two inputs of other sizes."""
+    """A layer that runs on two inputs, the second ten times as large."""
 
     def __init__(self):
         super().__init__()
@@ -160,7 +160,7 @@ class Twice(nn.Module):
 
 
 def test_a_bias_with_another_scale_than_its_products_is_stored_as_values(tmp_path):
-    """The runtime would add its codes to sums in other units."""
+    """QLinearConv takes an int32 bias in the scale of its products alone."""
     model, x = frozen(Twice()), images(9)[8]
     path, graph = write(model, tmp_path / "d", x)
     types = {tensor.name: tensor.data_type for tensor in graph.graph.initializer}
