@@ -101,6 +101,14 @@ CLIENTS = {
         {"CMAKE_ARGS": "-DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_EXAMPLES=OFF"},
     ),
     "onnxruntime": Client((("install", "numpy", "onnxruntime==1.31.1"),)),
+    "openvino": Client((("install", "numpy", "openvino==2026.4.1"),)),
+    "executorch": Client(  # without what converts models for other backends than XNNPACK
+        (
+            ("install", "torch", "numpy", "flatbuffers", "packaging", "pandas", "parameterized"),
+            ("install", "expecttest", "pyyaml", "ruamel.yaml", "sympy", "tabulate"),
+            ("install", "--no-deps", "executorch==1.5.1", "torchao==0.18.0"),
+        )
+    ),
 }
 
 

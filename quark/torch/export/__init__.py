@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from quark.torch.export.config.config import JsonExporterConfig as JsonExporterConfig
     from quark.torch.export.config.config import OnnxExporterConfig as OnnxExporterConfig
     from quark.torch.export.conversion import convert as convert
+    from quark.torch.export.graph_program import export_program as export_program
     from quark.torch.export.params import load_params as load_params
     from quark.torch.export.params import save_params as save_params
     from quark.torch.export.recognition import verify as verify
@@ -30,6 +31,7 @@ _NAMES = {
     "convert": "conversion",
     "export_gguf": "api",
     "export_onnx": "api",
+    "export_program": "graph_program",
     "export_safetensors": "api",
     "import_model_from_safetensors": "api",
     "load_params": "params",

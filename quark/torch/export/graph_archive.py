@@ -59,25 +59,41 @@ def graph_archive(
         TypeError: The model is no graph.
         ValueError: It is not quantized or not frozen.
     """
+    graph = check_frozen_graph(model)
+    kwargs, plain = kwargs or {}, _with_plain_quantizers(graph)
+    with torch.no_grad():
+        outputs = [list(iter_tensors(g(*args, **kwargs))) for g in (graph, plain)]
+    is_same = all(torch.equal(x, y) for x, y in zip(*outputs, strict=True))
+    if not is_same:
+        logger.warning("Operators of torch round otherwise here: the archive needs this package.")
+    shapes = dynamic_shapes(graph, kwargs)
+    used = plain if is_same else graph
+    program = torch.export.export(used, args, kwargs, dynamic_shapes=shapes)
+    remove_source_lines(program)
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    return file.getvalue()
+
+
+def check_frozen_graph(model: nn.Module) -> fx.GraphModule:
+    """Check that a model is a frozen graph, and return it.
+
+    Raises:
+        TypeError: It is no graph.
+        ValueError: It is not quantized or not frozen.
+    """
     if not isinstance(model, fx.GraphModule):
         raise TypeError(f"model: expected a quantized graph, got a {type(model).__name__}.")
     layers = dict(quantized_layers(model))
     if not layers or not all(layer.frozen for layer in layers.values()):
         raise ValueError("The graph is not frozen: call ModelQuantizer.freeze(model.eval()) first.")
-    kwargs, plain = kwargs or {}, _with_plain_quantizers(model)
-    with torch.no_grad():
-        outputs = [list(iter_tensors(graph(*args, **kwargs))) for graph in (model, plain)]
-    is_same = all(torch.equal(x, y) for x, y in zip(*outputs, strict=True))
-    if not is_same:
-        logger.warning("Operators of torch round otherwise here: the archive needs this package.")
-    shapes = _dynamic_shapes(model, kwargs)
-    used = plain if is_same else model
-    program = torch.export.export(used, args, kwargs, dynamic_shapes=shapes)
+    return model
+
+
+def remove_source_lines(program: torch.export.ExportedProgram) -> None:
+    """Remove the lines of code that the nodes come from, with the paths of their files."""
     for node in program.graph.nodes:
-        node.meta.pop("stack_trace", None)  # lines of code, with the paths of their files
-    file = io.BytesIO()
-    torch.export.save(program, file)
-    return file.getvalue()
+        node.meta.pop("stack_trace", None)
 
 
 def load_graph_archive(path: str | Path) -> fx.GraphModule:
@@ -123,7 +139,7 @@ def _is_plain(quantizer: TensorQuantizer) -> bool:
     return is_integer and is_per_tensor and is_rounded and scale is not None and scale.dim() == 0
 
 
-def _dynamic_shapes(model: fx.GraphModule, kwargs: dict[str, Any]) -> Any:
+def dynamic_shapes(model: fx.GraphModule, kwargs: dict[str, Any]) -> Any:
     """Return the axes of the inputs that have any size, as ``torch.export.export`` takes them."""
     values = [node.meta.get("val") for node in model.graph.nodes if node.op == "placeholder"]
     axes = [

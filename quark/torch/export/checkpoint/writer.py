@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from quark import __version__
 from quark.torch.export.checkpoint.config_json import CALIBRATION
@@ -24,6 +24,8 @@ from quark.torch.quantization.calibration import group_by_parent, merged_scale
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.match import config_for, without_order
+from quark.torch.quantization.graph_mode.edges import edge_quantizers
+from quark.torch.quantization.graph_mode.nodes import call_functions
 from quark.torch.quantization.nn.attention import key_routes
 from quark.torch.quantization.nn.experts import is_stacked
 from quark.torch.quantization.nn.layer import QuantizedLayer, float_class
@@ -69,6 +71,22 @@ def check_present(model: nn.Module) -> None:
         )
 
 
+def _check_is_no_graph(model: nn.Module) -> None:
+    """Check that a model is not a quantized graph.
+
+    Raises:
+        ValueError: It is: files of tensors have no place for its operators and their quantizers.
+    """
+    has_operators = isinstance(model, fx.GraphModule) and any(call_functions(model))
+    if has_operators or edge_quantizers(model):
+        raise ValueError(
+            "The model is a graph: its operators and the quantizers between them have no place in "
+            "a checkpoint of tensors, so nothing could load it. Use "
+            "save_params(…, quant_mode=QuantizationMode.fx_graph_mode), export_onnx or "
+            "export_program."
+        )
+
+
 def make_format(
     model: nn.Module, config: Config | None, options: JsonExporterConfig, mode: str
 ) -> ExportFormat:
@@ -79,6 +97,7 @@ def make_format(
             format is unknown or cannot hold it.
     """
     check_exportable(model)
+    _check_is_no_graph(model)
     config = config or _remembered(model)
     if config is None:
         raise ValueError("Pass quant_config: the model does not remember how it was quantized.")

@@ -18,18 +18,22 @@ from quark.torch.numerics.formats import Format
 from quark.torch.numerics.granularity import GROUPED, QSchemeType
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.spec import QuantizationSpec
+from quark.torch.quantization.config.type import Dtype
 from quark.torch.quantization.nn.quantizer import QuantizedTensor
 
 SUPPORTED = (
     "weights of integers up to 16 bits, of fp8, fp6 and fp4, and of blocks that share exponents; "
-    "inputs and outputs in the same formats, static per tensor or channel, or dynamic"
+    "biases also of symmetric int32; inputs and outputs in the formats of weights, static per "
+    "tensor or channel, or dynamic"
 )
-_WIDTHS = (2, 4, 8, 16)  # bits of the integer types of ONNX
+_WIDTHS = (2, 4, 8, 16, 32)  # bits of the integer types of ONNX
+_WIDEST = 16  # bits of a code that float32 holds exactly, whatever the zero point
 FLOAT8_OPSET = 19
 NARROW_OPSET, NARROW_IR = 25, 13  # the first with 2-bit integers
 _OPSETS = {
     "INT8": 18,
     "UINT8": 18,
+    "INT32": 18,
     "FLOAT8E4M3FN": FLOAT8_OPSET,
     "FLOAT8E5M2": FLOAT8_OPSET,
     "INT2": NARROW_OPSET,
@@ -110,18 +114,28 @@ def code_type(fmt: Format) -> str | None:
 
 
 def weight_problem(spec: QuantizationSpec) -> str | None:
-    """Return why ONNX cannot hold a parameter quantized this way, or None."""
+    """Return why ONNX cannot hold a weight quantized this way, or None."""
     scheme = spec.coded.scheme
     fmt = scheme.fmt
     if not fmt.scaled:
         return None
-    if code_type(fmt) is None:
+    if code_type(fmt) is None or fmt.bits > _WIDEST:
         return f"has no type for {spec.coded.dtype.name}"
     if scheme.float_zero_point:
         return "has no float zero points"
     if spec.quantizes_codes and spec.scheme.qscheme is not QSchemeType.per_tensor:
         return "has one scale per code, but both stages have several"
     return None
+
+
+def bias_problem(spec: QuantizationSpec) -> str | None:
+    """Return why ONNX cannot hold a bias quantized this way, or None.
+
+    Unlike a weight, a bias may be int32, the type in which integer products are summed.
+    """
+    scheme = spec.scheme
+    is_sum = spec.dtype is Dtype.int32 and scheme.symmetric and scheme.qscheme not in GROUPED
+    return None if is_sum and not spec.quantizes_codes else weight_problem(spec)
 
 
 def to_dequantize_inputs(state: QuantizedTensor) -> DequantizeInputs:
@@ -131,7 +145,8 @@ def to_dequantize_inputs(state: QuantizedTensor) -> DequantizeInputs:
     multiplied.
 
     Args:
-        state: A parameter for which ``weight_problem`` is None.
+        state: A weight for which ``weight_problem`` is None, or a bias for which ``bias_problem``
+            is None.
     """
     codes, scale, zeros = state.codes, state.scale, state.zero_point
     scheme = state.scheme

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 BATCH, SEQUENCE = "batch", "sequence"
 
@@ -97,11 +97,14 @@ class ModelInputs(NamedTuple):
         Args:
             model: The model; it runs a few times if it has several inputs of tokens.
             requested: Axes by input. By default the first axis of every input, and the second one
-                of integers and flags, such as token ids and masks.
+                of integers and flags, such as token ids and masks; of a graph, the axes that it
+                was exported with any size of.
 
         Raises:
             ValueError: An input or an axis does not exist.
         """
+        if requested is None and isinstance(model, fx.GraphModule):
+            return [_dynamic_axes(model, name) for name in self.tensors]
         if requested is None:
             names = self._sequence_names(model)
             return [
@@ -178,6 +181,20 @@ class PositionalModel(nn.Module):
         """Return the outputs of the model; of named outputs, those that are tensors."""
         output = self.model(**dict(zip(self.names, tensors, strict=True)), **self.constants)
         return tuple(_named_tensors(output).values()) if isinstance(output, Mapping) else output
+
+
+def _dynamic_axes(graph: fx.GraphModule, name: str) -> dict[int, str]:
+    """Return the axes of an input that have any size in an exported graph, with names for them.
+
+    Axes of one size have one name: "batch" if they come first, else that of the symbol of torch.
+    """
+    values = {n.name: n.meta.get("val") for n in graph.graph.nodes if n.op == "placeholder"}
+    first = {str(v.shape[0]) for v in values.values() if isinstance(v, torch.Tensor) and v.dim()}
+    value = values.get(name)
+    sizes = value.shape if isinstance(value, torch.Tensor) else ()
+    symbols = {axis: str(n) for axis, n in enumerate(sizes) if not isinstance(n, int)}
+    batches = [symbol for symbol in sorted(first) if not symbol.isdigit()]
+    return {a: BATCH if batches == [symbol] else symbol for a, symbol in symbols.items()}
 
 
 def _leaf_tensors(output: Any) -> Iterator[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from quark.torch.export.onnx.functions import FunctionTable
 from quark.torch.export.onnx.matmul_nbits import MatMulNBits, matmul_nbits_problem
 from quark.torch.export.onnx.placeholders import ParameterPlaceholder
 from quark.torch.numerics.hadamard import rotate
+from quark.torch.quantization.config.type import Dtype
 from quark.torch.quantization.nn.layer import QuantizedLayer
+from quark.torch.quantization.nn.quantizer import QuantizedTensor
 
 
 class OnnxLayer(nn.Module):
@@ -23,13 +26,21 @@ class OnnxLayer(nn.Module):
         matmul_nbits: Whether a linear layer with an integer weight and float inputs becomes a
             MatMulNBits.
         functions: Functions of the graph.
+        input_scales: Scales [] of the inputs in a graph, one for each call, None for inputs that
+            have none; () in other models.
     """
 
     weight: Any
     bias: Any
     rotation: torch.Tensor | None
 
-    def __init__(self, layer: QuantizedLayer, matmul_nbits: bool, functions: FunctionTable) -> None:
+    def __init__(
+        self,
+        layer: QuantizedLayer,
+        matmul_nbits: bool,
+        functions: FunctionTable,
+        input_scales: Sequence[torch.Tensor | None] = (),
+    ) -> None:
         super().__init__()
         self._product = layer.product
         self.quantizes_output = layer.quantizes_output
@@ -55,7 +66,8 @@ class OnnxLayer(nn.Module):
         self.input = None if inputs is None else ActivationQuantizer(inputs, pairs, functions)
         self.output = None if output is None else ActivationQuantizer(output, True, functions)
         bias, values = layer.quantized_tensor("bias"), layer.value("bias")
-        if bias is not None:
+        scales = input_scales or [None if inputs is None else inputs.scale]
+        if bias is not None and _is_storable(bias, weight, scales):
             self.bias = ParameterPlaceholder(bias, self.dtype)
         else:
             self.register_buffer("bias", None if values is None else values.detach())
@@ -92,6 +104,24 @@ class OnnxLayer(nn.Module):
     def quantized_output(self, y: torch.Tensor) -> torch.Tensor:
         """Quantize the output."""
         return y if self.output is None else self.output(y)
+
+
+def _is_storable(
+    bias: QuantizedTensor,
+    weight: QuantizedTensor | None,
+    input_scales: Sequence[torch.Tensor | None],
+) -> bool:
+    """Whether the codes of a bias are stored, not its values.
+
+    Operators of integers (QLinearConv) take an int32 bias in the scale of the products alone: that
+    of the weight times that of the input. So codes in another scale are not stored.
+    """
+    if bias.spec.dtype is not Dtype.int32:
+        return True
+    if weight is None or weight.scale is None or bias.scale is None:
+        return False
+    products = [None if s is None else weight.scale.float() * s.float() for s in input_scales]
+    return all(p is not None and torch.equal(p, bias.scale.float()) for p in products)
 
 
 def _rotation_matrix(layer: QuantizedLayer) -> torch.Tensor | None:

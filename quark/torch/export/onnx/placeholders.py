@@ -73,6 +73,7 @@ def replace_placeholders(model: Any, root: nn.Module) -> set[Any]:
             continue
         values = _ParameterNodes(model.graph, first, owner).add(part.stored, part.placeholder)
         values.type, values.shape = value.type, value.shape
+        values.name = owner.removeprefix("model.")
         value.replace_all_uses_with(values)
         del model.graph.initializers[name]
     return set(model.graph) - before

@@ -12,6 +12,7 @@ from quark.torch.export.onnx.inputs import ModelInputs
 from quark.torch.export.onnx.runtime import PACKAGE, OnnxSession
 from quark.torch.export.verification import Verdict, check_agreement, package_names, random_text
 from quark.torch.graph.eval_mode import eval_mode
+from quark.torch.quantization.graph_mode.edges import edge_quantizers
 from quark.torch.quantization.nn.layer import QuantizedLayer
 
 _TEXT = ("input_ids", "attention_mask")
@@ -47,7 +48,7 @@ def verify_graph(path: Path, model: nn.Module, inputs: Any = None) -> Verdict:
         expected = bound.run(model)[1]
     actual = graph.run(*bound.tensors.values())
     verdict = Verdict(package_names([PACKAGE]), 0.0, 0.0, _size(path), compared="outputs")
-    rounds = any(_rounds(module) for module in model.modules())
+    rounds = bool(edge_quantizers(model)) or any(_rounds(module) for module in model.modules())
     verdicts = [
         _compare_outputs(ours.double().cpu(), theirs.double(), rounds, verdict)
         for ours, theirs in zip(expected, actual, strict=True)

@@ -16,24 +16,27 @@ from quark import __version__
 from quark.torch.export.checkpoint.writer import check_exportable, check_present
 from quark.torch.export.expert_tokens import report_experts
 from quark.torch.export.formats.layouts.act_order import ACT_ORDER_PROBLEM, has_act_order
-from quark.torch.export.onnx.activations import activation_problem
+from quark.torch.export.onnx.activations import ActivationQuantizer, activation_problem
 from quark.torch.export.onnx.dequantize_linear import (
     NARROW_IR,
     NARROW_OPSET,
     SUPPORTED,
+    bias_problem,
     weight_problem,
 )
+from quark.torch.export.onnx.edges import check_edges, input_scales, replace_edges
 from quark.torch.export.onnx.experts import make_experts_traceable
 from quark.torch.export.onnx.functions import FunctionTable
 from quark.torch.export.onnx.inputs import ModelInputs, PositionalModel
 from quark.torch.export.onnx.layers import OnnxLayer
+from quark.torch.export.onnx.names import set_names
 from quark.torch.export.onnx.placeholders import replace_placeholders
 from quark.torch.export.onnx.tracing import trace_module
 from quark.torch.files import Target
 from quark.torch.graph.eval_mode import eval_mode
 from quark.torch.quantization.config.config import QuantizationConfig
 from quark.torch.quantization.nn.fake_quantized import QUANTIZERS
-from quark.torch.quantization.nn.layer import PARAMETERS, QuantizedLayer
+from quark.torch.quantization.nn.layer import QuantizedLayer
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +90,8 @@ def write_onnx(model: nn.Module, target: Target, input_args: Any, options: OnnxO
     new_nodes = replace_placeholders(graph, traceable)
     if options.do_constant_folding:
         _fold_constants(graph, new_nodes)
-    _set_names_and_versions(graph)
+    set_names(graph, options.output_names)
+    _set_versions(graph)
     size = sum(value.const_value.nbytes for value in graph.graph.initializers.values())
     external = f"{FILE_NAME}.data" if size > options.max_file_size else None
     with target(size) as directory:
@@ -158,10 +162,10 @@ def check_config(config: QuantizationConfig, where: str) -> None:
     Raises:
         ValueError: It cannot.
     """
+    problems = {"weight": weight_problem, "bias": bias_problem}
     for tensor in QUANTIZERS:
         spec = getattr(config, tensor)
-        find_problem = weight_problem if tensor in PARAMETERS else activation_problem
-        problem = None if spec is None else find_problem(spec)
+        problem = None if spec is None else problems.get(tensor, activation_problem)(spec)
         if problem:
             raise ValueError(
                 f"ONNX cannot hold {where}: for its {tensor} it {problem}. It holds {SUPPORTED}. "
@@ -184,6 +188,7 @@ def check_writable(model: nn.Module) -> None:
                 f"ONNX cannot hold {name}: {ACT_ORDER_PROBLEM}. Quantize the float model again."
             )
         check_config(layer.quant_config, name)
+    check_edges(model)
 
 
 def _traceable_copy(model: nn.Module, matmul_nbits: bool, functions: FunctionTable) -> nn.Module:
@@ -193,12 +198,15 @@ def _traceable_copy(model: nn.Module, matmul_nbits: bool, functions: FunctionTab
     copied: nn.Module = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
     make_experts_traceable(copied)
     layers: dict[nn.Module, OnnxLayer] = {}
+    scales = input_scales(copied)
     for name, layer in list(copied.named_modules(remove_duplicate=False)):
         if isinstance(layer, QuantizedLayer):
-            layers.setdefault(layer, OnnxLayer(layer, matmul_nbits, functions))
+            made = OnnxLayer(layer, matmul_nbits, functions, scales.get(layer, ()))
+            layers.setdefault(layer, made)
             if not name:
                 return layers[layer]
             copied.set_submodule(name, layers[layer])
+    replace_edges(copied, functions)
     return copied
 
 
@@ -208,7 +216,8 @@ def _choose_opset(model: nn.Module, requested: int | None) -> int:
     Raises:
         ValueError: The requested opset lacks a type or an operator.
     """
-    layers = {name: m.opset for name, m in model.named_modules() if isinstance(m, OnnxLayer)}
+    kinds = (OnnxLayer, ActivationQuantizer)
+    layers = {name: m.opset for name, m in model.named_modules() if isinstance(m, kinds)}
     name = max(layers, key=lambda n: layers[n])
     least = max(OLDEST_OPSET, layers[name])
     if requested is not None and requested < least:
@@ -226,14 +235,13 @@ def _fold_constants(model: Any, kept: set[Any]) -> None:
     optimizer.remove_unused_nodes(model)
 
 
-def _set_names_and_versions(model: Any) -> None:
-    """Name tensors as in the model, set the IR version, and remove metadata of the source code."""
+def _set_versions(model: Any) -> None:
+    """Set the IR version and the producer, and remove metadata of the source code."""
     nodes = [*model.graph, *(node for function in model.functions.values() for node in function)]
     for part in (*nodes, *model.graph.inputs, *model.graph.outputs, model.graph):
         part.metadata_props.clear()
     for value in list(model.graph.initializers.values()):
         value.metadata_props.clear()
-        value.name = value.name.removeprefix("model.")
     model.producer_name, model.producer_version = "quark", __version__
     if model.opset_imports[""] >= NARROW_OPSET:
         model.ir_version = max(model.ir_version, NARROW_IR)

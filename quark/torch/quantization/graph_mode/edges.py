@@ -169,6 +169,20 @@ def edge_quantizers(graph: nn.Module) -> dict[str, TensorQuantizer]:
     return {name: q for name, q in children if isinstance(q, TensorQuantizer)}
 
 
+def edge_modules(graph: nn.Module) -> dict[str, TensorQuantizer]:
+    """Return every module on an edge of a graph by name, with the quantizer that it applies.
+
+    Example: ``edge_quantizers.relu`` and ``edge_quantizers.max_pool2d``, which quantizes the values
+    that the max pool moved, have one quantizer.
+    """
+    modules: dict[str, TensorQuantizer] = {}
+    for name, module in graph.named_modules():
+        quantizer = module.source if isinstance(module, MovedQuantizer) else module
+        if name.startswith(f"{EDGES}.") and isinstance(quantizer, TensorQuantizer):
+            modules[name] = quantizer
+    return modules
+
+
 def _fused_clamps(
     configs: Mapping[fx.Node, QuantizationConfig], movements: set[fx.Node]
 ) -> Iterator[tuple[fx.Node, fx.Node]]:

@@ -1,0 +1,236 @@
+"""Quantized graphs as programs of ``torch.export`` with the operators ``quantized_decomposed``.
+
+Compilers of torch recognize quantized graphs by these operators: Inductor on x86, ExecuTorch with
+XNNPACK, OpenVINO. An edge and a convolution become
+
+    quantize_per_tensor(x, 0.02, 0, -128, 127, int8) -> dequantize_per_tensor -> conv2d -> …
+    dequantize_per_channel(codes, scales, zero_points, 0, -128, 127, int8) ↗
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from quark.torch.export.graph_archive import (
+    check_frozen_graph,
+    dynamic_shapes,
+    remove_source_lines,
+)
+from quark.torch.numerics.granularity import QSchemeType
+from quark.torch.numerics.rounding import RoundType
+from quark.torch.numerics.scheme import Scheme
+from quark.torch.quantization.config.spec import QuantizationSpec
+from quark.torch.quantization.graph_mode.edges import edge_modules, edge_quantizers
+from quark.torch.quantization.nn.layer import QuantizedLayer
+from quark.torch.quantization.nn.quantizer import QuantizedTensor
+from quark.torch.quantization.preparation import quantized_layers
+
+_TYPES = {(True, 8): torch.int8, (False, 8): torch.uint8, (True, 16): torch.int16}
+_TYPES |= {(False, 16): torch.uint16}
+_SUPPORTED = (
+    "integers up to 16 bits: inputs and outputs with one static scale, weights with one scale or "
+    "one per channel"
+)
+
+
+def export_program(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+) -> torch.export.ExportedProgram:
+    """Return a frozen graph as a program with ``torch.ops.quantized_decomposed`` operators.
+
+    The program gives the bits of the graph in torch. Weights are codes. Biases are values: where
+    the graph has int32 biases, these are multiples of the scale of weight times input, so compilers
+    that compute the codes again get the same codes. Axes of any size stay so.
+
+    Args:
+        model: A frozen graph. It is not changed.
+        args: Example of the arguments.
+        kwargs: Example of keyword arguments.
+
+    Raises:
+        ImportError: This version of torch does not have the operators.
+        TypeError: The model is no graph.
+        ValueError: It is not quantized or not frozen, or the operators cannot express how a tensor
+            is quantized.
+    """
+    graph = check_frozen_graph(model)
+    _check(graph)
+    _register_operators()
+    copied = copy.deepcopy(graph)
+    _replace_edges(copied)
+    for name, layer in list(quantized_layers(copied)):
+        copied.set_submodule(name, _Layer(layer))
+    kwargs = kwargs or {}
+    shapes = dynamic_shapes(graph, kwargs)
+    with torch.no_grad():
+        program = torch.export.export(copied.eval(), args, kwargs, dynamic_shapes=shapes)
+    remove_source_lines(program)
+    return program
+
+
+def _replace_edges(graph: fx.GraphModule) -> None:
+    """Replace the quantizers on the edges of a graph by operators, in place.
+
+    Every reader of a value gets a dequantize_per_tensor of its own, as compilers expect it:
+    XNNPACK makes one part of the program of an operator with the dequantization of its inputs.
+    """
+    operators = torch.ops.quantized_decomposed
+    edges = edge_modules(graph)
+    for node in list(graph.graph.nodes):
+        quantizer = edges.get(str(node.target)) if node.op == "call_module" else None
+        if quantizer is None:
+            continue
+        assert quantizer.scale is not None
+        value = node.meta["val"]
+        arguments = _per_tensor(quantizer.scale, quantizer.zero_point, quantizer.scheme)
+        with graph.graph.inserting_before(node):
+            given = (node.args[0], *arguments)
+            codes = graph.graph.call_function(operators.quantize_per_tensor.default, given)
+        for reader in list(node.users):
+            with graph.graph.inserting_before(reader):
+                given = (codes, *arguments)
+                read = graph.graph.call_function(operators.dequantize_per_tensor.default, given)
+                if value.dtype != torch.float32:
+                    read = graph.graph.call_function(torch.ops.aten.to.dtype, (read, value.dtype))
+            reader.replace_input_with(node, read)
+        graph.graph.erase_node(node)
+    graph.delete_all_unused_submodules()
+    graph.recompile()
+
+
+class _Layer(nn.Module):
+    """A layer with the same outputs as a quantized one, whose weight is dequantized on use."""
+
+    weight: Any
+    bias: torch.Tensor | None
+
+    def __init__(self, layer: QuantizedLayer) -> None:
+        super().__init__()
+        self._product = layer.product
+        state, weight = layer.quantized_tensor("weight"), layer.value("weight")
+        assert weight is not None
+        if state is None:
+            self.register_buffer("weight", weight.detach())
+        else:
+            self.weight = _Weight(state, weight.dtype)
+        bias = layer.value("bias")
+        self.register_buffer("bias", None if bias is None else bias.detach())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute the outputs of the quantized layer."""
+        weight = self.weight() if isinstance(self.weight, _Weight) else self.weight
+        return self._product(x, weight, self.bias)
+
+
+class _Weight(nn.Module):
+    """The codes of a weight."""
+
+    codes: torch.Tensor
+
+    def __init__(self, state: QuantizedTensor, dtype: torch.dtype) -> None:
+        super().__init__()
+        assert state.codes is not None and state.scale is not None
+        scheme, scale, zeros = state.scheme, state.scale, state.zero_point
+        self._dtype = dtype
+        self.register_buffer("codes", state.codes.to(_code_type(scheme)))
+        self._per_tensor = None
+        if scheme.qscheme is QSchemeType.per_tensor:
+            self._per_tensor = _per_tensor(scale, zeros, scheme)
+            return
+        zeros = torch.zeros_like(scale) if zeros is None else zeros
+        self.register_buffer("scale", scale.float())
+        self.register_buffer("zero_point", zeros.to(torch.int64))
+        axis = scheme.axis % state.codes.dim()
+        self._per_channel = axis, *_limits(scheme)
+
+    def forward(self) -> torch.Tensor:
+        """Return the values."""
+        operators = torch.ops.quantized_decomposed
+        if self._per_tensor is not None:
+            y = operators.dequantize_per_tensor.default(self.codes, *self._per_tensor)
+        else:
+            y = operators.dequantize_per_channel.default(
+                self.codes, self.scale, self.zero_point, *self._per_channel
+            )
+        values: torch.Tensor = y if y.dtype == self._dtype else y.to(self._dtype)
+        return values
+
+
+def _per_tensor(
+    scale: torch.Tensor, zero_point: torch.Tensor | None, scheme: Scheme
+) -> tuple[float, int, int, int, torch.dtype]:
+    """Return the arguments of ``quantize_per_tensor`` after the tensor."""
+    zeros = 0 if zero_point is None else int(zero_point)
+    return float(scale), zeros, *_limits(scheme)
+
+
+def _limits(scheme: Scheme) -> tuple[int, int, torch.dtype]:
+    """Return the smallest and the largest code, and their type."""
+    return scheme.fmt.qmin, scheme.fmt.qmax, _code_type(scheme)
+
+
+def _code_type(scheme: Scheme) -> torch.dtype:
+    """Return the type of codes: a byte or two, also for fewer bits."""
+    return _TYPES[scheme.fmt.signed, 8 if scheme.fmt.bits <= 8 else 16]
+
+
+def _check(graph: fx.GraphModule) -> None:
+    """Check that the operators can express how every tensor is quantized.
+
+    Raises:
+        ValueError: They cannot.
+    """
+    for name, quantizer in edge_quantizers(graph).items():
+        _refuse(f"the edge {name}", _problem(quantizer.spec, is_weight=False))
+    for name, layer in quantized_layers(graph):
+        spec = layer.quant_config.weight
+        if spec is not None:
+            _refuse(f"the weight of {name}", _problem(spec, is_weight=True))
+
+
+def _problem(spec: QuantizationSpec, is_weight: bool) -> str | None:
+    """Return what the operators cannot express of a tensor, or None."""
+    scheme = spec.scheme
+    fmt, qscheme = scheme.fmt, scheme.qscheme
+    is_integer = fmt.scaled and not fmt.is_float and fmt.bits <= 16
+    if not is_integer or scheme.shares_exponents:
+        return f"the format {spec.dtype.name}"
+    if spec.quantizes_codes:
+        return "two stages"
+    if scheme.float_zero_point:
+        return "float zero points"
+    if is_weight:
+        is_simple = qscheme in (QSchemeType.per_tensor, QSchemeType.per_channel)
+        return None if is_simple else f"scales {qscheme.name}"
+    if spec.is_dynamic or qscheme is not QSchemeType.per_tensor:
+        return "other scales than one static scale"
+    is_rounded = scheme.rounding is RoundType.half_even
+    return None if is_rounded else f"rounding by {scheme.rounding.name}"
+
+
+def _refuse(where: str, problem: str | None) -> None:
+    if problem:
+        raise ValueError(
+            f"{where} has {problem}, for which quantized_decomposed has no operator: it has "
+            f"operators for {_SUPPORTED}. Quantize it so, exclude it, or write the graph with "
+            "save_params or export_onnx."
+        )
+
+
+def _register_operators() -> None:
+    """Register ``torch.ops.quantized_decomposed``, which torch does on import of a module.
+
+    Raises:
+        ImportError: This version of torch does not have it.
+    """
+    try:
+        import torch.ao.quantization.fx._decomposed
+    except ImportError:
+        raise ImportError(
+            f"torch {torch.__version__} does not have the operators quantized_decomposed: install "
+            "the version of constraints.txt."
+        ) from None

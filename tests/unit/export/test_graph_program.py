@@ -1,0 +1,126 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from quark.torch import ModelQuantizer
+from quark.torch.export import export_program
+from quark.torch.quantization.config.config import (
+    BFP16Spec,
+    Int8PerChannelSpec,
+    QuantizationConfig,
+    Uint8PerTensorSpec,
+)
+from quark.torch.quantization.config.spec import QuantizationSpec
+from tests.unit.quantization.graph_mode.networks import (
+    EVERYTHING,
+    INT8,
+    NETWORKS,
+    export,
+    graph_config,
+    images,
+    network,
+)
+
+STATIC = {"scale_type": "float", "round_method": "half_even", "is_dynamic": False}
+UINT8 = Uint8PerTensorSpec("min_max", symmetric=False, **STATIC).to_quantization_spec()
+CHANNELS = Int8PerChannelSpec(ch_axis=0, symmetric=True, **STATIC).to_quantization_spec()
+INT32 = QuantizationSpec("int32", symmetric=True, qscheme="per_tensor", is_dynamic=False)
+INT4 = replace(CHANNELS, dtype="int4")
+INT16 = replace(INT8, dtype="int16")
+LAYERS = {
+    "int8": EVERYTHING,
+    "uint8, channels": QuantizationConfig(UINT8, UINT8, CHANNELS, INT32),
+    "int16, int4 weights": QuantizationConfig(INT16, INT16, INT4),
+    "weights alone": QuantizationConfig(weight=CHANNELS),
+}
+
+
+def frozen(model, layer=EVERYTHING, **options):
+    quantizer = ModelQuantizer(graph_config(layer))
+    graph = export(model, images(1)[0].to(next(model.parameters()).dtype), **options)
+    data = [x.to(next(model.parameters()).dtype) for x in images(3)]
+    return quantizer.freeze(quantizer.quantize_model(graph, data))
+
+
+def calls(program):
+    nodes = program.graph_module.graph.nodes
+    return [n for n in nodes if n.op == "call_function" and "quantized_decomposed" in str(n.target)]
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [(name, layer) for name in NETWORKS for layer in [*LAYERS][: None if name == "unet" else 2]],
+)
+def test_programs_have_the_bits_of_the_graph(name, layer):
+    model, (x,) = frozen(network(name), LAYERS[layer]), images(1)
+    code = model.code
+    program = export_program(model, (x,))
+    assert torch.equal(program.module()(x), model(x)) and model.code == code
+    operators = {str(node.target) for node in program.graph_module.graph.nodes}
+    assert not any("quark" in operator for operator in operators)
+    assert len(calls(program)) >= 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_programs_of_half_precision(dtype):
+    model, x = frozen(network("resnet").to(dtype)), images(1)[0].to(dtype)
+    y = export_program(model, (x,)).module()(x)
+    assert y.dtype == dtype and torch.equal(y, model(x))
+
+
+def test_readers_have_a_dequantize_of_their_own_and_weights_are_codes():
+    program = export_program(frozen(network("resnet"), LAYERS["uint8, channels"]), tuple(images(1)))
+    for node in calls(program):
+        if "dequantize" in str(node.target):
+            assert len(node.users) == 1
+    tensors = dict(program.named_buffers())
+    assert tensors["blocks.0.conv1.weight.codes"].dtype == torch.int8
+    assert tensors["blocks.0.conv1.bias"].dtype == torch.float32
+    assert not any(
+        "networks.py" in str(node.meta.get("stack_trace")) for node in program.graph.nodes
+    )
+
+
+def test_axes_of_any_size_stay():
+    model = frozen(network("transformer"), dynamic_shapes=({0: torch.export.Dim("rows")},))
+    program = export_program(model, tuple(images(1)))
+    x = torch.randn(5, 3, 16, 16)
+    assert torch.equal(program.module()(x), model(x))
+
+
+def test_programs_are_saved_and_loaded_by_torch(tmp_path):
+    model, (x,) = frozen(network("unet")), images(1)
+    torch.export.save(export_program(model, (x,)), tmp_path / "net.pt2")
+    assert torch.equal(torch.export.load(tmp_path / "net.pt2").module()(x), model(x))
+
+
+BFP16 = BFP16Spec(ch_axis=1).to_quantization_spec()
+REFUSED = {
+    "format of an edge": (QuantizationConfig(BFP16, weight=INT8), "edge .* has the format bfp16"),
+    "format of a weight": (QuantizationConfig(weight=BFP16), "weight of stem has the format bfp16"),
+    "dynamic": (
+        QuantizationConfig(replace(INT8, is_dynamic=True), weight=INT8),
+        "edge .* has other scales than one static scale",
+    ),
+    "rounding": (
+        QuantizationConfig(replace(INT8, round_method="round"), weight=INT8),
+        "edge .* has rounding by round",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_has_no_operator_is_refused(case):
+    layer, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        export_program(frozen(network("resnet"), layer), tuple(images(1)))
+
+
+def test_what_is_no_frozen_graph_is_refused():
+    x = tuple(images(1))
+    with pytest.raises(TypeError, match="expected a quantized graph, got a UNet"):
+        export_program(network("unet"), x)
+    quantized = ModelQuantizer(graph_config()).quantize_model(export(network("unet")), images())
+    with pytest.raises(ValueError, match="not frozen"):
+        export_program(quantized, x)
