@@ -6,6 +6,9 @@ import ctypes
 from collections.abc import Callable
 from functools import cache
 
+# Options of mallopt, in bytes: larger blocks are mapped by themselves; more at the end is returned.
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
+
 
 def return_free_memory() -> None:
     """Return memory that is free inside of the heap to the system, where glibc manages it.
@@ -13,14 +16,26 @@ def return_free_memory() -> None:
     Tensors that come and go leave holes between smaller ones that stay. Without this, the process
     grows with every block of a model, though no more is in use.
     """
-    trim = _find_trim()
+    trim = _find("malloc_trim")
     if trim is not None:
         trim(0)
 
 
+def keep_holes_small() -> None:
+    """Let large tensors lie outside of the heap from now on, where glibc manages it.
+
+    glibc puts tensors of up to 32 MiB into the heap once one of that size was freed. When they are
+    freed, smaller tensors between them keep the memory from being returned.
+    """
+    set_option = _find("mallopt")
+    if set_option is not None:
+        set_option(_MMAP_THRESHOLD, 16 << 20)
+        set_option(_TRIM_THRESHOLD, 32 << 20)
+
+
 @cache
-def _find_trim() -> Callable[[int], int] | None:
+def _find(name: str) -> Callable[..., int] | None:
     try:
-        return ctypes.CDLL(None).malloc_trim
+        return getattr(ctypes.CDLL(None), name)  # type: ignore[no-any-return]
     except (AttributeError, OSError, TypeError):  # another system, or another library of C
         return None

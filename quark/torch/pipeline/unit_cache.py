@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from quark.torch.graph.residency import ATTRIBUTE, Part
-from quark.torch.pipeline.allocator import return_free_memory
+from quark.torch.pipeline.allocator import keep_holes_small, return_free_memory
 from quark.torch.pipeline.memory_limit import MemoryLimit
 
 
@@ -95,6 +95,7 @@ class UnitCache(ABC):
         limit: MemoryLimit,
         device: torch.device | str = "cpu",
     ) -> None:
+        keep_holes_small()
         self.limit, self.activation_limit, self.room = limit
         self.device = torch.device(device)
         self.units = {unit.name: unit for unit in find_units(model)}
