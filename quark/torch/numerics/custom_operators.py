@@ -71,8 +71,8 @@ def with_text(scheme: Scheme) -> Scheme:
 
 
 def rotate_by_hadamard(x: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` times ``hadamard.largest_hadamard`` of its last axis."""
-    if _is_tracing():
+    """Return ``x`` times ``hadamard.largest_hadamard`` of its last axis; ONNX gets the product."""
+    if _is_tracing() and not torch.onnx.is_in_onnx_export():
         return _rotate_by_hadamard(x)
     return hadamard.rotate(x, hadamard.largest_hadamard(x.shape[-1]))
 
