@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +34,16 @@ def build(size: str) -> Any:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY[size], **SHAPES[size])).eval()
+
+
+def write(directory: str, blocks: int, shape: dict[str, int]) -> int:
+    """Write a model of equal blocks in bfloat16; return the bytes of its files."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(num_hidden_layers=blocks, dtype="bfloat16", **shape)
+    LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
+    return sum(file.stat().st_size for file in Path(directory).glob("*.safetensors"))
 
 
 def weights(model: nn.Module) -> list[torch.Tensor]:

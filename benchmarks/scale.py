@@ -20,6 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import random_llama
 import torch
 from measure import MIB, cpu_seconds, in_fresh_process, machine, markdown, peak_memory, say
 
@@ -51,12 +52,7 @@ def arguments() -> argparse.Namespace:
 
 def write_model(directory: str, blocks: int) -> int:
     """Write a model; return the bytes of its files."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(num_hidden_layers=blocks, dtype="bfloat16", **SHAPE)
-    LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
-    return sum(file.stat().st_size for file in Path(directory).glob("*.safetensors"))
+    return random_llama.write(directory, blocks, SHAPE)
 
 
 def quantize(source: str, target: str, way: str, bound: int | None) -> dict[str, Any]:

@@ -107,6 +107,7 @@ def _read_samples(request: Request) -> list[dict[str, Any]]:
     Raises:
         typer.BadParameter: There is no file, or its tensors do not have the same number of rows.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     if request.dataset is None:
@@ -118,7 +119,7 @@ def _read_samples(request: Request) -> list[dict[str, Any]]:
         raise console.wrong("--dataset", f"{path} does not exist.")
     try:
         samples = load_file(path)
-    except Exception as error:  # whatever a damaged file raises
+    except (OSError, SafetensorError) as error:
         raise console.wrong("--dataset", f"{path} cannot be read: {error}") from None
     rows = {len(x) if x.dim() else 0 for x in samples.values()}
     if len(rows) != 1 or not rows - {0}:

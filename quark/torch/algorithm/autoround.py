@@ -311,7 +311,7 @@ def _straight_through(exact: torch.Tensor, rounded: torch.Tensor) -> torch.Tenso
 
 
 def work(options: AutoRoundConfig, block: BlockShape, data: DataShape) -> Work:
-    """Return what a block takes: the graph of its weights and of a sequence, and the steps.
+    """Return the work for a block: the graph of its weights and of a sequence, and the steps.
 
     Twenty tensors of the size of the weights: offsets, the best ones, gradients, rounded values,
     and the steps of rounding that the graph keeps.

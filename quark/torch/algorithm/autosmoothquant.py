@@ -218,7 +218,7 @@ def _measure_relative_error(
 
 
 def work(options: AutoSmoothQuantConfig, block: BlockShape, data: DataShape) -> Work:
-    """Return what a block takes: samples of its inputs, and products with candidates of weights."""
+    """Return the work for a block: samples of its inputs, products with candidates."""
     tokens = min(TOKENS, data.tokens)
     samples = sum(FLOAT32 * 2 * tokens * width for width in block.input_widths)
     products = block.largest(

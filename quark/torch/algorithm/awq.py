@@ -233,7 +233,7 @@ def clip_weight_(layer: FakeQuantizedLayer, gram: torch.Tensor) -> None:
 
 
 def work(options: AWQConfig, block: BlockShape, data: DataShape) -> Work:
-    """Return what a block takes: sums over its inputs, and candidates of weights."""
+    """Return the work for a block: sums over its inputs, and candidates of weights."""
     candidates = block.largest(lambda x: FLOAT32 * (16 * x.elements + 2 * x.inputs**2))
     searched = sum(16 * (2.0 * x.elements * x.inputs + 100 * x.elements) for x in block.layers)
     flops = gram_flops(block, data) + searched

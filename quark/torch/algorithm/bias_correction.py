@@ -183,7 +183,7 @@ def _output_change(
 
 
 def work(options: BiasCorrectionConfig, block: BlockShape, data: DataShape) -> Work:
-    """Return what a block takes: a pass with each product twice, and changes of weights."""
+    """Return the work for a block: a pass with each product twice, and changes of weights."""
     memory = FLOAT32 * block.elements + FLOAT64 * sum(x.outputs for x in block.layers)
     return Work(memory, 2, 0.0, stores=3, reads=2)
 

@@ -143,7 +143,7 @@ def _ranges(context: Context, group: RescalingGroup, sign: int) -> torch.Tensor:
 
 
 def work(options: CLEConfig, block: BlockShape, data: DataShape) -> Work:
-    """Return what a block takes: its weights several times, and a float32 weight."""
+    """Return the work for a block: its weights several times, and a float32 weight."""
     memory = block.largest(lambda x: FLOAT32 * 2 * x.elements)
     return Work(memory, 0, 10.0 * options.iterations * block.elements, reads=options.iterations)
 

@@ -53,7 +53,7 @@ def apply(context: Context, options: GPTQConfig) -> None:
 
 
 def work(options: GPTQConfig, block: BlockShape, data: DataShape) -> Work:
-    """Return what a block takes: a pass per set of layers for statistics, and one behind it."""
+    """Return the work for a block: a pass per set of layers for statistics, and one behind it."""
     sets = len(block.input_widths) if options.true_sequential else 1
     flops = gram_flops(block, data) + solver_flops(block)
     memory = 2 * block.grams + block.pooling + solver_memory(block)

@@ -130,7 +130,7 @@ def largest_weights(group: RescalingGroup, context: Context) -> torch.Tensor:
 
 
 def work(options: SmoothQuantConfig, block: BlockShape, data: DataShape) -> Work:
-    """Return what a block takes: ranges of channels, which are small, and a float32 weight."""
+    """Return the work for a block: ranges of channels, which are small, and a float32 weight."""
     memory = block.largest(lambda x: FLOAT32 * 3 * x.elements)
     return Work(memory, 1, 4.0 * data.tokens * sum(block.input_widths), stores=3, reads=2)
 

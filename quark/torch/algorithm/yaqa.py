@@ -270,7 +270,7 @@ def _draw_uniform(seed: int, count: int) -> torch.Tensor:
 
 
 def work(options: YaqaConfig, block: BlockShape, data: DataShape) -> Work:
-    """Return what a block takes: that of the correction, and a pass forward and one backward.
+    """Return the work for a block: that of the correction, and a pass forward and one backward.
 
     The backward pass holds the graph of the block, the hidden states of all blocks, the gradients
     of the logits, and a sum of g gᵀ for each layer.

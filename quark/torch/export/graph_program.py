@@ -193,7 +193,7 @@ def _check(graph: fx.GraphModule) -> None:
 
 
 def _problem(spec: QuantizationSpec, is_weight: bool) -> str | None:
-    """Return what the operators cannot express of a tensor, or None."""
+    """Return the part of a specification that the operators have no form for; None if all have."""
     scheme = spec.scheme
     fmt, qscheme = scheme.fmt, scheme.qscheme
     is_integer = fmt.scaled and not fmt.is_float and fmt.bits <= 16

@@ -280,7 +280,7 @@ def _choose_online_size(context: Context, options: RotationConfig, names: list[s
 
 
 def work(options: RotationConfig, block: BlockShape, data: DataShape) -> Work:
-    """Return what a block takes: its largest weight in float64, and what learning takes.
+    """Return the work for a block: its largest weight in float64, and what learning takes.
 
     A learned rotation runs the model and a copy with rotated weights, forward, again for the
     gradients and backward, for every step; nothing of it is done block by block.
