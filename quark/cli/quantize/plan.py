@@ -188,21 +188,11 @@ def _describe_data(
     request: Request, model: nn.Module, length: int, is_calibrated: bool, blocks: int
 ) -> DataShape:
     from quark.torch.pipeline import chunks
-    from quark.torch.pipeline.shapes import DataShape
+    from quark.torch.quantization.model_shape import describe_data
 
     tokens = request.num_calib_data * length if is_calibrated else 0
     chunk = length * max(1, min(chunks.SEQUENCES, chunks.TOKENS // length))
-    config: Any = model.config
-    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    return DataShape(
-        tokens=tokens,
-        batch=min(chunk, tokens),
-        length=length,
-        hidden=getattr(text, "hidden_size", 0) or 0,
-        itemsize=next(model.parameters()).itemsize,
-        labels=getattr(text, "vocab_size", 0) or 0,
-        blocks=blocks,
-    )
+    return describe_data(model, tokens, min(chunk, tokens), length, blocks)
 
 
 def _is_streamed(directory: Path, device: str) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from quark.torch.pipeline.shapes import BlockShape, LayerShape, ModelShape
+from quark.torch.pipeline.shapes import BlockShape, DataShape, LayerShape, ModelShape
 from quark.torch.pipeline.unit_cache import Unit, find_units
 from quark.torch.quantization.calibration import group_by_parent
 from quark.torch.quantization.config.config import NAMED_ONLY, Config
@@ -103,6 +103,23 @@ def measure_model(model: nn.Module, config: Config) -> ModelShape:
             around_largest=max(outside.values(), default=0),
             quantized_around=tuple(s for n, s in shapes.items() if not n.startswith(inside)),
         )
+
+
+def describe_data(model: nn.Module, tokens: int, batch: int, length: int, blocks: int) -> DataShape:
+    """Return the tensors that data becomes in a model.
+
+    Args:
+        model: The model; its parameters need no values.
+        tokens: Number of tokens.
+        batch: Tokens of a chunk, which run at once.
+        length: Tokens of a sequence.
+        blocks: Number of blocks.
+    """
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    hidden, labels = (getattr(text, name, 0) or 0 for name in ("hidden_size", "vocab_size"))
+    itemsize = next(model.parameters()).itemsize
+    return DataShape(tokens, batch, length, hidden, itemsize, labels, blocks)
 
 
 def list_kinds(model: nn.Module, config: Config) -> list[LayerKind]:

@@ -14,7 +14,7 @@ from quark.torch.pipeline.requirements import require
 from quark.torch.pipeline.run_steps import Run
 from quark.torch.pipeline.shapes import DataShape, ModelShape
 from quark.torch.quantization.calibration import needs_data
-from quark.torch.quantization.model_shape import measure_model
+from quark.torch.quantization.model_shape import describe_data, measure_model
 from quark.torch.quantization.plan import Plan
 
 
@@ -45,15 +45,6 @@ def limit_parameters(model: nn.Module, plan: Plan) -> None:
 
 def _describe(model: nn.Module, chunks: Iterable[Any], shape: ModelShape) -> DataShape:
     sizes = [count_tokens(chunk) for chunk in chunks]
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     largest, length = max(sizes, default=(0, 0))
-    return DataShape(
-        tokens=sum(tokens for tokens, _ in sizes),
-        batch=largest,
-        length=length,
-        hidden=getattr(text, "hidden_size", 0) or 0,
-        itemsize=next(model.parameters()).itemsize,
-        labels=getattr(text, "vocab_size", 0) or 0,
-        blocks=len(shape.blocks),
-    )
+    tokens = sum(tokens for tokens, _ in sizes)
+    return describe_data(model, tokens, largest, length, len(shape.blocks))

@@ -4,18 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-
-class Net(nn.Module):
-    """Children and a function of them and an input."""
-
-    def __init__(self, function, **members):
-        super().__init__()
-        self.function = function
-        for name, member in members.items():
-            setattr(self, name, member)
-
-    def forward(self, x):
-        return self.function(self, x)
+from tests.nets import Net
 
 
 @pytest.fixture(scope="session")
