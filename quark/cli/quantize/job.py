@@ -14,7 +14,7 @@ from quark.cli import console, models
 from quark.cli.collect import read_optional_statistics
 from quark.cli.metrics import Figures, Measures, prepare_measures, show_scores, write_metrics
 from quark.cli.options import SEQ_LEN
-from quark.cli.process_group import rank
+from quark.cli.process_group import rank, wait_for_all
 from quark.cli.quantize.config import make_config, needs_data
 from quark.cli.quantize.data import describe, kind_of_dataset, read_batches
 from quark.cli.quantize.file_job import (
@@ -53,6 +53,7 @@ def run(request: Request) -> None:
     check_places(request)
     described = models.read_config(request.model_dir, "--model_dir")
     _check_source(request, described)
+    wait_for_all()  # the first process writes nothing before the others have looked at the places
     if request.quantizes:
         _quantize(request, described)
     elif rank() == 0:
@@ -141,6 +142,8 @@ def _quantize_files(
     if _has_plan(request, described):
         plan = make_plan(request, config, device, length, False, through_files=True)
     if _stops_at(request, plan):
+        return
+    if rank() > 0:
         return
     tokenizer = _find_text(request, False)
     measures = prepare_measures(request, described, tokenizer)
