@@ -300,6 +300,8 @@ def _quantize_and_evaluate(
     start = time.monotonic()
     with console.stage("quantizing"):
         model = quantizer.quantize_model(model, batches, statistics)
+        if rank() > 0:  # the first process alone evaluates and writes
+            return outcome
         model = quantizer.freeze(model)
     outcome.seconds = time.monotonic() - start
     outcome.count_layers(model)

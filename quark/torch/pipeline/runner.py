@@ -84,9 +84,7 @@ def run_blocks(
             with ExitStack() as own:
                 new = partial(_open_store, own, share)
                 stream, others = HiddenStates(new(), new()), new()
-                arguments = capture(
-                    model, part.names, batches, stream.inputs, others, part.shares, number > 0
-                )
+                arguments = capture(model, part, batches, stream.inputs, others, number > 0)
                 stream.outputs.reserve(stream.inputs)
                 reference = references.get(part.names[0])
                 if compare and reference is None:
@@ -115,9 +113,7 @@ class _Reference(NamedTuple):
     ) -> _Reference:
         """Record those of a later stack, before the model is changed."""
         stream = HiddenStates(new_store(), new_store())
-        arguments = capture(
-            model, part.names, batches, stream.inputs, new_store(), part.shares, True
-        )
+        arguments = capture(model, part, batches, stream.inputs, new_store(), True)
         stream.outputs.reserve(stream.inputs)
         return cls(stream, arguments)
 

@@ -268,9 +268,10 @@ class ModelQuantizer:
         if isinstance(model, GraphModule):
             fix_graph_ranges(model)
         owners = Counter(id(p) for m in model.modules() for p in m._parameters.values())
-        for part in iterate_parts(model):
-            for name, layer in layers.items():
-                if part.holds(name) and not layer.frozen:
+        left = {name: layer for name, layer in layers.items() if not layer.frozen}
+        for part in iterate_parts(model, left):
+            for name, layer in left.items():
+                if part.holds(name):
                     _freeze(layer, owners)
         return model
 
