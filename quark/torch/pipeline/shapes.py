@@ -126,6 +126,8 @@ class Work(NamedTuple):
         held: Bytes of statistics that stay in stores until the end of the algorithm, up to the
             limit of activations.
         is_local: Whether it needs one block at a time. Otherwise the model must be in memory.
+        runs_model: Whether a model in memory runs whole, output head included. One that is read in
+            parts runs up to the last block.
     """
 
     memory: int = 0
@@ -136,6 +138,7 @@ class Work(NamedTuple):
     reads: int = 1
     held: int = 0
     is_local: bool = True
+    runs_model: bool = False
 
 
 class ModelShape(NamedTuple):
