@@ -179,6 +179,7 @@ def _describe_run(
         packed=max(0, stored - (shape.size - shape.changed)),
         evaluated=0 if request.skip_evaluation else max(windows, EVAL_WINDOWS) * window,
         evaluated_batch=request.evaluation_batch * window,
+        evaluated_window=window,
         processes=int(os.environ.get("WORLD_SIZE", "1")),
         on_device=device != "cpu",
     )

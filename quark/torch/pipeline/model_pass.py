@@ -39,6 +39,7 @@ def run_data(
     receive: Receiver | None = None,
     limit: int | None = None,
     observed: Collection[str] | None = None,
+    call: Callable[[nn.Module, Any], Any] = run_batch,
 ) -> int:
     """Run every batch of this process through a model, in evaluation mode.
 
@@ -54,6 +55,7 @@ def run_data(
             are not needed.
         limit: Bytes of hidden states to hold in memory; None for ``current_limit``.
         observed: Names of the modules that ``observe`` looks at; None for any.
+        call: Runs the model on a batch and returns what ``receive`` takes.
 
     Returns:
         The number of batches of all processes.
@@ -64,13 +66,13 @@ def run_data(
             bound = current_limit() if limit is None else limit
             ends_early = receive is None and _are_inside(blocks, observed)
             ending = None if ends_early else receive or _drop
-            return _run_by_blocks(model, blocks, batches, what, observe, ending, bound)
+            return _run_by_blocks(model, blocks, batches, what, observe, ending, bound, call)
         count, is_own = 0, own_calls(batches)
         with observe():
             for batch in flatten_batches(show_progress(batches, what)):
                 if is_own(count):
                     with batch_padding(model, batch), count_tokens(model, count):
-                        (receive or _drop)(count, run_batch(model, batch))
+                        (receive or _drop)(count, call(model, batch))
                 count += 1
         return count
 
@@ -143,6 +145,7 @@ def _run_by_blocks(
     observe: Callable[[], AbstractContextManager[Any]],
     receive: Receiver | None,
     limit: int,
+    call: Callable[[nn.Module, Any], Any],
 ) -> int:
     """Run every batch through one block after the other; see ``run_data``.
 
@@ -177,7 +180,7 @@ def _run_by_blocks(
             for batch in current:
                 if is_own(count):
                     with batch_padding(model, batch):
-                        receive(count, run_batch(model, batch))
+                        receive(count, call(model, batch))
                 count += 1
         next(progress, None)  # ends the bar
     return count

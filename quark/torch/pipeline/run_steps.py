@@ -11,9 +11,10 @@ from quark.torch.pipeline.shapes import (
     DataShape,
     ModelShape,
     Work,
+    windows_at_once,
 )
 
-_ROWS = 512  # tokens whose logits are converted to float32 at once
+_ROWS = 256  # tokens that the output head receives at once in an evaluation
 ELEMENT_FLOPS = 100.0  # elementwise steps that quantize a value, in units of arithmetic
 
 
@@ -51,7 +52,8 @@ class Run(NamedTuple):
         output: Bytes of the checkpoints.
         packed: Bytes of the tensors that one of them holds and the model does not.
         evaluated: Tokens of an evaluation, 0 for none.
-        evaluated_batch: Tokens of a batch of it.
+        evaluated_batch: Most tokens of a batch of it.
+        evaluated_window: Tokens of a window of it.
         processes: Number of processes that share the work.
         on_device: Whether the model runs on a device with memory of its own.
         through_files: Whether tensors go from files to files, without a model in memory.
@@ -67,6 +69,7 @@ class Run(NamedTuple):
     packed: int
     evaluated: int = 0
     evaluated_batch: int = 0
+    evaluated_window: int = 1
     processes: int = 1
     on_device: bool = False
     through_files: bool = False
@@ -157,9 +160,15 @@ def _evaluation(run: Run, streams: bool, limit: int) -> Step | None:
     """Return the step that measures perplexity, or None."""
     if not run.evaluated:
         return None
-    data = run.data._replace(tokens=run.evaluated, batch=run.evaluated_batch)
-    rows = 3 * FLOAT32 * min(_ROWS, data.batch) * data.labels
-    memory = data.logits + rows + _pass_memory(run._replace(data=data), True)
+    batch, window = run.evaluated_batch, run.evaluated_window
+    if streams:
+        batch = window * windows_at_once(batch // window, window, _widest(run), limit)
+    data = run.data._replace(tokens=run.evaluated, batch=batch, length=window)
+    # Logits of a part of the batch, their copy in float32, and two more for the likelihood.
+    parts = (data.itemsize + 3 * FLOAT32) * min(_ROWS, data.batch) * data.labels
+    reordered = data.itemsize * run.model.around_largest
+    head = parts + reordered + 3 * FLOAT32 * data.batch * data.hidden
+    memory = max(head, _pass_memory(run._replace(data=data), False))
     stores = _held(data.hidden_states, 3, limit) if streams else 0
     return Step("evaluation", memory, stores, _model_flops(run.model, data))
 
@@ -178,9 +187,13 @@ def _pass_memory(run: Run, uses_head: bool) -> int:
     uses_head = uses_head or bool(model.quantized_around)
     largest = max(model.around_largest, model.largest_weight) if uses_head else model.largest_weight
     reordered = data.itemsize * largest if data.itemsize < FLOAT32 else 0
-    widest = max((x.outputs for x in model.layers), default=data.hidden)
-    hidden = FLOAT32 * data.batch * (6 * data.hidden + 4 * widest + data.length)
+    hidden = FLOAT32 * data.batch * (6 * data.hidden + 4 * _widest(run) + data.length)
     return hidden + reordered + uses_head * data.logits
+
+
+def _widest(run: Run) -> int:
+    """Return the outputs of the widest quantized layer."""
+    return max((x.outputs for x in run.model.layers), default=run.data.hidden)
 
 
 def _pass_flops(block: BlockShape, data: DataShape) -> float:

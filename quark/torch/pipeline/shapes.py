@@ -179,6 +179,18 @@ class ModelShape(NamedTuple):
         return max((x.elements for x in self.layers), default=0)
 
 
+def windows_at_once(most: int, length: int, widest: int, limit: int) -> int:
+    """Return how many windows of tokens run together through a model that is read in parts.
+
+    Args:
+        most: The largest number.
+        length: Tokens of a window.
+        widest: Outputs of the widest layer in a block.
+        limit: Bytes of activations that may be in memory.
+    """
+    return max(1, min(most, limit // (FLOAT32 * length * (10 * widest + length))))
+
+
 def gram_flops(block: BlockShape, data: DataShape) -> float:
     """Return the arithmetic of the sums of x xᵀ over all tokens."""
     shares = {layer.shared_input: layer.share for layer in block.layers}

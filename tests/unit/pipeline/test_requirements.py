@@ -80,6 +80,17 @@ class TestMemory:
         in_memory = [memory(labels, None) for labels in (10, 1000_000)]
         assert (in_memory[0] < in_memory[1]) == (algorithm == "smooth")
 
+    def test_an_evaluation_takes_the_logits_of_a_part_of_a_batch(self):
+        def memory(windows, bound):
+            run = request_of(evaluated=2**20, evaluated_batch=2048 * windows, evaluated_window=2048)
+            run = run._replace(data=run.data._replace(labels=128_000))
+            return next(s.memory for s in require(run, 0, bound).steps if s.name == "evaluation")
+
+        one, many = memory(1, None), memory(64, None)
+        assert one < 600 * MIB  # a window has a gigabyte of logits
+        assert many > 15 * one
+        assert memory(64, 4000 * MIB) < 1000 * MIB  # fewer windows at once under a bound
+
     def test_from_files_to_files_it_is_that_of_the_largest_layers(self):
         few, many = (
             require(request_of(blocks=n, through_files=True, threads=2), 0) for n in (20, 60)
