@@ -166,7 +166,7 @@ def _evaluation(run: Run, streams: bool, limit: int) -> Step | None:
     data = run.data._replace(tokens=run.evaluated, batch=batch, length=window)
     # Logits of a part of the batch, their copy in float32, and two more for the likelihood.
     parts = (data.itemsize + 3 * FLOAT32) * min(_ROWS, data.batch) * data.labels
-    reordered = data.itemsize * run.model.around_largest
+    reordered = data.itemsize * run.model.around_largest if data.itemsize < FLOAT32 else 0
     head = parts + reordered + 3 * FLOAT32 * data.batch * data.hidden
     memory = max(head, _pass_memory(run._replace(data=data), False))
     stores = _held(data.hidden_states, 3, limit) if streams else 0
