@@ -8,6 +8,7 @@ The steps are separate, so that two models or toolkits can be evaluated on the s
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib import import_module
 from itertools import chain
@@ -107,6 +108,7 @@ def perplexity(
     progress: str | None = None,
     context: int = 1,
     receive: Receive | None = None,
+    observe: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> float:
     """Return the perplexity: exp of the mean negative log-likelihood of tokens given those before.
 
@@ -126,6 +128,8 @@ def perplexity(
             bar.
         context: Number of tokens at the beginning of each window that are read but not scored.
         receive: Also takes the logits of each part of a batch; see ``OutputHead.run``.
+        observe: Opened while the windows run; each module runs once for each batch inside, the
+            output head for each part of it.
 
     Returns:
         The perplexity: at least 1, the size of the vocabulary for uniform logits, infinite if
@@ -156,7 +160,8 @@ def perplexity(
             )
         total.add_(losses.sum())
 
-    _run(model, batches, progress, _compute_losses(model, context, receive), add_losses)
+    compute = _compute_losses(model, context, receive)
+    _run(model, batches, progress, observe, compute, add_losses)
     scored = len(windows) * (windows.shape[1] - context)
     return float(torch.exp(total / scored))
 
@@ -226,6 +231,7 @@ def _run(
     model: nn.Module,
     batches: Sequence[torch.Tensor],
     progress: str | None,
+    observe: Callable[[], AbstractContextManager[Any]],
     compute: Callable[[Callable[[], Any], torch.Tensor], torch.Tensor],
     receive: Callable[[int, torch.Tensor], None],
 ) -> None:
@@ -235,6 +241,7 @@ def _run(
         model: The model.
         batches: The batches.
         progress: Title of the progress bar, or None.
+        observe: Opened while they run.
         compute: Takes a function that runs the model on a batch, and the batch.
         receive: Takes the number of each batch and what was computed for it.
     """
@@ -245,13 +252,14 @@ def _run(
                 model,
                 batches,
                 progress or "perplexity",
+                observe=observe,
                 receive=receive,
                 call=lambda model, tokens: compute(partial(run_batch, model, tokens), tokens),
             )
         return
     options = {"use_cache": False} if _takes_use_cache(model) else {}
     device = _input_device(model, default=batches[0].device)
-    with torch.inference_mode(), eval_mode(model):
+    with torch.inference_mode(), eval_mode(model), observe():
         for index in _indices(len(batches), progress):
             tokens = batches[index]
             receive(index, compute(partial(model, tokens.to(device), **options), tokens))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -123,11 +123,17 @@ class Reference:
         take = _at_some_positions(windows.shape[1], self._keep)
         self.perplexity = perplexity(model, windows, batch_size, "original", receive=take)
 
-    def compare(self, model: nn.Module, windows: torch.Tensor, batch_size: int) -> Predictions:
+    def compare(
+        self,
+        model: nn.Module,
+        windows: torch.Tensor,
+        batch_size: int,
+        observe: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> Predictions:
         """Run the quantized model on the same windows and compare its predictions."""
         parts = iter(range(len(self._store)))
         take = _at_some_positions(windows.shape[1], partial(self._compare, parts))
-        value = perplexity(model, windows, batch_size, "quantized", receive=take)
+        value = perplexity(model, windows, batch_size, "quantized", receive=take, observe=observe)
         if self.perplexity is None:
             return Predictions(value)
         mean, same = self._divergence / self._count, self._same / self._count
@@ -169,16 +175,19 @@ def _at_some_positions(length: int, take: Callable[[torch.Tensor], None]) -> Rec
 
 @contextmanager
 def recording_inputs(
-    layers: Mapping[str, PackedLayer], store: ActivationStore, calls: int
-) -> Iterator[dict[str, InputRecord]]:
+    layers: Mapping[str, PackedLayer],
+    records: Mapping[str, InputRecord],
+    store: ActivationStore,
+    calls: int,
+) -> Iterator[None]:
     """Record the inputs of linear layers while data runs through the model.
 
     Args:
         layers: Layers by name.
+        records: Records of the linear ones.
         store: Store for a sample of their inputs.
         calls: Number of times the model will be called.
     """
-    records = {name: InputRecord() for name, layer in layers.items() if layer.is_linear}
     share = -(-SAMPLE // calls)
 
     def record_input(record: InputRecord, layer: Any, args: tuple[torch.Tensor, ...]) -> None:
@@ -193,7 +202,7 @@ def recording_inputs(
         for n, record in records.items()
     ]
     try:
-        yield records
+        yield
     finally:
         for handle in handles:
             handle.remove()
