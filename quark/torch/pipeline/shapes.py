@@ -201,10 +201,11 @@ def gram_flops(block: BlockShape, data: DataShape) -> float:
 def solver_memory(block: BlockShape) -> int:
     """Return the bytes that rounding takes which compensates for errors, for the largest layer.
 
-    Five matrices of its inputs (Hessian, reordered, factors) and ten of its weight (values,
-    clipped, refitted; remaining, rounded and errors of columns).
+    Four matrices of its inputs (reordered Hessian, factors; the Hessian takes the memory of the
+    sums) and ten of its weight (values, clipped, refitted; remaining, rounded and errors of
+    columns).
     """
-    return block.largest(lambda x: FLOAT32 * (5 * x.inputs**2 + 10 * x.elements))
+    return block.largest(lambda x: FLOAT32 * (4 * x.inputs**2 + 10 * x.elements))
 
 
 def solver_flops(block: BlockShape) -> float:
