@@ -15,7 +15,7 @@ from quark.cli.collect import read_optional_statistics
 from quark.cli.metrics import Figures, Measures, prepare_measures, show_scores, write_metrics
 from quark.cli.options import SEQ_LEN
 from quark.cli.process_group import rank
-from quark.cli.quantize.config import make_config, needs_data
+from quark.cli.quantize.config import fit_recipe, make_config, needs_data
 from quark.cli.quantize.data import describe, kind_of_dataset, read_batches
 from quark.cli.quantize.file_job import (
     goes_through_files,
@@ -93,6 +93,7 @@ def _quantize(request: Request, described: dict[str, Any]) -> None:
     is_known = is_known_architecture(request, described)
     outline = read_outline(request.model_dir, request.trust_remote_code) if is_known else None
     request = _without_perplexity(request, outline)
+    config = fit_recipe(request, config, outline)
     if goes_through_files(request, described, config):
         _quantize_files(request, described, config, outline, length)
         return
