@@ -123,8 +123,10 @@ def capture(
 
     The model runs with blocks that record their arguments and return their input, so a batch costs
     no more than what comes before them. Only the first batch runs through the real blocks as well,
-    to learn the form of their outputs. Batches that do not reach the blocks, such as texts without
-    images before a vision tower, are left out. So are those of other processes.
+    to learn the form of their outputs. What comes behind the last block, such as the output head,
+    never runs: its logits can take more memory than a block. Batches that do not reach the blocks,
+    such as texts without images before a vision tower, are left out. So are those of other
+    processes.
 
     Args:
         model: The model.
@@ -138,7 +140,7 @@ def capture(
             the decoder where the model knows two.
 
     Raises:
-        ValueError: A block runs more than once in a forward pass.
+        ValueError: A block before the last one runs more than once in a forward pass.
     """
     leaves = Leaves(count_calls(batches))
     arguments, deduplicator = BlockArguments(others, leaves), _Deduplicator(others)
@@ -147,7 +149,7 @@ def capture(
         if not leaves.is_own(number):
             continue
         if not arguments.outputs:
-            with _record_outputs(model, names, arguments):
+            with _record_outputs(model, names, arguments), suppress(StopForward):
                 run_batch(model, batch)
         received: dict[str, _Received] = {}
         with (
@@ -214,7 +216,7 @@ def _hidden_keyword(kwargs: dict[str, Any]) -> str:
 def _record_outputs(
     model: nn.Module, names: list[str], arguments: BlockArguments
 ) -> Iterator[None]:
-    """Record the outputs of blocks, without the hidden states."""
+    """Record the outputs of blocks, without the hidden states, and stop behind the last block."""
 
     def watch(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -223,6 +225,8 @@ def _record_outputs(
             place = _find_hidden_states(output, split_hidden_states(args, kwargs)[0].shape)
             arguments.positions[name] = place
             arguments.outputs[name] = _drop_hidden_states(output, place)
+            if name == names[-1]:
+                raise StopForward
 
         return hook
 
