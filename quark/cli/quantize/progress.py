@@ -68,7 +68,9 @@ def open_journal(request: Request, config: Config) -> Iterator[Journal | None]:
 
 def _has_room(request: Request, output: Path, algorithms: int) -> bool:
     """Whether the disk has room for a journal, which has each block once for each algorithm."""
-    size = sum(path.stat().st_size for path in request.model_dir.glob("*.safetensors"))
+    source = request.model_dir
+    files = [source] if source.is_file() else source.glob("*.safetensors")
+    size = sum(path.stat().st_size for path in files)
     existing = next(path for path in (output, *output.parents) if path.exists())
     has_room = _free(existing) > size * (algorithms + 1)
     if not has_room:

@@ -121,9 +121,10 @@ def capture(
 
     The model runs with blocks that record their arguments and return their input, so a batch costs
     no more than what comes before them. Where blocks return more than hidden states, the first
-    batch runs through the real blocks as well, to learn the form of their outputs. Batches that do
-    not reach the blocks, such as texts without images before a vision tower, are left out. So are
-    those of other processes.
+    batch runs through the real blocks as well, to learn the form of their outputs. What comes
+    behind the last block, such as the output head, never runs: its logits can take more memory than
+    a block. Batches that do not reach the blocks, such as texts without images before a vision
+    tower, are left out. So are those of other processes.
 
     Args:
         model: The model.
@@ -136,7 +137,7 @@ def capture(
             the decoder where the model knows two.
 
     Raises:
-        ValueError: A block runs more than once in a forward pass.
+        ValueError: A block before the last one runs more than once in a forward pass.
     """
     leaves = Leaves(count_calls(batches))
     arguments, deduplicator = BlockArguments(others, leaves), _Deduplicator(others)
@@ -148,7 +149,7 @@ def capture(
         if not leaves.is_own(number):
             continue
         if not arguments.forms:
-            with _record_outputs(model, names, arguments):
+            with _record_outputs(model, names, arguments), suppress(StopForward):
                 run_batch(model, batch)
         received: dict[str, _Received] = {}
         with (
@@ -187,7 +188,7 @@ def _fitting(mask: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | Non
 def _record_outputs(
     model: nn.Module, names: list[str], arguments: BlockArguments
 ) -> Iterator[None]:
-    """Record the forms of the outputs of blocks."""
+    """Record the forms of the outputs of blocks, and stop behind the last block."""
 
     def watch(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -195,6 +196,8 @@ def _record_outputs(
                 raise ValueError(f"{name} runs more than once in a forward pass.")
             shape = split_hidden_states(args, kwargs)[0].shape
             arguments.forms[name] = OutputForm.of(output, shape)
+            if name == names[-1]:
+                raise StopForward
 
         return hook
 

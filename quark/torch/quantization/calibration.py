@@ -153,7 +153,13 @@ def calibrate_activations(model: nn.Module, dataloader: Iterable[Any]) -> None:
     # Ranges that depend on the order of the data need all of it in every process.
     is_divided = all(can_combine(quantizer) for quantizer in static.values())
     with disabled_quantizers(model), nullcontext() if is_divided else alone():
-        run_data(model, dataloader, "calibration", observe=partial(_observing, static.values()))
+        run_data(
+            model,
+            dataloader,
+            "calibration",
+            observe=partial(_observing, static.values()),
+            observed={name for name, _ in static},
+        )
     if is_divided:
         combine_observers({f"{name}.{tensor}": q for (name, tensor), q in static.items()})
     _compute_activation_scales(model, static)

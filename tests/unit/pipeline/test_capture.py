@@ -96,6 +96,21 @@ def test_a_block_that_runs_twice():
         captured(Model(times=2), [torch.randn(2, 4)])
 
 
+@pytest.mark.parametrize("runs", [False, True])
+def test_what_comes_behind_the_last_block_does_not_run(runs):
+    class WithHead(Model):
+        def forward(self, x):
+            return self.head(super().forward(x))
+
+    model = WithHead()
+    model.head = nn.Linear(4, 1000)
+    model.head.register_forward_pre_hook(lambda module, args: pytest.fail("the head runs"))
+    store = ActivationStore()
+    part = Stack(NAMES, runs)
+    arguments = capture(model, part, [torch.randn(2, 4)], store, ActivationStore())
+    assert arguments.forms.keys() == set(NAMES)
+
+
 def test_replaced_forwards_come_back_after_an_error():
     model = Model()
     own = model.blocks[1].forward = lambda x: x
