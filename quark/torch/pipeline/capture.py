@@ -122,8 +122,8 @@ def capture(
     The model runs with blocks that record their arguments and return their input, so a batch costs
     no more than what comes before them. Where blocks return more than hidden states, the first
     batch runs through the real blocks as well, to learn the form of their outputs. What comes
-    behind the last block, such as the output head, never runs: its logits can take more memory than
-    a block. Batches that do not reach the blocks, such as texts without images before a vision
+    behind the last block, such as the output head, never runs: its logits can take more memory
+    than a block. Batches that do not reach the blocks, such as texts without images before a vision
     tower, are left out. So are those of other processes.
 
     Args:

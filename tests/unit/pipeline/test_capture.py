@@ -106,7 +106,7 @@ def test_what_comes_behind_the_last_block_does_not_run(runs):
     model.head = nn.Linear(4, 1000)
     model.head.register_forward_pre_hook(lambda module, args: pytest.fail("the head runs"))
     store = ActivationStore()
-    part = Stack(NAMES, runs)
+    part = Stack(NAMES, shares=runs)
     arguments = capture(model, part, [torch.randn(2, 4)], store, ActivationStore())
     assert arguments.forms.keys() == set(NAMES)
 
