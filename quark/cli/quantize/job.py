@@ -15,7 +15,7 @@ from quark.cli.collect import read_optional_statistics
 from quark.cli.metrics import Figures, Measures, prepare_measures, show_scores, write_metrics
 from quark.cli.model_files import find_model
 from quark.cli.options import SEQ_LEN
-from quark.cli.process_group import rank
+from quark.cli.process_group import rank, wait_for_all
 from quark.cli.quantize.config import fit_recipe, make_config, needs_data
 from quark.cli.quantize.data import describe, kind_of_dataset, read_batches
 from quark.cli.quantize.file_job import (
@@ -54,6 +54,7 @@ def run(request: Request) -> None:
     check_places(request)
     described = models.read_config(request.model_dir, "--model_dir")
     _check_source(request, described)
+    wait_for_all()  # the first process writes nothing before the others have looked at the places
     if request.quantizes:
         _quantize(request, described)
     elif rank() == 0:
@@ -143,6 +144,8 @@ def _quantize_files(
     if _has_plan(request, described):
         plan = make_plan(request, config, device, length, False, through_files=True)
     if _stops_at(request, plan):
+        return
+    if rank() > 0:
         return
     tokenizer = _find_text(request, False)
     measures = prepare_measures(request, described, tokenizer)
@@ -302,6 +305,8 @@ def _quantize_and_evaluate(
     start = time.monotonic()
     with console.stage("quantizing"):
         model = quantizer.quantize_model(model, batches, statistics)
+        if rank() > 0:  # the first process alone evaluates and writes
+            return outcome
         model = quantizer.freeze(model)
     outcome.seconds = time.monotonic() - start
     outcome.count_layers(model)

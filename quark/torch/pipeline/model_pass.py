@@ -22,8 +22,9 @@ from quark.torch.pipeline.activation_store import ActivationStore, current_limit
 from quark.torch.pipeline.batch_padding import batch_padding
 from quark.torch.pipeline.batches import flatten_batches, run_batch, show_progress, take_excerpt
 from quark.torch.pipeline.block import Block, HiddenStates
-from quark.torch.pipeline.capture import BlockArguments, capture, split_hidden_states
+from quark.torch.pipeline.capture import BlockArguments, capture
 from quark.torch.pipeline.chunks import count_calls, own_calls
+from quark.torch.pipeline.hidden_states import split_hidden_states
 from quark.torch.pipeline.stacks import Stack, find_stacks
 from quark.torch.quantization.nn.experts import count_tokens
 
@@ -160,9 +161,7 @@ def _run_by_blocks(
         for number, part in enumerate(stacks):
             stream, others = HiddenStates(new(), new()), new()
             with replace_forwards(model, forwards):
-                arguments = capture(
-                    model, part.names, current, stream.inputs, others, part.shares, number > 0
-                )
+                arguments = capture(model, part, current, stream.inputs, others, number > 0)
             stream.outputs.reserve(stream.inputs)
             for name in part.names:
                 next(progress)

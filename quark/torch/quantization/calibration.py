@@ -91,7 +91,7 @@ def calibrate_parameters(model: nn.Module, config: Config | None = None) -> None
     """
     layers = {name: m for name, m in quantized_layers(model) if not m.frozen}
     bar = iter(show_progress(list(layers), "weight ranges"))
-    for part in iterate_parts(model):
+    for part in iterate_parts(model, layers):
         inside = {name: layer for name, layer in layers.items() if part.holds(name)}
         for name, layer in inside.items():
             next(bar)
