@@ -16,7 +16,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -167,6 +167,14 @@ def edge_quantizers(graph: nn.Module) -> dict[str, TensorQuantizer]:
     holder = getattr(graph, EDGES, None)
     children = holder.named_children() if isinstance(holder, nn.Module) else ()
     return {name: q for name, q in children if isinstance(q, TensorQuantizer)}
+
+
+def edge_quantizer(graph: fx.GraphModule, node: Any) -> TensorQuantizer | None:
+    """Return the quantizer that a node applies to a value of a graph; None for anything else."""
+    is_call = isinstance(node, fx.Node) and node.op == "call_module"
+    module = graph.get_submodule(str(node.target)) if is_call else None
+    quantizer = module.source if isinstance(module, MovedQuantizer) else module
+    return quantizer if isinstance(quantizer, TensorQuantizer) else None
 
 
 def edge_modules(graph: nn.Module) -> dict[str, TensorQuantizer]:

@@ -10,9 +10,9 @@ from typing import Any
 from torch import fx
 from torch.utils._pytree import tree_unflatten
 
+from quark.torch.quantization.config.graph import PassOptions
 from quark.torch.quantization.graph_mode.nodes import call_functions, operator_name
 from quark.torch.quantization.graph_mode.passes.graph_edits import arguments
-from quark.torch.quantization.graph_mode.passes.options import PassOptions
 from quark.torch.quantization.graph_mode.passes.preparation import prepare
 
 # Operators that behave differently while training -> the argument that says so.

@@ -25,6 +25,7 @@ from quark.torch.quantization.calibration import calibrate
 from quark.torch.quantization.checks import check_data, check_processes
 from quark.torch.quantization.config.algo import CLEConfig
 from quark.torch.quantization.config.config import Config
+from quark.torch.quantization.config.graph import PassOptions
 from quark.torch.quantization.config.type import QuantizationMode
 from quark.torch.quantization.graph_mode.bias import set_bias_scales
 from quark.torch.quantization.graph_mode.edges import (
@@ -38,13 +39,13 @@ from quark.torch.quantization.graph_mode.inputs import example_inputs, fit_batch
 from quark.torch.quantization.graph_mode.layers import raise_layers
 from quark.torch.quantization.graph_mode.movement import find_movements
 from quark.torch.quantization.graph_mode.nodes import call_functions
-from quark.torch.quantization.graph_mode.passes.options import PassOptions
 from quark.torch.quantization.graph_mode.selection import (
     configure_layers,
     configure_nodes,
     graph_config,
     report_float_operators,
 )
+from quark.torch.quantization.graph_mode.shifts import apply_shift_limits, check_shift_specs
 from quark.torch.quantization.nn.learned_range import LearnedRangeQuantizer
 from quark.torch.quantization.plan import Plan, prepare
 from quark.torch.quantization.preparation import (
@@ -67,9 +68,13 @@ def check_mode(model: nn.Module, config: Config) -> None:
     """Check that a model is what the mode of a configuration takes.
 
     Raises:
-        ValueError: It is a graph in eager mode, or a module in graph mode.
+        ValueError: It is a graph in eager mode, or a module in graph mode, or options of graph mode
+            are given in eager mode.
     """
     is_graph_mode = config.quant_mode is QuantizationMode.fx_graph_mode
+    for name in ("pass_options", "shift_limits"):
+        if getattr(config, name) is not None and not is_graph_mode:
+            raise ValueError(f"{name} is for quant_mode=fx_graph_mode: leave it out.")
     if is_exported(model) and not is_graph_mode:
         raise ValueError(
             "The model is a graph of torch.export: set quant_mode=QuantizationMode.fx_graph_mode, "
@@ -99,10 +104,11 @@ def check_trained_graph(graph: fx.GraphModule) -> None:
 
 
 def fix_graph_ranges(graph: fx.GraphModule) -> None:
-    """Let the ranges of edges stay as they are, and give biases the scales that follow."""
+    """Let the ranges of edges stay as they are, and set the scales that depend on them."""
     for quantizer in edge_quantizers(graph).values():
         quantizer.end_training()
-    set_bias_scales(graph)
+    config = getattr(graph, "quant_config", None)
+    _set_dependent_scales(graph, config if isinstance(config, Config) else Config())
 
 
 def quantize_graph(
@@ -136,12 +142,19 @@ def quantize_graph(
             with record_writes(lambda parameter: None):
                 apply_algorithms(model, plan, structure)
         calibrate(model, plan)
-        set_bias_scales(model)
+        _set_dependent_scales(model, config)
         mark_as_quantized(model, config)
         if plan.data_digest is not None:
             model.calibration_sha256 = plan.data_digest  # type: ignore[assignment]
     logger.info("Model quantization has been completed.")
     return model
+
+
+def _set_dependent_scales(graph: fx.GraphModule, config: Config) -> None:
+    """Set the scales that depend on those of other tensors: of int32 biases, and within limits."""
+    set_bias_scales(graph)
+    if config.shift_limits is not None:
+        apply_shift_limits(graph, config.shift_limits)
 
 
 def _check(
@@ -155,7 +168,10 @@ def _check(
     config = graph_config(config, model)
     algorithms = find_algorithms(config)
     layers = configure_layers(model, config)
-    edges = plan_edges(configure_nodes(model, config, layers), movements)
+    nodes = configure_nodes(model, config, layers)
+    if config.shift_limits is not None:
+        check_shift_specs(nodes, model)
+    edges = plan_edges(nodes, movements)
     has_data = next(flatten_batches(data), None) is not None
     check_algorithms(config, algorithms, layers, data if has_data else None, None)
     if edges.needs_data and not has_data:
@@ -174,9 +190,10 @@ def _check(
 
 
 def _pass_options(config: Config) -> PassOptions:
-    """Return the rewrites that the algorithms of a configuration need."""
-    algorithms = config.algo_config or []
-    return PassOptions(channel_caps=any(isinstance(a, CLEConfig) for a in algorithms))
+    """Return the rewrites that a configuration asks for, or that its algorithms need."""
+    options = config.pass_options or PassOptions()
+    equalizes = any(isinstance(a, CLEConfig) for a in config.algo_config or [])
+    return replace(options, channel_caps=options.channel_caps or equalizes)
 
 
 def _discover(model: fx.GraphModule, plan: Plan, inputs: Sequence[Any]) -> Structure | None:

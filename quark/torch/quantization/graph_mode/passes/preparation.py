@@ -6,8 +6,8 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from quark.torch.quantization.config.graph import PassOptions
 from quark.torch.quantization.graph_mode.passes.graph_edits import clean_, copy_graph
-from quark.torch.quantization.graph_mode.passes.options import PassOptions
 from quark.torch.quantization.graph_mode.passes.proof import Proof
 from quark.torch.quantization.graph_mode.passes.registry import PASSES
 from quark.torch.quantization.graph_mode.passes.rewriting import apply_pass

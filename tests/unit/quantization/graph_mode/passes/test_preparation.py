@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import nn
 
+from quark.torch.quantization.config.graph import PassOptions
 from quark.torch.quantization.graph_mode.passes.graph_edits import (
     arguments,
     insert_tensor,
     is_call,
     set_arguments,
 )
-from quark.torch.quantization.graph_mode.passes.options import PassOptions
 from quark.torch.quantization.graph_mode.passes.preparation import prepare
 from quark.torch.quantization.graph_mode.passes.proof import Proof
 from quark.torch.quantization.graph_mode.passes.rewriting import Candidates, Pass, apply_pass
