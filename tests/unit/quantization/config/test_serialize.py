@@ -12,6 +12,7 @@ from quark.torch.quantization.config.algo import (
 )
 from quark.torch.quantization.config.config import Config, QuantizationConfig, QuantizationSpec
 from quark.torch.quantization.config.export import JsonExporterConfig
+from quark.torch.quantization.config.graph import PassOptions, ShiftLimits
 from quark.torch.quantization.config.presets import KV_CACHE_SCHEMES, scheme, scheme_names
 from quark.torch.quantization.config.spec_classes import SPEC_CLASSES
 from quark.torch.quantization.config.template import LLMTemplate
@@ -101,6 +102,8 @@ def full_config():
         keep_prequantized_layers=False,
         export=JsonExporterConfig([["*q_proj"]], ["*k_proj"], 0.5, "fake_quantized", "order"),
         float_parts=["tower"],
+        pass_options=PassOptions(channel_caps=True),
+        shift_limits=ShiftLimits(write=(-3, 3)),
     )
 
 
