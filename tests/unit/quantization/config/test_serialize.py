@@ -139,7 +139,7 @@ def test_an_observer_of_ones_choice_is_written():
 
 def test_key_sets_of_the_checkpoint_layout():
     data = full_config().to_dict()
-    assert list(data) == sorted([*CONFIG_KEYS, "export"])
+    assert list(data) == sorted([*CONFIG_KEYS, "export", "pass_options", "shift_limits"])
     assert list(data["global_quant_config"]) == LAYER_KEYS
     assert list(data["global_quant_config"]["weight"]) == SPEC_KEYS
     assert list(data["softmax_quant_spec"]) == SPEC_KEYS
