@@ -139,8 +139,14 @@ def plan_edges(configs: Mapping[fx.Node, QuantizationConfig], movements: set[fx.
     return edges
 
 
-def insert_edges(graph: fx.GraphModule, edges: Edges) -> None:
-    """Insert quantizers into a graph, in place."""
+def insert_edges(graph: fx.GraphModule, edges: Edges, trains: bool = True) -> None:
+    """Insert quantizers into a graph, in place.
+
+    Args:
+        graph: The graph.
+        edges: The quantizers.
+        trains: Whether ranges train whose specifications say so.
+    """
     names: dict[_Key, str] = {}
     device = next((p.device for p in graph.parameters()), torch.device("cpu"))
     for group in edges.groups():
@@ -148,7 +154,8 @@ def insert_edges(graph: fx.GraphModule, edges: Edges) -> None:
         name = ""
         for key in sorted(group, key=edges.origins.__contains__):  # moved values come last
             if source is None:
-                source = make_quantizer(edges.specs[key.spec], (), device)
+                spec = edges.specs[key.spec]
+                source = make_quantizer(spec, (), device) if trains else TensorQuantizer(spec)
                 name = _add(graph, key.value, source)
             is_moved = key in edges.origins
             names[key] = _add(graph, key.value, MovedQuantizer(source)) if is_moved else name

@@ -130,8 +130,7 @@ def quantize_graph(
     copied = independent_copy(graph)
     data = () if dataloader is None else fit_batches(copied, make_repeatable(dataloader))
     inputs = example_inputs(copied, data)
-    model = raise_layers(rewrite(copied, inputs, _pass_options(config)))
-    movements = find_movements(model, inputs)
+    model, movements = _with_layers(copied, inputs, config)
     with joined():
         plan, edges = _check(model, config, data, movements)
         check_processes(model, plan)
@@ -148,6 +147,33 @@ def quantize_graph(
             model.calibration_sha256 = plan.data_digest  # type: ignore[assignment]
     logger.info("Model quantization has been completed.")
     return model
+
+
+def build_graph(graph: fx.GraphModule, config: Config) -> fx.GraphModule:
+    """Return what ``quantize_graph`` makes, with float layers and quantizers without scales.
+
+    Args:
+        graph: An exported graph. It is not changed.
+        config: How it was quantized.
+
+    Raises:
+        ValueError: The configuration does not fit the graph.
+    """
+    copied = independent_copy(graph)
+    model, movements = _with_layers(copied, example_inputs(copied, ()), config)
+    config = graph_config(config, model)
+    layers = configure_layers(model, config)
+    nodes = configure_nodes(model, config, layers)
+    insert_edges(model, plan_edges(nodes, movements), trains=False)
+    return model
+
+
+def _with_layers(
+    graph: fx.GraphModule, inputs: Sequence[Any], config: Config
+) -> tuple[fx.GraphModule, set[fx.Node]]:
+    """Return a rewritten graph with layers, and its nodes that only move values."""
+    model = raise_layers(rewrite(graph, inputs, _pass_options(config)))
+    return model, find_movements(model, inputs)
 
 
 def _set_dependent_scales(graph: fx.GraphModule, config: Config) -> None:
