@@ -85,8 +85,13 @@ class Edges:
     origins: dict[_Key, set[_Key]] = field(default_factory=dict)
 
     @property
+    def uses_data(self) -> bool:
+        """Whether a scale is calibrated where there is data."""
+        return any(self.specs[key.spec].needs_data for key in self.readers)
+
+    @property
     def needs_data(self) -> bool:
-        """Whether a scale has to be calibrated."""
+        """Whether a scale has to be calibrated. Trained ranges can start while they train."""
         specs = (self.specs[key.spec] for key in self.readers)
         return any(spec.needs_data and spec.range_training is None for spec in specs)
 
@@ -155,7 +160,8 @@ def insert_edges(graph: fx.GraphModule, edges: Edges, trains: bool = True) -> No
         for key in sorted(group, key=edges.origins.__contains__):  # moved values come last
             if source is None:
                 spec = edges.specs[key.spec]
-                source = make_quantizer(spec, (), device) if trains else TensorQuantizer(spec)
+                shape = _trained_shape(key.value, spec)
+                source = make_quantizer(spec, shape, device) if trains else TensorQuantizer(spec)
                 name = _add(graph, key.value, source)
             is_moved = key in edges.origins
             names[key] = _add(graph, key.value, MovedQuantizer(source)) if is_moved else name
@@ -242,6 +248,24 @@ def _origins(
             return set()
         origins |= more
     return origins
+
+
+def _trained_shape(value: fx.Node, spec: QuantizationSpec) -> tuple[int, ...]:
+    """Return the shape of the scale of a value if it is trained, else ().
+
+    Raises:
+        ValueError: The axis of the channels has any size.
+    """
+    scheme = spec.scheme
+    if spec.range_training is None or scheme.qscheme is not QSchemeType.per_channel:
+        return ()
+    channels = value.meta["val"].shape[scheme.axis]
+    if not isinstance(channels, int):
+        raise ValueError(
+            f"{value.name} has any size along ch_axis={scheme.axis}, so a range for each channel "
+            "cannot train: export the graph with a fixed size of this axis."
+        )
+    return (channels,)
 
 
 def _add(graph: fx.GraphModule, value: fx.Node, quantizer: nn.Module) -> str:

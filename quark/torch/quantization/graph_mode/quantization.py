@@ -207,7 +207,7 @@ def _check(
         )
     check_parameters(model)
     report_float_operators(model, movements)
-    runs = has_data and bool(algorithms or edges.needs_data)
+    runs = has_data and bool(algorithms or edges.uses_data)
     digest = check_data(model, data, bool(algorithms)) if runs else None
     # The edges have the quantizers of inputs and outputs.
     weights = {n: replace(c, input_tensors=None, output_tensors=None) for n, c in layers.items()}
