@@ -39,6 +39,7 @@ from quark.torch.quantization.graph_mode.inputs import example_inputs, fit_batch
 from quark.torch.quantization.graph_mode.layers import raise_layers
 from quark.torch.quantization.graph_mode.movement import find_movements
 from quark.torch.quantization.graph_mode.nodes import call_functions
+from quark.torch.quantization.graph_mode.passes.proof import two_samples
 from quark.torch.quantization.graph_mode.selection import (
     configure_layers,
     configure_nodes,
@@ -172,8 +173,11 @@ def _with_layers(
     graph: fx.GraphModule, inputs: Sequence[Any], config: Config
 ) -> tuple[fx.GraphModule, set[fx.Node]]:
     """Return a rewritten graph with layers, and its nodes that only move values."""
-    model = raise_layers(rewrite(graph, inputs, _pass_options(config)))
-    return model, find_movements(model, inputs)
+    samples = two_samples(graph, inputs)
+    used = inputs if samples is None else samples
+    rewritten = rewrite(graph, used, _pass_options(config), has_random=samples is not None)
+    model = raise_layers(rewritten)
+    return model, find_movements(model, used)
 
 
 def _set_dependent_scales(graph: fx.GraphModule, config: Config) -> None:
