@@ -49,7 +49,7 @@ class ShiftLimits:
         read: largest i - smallest i of sums.
         write: smallest i - o of sums.
         product: sum of all i - o of elementwise products.
-        pool: i - o of average pooling.
+        pool: i - o of average pooling; (0, 0) gives input and output one scale.
 
     Raises:
         ValueError: A limit is not a pair of integers in order, or ``read`` excludes 0.
@@ -60,7 +60,7 @@ class ShiftLimits:
     read: tuple[int, int] = (0, 15)
     write: tuple[int, int] = (-15, 15)
     product: tuple[int, int] = (0, 32)
-    pool: tuple[int, int] = (0, 0)
+    pool: tuple[int, int] = (-15, 15)
 
     def __post_init__(self) -> None:
         for field in fields(self):
