@@ -50,8 +50,8 @@ class ModelFlags:
         Path,
         _model(
             metavar="DIR",
-            help="Directory of the model to quantize, OWNER/NAME on the Hugging Face Hub, a graph "
-            "(.pt2), or a Python function that builds one (module:function).",
+            help="Directory of the model to quantize, OWNER/NAME on the Hugging Face Hub, a GGUF "
+            "file, a graph (.pt2), or a Python function that builds a model (module:function).",
         ),
     ]
     revision: Annotated[
