@@ -23,7 +23,7 @@ from quark.cli.quantize.file_job import (
     is_known_architecture,
     quantize_files,
 )
-from quark.cli.quantize.graph_job import is_graph, run_graph
+from quark.cli.quantize.graph_job import run_graph
 from quark.cli.quantize.outline import predicts_text, read_outline
 from quark.cli.quantize.output import check_writable, write
 from quark.cli.quantize.plan import RunPlan, check_plan, make_plan
@@ -47,7 +47,7 @@ def run(request: Request) -> None:
         ValueError: The configuration does not fit the model. Nothing is written.
     """
     check_flags(request)
-    if is_graph(request):
+    if request.is_graph:
         return run_graph(request)
     directory = find_model(request.model_dir, "--model_dir", request.revision)
     request = replace(request, model_dir=directory)

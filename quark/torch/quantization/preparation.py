@@ -89,7 +89,7 @@ def is_training(model: nn.Module) -> bool:
     """Whether a quantized model has begun to train, and is not frozen."""
     layers = [layer for _, layer in quantized_layers(model) if not layer.frozen]
     quantizers = [q for layer in layers for q in layer.quantizers().values()]
-    return any(q.is_following or q.updates for q in quantizers)
+    return any(q.is_following or q.has_updates for q in quantizers)
 
 
 def mark_as_quantized(model: nn.Module, config: Config) -> None:
