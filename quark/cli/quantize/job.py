@@ -94,7 +94,7 @@ def _quantize(request: Request, described: dict[str, Any]) -> None:
     outline = read_outline(request.model_dir, request.trust_remote_code) if is_known else None
     request = _without_perplexity(request, outline)
     if goes_through_files(request, described, config):
-        _quantize_files(request, described, config, outline, length)
+        _quantize_files(request, described, config, outline, source, length)
         return
     is_calibrated = needs_data(config, statistics is not None)
     kind = kind_of_dataset(request, outline) if is_calibrated else None
@@ -128,6 +128,7 @@ def _quantize_files(
     described: dict[str, Any],
     config: Config,
     outline: nn.Module | None,
+    source: str,
     length: int,
 ) -> None:
     """Quantize the files of the model, and evaluate what was written if that is requested."""
@@ -135,7 +136,7 @@ def _quantize_files(
         _check_cache(outline, config)
     calibration = describe(request, None, length)
     if not request.json:
-        show_plan(request, config, described, "", calibration, outline, "file2file")
+        show_plan(request, config, described, source, calibration, outline, "file2file")
     device = models.pick_device(request.device)
     plan = None
     if _has_plan(request, described):
@@ -173,10 +174,9 @@ def _evaluate_unchanged(request: Request, described: dict[str, Any]) -> None:
 
 
 def _has_plan(request: Request, described: dict[str, Any]) -> bool:
-    """Whether the headers of a model give a plan: it is in float, and Transformers knows it."""
+    """Whether the headers of a model give a plan: Transformers knows its architecture."""
     has_files = any(request.model_dir.glob("*.safetensors"))
-    is_float = "quantization_config" not in described
-    return has_files and is_float and is_known_architecture(request, described)
+    return has_files and is_known_architecture(request, described)
 
 
 def _stops_at(request: Request, plan: RunPlan | None) -> bool:
@@ -193,7 +193,7 @@ def _stops_at(request: Request, plan: RunPlan | None) -> bool:
     if plan is None:
         raise console.wrong(
             "--plan",
-            "plans are made from safetensors of float models that Transformers knows, and "
+            "plans are made from safetensors of models that Transformers knows, and "
             f"{request.model_dir} has none. Leave it out.",
         )
     if not request.json:

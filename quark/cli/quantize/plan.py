@@ -96,7 +96,7 @@ def make_plan(
     is_calibrated: bool,
     through_files: bool = False,
 ) -> RunPlan:
-    """Return the plan of a request, from the headers of the safetensors of a float model.
+    """Return the plan of a request, from the headers of safetensors, in float or quantized.
 
     Args:
         request: The flags.
@@ -111,21 +111,24 @@ def make_plan(
     """
     import torch
 
-    from quark.torch.export.checkpoint.float_source import fill_with_placeholders, open_float_model
+    from quark.cli.models import read_entries
+    from quark.torch.export.checkpoint.float_source import fill_with_placeholders
     from quark.torch.export.checkpoint.header_checks import tied_names
+    from quark.torch.export.recognition import open_in_float
     from quark.torch.files import size_of
     from quark.torch.pipeline.machine import probe, taken_memory
     from quark.torch.pipeline.memory_limit import free_memory
     from quark.torch.pipeline.requirements import least_bound, require
     from quark.torch.quantization.model_shape import list_kinds
 
-    model, files = open_float_model(request.model_dir, request.trust_remote_code, request.data_type)
+    model, files = open_in_float(request.model_dir, request.data_type, request.trust_remote_code)
     fill_with_placeholders(model)
     run = _describe_run(request, config, model, device, length, is_calibrated)
     made = {n: t for n, t in model.state_dict().items() if n not in files.entries}
     tied = tied_names(model)
     converted = size_of({name: tensor for name, tensor in made.items() if name not in tied})
-    run = run._replace(model=run.model._replace(converted=converted))
+    stored = sum(entry.nbytes for entry in read_entries(request.model_dir).values())
+    run = run._replace(model=run.model._replace(converted=converted, stored=stored))
     run = run._replace(through_files=through_files, threads=torch.get_num_threads())
     taken = taken_memory() + _TOKENIZER * _size(request.model_dir / "tokenizer.json")
     bound, free = request.max_memory, free_memory()

@@ -45,6 +45,13 @@ class Unit(NamedTuple):
         place = f"{self.name}." if self.name else ""
         return Part(self.name, self.is_whole, self.name if self.is_whole else f"{place}{own}")
 
+    def modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Iterate over (full name, module): the modules whose parameters belong to the unit."""
+        if self.is_whole:
+            yield from self.module.named_modules(prefix=self.name)
+        else:
+            yield self.name, self.module
+
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Iterate over (full name, parameter); a parameter with several names is there once."""
         return self.module.named_parameters(self.name, recurse=self.is_whole)
