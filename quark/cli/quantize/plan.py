@@ -119,11 +119,13 @@ def make_plan(
     from quark.torch.pipeline.machine import probe, taken_memory
     from quark.torch.pipeline.memory_limit import free_memory
     from quark.torch.pipeline.requirements import least_bound, require
-    from quark.torch.quantization.model_shape import list_kinds
+    from quark.torch.quantization.model_shape import list_kinds, selected
 
     model, files = open_in_float(request.model_dir, request.data_type, request.trust_remote_code)
     fill_with_placeholders(model)
-    run = _describe_run(request, config, model, device, length, is_calibrated)
+    with selected(model, config):
+        run = _describe_run(request, config, model, device, length, is_calibrated)
+        kinds = list_kinds(model, config)
     made = {n: t for n, t in model.state_dict().items() if n not in files.entries}
     tied = tied_names(model)
     converted = size_of({name: tensor for name, tensor in made.items() if name not in tied})
@@ -147,7 +149,7 @@ def make_plan(
         *_find_device_problems(needs, device),
         *_find_disk_problems(request, needs),
     ]
-    return RunPlan(needs, least, machine, list_kinds(model, config), problems)
+    return RunPlan(needs, least, machine, kinds, problems)
 
 
 def _describe_run(

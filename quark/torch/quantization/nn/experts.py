@@ -257,9 +257,10 @@ def stack_experts(split: SplitExperts, keep: Iterable[str] = ()) -> None:
         split: Result of ``split_experts``.
         keep: Names of layers that will be quantized. Their experts stay split.
     """
+    # Example: the layer "mlp.experts.3.up_proj" keeps "mlp.experts" split.
+    kept = {name.rpartition(".")[0].rpartition(".")[0] for name in keep}
     for name, (module, parameters) in split.items():
-        is_kept = any(layer.startswith(f"{name}.") for layer in keep)
-        if is_kept or not isinstance(module, LinearExperts):
+        if name in kept or not isinstance(module, LinearExperts):
             continue
         for index in range(module.num_experts):
             delattr(module, str(index))
