@@ -89,7 +89,8 @@ def measure_model(model: nn.Module, config: Config) -> ModelShape:
             for name in members
         }
         shares = _expert_shares(model)
-        shapes = {n: _shape_of(n, model, inputs.get(n, n), shares.get(n, 1.0)) for n in layers}
+        modules = dict(model.named_modules())
+        shapes = {n: _shape_of(modules[n], inputs.get(n, n), shares.get(n, 1.0)) for n in layers}
         units = find_units(model)
         blocks = [unit for unit in units if _is_block(model, unit)]
         layers_of = _divide([unit.name for unit in blocks], shapes)
@@ -194,8 +195,7 @@ def _expert_shares(model: nn.Module) -> dict[str, float]:
     }
 
 
-def _shape_of(name: str, model: nn.Module, shared_input: str, share: float) -> LayerShape:
-    module: Any = model.get_submodule(name)
+def _shape_of(module: Any, shared_input: str, share: float) -> LayerShape:
     weight = module.weight
     inputs = weight.shape[input_axis(type(module))] * (
         weight[0, 0].numel() if weight.dim() > 2 else 1

@@ -129,7 +129,8 @@ def select_layers(
     check_compatibility(config)
     if warns:
         warn_about_ignored(config)
-    names = {name: type(module) for name, module in model.named_modules()}
+    modules = dict(model.named_modules())
+    names = {name: type(module) for name, module in modules.items()}
     for name, kind in names.items():
         if issubclass(kind, QuantizedLayer):
             raise ValueError(
@@ -158,7 +159,7 @@ def select_layers(
         )
     checked: set[Hashable] = set()
     for name, layer in layers.items():
-        module = model.get_submodule(name)
+        module = modules[name]
         if (key := layer_kind(module, layer)) in checked:
             continue
         checked.add(key)
