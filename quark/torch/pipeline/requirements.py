@@ -140,8 +140,7 @@ def require(run: Run, interpreter: int, bound: int | None = None) -> Requirement
             changed - kept if free is None else is_partial * (model.changed + model.largest_unit),
             spilled_activations(run, limit),
         ),
-        read=(model.stored or model.size)
-        * (sum(step.reads for step in steps) if is_partial else 1),
+        read=model.read_size * (sum(step.reads for step in steps) if is_partial else 1),
         network=_network(run),
         is_streamed=free is not None,
     )
@@ -185,7 +184,7 @@ def _require_files(run: Run, interpreter: int) -> Requirements:
         steps=(step,),
         output=run.output,
         spilled=(0, 0),
-        read=model.stored or model.size,
+        read=model.read_size,
         network=0,
         is_streamed=True,
     )

@@ -127,6 +127,11 @@ def describe_data(model: nn.Module, tokens: int, batch: int, length: int, blocks
     return DataShape(tokens, batch, length, hidden, itemsize, labels, blocks)
 
 
+def name_of_kind(name: str) -> str:
+    """Return the name of a module with ``*`` for numbers: ``layers.0.fc`` -> ``layers.*.fc``."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
 def list_kinds(model: nn.Module, config: Config) -> list[LayerKind]:
     """Return the layers of a model by kind, those that are quantized first.
 
@@ -151,7 +156,7 @@ def list_kinds(model: nn.Module, config: Config) -> list[LayerKind]:
             shape = tuple(getattr(module, "weight", own[0]).shape)
             if id(layer) not in texts:
                 texts[id(layer)] = repr(layer)
-            key = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name), shape, texts[id(layer)], reason
+            key = name_of_kind(name), shape, texts[id(layer)], reason
             counts[key] = counts.get(key, 0) + 1
             configs[key] = layer
     kinds = [LayerKind(k[0], n, k[1], configs[k], k[3]) for k, n in counts.items()]
