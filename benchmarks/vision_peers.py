@@ -197,6 +197,7 @@ def main(peer: str, net: str, path: str, stored: str) -> None:
     torch.set_num_threads(1)
     model, data = load(net), material(net)
     logits, seconds, failures = {}, {}, {}
+    save_file(logits, stored)
     for title, make in PEERS[peer](model, data, Path(path)):
         start = cpu_seconds()
         try:
@@ -207,7 +208,7 @@ def main(peer: str, net: str, path: str, stored: str) -> None:
             say(f"{peer}, {title}: {failures[title]}")
             continue
         seconds[title] = cpu_seconds() - start
-    save_file(logits, stored)
+        save_file(logits, stored)
     print("\n" + json.dumps({"seconds": seconds, "failures": failures}))
 
 
