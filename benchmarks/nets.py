@@ -140,56 +140,6 @@ def spread_mobilenet() -> nn.Module:
     return model
 
 
-class Attention(nn.Module):
-    """Self-attention of four heads."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (images, tokens, width)."""
-        q, k, v = self.qkv(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-        y = F.scaled_dot_product_attention(q, k, v)
-        z: torch.Tensor = self.out(y.transpose(1, 2).flatten(2))
-        return z
-
-
-class Block(nn.Module):
-    """A block of a transformer, with norms before its two parts."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = Attention(width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (images, tokens, width)."""
-        x = x + self.attention(self.norm1(x))
-        y: torch.Tensor = x + self.mlp(self.norm2(x))
-        return y
-
-
-class VisionTransformer(nn.Module):
-    """Patches of 4 by 4, four blocks, and the mean of the tokens."""
-
-    def __init__(self, width: int = 64) -> None:
-        super().__init__()
-        self.patches = nn.Conv2d(1, width, 4, 4)
-        self.positions = nn.Parameter(0.02 * torch.randn(1, 36, width))
-        self.blocks = nn.Sequential(*(Block(width) for _ in range(4)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return logits, (images, 10)."""
-        y = self.patches(x).flatten(2).transpose(1, 2) + self.positions
-        z: torch.Tensor = self.head(self.norm(self.blocks(y)).mean(1))
-        return z
-
-
 class Segmenter(nn.Module):
     """A small U-Net: three resolutions, transposed convolutions, concatenations."""
 
@@ -236,7 +186,6 @@ NETS = {
     "resnet": Net(resnet, 6, 4e-3),
     "mobilenet": Net(mobilenet, 8, 6e-3),
     "mobilenet, spread": Net(spread_mobilenet, 8, 6e-3),
-    "vit": Net(VisionTransformer, 16, 2e-3),
     "segmenter": Net(Segmenter, 5, 6e-3, segments=True),
     "crepe, tiny": Net(lambda: load_crepe("tiny")),
     "crepe, full": Net(lambda: load_crepe("full")),
