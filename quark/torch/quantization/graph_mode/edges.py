@@ -17,7 +17,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -101,8 +101,13 @@ class Edges:
     capped: set[_Key] = field(default_factory=set)
 
     @property
+    def uses_data(self) -> bool:
+        """Whether a scale is calibrated where there is data."""
+        return any(self.specs[key.spec].needs_data for key in self.readers)
+
+    @property
     def needs_data(self) -> bool:
-        """Whether a scale has to be calibrated."""
+        """Whether a scale has to be calibrated. Trained ranges can start while they train."""
         specs = (self.specs[key.spec] for key in self.readers)
         return any(spec.needs_data and spec.range_training is None for spec in specs)
 
@@ -161,8 +166,14 @@ def plan_edges(configs: Mapping[fx.Node, QuantizationConfig], movements: set[fx.
     return edges
 
 
-def insert_edges(graph: fx.GraphModule, edges: Edges) -> None:
-    """Insert quantizers into a graph, in place."""
+def insert_edges(graph: fx.GraphModule, edges: Edges, trains: bool = True) -> None:
+    """Insert quantizers into a graph, in place.
+
+    Args:
+        graph: The graph.
+        edges: The quantizers.
+        trains: Whether ranges train whose specifications say so.
+    """
     names: dict[_Key, str] = {}
     device = next((p.device for p in graph.parameters()), torch.device("cpu"))
     for group in edges.groups():
@@ -170,7 +181,9 @@ def insert_edges(graph: fx.GraphModule, edges: Edges) -> None:
         name = ""
         for key in sorted(group, key=edges.is_observed, reverse=True):  # observed values come first
             if source is None:
-                source = make_quantizer(edges.specs[key.spec], (), device)
+                spec = edges.specs[key.spec]
+                shape = _trained_shape(key.value, spec)
+                source = make_quantizer(spec, shape, device) if trains else TensorQuantizer(spec)
                 name = _add(graph, key.value, source)
             if edges.is_observed(key):
                 names[key] = name
@@ -192,6 +205,14 @@ def edge_quantizers(graph: nn.Module) -> dict[str, TensorQuantizer]:
     holder = getattr(graph, EDGES, None)
     children = holder.named_children() if isinstance(holder, nn.Module) else ()
     return {name: q for name, q in children if isinstance(q, TensorQuantizer)}
+
+
+def edge_quantizer(graph: fx.GraphModule, node: Any) -> TensorQuantizer | None:
+    """Return the quantizer that a node applies to a value of a graph; None for anything else."""
+    is_call = isinstance(node, fx.Node) and node.op == "call_module"
+    module = graph.get_submodule(str(node.target)) if is_call else None
+    quantizer = module.source if isinstance(module, MovedQuantizer) else module
+    return quantizer if isinstance(quantizer, TensorQuantizer) else None
 
 
 def edge_modules(graph: nn.Module) -> dict[str, TensorQuantizer]:
@@ -258,6 +279,24 @@ def _origins(
             return set()
         origins |= more
     return origins
+
+
+def _trained_shape(value: fx.Node, spec: QuantizationSpec) -> tuple[int, ...]:
+    """Return the shape of the scale of a value if it is trained, else ().
+
+    Raises:
+        ValueError: The axis of the channels has any size.
+    """
+    scheme = spec.scheme
+    if spec.range_training is None or scheme.qscheme is not QSchemeType.per_channel:
+        return ()
+    channels = value.meta["val"].shape[scheme.axis]
+    if not isinstance(channels, int):
+        raise ValueError(
+            f"{value.name} has any size along ch_axis={scheme.axis}, so a range for each channel "
+            "cannot train: export the graph with a fixed size of this axis."
+        )
+    return (channels,)
 
 
 def _add(graph: fx.GraphModule, value: fx.Node, quantizer: nn.Module) -> str:
