@@ -86,7 +86,8 @@ def answer(path: str) -> dict[str, Any]:
     from quark.torch.export.recognition import load_checkpoint
 
     model: Any = load_checkpoint(path)
-    tokenizer = load_tokenizer(path)
+    place = Path(path)
+    tokenizer = load_tokenizer(place.parent if place.is_file() else place)
     chat = [{"role": "user", "content": QUESTION}]
     asked = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     answers = {}

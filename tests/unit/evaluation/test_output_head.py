@@ -155,8 +155,9 @@ def test_batches_under_a_bound(tokens, tmp_path):
     residency_of(streamed).activation_limit = 2 * 4 * LENGTH * (10 * 96 + LENGTH)
     sizes = Sizes(streamed.model.layers[0].mlp.up_proj)
     value = perplexity(streamed, tokens, batch_size=3)
-    # Traces and the form of outputs, then 3 windows in batches of 2 and 1.
-    assert sizes.rows == [LENGTH, LENGTH, 2 * LENGTH, 2 * LENGTH, LENGTH]
+    # Behind what finds the blocks and their form: 3 windows in batches of 2 and 1.
+    assert sizes.rows[-2:] == [2 * LENGTH, LENGTH]
+    assert max(sizes.rows) == 2 * LENGTH
     assert value == pytest.approx(perplexity(model, tokens, batch_size=3), rel=1e-6)
 
 

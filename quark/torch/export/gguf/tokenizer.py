@@ -38,13 +38,14 @@ def load_tokenizer(path: str | Path) -> Any:
         raise ValueError(f"{path} has no tokenizer that Transformers loads ({error}).") from error
 
 
-def add_tokens(writer: Any, tokenizer: Any, size: int) -> None:
+def add_tokens(writer: Any, tokenizer: Any, size: int, pre_tokenizer: str | None = None) -> None:
     """Add the vocabulary, its merges or scores, and the special tokens.
 
     Args:
         writer: A GGUFWriter.
         tokenizer: A fast tokenizer of Transformers.
         size: Vocabulary size of the model. A smaller tokenizer is padded with unused tokens.
+        pre_tokenizer: Name in llama.cpp of its pre-tokenizer; None to find it.
 
     Raises:
         ValueError: The tokenizer has more tokens, or its kind has no name in GGUF.
@@ -73,13 +74,15 @@ def add_tokens(writer: Any, tokenizer: Any, size: int) -> None:
         kinds[added["id"]] = CONTROL if added["special"] else USER_DEFINED
     if model.get("unk_token") in vocabulary:
         kinds[vocabulary[model["unk_token"]]] = UNKNOWN
-    _add_model(writer, definition, names)
+    _add_model(writer, definition, names, pre_tokenizer)
     writer.add_token_list(names)
     writer.add_token_types(kinds)
     _add_special(writer, tokenizer)
 
 
-def _add_model(writer: Any, definition: dict[str, Any], names: list[str]) -> None:
+def _add_model(
+    writer: Any, definition: dict[str, Any], names: list[str], pre_tokenizer: str | None
+) -> None:
     model = definition["model"]
     if model["type"] != "BPE":
         raise ValueError(f"GGUF export knows BPE tokenizers, not {model['type']}.")
@@ -93,7 +96,8 @@ def _add_model(writer: Any, definition: dict[str, Any], names: list[str]) -> Non
         writer.add_add_space_prefix(_adds_space_prefix(definition))
         return
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(_pre_tokenizer_name(definition.get("pre_tokenizer")))
+    name = pre_tokenizer or _pre_tokenizer_name(definition.get("pre_tokenizer"))
+    writer.add_tokenizer_pre(name)
     writer.add_token_merges([" ".join(pair) for pair in merges])
 
 

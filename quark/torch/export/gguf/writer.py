@@ -25,6 +25,7 @@ from quark.torch.export.gguf.architectures import (
 )
 from quark.torch.export.gguf.blocks import SUPPORTED, block_type, pack_blocks, stored_columns
 from quark.torch.export.gguf.metadata import add_metadata
+from quark.torch.export.gguf.reader import GgufFile
 from quark.torch.export.gguf.rope import FACTORS, frequency_factors, interleaved_rows
 from quark.torch.export.gguf.tokenizer import add_tokens, load_tokenizer
 from quark.torch.files import Target
@@ -61,7 +62,7 @@ def write_gguf(
         add_metadata(writer, config, model_type, architecture.rms)
         writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[most]])
         writer.add_quantization_version(QUANTIZATION_VERSION)
-        add_tokens(writer, tokenizer, config.vocab_size)
+        add_tokens(writer, tokenizer, config.vocab_size, _stored_pre_tokenizer(tokenizer_path))
         for name, (shape, kind) in tensors.outline.items():
             empty = np.empty(0, _stored_dtype(kind))
             number = gguf.GGMLQuantizationType[kind]
@@ -94,7 +95,18 @@ def check_header(model: nn.Module, tokenizer_path: str | Path) -> None:
     for place in _places(model):
         names(place.key)
     tokenizer = load_tokenizer(tokenizer_path)
-    add_tokens(gguf.GGUFWriter(None, architecture.name), tokenizer, config.vocab_size)
+    add_tokens(
+        gguf.GGUFWriter(None, architecture.name),
+        tokenizer,
+        config.vocab_size,
+        _stored_pre_tokenizer(tokenizer_path),
+    )
+
+
+def _stored_pre_tokenizer(tokenizer_path: str | Path) -> str | None:
+    """Return the name of the pre-tokenizer in a GGUF file, which Transformers does not keep."""
+    path = Path(tokenizer_path)
+    return GgufFile(path).values.get("tokenizer.ggml.pre") if path.is_file() else None
 
 
 class _Place(NamedTuple):

@@ -6,6 +6,7 @@ from quark.demo.text import model_directory
 from quark.torch import ModelExporter
 from quark.torch.export.checkpoint.streamed_model import stream_model
 from quark.torch.export.containers.base import ExportSettings
+from quark.torch.export.gguf.reader import GgufFile
 from quark.torch.export.writability import check_exports
 from quark.torch.graph.residency import residency_of
 
@@ -41,3 +42,15 @@ def test_other_files_need_the_model_in_memory(container, build, config_of, tmp_p
     exports = {container: ExportSettings()}
     with pytest.raises(ValueError, match=r"read in parts, and .* --to "):
         check_exports(streamed, config_of("int8_wo"), tmp_path / "out", exports)
+
+
+def test_the_name_of_the_pre_tokenizer_is_that_of_the_source(build, quantize, tmp_path):
+    written(quantize(build(vocab_size=VOCABULARY), "int4_wo_32", None), tmp_path / "first")
+    source = tmp_path / "first" / "small.gguf"
+    name = GgufFile(source).values["tokenizer.ggml.pre"].encode()
+    other = b"x" * len(name)  # one that Transformers does not know
+    source.write_bytes(source.read_bytes().replace(name, other, 1))
+    model = quantize(build(vocab_size=VOCABULARY + 64), "int4_wo_32", None)
+    ModelExporter(tmp_path / "second").export_gguf_model(model, source, "small")
+    again = GgufFile(tmp_path / "second" / "small.gguf")
+    assert again.values["tokenizer.ggml.pre"] == other.decode()
