@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,6 +19,7 @@ from quark.torch.export.checkpoint.rotation_config import declare_rotation, rota
 from quark.torch.export.checkpoint.scale_checks import check_scales
 from quark.torch.export.checkpoint.transformers_names import rename_for_model
 from quark.torch.export.formats.base import ExportFormat
+from quark.torch.quantization.config.algo import RotationConfig
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import assign
 from quark.torch.quantization.nn.attention import check_routes, key_projections, route_keys
@@ -26,7 +27,7 @@ from quark.torch.quantization.nn.experts import split_experts, stack_experts
 from quark.torch.quantization.nn.layer import PARAMETERS, QuantizedLayer
 from quark.torch.quantization.nn.operators import is_operator
 from quark.torch.quantization.nn.packed import SHORT_NAMES, PackedLayer, PackedQuantizer
-from quark.torch.quantization.preparation import check_plain, mark_as_quantized
+from quark.torch.quantization.preparation import check_plain, layer_kind, mark_as_quantized
 
 logger = logging.getLogger(__name__)
 
@@ -320,10 +321,14 @@ def outline_of(
         for key, tensor in model.state_dict().items()
         if key.rpartition(".")[0] not in every_name
     }
+    rotates = any(isinstance(options, RotationConfig) for options in fmt.config.algo_config or [])
+    made: dict[Hashable, dict[str, torch.Tensor]] = {}
     for name, layer in layers.items():
-        empty = _on_meta(model.get_submodule(name))
-        for key, tensor in _prepare_layer(empty, name, layer, fmt).state_dict().items():
-            outline[f"{name}.{key}"] = tensor
+        module = model.get_submodule(name)
+        kind = layer_kind(module, layer), name if rotates else ""  # rotations go by names
+        if kind not in made:
+            made[kind] = _prepare_layer(_on_meta(module), name, layer, fmt).state_dict()
+        outline |= {f"{name}.{key}": tensor for key, tensor in made[kind].items()}
     return outline
 
 

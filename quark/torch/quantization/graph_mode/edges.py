@@ -9,6 +9,7 @@ as follows, where Q is one quantizer:
 - A product that nothing reads but a clamp (ReLU, ReLU6, …) is quantized after the clamp only.
 - Operators that only move values share the scale of what they move. So do all inputs and the
   output of a concatenation.
+- A clamp that is not behind a product, such as min(x, cap), sets the range of what it alone reads.
 """
 
 from __future__ import annotations
@@ -58,6 +59,19 @@ class MovedQuantizer(nn.Module):
         return source.fake_quantized(x)  # the range does not follow values a second time
 
 
+class CappedQuantizer(MovedQuantizer):
+    """Quantizes values that nothing but a clamp reads, by the quantizer behind the clamp.
+
+    Rounding is monotonic, so Q(min(Q(x), Q(cap))) = Q(min(x, cap)): this quantizer changes no
+    result. It lets integer products end before the clamp. In training mode it does nothing, so that
+    the range follows values that are not cut yet.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Fake-quantize ``x`` in evaluation mode."""
+        return x if self.training else super().forward(x)
+
+
 class _Key(NamedTuple):
     """A quantized value.
 
@@ -78,11 +92,13 @@ class Edges:
         specs: All specifications.
         readers: Quantized value -> the nodes that read it quantized; None for all nodes.
         origins: Quantized value that an operator moved -> what it was before.
+        capped: Quantized values that nothing but a clamp reads, which sets their range.
     """
 
     specs: list[QuantizationSpec] = field(default_factory=list)
     readers: dict[_Key, set[fx.Node] | None] = field(default_factory=dict)
     origins: dict[_Key, set[_Key]] = field(default_factory=dict)
+    capped: set[_Key] = field(default_factory=set)
 
     @property
     def uses_data(self) -> bool:
@@ -94,6 +110,10 @@ class Edges:
         """Whether a scale has to be calibrated. Trained ranges can start while they train."""
         specs = (self.specs[key.spec] for key in self.readers)
         return any(spec.needs_data and spec.range_training is None for spec in specs)
+
+    def is_observed(self, key: _Key) -> bool:
+        """Whether a quantized value takes part in the range of its group."""
+        return key not in self.capped and self.origins.get(key, set()) <= self.capped
 
     def key(self, value: fx.Node, spec: QuantizationSpec) -> _Key:
         """Return the key of a value under a specification."""
@@ -141,6 +161,8 @@ def plan_edges(configs: Mapping[fx.Node, QuantizationConfig], movements: set[fx.
             origins = _origins(key, edges.readers, movements)
             if origins:
                 edges.origins[key] = origins
+            if all(_is_clamped(origin.value, key.value) for origin in origins):
+                edges.capped |= origins
     return edges
 
 
@@ -157,14 +179,17 @@ def insert_edges(graph: fx.GraphModule, edges: Edges, trains: bool = True) -> No
     for group in edges.groups():
         source: TensorQuantizer | None = None
         name = ""
-        for key in sorted(group, key=edges.origins.__contains__):  # moved values come last
+        for key in sorted(group, key=edges.is_observed, reverse=True):  # observed values come first
             if source is None:
                 spec = edges.specs[key.spec]
                 shape = _trained_shape(key.value, spec)
                 source = make_quantizer(spec, shape, device) if trains else TensorQuantizer(spec)
                 name = _add(graph, key.value, source)
-            is_moved = key in edges.origins
-            names[key] = _add(graph, key.value, MovedQuantizer(source)) if is_moved else name
+            if edges.is_observed(key):
+                names[key] = name
+            else:
+                kind = CappedQuantizer if key in edges.capped else MovedQuantizer
+                names[key] = _add(graph, key.value, kind(source))
     # A value that all nodes read quantized: its producer comes first, so it is inserted first.
     quantized: dict[fx.Node, fx.Node] = {}
     for key, readers in edges.readers.items():
@@ -215,6 +240,12 @@ def _fused_clamps(
         is_same = configs[clamp].output_tensors == config.output_tensors
         if is_same and operator_name(clamp) in CLAMPS:
             yield node, clamp
+
+
+def _is_clamped(value: fx.Node, reader: fx.Node) -> bool:
+    """Whether a clamp is the only reader of a value."""
+    is_clamp = operator_name(reader) in CLAMPS | {"minimum", "maximum"}
+    return is_clamp and set(value.users) == {reader}
 
 
 def _is_read(value: fx.Node) -> bool:
