@@ -188,7 +188,6 @@ NETS = {
     "mobilenet, spread": Net(spread_mobilenet, 8, 6e-3),
     "segmenter": Net(Segmenter, 5, 6e-3, segments=True),
     "crepe, tiny": Net(lambda: load_crepe("tiny")),
-    "crepe, full": Net(lambda: load_crepe("full")),
 }
 
 

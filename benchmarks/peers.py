@@ -27,7 +27,10 @@ REQUIREMENTS = {
     "torchao-graphs": ("torchao==0.18.0", "safetensors", "numpy"),
     "brevitas": ("brevitas==0.13.4", "safetensors", "numpy"),
     "modelopt": ("nvidia-modelopt==0.47.0", "safetensors", "numpy"),
-    "amd-quark-graphs": ("amd-quark==0.13", "transformers==5.23.0", "accelerate==1.15.0"),
+    "amd-quark-graphs": (
+        *("amd-quark==0.13", "torchao==0.18.0"),
+        *("transformers==5.23.0", "accelerate==1.15.0"),
+    ),
 }
 SCALES, VALUES, PACKED = "scales", "quantized values", "packed codes"
 GROUP = 128

@@ -166,12 +166,9 @@ def evaluate(
             gc.collect()  # modules and what loads their parameters refer to each other
             return_free_memory()
     text = dataset or models.EVALUATION
+    shape = {"windows": windows.shape[0], "seq_len": windows.shape[1]}
     if as_json:
-        first, last = (row.figures.perplexity for row in (rows[0], rows[-1]))
-        change = last / first - 1 if len(rows) > 1 else None
-        shape = {"windows": windows.shape[0], "seq_len": windows.shape[1]}
-        records = [_as_record(row) for row in rows]
-        console.as_json({"text": text, **shape, "models": records, "change": change})
+        console.as_json({"text": text, **shape, **_as_records(rows)})
     else:
         _print_rows(rows, f"{windows.shape[0]} windows of {windows.shape[1]} tokens: {text}")
 
@@ -185,6 +182,13 @@ def _measure(directory: Path, model: Any, measures: Measures) -> _Row:
     summary = read_contents(directory).summary
     size = models.weight_bytes(directory)
     return _Row(str(directory), figures, size, summary.bits_per_weight, seconds)
+
+
+def _as_records(rows: list[_Row]) -> dict[str, Any]:
+    """Return the figures of all models, and the change of the perplexity, for JSON."""
+    first, last = (row.figures.perplexity for row in (rows[0], rows[-1]))
+    change = last / first - 1 if len(rows) > 1 else None
+    return {"models": [_as_record(row) for row in rows], "change": change}
 
 
 def _as_record(row: _Row) -> dict[str, Any]:

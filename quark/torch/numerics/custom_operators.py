@@ -3,8 +3,7 @@
 Each function for tensors here computes what its namesake in ``qdq``, ``stages``, ``packing``,
 ``hadamard`` or ``learned_scale`` does. While torch traces a model, it puts a custom operator
 (``torch.ops.quark``) into the graph instead, which calls that namesake when the graph runs. So a
-graph gives the bits of the model, holds codes as codes, and takes sizes that are not known while it
-is traced.
+graph gives the bits of the model, holds codes as codes, and takes any batch and sequence length.
 
 Importing this file registers the operators. A process that loads a graph from a file needs them.
 """

@@ -11,7 +11,8 @@ from torch import nn
 
 from quark.torch.export.checkpoint.computed_buffers import compute_buffers
 from quark.torch.export.checkpoint.files import TensorHeader
-from quark.torch.export.checkpoint.reader import Loading, Reader, put_tensor, tie, zero_offset
+from quark.torch.export.checkpoint.placement import put_tensor, tie
+from quark.torch.export.checkpoint.reader import Loading, Reader, zero_offset
 from quark.torch.export.checkpoint.scale_checks import check_layer_scales
 from quark.torch.quantization.nn.experts import LinearExperts
 from quark.torch.quantization.nn.packed import PackedLayer

@@ -14,6 +14,7 @@ from torch import nn
 from quark.torch.export.checkpoint.computed_buffers import check_buffers, compute_buffers
 from quark.torch.export.checkpoint.files import TensorHeader
 from quark.torch.export.checkpoint.header_checks import check_headers, tied_names
+from quark.torch.export.checkpoint.placement import place_of, places_of, put_tensor, tie
 from quark.torch.export.checkpoint.rotation_config import declare_rotation, rotates_keys
 from quark.torch.export.checkpoint.scale_checks import check_scales
 from quark.torch.export.checkpoint.transformers_names import rename_for_model
@@ -106,7 +107,7 @@ class Loading(NamedTuple):
 
     def fill(self) -> nn.Module:
         """Read the tensors into the model and return it."""
-        model, fmt, places = self.model, self.fmt, _places(self.devices)
+        model, fmt, places = self.model, self.fmt, places_of(self.devices)
         fallback = places.get("", torch.device("cpu"))
         absent = dict(self.outline)
         for key, tensor in self.reader.tensors():
@@ -114,10 +115,10 @@ class Loading(NamedTuple):
             expected = absent.pop(name, None)
             if expected is not None:
                 value = fmt.convert_loaded(key, tensor).reshape(expected.shape)
-                put_tensor(model, name, value.to(_place(name, places, fallback)))
+                put_tensor(model, name, value.to(place_of(name, places, fallback)))
         for name, expected in absent.items():
             if name.endswith(".zero_point"):
-                place = _place(name, places, fallback)
+                place = place_of(name, places, fallback)
                 put_tensor(model, name, zero_offset(model, name, expected, place))
             elif name.endswith(".weight_groups"):
                 put_tensor(model, name, None)  # in order
@@ -246,48 +247,6 @@ def _optional(
     return known | {n for n, source in tied.items() if not packed & {n, source}}
 
 
-def tie(model: nn.Module, tied: Mapping[str, str], absent: Collection[str]) -> None:
-    """Tie tensors of a loaded model in place.
-
-    Args:
-        model: The model.
-        tied: Names of tied tensors -> names of the tensors that they are tied to.
-        absent: Names of tensors that are not stored.
-    """
-    for name, source in tied.items():
-        if name in absent:
-            path, _, attribute = name.rpartition(".")
-            origin, _, kept = source.rpartition(".")
-            shared = getattr(model.get_submodule(origin), kept)
-            setattr(model.get_submodule(path), attribute, shared)
-        elif hasattr(model, "config"):
-            # Stored separately, so the tensors that the architecture ties differ in this model.
-            model.config.tie_word_embeddings = False  # type: ignore[union-attr]
-
-
-def _places(devices: Mapping[str, torch.device]) -> dict[str, torch.device]:
-    """Return the devices of tensors, and of modules by name: that of the first tensor in each.
-
-    Tensors on the meta device have no place yet. Example: b.linear.weight on cuda:1, which is the
-    only tensor -> the place of b.linear.weight, b.linear, b and "" is cuda:1.
-    """
-    places: dict[str, torch.device] = {}
-    for name, device in devices.items():
-        while device.type != "meta":
-            places.setdefault(name, device)
-            if not name:
-                break
-            name = name.rpartition(".")[0]
-    return places
-
-
-def _place(name: str, places: Mapping[str, torch.device], default: torch.device) -> torch.device:
-    """Return the place of a tensor, or of the innermost module around it that has one."""
-    while name and name not in places:
-        name = name.rpartition(".")[0]
-    return places.get(name, default)
-
-
 def outline_of(
     model: nn.Module, fmt: ExportFormat, layers: Mapping[str, QuantizationConfig]
 ) -> dict[str, torch.Tensor]:
@@ -356,18 +315,6 @@ def _may_ignore(name: str, outline: dict[str, torch.Tensor], ignored: list[str])
     layer = name.rsplit(".", 2)[0]
     cast = name.endswith("_quantizer.scale") and f"{layer}.weight" in outline
     return cast or name.endswith("rotary_emb.inv_freq") or any(re.search(p, name) for p in ignored)
-
-
-def put_tensor(model: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
-    """Put a tensor in the place of a parameter or buffer of that name."""
-    path, _, attribute = name.rpartition(".")
-    module = model.get_submodule(path)
-    old = getattr(module, attribute)
-    if isinstance(old, nn.Parameter) and tensor is not None:
-        trainable = old.requires_grad and tensor.is_floating_point() and tensor.itemsize > 1
-        setattr(module, attribute, nn.Parameter(tensor, requires_grad=trainable))
-    else:
-        setattr(module, attribute, tensor)
 
 
 def zero_offset(

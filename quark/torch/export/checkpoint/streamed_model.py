@@ -14,7 +14,8 @@ from quark.torch.export.checkpoint.float_source import (
     fill_with_placeholders,
     open_float_model,
 )
-from quark.torch.export.checkpoint.reader import Loading, Reader, put_tensor
+from quark.torch.export.checkpoint.placement import put_tensor
+from quark.torch.export.checkpoint.reader import Loading, Reader
 from quark.torch.export.checkpoint.scale_checks import check_scales
 from quark.torch.pipeline.memory_limit import MemoryLimit, divide_memory
 from quark.torch.pipeline.residency import Residency
