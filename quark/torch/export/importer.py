@@ -11,8 +11,9 @@ from torch import nn
 from quark.torch.digests import check_unchanged
 from quark.torch.export.checkpoint.config_json import CONFIG, keep_digest, read_config_json
 from quark.torch.export.checkpoint.files import NATIVE, CheckpointReader, NativeReader
-from quark.torch.export.checkpoint.graphs import GRAPH
-from quark.torch.export.checkpoint.reader import load, load_graph
+from quark.torch.export.checkpoint.graphs import GRAPH, build_for_load, check_edges
+from quark.torch.export.checkpoint.reader import Reader, load
+from quark.torch.export.formats.base import ExportFormat
 from quark.torch.export.recognition import (
     load_in_float,
     naming,
@@ -73,7 +74,7 @@ class ModelImporter:
         with naming(self.model_info_dir):
             reader = (NativeReader if native else CheckpointReader)(self.model_info_dir)
             if GRAPH in config:
-                return keep_digest(load_graph(model, config[GRAPH], fmt, reader), config)
+                return keep_digest(_load_graph(model, config[GRAPH], fmt, reader), config)
             return keep_digest(load(model, fmt, reader), config)
 
 
@@ -117,3 +118,24 @@ def import_model_from_safetensors(
         options["trust_remote_code"] = trust_remote_code
         return load_in_float(model_dir, **options).to(device)
     return open_checkpoint(model_dir, trust_remote_code, **options).fill().to(device)
+
+
+def _load_graph(model: nn.Module, section: Any, fmt: ExportFormat, reader: Reader) -> nn.Module:
+    """Return a quantized graph with the tensors of a checkpoint.
+
+    Args:
+        model: The float graph. It is not changed.
+        section: Section "graph" of ``config.json``.
+        fmt: Format of the checkpoint.
+        reader: Its tensors.
+
+    Raises:
+        ValueError: The graph is another one, or tensors are missing, unexpected, or of the wrong
+            shape or type.
+    """
+    graph = build_for_load(model, section, reader.entries)
+    config = graph.quant_config
+    load(graph, fmt, reader)
+    check_edges(graph)
+    graph.quant_config = config
+    return graph

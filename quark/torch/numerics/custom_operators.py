@@ -129,10 +129,7 @@ def fake_quantize_learned(
     scheme: Scheme,
     slope: torch.Tensor | float,
 ) -> torch.Tensor:
-    """Return the quantized values of ``x`` under a scale that is trained.
-
-    See ``learned_scale.fake_quantize_learned``.
-    """
+    """Return ``x`` quantized under a scale that trains; see ``learned_scale``."""
     if not _is_tracing():
         return learned_scale.fake_quantize_learned(x, parameter, scale, zero_point, scheme, slope)
     if not torch.is_grad_enabled():

@@ -13,7 +13,6 @@ from torch import nn
 
 from quark.torch.export.checkpoint.computed_buffers import check_buffers, compute_buffers
 from quark.torch.export.checkpoint.files import TensorHeader
-from quark.torch.export.checkpoint.graphs import build_for_load, check_edges
 from quark.torch.export.checkpoint.header_checks import check_headers, tied_names
 from quark.torch.export.checkpoint.placement import place_of, places_of, put_tensor, tie
 from quark.torch.export.checkpoint.rotation_config import declare_rotation, rotates_keys
@@ -214,27 +213,6 @@ def load(model: nn.Module, fmt: ExportFormat, reader: Reader) -> nn.Module:
         ValueError: Tensors are missing, unexpected, or of the wrong shape or type.
     """
     return prepare_load(model, fmt, reader).fill()
-
-
-def load_graph(model: nn.Module, section: Any, fmt: ExportFormat, reader: Reader) -> nn.Module:
-    """Return a quantized graph with the tensors of a checkpoint.
-
-    Args:
-        model: The float graph. It is not changed.
-        section: Section "graph" of ``config.json``.
-        fmt: Format of the checkpoint.
-        reader: Its tensors.
-
-    Raises:
-        ValueError: The graph is another one, or tensors are missing, unexpected, or of the wrong
-            shape or type.
-    """
-    graph = build_for_load(model, section, reader.entries)
-    config = graph.quant_config
-    load(graph, fmt, reader)
-    check_edges(graph)
-    graph.quant_config = config
-    return graph
 
 
 def cast_float_parameters(
