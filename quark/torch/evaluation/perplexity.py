@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from quark.torch.graph.eval_mode import eval_mode
+from quark.torch.graph.float_products import float_products
 from quark.torch.graph.residency import residency_of
 from quark.torch.pipeline.activation_store import activation_limit
 from quark.torch.pipeline.model_pass import run_data
@@ -192,7 +193,7 @@ def _run(
         return
     options = {"use_cache": False} if _takes_use_cache(model) else {}
     device = _input_device(model, default=batches[0].device)
-    with torch.inference_mode(), eval_mode(model):
+    with torch.inference_mode(), eval_mode(model), float_products():
         for index in _indices(len(batches), progress):
             receive(index, model(batches[index].to(device), **options))
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from quark.torch.digests import check_unchanged
-from quark.torch.export.checkpoint.config_json import CONFIG, keep_digest, read_config_json
+from quark.torch.export.checkpoint.config_json import CONFIG, keep_notes, read_config_json
 from quark.torch.export.checkpoint.files import NATIVE, CheckpointReader, NativeReader
 from quark.torch.export.checkpoint.reader import load
 from quark.torch.export.recognition import (
@@ -68,7 +68,7 @@ class ModelImporter:
         native = self.saved_format == "quark_format" and (self.model_info_dir / NATIVE).is_file()
         with naming(self.model_info_dir):
             reader = (NativeReader if native else CheckpointReader)(self.model_info_dir)
-            return keep_digest(load(model, fmt, reader), config)
+            return keep_notes(load(model, fmt, reader), config)
 
 
 def import_model_from_safetensors(

@@ -12,6 +12,7 @@ from torch import nn
 
 from quark.torch.graph.discovery import discover
 from quark.torch.graph.eval_mode import eval_mode
+from quark.torch.graph.float_products import SWITCH, widens_products
 from quark.torch.graph.shared_inputs import same_input_groups
 from quark.torch.graph.structure import Structure
 from quark.torch.pipeline.batches import flatten_batches, run_batch, take_excerpt
@@ -104,6 +105,7 @@ def check_processes(model: nn.Module, plan: Plan) -> None:
         "data": plan.data_digest,
         "configuration": plan.config.to_dict(everything=True),
         "version of torch": torch.__version__,
+        f"products of 16-bit floats ({SWITCH} sets them)": widens_products(model),
         "model": [_checksum(parameter.detach()) for parameter in model.parameters()],
     }
     first, *others = group.exchange(own)
