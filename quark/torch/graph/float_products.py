@@ -26,8 +26,8 @@ CHOICES = ("auto", "float32", "native")
 ROWS = 16  # fewer rows are multiplied as they are: converting the weight would take longer
 PIECE = 1 << 21  # elements of a weight that are in float32 at a time
 
-# Whether an outer context has decided how products are computed.
-_is_decided: ContextVar[bool] = ContextVar("is_decided", default=False)
+# How products are computed in the innermost context: "float32" or "native"; "" outside of contexts.
+_products: ContextVar[str] = ContextVar("products", default="")
 
 # Operators -> position of the operand whose rows count.
 _OPERATORS: dict[Callable[..., Any], int] = {
@@ -61,17 +61,23 @@ def float_products() -> AbstractContextManager[None]:
         ValueError: ``QUARK_PRODUCTS`` has none of its values.
     """
     types = _widened_types(_choice())
-    return _open(types) if types and not _is_decided.get() else nullcontext()
+    return _open(types) if types and not _products.get() else nullcontext()
 
 
 @contextmanager
 def native_products() -> Iterator[None]:
-    """Keep ``float_products`` without effect inside the context, so that a trace has no casts."""
-    token = _is_decided.set(True)
+    """Switch ``float_products`` off inside the context, so that a trace has no casts."""
+    with _set_products("native"):
+        yield
+
+
+@contextmanager
+def _set_products(how: str) -> Iterator[None]:
+    token = _products.set(how)
     try:
         yield
     finally:
-        _is_decided.reset(token)
+        _products.reset(token)
 
 
 def widens_products(model: nn.Module) -> bool:
@@ -106,7 +112,7 @@ def _has(name: str) -> bool:
 
 @contextmanager
 def _open(types: frozenset[torch.dtype]) -> Iterator[None]:
-    with native_products(), _FloatProducts(types):
+    with _set_products("float32"), _FloatProducts(types):
         yield
 
 
@@ -127,7 +133,8 @@ class _FloatProducts(TorchFunctionMode):
         """Call an operator, or its like in float32."""
         kwargs = kwargs or {}
         place = _OPERATORS.get(func)
-        if place is None or len(args) <= place or "out" in kwargs:
+        is_native = _products.get() == "native"
+        if place is None or is_native or len(args) <= place or "out" in kwargs:
             return func(*args, **kwargs)
         x = args[place]
         if x.dtype not in self._types or x.device.type != "cpu" or _rows(func, x) < ROWS:

@@ -111,6 +111,8 @@ def test_traces_have_no_casts(build, batches, switch):
         return [op.name for op in trace(model, lambda: run_batch(model, batches[0])).ops]
 
     widened = operators()
+    with float_products():
+        assert widened == operators()
     switch("native")
     assert widened == operators()
 
