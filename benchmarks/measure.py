@@ -111,6 +111,8 @@ def in_fresh_process(script: str, *arguments: Any, python: str | Path = sys.exec
     """
     command = [str(python), str(Path(__file__).parent / script), *map(json.dumps, arguments)]
     environment = os.environ | ONE_THREAD
+    if str(python) != sys.executable:
+        environment.pop("PYTHONPATH", None)  # packages of this environment, such as this one
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")

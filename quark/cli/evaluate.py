@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -133,6 +134,8 @@ def evaluate(
     verbose: Verbose = False,
 ) -> None:
     """Evaluate one or two models on the same windows and tasks."""
+    from quark.torch.pipeline.allocator import return_free_memory
+
     described = models.read_config(model_dir, "MODEL_DIR")
     if original is not None:
         models.read_config(original, "--original")
@@ -160,6 +163,8 @@ def evaluate(
                 )
             rows.append(_measure(directory, model, measures))
             del model
+            gc.collect()  # modules and what loads their parameters refer to each other
+            return_free_memory()
     text = dataset or models.EVALUATION
     if as_json:
         first, last = (row.figures.perplexity for row in (rows[0], rows[-1]))
