@@ -24,9 +24,6 @@ ONE_THREAD = {
     "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",
 }
-# glibc: freed memory stays mapped. Without this most of a clone is the system's work of mapping
-# fresh pages, and which allocation pays for it is chance.
-KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 
 def cpu_seconds() -> float:
@@ -106,16 +103,14 @@ def alternate(work: dict[str, Callable[[], object]], rounds: int) -> dict[str, f
     return {name: median(values) for name, values in seconds.items()}
 
 
-def in_fresh_process(
-    script: str, *arguments: Any, python: str | Path = sys.executable, keep_memory: bool = False
-) -> Any:
+def in_fresh_process(script: str, *arguments: Any, python: str | Path = sys.executable) -> Any:
     """Run a script of this folder on one thread and return the JSON of its last line.
 
     Raises:
         RuntimeError: It failed; the end of its output is in the message.
     """
     command = [str(python), str(Path(__file__).parent / script), *map(json.dumps, arguments)]
-    environment = os.environ | ONE_THREAD | (KEEP_MEMORY if keep_memory else {})
+    environment = os.environ | ONE_THREAD
     if str(python) != sys.executable:
         environment.pop("PYTHONPATH", None)  # packages of this environment, such as this one
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

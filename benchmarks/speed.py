@@ -39,7 +39,8 @@ SCHEMES = (
     "fp8",
 )
 WINDOWS = 4  # of data for static ranges
-PARTS = ("weights", "calibration", "tensors", "operations", "start", "peers")
+HIDDEN = (256, 1024, 2048)  # sizes of the models that algorithms solve
+PARTS = ("weights", "calibration", "solving", "tensors", "operations", "start", "peers")
 START = {
     "import torch": "import torch",
     "import quark.torch": "import torch, quark.torch",
@@ -110,11 +111,21 @@ def calibration(options: argparse.Namespace) -> list[dict[str, Any]]:
     return results
 
 
+def solving(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Time GPTQ and AWQ beside the arithmetic that they need at least."""
+    results = []
+    for hidden in HIDDEN[: 1 if options.quick else None]:
+        for algorithm in ("gptq", "awq"):
+            say(f"solving: {algorithm}, hidden size {hidden}")
+            results.append(in_fresh_process("solving.py", algorithm, hidden))
+    return results
+
+
 def tensors(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Time numeric operations on one tensor in turns with a clone of it."""
     say(f"tensors: {options.edge} × {options.edge}")
     task = "tensors", options.edge, 2 * options.rounds + 1
-    return in_fresh_process("workers.py", *task, keep_memory=True)
+    return in_fresh_process("workers.py", *task)
 
 
 def compare_operations(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -126,7 +137,7 @@ def compare_operations(options: argparse.Namespace) -> list[dict[str, Any]]:
         for peer, python in pythons.items():
             say(f"operations: {peer}, round {i + 1} of {options.rounds}")
             task = "operations.py", peer, options.edge, options.rounds
-            runs[peer].append(in_fresh_process(*task, python=python, keep_memory=True))
+            runs[peer].append(in_fresh_process(*task, python=python))
     ours, *theirs = ((peer, middle(run)) for peer, run in runs.items())
     copy, fresh = (ours[1][name] for name in (operations.COPY, operations.FRESH_COPY))
     rows = []
@@ -174,6 +185,7 @@ def compare_peers(options: argparse.Namespace) -> list[dict[str, Any]]:
 MEASURE = {
     "weights": weights,
     "calibration": calibration,
+    "solving": solving,
     "tensors": tensors,
     "operations": compare_operations,
     "start": start,
@@ -182,6 +194,7 @@ MEASURE = {
 TITLES = {
     "weights": "Quantize and freeze a model, against a copy of its weights",
     "calibration": "Static calibration, against plain forward passes of the same data",
+    "solving": "GPTQ and AWQ, against the arithmetic of GPTQ",
     "tensors": "Operations on one tensor, in clones of it",
     "operations": "Operations on one tensor, by this package and by others",
     "start": "From the start of the process",
@@ -206,11 +219,20 @@ COLUMNS = {
         "forward_mib": "forward adds, MiB",
         "added_mib": "added, MiB",
     },
+    "solving": {
+        "algorithm": "algorithm",
+        "hidden": "hidden size",
+        "forward_s": "forward, s",
+        "limit_s": "limit of gptq, s",
+        "seconds": "s",
+        "forwards": "forwards",
+        "ratio": "in limits",
+    },
     "tensors": {
         "tensor": "tensor",
         "clone_ms": "clone, ms",
         "range": "range",
-        "quantize": "quantize.command",
+        "quantize": "quantize",
         "dequantize": "dequantize",
         "fake": "fake quantize",
         "in_place": "in place",

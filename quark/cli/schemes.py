@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -27,6 +29,10 @@ MX schemes in version 0.8 are accepted too: [cyan]w_mx_fp4_per_group_sym[/cyan] 
 """
 
 
+# Written by scripts/scheme_table.py: making the rows takes torch, which starts slowly.
+TABLE = Path(__file__).with_name("schemes.json")
+
+
 def register(app: typer.Typer) -> None:
     """Add the verb to the command line."""
     app.command("schemes", help=HELP)(schemes)
@@ -34,10 +40,11 @@ def register(app: typer.Typer) -> None:
 
 def schemes(as_json: Json = False) -> None:
     """Print all schemes of layers and of the key-value cache."""
-    layers, caches = _layer_rows(), _cache_rows()
+    tables = json.loads(TABLE.read_text("utf-8"))
     if as_json:
-        console.as_json({"quant_scheme": layers, "kv_cache_dtype": caches})
+        console.as_json(tables)
         return
+    layers, caches = tables["quant_scheme"], tables["kv_cache_dtype"]
     console.out.print("", _current_table([row for row in layers if not _is_earlier(row["name"])]))
     console.out.print(_earlier_table([row for row in layers if _is_earlier(row["name"])]))
     table = console.table("--kv_cache_dtype")
@@ -70,37 +77,3 @@ def _earlier_table(rows: list[dict[str, Any]]) -> Table:
 
 def _is_earlier(name: str) -> bool:
     return name.startswith("w_")
-
-
-def _layer_rows() -> list[dict[str, Any]]:
-    from quark.torch.quantization.calibration import needs_data
-    from quark.torch.quantization.config.description import describe_layer
-    from quark.torch.quantization.config.presets import scheme, scheme_names
-
-    rows = []
-    for name in sorted(scheme_names(), key=lambda name: (_is_earlier(name), _by_size(name))):
-        layer = scheme(name)
-        words = describe_layer(layer)
-        rows.append(
-            {
-                "name": name,
-                "weight": words.weight,
-                "input": words.input,
-                "output": words.output,
-                "needs_data": needs_data([layer]),
-            }
-        )
-    return rows
-
-
-def _by_size(name: str) -> tuple[str, int]:
-    """Sort key that puts ``int4_wo_32`` before ``int4_wo_128``."""
-    prefix, _, size = name.rpartition("_")
-    return (prefix, int(size)) if size.isdigit() else (name, 0)
-
-
-def _cache_rows() -> list[dict[str, str]]:
-    from quark.torch.quantization.config.description import describe
-    from quark.torch.quantization.config.presets import KV_CACHE_SCHEMES, kv_cache_scheme
-
-    return [{"name": n, "kv_cache": describe(kv_cache_scheme(n))} for n in KV_CACHE_SCHEMES]

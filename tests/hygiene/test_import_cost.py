@@ -76,6 +76,33 @@ def test_no_module_loads_an_optional_library(trees):
     assert list(problems([report[others[-1]]], NEVER, limit=float("inf"))) == []
 
 
+LIGHT = [
+    ["--help"],
+    ["--version"],
+    ["quantize", "--help"],
+    ["schemes"],
+    ["schemes", "--json"],
+    ["recipes"],
+]
+
+
+@pytest.mark.parametrize("arguments", LIGHT, ids=" ".join)
+def test_lists_and_help_start_without_torch(arguments):
+    """Torch takes two seconds to import, which nobody should wait for to read a list."""
+    script = (
+        "import sys\nfrom quark.cli.main import main\n"
+        "try:\n    main(sys.argv[1:])\n"
+        "finally:\n    print(*sys.modules, file=sys.stderr)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True
+    )
+    loaded = set(done.stderr.split())
+    assert "typer" in loaded
+    assert done.stdout
+    assert loaded & {"torch", "numpy", *NEVER} == set()
+
+
 def test_a_costly_import_is_found(tmp_path):
     (tmp_path / "costly.py").write_text(
         "import rich, time\n"

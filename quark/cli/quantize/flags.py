@@ -32,7 +32,7 @@ from quark.torch.algorithm.registry import ALGORITHMS
 from quark.torch.export.containers.registry import CONTAINERS, SAFETENSORS
 from quark.torch.export.formats.registry import FORMATS
 from quark.torch.quantization.config.export import PACK_METHODS, WEIGHT_FORMATS
-from quark.torch.quantization.config.parts import PARTS
+from quark.torch.quantization.config.part_kinds import PARTS
 from quark.torch.quantization.config.recipes import RECIPES
 
 QUANT_FLOWS = ("standard", "file2file", "per_block")

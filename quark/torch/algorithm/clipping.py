@@ -6,11 +6,17 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from quark.torch.algorithm.layers import group_width, has_scales_per_row, weight_matrix
+from quark.torch.algorithm.layers import (
+    group_width,
+    has_scales_per_row,
+    rounds_rows_apart,
+    weight_matrix,
+)
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 
 FRACTIONS = tuple(1 - i / 20 for i in range(1, 11))  # of the range: 0.95 … 0.5
 CHUNK = 1 << 21  # elements of the rows that are compared at a time
+CACHED = 1 << 19  # of these on a CPU: they and their changes fit its cache
 
 
 @torch.no_grad()
@@ -41,10 +47,8 @@ def clip_weight(layer: FakeQuantizedLayer, gram: torch.Tensor) -> torch.Tensor |
     def fake_quantize(rows: torch.Tensor) -> torch.Tensor:
         return layer.to_matrix(quantizer.fake_quantize_copy(layer.from_matrix(rows)))
 
-    # All rows of a matrix share its tensor scale. The weight of a convolution has no part of rows.
-    shares_scale = quantizer.scheme.scale.two_level or quantizer.spec.quantizes_codes
-    is_whole = shares_scale or layer.is_convolution
-    step = len(matrix) if is_whole else max(1, CHUNK // matrix.shape[1])
+    chunk = min(CHUNK, CACHED) if matrix.device.type == "cpu" else CHUNK
+    step = max(1, chunk // matrix.shape[1]) if rounds_rows_apart(layer) else len(matrix)
     clipped = torch.empty_like(matrix)
     for start in range(0, len(matrix), step):
         rows = matrix[start : start + step]
@@ -72,16 +76,27 @@ def _clip_rows(
     def error(candidate: torch.Tensor) -> torch.Tensor:
         change = fake_quantize(candidate.flatten(1)).reshape(groups.shape) - groups
         parts = zip(change.chunk(len(gram_blocks)), gram_blocks, strict=True)
-        errors = [torch.einsum("ogi,gij,ogj->og", part, own, part) for part, own in parts]
-        return torch.cat(errors).unsqueeze(-1)
+        return torch.cat([_squared_errors(part, own) for part, own in parts]).unsqueeze(-1)
 
-    best, lowest = groups, error(groups)
+    best, lowest = amax, error(groups)  # bounds of the groups; the first one clips nothing
+    candidate = torch.empty_like(groups)
     for fraction in FRACTIONS:
-        candidate = groups.clamp(-fraction * amax, fraction * amax)
-        loss = error(candidate)
+        bound = fraction * amax
+        loss = error(torch.clamp(groups, -bound, bound, out=candidate))
         better = loss < lowest
-        best, lowest = torch.where(better, candidate, best), torch.where(better, loss, lowest)
-    return best.flatten(1)
+        best, lowest = torch.where(better, bound, best), torch.where(better, loss, lowest)
+    return groups.clamp(-best, best).flatten(1)
+
+
+def _squared_errors(change: torch.Tensor, gram_blocks: torch.Tensor) -> torch.Tensor:
+    """Return d G dᵀ for the change d of each group of each row, (rows, groups).
+
+    Args:
+        change: (rows, groups, width).
+        gram_blocks: G of each group, (groups, width, width).
+    """
+    by_group = change.transpose(0, 1)  # (groups, rows, width)
+    return torch.bmm(by_group, gram_blocks).mul_(by_group).sum(-1).T
 
 
 def _diagonal_blocks(gram: torch.Tensor, width: int) -> torch.Tensor:

@@ -90,7 +90,7 @@ def round_columns(
     _round_range(columns, factor, rounding, 0, len(remaining))
     position = torch.empty_like(order)  # inverse permutation: column -> step that rounded it
     position[order] = torch.arange(len(order), device=order.device)
-    return rounded[position].T.contiguous(), errors[position].T.contiguous()
+    return rounded[position].T.contiguous(), errors[position].T
 
 
 class _Columns(NamedTuple):

@@ -15,6 +15,8 @@ from quark.torch.quantization.config.algo import AlgoConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 
+PANEL = 256  # columns of the parts in which errors are computed
+
 Predicate = Callable[[QuantizationConfig], bool]
 
 
@@ -134,6 +136,17 @@ def has_scales_per_row(layer: FakeQuantizedLayer) -> bool:
     return scheme.qscheme is QSchemeType.per_group and is_along_inputs and not is_transposed
 
 
+def rounds_rows_apart(layer: FakeQuantizedLayer) -> bool:
+    """Whether some rows of the matrix of a layer are rounded alone as they are among the others.
+
+    All rows share a tensor scale, and the weight of a convolution has no part of rows.
+    """
+    assert layer.weight_quantizer is not None
+    spec = layer.weight_quantizer.spec
+    is_shared = spec.scheme.scale.two_level or spec.quantizes_codes
+    return has_scales_per_row(layer) and not is_shared and not layer.is_convolution
+
+
 # ---- errors and final values --------------------------------------------------------------------
 
 
@@ -144,7 +157,14 @@ def output_error(change: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
         change: Change D of the weight, (outputs, inputs).
         gram: Sum G of x xᵀ over the inputs x, (inputs, inputs).
     """
-    return (change @ gram).mul_(change).sum()
+    total = change.new_zeros(())
+    for start in range(0, len(gram), PANEL):
+        own, later = slice(start, start + PANEL), slice(start + PANEL, None)
+        # G is symmetric: what later columns add to these is also what these add to later ones.
+        product = change[:, own] @ gram[own, own]
+        product.addmm_(change[:, later], gram[later, own], alpha=2)
+        total += product.mul_(change[:, own]).sum()
+    return total
 
 
 def fake_quantized_weight(layer: FakeQuantizedLayer, weight: torch.Tensor) -> torch.Tensor:

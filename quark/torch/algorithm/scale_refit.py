@@ -19,7 +19,7 @@ from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from quark.torch.quantization.nn.quantizer import QuantizedTensor
 
 MAX_CHANGE = 2.0  # factor by which a scale may grow or shrink
-CHUNK = 1 << 22  # elements of the matrices A, and of the rows, that are worked on at a time
+CHUNK = 1 << 20  # elements of the matrices A, and of the rows, that are worked on at a time
 
 Attempt = Callable[[ColumnRounding], torch.Tensor]  # rounds a weight, (outputs, inputs)
 
@@ -40,19 +40,25 @@ def best_scales(
         hessian: (inputs, inputs), positive definite.
     """
     outputs, groups = scales.shape
-    blocks = hessian.view(groups, -1, len(hessian))  # (groups, width, inputs)
+    width = len(hessian) // groups
     result = scales.clone()
     step = max(1, CHUNK // max(groups**2, len(hessian)))
     for start in range(0, outputs, step):
         rows = slice(start, start + step)
-        q = codes[rows].view(-1, groups, blocks.shape[1])  # (rows, groups, width)
-        b = (q * (weight[rows] @ hessian).view_as(q)).sum(-1)  # (rows, groups)
-        # (rows, groups, groups), one row of A per step: q_g H_g has an entry per input, and its
-        # product with q summed over the width of each group h is A_gh.
-        a = torch.stack([((q[:, g] @ blocks[g]).view_as(q) * q).sum(-1) for g in range(groups)], 1)
+        q = codes[rows].view(-1, groups, width)  # (rows, groups, width)
+        b = (weight[rows] @ hessian).view_as(q).mul_(q).sum(-1)  # (rows, groups)
+        # (rows, groups, groups): A is symmetric, so its lower triangle is enough.
+        a = q.new_zeros(len(q), groups, groups)
+        for g in range(groups):
+            # q_g H_g has an entry for each input of the groups h >= g. Its product with q, summed
+            # over the width of each group, is A_hg.
+            part = hessian[g * width : (g + 1) * width, g * width :]
+            a[:, g:, g] = (q[:, g] @ part).view(len(q), -1, width).mul_(q[:, g:]).sum(-1)
         unused = a.diagonal(dim1=1, dim2=2) <= 0
         a.diagonal(dim1=1, dim2=2).add_(unused)
-        best, failed = torch.linalg.solve_ex(a, torch.where(unused, scales[rows], b))
+        lower, failed = torch.linalg.cholesky_ex(a)
+        right = torch.where(unused, scales[rows], b).unsqueeze(-1)
+        best = torch.cholesky_solve(right, lower).squeeze(-1)
         change = best / scales[rows]
         accepted = ((change > 1 / MAX_CHANGE) & (change < MAX_CHANGE)).all(1) & (failed == 0)
         result[rows] = torch.where(accepted.unsqueeze(1), best, scales[rows])

@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from quark.torch.evaluation.output_head import OutputHead, Receive
 from quark.torch.graph.eval_mode import eval_mode
+from quark.torch.graph.float_products import float_products
 from quark.torch.graph.residency import residency_of
 from quark.torch.pipeline.activation_store import activation_limit
 from quark.torch.pipeline.batches import run_batch
@@ -251,7 +252,8 @@ def _run(
     """
     residency = residency_of(model)
     if residency is not None:
-        with activation_limit(residency.activation_limit), unchanged_token_counts(model):
+        limit = activation_limit(residency.activation_limit)
+        with limit, unchanged_token_counts(model), float_products():
             run_data(
                 model,
                 batches,
@@ -263,7 +265,7 @@ def _run(
         return
     options = {"use_cache": False} if _takes_use_cache(model) else {}
     device = _input_device(model, default=batches[0].device)
-    with torch.inference_mode(), eval_mode(model), observe():
+    with torch.inference_mode(), eval_mode(model), observe(), float_products():
         for index in _indices(len(batches), progress):
             tokens = batches[index]
             receive(index, compute(partial(model, tokens.to(device), **options), tokens))

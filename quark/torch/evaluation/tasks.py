@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from quark.torch.graph.float_products import float_products
+
 RESAMPLES = 100  # of a metric whose standard error has no formula
 
 
@@ -96,7 +98,7 @@ class Tasks:
             filter is named ``metric (filter)``.
         """
         language_model = import_module("lm_eval.models.huggingface").HFLM
-        with _prevent_tying(model):
+        with _prevent_tying(model), float_products():
             wrapped = language_model(
                 pretrained=model,
                 tokenizer=tokenizer,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from quark.torch.digests import check_unchanged
-from quark.torch.export.checkpoint.config_json import CONFIG, keep_digest, read_config_json
+from quark.torch.export.checkpoint.config_json import CONFIG, keep_notes, read_config_json
 from quark.torch.export.checkpoint.files import NATIVE, CheckpointReader, NativeReader
 from quark.torch.export.checkpoint.graphs import GRAPH, build_for_load, check_edges
 from quark.torch.export.checkpoint.reader import Reader, load
@@ -74,8 +74,8 @@ class ModelImporter:
         with naming(self.model_info_dir):
             reader = (NativeReader if native else CheckpointReader)(self.model_info_dir)
             if GRAPH in config:
-                return keep_digest(_load_graph(model, config[GRAPH], fmt, reader), config)
-            return keep_digest(load(model, fmt, reader), config)
+                return keep_notes(_load_graph(model, config[GRAPH], fmt, reader), config)
+            return keep_notes(load(model, fmt, reader), config)
 
 
 def import_model_from_safetensors(

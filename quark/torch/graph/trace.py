@@ -28,6 +28,7 @@ from quark.torch.graph.block_selection import (
     list_members,
     select_blocks,
 )
+from quark.torch.graph.float_products import native_products
 
 _ViewKey = tuple[Any, ...]  # storage, offset, shape, stride, dtype
 # Name of a recorded operation that torch does not have: a base tensor changed because one of its
@@ -124,7 +125,7 @@ def trace(model: nn.Module, run: Callable[[], object]) -> Trace:
         run: Runs the model once.
     """
     recorder = _Recorder(model)
-    with ExitStack() as stack:
+    with native_products(), ExitStack() as stack:
         for name, module in model.named_modules():
             stack.enter_context(recorder.hooked(name, module))
         stack.enter_context(torch.no_grad())

@@ -6,6 +6,7 @@ import torch
 
 from quark.torch.pipeline.processes import State
 
+PANEL = 256  # channels of the parts of a sum of x xᵀ
 STRIDE = 0x9E3779B1  # 2³² divided by the golden ratio, odd
 
 
@@ -109,7 +110,7 @@ class Gram:
         if self._total is None or self._magnitude is None:
             self._total = x.new_zeros(*groups, channels, channels)
             self._magnitude = x.new_zeros(*groups, channels)
-        _add_product_(self._total, x, x)
+        _add_gram_(self._total, x)
         self._magnitude += x.abs().sum(-2)
         self.tokens += tokens
 
@@ -196,6 +197,22 @@ def _add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None
         total.addmm_(a.T, b)
     else:
         total.baddbmm_(a.mT, b)
+
+
+def _add_gram_(total: torch.Tensor, x: torch.Tensor) -> None:
+    """Add xᵀ x to a symmetric sum, (..., channels, channels).
+
+    Only parts on the diagonal and above are products; those below are their transposes, as far as
+    there are enough tokens for products to take longer than copies.
+    """
+    tokens, channels = x.shape[-2:]
+    if tokens < PANEL or channels <= PANEL:
+        _add_product_(total, x, x)
+        return
+    for start in range(0, channels, PANEL):
+        own, later = slice(start, start + PANEL), slice(start + PANEL, None)
+        _add_product_(total[..., own, start:], x[..., own], x[..., start:])
+        total[..., later, own] = total[..., own, later].mT
 
 
 class TokenSample:

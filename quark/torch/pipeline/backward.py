@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from quark.torch.graph.eval_mode import eval_mode
+from quark.torch.graph.float_products import float_products
 from quark.torch.graph.replay import replace_forwards
 from quark.torch.graph.residency import around, resident
 from quark.torch.pipeline.activation_store import ActivationStore, current_limit
@@ -152,7 +153,9 @@ class _Ending(NamedTuple):
         # What the gradient passes stays; blocks run again when it passes them.
         kept = resident(self.model, *around(self.model, list(forwards)))
         try:
-            with kept, replace_forwards(self.model, forwards), torch.enable_grad():
+            # Around the backward pass too: blocks run again there, and as they ran before.
+            products = float_products()
+            with kept, replace_forwards(self.model, forwards), products, torch.enable_grad():
                 run_batch(self.model, batch)
                 logits = _logits(outputs.pop())
                 mask = self.masks.get(self.arguments.numbers[index])

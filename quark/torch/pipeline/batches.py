@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.torch.graph.float_products import float_products
 from quark.torch.graph.residency import residency_of
 from quark.torch.pipeline.processes import processes
 
@@ -28,12 +29,13 @@ def run_batch(model: nn.Module, batch: Any) -> Any:
         The output of the model; of a list of batches, that of the last one.
     """
     device = _device_of(model)
-    if isinstance(batch, torch.Tensor):
-        return model(batch.to(device))
-    if hasattr(batch, "items"):
-        return model(**{key: _to(value, device) for key, value in batch.items()})
-    if isinstance(batch, (list, tuple)) and batch and isinstance(batch[0], torch.Tensor):
-        return model(*(_to(value, device) for value in batch))
+    with float_products():
+        if isinstance(batch, torch.Tensor):
+            return model(batch.to(device))
+        if hasattr(batch, "items"):
+            return model(**{key: _to(value, device) for key, value in batch.items()})
+        if isinstance(batch, (list, tuple)) and batch and isinstance(batch[0], torch.Tensor):
+            return model(*(_to(value, device) for value in batch))
     if isinstance(batch, (list, tuple)):
         output = None
         for part in batch:

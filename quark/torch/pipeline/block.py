@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from quark.torch.graph.float_products import float_products
 from quark.torch.numerics.finite import is_finite
 from quark.torch.pipeline.activation_store import ActivationStore
 from quark.torch.pipeline.capture import BlockArguments, StopForward
@@ -187,7 +188,8 @@ class Block:
         self.mask = self._arguments.masks[index]
         try:
             encoder = self._arguments.encoder_masks[index]
-            with padding(self.mask, encoder), count_tokens(self.module, self.number(index)):
+            tokens = count_tokens(self.module, self.number(index))
+            with padding(self.mask, encoder), tokens, float_products():
                 y = functional_call(self.module, dict(parameters or {}), args, kwargs)
             return self._arguments.hidden_states(self.name, y)
         finally:

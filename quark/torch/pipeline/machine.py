@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from quark.torch.graph.float_products import float_products
 from quark.torch.pipeline.requirements import Machine
 
 _SIDE = 512  # rows and columns of the matrices of the probe
@@ -68,8 +69,9 @@ def probe(
 def _products(dtype: torch.dtype, device: torch.device, seconds: float) -> float:
     """Return products and sums per second of matrix products."""
     a, b = (torch.ones(_SIDE, _SIDE, dtype=dtype, device=device) for _ in range(2))
-    a @ b
-    return _rate(lambda: float((a @ b)[0, 0]) * 0 + 2.0 * _SIDE**3, seconds)
+    with float_products():
+        a @ b
+        return _rate(lambda: float((a @ b)[0, 0]) * 0 + 2.0 * _SIDE**3, seconds)
 
 
 def _reads(files: Iterable[Path], seconds: float) -> float:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from quark import __version__
+from quark.torch.graph.float_products import widens_products
 from quark.torch.graph.residency import residency_of
 from quark.torch.pipeline.statistics import Statistics, digest, model_digests
 from quark.torch.quantization.config.config import Config
@@ -41,6 +42,8 @@ def describe_run(
         "devices": devices,
         "threads": thread_count(devices),
         "types": sorted({str(parameter.dtype) for parameter in model.parameters()}),
+        # Journals of machines that multiply as torch does have no such entry.
+        **({"products": "float32"} if widens_products(model) else {}),
         "configuration": {k: v for k, v in options.items() if k not in _WITHOUT_EFFECT},
         "data": data,
         "statistics": tokens,

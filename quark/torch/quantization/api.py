@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 from quark.torch.export.containers.base import ExportSettings
 from quark.torch.export.containers.safetensors import CopiedFiles
 from quark.torch.export.file_to_file import quantize_files
+from quark.torch.graph.float_products import widens_products
 from quark.torch.graph.parameter_writes import Recorder, announce_write, record_writes
 from quark.torch.graph.residency import iterate_parts, residency_of
 from quark.torch.pipeline.activation_store import activation_limit, offload_directory
@@ -164,6 +165,8 @@ class ModelQuantizer:
             mark_as_quantized(model, plan.config)
             if plan.data_digest is not None:
                 model.calibration_sha256 = plan.data_digest  # type: ignore[assignment]
+                if widens_products(model):
+                    model.calibration_products = "float32"  # type: ignore[assignment]
             logger.info("Model quantization has been completed.")
         return model
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from quark.torch.graph.discovery import discover
 from quark.torch.graph.eval_mode import eval_mode
+from quark.torch.graph.float_products import SWITCH, widens_products
 from quark.torch.graph.shared_inputs import same_input_groups
 from quark.torch.graph.structure import Structure
 from quark.torch.pipeline.batches import flatten_batches, run_batch, take_excerpt
@@ -106,6 +107,7 @@ def check_processes(model: nn.Module, plan: Plan) -> None:
         "data": plan.data_digest,
         "configuration": plan.config.to_dict(everything=True),
         "version of torch": torch.__version__,
+        f"products of 16-bit floats ({SWITCH} sets them)": widens_products(model),
         "number of threads": thread_count({p.device.type for p in model.parameters()}),
         "model": [_checksum(parameter.detach()) for parameter in model.parameters()],
         "files of the model": None if files is None else identify_files(files),

@@ -17,10 +17,36 @@ from tests.unit.algorithm.losses import BATCHES, CASES, Judge
 X = torch.randn(200, 12, generator=torch.Generator().manual_seed(1))
 
 
-def test_errors_of_outputs():
-    change = torch.randn(5, 12)
-    expected = (X @ change.T).square().sum()
-    torch.testing.assert_close(output_error(change, X.T @ X), expected)
+@pytest.mark.parametrize("inputs", [12, 600])
+def test_errors_of_outputs(inputs):
+    x = torch.randn(200, inputs, generator=torch.Generator().manual_seed(1))
+    change = torch.randn(5, inputs)
+    expected = (x @ change.T).square().sum()
+    torch.testing.assert_close(output_error(change, x.T @ x), expected, rtol=1e-4, atol=0)
+
+
+def test_candidates_are_judged_on_a_part_of_the_outputs(monkeypatch):
+    """Of 15 candidates, three are compared on all outputs, the others on an eighth."""
+    rounded = []
+    own = awq.fake_quantized_matrix
+
+    def watched(layer, matrix):
+        rounded.append(len(matrix))
+        return own(layer, matrix)
+
+    monkeypatch.setattr(awq, "fake_quantized_matrix", watched)
+    monkeypatch.setattr(awq, "clip_weight_", lambda *_: None)
+    outputs = 1024  # of gate_proj, and of up_proj
+    config = small_config("llama", intermediate_size=outputs, num_hidden_layers=1)
+    model = build(config, torch.float32)
+    context = context_of(model, "int4_wo_32", batches=BATCHES)
+    judge = Judge(context, "into the mlp")
+    plain = judge.losses(relative=True)
+    apply(context, AWQConfig())
+    losses = judge.losses(relative=True)
+    assert rounded.count(outputs) == 3 * 2
+    assert rounded.count(outputs // awq.SAMPLE) >= 10 * 2
+    assert all(losses[block] <= plain[block] for block in plain)
 
 
 def test_strengths():

@@ -36,6 +36,18 @@ def test_sums_of_products(cut):
     torch.testing.assert_close(kept.magnitude, exact.abs().sum(0).float())
 
 
+@pytest.mark.parametrize("groups", [(), (2,)], ids=["one sum", "sums of groups"])
+@pytest.mark.parametrize("tokens", [20, 300])
+def test_wide_sums_are_symmetric(tokens, groups):
+    """Of a wide sum only the parts on the diagonal and above are products."""
+    x = torch.randn(*groups, tokens, 600, generator=torch.Generator().manual_seed(4))
+    kept = Gram()
+    kept(x)
+    exact = x.double()
+    torch.testing.assert_close(kept.total, (exact.mT @ exact).float(), rtol=1e-4, atol=1e-3)
+    assert tokens == 20 or torch.equal(kept.total, kept.total.mT)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_sums_are_single_precision(dtype):
     x = X.to(dtype)

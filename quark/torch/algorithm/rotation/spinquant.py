@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from quark.torch.algorithm.rotation.weight_edits import STREAM, RotationEdits
 from quark.torch.graph.eval_mode import eval_mode
+from quark.torch.graph.float_products import float_products
 from quark.torch.graph.replay import replace_forwards
 from quark.torch.numerics.qdq import dynamic_qparams, fake_quantize
 from quark.torch.pipeline.batches import flatten_batches, padding_mask, run_batch, show_progress
@@ -225,7 +226,7 @@ class _RotatedModel:
     def gradients(self, batch: Any, rotations: _Rotations) -> _Rotations:
         """Return the gradient of the loss with respect to each rotation."""
         leaves = {name: r.clone().requires_grad_() for name, r in rotations.items()}
-        with torch.enable_grad():
+        with float_products(), torch.enable_grad():  # blocks may run again for the gradient
             loss = self.loss(batch, leaves)
             gradients = torch.autograd.grad(loss, list(leaves.values()))
         return dict(zip(leaves, gradients, strict=True))

@@ -6,6 +6,7 @@ AutoGPTQ wrote its settings to ``quantize_config.json`` alone, AutoAWQ to ``quan
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,8 +15,9 @@ from quark.torch.files import read_json
 Model = TypeVar("Model")
 
 CONFIG, SECTION = "config.json", "quantization_config"
-CALIBRATION = "calibration_sha256"  # beside the section: digest of the calibration data
-_DIGEST = re.compile("[0-9a-f]{64}")
+# Notes of the calibration beside the section -> their values: the digest of the data, and the type
+# in which 16-bit floats were multiplied if it is not their own.
+_NOTES = {"calibration_sha256": "[0-9a-f]{64}", "calibration_products": "float32"}
 # File with settings -> quant_method, which the file does not name.
 _SETTINGS_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 _NAMES = {"w_bit": "bits", "q_group_size": "group_size"}  # of AutoAWQ -> here
@@ -47,16 +49,25 @@ def read_config_json(directory: str | Path) -> dict[str, Any]:
     return config
 
 
-def calibration_digest(config: dict[str, Any]) -> str | None:
-    """Return the digest of the calibration data in a ``config.json``, None if it has none."""
-    digest = config.get(CALIBRATION)
-    return digest if isinstance(digest, str) and _DIGEST.fullmatch(digest) else None
+def calibration_notes(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the notes of the calibration in a ``config.json``, by name."""
+    values = {name: config.get(name) for name in _NOTES}
+    return {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, str) and re.fullmatch(_NOTES[name], value)
+    }
 
 
-def keep_digest(model: Model, config: dict[str, Any]) -> Model:
-    """Give a model the digest of its calibration data, which is written with it, and return it."""
-    if (digest := calibration_digest(config)) is not None:
-        setattr(model, CALIBRATION, digest)
+def notes_of(model: object) -> dict[str, str]:
+    """Return the notes of the calibration of a model, by name."""
+    return calibration_notes({name: getattr(model, name, None) for name in _NOTES})
+
+
+def keep_notes(model: Model, config: Mapping[str, Any]) -> Model:
+    """Give a model the notes of its calibration, which are written with it, and return it."""
+    for name, value in calibration_notes(config).items():
+        setattr(model, name, value)
     return model
 
 

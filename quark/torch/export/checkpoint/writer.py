@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from quark import __version__
-from quark.torch.export.checkpoint.config_json import CALIBRATION
+from quark.torch.export.checkpoint.config_json import notes_of
 from quark.torch.export.checkpoint.graphs import (
     GRAPH,
     edge_tensors,
@@ -311,12 +311,12 @@ def write_model_files(
 ) -> None:
     """Write config.json, the generation configuration and the tokenizer.
 
-    ``calibration_sha256`` in config.json is the digest of the calibration data, if there was any.
+    Notes of the calibration are in config.json too, such as the digest of its data.
     """
     from quark.torch.files import write_json
 
     config: Any = getattr(model, "config", None)
-    digest = getattr(model, CALIBRATION, None)
+    notes = notes_of(model)
     if isinstance(config, Mapping):
         write_json(directory / "config.json", {**config, "quantization_config": section})
     elif not hasattr(config, "save_pretrained"):
@@ -324,14 +324,14 @@ def write_model_files(
         write_json(
             directory / "config.json",
             {"architectures": architectures, "quantization_config": section}
-            | ({} if digest is None else {CALIBRATION: digest})
+            | notes
             | ({GRAPH: graph_section(model)} if is_quantized_graph(model) else {}),  # type: ignore[arg-type]
         )
     else:
         written = copy.deepcopy(config)
         written.quantization_config = section
-        if digest is not None:
-            setattr(written, CALIBRATION, digest)
+        for name, value in notes.items():
+            setattr(written, name, value)
         written.architectures = [type(model).__name__]
         written.dtype = _float_type(model) or written.dtype
         if _has_untied(model):

@@ -14,10 +14,9 @@ from torch import nn
 
 from quark.torch.export.checkpoint.architecture import empty_model, read_config
 from quark.torch.export.checkpoint.config_json import (
-    CALIBRATION,
     CONFIG,
     SECTION,
-    calibration_digest,
+    calibration_notes,
     read_config_json,
 )
 from quark.torch.export.checkpoint.files import NATIVE, CheckpointReader
@@ -88,7 +87,7 @@ class TensorDirectory(Container):
                 note = f"layers are not told apart: {error}"
         return Contents(
             str(config.get("model_type", "unknown type")),
-            _origin(section, calibration_digest(config)) if isinstance(section, dict) else {},
+            _origin(section, calibration_notes(config)) if isinstance(section, dict) else {},
             note,
             summarize(
                 self.reader(path).entries, fmt, config.get("dtype") or config.get("torch_dtype")
@@ -214,7 +213,7 @@ def _make_format(model: nn.Module, settings: ExportSettings) -> ExportFormat:
     return make_format(model, settings.quant_config, settings.options, settings.custom_mode)
 
 
-def _origin(section: dict[str, Any], calibration: str | None) -> dict[str, Any]:
+def _origin(section: dict[str, Any], notes: dict[str, str]) -> dict[str, Any]:
     """Return how a checkpoint says it was quantized."""
     export = section.get("export")
     export = export if isinstance(export, dict) else {}
@@ -223,6 +222,6 @@ def _origin(section: dict[str, Any], calibration: str | None) -> dict[str, Any]:
         "version": section.get("version"),
         "weight_format": export.get("weight_format"),
         "pack_method": export.get("pack_method"),
-        CALIBRATION: calibration,
+        **notes,
     }
     return {key: value for key, value in origin.items() if value is not None}

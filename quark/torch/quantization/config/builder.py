@@ -14,7 +14,7 @@ from torch import nn
 from quark.torch.quantization.config.algo import AlgoConfig
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.kv_cache import with_kv_cache
-from quark.torch.quantization.config.parts import PARTS
+from quark.torch.quantization.config.part_kinds import PARTS
 from quark.torch.quantization.config.resolution import OUTPUT_HEAD, fused_projections
 
 

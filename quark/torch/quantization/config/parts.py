@@ -2,15 +2,7 @@
 
 ``Config.float_parts`` names kinds of parts. No name of a module or model is known here: a
 multimodal model of Transformers has one configuration for each of its models, and each model
-declares its modalities.
-
-=============  ====================================================================================
-kind           modules
-=============  ====================================================================================
-``tower``      models of images or audio inside of a model that generates text
-``projector``  layers between a tower and the language model
-``router``     layers that weigh the experts of a mixture, and the gate of a shared expert
-=============  ====================================================================================
+declares its modalities. ``part_kinds`` lists the kinds.
 """
 
 from __future__ import annotations
@@ -21,8 +13,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from quark.torch.quantization.config.name_lookup import one_of
+from quark.torch.quantization.config.part_kinds import PARTS
 
-PARTS = ("tower", "projector", "router")
 _LAYERS = (nn.Linear, nn.modules.conv._ConvNd)
 
 

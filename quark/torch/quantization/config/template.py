@@ -13,7 +13,7 @@ from quark.torch.quantization.config.algo_lookup import make_algo_configs
 from quark.torch.quantization.config.builder import KVCache, build_config
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.name_lookup import one_of
-from quark.torch.quantization.config.parts import PARTS
+from quark.torch.quantization.config.part_kinds import PARTS
 from quark.torch.quantization.config.recipes import recipe
 from quark.torch.quantization.config.resolution import OUTPUT_HEAD
 
