@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import logging
 import re
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -15,11 +14,10 @@ from quark.torch.export.checkpoint.computed_buffers import check_buffers, comput
 from quark.torch.export.checkpoint.files import TensorHeader
 from quark.torch.export.checkpoint.graphs import build_for_load, check_edges
 from quark.torch.export.checkpoint.header_checks import check_headers, tied_names
-from quark.torch.export.checkpoint.rotation_config import declare_rotation, rotates_keys
+from quark.torch.export.checkpoint.rotation_config import declare_rotation, rotates, rotates_keys
 from quark.torch.export.checkpoint.scale_checks import check_scales
 from quark.torch.export.checkpoint.transformers_names import rename_for_model
 from quark.torch.export.formats.base import ExportFormat
-from quark.torch.quantization.config.algo import RotationConfig
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import assign
 from quark.torch.quantization.nn.attention import check_routes, key_projections, route_keys
@@ -28,8 +26,6 @@ from quark.torch.quantization.nn.layer import PARAMETERS, QuantizedLayer
 from quark.torch.quantization.nn.operators import is_operator
 from quark.torch.quantization.nn.packed import SHORT_NAMES, PackedLayer, PackedQuantizer
 from quark.torch.quantization.preparation import check_plain, layer_kind, mark_as_quantized
-
-logger = logging.getLogger(__name__)
 
 
 class Reader(Protocol):
@@ -321,13 +317,12 @@ def outline_of(
         for key, tensor in model.state_dict().items()
         if key.rpartition(".")[0] not in every_name
     }
-    rotates = any(isinstance(options, RotationConfig) for options in fmt.config.algo_config or [])
-    made: dict[Hashable, dict[str, torch.Tensor]] = {}
+    made: dict[Any, dict[str, torch.Tensor]] = {}
     for name, layer in layers.items():
-        module = model.get_submodule(name)
-        kind = layer_kind(module, layer), name if rotates else ""  # rotations go by names
+        kind = layer_kind(model.get_submodule(name), layer), rotates(fmt.config) and name
         if kind not in made:
-            made[kind] = _prepare_layer(_on_meta(module), name, layer, fmt).state_dict()
+            empty = _on_meta(model.get_submodule(name))
+            made[kind] = _prepare_layer(empty, name, layer, fmt).state_dict()
         outline |= {f"{name}.{key}": tensor for key, tensor in made[kind].items()}
     return outline
 

@@ -47,6 +47,11 @@ def with_rotations(
     return replace(config, algo_config=[written, *(a for a in algorithms if a is not found)])
 
 
+def rotates(config: Config) -> bool:
+    """Whether a configuration may name layers whose inputs are rotated."""
+    return any(isinstance(options, RotationConfig) for options in config.algo_config or [])
+
+
 def rotates_keys(config: Config) -> bool:
     """Whether queries and keys are rotated under a configuration."""
     return any(isinstance(a, RotationConfig) and a.r3 for a in config.algo_config or [])
