@@ -39,7 +39,8 @@ class ShiftLimits:
 
     A tensor with the scale 2**-p has the position p. An operator with positions i of its inputs,
     w of its weight, b of its bias and o of its output shifts its integers by the numbers below. The
-    defaults are the limits that AMD states for its NPUs. Each limit is a pair: smallest, largest.
+    defaults suit devices that shift 32-bit sums by up to 16 bits; give the limits of yours. Each
+    limit is a pair: smallest, largest.
 
     Attributes:
         cut: w + i - o of layers: the sum of products is shifted to the output by it. Products of
