@@ -23,6 +23,7 @@ from quark.cli.options import (
     Json,
     MaxMemory,
     NumFewshot,
+    Runtime,
     Tasks,
     TrustRemoteCode,
     Verbose,
@@ -127,12 +128,14 @@ def evaluate(
     data_type: DataTypeFlag = "auto",
     device: DeviceFlag = "auto",
     max_memory: MaxMemory = None,
+    runtime: Runtime = "exact",
     trust_remote_code: TrustRemoteCode = False,
     check_digests: CheckDigests = False,
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
     """Evaluate one or two models on the same windows and tasks."""
+    models.check_runtime(runtime, max_memory)
     described = models.read_config(model_dir, "MODEL_DIR")
     if original is not None:
         models.read_config(original, "--original")
@@ -156,7 +159,12 @@ def evaluate(
         if directory is not None:
             with console.stage(f"loading {directory.name}", spinner=True):
                 model = models.load_model(
-                    directory, data_type, target, trust_remote_code, max_memory=max_memory
+                    directory,
+                    data_type,
+                    target,
+                    trust_remote_code,
+                    max_memory=max_memory,
+                    runtime=runtime,
                 )
             rows.append(_measure(directory, model, measures))
             del model

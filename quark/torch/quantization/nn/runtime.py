@@ -73,7 +73,7 @@ class RuntimeOptions:
 
 
 def enable_native_inference(model: nn.Module, options: RuntimeOptions | None = None) -> nn.Module:
-    """Let the packed layers of a loaded model use the fastest products, in place; see ``set_runtime``.
+    """Let a loaded model use the fastest products, in place; see ``set_runtime``.
 
     Args:
         model: A model that was loaded from a quantized checkpoint.

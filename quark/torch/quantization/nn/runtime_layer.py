@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from quark.torch.quantization.nn.packed import PackedLayer
-from quark.torch.quantization.nn.packed_parameter import PackedParameter
+from quark.torch.quantization.nn.packed_parameter import PackedParameter, is_exporting
 from quark.torch.quantization.nn.products.product import PackedProduct, make_product
 
 RUNTIMES = ("exact", "auto", "fast", "unpacked")
@@ -30,17 +30,17 @@ class RuntimeLayer(PackedLayer):
     runtime: str = "exact"
     packed_product: PackedProduct | None = None
     _values: dict[str, torch.Tensor] | None = None
-    _lent: weakref.ref[torch.Tensor] | None = None  # codes that were last restored
+    _resumes: bool = False  # whether the runtime is set again after torch has made a graph
 
     def set_runtime(self, runtime: str) -> None:
-        """Choose how the layer computes.
+        """Choose how the layer computes; without values in memory it stays ``exact``.
 
         Args:
             runtime: One of ``RUNTIMES``.
         """
         self._use_codes()
-        self.runtime = runtime
-        if runtime == "exact" or self._is_empty():
+        self.runtime = "exact" if self._is_empty() else runtime
+        if self.runtime == "exact":
             return
         if runtime == "unpacked":
             values = {name: self.value(name) for name in self.packed}
@@ -63,6 +63,7 @@ class RuntimeLayer(PackedLayer):
     def _make_product(self) -> None:
         if "weight" not in self.packed or not self.is_linear or self.input_axis == 0:
             return
+        self._wrap_codes("weight")  # loaders put bare codes in its place
         state, values = self.quantized_tensor("weight"), self.value("weight", torch.float32)
         if state is None or values is None:
             return
@@ -93,19 +94,19 @@ class RuntimeLayer(PackedLayer):
         """Hold the codes of the checkpoint again, and compute with them."""
         self._values = None
         if self.packed_product is not None:
-            codes = self._stored("weight")
-            assert codes is not None
+            codes = self.stored_codes("weight")
             self.packed_product = None
-            self._parameters["weight"] = PackedParameter.wrap(codes, self, "weight")
-            self.keep_codes("weight", codes)
+            self._parameters["weight"] = codes  # type: ignore[assignment]
+            self._wrap_codes("weight")
 
     def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Quantize the input, apply the operator to quantized parameters, quantize the output."""
+        if self._resumes and not torch.compiler.is_compiling():
+            self._resumes = False
+            self.set_runtime(self.runtime)
         product = self.packed_product
-        needs_values = torch.compiler.is_exporting() or (
-            input.requires_grad and torch.is_grad_enabled()
-        )
-        if product is None or needs_values or not input.is_floating_point():
+        needs_gradient = input.requires_grad and torch.is_grad_enabled()
+        if product is None or needs_gradient or not input.is_floating_point():
             return super().forward(input, *args, **kwargs)
         y = product.multiply(self.quantized_input(input))
         bias = self.value("bias", y.dtype)
@@ -134,21 +135,25 @@ class RuntimeLayer(PackedLayer):
         held = self._parameters.get(name)
         if name != "weight" or self.packed_product is None or not isinstance(held, PackedParameter):
             return super()._stored(name)
-        codes = self._codes_of(self.packed_product)
-        self._lent = weakref.ref(codes)
-        return codes
+        return nn.Parameter(self._codes_of(self.packed_product), requires_grad=False)
 
     def _wrap_codes(self, name: str) -> None:
         if name == "weight" and self.packed_product is not None:
-            held: Any = self._parameters.get(name)
-            if isinstance(held, PackedParameter):
-                return
-            if held is not None and self._lent is not None and self._lent() is held:
-                self._parameters[name] = PackedParameter.wrap(held, self, name)
-                self._parameters[name].drop_codes()  # type: ignore[union-attr]
+            if isinstance(self._parameters.get(name), PackedParameter):
                 return
             self.packed_product = None  # other codes were put in place
         super()._wrap_codes(name)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """Iterate over the modules in this one; ``torch.export`` gets the codes of the checkpoint.
+
+        A graph may run in another process, which has no product. The next call sets the runtime
+        again.
+        """
+        if is_exporting() and self.runtime != "exact":
+            self._use_codes()
+            self._resumes = True
+        return super().named_modules(*args, **kwargs)
 
     def keep_codes(self, name: str, codes: torch.Tensor) -> None:
         """Keep codes for the tracer; if they are others than before, compute with them."""
@@ -171,7 +176,7 @@ class RuntimeLayer(PackedLayer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies and pickles, with the codes of the checkpoint."""
-        own = dict.fromkeys(("packed_product", "_values", "_lent"))
+        own = dict.fromkeys(("packed_product", "_values"))
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -55,10 +55,10 @@ def _int4_group(fmt: Format, inputs: int, group: int) -> int:
 def _int4_factors(panels: Panels, parts: Parts) -> torch.Tensor:
     """Return (groups, outputs, 2): scale, and the value of code 8, which the kernel adds."""
     to = panels.arrangement
-    scale = to.restore_factors(_scale(parts))
-    zeros = parts.get("zero_point")
-    zero = panels.zero_point if zeros is None else to.restore_factors(zeros.float())
-    return torch.stack([scale, (8 - zero) * scale], -1).transpose(0, 1).bfloat16().contiguous()
+    scale = panels.scale(parts)
+    eight = (8 - panels.zero_points(parts)) * scale
+    factors = torch.stack([to.restore_factors(x) for x in (scale, eight)], -1)
+    return factors.transpose(0, 1).bfloat16().contiguous()
 
 
 def _multiply_int4(panels: Panels, parts: Parts, x: torch.Tensor) -> torch.Tensor:
@@ -75,18 +75,13 @@ def _int8_group(fmt: Format, inputs: int, group: int) -> int:
 
 def _int8_factors(panels: Panels, parts: Parts) -> torch.Tensor:
     """Return the scale of each output."""
-    return panels.arrangement.restore_factors(_scale(parts)).flatten().bfloat16()
+    return panels.arrangement.restore_factors(panels.scale(parts)).flatten().bfloat16()
 
 
 def _multiply_int8(panels: Panels, parts: Parts, x: torch.Tensor) -> torch.Tensor:
     to = panels.arrangement
     codes = parts["plane_8"].view(torch.int8).view(to.panels * to.rows, -1)
     return torch.ops.aten._weight_int8pack_mm(x, codes, parts["factors"])  # type: ignore[no-any-return]
-
-
-def _scale(parts: Parts) -> torch.Tensor:
-    scale = parts["scale"].float()
-    return scale * parts["tensor_scale"] if "tensor_scale" in parts else scale
 
 
 # Device and name -> kernel. The first one that fits a weight and is proved multiplies it.

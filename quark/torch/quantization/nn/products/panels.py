@@ -55,7 +55,8 @@ class Panels:
         fmt: Format of the codes.
         arrangement: Order of the elements.
         offset: What is added to a code before it is stored: integers below 8 bits are unsigned.
-        zero_point: Integer zero point that all groups share, plus ``offset``.
+        zero_point: Integer zero point that all groups share, plus ``offset``; this alone, if zero
+            points differ. The part ``zero_point`` contains ``offset`` if it is int8.
     """
 
     fmt: Format
@@ -79,12 +80,15 @@ class Panels:
         parts = pack_planes(arrangement.arrange(bits), fmt)
         zero = 0 if fmt.is_float else offset
         if state.zero_point is not None and not (state.scheme.symmetric and fmt.signed):
-            stored = _per_group(state.zero_point.float(), state, arrangement) + offset
+            stored = _per_group(state.zero_point.float(), state, arrangement)
             first = stored.flatten()[0].item()
             if torch.all(stored == first) and first == int(first):
-                zero = int(first)
+                zero = offset + int(first)
             else:
-                parts["zero_point"] = _zero_points(arrangement.arrange_factors(stored), fmt)
+                zeros = arrangement.arrange_factors(stored)
+                parts["zero_point"] = _small_zero_points(zeros + offset, fmt)
+                if parts["zero_point"].dtype != torch.int8:
+                    parts["zero_point"] = compact(zeros)
         scale = _per_group(state.scale.float(), state, arrangement)
         factor = 2.0 ** (fmt.min_exponent + _HALF_BIAS_STEP) if fmt.is_float else 1.0
         if state.scale_2 is not None:
@@ -95,19 +99,35 @@ class Panels:
         parts["scale"] = compact(arrangement.arrange_factors(scale * factor))
         return cls(fmt, arrangement, offset, zero), parts
 
-    def decode(self, parts: Parts) -> Iterator[torch.Tensor]:
-        """Iterate over the values of the panels: float32 (elements,), overwritten by the next."""
+    def decode(self, parts: Parts, scaled: bool = True) -> Iterator[torch.Tensor]:
+        """Iterate over the values of the panels: float32 (elements,), overwritten by the next.
+
+        Args:
+            parts: Tensors of the weight.
+            scaled: Whether values are multiplied by their scales.
+        """
         size, shape = self.arrangement.size, self.arrangement.grouped
         values = _BUFFERS.take("values", size, torch.float32)
         grouped = values.view(shape)
         read = self._integers(parts, values) if not self.fmt.is_float else self._floats(values)
-        scales = parts["scale"].float()
-        if "tensor_scale" in parts:
-            scales = scales * parts["tensor_scale"]
-        for index, (bits, scale) in enumerate(zip(self._bits(parts), scales, strict=True)):
+        scales = self.scale(parts).unbind()
+        for index, bits in enumerate(self._bits(parts)):
             read(bits, index)
-            grouped.mul_(scale)
+            if scaled:
+                grouped.mul_(scales[index])
             yield values
+
+    def scale(self, parts: Parts) -> torch.Tensor:
+        """Return the scales of the panels in float32, in shapes that broadcast over ``grouped``."""
+        scale = parts["scale"].float()
+        return scale * parts["tensor_scale"] if "tensor_scale" in parts else scale
+
+    def zero_points(self, parts: Parts) -> torch.Tensor | int:
+        """Return the zero points of the stored codes, with ``offset``, in the shape of scales."""
+        zeros = parts.get("zero_point")
+        if zeros is None:
+            return self.zero_point
+        return zeros.float() + (0 if zeros.dtype == torch.int8 else self.offset)
 
     def codes(self, parts: Parts) -> torch.Tensor:
         """Return the codes (outputs, inputs): the inverse of ``pack``."""
@@ -142,10 +162,10 @@ class Panels:
 
         def read(bits: torch.Tensor, index: int) -> None:
             if self.fmt.bits < 8:
-                codes = bits.view(torch.int8)  # at most 127; differences are small: see below
+                codes = bits.view(torch.int8)  # at most 127
                 if zeros is not None and zeros.dtype == torch.int8:
                     codes.view(shape).sub_(zeros[index])
-                elif zeros is None and self.zero_point:
+                elif self.zero_point:
                     codes.sub_(self.zero_point)
                 values.copy_(codes)
             else:
@@ -163,12 +183,18 @@ class Panels:
         halves = _BUFFERS.take("halves", self.arrangement.size, torch.int16)
         top = _HALF_BITS - fmt.bits - (not fmt.signed)  # the sign bit comes first
         down = _HALF_EXPONENT - fmt.exponent_bits
+        copies_sign = fmt.signed and fmt.bits == 8  # in the conversion from int8
 
         def read(bits: torch.Tensor, index: int) -> None:
-            halves.copy_(bits).mul_(1 << top)
+            if copies_sign:
+                halves.copy_(bits.view(torch.int8)).mul_(1 << (top - down))
+            else:
+                halves.copy_(bits).mul_(1 << top)
             if down:
                 # The shift copies the sign, which stands in one bit alone: fp4 keeps 0x8FFF.
-                halves.bitwise_right_shift_(down).bitwise_and_((0x7FFF >> down) - 0x8000)
+                if not copies_sign:
+                    halves.bitwise_right_shift_(down)
+                halves.bitwise_and_((0x7FFF >> down) - 0x8000)
             values.copy_(halves.view(torch.float16))
 
         return read
@@ -196,9 +222,11 @@ def _per_group(x: torch.Tensor, state: QuantizedTensor, to: Arrangement) -> torc
     return rows.repeat_interleave(to.inputs // to.group // grid[1], 1)
 
 
-def _zero_points(zeros: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Return zero points as int8 if all differences from codes fit this type, else compact."""
-    low, high = (int(z) for z in zeros.aminmax()) if zeros.isfinite().all() else (-1000, 1000)
-    is_small = fmt.bits < 8 and (1 << fmt.bits) - 1 - low <= 127 and high <= 127
-    small = zeros.to(torch.int8) if is_small and low >= -128 else zeros
-    return small if torch.equal(small.float(), zeros) else compact(zeros)
+def _small_zero_points(zeros: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Return zero points as int8 if they and all differences from codes fit it, else unchanged."""
+    if fmt.bits == 8 or not zeros.isfinite().all():
+        return zeros
+    low, high = (int(z) for z in zeros.aminmax())
+    small = zeros.to(torch.int8)
+    is_small = (1 << fmt.bits) - 1 - low <= 127 and low >= -128 and high <= 127
+    return small if is_small and torch.equal(small.float(), zeros) else zeros

@@ -51,7 +51,8 @@ class Method:
         dtype = multiplied_type(x.dtype)
         x = x.to(dtype)
         y = torch.empty(len(x), to.panels * to.rows, dtype=dtype, device=x.device)
-        for index, values in enumerate(self.panels.decode(parts)):
+        scales_outputs = to.group == to.inputs and dtype == torch.float32  # one scale per output
+        for index, values in enumerate(self.panels.decode(parts, not scales_outputs)):
             columns = y[:, index * to.rows : (index + 1) * to.rows]
             values = values.to(dtype)
             if to.half:  # (2, inputs, half) -> (2, rows, half)
@@ -61,6 +62,8 @@ class Method:
                 torch.mv(values.view(to.rows, to.inputs), x[0], out=columns[0])
             else:
                 torch.mm(x, values.view(to.rows, to.inputs).T, out=columns)
+        if scales_outputs:
+            y *= to.restore_factors(self.panels.scale(parts)).T
         return y
 
     def values(self, parts: Parts) -> torch.Tensor:
@@ -138,9 +141,7 @@ def _(x: torch.Tensor, parts: list[torch.Tensor], names: str, key: str) -> torch
     return x.new_empty(*x.shape[:-1], _method(key).panels.arrangement.outputs)
 
 
-@define_operator(
-    "packed_values(Tensor[] parts, str names, str key, ScalarType dtype) -> Tensor"
-)
+@define_operator("packed_values(Tensor[] parts, str names, str key, ScalarType dtype) -> Tensor")
 def _packed_values(
     parts: list[torch.Tensor], names: str, key: str, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -155,7 +156,11 @@ def _(parts: list[torch.Tensor], names: str, key: str, dtype: torch.dtype) -> to
 
 def _cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Convert values as ``qdq.dequantize`` does: those beyond float16 saturate."""
-    return values.clamp_(-FLOAT16_MAX, FLOAT16_MAX).half() if dtype == torch.float16 else values.to(dtype)
+    return (
+        values.clamp_(-FLOAT16_MAX, FLOAT16_MAX).half()
+        if dtype == torch.float16
+        else values.to(dtype)
+    )
 
 
 def _method(key: str) -> Method:
@@ -187,7 +192,11 @@ def make_product(
             parts["order"] = state.order
         is_right = torch.equal(method.values(parts), values)
         codes = method.panels.codes(parts).view(torch.uint8)
-        if is_right and state.codes is not None and torch.equal(codes, state.codes.view(torch.uint8)):
+        if (
+            is_right
+            and state.codes is not None
+            and torch.equal(codes, state.codes.view(torch.uint8))
+        ):
             return PackedProduct(method, parts)
     return None
 
@@ -220,8 +229,9 @@ def _group(state: QuantizedTensor) -> int:
     codes, scheme = state.codes, state.scheme
     if codes is None or codes.dim() != 2 or not codes.numel() or state.scale is None:
         return 0
-    if state.spec.quantizes_codes or scheme.fmt.bits > 8 or scheme.fmt.exponent_bits > 5:
-        return 0
+    is_small = scheme.fmt.bits <= 8 and scheme.fmt.exponent_bits <= 5
+    if state.spec.quantizes_codes or not is_small or scheme.fmt.max_value > FLOAT16_MAX:
+        return 0  # floats of a panel are decoded as float16
     rows, columns = scheme.blocks(codes.shape).grid
     inputs = codes.shape[1]
     group = -(-inputs // columns)
