@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -154,18 +155,11 @@ def evaluate(
     measures = Measures(
         windows, tokenizer, window_batch=batch_size, tasks=chosen, task_batch=str(batch_size)
     )
-    rows = []
+    rows, load = [], partial(models.load_model, max_memory=max_memory, runtime=runtime)
     for directory in (original, model_dir):
         if directory is not None:
             with console.stage(f"loading {directory.name}", spinner=True):
-                model = models.load_model(
-                    directory,
-                    data_type,
-                    target,
-                    trust_remote_code,
-                    max_memory=max_memory,
-                    runtime=runtime,
-                )
+                model = load(directory, data_type, target, trust_remote_code)
             rows.append(_measure(directory, model, measures))
             del model
     text = dataset or models.EVALUATION
