@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quark.cli import console, models
+from quark.cli.model_files import find_model
 from quark.cli.options import SEQ_LEN, Verbose, panel, verb
 from quark.cli.outputs import check_directory, check_offload_directory, check_room
 from quark.cli.quantize.flags import CalibrationFlags, ModelFlags
@@ -109,7 +110,7 @@ def find_float_model(request: ModelFlags) -> Path:
             not read, or there is no GPU.
         ValueError: Its tensors do not fit it, or a file has changed.
     """
-    directory = models.find_model(request.model_dir, "--model_dir", request.revision)
+    directory = find_model(request.model_dir, "--model_dir", request.revision)
     described = models.read_config(directory, "--model_dir")
     models.describe_source(directory, described, "--model_dir")
     models.pick_device(request.device)

@@ -31,7 +31,7 @@ class _Row:
     """The figures of one scheme; None for those that are not known yet."""
 
     scheme: str
-    bits: str = ""
+    bits: float | None = None
     size: str = ""
     perplexity: float | None = None
     seconds: str = ""
@@ -63,8 +63,22 @@ def demo_material() -> Material:
     return Material(model, tokenizer, [text[0]], text[1])
 
 
-def compare(names: list[str], exported: str, material: Material, directory: Path) -> torch.Tensor:
-    """Fill the table, export one scheme, and return its logits for a window of text."""
+@dataclass(frozen=True)
+class Comparison:
+    """What a comparison leaves.
+
+    Attributes:
+        logits: Logits of the exported scheme for a window of text.
+        losses: Scheme with quantized weights -> bits per weight, and increase of perplexity in
+            percent.
+    """
+
+    logits: torch.Tensor
+    losses: dict[str, tuple[float, float]]
+
+
+def compare(names: list[str], exported: str, material: Material, directory: Path) -> Comparison:
+    """Fill the table, and export one scheme."""
     original, *rows = [_Row(name) for name in (ORIGINAL, *names)]
     sample: torch.Tensor | None = None
     with _live_table([original, *rows]) as show:
@@ -79,15 +93,20 @@ def compare(names: list[str], exported: str, material: Material, directory: Path
                 sample = logits(model, material)
             row.perplexity = _perplexity(model, material)
         show()
-    assert sample is not None
-    return sample
+    assert sample is not None and original.perplexity is not None
+    losses = {
+        row.scheme: (row.bits, 100 * (row.perplexity / original.perplexity - 1))
+        for row in rows
+        if row.bits is not None and row.perplexity is not None
+    }
+    return Comparison(sample, losses)
 
 
 def _measure_original(row: _Row, material: Material) -> None:
     from quark.torch.export.checkpoint_contents import summarize
 
     summary = summarize(material.model.state_dict())
-    row.bits = console.format_bits(summary.bits_per_parameter)
+    row.bits = summary.bits_per_parameter
     row.size = console.format_bytes(summary.bytes)
     row.perplexity = _perplexity(copy.deepcopy(material.model), material)
 
@@ -109,10 +128,7 @@ def _quantize(row: _Row, material: Material) -> nn.Module:
     row.seconds = f"{time.monotonic() - start:.1f} s"
     stored = collect(model, make_format(model, None, JsonExporterConfig(), "quark"))
     summary = summarize(stored, config, type_name(next(material.model.parameters()).dtype))
-    row.bits, row.size = (
-        console.format_bits(summary.bits_per_weight),
-        console.format_bytes(summary.bytes),
-    )
+    row.bits, row.size = summary.bits_per_weight, console.format_bytes(summary.bytes)
     return model
 
 
@@ -191,5 +207,6 @@ def _table(rows: list[_Row]) -> Table:
         if row.perplexity is not None and reference is not None and row.scheme != ORIGINAL:
             change = console.format_change(row.perplexity, reference)
         perplexity = "" if row.perplexity is None else f"{row.perplexity:.2f}"
-        table.add_row(row.scheme, row.bits, row.size, perplexity, change, row.seconds)
+        bits = console.format_bits(row.bits) if row.size else ""
+        table.add_row(row.scheme, bits, row.size, perplexity, change, row.seconds)
     return table

@@ -13,7 +13,7 @@ from rich.markup import escape
 from quark.cli import console, models
 from quark.cli.comparison import ORIGINAL, Material, compare, demo_material, logits
 from quark.cli.options import Verbose, panel
-from quark.cli.outputs import check_directory
+from quark.cli.outputs import check_directory, check_file
 from quark.cli.quantize.config import layer_scheme
 
 if TYPE_CHECKING:
@@ -74,6 +74,10 @@ Keep = Annotated[
         help=f"Scheme to export and load (default: {EXPORTED}, or the last one if not compared).",
     ),
 ]
+Picture = Annotated[
+    Path | None,
+    _show("--picture", metavar="FILE", help="SVG of loss over size to write."),
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -85,6 +89,7 @@ def demo(
     output_dir: OutputDir = None,
     schemes: Schemes = None,
     keep: Keep = None,
+    picture: Picture = None,
     verbose: Verbose = False,
 ) -> None:
     """Compare schemes on the shipped model."""
@@ -92,12 +97,16 @@ def demo(
     names, exported = _parse_names(schemes, keep)
     if output_dir is not None:
         _check_vacant(output_dir)
+    if picture is not None:
+        check_file("--picture", picture, overwrite=False)
     with console.stage("loading the model and the text", spinner=True):
         material = demo_material()
     with tempfile.TemporaryDirectory(prefix="quark-demo-") as temporary:
         directory = output_dir or Path(temporary) / exported
-        sample = compare(names, exported, material, directory)
-        _reload(exported, material, directory, sample)
+        comparison = compare(names, exported, material, directory)
+        _reload(exported, material, directory, comparison.logits)
+    if picture is not None:
+        _draw(picture, comparison.losses)
     _show_next(exported, output_dir, time.monotonic() - start)
 
 
@@ -154,6 +163,18 @@ def _generate_line(model: Any, tokenizer: Any) -> str:
     )
     text = tokenizer.decode(tokens[0], skip_special_tokens=True)
     return " ".join(text.split())
+
+
+def _draw(path: Path, losses: dict[str, tuple[float, float]]) -> None:
+    """Write a picture of the losses."""
+    from quark.torch.files import write_text
+    from quark.torch.search.chart import render_chart
+
+    try:
+        image = render_chart((), losses, "increase of perplexity, %")
+    except ValueError as error:
+        raise console.wrong("--picture", f"{error} Compare schemes with fewer bits.") from None
+    write_text(path, image)
 
 
 def _show_next(exported: str, output_dir: Path | None, seconds: float) -> None:

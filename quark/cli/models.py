@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quark.cli.console import format_bits, stage, wrong
+from quark.cli.model_files import find_gguf
 
 if TYPE_CHECKING:
     import torch
@@ -19,56 +19,30 @@ if TYPE_CHECKING:
 CALIBRATION = "text of this package"
 EVALUATION = "held-out docstrings of the standard library"
 CHARACTERS_PER_TOKEN = 8  # of English text in any vocabulary, at most
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 logger = logging.getLogger("quark")
-# Other containers of the same weights on the Hub.
-NOT_LOADED = ["original/*", "*.gguf", "*.onnx", "*.msgpack", "*.h5"]
 FEW_BITS = 6  # per weight, of a quantized model: a further loss counts below
 UNBOUNDED = 1 << 20  # tokens, for models without a maximum length
 
 
-def find_model(given: Path, flag: str, revision: str | None = None) -> Path:
-    """Return the directory of a model; a model on the Hub is downloaded.
-
-    Args:
-        given: Directory, or OWNER/NAME on the Hub.
-        flag: Flag of the value, for the error.
-        revision: Revision on the Hub.
-
-    Raises:
-        typer.BadParameter: Neither a directory nor a model on the Hub has that name.
-    """
-    if given.is_dir() or not HUB_NAME.fullmatch(given.as_posix()):
-        return given
-    from huggingface_hub import snapshot_download
-
-    try:
-        with stage(f"finding {given}"):
-            directory = snapshot_download(
-                given.as_posix(), revision=revision, ignore_patterns=NOT_LOADED
-            )
-    except (OSError, ValueError) as error:  # includes errors of the Hub and of the network
-        first = str(error).strip().split("\n")[0]
-        raise wrong(
-            flag,
-            f"there is no directory {given}, and no model of that name can be reached on the "
-            f"Hugging Face Hub ({first}). Give the directory of a model.",
-        ) from None
-    return Path(directory)
-
-
 def read_config(directory: Path, flag: str) -> dict[str, Any]:
-    """Return the contents of the ``config.json`` of a model.
+    """Return the contents of the ``config.json`` of a model, or those that a GGUF file stands for.
 
     Raises:
-        typer.BadParameter: The directory is not that of a model.
+        typer.BadParameter: The path is not that of a model.
     """
     from quark.torch.export.checkpoint.config_json import read_config_json
 
+    if (file := find_gguf(directory, flag)) is not None:
+        from quark.torch.export.gguf.importer import read_gguf_config
+
+        with stage(f"reading {file.name}"):
+            described: dict[str, Any] = read_gguf_config(file).to_dict()
+        return described
     if not directory.is_dir():
         raise wrong(
             flag,
-            f"there is no directory {directory}. Give the directory of a model; download one with "
+            f"there is no directory {directory} and no GGUF file of that name. Give the directory "
+            "of a model; download one with "
             "'hf download OWNER/NAME --local-dir DIRECTORY'.",
         )
     try:
@@ -176,8 +150,8 @@ def describe_source(directory: Path, described: dict[str, Any], flag: str) -> st
     A warning says that a model of few bits loses accuracy twice.
 
     Args:
-        directory: Directory of the model.
-        described: Contents of its ``config.json``.
+        directory: Directory of the model, or its GGUF file.
+        described: Result of ``read_config``.
         flag: Flag of the directory, for the error.
 
     Raises:
@@ -186,13 +160,17 @@ def describe_source(directory: Path, described: dict[str, Any], flag: str) -> st
     from quark.torch.export.checkpoint.config_json import CONFIG, SECTION
     from quark.torch.export.recognition import read_contents, recognize_format
 
-    if not described.get(SECTION):
+    is_gguf = find_gguf(directory, flag) is not None
+    if not (is_gguf or described.get(SECTION)):
         return ""
     try:
-        recognize_format(described, str(directory / CONFIG))
+        if not is_gguf:
+            recognize_format(described, str(directory / CONFIG))
     except ValueError as error:
         raise wrong(flag, f"{error} Give the float model, or one of a known method.") from None
     summary = read_contents(directory).summary
+    if not summary.layers:
+        return ""
     bits = summary.bits_per_weight
     if bits is not None and bits < FEW_BITS:
         logger.warning(
@@ -242,14 +220,21 @@ def check_files(directory: Path, digests: bool = False) -> None:
 
 
 def load_tokenizer(directory: Path, flag: str, trust_remote_code: bool = False) -> Any:
-    """Return the tokenizer of a directory.
+    """Return the tokenizer of a directory, or that of a GGUF file.
 
     Raises:
-        typer.BadParameter: The directory has no tokenizer.
+        typer.BadParameter: There is no tokenizer.
     """
     from transformers import AutoTokenizer
 
     _quiet_transformers()
+    if (file := find_gguf(directory, flag)) is not None:
+        from quark.torch.export.gguf.tokenizer import load_tokenizer as load_gguf_tokenizer
+
+        try:
+            return load_gguf_tokenizer(file)
+        except ValueError as error:
+            raise wrong(flag, str(error)) from None
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:

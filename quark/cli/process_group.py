@@ -70,6 +70,19 @@ def process_group(device: str) -> Iterator[None]:
             dist.destroy_process_group()
 
 
+def wait_for_all() -> None:
+    """Wait until all processes are here.
+
+    Raises:
+        ProcessFailure: One of them failed before.
+    """
+    if is_distributed():
+        from quark.torch.pipeline.processes import joined
+
+        with joined():
+            pass
+
+
 def _choose_accelerator(device: torch.device) -> None:
     """Make the accelerator of this process the current one of its type."""
     import torch

@@ -16,6 +16,7 @@ from quark.cli.options import (
     CheckDigests,
     DeviceFlag,
     Json,
+    MaxMemory,
     TrustRemoteCode,
     Verbose,
     panel,
@@ -80,6 +81,7 @@ def report(
     output: Output = Path("report.html"),
     overwrite: Overwrite = False,
     device: DeviceFlag = "auto",
+    max_memory: MaxMemory = None,
     trust_remote_code: TrustRemoteCode = False,
     check_digests: CheckDigests = False,
     as_json: Json = False,
@@ -104,7 +106,14 @@ def report(
 
     with console.stage("measuring layers"):
         numbers = measure(
-            directory, original, windows, dataset or "", batch_size, target, trust_remote_code
+            directory,
+            original,
+            windows,
+            dataset or "",
+            batch_size,
+            target,
+            trust_remote_code,
+            max_memory,
         ).to_dict()
     if as_json:
         console.as_json(numbers)

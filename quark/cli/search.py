@@ -308,7 +308,8 @@ def _write_files(
     write_json(request.output, config.to_dict(everything=True))
     if request.picture is not None:
         marked = {**mixture.uniform(), "chosen": mixture.cost(chosen)}
-        write_text(request.picture, render_chart(mixture.points(), marked))
+        loss = "predicted loss, nats per token"
+        write_text(request.picture, render_chart(mixture.points(), marked, loss))
 
 
 def _print_result(

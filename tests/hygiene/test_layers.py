@@ -55,7 +55,11 @@ LAYERS = [
         "quark.torch.quantization.model_shape",
         "quark.torch.quantization.trained_ranges",
     },
-    {"quark.torch.quantization.checks", "quark.torch.quantization.parameter_limit"},
+    {
+        "quark.torch.quantization.checks",
+        "quark.torch.quantization.group_fit",
+        "quark.torch.quantization.parameter_limit",
+    },
     {"quark.torch.quantization.graph_mode"},
     {"quark.torch.statistics"},
     {

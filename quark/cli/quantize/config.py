@@ -14,6 +14,8 @@ from quark.cli.quantize.request import Request, split_names
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from quark.torch.quantization.config.algo import AlgoConfig
     from quark.torch.quantization.config.config import Config, QuantizationConfig
     from quark.torch.quantization.config.spec import QuantizationSpec
@@ -47,6 +49,31 @@ def make_config(request: Request, model_type: str) -> Config:
     if request.weight_matrix_merge:
         _check_shared(config)
         config = replace(config, shared_scale_groups=fused_projections())
+    return config
+
+
+def fit_recipe(request: Request, config: Config, outline: nn.Module | None) -> Config:
+    """Return the configuration of a recipe with groups that divide the layers of the model.
+
+    A recipe names no group size, so a smaller one may take its place. The new sizes are printed.
+
+    Args:
+        request: The flags.
+        config: The configuration.
+        outline: The model on the meta device, or None.
+    """
+    from quark.torch.quantization.group_fit import fit_group_sizes
+
+    if request.recipe is None or outline is None:
+        return config
+    config, sizes = fit_group_sizes(outline, config)
+    for size in sorted(set(sizes.values()), reverse=True):
+        patterns = [pattern for pattern, chosen in sizes.items() if chosen == size]
+        logger.warning(
+            "The groups of the recipe do not divide %s: the group size is %d there.",
+            ", ".join(patterns),
+            size,
+        )
     return config
 
 

@@ -50,8 +50,8 @@ class ModelFlags:
         Path,
         _model(
             metavar="DIR",
-            help="Directory of the model to quantize, OWNER/NAME on the Hugging Face Hub, or a "
-            "graph (.pt2).",
+            help="Directory of the model to quantize, OWNER/NAME on the Hugging Face Hub, a GGUF "
+            "file, or a graph (.pt2).",
         ),
     ]
     revision: Annotated[

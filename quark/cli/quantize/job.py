@@ -13,9 +13,10 @@ from rich.markup import escape
 from quark.cli import console, models
 from quark.cli.collect import read_optional_statistics
 from quark.cli.metrics import Figures, Measures, prepare_measures, show_scores, write_metrics
+from quark.cli.model_files import find_model
 from quark.cli.options import SEQ_LEN
-from quark.cli.process_group import rank
-from quark.cli.quantize.config import make_config, needs_data
+from quark.cli.process_group import rank, wait_for_all
+from quark.cli.quantize.config import fit_recipe, make_config, needs_data
 from quark.cli.quantize.data import describe, kind_of_dataset, read_batches
 from quark.cli.quantize.file_job import (
     goes_through_files,
@@ -48,11 +49,12 @@ def run(request: Request) -> None:
     check_flags(request)
     if is_graph(request):
         return run_graph(request)
-    directory = models.find_model(request.model_dir, "--model_dir", request.revision)
+    directory = find_model(request.model_dir, "--model_dir", request.revision)
     request = replace(request, model_dir=directory)
     check_places(request)
     described = models.read_config(request.model_dir, "--model_dir")
     _check_source(request, described)
+    wait_for_all()  # the first process writes nothing before the others have looked at the places
     if request.quantizes:
         _quantize(request, described)
     elif rank() == 0:
@@ -93,6 +95,7 @@ def _quantize(request: Request, described: dict[str, Any]) -> None:
     is_known = is_known_architecture(request, described)
     outline = read_outline(request.model_dir, request.trust_remote_code) if is_known else None
     request = _without_perplexity(request, outline)
+    config = fit_recipe(request, config, outline)
     if goes_through_files(request, described, config):
         _quantize_files(request, described, config, outline, length)
         return
@@ -142,6 +145,8 @@ def _quantize_files(
         plan = make_plan(request, config, device, length, False, through_files=True)
     if _stops_at(request, plan):
         return
+    if rank() > 0:
+        return
     tokenizer = _find_text(request, False)
     measures = prepare_measures(request, described, tokenizer)
     outcome = quantize_files(request, described, config, tokenizer)
@@ -173,8 +178,11 @@ def _evaluate_unchanged(request: Request, described: dict[str, Any]) -> None:
 
 
 def _has_plan(request: Request, described: dict[str, Any]) -> bool:
-    """Whether the headers of a model give a plan: it is in float, and Transformers knows it."""
-    has_files = any(request.model_dir.glob("*.safetensors"))
+    """Whether the headers of a model give a plan.
+
+    It is in float, or a GGUF file, and Transformers knows it.
+    """
+    has_files = request.model_dir.is_file() or any(request.model_dir.glob("*.safetensors"))
     is_float = "quantization_config" not in described
     return has_files and is_float and is_known_architecture(request, described)
 
@@ -193,8 +201,8 @@ def _stops_at(request: Request, plan: RunPlan | None) -> bool:
     if plan is None:
         raise console.wrong(
             "--plan",
-            "plans are made from safetensors of float models that Transformers knows, and "
-            f"{request.model_dir} has none. Leave it out.",
+            "plans are made from GGUF files, and from safetensors of float models that "
+            f"Transformers knows; {request.model_dir} has none. Leave it out.",
         )
     if not request.json:
         show_requirements(plan)
@@ -297,6 +305,8 @@ def _quantize_and_evaluate(
     start = time.monotonic()
     with console.stage("quantizing"):
         model = quantizer.quantize_model(model, batches, statistics)
+        if rank() > 0:  # the first process alone evaluates and writes
+            return outcome
         model = quantizer.freeze(model)
     outcome.seconds = time.monotonic() - start
     outcome.count_layers(model)

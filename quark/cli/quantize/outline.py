@@ -17,14 +17,17 @@ _PLURAL = 3  # names of parts of a kind to print
 
 
 def read_outline(directory: Path, trust_remote_code: bool = False) -> nn.Module | None:
-    """Return the model of a directory on the meta device; None without safetensors.
+    """Return the model of a directory or GGUF file on the meta device; None without either.
 
     Raises:
         ValueError: The files are damaged, or Transformers cannot build the model.
     """
     from quark.torch.export.checkpoint.architecture import empty_model, read_config
     from quark.torch.export.checkpoint.files import CheckpointReader
+    from quark.torch.export.gguf.importer import match_gguf
 
+    if directory.is_file():
+        return match_gguf(directory).model
     if not any(directory.glob("*.safetensors")):
         return None
     config = read_config(directory, trust_remote_code)

@@ -17,6 +17,7 @@ from quark.cli.quantize.request import Request
 if TYPE_CHECKING:
     from torch import nn
 
+    from quark.torch.export.checkpoint.reader import Reader
     from quark.torch.pipeline.requirements import Machine, Requirements
     from quark.torch.pipeline.run_steps import Run
     from quark.torch.pipeline.shapes import DataShape
@@ -96,7 +97,7 @@ def make_plan(
     is_calibrated: bool,
     through_files: bool = False,
 ) -> RunPlan:
-    """Return the plan of a request, from the headers of the safetensors of a float model.
+    """Return the plan of a request, from the headers of a float model or of a GGUF file.
 
     Args:
         request: The flags.
@@ -111,15 +112,17 @@ def make_plan(
     """
     import torch
 
-    from quark.torch.export.checkpoint.float_source import fill_with_placeholders, open_float_model
+    from quark.torch.export.checkpoint.float_source import fill_with_placeholders
     from quark.torch.export.checkpoint.header_checks import tied_names
+    from quark.torch.export.recognition import exceeds_memory
     from quark.torch.files import size_of
     from quark.torch.pipeline.machine import probe, taken_memory
     from quark.torch.pipeline.memory_limit import free_memory
     from quark.torch.pipeline.requirements import least_bound, require
     from quark.torch.quantization.model_shape import list_kinds
 
-    model, files = open_float_model(request.model_dir, request.trust_remote_code, request.data_type)
+    model, files, tokenizer = _open_source(request)
+    size = sum(entry.nbytes for entry in files.entries.values())
     fill_with_placeholders(model)
     run = _describe_run(request, config, model, device, length, is_calibrated)
     made = {n: t for n, t in model.state_dict().items() if n not in files.entries}
@@ -127,13 +130,14 @@ def make_plan(
     converted = size_of({name: tensor for name, tensor in made.items() if name not in tied})
     run = run._replace(model=run.model._replace(converted=converted))
     run = run._replace(through_files=through_files, threads=torch.get_num_threads())
-    taken = taken_memory() + _TOKENIZER * _size(request.model_dir / "tokenizer.json")
+    taken = taken_memory() + _TOKENIZER * tokenizer
     bound, free = request.max_memory, free_memory()
-    if bound is None and _is_streamed(request.model_dir, device):
+    if bound is None and exceeds_memory(size, device):
         bound = taken + free
     needs, least = require(run, taken, bound), least_bound(run, taken)
+    source = request.model_dir
     machine = probe(
-        sorted(request.model_dir.glob("*.safetensors")),
+        [source] if source.is_file() else sorted(source.glob("*.safetensors")),
         _existing(request.output_dir),
         next(model.parameters()).dtype,
         device,
@@ -145,6 +149,22 @@ def make_plan(
         *_find_disk_problems(request, needs),
     ]
     return RunPlan(needs, least, machine, list_kinds(model, config), problems)
+
+
+def _open_source(request: Request) -> tuple[nn.Module, Reader, int]:
+    """Return the float model of a request without values, its tensors, and bytes of a tokenizer."""
+    import torch
+
+    from quark.torch.export.checkpoint.float_source import open_float_model
+    from quark.torch.export.gguf.float_reader import open_gguf_in_float
+
+    source, data_type = request.model_dir, request.data_type
+    if not source.is_file():
+        model, files = open_float_model(source, request.trust_remote_code, data_type)
+        return model, files, _size(source / "tokenizer.json")
+    dtype = None if data_type == "auto" else getattr(torch, data_type)
+    model, values = open_gguf_in_float(source, dtype)
+    return model, values, values.header_bytes
 
 
 def _describe_run(
@@ -179,6 +199,7 @@ def _describe_run(
         packed=max(0, stored - (shape.size - shape.changed)),
         evaluated=0 if request.skip_evaluation else max(windows, EVAL_WINDOWS) * window,
         evaluated_batch=request.evaluation_batch * window,
+        evaluated_window=window,
         processes=int(os.environ.get("WORLD_SIZE", "1")),
         on_device=device != "cpu",
     )
@@ -193,14 +214,6 @@ def _describe_data(
     tokens = request.num_calib_data * length if is_calibrated else 0
     chunk = length * max(1, min(chunks.SEQUENCES, chunks.TOKENS // length))
     return describe_data(model, tokens, min(chunk, tokens), length, blocks)
-
-
-def _is_streamed(directory: Path, device: str) -> bool:
-    """Whether the model is read in parts without being asked to."""
-    from quark.cli.models import weight_bytes
-    from quark.torch.export.recognition import exceeds_memory
-
-    return exceeds_memory(weight_bytes(directory), device)
 
 
 def _find_memory_problems(

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 
 from quark.cli import console
-from quark.cli.process_group import is_distributed
 from quark.cli.quantize.request import Request
 
 if TYPE_CHECKING:
@@ -23,22 +22,28 @@ if TYPE_CHECKING:
 def open_journal(request: Request, config: Config) -> Iterator[Journal | None]:
     """Open the journal beside the output, and remove it when all is written.
 
-    There is none without algorithms, without an output, without room for it, and where several
-    processes of torchrun share the work.
+    There is none without algorithms, without an output and without room for it. The processes of
+    torchrun share one, and the first one decides whether there is room.
 
     Args:
         request: The flags.
         config: How the model will be quantized.
 
     Raises:
-        FileExistsError: Another process writes this output.
+        FileExistsError: Another run writes this output.
+        FileNotFoundError: Another machine does not see the directory of the output.
     """
     from quark.torch.pipeline.journal import Journal
+    from quark.torch.pipeline.processes import joined
 
     output = request.output_dir.resolve()
     algorithms = len(config.algo_config or [])
-    has_entries = bool(algorithms and request.exports and not is_distributed())
-    if not has_entries or not _has_room(request, output, algorithms):
+    if not algorithms or not request.exports:
+        yield None
+        return
+    with joined() as group:
+        has_room = group.exchange(not group.is_first or _has_room(request, output, algorithms))[0]
+    if not has_room:
         yield None
         return
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +68,9 @@ def open_journal(request: Request, config: Config) -> Iterator[Journal | None]:
 
 def _has_room(request: Request, output: Path, algorithms: int) -> bool:
     """Whether the disk has room for a journal, which has each block once for each algorithm."""
-    size = sum(path.stat().st_size for path in request.model_dir.glob("*.safetensors"))
+    source = request.model_dir
+    files = [source] if source.is_file() else source.glob("*.safetensors")
+    size = sum(path.stat().st_size for path in files)
     existing = next(path for path in (output, *output.parents) if path.exists())
     has_room = _free(existing) > size * (algorithms + 1)
     if not has_room:

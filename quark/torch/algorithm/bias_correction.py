@@ -120,6 +120,7 @@ def apply(context: Context, options: BiasCorrectionConfig) -> None:
         context.batches,
         "bias correction",
         observe=partial(_observe_errors, layers, errors),
+        observed=layers,
     )
     errors = Reducer(errors, lambda leaf: MeanError()).combine(errors)
     for name, layer in layers.items():
@@ -185,7 +186,7 @@ def _output_change(
 def work(options: BiasCorrectionConfig, block: BlockShape, data: DataShape) -> Work:
     """Return the work for a block: a pass with each product twice, and changes of weights."""
     memory = FLOAT32 * block.elements + FLOAT64 * sum(x.outputs for x in block.layers)
-    return Work(memory, 2, 0.0, stores=3, reads=2)
+    return Work(memory, 2, 0.0, stores=3, reads=2, runs_model=True)
 
 
 ALGORITHM = Algorithm(check, apply, work=work, resolve=resolve)

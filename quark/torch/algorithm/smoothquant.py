@@ -113,7 +113,11 @@ def _observe_ranges(context: Context, groups: list[RescalingGroup]) -> dict[str,
     }
     observers = [(context.layers[name], observer) for name, observer in ranges.items()]
     run_data(
-        context.model, context.batches, "smoothing", observe=partial(accumulate_inputs, observers)
+        context.model,
+        context.batches,
+        "smoothing",
+        observe=partial(accumulate_inputs, observers),
+        observed=ranges,
     )
     return Reducer(ranges, lambda leaf: ChannelRange()).combine(ranges)
 
@@ -132,7 +136,8 @@ def largest_weights(group: RescalingGroup, context: Context) -> torch.Tensor:
 def work(options: SmoothQuantConfig, block: BlockShape, data: DataShape) -> Work:
     """Return the work for a block: ranges of channels, which are small, and a float32 weight."""
     memory = block.largest(lambda x: FLOAT32 * 3 * x.elements)
-    return Work(memory, 1, 4.0 * data.tokens * sum(block.input_widths), stores=3, reads=2)
+    flops = 4.0 * data.tokens * sum(block.input_widths)
+    return Work(memory, 1, flops, stores=3, reads=2, runs_model=True)
 
 
 ALGORITHM = Algorithm(

@@ -186,7 +186,8 @@ def round_by_input(
 
     Args:
         layers: The layers by name.
-        grams: Statistics of their inputs by name; one object for layers that share an input.
+        grams: Statistics of their inputs by name; one object for layers that share an input. Their
+            sums are forgotten, since the solver needs the memory.
         damping: See ``round_layers``.
         by_magnitude: See ``round_layers``.
         solver_of: Returns the function that rounds the weight of a layer, given its name.
@@ -197,8 +198,8 @@ def round_by_input(
         groups.setdefault(id(grams[name]), []).append(name)
 
     def change(names: Sequence[str]) -> None:
-        part, gram = {name: layers[name] for name in names}, grams[names[0]]
-        round_layers(part, gram, damping, by_magnitude, solver_of, refits)
+        part, hessian = {name: layers[name] for name in names}, grams[names[0]].take_mean()
+        round_layers(part, hessian, damping, by_magnitude, solver_of, refits)
 
     change_layers(layers, list(groups.values()), change)
 
@@ -213,12 +214,12 @@ def round_layer(
     refits: int = 0,
 ) -> None:
     """Round the weight of one layer; see ``round_layers``."""
-    round_layers({name: layer}, gram, damping, by_magnitude, lambda _: solver, refits)
+    round_layers({name: layer}, gram.mean(), damping, by_magnitude, lambda _: solver, refits)
 
 
 def round_layers(
     layers: Mapping[str, FakeQuantizedLayer],
-    gram: Gram,
+    hessian: torch.Tensor | None,
     damping: float,
     by_magnitude: bool,
     solver_of: Callable[[str], Solver] = lambda name: round_columns,
@@ -229,18 +230,17 @@ def round_layers(
     Args:
         layers: Layers that share their input, with final scales. They are frozen, unless they
             cannot be rounded.
-        gram: Statistics of this input.
+        hessian: Mean of x xᵀ over this input, which is changed; None if no data reached it.
         damping: Fraction of the mean square of the inputs that is added to each square.
         by_magnitude: Whether to round the columns with the largest inputs first (act order).
         solver_of: Returns the function that rounds the weight of a layer, given its name:
             ``round_columns``, or a function of the same signature.
         refits: How many times to refit the scales to values of ``round_columns`` before that.
     """
-    if gram.total is None:
+    if hessian is None:
         for name in layers:
             logger.warning("No data reached %s: it is rounded to the nearest.", name)
         return
-    hessian = gram.total / max(gram.tokens, 1)
     hessians = hessian.view(-1, *hessian.shape[-2:])  # one for each group of inputs
     for own in hessians:
         _fill_unused_(own.diagonal())

@@ -7,7 +7,9 @@ The steps are separate, so that two models or toolkits can be evaluated on the s
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from importlib import import_module
 from itertools import chain
 from typing import Any, Protocol
@@ -16,13 +18,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from quark.torch.evaluation.output_head import OutputHead, Receive
 from quark.torch.graph.eval_mode import eval_mode
 from quark.torch.graph.residency import residency_of
 from quark.torch.pipeline.activation_store import activation_limit
+from quark.torch.pipeline.batches import run_batch
 from quark.torch.pipeline.model_pass import run_data
+from quark.torch.pipeline.shapes import windows_at_once
+from quark.torch.quantization.config.resolution import output_head
 from quark.torch.quantization.nn.experts import unchanged_token_counts
-
-ROWS_AT_ONCE = 512  # token positions converted to float32 together
 
 
 class Tokenizer(Protocol):
@@ -103,22 +107,29 @@ def perplexity(
     batch_size: int = 8,
     progress: str | None = None,
     context: int = 1,
+    receive: Receive | None = None,
+    observe: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> float:
     """Return the perplexity: exp of the mean negative log-likelihood of tokens given those before.
 
     Each window is scored on its own, and its first token is not scored. Logarithms are computed in
-    float32 and summed in float64 for any type of model. The logits of one batch are in memory at a
-    time. The model runs in evaluation mode, and every module returns to its own mode afterwards.
+    float32 and summed in float64 for any type of model. The output head runs on a part of a batch
+    at a time (``output_head``), so that memory holds few logits. The model runs in evaluation mode,
+    and every module returns to its own mode afterwards.
 
     Args:
         model: Model that takes token identifiers (batch, length) and returns logits
             (batch, length, vocabulary): a tensor, the first of a tuple, or an attribute or item
             named ``logits``.
         windows: Token identifiers, (windows, length) integers, as `token_windows` returns them.
-        batch_size: Number of windows per forward pass.
+        batch_size: Number of windows per forward pass. For a model that is larger than memory, it
+            is the largest number: a bound of memory may leave less.
         progress: Title of a progress bar, which appears on a terminal after a second; None for no
             bar.
         context: Number of tokens at the beginning of each window that are read but not scored.
+        receive: Also takes the logits of each part of a batch; see ``OutputHead.run``.
+        observe: Opened while the windows run; each module runs once for each batch inside, the
+            output head for each part of it.
 
     Returns:
         The perplexity: at least 1, the size of the vocabulary for uniform logits, infinite if
@@ -135,11 +146,11 @@ def perplexity(
             f"{type(model).__name__} is an encoder-decoder, which reads the tokens that it is "
             "asked to predict: perplexity is defined for decoders. Leave the evaluation out."
         )
+    batch_size = _fitting_batch_size(model, batch_size, windows.shape[1])
     batches = torch.split(windows.to(torch.int64), batch_size)
     total = torch.zeros((), dtype=torch.float64)
 
-    def add(index: int, output: Any) -> None:
-        losses = _window_losses(_logits(output), batches[index], context)
+    def add_losses(index: int, losses: torch.Tensor) -> None:
         if not losses.isfinite().all():
             bad = int((~losses.isfinite()).nonzero()[0])
             raise FloatingPointError(
@@ -149,7 +160,8 @@ def perplexity(
             )
         total.add_(losses.sum())
 
-    _run(model, batches, progress, add)
+    compute = _compute_losses(model, context, receive)
+    _run(model, batches, progress, observe, compute, add_losses)
     scored = len(windows) * (windows.shape[1] - context)
     return float(torch.exp(total / scored))
 
@@ -168,6 +180,43 @@ def _check_windows(windows: torch.Tensor, batch_size: int, context: int) -> None
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
 
 
+def _compute_losses(
+    model: nn.Module, context: int, receive: Receive | None
+) -> Callable[[Callable[[], Any], torch.Tensor], torch.Tensor]:
+    """Return a function that returns the negative log-likelihood of each window of a batch.
+
+    It takes a function that runs the model on the batch, and the batch.
+    """
+    head = OutputHead(model)
+
+    def compute(run: Callable[[], Any], tokens: torch.Tensor) -> torch.Tensor:
+        losses = torch.zeros(len(tokens), dtype=torch.float64)
+
+        def add(first: int, logits: torch.Tensor) -> None:
+            losses.add_(_window_losses(logits, tokens, first, context))
+            if receive is not None:
+                receive(first, logits)
+
+        head.run(run, tokens, add)
+        return losses
+
+    return compute
+
+
+def _fitting_batch_size(model: nn.Module, most: int, length: int) -> int:
+    """Return the windows of a batch; fewer than ``most`` where a bound of memory leaves less."""
+    residency = residency_of(model)
+    if residency is None:
+        return most
+    head = output_head(model)
+    widths = [
+        module.out_features
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "out_features", None), int) and name not in head
+    ]
+    return windows_at_once(most, length, max(widths, default=1), residency.activation_limit)
+
+
 def _takes_use_cache(model: nn.Module) -> bool:
     return "use_cache" in inspect.signature(model.forward).parameters
 
@@ -182,19 +231,38 @@ def _run(
     model: nn.Module,
     batches: Sequence[torch.Tensor],
     progress: str | None,
-    receive: Callable[[int, Any], None],
+    observe: Callable[[], AbstractContextManager[Any]],
+    compute: Callable[[Callable[[], Any], torch.Tensor], torch.Tensor],
+    receive: Callable[[int, torch.Tensor], None],
 ) -> None:
-    """Run batches of tokens through a model, and pass on the number and the output of each."""
+    """Run batches of tokens through a model.
+
+    Args:
+        model: The model.
+        batches: The batches.
+        progress: Title of the progress bar, or None.
+        observe: Opened while they run.
+        compute: Takes a function that runs the model on a batch, and the batch.
+        receive: Takes the number of each batch and what was computed for it.
+    """
     residency = residency_of(model)
     if residency is not None:
         with activation_limit(residency.activation_limit), unchanged_token_counts(model):
-            run_data(model, batches, progress or "perplexity", receive=receive)
+            run_data(
+                model,
+                batches,
+                progress or "perplexity",
+                observe=observe,
+                receive=receive,
+                call=lambda model, tokens: compute(partial(run_batch, model, tokens), tokens),
+            )
         return
     options = {"use_cache": False} if _takes_use_cache(model) else {}
     device = _input_device(model, default=batches[0].device)
-    with torch.inference_mode(), eval_mode(model):
+    with torch.inference_mode(), eval_mode(model), observe():
         for index in _indices(len(batches), progress):
-            receive(index, model(batches[index].to(device), **options))
+            tokens = batches[index]
+            receive(index, compute(partial(model, tokens.to(device), **options), tokens))
 
 
 def _indices(count: int, progress: str | None) -> Iterator[int]:
@@ -207,38 +275,25 @@ def _indices(count: int, progress: str | None) -> Iterator[int]:
     return iter(bar)
 
 
-def _logits(output: Any) -> torch.Tensor:
-    """Return the logits in the output of a model, (batch, length, vocabulary)."""
-    if isinstance(output, Mapping) and "logits" in output:
-        output = output["logits"]
-    elif isinstance(output, tuple):
-        output = output[0]
-    logits = getattr(output, "logits", output)
-    if not isinstance(logits, torch.Tensor) or logits.ndim != 3:
-        shape = getattr(logits, "shape", None)
-        raise ValueError(
-            f"the model returned {type(logits).__name__} of shape {shape}; expected logits "
-            "(batch, length, vocabulary) of a causal language model"
-        )
-    return logits
+def _window_losses(
+    logits: torch.Tensor, tokens: torch.Tensor, first: int, context: int
+) -> torch.Tensor:
+    """Return the summed negative log-likelihood of tokens of each window, (batch,) float64.
 
+    Args:
+        logits: Logits of successive positions, (batch, positions, vocabulary).
+        tokens: The windows, (batch, length).
+        first: Position of the first logits.
+        context: Number of tokens at the beginning of each window that are not scored.
 
-def _window_losses(logits: torch.Tensor, tokens: torch.Tensor, context: int) -> torch.Tensor:
-    """Return the summed negative log-likelihood of each window, (batch,) float64, on the CPU.
-
-    A few hundred positions are converted at a time: a float32 copy of all logits of a batch would
-    take twice the memory of half-precision logits.
+    Returns:
+        The sums, on the CPU, over the tokens that these logits predict.
     """
-    targets = tokens[:, context:].to(logits.device)
+    begin = max(context - 1 - first, 0)
+    rows = logits[:, begin : tokens.shape[1] - 1 - first]
+    targets = tokens[:, first + begin + 1 :][:, : rows.shape[1]].to(logits.device)
     losses = [
-        torch.cat(
-            [
-                functional.cross_entropy(part.float(), target, reduction="none")
-                for part, target in zip(
-                    rows.split(ROWS_AT_ONCE), labels.split(ROWS_AT_ONCE), strict=True
-                )
-            ]
-        )
-        for rows, labels in zip(logits[:, context - 1 : -1], targets, strict=True)
+        functional.cross_entropy(part.float(), target, reduction="none")
+        for part, target in zip(rows, targets, strict=True)
     ]
     return torch.stack(losses).cpu().double().sum(-1)  # float64 is not on every device

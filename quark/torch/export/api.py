@@ -209,6 +209,7 @@ class ModelExporter:
         check_plain(model)
         kind = get_container(container)
         kind.check_installed()
+        kind.check_in_memory(model)
         if self.verify:
             kind.check_verifiable({type_name(p.dtype) for p in model.parameters()})
         check_vacant(self.export_dir, self.overwrite)

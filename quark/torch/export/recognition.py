@@ -18,7 +18,7 @@ from torch import nn
 
 from quark.torch.digests import check_unchanged
 from quark.torch.export.checkpoint.config_json import CONFIG, SECTION, read_config_json
-from quark.torch.export.checkpoint.dequantized import DequantizedReader
+from quark.torch.export.checkpoint.dequantized import FloatReader
 from quark.torch.export.checkpoint.float_model import check_float_model, load_float_model
 from quark.torch.export.checkpoint.reader import Loading, cast_float_parameters
 from quark.torch.export.checkpoint.streamed_model import (
@@ -98,6 +98,8 @@ def check_checkpoint(
     with naming(source):
         if container.holds_other_model(source):
             check_float_model(source, trust_remote_code)
+        elif not container.has_codes(source):
+            container.open_in_float(source, None, trust_remote_code)
         else:
             container.open(source, trust_remote_code)
 
@@ -118,7 +120,7 @@ def open_dequantized(
     dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
     **options: Any,
-) -> tuple[nn.Module, DequantizedReader]:
+) -> tuple[nn.Module, FloatReader]:
     """Return the float architecture of a quantized checkpoint, and a reader of its values.
 
     Args:
@@ -138,13 +140,7 @@ def open_dequantized(
     source = Path(source)
     with naming(source):
         container = recognize_container(source)
-        loading = container.open(source, trust_remote_code, **options)
-        model = container.architecture(source, trust_remote_code, **options)
-        if dtype is not None:
-            cast_float_parameters(model, dtype)
-        reader = DequantizedReader(loading, model, dtype)
-        reader.adapt(model)
-        return model, reader
+        return container.open_in_float(source, dtype, trust_remote_code, **options)
 
 
 def load_in_float(
@@ -293,6 +289,8 @@ def load_checkpoint(
     if check_digests:
         check_unchanged(source)
     container = recognize_container(source)
+    if not container.has_codes(source):
+        return load_in_float(source, dtype, trust_remote_code, False, max_memory, device, **options)
     streams = max_memory is not None or exceeds_memory(container.size(source), device)
     if streams and runtime != "exact":
         raise ValueError(

@@ -47,6 +47,7 @@ def check_exports(
         get_container(name).check_installed()
     with nullcontext() if config is None else temporarily_quantized(model, config):
         for name, settings in exports.items():
+            get_container(name).check_in_memory(model)
             get_container(name).check_writable(model, settings)
     if config is None:
         size = len(exports) * size_of(model.state_dict())

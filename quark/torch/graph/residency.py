@@ -65,13 +65,19 @@ def resident(model: nn.Module, *names: str) -> Iterator[None]:
             yield
 
 
-def iterate_parts(model: nn.Module) -> Iterator[Part]:
+def iterate_parts(model: nn.Module, modules: Collection[str] | None = None) -> Iterator[Part]:
     """Iterate over the parts of a model, each in memory while it is at hand.
 
     A model that is in memory is one part.
+
+    Args:
+        model: The model.
+        modules: Names of modules: parts that hold none of them are left out. None for all parts.
     """
     residency: Residency | None = residency_of(model)
     for part in [Part("", True, "")] if residency is None else residency.parts():
+        if modules is not None and not any(map(part.holds, modules)):
+            continue
         with resident(model, part.handle):
             yield part
 

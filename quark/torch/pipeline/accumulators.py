@@ -81,6 +81,16 @@ class Gram:
     def total(self, total: torch.Tensor) -> None:
         self._total = total
 
+    def mean(self) -> torch.Tensor | None:
+        """Return the mean of x xᵀ, (..., channels, channels) float32; None before any data."""
+        total = self.total
+        return None if total is None else total / max(self.tokens, 1)
+
+    def take_mean(self) -> torch.Tensor | None:
+        """Return the mean of x xᵀ in the memory of the sum, which is forgotten."""
+        total, self._total = self.total, None
+        return None if total is None else total.div_(max(self.tokens, 1))
+
     @property
     def magnitude(self) -> torch.Tensor | None:
         """(..., channels) float32: sum of |x|; or None before any data."""

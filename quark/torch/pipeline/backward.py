@@ -24,11 +24,8 @@ from quark.torch.pipeline.batches import (
     take_excerpt,
 )
 from quark.torch.pipeline.block import Block, HiddenStates
-from quark.torch.pipeline.capture import (
-    BlockArguments,
-    capture,
-    split_hidden_states,
-)
+from quark.torch.pipeline.capture import BlockArguments, capture
+from quark.torch.pipeline.hidden_states import split_hidden_states
 from quark.torch.pipeline.stacks import Stack, find_stacks
 
 Loss = Callable[[torch.Tensor, torch.Tensor | None, int], torch.Tensor]
@@ -78,9 +75,7 @@ def run_blocks_backward(
                     own.enter_context(ActivationStore(share)) for _ in range(len(part.names) + 3)
                 ]
                 gradients, others = stores.pop(), stores.pop()
-                arguments = capture(
-                    model, part.names, batches, stores[0], others, part.shares, number > 0
-                )
+                arguments = capture(model, part, batches, stores[0], others, number > 0)
                 if not later:
                     masks = dict(zip(arguments.numbers, arguments.masks, strict=True))
                 blocks = [

@@ -117,10 +117,17 @@ class Block:
         """Return which tokens of a batch are not padding, (sequences, tokens) bool, or None."""
         return self._arguments.masks[index]
 
-    def first_outputs(self) -> list[torch.Tensor]:
-        """Return the outputs for the first batch, of the reference too; none without runs."""
+    def first_outputs(self) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        """Iterate over (number of the first batch of a leaf, outputs for it).
+
+        The outputs of the reference are among them. There are none without runs.
+        """
         streams = [self._stream, *([] if self._reference is None else [self._reference])]
-        return [stream.outputs[0] for stream in streams if len(stream.outputs)]
+        leaves = map(self._leaf, range(self._arguments.leaves.count))
+        for index in (batches[0] for batches in leaves if batches):
+            outputs = [stream.outputs[index] for stream in streams if len(stream.outputs)]
+            if outputs:
+                yield self.number(index), outputs
 
     def outputs(self, index: int) -> torch.Tensor:
         """Return the outputs of the last run for a batch."""

@@ -15,10 +15,14 @@ from quark.torch.graph.replay import replace_forwards
 from quark.torch.pipeline.activation_store import ActivationStore
 from quark.torch.pipeline.batches import flatten_batches, padding_mask, run_batch
 from quark.torch.pipeline.chunks import count_calls
+from quark.torch.pipeline.hidden_states import (
+    Arguments,
+    OutputForm,
+    hidden_keyword,
+    split_hidden_states,
+)
 from quark.torch.pipeline.reducer import Leaves
-
-# Positional and keyword arguments of a block, without the hidden states.
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+from quark.torch.pipeline.stacks import Stack
 
 
 class _Slot(NamedTuple):
@@ -54,8 +58,7 @@ class BlockArguments:
         numbers: For each batch, its number in the data: others did not reach the blocks, or belong
             to other processes.
         keywords: Name of a block -> argument that is its hidden states, None for the first one.
-        outputs: Name of a block -> its output for the first batch, without the hidden states.
-        positions: Name of a block -> place of the hidden states in its output, 0 if left out.
+        forms: Name of a block -> form of its output.
     """
 
     store: ActivationStore
@@ -65,8 +68,7 @@ class BlockArguments:
     encoder_masks: list[torch.Tensor | None] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
     keywords: dict[str, str | None] = field(default_factory=dict)
-    outputs: dict[str, Any] = field(default_factory=dict)
-    positions: dict[str, int] = field(default_factory=dict)
+    forms: dict[str, OutputForm] = field(default_factory=dict)
 
     def call(self, index: int, name: str, x: torch.Tensor) -> Arguments:
         """Return the arguments of a block for one batch, with hidden states in their place."""
@@ -89,11 +91,7 @@ class BlockArguments:
 
     def wrap(self, name: str, x: torch.Tensor) -> Any:
         """Return hidden states in the form in which a block returns them, such as a tuple."""
-        form = self.outputs[name]
-        if isinstance(form, torch.Tensor):
-            return x
-        place = self.positions.get(name, 0)
-        return type(form)((*form[:place], x, *form[place + 1 :]))
+        return self.forms[name].wrap(x)
 
     def hidden_states(self, name: str, output: Any) -> torch.Tensor:
         """Return the hidden states in the output of a block.
@@ -101,7 +99,8 @@ class BlockArguments:
         Raises:
             ValueError: There are none where they were in the first batch.
         """
-        x = output if isinstance(output, torch.Tensor) else output[self.positions.get(name, 0)]
+        place = self.forms[name].place if name in self.forms else 0
+        x = output if isinstance(output, torch.Tensor) else output[place]
         if not isinstance(x, torch.Tensor):
             raise ValueError(
                 f"A block returned {type(output).__name__} without hidden states as its first item."
@@ -112,46 +111,49 @@ class BlockArguments:
 @torch.no_grad()
 def capture(
     model: nn.Module,
-    names: list[str],
+    part: Stack,
     batches: Iterable[Any],
     inputs: ActivationStore,
     others: ActivationStore,
-    runs: bool = False,
     is_later: bool = False,
 ) -> BlockArguments:
     """Record the arguments of each block for each batch, and the inputs of the first block.
 
     The model runs with blocks that record their arguments and return their input, so a batch costs
-    no more than what comes before them. Only the first batch runs through the real blocks as well,
-    to learn the form of their outputs. Batches that do not reach the blocks, such as texts without
-    images before a vision tower, are left out. So are those of other processes.
+    no more than what comes before them. Where blocks return more than hidden states, the first
+    batch runs through the real blocks as well, to learn the form of their outputs. What comes
+    behind the last block, such as the output head, never runs: its logits can take more memory
+    than a block. Batches that do not reach the blocks, such as texts without images before a vision
+    tower, are left out. So are those of other processes.
 
     Args:
         model: The model.
-        names: Its blocks in the order of execution: a stack.
+        part: Its blocks. Real ones run if later ones receive what the first one makes.
         batches: Data for the model.
         inputs: Store for the hidden states that enter the first block, by batch.
         others: Store for other tensors, such as masks. Equal tensors of successive batches are
             stored once.
-        runs: Whether the real blocks run, because later ones receive what the first one makes.
         is_later: Whether another stack runs before, such as an encoder. Then the mask is that of
             the decoder where the model knows two.
 
     Raises:
-        ValueError: A block runs more than once in a forward pass.
+        ValueError: A block before the last one runs more than once in a forward pass.
     """
     leaves = Leaves(count_calls(batches))
     arguments, deduplicator = BlockArguments(others, leaves), _Deduplicator(others)
+    names, forms = part.names, part.forms
+    if all(name in forms and forms[name].is_plain for name in names):
+        arguments.forms = {name: forms[name] for name in names}
     mask_name = _mask_name(model, is_later)
     for number, batch in enumerate(flatten_batches(batches)):
         if not leaves.is_own(number):
             continue
-        if not arguments.outputs:
-            with _record_outputs(model, names, arguments):
+        if not arguments.forms:
+            with _record_outputs(model, names, arguments), suppress(StopForward):
                 run_batch(model, batch)
         received: dict[str, _Received] = {}
         with (
-            _record_arguments(model, names, arguments, received, inputs, runs),
+            _record_arguments(model, part, arguments, received, inputs),
             suppress(StopForward),
         ):
             run_batch(model, batch)
@@ -182,47 +184,20 @@ def _fitting(mask: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | Non
     return mask
 
 
-def split_hidden_states(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[torch.Tensor, Arguments]:
-    """Return the hidden states among the arguments of a block, and the other arguments.
-
-    Example: ``block(x, mask, use_cache=False)`` -> x and ((mask,), {"use_cache": False}).
-    """
-    if args:
-        return args[0], (args[1:], kwargs)
-    keyword = _hidden_keyword(kwargs)
-    others = dict(kwargs)
-    return others.pop(keyword), ((), others)
-
-
-def _hidden_keyword(kwargs: dict[str, Any]) -> str:
-    """Return the argument that is the hidden states: ``hidden_states``, or the first tensor.
-
-    Raises:
-        ValueError: No argument is a tensor.
-    """
-    tensors = [key for key, value in kwargs.items() if isinstance(value, torch.Tensor)]
-    if not tensors:
-        raise ValueError(
-            f"A block was called without a tensor (arguments: {', '.join(kwargs) or 'none'})."
-        )
-    return "hidden_states" if "hidden_states" in tensors else tensors[0]
-
-
 @contextmanager
 def _record_outputs(
     model: nn.Module, names: list[str], arguments: BlockArguments
 ) -> Iterator[None]:
-    """Record the outputs of blocks, without the hidden states."""
+    """Record the forms of the outputs of blocks, and stop behind the last block."""
 
     def watch(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if name in arguments.outputs:
+            if name in arguments.forms:
                 raise ValueError(f"{name} runs more than once in a forward pass.")
-            place = _find_hidden_states(output, split_hidden_states(args, kwargs)[0].shape)
-            arguments.positions[name] = place
-            arguments.outputs[name] = _drop_hidden_states(output, place)
+            shape = split_hidden_states(args, kwargs)[0].shape
+            arguments.forms[name] = OutputForm.of(output, shape)
+            if name == names[-1]:
+                raise StopForward
 
         return hook
 
@@ -236,30 +211,12 @@ def _record_outputs(
             handle.remove()
 
 
-def _find_hidden_states(output: Any, shape: torch.Size) -> int:
-    """Return the first place in an output where a tensor has the shape of the input, 0 if none."""
-    items = output if isinstance(output, tuple) else ()
-    fits = (i for i, y in enumerate(items) if isinstance(y, torch.Tensor) and y.shape == shape)
-    return next(fits, 0)
-
-
-def _drop_hidden_states(output: Any, place: int) -> Any:
-    """Return an output with an empty tensor for the hidden states, which would fill the memory."""
-    if isinstance(output, torch.Tensor):
-        return output.new_empty(0)
-    if isinstance(output, tuple) and output and isinstance(output[place], torch.Tensor):
-        empty = output[place].new_empty(0)
-        return type(output)((*output[:place], empty, *output[place + 1 :]))
-    return output
-
-
 def _record_arguments(
     model: nn.Module,
-    names: list[str],
+    part: Stack,
     arguments: BlockArguments,
     received: dict[str, _Received],
     inputs: ActivationStore,
-    runs: bool,
 ) -> AbstractContextManager[None]:
     """Make blocks record their arguments and return their hidden states unchanged, or run."""
 
@@ -268,16 +225,16 @@ def _record_arguments(
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             x, others = split_hidden_states(args, kwargs)
-            received[name] = _Received(x.shape, others, None if args else _hidden_keyword(kwargs))
-            if name == names[0]:
+            received[name] = _Received(x.shape, others, None if args else hidden_keyword(kwargs))
+            if name == part.names[0]:
                 inputs[len(arguments)] = x
-            if name == names[-1]:
+            if name == part.names[-1]:
                 raise StopForward
-            return own(*args, **kwargs) if runs else arguments.wrap(name, x)
+            return own(*args, **kwargs) if part.shares else arguments.wrap(name, x)
 
         return forward
 
-    return replace_forwards(model, {name: record(name) for name in names})
+    return replace_forwards(model, {name: record(name) for name in part.names})
 
 
 class _Deduplicator:

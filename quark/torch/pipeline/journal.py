@@ -8,6 +8,9 @@ A journal is a directory::
 
 A file of a block is written under another name, synced, and renamed to its name, which has the
 digest of its bytes. So a file of such a name is complete, or the disk is damaged.
+
+Of several processes the first one holds the lock, writes the files and says which there are. The
+others read them, so all see one file system.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from filelock import FileLock, Timeout
 
 from quark.torch.digests import file_digest
 from quark.torch.files import check_space, read_json, size_of, write_json
+from quark.torch.pipeline.processes import joined, processes
 from quark.torch.pipeline.scratch import with_strides
 from quark.torch.replacement import sync_directory, sync_file
 
@@ -43,7 +47,8 @@ class Journal:
     """The finished blocks of a run. The same run goes on behind them, with the same bits.
 
     It is a context manager: the directory is locked until the context is left. It stays, until
-    ``remove`` is called.
+    ``remove`` is called. In an initialized process group of ``torch.distributed``, all processes
+    make one of the same directory; the run may go on with another number of processes.
 
     Args:
         directory: The directory; it is made if it does not exist.
@@ -53,22 +58,37 @@ class Journal:
         is_begun: Whether ``begin`` has accepted a request.
 
     Raises:
-        FileExistsError: Another process uses it, or the directory holds something else.
+        FileExistsError: Another run uses it, or the directory holds something else.
+        FileNotFoundError: A process does not see the directory that the first one made.
     """
 
     def __init__(self, directory: str | Path, restart: bool = False) -> None:
         self.directory = Path(directory).resolve()
         self._blocks = self.directory / "blocks"
         self._passes, self.is_begun = 0, False
+        self._lock: FileLock | None = None  # of the first process
+        with joined() as group:
+            if group.is_first:
+                self._open(restart)
+            group.exchange(None)  # the others look for the directory when it is there
+            if not self._blocks.is_dir():
+                raise FileNotFoundError(
+                    f"Process {group.rank} of {group.count} does not see {self.directory}, which "
+                    "process 0 has made: choose an output on a disk that all machines share."
+                )
+
+    def _open(self, restart: bool) -> None:
+        """Lock the directory, and remove what a killed process left incomplete."""
         _check_own(self.directory)
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._lock = FileLock(self.directory / "lock")
+        lock = FileLock(self.directory / "lock")
         try:
-            self._lock.acquire(timeout=0)
+            lock.acquire(timeout=0)
         except Timeout:
             raise FileExistsError(
                 f"Another process works in {self.directory}: wait for it, or choose another output."
             ) from None
+        self._lock = lock
         if restart:
             self._clear()
         self._blocks.mkdir(exist_ok=True)
@@ -82,7 +102,7 @@ class Journal:
         return sum(1 for _ in self._blocks.iterdir()) if self._blocks.is_dir() else 0
 
     def begin(self, request: Mapping[str, Any]) -> None:
-        """Begin a run, or go on with it.
+        """Begin a run, or go on with it. Of several processes, the request of the first one counts.
 
         Args:
             request: What the run is asked for, in types of JSON.
@@ -91,6 +111,11 @@ class Journal:
             ValueError: The journal is that of another run; the message says what differs.
         """
         self._passes, self.is_begun = 0, False
+        if processes().is_first:
+            self._check_request(request)
+        self.is_begun = True
+
+    def _check_request(self, request: Mapping[str, Any]) -> None:
         path, given = self.directory / "run.json", json.loads(json.dumps(request))
         if not self.finished:
             write_json(path, given)
@@ -104,10 +129,9 @@ class Journal:
                 f"{self.directory} holds the blocks of another run: {difference}. Ask for the same "
                 "to go on, or throw them away: --restart, or Journal(directory, restart=True)."
             )
-        self.is_begun = True
 
     def begin_pass(self, blocks: list[str]) -> PassFiles:
-        """Return the files of the next pass over blocks.
+        """Return the files of the next pass over blocks. All processes call this together.
 
         Args:
             blocks: Names of the blocks.
@@ -116,7 +140,9 @@ class Journal:
         return PassFiles(self._blocks, self._passes - 1, blocks)
 
     def remove(self) -> None:
-        """Remove the journal: the run is over."""
+        """Remove the journal: the run is over. Processes other than the first one do nothing."""
+        if self._lock is None:
+            return
         self._clear()
         self.close()
         with suppress(OSError):
@@ -124,8 +150,9 @@ class Journal:
             self.directory.rmdir()
 
     def close(self) -> None:
-        """Give the directory free for other processes."""
-        self._lock.release()
+        """Give the directory free for other runs."""
+        if self._lock is not None:
+            self._lock.release()
 
     def __enter__(self) -> Journal:
         """Return the journal."""
@@ -170,7 +197,7 @@ class Entry(NamedTuple):
 
 
 class PassFiles:
-    """The finished blocks of a pass.
+    """The finished blocks of a pass, the same in all processes.
 
     Files whose digest differs are dropped with a warning: these blocks are computed again.
 
@@ -182,30 +209,49 @@ class PassFiles:
 
     def __init__(self, directory: Path, number: int, blocks: list[str]) -> None:
         self._directory, self._number, self._blocks = directory, number, blocks
-        self.entries: dict[str, Entry] = {}
-        for path in sorted(directory.iterdir()):
-            match = _NAME.fullmatch(path.name)
-            if match is not None and int(match[1]) == number and int(match[2]) < len(blocks):
-                self._take(path, blocks[int(match[2])], match[3])
+        group = processes()
+        names = group.exchange(self._find() if group.is_first else {})[0]
+        self.entries = {block: self._read(name) for block, name in names.items()}
 
-    def _take(self, path: Path, block: str, digest: str) -> None:
+    def _find(self) -> dict[str, str]:
+        """Return the name of the file of each finished block."""
+        names: dict[str, str] = {}
+        for path in sorted(self._directory.iterdir()):
+            match = _NAME.fullmatch(path.name)
+            if match is None or int(match[1]) != self._number or int(match[2]) >= len(self._blocks):
+                continue
+            block = self._blocks[int(match[2])]
+            if file_digest(path) == match[3]:
+                names[block] = path.name
+            else:
+                logger.warning("%s is damaged: %s is computed again.", path, block)
+                path.unlink()
+        return names
+
+    def _read(self, name: str) -> Entry:
         from safetensors import safe_open
 
-        if file_digest(path) != digest:
-            logger.warning("%s is damaged: %s is computed again.", path, block)
-            path.unlink()
-            return
+        path = self._directory / name
         with safe_open(path, framework="pt") as opened:
-            self.entries[block] = Entry(path, json.loads(opened.metadata()[_NOTES]))
+            return Entry(path, json.loads(opened.metadata()[_NOTES]))
 
     def write(
         self, block: str, tensors: Mapping[str, torch.Tensor], notes: dict[str, Any]
     ) -> Entry:
         """Write what the pass made of a block. When this returns, it is on the disk.
 
+        All processes call this together, with the same block. The first one writes.
+
         Raises:
             OSError: The disk is full.
         """
+        group = processes()
+        name = self._save(block, tensors, notes) if group.is_first else None
+        self.entries[block] = self._read(group.exchange(name)[0])
+        return self.entries[block]
+
+    def _save(self, block: str, tensors: Mapping[str, torch.Tensor], notes: dict[str, Any]) -> str:
+        """Write a file and return its name."""
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
@@ -219,11 +265,9 @@ class PassFiles:
             raise OSError(f"{block} could not be written to {self._directory}: {error}") from None
         sync_file(partial)
         name = f"{self._number}-{self._blocks.index(block):04d}-{file_digest(partial)}.safetensors"
-        path = self._directory / name
-        partial.replace(path)
+        partial.replace(self._directory / name)
         sync_directory(self._directory)
-        self.entries[block] = Entry(path, notes)
-        return self.entries[block]
+        return name
 
 
 def _check_own(directory: Path) -> None:

@@ -3,11 +3,14 @@
 What an algorithm changes in a block are values of parameters, scales of quantizers, and flags. A
 file of the journal has all of it, so a restart gives the block the state that it had, and only
 runs the data through it.
+
+Several processes have the same values behind a block, so one of them writes. Each of them knows how
+its own part of the data ran; notes have that of all, so any number of processes can go on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -18,22 +21,23 @@ from quark.torch.files import check_space
 from quark.torch.graph.parameter_writes import record_writes, write_
 from quark.torch.graph.residency import residency_of, resident
 from quark.torch.pipeline.journal import Entry, Journal
-from quark.torch.pipeline.statistics import digest
+from quark.torch.pipeline.processes import processes
 from quark.torch.quantization.nn.experts import LinearExperts
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from quark.torch.quantization.nn.quantizer import PARTS, TensorQuantizer
 
 
 class Run(NamedTuple):
-    """How the data ran through a block.
+    """How the data of this process ran through a block.
 
     Attributes:
         is_first: Whether it ran before the block was changed; else behind that.
-        outputs: What the block returned for the first batch; empty if the data did not run.
+        outputs: Number of the first batch of each leaf -> digest of what the block returned for
+            it; empty if the data did not run.
     """
 
     is_first: bool
-    outputs: list[torch.Tensor]
+    outputs: dict[int, str]
 
 
 class JournaledPass:
@@ -67,7 +71,7 @@ class JournaledPass:
         for block in self._blocks:
             with resident(self._model, block):
                 self.restore(block)
-                self.finish_restored(block, [])
+                self.finish_restored(block, {})
         return True
 
     @contextmanager
@@ -86,20 +90,31 @@ class JournaledPass:
         names = {id(p): name for name, p in self._model.named_parameters()}
         parameters = {names[key]: p for key, p in self._written.items() if key in names}
         layers = self._layers(block)
-        scales = _scales(layers)
         notes = {
             "block": block,
-            "runs_first": run.is_first,
-            "outputs": digest(*run.outputs) if run.outputs else None,
+            **self._note_data(block, run),
             "parameters": list(parameters),
             "frozen": [name for name, layer in layers.items() if layer.frozen],
             "observing": [n for n, q in _quantizers(layers).items() if q.is_observing],
-            "tokens": {n: experts.token_counts for n, experts in self._experts(block).items()},
         }
         with resident(self._model, *parameters):
             values = {name: parameter.data for name, parameter in parameters.items()}
-            entry = self._files.write(block, values | scales, notes)
-            self._refer(entry, parameters, scales)
+            entry = self._files.write(block, values | _scales(layers), notes)
+        self._refer(block, entry)
+
+    def _note_data(self, block: str, run: Run) -> dict[str, Any]:
+        """Return how the data of all processes ran through a block."""
+        own: dict[str, Any] = {
+            "runs_first": run.is_first,  # also where a process has no data
+            "outputs": run.outputs,
+            "tokens": {n: experts.token_counts for n, experts in self._experts(block).items()},
+        }
+        every = processes().exchange(own)
+        return {
+            "runs_first": all(other["runs_first"] for other in every),
+            "outputs": _union(other["outputs"] for other in every),
+            "tokens": {n: _union(other["tokens"][n] for other in every) for n in own["tokens"]},
+        }
 
     def runs_first(self, block: str) -> bool:
         """Whether the data runs through a finished block before it is restored."""
@@ -123,9 +138,9 @@ class JournaledPass:
                 layer.frozen = name in notes["frozen"]
             for name, quantizer in quantizers.items():
                 quantizer.is_observing = name in notes["observing"]
-            self._refer(entry, parameters, _scales(layers))
+        self._refer(block, entry)
 
-    def finish_restored(self, block: str, outputs: list[torch.Tensor]) -> None:
+    def finish_restored(self, block: str, outputs: dict[int, str]) -> None:
         """Check that the data ran through a restored block as it did before.
 
         Args:
@@ -138,8 +153,8 @@ class JournaledPass:
         notes = self._files.entries[block].notes
         for name, experts in self._experts(block).items():
             experts.token_counts = {int(n): counts for n, counts in notes["tokens"][name].items()}
-        expected = notes["outputs"]
-        if outputs and expected is not None and digest(*outputs) != expected:
+        expected = {int(number): value for number, value in notes["outputs"].items()}
+        if any(value != expected.get(number, value) for number, value in outputs.items()):
             raise ValueError(
                 f"The outputs of {block} are not those of the run that was interrupted: this "
                 "machine rounds differently, by another processor, another number of threads or "
@@ -155,16 +170,21 @@ class JournaledPass:
         modules = self._model.get_submodule(block).named_modules(prefix=block)
         return {name: m for name, m in modules if isinstance(m, LinearExperts)}
 
-    def _refer(
-        self,
-        entry: Entry,
-        parameters: Mapping[str, nn.Parameter],
-        scales: Mapping[str, torch.Tensor],
-    ) -> None:
+    def _refer(self, block: str, entry: Entry) -> None:
         """Let a model larger than memory read the values from the journal from now on."""
         residency: Any = residency_of(self._model)
-        if residency is not None:
-            residency.refer(entry.path, parameters, scales)
+        if residency is None:
+            return
+        parameters = {n: self._model.get_parameter(n) for n in entry.notes["parameters"]}
+        scales = _scales(self._layers(block))
+        with resident(self._model, *parameters):
+            stored = {name: x for name, x in scales.items() if name in entry.notes["strides"]}
+            residency.refer(entry.path, parameters, stored)
+
+
+def _union(parts: Iterable[Mapping[Any, Any]]) -> dict[Any, Any]:
+    """Return the entries of several mappings."""
+    return {key: value for part in parts for key, value in part.items()}
 
 
 def _quantizers(layers: Mapping[str, FakeQuantizedLayer]) -> dict[str, TensorQuantizer]:

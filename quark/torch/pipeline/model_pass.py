@@ -6,7 +6,7 @@ once: what comes before the blocks takes all batches, then each block does, then
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,8 +22,9 @@ from quark.torch.pipeline.activation_store import ActivationStore, current_limit
 from quark.torch.pipeline.batch_padding import batch_padding
 from quark.torch.pipeline.batches import flatten_batches, run_batch, show_progress, take_excerpt
 from quark.torch.pipeline.block import Block, HiddenStates
-from quark.torch.pipeline.capture import BlockArguments, capture, split_hidden_states
-from quark.torch.pipeline.chunks import own_calls
+from quark.torch.pipeline.capture import BlockArguments, capture
+from quark.torch.pipeline.chunks import count_calls, own_calls
+from quark.torch.pipeline.hidden_states import split_hidden_states
 from quark.torch.pipeline.stacks import Stack, find_stacks
 from quark.torch.quantization.nn.experts import count_tokens
 
@@ -36,18 +37,26 @@ def run_data(
     batches: Iterable[Any],
     what: str,
     observe: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    receive: Receiver = lambda index, output: None,
+    receive: Receiver | None = None,
     limit: int | None = None,
+    observed: Collection[str] | None = None,
+    call: Callable[[nn.Module, Any], Any] = run_batch,
 ) -> int:
     """Run every batch of this process through a model, in evaluation mode.
+
+    A model that is larger than memory ends behind its last block if nothing more is asked for: its
+    logits can take more memory than a block.
 
     Args:
         model: The model.
         batches: Data for the model, repeatable.
         what: Title of the progress bar.
         observe: Opened while data runs; each module runs once for each batch inside.
-        receive: Takes the number of a batch and the output of the model for it.
+        receive: Takes the number of a batch and the output of the model for it; None if outputs
+            are not needed.
         limit: Bytes of hidden states to hold in memory; None for ``current_limit``.
+        observed: Names of the modules that ``observe`` looks at; None for any.
+        call: Runs the model on a batch and returns what ``receive`` takes.
 
     Returns:
         The number of batches of all processes.
@@ -56,15 +65,27 @@ def run_data(
         blocks = _find_blocks(model, batches) if residency_of(model) is not None else []
         if blocks:
             bound = current_limit() if limit is None else limit
-            return _run_by_blocks(model, blocks, batches, what, observe, receive, bound)
+            ends_early = receive is None and _are_inside(blocks, observed)
+            ending = None if ends_early else receive or _drop
+            return _run_by_blocks(model, blocks, batches, what, observe, ending, bound, call)
         count, is_own = 0, own_calls(batches)
         with observe():
             for batch in flatten_batches(show_progress(batches, what)):
                 if is_own(count):
                     with batch_padding(model, batch), count_tokens(model, count):
-                        receive(count, run_batch(model, batch))
+                        (receive or _drop)(count, call(model, batch))
                 count += 1
         return count
+
+
+def _drop(index: int, output: Any) -> None:
+    """Receive an output that is not needed."""
+
+
+def _are_inside(blocks: Collection[str], names: Collection[str] | None) -> bool:
+    """Whether modules lie in blocks; None stands for modules that are not known."""
+    inside = tuple(f"{block}." for block in blocks)
+    return names is not None and all(f"{name}.".startswith(inside) for name in names)
 
 
 def _find_blocks(model: nn.Module, batches: Iterable[Any]) -> list[str]:
@@ -123,21 +144,24 @@ def _run_by_blocks(
     batches: Iterable[Any],
     what: str,
     observe: Callable[[], AbstractContextManager[Any]],
-    receive: Receiver,
+    receive: Receiver | None,
     limit: int,
+    call: Callable[[nn.Module, Any], Any],
 ) -> int:
+    """Run every batch through one block after the other; see ``run_data``.
+
+    Without ``receive`` the pass ends behind the last block.
+    """
     stacks = find_stacks(model, names, batches)
     current = _Current(batches)
     with ExitStack() as stack:
         new = partial(_open_store, stack, limit // (3 * len(stacks)))
-        progress = iter(show_progress([*names, "the rest"], what))
+        progress = iter(show_progress([*names, *(["the rest"] if receive else [])], what))
         forwards: dict[str, Callable[..., Any]] = {}
         for number, part in enumerate(stacks):
             stream, others = HiddenStates(new(), new()), new()
             with replace_forwards(model, forwards):
-                arguments = capture(
-                    model, part.names, current, stream.inputs, others, part.shares, number > 0
-                )
+                arguments = capture(model, part, current, stream.inputs, others, number > 0)
             stream.outputs.reserve(stream.inputs)
             for name in part.names:
                 next(progress)
@@ -147,13 +171,15 @@ def _run_by_blocks(
                 stream = stream.advance()
             stream.outputs.clear()
             forwards |= _Finished(part, arguments, stream.inputs).forwards(current)
-        next(progress)
+        next(progress, None)
+        if receive is None:
+            return count_calls(batches)
         count, is_own = 0, own_calls(batches)
         with replace_forwards(model, forwards), observe():
             for batch in current:
                 if is_own(count):
                     with batch_padding(model, batch):
-                        receive(count, run_batch(model, batch))
+                        receive(count, call(model, batch))
                 count += 1
         next(progress, None)  # ends the bar
     return count

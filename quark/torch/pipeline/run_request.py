@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from quark.torch.quantization.config.config import Config
 _WITHOUT_EFFECT = ("export", "log_severity_level")
 _WEIGHTS = (".safetensors", ".gguf", ".pth", ".bin")
 _HEADER = 1 << 20  # bytes of a file of another kind that its digest covers
+_PIECES, _PIECE = 64, 4096  # pieces of a file that its sample has, and bytes of each
 
 
 def describe_run(
@@ -32,10 +34,12 @@ def describe_run(
         statistics: Statistics of the model, or None.
     """
     options = config.to_dict(everything=True)
+    devices = sorted({parameter.device.type for parameter in model.parameters()})
     tokens = None if statistics is None else digest(sorted(statistics.tokens.items()))
     return {
         "versions": {"quark": __version__, "torch": torch.__version__},
-        "devices": sorted({parameter.device.type for parameter in model.parameters()}),
+        "devices": devices,
+        "threads": thread_count(devices),
         "types": sorted({str(parameter.dtype) for parameter in model.parameters()}),
         "configuration": {k: v for k, v in options.items() if k not in _WITHOUT_EFFECT},
         "data": data,
@@ -44,26 +48,47 @@ def describe_run(
     }
 
 
+def thread_count(devices: Collection[str]) -> int | None:
+    """Return the number of threads, by which products on a CPU round; None on other devices."""
+    return torch.get_num_threads() if "cpu" in devices else None
+
+
 def _identify(model: nn.Module) -> dict[str, Any]:
     """Return what tells a model from others: its files, or digests of its values."""
-    residency: Any = residency_of(model)
-    if residency is None or residency.place is None:
+    files = model_files(model)
+    if files is None:
         return {"tensors": model_digests(model)}
-    return {"files": {path.name: _identify_file(path) for path in _files(residency.place)}}
+    times = {path.name: path.stat().st_mtime_ns for path in files}
+    return {"files": {n: {"modified": times[n], **x} for n, x in identify_files(files).items()}}
 
 
-def _files(place: Path) -> list[Path]:
-    """Return the files of a model: its configuration and all that may hold its tensors."""
+def model_files(model: nn.Module) -> list[Path] | None:
+    """Return the files of a model that is read when it is used; None for another one.
+
+    These are its configuration and all that may hold its tensors.
+    """
+    residency: Any = residency_of(model)
+    place: Path | None = None if residency is None else residency.place
+    if place is None:
+        return None
     if place.is_file():
         return [place]
     return [f for f in sorted(place.iterdir()) if f.suffix in _WEIGHTS or f.name == "config.json"]
 
 
+def identify_files(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """Return size, digest of the header and digest of a sample of each file, by its name."""
+    return {path.name: _identify_file(path) for path in files}
+
+
 def _identify_file(path: Path) -> dict[str, Any]:
-    """Return size, time of the last change, and digest of the header."""
+    size = path.stat().st_size
     with path.open("rb") as file:
         is_known = path.suffix == ".safetensors"
-        size = int.from_bytes(file.read(8), "little") if is_known else _HEADER
-        header = hashlib.sha256(file.read(size)).hexdigest()
-    stat = path.stat()
-    return {"size": stat.st_size, "modified": stat.st_mtime_ns, "header": header}
+        length = int.from_bytes(file.read(8), "little") if is_known else _HEADER
+        header = hashlib.sha256(file.read(length))
+        sample = hashlib.sha256()
+        for number in range(_PIECES):  # the first one is the start of the file, the last its end
+            file.seek(max(size - _PIECE, 0) * number // (_PIECES - 1))
+            sample.update(file.read(_PIECE))
+    return {"size": size, "header": header.hexdigest(), "sample": sample.hexdigest()}

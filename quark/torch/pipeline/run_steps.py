@@ -11,9 +11,10 @@ from quark.torch.pipeline.shapes import (
     DataShape,
     ModelShape,
     Work,
+    windows_at_once,
 )
 
-_ROWS = 512  # tokens whose logits are converted to float32 at once
+_ROWS = 256  # tokens that the output head receives at once in an evaluation
 ELEMENT_FLOPS = 100.0  # elementwise steps that quantize a value, in units of arithmetic
 
 
@@ -51,7 +52,8 @@ class Run(NamedTuple):
         output: Bytes of the checkpoints.
         packed: Bytes of the tensors that one of them holds and the model does not.
         evaluated: Tokens of an evaluation, 0 for none.
-        evaluated_batch: Tokens of a batch of it.
+        evaluated_batch: Most tokens of a batch of it.
+        evaluated_window: Tokens of a window of it.
         processes: Number of processes that share the work.
         on_device: Whether the model runs on a device with memory of its own.
         through_files: Whether tensors go from files to files, without a model in memory.
@@ -67,6 +69,7 @@ class Run(NamedTuple):
     packed: int
     evaluated: int = 0
     evaluated_batch: int = 0
+    evaluated_window: int = 1
     processes: int = 1
     on_device: bool = False
     through_files: bool = False
@@ -88,13 +91,13 @@ def list_steps(run: Run, limit: int, streams: bool) -> list[Step]:
         steps.append(_structure(run))
     # Values of a changed part are copied when they leave memory.
     leaving = 2 * max((block.changed for block in model.blocks), default=0) if streams else 0
-    steps += [_algorithm(run, *entry, limit, leaving) for entry in run.algorithms]
+    steps += [_algorithm(run, *entry, limit, streams, leaving) for entry in run.algorithms]
     element = FLOAT32 * model.largest_weight
     quantize = ELEMENT_FLOPS * sum(layer.elements for layer in model.layers)
     steps.append(Step("scales of weights", 8 * element, solver_flops=quantize))
     if run.is_static:
         stores = _held(data.hidden_states, 3, limit) if streams else 0
-        memory = _forward(run) + data.logits
+        memory = _pass_memory(run, not streams)
         steps.append(
             Step("ranges of activations", memory, stores, _model_flops(model, data), passes=1.0)
         )
@@ -110,6 +113,7 @@ def _algorithm(
     name: str,
     work: Callable[[BlockShape, DataShape], Work],
     limit: int,
+    streams: bool,
     leaving: int,
 ) -> Step:
     """Return the step of an algorithm.
@@ -119,16 +123,18 @@ def _algorithm(
         name: Name of the algorithm.
         work: What it takes for a block.
         limit: Bytes of activations that may stay in memory.
+        streams: Whether parameters are read when they are used.
         leaving: Bytes that a block takes while its changed values are written.
     """
     data, blocks = run.data, run.model.blocks
     per_block = [work(block, data) for block in blocks] or [Work()]
     held = min(sum(w.held for w in per_block), limit)
     stores = max(w.stores for w in per_block)
+    head = not streams and any(w.runs_model for w in per_block)
     passed = sum(w.passes * _pass_flops(b, data) for w, b in zip(per_block, blocks, strict=False))
     return Step(
         name,
-        max(w.memory for w in per_block) + max(_forward(run) + data.logits, leaving),
+        max(w.memory for w in per_block) + max(_pass_memory(run, head), leaving),
         _held(data.hidden_states, stores, limit) + held,
         passed,
         sum(w.flops for w in per_block),
@@ -154,23 +160,40 @@ def _evaluation(run: Run, streams: bool, limit: int) -> Step | None:
     """Return the step that measures perplexity, or None."""
     if not run.evaluated:
         return None
-    data = run.data._replace(tokens=run.evaluated, batch=run.evaluated_batch)
-    rows = 3 * FLOAT32 * min(_ROWS, data.batch) * data.labels
-    memory = 2 * data.logits + rows + _forward(run._replace(data=data))
+    batch, window = run.evaluated_batch, run.evaluated_window
+    if streams:
+        batch = window * windows_at_once(batch // window, window, _widest(run), limit)
+    data = run.data._replace(tokens=run.evaluated, batch=batch, length=window)
+    # Logits of a part of the batch, their copy in float32, and two more for the likelihood.
+    parts = (data.itemsize + 3 * FLOAT32) * min(_ROWS, data.batch) * data.labels
+    reordered = data.itemsize * run.model.around_largest if data.itemsize < FLOAT32 else 0
+    head = parts + reordered + 3 * FLOAT32 * data.batch * data.hidden
+    memory = max(head, _pass_memory(run._replace(data=data), False))
     stores = _held(data.hidden_states, 3, limit) if streams else 0
     return Step("evaluation", memory, stores, _model_flops(run.model, data))
 
 
-def _forward(run: Run) -> int:
+def _pass_memory(run: Run, uses_head: bool) -> int:
     """Return the bytes that a forward pass of a batch takes.
 
     Products in half precision reorder the weight first, which copies it.
+
+    Args:
+        run: The run.
+        uses_head: Whether the output head runs; it does too where layers outside of the blocks are
+            quantized. Else the pass ends behind the last block.
     """
-    data = run.data
-    reordered = data.itemsize * run.model.around_largest if data.itemsize < FLOAT32 else 0
-    widest = max((x.outputs for x in run.model.layers), default=data.hidden)
-    hidden = FLOAT32 * data.batch * (6 * data.hidden + 4 * widest + data.length)
-    return hidden + reordered
+    data, model = run.data, run.model
+    uses_head = uses_head or bool(model.quantized_around)
+    largest = max(model.around_largest, model.largest_weight) if uses_head else model.largest_weight
+    reordered = data.itemsize * largest if data.itemsize < FLOAT32 else 0
+    hidden = FLOAT32 * data.batch * (6 * data.hidden + 4 * _widest(run) + data.length)
+    return hidden + reordered + uses_head * data.logits
+
+
+def _widest(run: Run) -> int:
+    """Return the outputs of the widest quantized layer."""
+    return max((x.outputs for x in run.model.layers), default=run.data.hidden)
 
 
 def _pass_flops(block: BlockShape, data: DataShape) -> float:

@@ -31,6 +31,7 @@ from quark.torch.pipeline.capture import BlockArguments, capture
 from quark.torch.pipeline.journal import Journal
 from quark.torch.pipeline.journaled_pass import JournaledPass, Run
 from quark.torch.pipeline.stacks import Stack, find_stacks
+from quark.torch.pipeline.statistics import digest
 
 
 def run_blocks(
@@ -83,9 +84,7 @@ def run_blocks(
             with ExitStack() as own:
                 new = partial(_open_store, own, share)
                 stream, others = HiddenStates(new(), new()), new()
-                arguments = capture(
-                    model, part.names, batches, stream.inputs, others, part.shares, number > 0
-                )
+                arguments = capture(model, part, batches, stream.inputs, others, number > 0)
                 stream.outputs.reserve(stream.inputs)
                 reference = references.get(part.names[0])
                 if compare and reference is None:
@@ -114,9 +113,7 @@ class _Reference(NamedTuple):
     ) -> _Reference:
         """Record those of a later stack, before the model is changed."""
         stream = HiddenStates(new_store(), new_store())
-        arguments = capture(
-            model, part.names, batches, stream.inputs, new_store(), part.shares, True
-        )
+        arguments = capture(model, part, batches, stream.inputs, new_store(), True)
         stream.outputs.reserve(stream.inputs)
         return cls(stream, arguments)
 
@@ -159,7 +156,7 @@ class _Steps(NamedTuple):
             if is_needed:
                 block.finish()
             if self.finished is not None:
-                self.finished.write(block.name, Run(is_first, block.first_outputs()))
+                self.finished.write(block.name, Run(is_first, _digest_outputs(block)))
         else:
             self._restore(block, self.finished, is_needed)
 
@@ -173,7 +170,12 @@ class _Steps(NamedTuple):
         finished.restore(block.name)
         if is_needed:
             block.finish()
-        finished.finish_restored(block.name, block.first_outputs() if is_needed else [])
+        finished.finish_restored(block.name, _digest_outputs(block) if is_needed else {})
+
+
+def _digest_outputs(block: Block) -> dict[int, str]:
+    """Return a digest of what a block returned for the first batch of each leaf, by its number."""
+    return {number: digest(*outputs) for number, outputs in block.first_outputs()}
 
 
 def _run_stack(

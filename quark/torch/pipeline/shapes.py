@@ -126,6 +126,8 @@ class Work(NamedTuple):
         held: Bytes of statistics that stay in stores until the end of the algorithm, up to the
             limit of activations.
         is_local: Whether it needs one block at a time. Otherwise the model must be in memory.
+        runs_model: Whether a model in memory runs whole, output head included. One that is read in
+            parts runs up to the last block.
     """
 
     memory: int = 0
@@ -136,6 +138,7 @@ class Work(NamedTuple):
     reads: int = 1
     held: int = 0
     is_local: bool = True
+    runs_model: bool = False
 
 
 class ModelShape(NamedTuple):
@@ -176,6 +179,18 @@ class ModelShape(NamedTuple):
         return max((x.elements for x in self.layers), default=0)
 
 
+def windows_at_once(most: int, length: int, widest: int, limit: int) -> int:
+    """Return how many windows of tokens run together through a model that is read in parts.
+
+    Args:
+        most: The largest number.
+        length: Tokens of a window.
+        widest: Outputs of the widest layer in a block.
+        limit: Bytes of activations that may be in memory.
+    """
+    return max(1, min(most, limit // (FLOAT32 * length * (10 * widest + length))))
+
+
 def gram_flops(block: BlockShape, data: DataShape) -> float:
     """Return the arithmetic of the sums of x xᵀ over all tokens."""
     shares = {layer.shared_input: layer.share for layer in block.layers}
@@ -186,10 +201,11 @@ def gram_flops(block: BlockShape, data: DataShape) -> float:
 def solver_memory(block: BlockShape) -> int:
     """Return the bytes that rounding takes which compensates for errors, for the largest layer.
 
-    Five matrices of its inputs (Hessian, reordered, factors) and ten of its weight (values,
-    clipped, refitted; remaining, rounded and errors of columns).
+    Four matrices of its inputs (reordered Hessian, factors; the Hessian takes the memory of the
+    sums) and ten of its weight (values, clipped, refitted; remaining, rounded and errors of
+    columns).
     """
-    return block.largest(lambda x: FLOAT32 * (5 * x.inputs**2 + 10 * x.elements))
+    return block.largest(lambda x: FLOAT32 * (4 * x.inputs**2 + 10 * x.elements))
 
 
 def solver_flops(block: BlockShape) -> float:

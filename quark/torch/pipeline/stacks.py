@@ -7,8 +7,9 @@ does a block whose outputs have another shape: it cannot be left out of a pass t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 
 from quark.torch.graph.trace import iter_tensors
 from quark.torch.pipeline.batches import flatten_batches, run_batch, take_excerpt
-from quark.torch.pipeline.capture import split_hidden_states
+from quark.torch.pipeline.hidden_states import OutputForm, split_hidden_states
 
 _OUTSIDE = ""  # maker of tensors that come from outside of the stack
 
@@ -28,10 +29,12 @@ class Stack(NamedTuple):
         names: The blocks in the order of execution.
         shares: Whether the first block makes other tensors that all later ones receive, such as the
             relative positions of T5.
+        forms: Name of a block -> form of its output; blocks that did not run have none.
     """
 
     names: list[str]
-    shares: bool
+    shares: bool = False
+    forms: Mapping[str, OutputForm] = MappingProxyType({})
 
 
 @torch.no_grad()
@@ -48,13 +51,13 @@ def find_stacks(model: nn.Module, names: list[str], batches: Iterable[Any]) -> l
     """
     batch = next(flatten_batches(batches), None)
     if batch is None or not names:
-        return [Stack(names, False)] if names else []
+        return [Stack(names)] if names else []
     watcher = _Watcher()
     with _watch(model, names, watcher):
         run_batch(model, take_excerpt(batch))
     order = [name for stack in watcher.stacks for name in stack.names]
     missing = [name for name in names if name not in order]
-    return [*watcher.stacks, *(Stack([name], False) for name in missing)]
+    return [*watcher.stacks, *(Stack([name]) for name in missing)]
 
 
 class _Watcher:
@@ -66,6 +69,7 @@ class _Watcher:
 
     def __init__(self) -> None:
         self.stacks: list[Stack] = []
+        self._forms: dict[str, OutputForm] = {}
         self._last: list[tuple[torch.Tensor, int]] = []  # tensors returned, and their versions
         self._shape = torch.Size()  # of the hidden states that the block received
         self._received: set[int | str] = set()  # arguments of the first block that are tensors
@@ -90,9 +94,10 @@ class _Watcher:
         is_shared = not made & self._received and makers <= {s.names[0] for s in self.stacks[-1:]}
         if is_same and is_shared:
             stack = self.stacks.pop()
-            self.stacks.append(Stack([*stack.names, name], stack.shares or bool(makers)))
+            shares = stack.shares or bool(makers)
+            self.stacks.append(stack._replace(names=[*stack.names, name], shares=shares))
         else:
-            self.stacks.append(Stack([name], False))
+            self.stacks.append(Stack([name], False, self._forms))
             self._makers.clear()
             self._received = {key for key, value in others.items() if [*iter_tensors([value])]}
         for tensor in iter_tensors(list(others.values())):
@@ -105,6 +110,7 @@ class _Watcher:
 
     def leave(self, name: str, output: Any) -> None:
         """Record what a block returns."""
+        self._forms[name] = OutputForm.of(output, self._shape)
         tensors = list(iter_tensors(output))
         keeps_shape = any(tensor.shape == self._shape for tensor in tensors)
         self._last = [(tensor, _version(tensor)) for tensor in tensors if keeps_shape]

@@ -105,8 +105,9 @@ class ModelQuantizer:
         more in temporary files.
 
         In an initialized process group of ``torch.distributed``, all processes call this function
-        with the same model, configuration and data. Each runs a part of the data and rounds a part
-        of the layers, and all get the same model, with the same bits as one process alone.
+        with the same model, configuration and data, and all with a journal or none. Each runs a
+        part of the data and rounds a part of the layers, and all get the same model, with the same
+        bits as one process alone.
         """
         check_mode(model, self.config)
         if self.config.quant_mode is QuantizationMode.fx_graph_mode:
@@ -147,11 +148,11 @@ class ModelQuantizer:
         with self._activations(model), joined():
             plan = check(model, self.config, dataloader, statistics)
             check_processes(model, plan)
-            if self.journal is not None and processes().count > 1:
-                raise ValueError("A journal serves one process: leave it out with several ones.")
             if self.journal is not None:
                 digest = plan.data_digest
-                self.journal.begin(describe_run(model, plan.config, digest, statistics))
+                is_asked = processes().is_first  # the digests of a model take time
+                request = describe_run(model, plan.config, digest, statistics) if is_asked else {}
+                self.journal.begin(request)
             limit_parameters(model, plan)
             structure = discover_structure(model, plan)
             prepare(model, plan)
@@ -267,9 +268,10 @@ class ModelQuantizer:
         if isinstance(model, GraphModule):
             fix_graph_ranges(model)
         owners = Counter(id(p) for m in model.modules() for p in m._parameters.values())
-        for part in iterate_parts(model):
-            for name, layer in layers.items():
-                if part.holds(name) and not layer.frozen:
+        left = {name: layer for name, layer in layers.items() if not layer.frozen}
+        for part in iterate_parts(model, left):
+            for name, layer in left.items():
+                if part.holds(name):
                     _freeze(layer, owners)
         return model
 

@@ -91,7 +91,7 @@ def calibrate_parameters(model: nn.Module, config: Config | None = None) -> None
     """
     layers = {name: m for name, m in quantized_layers(model) if not m.frozen}
     bar = iter(show_progress(list(layers), "weight ranges"))
-    for part in iterate_parts(model):
+    for part in iterate_parts(model, layers):
         inside = {name: layer for name, layer in layers.items() if part.holds(name)}
         for name, layer in inside.items():
             next(bar)
@@ -153,7 +153,13 @@ def calibrate_activations(model: nn.Module, dataloader: Iterable[Any]) -> None:
     # Ranges that depend on the order of the data need all of it in every process.
     is_divided = all(can_combine(quantizer) for quantizer in static.values())
     with disabled_quantizers(model), nullcontext() if is_divided else alone():
-        run_data(model, dataloader, "calibration", observe=partial(_observing, static.values()))
+        run_data(
+            model,
+            dataloader,
+            "calibration",
+            observe=partial(_observing, static.values()),
+            observed={name for name, _ in static},
+        )
     if is_divided:
         combine_observers({f"{name}.{tensor}": q for (name, tensor), q in static.items()})
     _compute_activation_scales(model, static)

@@ -19,6 +19,7 @@ from quark.torch.pipeline.chunks import Chunks
 from quark.torch.pipeline.data_source import check_batches, make_repeatable
 from quark.torch.pipeline.model_state import restored
 from quark.torch.pipeline.processes import processes
+from quark.torch.pipeline.run_request import identify_files, model_files, thread_count
 from quark.torch.pipeline.statistics import Statistics
 from quark.torch.quantization.algorithms import check_algorithms, find_algorithms
 from quark.torch.quantization.calibration import needs_data, requires_data
@@ -100,11 +101,14 @@ def check_processes(model: nn.Module, plan: Plan) -> None:
     group = processes()
     if group.count == 1:
         return
+    files = model_files(model)
     own = {
         "data": plan.data_digest,
         "configuration": plan.config.to_dict(everything=True),
         "version of torch": torch.__version__,
+        "number of threads": thread_count({p.device.type for p in model.parameters()}),
         "model": [_checksum(parameter.detach()) for parameter in model.parameters()],
+        "files of the model": None if files is None else identify_files(files),
     }
     first, *others = group.exchange(own)
     for number, other in enumerate(others, 1):

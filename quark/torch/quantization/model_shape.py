@@ -122,6 +122,11 @@ def describe_data(model: nn.Module, tokens: int, batch: int, length: int, blocks
     return DataShape(tokens, batch, length, hidden, itemsize, labels, blocks)
 
 
+def name_of_kind(name: str) -> str:
+    """Return the name of a module with ``*`` for numbers: ``layers.0.fc`` -> ``layers.*.fc``."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
 def list_kinds(model: nn.Module, config: Config) -> list[LayerKind]:
     """Return the layers of a model by kind, those that are quantized first.
 
@@ -143,7 +148,7 @@ def list_kinds(model: nn.Module, config: Config) -> list[LayerKind]:
             layer = layers.get(name)
             reason = "" if layer is not None else reasons.of(name, module)
             shape = tuple(getattr(module, "weight", own[0]).shape)
-            key = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name), shape, repr(layer), reason
+            key = name_of_kind(name), shape, repr(layer), reason
             counts[key] = counts.get(key, 0) + 1
             configs[key] = layer
     kinds = [LayerKind(k[0], n, k[1], configs[k], k[3]) for k, n in counts.items()]

@@ -14,6 +14,7 @@ from quark.torch.numerics.finite import check_finite, find_infinite
 from quark.torch.quantization.config.compatibility import check_compatibility, warn_about_ignored
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import assign, report_unmatched
+from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from quark.torch.quantization.nn.layer import PARAMETERS, QuantizedLayer, input_axis
 from quark.torch.quantization.nn.operators import is_operator, operator, operator_names
@@ -254,16 +255,37 @@ def check_fit(name: str, module: nn.Module, layer: QuantizationConfig) -> None:
         if not value.is_floating_point():
             raise ValueError(f"{name}.{tensor} is {value.dtype}; only floats can be quantized.")
         try:
-            used = spec.for_parameter(input_axis(type(module)) == 0)
-            blocks = used.coded.scheme.blocks(value.shape)
+            undivided = find_undivided_axis(spec, type(module), value.shape)
         except ValueError as error:
             raise ValueError(f"{name}.{tensor}: {error}") from None
-        if blocks.padded != blocks.shape and used.scheme.has_zero_point:
-            axis = (used.ch_axis or 0) % len(blocks.shape)
-            size = blocks.shape[axis]
+        if undivided is not None:
+            axis, size = undivided
             fits = [g for g in (256, 128, 64, 32, 16, 8) if size % g == 0]
             raise ValueError(
                 f"{name}.{tensor}: group_size={spec.group_size} does not divide its {size} "
                 f"elements along axis {axis}. Choose one that does ({fits or size}), or exclude "
                 "the layer."
             )
+
+
+def find_undivided_axis(
+    spec: QuantizationSpec, kind: type[nn.Module], shape: tuple[int, ...]
+) -> tuple[int, int] | None:
+    """Return the axis of a parameter that groups with zero points do not divide, and its size.
+
+    None if there is no such axis.
+
+    Args:
+        spec: How the parameter is quantized.
+        kind: Type of its layer.
+        shape: Its shape.
+
+    Raises:
+        ValueError: The specification does not fit the shape.
+    """
+    used = spec.for_parameter(input_axis(kind) == 0)
+    blocks = used.coded.scheme.blocks(shape)
+    if blocks.padded == blocks.shape or not used.scheme.has_zero_point:
+        return None
+    axis = (used.ch_axis or 0) % len(blocks.shape)
+    return axis, blocks.shape[axis]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.torch.evaluation.output_head import Receive
 from quark.torch.evaluation.perplexity import perplexity
 from quark.torch.numerics.hadamard import rotate
 from quark.torch.pipeline.activation_store import ActivationStore
@@ -91,6 +92,19 @@ class InputRecord:
     largest: torch.Tensor | None = None
     places: list[int] = field(default_factory=list)
 
+    def sample(self, store: ActivationStore, x: torch.Tensor, share: int, calls: int) -> None:
+        """Store some rows of inputs of the layer.
+
+        Args:
+            store: The store.
+            x: The inputs of a call, (tokens, inputs).
+            share: Number of rows to store.
+            calls: Number of calls to store rows of. An output head is called more often.
+        """
+        if len(self.places) < calls:
+            self.places.append(len(store))
+            store[len(store)] = x[:: max(1, len(x) // share)][:share]
+
 
 class Reference:
     """Predictions of the original model, stored to compare others with.
@@ -106,14 +120,20 @@ class Reference:
 
     def run(self, model: nn.Module, windows: torch.Tensor, batch_size: int) -> None:
         """Run the original on windows of tokens."""
-        with _predicting(model, self._keep):
-            self.perplexity = perplexity(model, windows, batch_size, "original")
+        take = _at_some_positions(windows.shape[1], self._keep)
+        self.perplexity = perplexity(model, windows, batch_size, "original", receive=take)
 
-    def compare(self, model: nn.Module, windows: torch.Tensor, batch_size: int) -> Predictions:
+    def compare(
+        self,
+        model: nn.Module,
+        windows: torch.Tensor,
+        batch_size: int,
+        observe: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> Predictions:
         """Run the quantized model on the same windows and compare its predictions."""
-        batches = iter(range(len(self._store)))
-        with _predicting(model, partial(self._compare, batches)):
-            value = perplexity(model, windows, batch_size, "quantized")
+        parts = iter(range(len(self._store)))
+        take = _at_some_positions(windows.shape[1], partial(self._compare, parts))
+        value = perplexity(model, windows, batch_size, "quantized", receive=take, observe=observe)
         if self.perplexity is None:
             return Predictions(value)
         mean, same = self._divergence / self._count, self._same / self._count
@@ -122,8 +142,8 @@ class Reference:
     def _keep(self, log_probs: torch.Tensor) -> None:
         self._store[len(self._store)] = log_probs
 
-    def _compare(self, batches: Iterator[int], log_probs: torch.Tensor) -> None:
-        index = next(batches, None)
+    def _compare(self, parts: Iterator[int], log_probs: torch.Tensor) -> None:
+        index = next(parts, None)
         if index is None:
             return
         expected = self._store[index].to(log_probs.device)
@@ -133,34 +153,41 @@ class Reference:
         self._count += len(log_probs)
 
 
-@contextmanager
-def _predicting(model: nn.Module, take: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Pass log-probabilities at some positions to a function, (positions, vocabulary) float32."""
+def _at_some_positions(length: int, take: Callable[[torch.Tensor], None]) -> Receive:
+    """Pass log-probabilities at some positions of windows to a function.
 
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
-        logits = output.logits
-        some = logits[:, :: max(1, logits.shape[1] // POSITIONS)].flatten(0, 1)
-        take(some.float().log_softmax(-1))
+    Args:
+        length: Tokens of a window.
+        take: Receives them part by part, (positions, vocabulary) float32.
 
-    handle = model.register_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
+    Returns:
+        A function that receives the logits of parts; see ``OutputHead.run``.
+    """
+    step = max(1, length // POSITIONS)
+
+    def receive(first: int, logits: torch.Tensor) -> None:
+        some = logits[:, -first % step :: step].flatten(0, 1)
+        if len(some):
+            take(some.float().log_softmax(-1))
+
+    return receive
 
 
 @contextmanager
 def recording_inputs(
-    layers: Mapping[str, PackedLayer], store: ActivationStore, calls: int
-) -> Iterator[dict[str, InputRecord]]:
+    layers: Mapping[str, PackedLayer],
+    records: Mapping[str, InputRecord],
+    store: ActivationStore,
+    calls: int,
+) -> Iterator[None]:
     """Record the inputs of linear layers while data runs through the model.
 
     Args:
         layers: Layers by name.
+        records: Records of the linear ones.
         store: Store for a sample of their inputs.
         calls: Number of times the model will be called.
     """
-    records = {name: InputRecord() for name, layer in layers.items() if layer.is_linear}
     share = -(-SAMPLE // calls)
 
     def record_input(record: InputRecord, layer: Any, args: tuple[torch.Tensor, ...]) -> None:
@@ -168,15 +195,14 @@ def recording_inputs(
         largest = _rotated(layer, x).abs().amax(0).float()
         record.tokens += len(x)
         record.largest = largest if record.largest is None else record.largest.maximum(largest)
-        record.places.append(len(store))
-        store[len(store)] = x[:: max(1, len(x) // share)][:share]
+        record.sample(store, x, share, calls)
 
     handles = [
         layers[n].register_forward_pre_hook(partial(record_input, record))
         for n, record in records.items()
     ]
     try:
-        yield records
+        yield
     finally:
         for handle in handles:
             handle.remove()

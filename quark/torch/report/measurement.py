@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,15 @@ from torch import nn
 
 from quark import __version__
 from quark.torch.export.checkpoint.reader import Loading
+from quark.torch.export.checkpoint.streamed_model import stream_loading
 from quark.torch.export.checkpoint_contents import weight_bytes
-from quark.torch.export.recognition import naming, recognize_container
+from quark.torch.export.recognition import (
+    exceeds_memory,
+    load_in_float,
+    naming,
+    recognize_container,
+)
+from quark.torch.graph.residency import resident
 from quark.torch.pipeline.activation_store import ActivationStore
 from quark.torch.pipeline.batches import show_progress
 from quark.torch.quantization.config.description import describe_layer
@@ -114,17 +122,23 @@ def measure(
     batch_size: int = 8,
     device: str = "cpu",
     trust_remote_code: bool = False,
+    max_memory: int | None = None,
 ) -> Report:
     """Measure a quantized checkpoint, and compare it with the original if that is given.
 
+    With ``max_memory``, and where a model takes more memory than the machine has free, parameters
+    are read when they are used, and windows run one by one.
+
     Args:
         directory: Directory of a checkpoint, or a file, of any container that is read.
-        original: Directory of the model that it was made from; a quantized one is dequantized.
+        original: Directory of the model that it was made from, or a GGUF file; a quantized one is
+            dequantized.
         windows: Token identifiers, (windows, length), to run the models on.
         source: Name of their source, for the report.
         batch_size: Windows that run together.
         device: Where the models run.
         trust_remote_code: Passed to Transformers.
+        max_memory: Bytes that this process may take, as far as the work on one block allows.
 
     Raises:
         FileNotFoundError: Files are missing.
@@ -138,18 +152,35 @@ def measure(
     if original is not None:
         weights = OriginalWeights(Path(original), trust_remote_code)
         weights.check({name: layer.shapes["weight"] for name, layer in layers.items()})
+    size = max(container.size(Path(directory)), 0 if weights is None else weights.bytes)
+    streams = max_memory is not None or exceeds_memory(size, device)
+    if streams:  # as many windows as fit may differ between both models
+        batch_size = 1
     with ExitStack() as stack:
         logits, samples = (stack.enter_context(ActivationStore()) for _ in range(2))
-        reference, records, predictions = Reference(logits), dict[str, InputRecord](), None
+        reference, predictions = Reference(logits), None
+        records: dict[str, InputRecord] = {}
         if windows is not None and original is not None:
-            reference.run(_load(original, device, trust_remote_code), windows, batch_size)
-        model = loading.fill().to(device)
+            given = load_in_float(
+                original,
+                trust_remote_code=trust_remote_code,
+                max_memory=max_memory,
+                device=device,
+            )
+            reference.run(given, windows, batch_size)
+            del given
+        if streams:
+            model = stream_loading(loading, max_memory, device)
+        else:
+            model = loading.fill().to(device)
         if windows is not None:
-            with recording_inputs(layers, samples, -(-len(windows) // batch_size)) as records:
-                predictions = reference.compare(model, windows, batch_size)
+            records = {name: InputRecord() for name, layer in layers.items() if layer.is_linear}
+            calls = -(-len(windows) // batch_size)
+            observe = partial(recording_inputs, layers, records, samples, calls)
+            predictions = reference.compare(model, windows, batch_size, observe)
         sizes = weight_bytes(loading.reader.entries, layers)
         caches = loading.fmt.config.kv_cache_patterns
-        make = _Maker(layers, sizes, records, samples, caches)
+        make = _Maker(model, layers, sizes, records, samples, caches)
         found = {name: make(name, weight) for name, weight in _pairs(layers, weights)}
     return _report(
         loading,
@@ -188,12 +219,6 @@ def _packed(model: nn.Module) -> dict[str, PackedLayer]:
     return {name: m for name, m in model.named_modules() if isinstance(m, PackedLayer)}
 
 
-def _load(directory: str | Path, device: str, trust_remote_code: bool) -> nn.Module:
-    from quark.torch.export.recognition import load_in_float
-
-    return load_in_float(directory, trust_remote_code=trust_remote_code).to(device)
-
-
 def _pairs(
     layers: Mapping[str, PackedLayer], weights: OriginalWeights | None
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
@@ -220,6 +245,7 @@ class _Sized:
 class _Maker:
     """Measures one layer after another."""
 
+    model: nn.Module
     layers: Mapping[str, PackedLayer]
     bytes: Mapping[str, int]
     records: Mapping[str, InputRecord]
@@ -229,6 +255,10 @@ class _Maker:
     @torch.inference_mode()
     def __call__(self, name: str, original: torch.Tensor | None) -> Layer:
         """Return the figures of a layer, given its weight in the original if there is one."""
+        with resident(self.model, name):
+            return self._figures(name, original)
+
+    def _figures(self, name: str, original: torch.Tensor | None) -> Layer:
         layer = self.layers[name]
         weight = layer.value("weight", torch.float32)
         assert weight is not None

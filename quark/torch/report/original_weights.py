@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from quark.torch.export.checkpoint.architecture import empty_model
-from quark.torch.export.checkpoint.config_json import SECTION, read_config_json
 from quark.torch.export.checkpoint.files import CheckpointReader
 from quark.torch.export.checkpoint.float_model import check_float_model
 from quark.torch.export.checkpoint.transformers_names import rename_for_model
-from quark.torch.export.recognition import open_dequantized
+from quark.torch.export.recognition import open_dequantized, recognize_container
 from quark.torch.quantization.nn.experts import LinearExperts, split_experts
 
 
@@ -36,18 +35,20 @@ class OriginalWeights:
     """
 
     def __init__(self, directory: Path, trust_remote_code: bool = False) -> None:
-        stored = CheckpointReader(directory).entries
+        container = recognize_container(directory)
         reader: Any
-        if read_config_json(directory).get(SECTION):
+        if container.is_quantized(directory):
             model, reader = open_dequantized(directory, None, trust_remote_code)
             split_experts(model)
+            size = container.contents(directory).summary.bytes
         else:
+            stored = CheckpointReader(directory).entries
             config = check_float_model(directory, trust_remote_code)
             model = empty_model(config, stored, directory, trust_remote_code=trust_remote_code)
             split_experts(model)
             reader = rename_for_model(CheckpointReader(directory), model)
-        self.directory = directory
-        self.bytes = sum(entry.nbytes for entry in stored.values())
+            size = sum(entry.nbytes for entry in stored.values())
+        self.directory, self.bytes = directory, size
         self._reader = reader
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._tied: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Chart of the sizes and losses of mixtures, as an SVG image."""
+"""Chart of sizes and losses, as an SVG image."""
 
 from __future__ import annotations
 
@@ -7,29 +7,36 @@ from collections.abc import Iterable, Iterator, Mapping
 from xml.sax.saxutils import escape
 
 WIDTH, HEIGHT, LEFT, BOTTOM, MARGIN = 760, 460, 70, 50, 20
+_NAME_WIDTH, _LINE = 90, 13  # pixels that a name takes
 
-Point = tuple[float, float]  # bits per weight, loss in nats per token
+Point = tuple[float, float]  # bits per weight, loss
 
 
-def render_chart(points: Iterable[Point], marked: Mapping[str, Point]) -> str:
-    """Return an SVG of loss over size, the loss on a logarithmic axis.
+def render_chart(points: Iterable[Point], marked: Mapping[str, Point], loss: str) -> str:
+    """Return an SVG of loss over size, the loss on a logarithmic axis. Losses of 0 are left out.
 
     Args:
-        points: Mixtures on the frontier.
-        marked: Other mixtures to mark, by name.
+        points: A curve, such as the frontier of mixtures; none for marks alone.
+        marked: Points to mark, by name.
+        loss: Name of the loss, with its unit.
+
+    Raises:
+        ValueError: No loss is above 0.
     """
     curve = [(bits, loss) for bits, loss in points if loss > 0]
     marks = {name: point for name, point in marked.items() if point[1] > 0}
     shown = [*curve, *marks.values()]
+    if not shown:
+        raise ValueError("No loss is above 0: there is nothing to draw on a logarithmic axis.")
     scale = _Scale(shown)
     vertices = " ".join("{:.1f},{:.1f}".format(*scale(point)) for point in curve)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
         'font-family="sans-serif" font-size="12">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-        *scale.axes(),
+        *scale.axes(loss),
         f'<polyline points="{vertices}" fill="none" stroke="#1f6feb" stroke-width="2"/>',
-        *(_mark(name, point, scale(point)) for name, point in marks.items()),
+        *_draw_marks(marks, scale),
         "</svg>",
     ]
     return "\n".join(lines) + "\n"
@@ -40,7 +47,7 @@ class _Scale:
 
     def __init__(self, points: list[Point]) -> None:
         self.low = math.floor(min(bits for bits, _ in points))
-        self.high = math.ceil(max(bits for bits, _ in points))
+        self.high = max(math.ceil(max(bits for bits, _ in points)), self.low + 1)
         self.least = math.floor(math.log10(min(loss for _, loss in points)))
         self.most = max(math.ceil(math.log10(max(loss for _, loss in points))), self.least + 1)
 
@@ -50,7 +57,7 @@ class _Scale:
         width, height = WIDTH - LEFT - MARGIN, HEIGHT - BOTTOM - MARGIN
         return LEFT + x * width, MARGIN + (1 - y) * height
 
-    def axes(self) -> Iterator[str]:
+    def axes(self, loss: str) -> Iterator[str]:
         """Iterate over the SVG elements of the grid and its labels."""
         for bits in range(self.low, self.high + 1):
             x, y = self((bits, 10**self.least))
@@ -65,15 +72,22 @@ class _Scale:
         yield f'<text x="{WIDTH / 2}" y="{HEIGHT - 10}" text-anchor="middle">bits per weight</text>'
         yield (
             f'<text x="16" y="{middle}" text-anchor="middle" transform="rotate(-90 16 {middle})">'
-            "predicted loss, nats per token</text>"
+            f"{escape(loss)}</text>"
         )
 
 
-def _mark(name: str, point: Point, position: Point) -> str:
-    x, y = position
-    text = escape(name)
-    return (
-        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="#d1242f">'
-        f"<title>{text}: {point[0]:.3f} bits, {point[1]:.4g} nats</title></circle>"
-        f'<text x="{x + 7:.1f}" y="{y - 5:.1f}">{text}</text>'
-    )
+def _draw_marks(marks: Mapping[str, Point], scale: _Scale) -> Iterator[str]:
+    """Iterate over the SVG elements of points with their names. Names lie below each other."""
+    placed: list[Point] = []
+    for name, point in sorted(marks.items(), key=lambda mark: scale(mark[1])[1]):
+        x, y = scale(point)
+        label = y - 5
+        while any(abs(x - a) < _NAME_WIDTH and abs(label - b) < _LINE for a, b in placed):
+            label += 1
+        placed.append((x, label))
+        text = escape(name)
+        yield (
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="#d1242f">'
+            f"<title>{text}: {point[0]:.3f} bits, {point[1]:.4g}</title></circle>"
+            f'<text x="{x + 7:.1f}" y="{label:.1f}">{text}</text>'
+        )

@@ -2,6 +2,7 @@
 
 import logging
 
+import pytest
 import torch
 from torch import nn
 
@@ -15,9 +16,32 @@ from tests.unit.pipeline.threads import run
 
 
 def test_the_costliest_first():
-    assert layer_owners._deal([5, 9, 2, 4, 4], 2) == [1, 0, 1, 1, 0]
-    assert layer_owners._deal([1, 1], 3) == [0, 1]
-    assert layer_owners._deal([3, 2, 1], 1) == [0, 0, 0]
+    def deal(costs, count):
+        return [owner for [owner] in layer_owners._deal([[c] for c in costs], [0] * 9, count)]
+
+    assert deal([5, 9, 2, 4, 4], 2) == [1, 0, 1, 1, 0]
+    assert deal([1, 1], 3) == [0, 1]
+    assert deal([3, 2, 1], 1) == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("costs", "extras", "expected", "loads"),
+    [
+        ([[4, 4], [5]], [1, 2], [[1, 1], [0]], [7, 9]),  # to divide the first would cost 12 and 5
+        ([[4, 4], [5]], [1, 0], [[1, 1], [0]], [5, 9]),
+        ([[6, 6]], [1], [[0, 1]], [7, 7]),  # both factor
+        ([[1, 1, 1, 1], [3]], [0, 0], [[1, 1, 1, 0], [0]], [4, 3]),
+    ],
+)
+def test_a_group_is_divided_where_that_is_faster(costs, extras, expected, loads):
+    owners = layer_owners._deal(costs, extras, 2)
+    assert owners == expected
+    sums = [0, 0]
+    for members, numbers, extra in zip(costs, owners, extras, strict=True):
+        for number in set(numbers):
+            own = [c for c, n in zip(members, numbers, strict=True) if n == number]
+            sums[number] += sum(own) + extra
+    assert sums == loads
 
 
 def changed(widths):
@@ -47,8 +71,7 @@ def changed(widths):
 def test_every_process_has_all_results(caplog):
     expected, order, frozen = changed([4, 8, 6])
     assert order == ["0", "1", "2"] and frozen == [True] * 3
-    for state, mine, frozen in (results := run(2, lambda: changed([4, 8, 6]))):
+    for state, _, frozen in (results := run(2, lambda: changed([4, 8, 6]))):
         assert frozen == [True] * 3 and state.keys() == expected.keys()
         assert all(torch.equal(state[name], expected[name]) for name in expected)
-        assert mine in (["0"], ["1", "2"])
-    assert [mine for _, mine, _ in results] == [["1", "2"], ["0"]]  # larger layers cost more
+    assert [mine for _, mine, _ in results] == [["1"], ["0", "2"]]  # the largest first

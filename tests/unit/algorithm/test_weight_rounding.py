@@ -9,7 +9,11 @@ from transformers.pytorch_utils import Conv1D
 
 from quark.torch.algorithm import weight_rounding
 from quark.torch.algorithm.gptq_solver import inverse_factor, round_columns
-from quark.torch.algorithm.weight_rounding import pool_expert_statistics, round_layer
+from quark.torch.algorithm.weight_rounding import (
+    pool_expert_statistics,
+    round_by_input,
+    round_layer,
+)
 from quark.torch.pipeline.accumulators import Gram
 from quark.torch.quantization.config.config import (
     Config,
@@ -262,3 +266,17 @@ def test_no_expert_saw_anything():
     gram = Gram()
     pool_expert_statistics([["a"]], {"a": gram})
     assert gram.total is None
+
+
+def test_sums_are_forgotten_for_the_memory_that_they_take():
+    x, spec = correlated(), WEIGHTS["int4 per tensor"]
+    layers = {name: layer_of(spec) for name in ("first", "second")}
+    gram = gram_of(x)
+    sums = gram.total
+    expected = rounded(layer_of(spec), gram_of(x))
+    round_by_input(layers, dict.fromkeys(layers, gram), DAMPING, True)
+    assert gram.total is None
+    torch.testing.assert_close(  # the solver has damped the mean, in the memory of the sums
+        sums.fill_diagonal_(0), (gram_of(x).total / TOKENS).fill_diagonal_(0), rtol=0, atol=0
+    )
+    assert all(rows_of(layer).equal(expected) for layer in layers.values())

@@ -17,8 +17,9 @@ def little_text(monkeypatch):
 
 def test_the_table_and_the_checkpoint(quark, tmp_path):
     path = tmp_path / "kept"
+    picture = tmp_path / "losses.svg"
     flags = ["--schemes", "fp8, int4_wo_128", "--keep", "int4_wo_128", "--output_dir", path]
-    result = quark("demo", *flags)
+    result = quark("demo", *flags, "--picture", picture)
     assert result.exit_code == 0, result.output
     rows = re.findall(
         r"^ +(\S+) +([\d.]+) +([\d.]+ MB) +([\d.]+)(?: +([+-][\d.]+ %) +([\d.]+) s)?",
@@ -35,6 +36,7 @@ def test_the_table_and_the_checkpoint(quark, tmp_path):
     found = json.loads(quark("inspect", path, "--json").stdout)
     assert found["schemes"][0]["scheme"]["weight"] == "int4 per group 128 sym"
     assert f"{found['bytes'] / 1e6:.1f} MB" == rows[2][2]
+    assert "<title>int4_wo_128: 4.281 bits, " in picture.read_text(encoding="utf-8")
 
 
 def test_on_a_terminal_the_table_fills_in_place(quark, monkeypatch):

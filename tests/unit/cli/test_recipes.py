@@ -30,6 +30,19 @@ def test_a_recipe_is_its_scheme_with_its_algorithms(quantize, tmp_path):
         assert (found / name).read_bytes() == (expected / name).read_bytes()
 
 
+def test_groups_are_made_to_divide_the_model(quark, build, tmp_path):
+    sizes = {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 1}
+    build("llama", **sizes, intermediate_size=128).save_pretrained(tmp_path / "model")
+    result = quark(
+        *("quantize", "--model_dir", tmp_path / "model", "--output_dir", tmp_path / "out"),
+        *("--recipe", "w4", "--plan", "--json", "--skip_evaluation"),
+    )
+    assert result.exit_code == 0, result.output
+    kinds = {kind["name"]: kind["config"] for kind in json.loads(result.stdout)["layers"]}
+    assert kinds["model.layers.*.self_attn.q_proj"]["weight"]["group_size"] == 32
+    assert kinds["model.layers.*.mlp.down_proj"]["weight"]["group_size"] == 128
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

@@ -1,6 +1,7 @@
 """``torchrun -m quark quantize``: the files of one process, and one message if a process fails."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -10,6 +11,8 @@ import typer
 
 from quark import __version__
 from quark.cli import process_group
+from quark.torch import Journal
+from quark.torch.pipeline.journal import PassFiles
 
 FLAGS = ["--quant_scheme", "int4_wo_32", "--quant_algo", "gptq", "--skip_evaluation"]
 
@@ -111,3 +114,44 @@ def test_a_process_that_is_killed_ends_all(mixtral_dir, text, tmp_path):
     result = python(*runner, "quantize", *data, "--output_dir", tmp_path / "out", *FLAGS)
     assert result.returncode == 1 and "SIGKILL" in result.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["script.py"]
+
+
+@pytest.mark.nightly
+def test_going_on_with_two_processes(quark, model_dir, text, tmp_path, monkeypatch):
+    model = shutil.copytree(model_dir, tmp_path / "model")
+    arguments = ["--model_dir", model, "--dataset", text, "--seq_len", 64, *FLAGS]
+    assert quark("quantize", *arguments, "--output_dir", tmp_path / "whole").exit_code == 0
+    arguments += ["--output_dir", tmp_path / "out"]
+    write = PassFiles.write
+
+    def stop(self, *arguments):
+        write(self, *arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PassFiles, "write", stop)
+        assert quark("quantize", *arguments).exit_code == 130
+
+    def refused(*flags):
+        result = torchrun(2, *arguments, *flags)
+        assert result.returncode == 1 and result.stderr.count("error: ") == 1, result.stderr
+        assert len(list((tmp_path / "out.partial" / "blocks").iterdir())) == 1
+        return " ".join(result.stderr.split())
+
+    path = model / "model.safetensors"
+    data, times = path.read_bytes(), path.stat()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert "holds the blocks of another run: model." in refused()
+    path.write_bytes(data[:1000])
+    assert "is damaged" in refused()
+    path.unlink()
+    assert "no file named model.safetensors" in refused()
+    path.write_bytes(data)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with Journal(tmp_path / "out.partial"):
+        assert "Another process works in" in refused()
+    result = torchrun(2, *arguments)
+    assert result.returncode == 0, result.stderr
+    assert "going on behind 1 finished blocks" in result.stdout
+    sums = [(tmp_path / name / "SHA256SUMS").read_text() for name in ("out", "whole")]
+    assert sums[0] == sums[1] and not (tmp_path / "out.partial").exists()

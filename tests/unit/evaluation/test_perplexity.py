@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from quark.torch.evaluation import perplexity as module
+from quark.torch.evaluation import output_head as module
 from quark.torch.evaluation.perplexity import perplexity, token_windows
 
 VOCABULARY = 11

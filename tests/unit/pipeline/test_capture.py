@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from quark.torch.pipeline.activation_store import ActivationStore
-from quark.torch.pipeline.capture import capture, replace_forwards, split_hidden_states
+from quark.torch.pipeline.capture import capture, replace_forwards
+from quark.torch.pipeline.stacks import Stack, find_stacks
 
 
 class Block(nn.Module):
@@ -41,9 +42,9 @@ class Model(nn.Module):
 NAMES = ["blocks.0", "blocks.1"]
 
 
-def captured(model, batches):
+def captured(model, batches, part=None):
     inputs, others = ActivationStore(), ActivationStore()
-    return capture(model, NAMES, batches, inputs, others), inputs, others
+    return capture(model, part or Stack(NAMES), batches, inputs, others), inputs, others
 
 
 @pytest.mark.parametrize("returns_tuple", [False, True])
@@ -65,6 +66,22 @@ def test_what_blocks_receive(returns_tuple):
     assert isinstance(form, tuple) is returns_tuple
 
 
+@pytest.mark.parametrize("returns_tuple", [False, True])
+def test_real_blocks_run_only_to_learn_other_outputs(returns_tuple):
+    model = Model(returns_tuple)
+    batches = [torch.randn(n, 4) for n in (2, 3)]
+    expected, _, _ = captured(model, batches)
+    [part] = find_stacks(model, NAMES, batches)
+    calls = []
+    model.blocks[1].layer.register_forward_hook(lambda *_: calls.append(None))
+    arguments, _, _ = captured(model, batches, part)
+    assert len(calls) == returns_tuple
+    assert [*arguments.forms] == [*expected.forms] == NAMES
+    x = torch.randn(3, 4)
+    forms = [a.wrap("blocks.0", x) for a in (arguments, expected)]
+    assert all(torch.equal(*pair) for pair in zip(*forms, strict=True))
+
+
 def test_the_model_is_whole_afterwards():
     model, x = Model(), torch.randn(2, 4)
     before = model(x)
@@ -79,6 +96,21 @@ def test_a_block_that_runs_twice():
         captured(Model(times=2), [torch.randn(2, 4)])
 
 
+@pytest.mark.parametrize("runs", [False, True])
+def test_what_comes_behind_the_last_block_does_not_run(runs):
+    class WithHead(Model):
+        def forward(self, x):
+            return self.head(super().forward(x))
+
+    model = WithHead()
+    model.head = nn.Linear(4, 1000)
+    model.head.register_forward_pre_hook(lambda module, args: pytest.fail("the head runs"))
+    store = ActivationStore()
+    part = Stack(NAMES, shares=runs)
+    arguments = capture(model, part, [torch.randn(2, 4)], store, ActivationStore())
+    assert arguments.forms.keys() == set(NAMES)
+
+
 def test_replaced_forwards_come_back_after_an_error():
     model = Model()
     own = model.blocks[1].forward = lambda x: x
@@ -90,9 +122,3 @@ def test_replaced_forwards_come_back_after_an_error():
         raise KeyError
     assert "forward" not in vars(model.first)
     assert model.blocks[1].forward is own
-
-
-def test_hidden_states_by_position_or_by_name():
-    x, mask = torch.zeros(1), torch.ones(1)
-    assert split_hidden_states((x, mask), {"flag": True}) == (x, ((mask,), {"flag": True}))
-    assert split_hidden_states((), {"hidden_states": x, "mask": mask}) == (x, ((), {"mask": mask}))

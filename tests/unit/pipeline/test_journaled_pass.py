@@ -2,6 +2,9 @@
 
 import os
 import shutil
+from contextlib import nullcontext
+from copy import deepcopy
+from threading import BrokenBarrierError
 
 import pytest
 import torch
@@ -9,12 +12,15 @@ from transformers import BartConfig, BartForConditionalGeneration
 
 from quark.torch import Journal, ModelQuantizer
 from quark.torch.export.checkpoint.streamed_model import stream_model
+from quark.torch.graph.parameter_writes import write_
 from quark.torch.graph.residency import resident
+from quark.torch.pipeline import journal as journal_module
 from quark.torch.pipeline.journal import PassFiles
-from quark.torch.pipeline.processes import Processes
+from quark.torch.pipeline.processes import processes
 from quark.torch.pipeline.runner import run_blocks
 from quark.torch.quantization.config import algo
 from quark.torch.quantization.config.presets import scheme
+from tests.unit.pipeline import threads as threads_module
 
 ROTATION = algo.RotationConfig(r1=True, r2=True, r3=False, r4=False)
 # Name -> scheme and algorithms. Blocks run before they are changed in the first two.
@@ -162,13 +168,71 @@ def test_quantized_biases_do_not_reach_the_reference(
         assert_same(state_of(model), expected)
 
 
-def test_several_processes_are_refused(build, batches, config_of, tmp_path, monkeypatch):
-    group = Processes(0, 2)
-    monkeypatch.setattr("quark.torch.quantization.api.processes", lambda: group)
-    monkeypatch.setattr("quark.torch.quantization.api.check_processes", lambda model, plan: None)
-    config = config_of("int4_wo_32", algo_config=[algo.GPTQConfig()])
-    with Journal(tmp_path) as journal, pytest.raises(ValueError, match="serves one process"):
-        ModelQuantizer(config, journal=journal).quantize_model(build(), batches)
+@pytest.fixture
+def threads(monkeypatch):
+    """Run a function in several threads that take the place of processes."""
+    # Outside of threads, and in modules that are not told, there is one process.
+    monkeypatch.setattr(journal_module, "joined", lambda: nullcontext(processes()))
+    return threads_module.run
+
+
+class TestSeveralProcesses:
+    """Finished blocks of two processes, of which the second has no data, and of one."""
+
+    NAMES = ("model.layers.0", "model.layers.1")
+
+    def run(self, model, batches, place, stops=False, changes_first=True):
+        """Run blocks that add one to a weight; return which blocks ran, and the last outputs."""
+        names, ran = list(self.NAMES), []
+        with Journal(place) as journal:
+            journal.begin({})
+            loop = run_blocks(model, names, batches, "test", journal=journal)
+            for block in loop:
+                ran.append(block.name)
+                if not changes_first:
+                    block.run()
+                with torch.no_grad():
+                    write_(block.module.mlp.up_proj.weight, block.module.mlp.up_proj.weight + 1)
+                if stops and block.name == names[-1]:
+                    loop.close()
+                    break
+        return ran, [model.get_submodule(n).mlp.up_proj.weight.clone() for n in names]
+
+    @pytest.mark.parametrize("changes_first", [True, False])
+    @pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2), (2, 3)])
+    def test_another_number_goes_on(
+        self, build, batches, tmp_path, threads, first, second, changes_first
+    ):
+        model, data, place = build(), batches[:1], tmp_path / "journal"
+
+        def work(stops):
+            return self.run(deepcopy(model), data, place, stops, changes_first)
+
+        expected = self.run(deepcopy(model), data, tmp_path / "other", True)
+        stopped = threads(first, lambda: work(True))
+        assert all(ran == list(self.NAMES) for ran, _ in stopped)
+        assert len(list((place / "blocks").iterdir())) == 1
+        for ran, weights in threads(second, lambda: work(False)):
+            assert ran == [self.NAMES[1]]
+            assert all(torch.equal(*pair) for pair in zip(weights, expected[1], strict=True))
+
+    def test_each_process_checks_its_own_outputs(self, build, tmp_path, threads):
+        data = [torch.full((1, 9), 3), torch.full((1, 12), 4)]  # a chunk for each process
+        models, place, errors = [build(), build()], tmp_path / "journal", []
+        self.run(build(), data, place, True)
+        models[1].model.layers[0].mlp.down_proj.weight.data[0] += 1  # it computes other values
+
+        def go_on():
+            try:
+                self.run(models[processes().rank], data, place)
+            except ValueError as error:
+                errors.append(f"{processes().rank}: {error}")
+                raise
+
+        with pytest.raises((ValueError, BrokenBarrierError)):
+            threads(2, go_on)
+        [error] = errors
+        assert error.startswith("1: The outputs of model.layers.0 are not those of the run")
 
 
 class TestFiles:

@@ -80,9 +80,36 @@ def test_each_part_is_read_once_for_all_batches(data, tmp_path):
     read = cache.source.read
     cache.source.read = lambda names: (reads.update(names), read(names))[1]
     run_data(model, data * 4, "test")
-    # Blocks are read to trace the model, to divide it into stacks, to learn the form of outputs,
-    # and once for the data.
-    assert {reads[n] for n in reads if ".layers." in n} == {4}
+    # Blocks are read to trace the model, to divide it into stacks, and once for the data.
+    assert {reads[n] for n in reads if ".layers." in n} == {3}
+
+
+@pytest.mark.parametrize(
+    ("observed", "ends_early"),
+    [(["model.layers.1.mlp"], True), (["model.layers.0", "lm_head"], False), (None, False)],
+)
+def test_ends_behind_the_last_block_if_nothing_more_is_observed(
+    observed, ends_early, data, tmp_path
+):
+    build(small_config("llama"), torch.float32).save_pretrained(tmp_path)
+    model = stream_model(tmp_path)
+    tokens = Counter()
+
+    @contextmanager
+    def observe():
+        handles = [
+            module.register_forward_pre_hook(
+                lambda _, args, name=name: tokens.update({name: args[0].shape[:-1].numel()})
+            )
+            for name, module in (("mlp", model.model.layers[1].mlp), ("head", model.lm_head))
+        ]
+        yield
+        for handle in handles:
+            handle.remove()
+
+    assert run_data(model, data, "test", observe=observe, observed=observed) == len(data)
+    every = sum(batch.numel() for batch in data)
+    assert tokens == ({"mlp": every} if ends_early else {"mlp": every, "head": every})
 
 
 def test_no_data(tmp_path):

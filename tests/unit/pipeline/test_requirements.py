@@ -68,6 +68,29 @@ class TestMemory:
         # Three stores of 2²⁰ tokens · 1024 channels · 4 bytes, of which 1 GiB stays in memory.
         assert large.spilled[1] == pytest.approx(3 * 2**32 - 2**30, abs=4)
 
+    @pytest.mark.parametrize("algorithm", ["gptq", "awq", "autoround", "smooth"])
+    def test_logits_are_not_part_of_it_if_data_runs_through_blocks_alone(self, algorithm):
+        def memory(labels, bound, **changes):
+            run = request_of(algorithm, **changes)
+            needs = require(run._replace(data=run.data._replace(labels=labels)), 0, bound)
+            return next(needs.memory_of(s) for s in needs.steps if s.name == algorithm)
+
+        few, many = (memory(labels, 2000 * MIB) for labels in (10, 1000_000))
+        assert few == many
+        in_memory = [memory(labels, None) for labels in (10, 1000_000)]
+        assert (in_memory[0] < in_memory[1]) == (algorithm == "smooth")
+
+    def test_an_evaluation_takes_the_logits_of_a_part_of_a_batch(self):
+        def memory(windows, bound):
+            run = request_of(evaluated=2**20, evaluated_batch=2048 * windows, evaluated_window=2048)
+            run = run._replace(data=run.data._replace(labels=128_000))
+            return next(s.memory for s in require(run, 0, bound).steps if s.name == "evaluation")
+
+        one, many = memory(1, None), memory(64, None)
+        assert one < 600 * MIB  # a window has a gigabyte of logits
+        assert many > 15 * one
+        assert memory(64, 4000 * MIB) < 1000 * MIB  # fewer windows at once under a bound
+
     def test_from_files_to_files_it_is_that_of_the_largest_layers(self):
         few, many = (
             require(request_of(blocks=n, through_files=True, threads=2), 0) for n in (20, 60)

@@ -50,6 +50,9 @@ def run(count, function):
         token = module._processes.set(_Member(rank, count, shared))
         try:
             return function()
+        except BaseException:
+            shared[1].abort()  # the others need not wait
+            raise
         finally:
             module._processes.reset(token)
 

@@ -3,9 +3,12 @@
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
+from quark.torch import Journal
+from quark.torch.export.checkpoint.streamed_model import stream_model
 from quark.torch.pipeline.statistics import digest
 from quark.torch.quantization.config.algo import (
     AutoRoundConfig,
@@ -69,7 +72,7 @@ def bits_of(way, batches, family="llama"):
     return {name: digest(x) for name, x in model.state_dict().items()}
 
 
-def error_of(way, rank):
+def error_of(way, rank, directory):
     """Return the error of a process where only process 1 has a reason to fail."""
     batches, model = data("llama", 2), model_of("llama")
     if rank and way == "other weights":
@@ -78,12 +81,29 @@ def error_of(way, rank):
         batches = batches[::-1]
     if rank and way == "failure":
         model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+    if way == "other files":
+        model = stream_model(directory / f"model-{rank}")
+    torch.set_num_threads(1 + (rank and way == "other threads"))
     before = {name: digest(x) for name, x in model.state_dict().items()}
     try:
         quantized(model, preset("int4_wo_32", GPTQConfig()), batches)
     except (ArithmeticError, RuntimeError, ValueError) as error:
         is_whole = before == {name: digest(x) for name, x in model.state_dict().items()}
         return f"{type(error).__name__}: {error}", is_whole
+    finally:
+        torch.set_num_threads(1)
+
+
+def journal_error_of(way, rank, directory):
+    """Return the error of a process that opens a journal, where only one has a reason to fail."""
+    try:
+        with Journal(
+            directory / (f"journal-{rank}" if way == "unshared" else "journal")
+        ) as journal:
+            if way == "in use":
+                Journal(journal.directory)
+    except (OSError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def main(store, rank, count, cases, sequences):
@@ -93,12 +113,15 @@ def main(store, rank, count, cases, sequences):
         "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(count)
     )
     for family, way in json.loads(cases):
-        if family == "error":
-            result = error_of(way, int(rank))
+        if family in ERRORS:
+            result = ERRORS[family](way, int(rank), Path(store).parent)
         else:
             result = bits_of(way, data(family, int(sequences)), family)
         print(json.dumps(result), flush=True)
     torch.distributed.destroy_process_group()
+
+
+ERRORS = {"error": error_of, "journal": journal_error_of}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The pipeline as a whole: what quantized models compute, checked against torch's own operators."""
 
 import logging
+from collections import Counter
 from dataclasses import dataclass
 
 import pytest
@@ -9,8 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from quark.torch import ModelQuantizer
+from quark.torch.export.checkpoint.streamed_model import stream_model
+from quark.torch.graph.residency import residency_of
 from quark.torch.quantization import api
-from quark.torch.quantization.config.algo import AlgoConfig
+from quark.torch.quantization.config.algo import AlgoConfig, GPTQConfig
 from quark.torch.quantization.config.config import (
     Config,
     FP8E4M3PerTensorSpec,
@@ -198,3 +201,20 @@ class TestCalls:
         ModelQuantizer(Config(scheme("int8_wo"))).quantize_model(model)
         after = logging.getLogger().handlers, logging.getLogger("quark").handlers
         assert handlers[0] and after == handlers  # pytest has set one up
+
+
+def test_blocks_of_a_model_larger_than_memory_are_read_as_often_as_needed(
+    build, batches, config_of, tmp_path
+):
+    build().save_pretrained(tmp_path)
+    model = stream_model(tmp_path)
+    cache, reads, back = residency_of(model), Counter(), Counter()
+    cache.limit = 0
+    read, read_back = cache.source.read, cache.scratch.read
+    cache.source.read = lambda names: (reads.update(names), read(names))[1]
+    cache.scratch.read = lambda names: (back.update(values := read_back(names)), values)[1]
+    config = config_of("int4_wo_32", algo_config=[GPTQConfig()])
+    ModelQuantizer.freeze(ModelQuantizer(config).quantize_model(model, batches))
+    # To trace the model, to divide it into stacks, and for the data.
+    assert {reads[n] for n in reads if ".layers." in n} == {3}
+    assert not back  # rounded blocks are read when they are written

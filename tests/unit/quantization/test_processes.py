@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.quantization.same_bits import WAYS, bits_of, data
+from tests.unit.quantization.same_bits import WAYS, bits_of, data, model_of
 
 ROOT = Path(__file__).parents[3]
 FEW, SEQUENCES = 9, 17  # 2 and 3 chunks
 QUICK = [("llama", "gptq"), ("mixtral", "static"), ("llama", "autoround")]
-ERRORS = ["other weights", "other data", "failure"]
+ERRORS = ["other weights", "other data", "failure", "other threads", "other files"]
+JOURNALS = ["unshared", "in use"]
 EVERY = [
     *(("llama", way) for way in WAYS),
     *(("mixtral", way) for way in WAYS if way not in ("gptaq", "qronos")),
@@ -44,18 +45,32 @@ def run(tmp_path, count, cases, sequences):
 
 
 def test_two_processes(tmp_path):
-    errors = [("error", way) for way in ERRORS]
+    errors = [*(("error", way) for way in ERRORS), *(("journal", way) for way in JOURNALS)]
     expected = [bits_of(way, data(family, FEW), family) for family, way in QUICK]
-    first, second = run(tmp_path, 2, [*errors, *QUICK], FEW)
-    (weights, order, failure), (weights_2, order_2, failure_2) = first[:3], second[:3]
-    assert weights == weights_2 and weights[0].startswith("ValueError: Processes 0 and 1 differ in")
-    assert "the model:" in weights[0] and "the data:" in order[0] and order == order_2
-    assert failure == [
+    for rank in range(2):  # of the other files
+        model = model_of("llama")
+        model.model.layers[1].mlp.up_proj.weight.data += rank
+        model.save_pretrained(tmp_path / f"model-{rank}")
+    both = run(tmp_path, 2, [*errors, *QUICK], FEW)
+    assert all(results[len(errors) :] == expected for results in both)
+    first, second = (dict(zip([*ERRORS, *JOURNALS], results, strict=False)) for results in both)
+    differences = {
+        **{"other weights": "the model:", "other data": "the data:"},
+        **{"other threads": "the number of threads:", "other files": "the files of the model:"},
+    }
+    for way, said in differences.items():
+        message, is_whole = first[way]
+        assert message.startswith("ValueError: Processes 0 and 1 differ in") and said in message
+        assert first[way] == second[way] and is_whole
+    assert first["failure"] == [
         "ProcessFailure: Process 1 of 2 failed: ZeroDivisionError: division by zero",
         True,
     ]
-    assert failure_2 == ["ZeroDivisionError: division by zero", True]
-    assert first[3:] == second[3:] == expected
+    assert second["failure"] == ["ZeroDivisionError: division by zero", True]
+    assert second["unshared"].startswith("FileNotFoundError: Process 1 of 2 does not see ")
+    assert first["unshared"] == f"ProcessFailure: Process 1 of 2 failed: {second['unshared']}"
+    assert first["in use"].startswith("FileExistsError: Another process works in ")
+    assert second["in use"] == f"ProcessFailure: Process 0 of 2 failed: {first['in use']}"
 
 
 @pytest.mark.nightly

@@ -278,3 +278,13 @@ def test_scales():
 def test_values_of_nothing_and_of_zeros():
     assert values_of(torch.zeros(0)).peak == values_of(torch.zeros(4)).peak == 0.0
     assert values_of(torch.tensor([3.0, 4.0])).rms == pytest.approx(math.sqrt(12.5))
+
+
+@pytest.mark.parametrize("exclude", [("lm_head",), ()])
+def test_a_model_that_is_read_in_parts_has_the_same_figures(quantized, exclude):
+    original, path, _ = quantized("int8", exclude=exclude)
+    whole = measure(path, original, WINDOWS, "text", batch_size=1)
+    parts = measure(path, original, WINDOWS, "text", batch_size=1, max_memory=1 << 40)
+    assert parts.to_dict() == whole.to_dict()
+    assert whole.predictions.kl > 0
+    assert by_name(parts)["model.layers.0.mlp.up_proj"].inputs.tokens == WINDOWS.numel()

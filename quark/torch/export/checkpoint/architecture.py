@@ -43,7 +43,7 @@ def read_config(directory: Path, trust_remote_code: bool = False, **source: Any)
             directory, trust_remote_code=trust_remote_code, local_files_only=True, **source
         )
     except Exception as error:
-        raise _unreadable(directory, error) from None
+        raise _unreadable(directory / source.get("gguf_file", ""), error) from None
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config

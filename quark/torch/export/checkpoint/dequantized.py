@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from quark.torch.export.checkpoint.computed_buffers import compute_buffers
 from quark.torch.export.checkpoint.files import TensorHeader
-from quark.torch.export.checkpoint.reader import Loading, put_tensor, tie, zero_offset
+from quark.torch.export.checkpoint.reader import Loading, Reader, put_tensor, tie, zero_offset
 from quark.torch.export.checkpoint.scale_checks import check_layer_scales
 from quark.torch.quantization.nn.experts import LinearExperts
 from quark.torch.quantization.nn.packed import PackedLayer
+
+
+class FloatReader(Reader, Protocol):
+    """Tensors of a float model that a quantized checkpoint describes, under its names."""
+
+    def fill(self, model: nn.Module) -> nn.Module:
+        """Read all tensors into a float model on the meta device, in place, and return it."""
+        ...
 
 
 class DequantizedReader:
@@ -91,12 +100,7 @@ class DequantizedReader:
         Raises:
             ValueError: A scale is not finite, or not positive.
         """
-        absent = [name for name in model.state_dict() if name not in self.entries]
-        for name, tensor in self.tensors():
-            put_tensor(model, name, tensor)
-        compute_buffers(model, torch.device("cpu"))
-        tie(model, self.loading.tied, absent)
-        return model.eval()
+        return fill_model(model, self, self.loading.tied)
 
     def _first_part(self, name: str) -> str:
         """Return the first name in the state of the packed model that a tensor is made of."""
@@ -151,6 +155,25 @@ class DequantizedReader:
             assert value is not None
             return value
         return _without_rotation(layer, layer.input_rotation).to(dtype)
+
+
+def fill_model(model: nn.Module, reader: Reader, tied: Mapping[str, str]) -> nn.Module:
+    """Read all tensors into a float model on the meta device, in place, and return it.
+
+    Args:
+        model: The model.
+        reader: Its tensors, under its names.
+        tied: Names of tied tensors -> names of the tensors that they are tied to.
+
+    Raises:
+        ValueError: A tensor cannot be read.
+    """
+    absent = [name for name in model.state_dict() if name not in reader.entries]
+    for name, tensor in reader.tensors():
+        put_tensor(model, name, tensor)
+    compute_buffers(model, torch.device("cpu"))
+    tie(model, tied, absent)
+    return model.eval()
 
 
 def _without_rotation(layer: PackedLayer, rotation: torch.Tensor) -> torch.Tensor:

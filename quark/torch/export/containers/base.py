@@ -9,13 +9,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from quark.torch.export.checkpoint.reader import Loading
+from quark.torch.export.checkpoint.dequantized import DequantizedReader, FloatReader
+from quark.torch.export.checkpoint.reader import Loading, cast_float_parameters
 from quark.torch.export.checkpoint_contents import Contents
 from quark.torch.export.containers.registry import CONTAINERS, load_container
 from quark.torch.export.verification import Verdict
 from quark.torch.files import Target
+from quark.torch.graph.residency import residency_of
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.name_lookup import one_of
@@ -62,6 +65,7 @@ class Container(ABC):
         has_formats: Whether it holds any of ``FORMATS``, chosen by ``custom_mode``.
         has_config_json: Whether it writes a ``config.json``: two such cannot share a directory.
         is_read: Whether files of this kind are read back, or only written.
+        whole_because: Why a model must be in memory to be written; "" if it may be read in parts.
     """
 
     name: str
@@ -70,6 +74,7 @@ class Container(ABC):
     has_formats = False
     has_config_json = False
     is_read = True
+    whole_because = "its file is written at once"
 
     @abstractmethod
     def holds(self, path: Path) -> bool:
@@ -121,6 +126,41 @@ class Container(ABC):
         """
         raise self._not_read(path)
 
+    def has_codes(self, path: Path) -> bool:
+        """Whether the codes of a quantized model are read; otherwise only its values are.
+
+        Raises:
+            ValueError: A file is damaged.
+        """
+        return True
+
+    def open_in_float(
+        self,
+        path: Path,
+        dtype: torch.dtype | None = None,
+        trust_remote_code: bool = False,
+        **options: Any,
+    ) -> tuple[nn.Module, FloatReader]:
+        """Return the float model of a quantized checkpoint, without values, and their reader.
+
+        Args:
+            path: The file or directory.
+            dtype: Type of the float parameters; None for the type of the checkpoint.
+            trust_remote_code: Passed to Transformers.
+            options: Passed to Transformers where the model is built.
+
+        Raises:
+            FileNotFoundError: Files are missing.
+            ValueError: A file is damaged or not understood, or files of this kind are not read.
+        """
+        loading = self.open(path, trust_remote_code, **options)
+        model = self.architecture(path, trust_remote_code, **options)
+        if dtype is not None:
+            cast_float_parameters(model, dtype)
+        reader = DequantizedReader(loading, model, dtype)
+        reader.adapt(model)
+        return model, reader
+
     def contents(self, path: Path) -> Contents:
         """Return what a checkpoint holds, from its headers alone.
 
@@ -158,6 +198,19 @@ class Container(ABC):
         Raises:
             ValueError: One cannot.
         """
+
+    def check_in_memory(self, model: nn.Module) -> None:
+        """Check that a model that is read in parts can be written.
+
+        Raises:
+            ValueError: It cannot. The message has the reason.
+        """
+        if self.whole_because and residency_of(model) is not None:
+            raise ValueError(
+                f"The model is read in parts, and {self.title} needs all of it in memory: "
+                f"{self.whole_because}. Leave max_memory (--max_memory) out on a larger machine, "
+                f"or write safetensors (hf_format), and 'quark convert --to {self.name}' there."
+            )
 
     @abstractmethod
     def check_writable(self, model: nn.Module, settings: ExportSettings) -> None:

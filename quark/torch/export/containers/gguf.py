@@ -9,15 +9,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from quark.torch.export.checkpoint.config_json import CONFIG
+from quark.torch.export.checkpoint.dequantized import FloatReader
 from quark.torch.export.checkpoint.reader import Loading, prepare_load
 from quark.torch.export.checkpoint_contents import Contents, LayerSummary, Summary, by_type
 from quark.torch.export.containers.base import Container, ExportSettings
 from quark.torch.export.gguf.architectures import import_gguf
-from quark.torch.export.gguf.importer import open_gguf
+from quark.torch.export.gguf.blocks import has_codes
+from quark.torch.export.gguf.float_reader import open_gguf_in_float
+from quark.torch.export.gguf.importer import FLOAT_TYPES, match_gguf, open_gguf
 from quark.torch.export.gguf.reader import MAGIC, GgufFile
+from quark.torch.export.gguf.tokenizer import load_tokenizer
 from quark.torch.export.gguf.writer import check_header, check_writable, write_gguf
 from quark.torch.export.verification import Verdict, verify_predictions
 from quark.torch.files import Target
@@ -36,6 +41,7 @@ class Gguf(Container):
     name = "gguf"
     title = "a GGUF file"
     patterns = (f"*{SUFFIX}",)
+    whole_because = ""
 
     def holds(self, path: Path) -> bool:
         """Whether a path is a GGUF file, or a directory with one and without ``config.json``."""
@@ -45,13 +51,29 @@ class Gguf(Container):
 
     def open(self, path: Path, trust_remote_code: bool = False, **options: Any) -> Loading:
         """Return a model that is ready for the tensors; see ``Container.open``."""
-        return prepare_load(*open_gguf(self.file(path)))
+        return prepare_load(*open_gguf(self.file(path), **options))
 
     def architecture(
         self, path: Path, trust_remote_code: bool = False, **options: Any
     ) -> nn.Module:
         """Return the float model of a file; see ``Container.architecture``."""
-        return open_gguf(self.file(path)).model
+        return match_gguf(self.file(path), **options).model
+
+    def has_codes(self, path: Path) -> bool:
+        """Whether a file has blocks, and all of them are of types whose codes are read."""
+        kinds = {tensor.kind for tensor in GgufFile(self.file(path)).tensors.values()}
+        blocks = kinds - FLOAT_TYPES.keys()
+        return bool(blocks) and all(map(has_codes, blocks))
+
+    def open_in_float(
+        self,
+        path: Path,
+        dtype: torch.dtype | None = None,
+        trust_remote_code: bool = False,
+        **options: Any,
+    ) -> tuple[nn.Module, FloatReader]:
+        """Return the float model of a file of any type; see ``Container.open_in_float``."""
+        return open_gguf_in_float(self.file(path), dtype, **options)
 
     def contents(self, path: Path) -> Contents:
         """Return what a file holds: the type of its blocks says how a weight is quantized."""
@@ -74,13 +96,10 @@ class Gguf(Container):
 
     def tokenizer(self, path: Path) -> Any | None:
         """Return the tokenizer; None, with a warning, if Transformers cannot make it."""
-        from transformers import AutoTokenizer
-
-        file = self.file(path)
         try:
-            return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        except Exception as error:  # anything that a tokenizer of another family can raise
-            logger.warning("%s: Transformers cannot make its tokenizer (%s).", file, error)
+            return load_tokenizer(self.file(path))
+        except ValueError as error:
+            logger.warning("%s", error)
             return None
 
     def check_installed(self) -> None:

@@ -33,6 +33,7 @@ class Onnx(Container):
     title = "an ONNX file"
     patterns = (f"{FILE_NAME}*",)
     is_read = False
+    whole_because = "torch traces the whole model, and its graph holds all weights"
 
     def holds(self, path: Path) -> bool:
         """Whether a path is an ONNX file, or a directory with one that was written here."""

@@ -110,6 +110,7 @@ class Safetensors(TensorDirectory):
     name = SAFETENSORS
     title = "a directory of safetensors"
     patterns = ("*.safetensors",)
+    whole_because = ""
 
     def holds(self, path: Path) -> bool:
         """Whether a directory has a ``config.json``, and not only a native file."""

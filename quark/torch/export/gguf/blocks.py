@@ -55,6 +55,16 @@ def block_type(spec: QuantizationSpec, columns: int) -> str | None:
     return "Q8_0" if spec.fmt.bits > 4 else "Q4_0" if scheme.symmetric else "Q4_1"
 
 
+def has_codes(kind: str) -> bool:
+    """Whether blocks of a type are read as codes and scales; of others only values are."""
+    return kind in _BYTES
+
+
+def stored_columns(kind: str, columns: int) -> int:
+    """Return the bytes that a row of a weight takes in blocks."""
+    return columns // BLOCK * _BYTES[kind]
+
+
 def pack_blocks(state: QuantizedTensor, kind: str) -> torch.Tensor:
     """Return a weight as rows of blocks.
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,6 +22,7 @@ from quark.torch.export.gguf.architectures import (
     Architecture,
     architecture_of,
     head_size,
+    import_gguf,
     is_rotated,
     tensor_names,
 )
@@ -49,17 +52,48 @@ class GgufCheckpoint(NamedTuple):
     reader: GgufTensors
 
 
-def open_gguf(path: Path) -> GgufCheckpoint:
-    """Open a GGUF file as a checkpoint, without reading its tensors.
+class GgufModel(NamedTuple):
+    """A GGUF file and the model of Transformers that its tensors fit.
+
+    Attributes:
+        file: The file.
+        model: The float model, on the meta device.
+        architecture: How the model family is stored.
+        dtype: Type of the tensors that are not quantized.
+        sources: Names of tensors in the model -> in the file. Tied ones are left out.
+    """
+
+    file: GgufFile
+    model: nn.Module
+    architecture: Architecture
+    dtype: torch.dtype
+    sources: dict[str, str]
+
+    @property
+    def head(self) -> int:
+        """Width of an attention head."""
+        return head_size(self.model.config)
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """Names of tied tensors -> names of the tensors that they are tied to."""
+        return dict(getattr(self.model, "all_tied_weights_keys", None) or {})
+
+
+def match_gguf(path: Path, dtype: torch.dtype | None = None, **options: Any) -> GgufModel:
+    """Return the model of a GGUF file, and which tensor is which, without reading the tensors.
+
+    Args:
+        path: The file.
+        dtype: Type of the model; None for the type of the tensors that are not quantized.
+        options: Passed to Transformers, such as ``attn_implementation``.
 
     Raises:
         ImportError: The package gguf is missing.
         FileNotFoundError: The file does not exist.
-        ValueError: The file is damaged, or its architecture or a tensor type is not supported.
+        ValueError: The file is damaged, or its architecture is not supported.
     """
-    file = GgufFile(path)
-    check_counts(file.values, path)
-    config = read_config(path.parent, gguf_file=path.name)
+    file, config = GgufFile(path), read_gguf_config(path)
     architecture = architecture_of(config)
     if file.values.get("general.architecture") != architecture.name:
         raise ValueError(
@@ -67,8 +101,8 @@ def open_gguf(path: Path) -> GgufCheckpoint:
             f"{config.model_type!r} by Transformers, which is {architecture.name!r} in GGUF."
         )
     read_scaling(config, file, architecture.name)
-    dtype = _float_type(file)
-    model = empty_model(config, file.tensors, path, dtype)
+    dtype = dtype or _float_type(file)
+    model = empty_model(config, file.tensors, path, dtype, **options)
     names = tensor_names(architecture, config)
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     sources = {key: names(key) for key in model.state_dict() if key not in tied}
@@ -81,13 +115,52 @@ def open_gguf(path: Path) -> GgufCheckpoint:
     if problems:
         raise ValueError(f"{path} does not fit {type(model).__name__}: {'; '.join(problems)}.")
     check_factors(model, config, file, head_size(config))
-    copies = {key: sources[origin] for key, origin in tied.items()}
+    return GgufModel(file, model, architecture, dtype, sources)
+
+
+def read_gguf_config(path: Path) -> Any:
+    """Return the configuration of the model of a GGUF file.
+
+    Transformers reads the whole vocabulary for it, so a file is read once.
+
+    Raises:
+        ImportError: The package gguf is missing.
+        FileNotFoundError: The file does not exist.
+        ValueError: The file is damaged, or Transformers does not understand it.
+    """
+    import_gguf()
+    check_counts(GgufFile(path).values, path)
+    stat = path.stat()
+    return copy.deepcopy(_read_config(path.resolve(), stat.st_size, stat.st_mtime_ns))
+
+
+@lru_cache(maxsize=2)
+def _read_config(path: Path, size: int, modified: int) -> Any:
+    return read_config(path.parent, gguf_file=path.name)
+
+
+def open_gguf(path: Path, **options: Any) -> GgufCheckpoint:
+    """Open a GGUF file as a checkpoint, without reading its tensors.
+
+    Args:
+        path: The file.
+        options: Passed to Transformers, such as ``attn_implementation``.
+
+    Raises:
+        ImportError: The package gguf is missing.
+        FileNotFoundError: The file does not exist.
+        ValueError: The file is damaged, or its architecture or a tensor type is not supported.
+    """
+    match = match_gguf(path, **options)
+    file, model, sources = match.file, match.model, match.sources
+    copies = {key: sources[origin] for key, origin in match.tied.items()}
     if any(file.tensors[name].kind not in FLOAT_TYPES for name in copies.values()):
         # Modules cannot share a packed weight: each gets one of its own, with the same codes.
+        config: Any = model.config
         config.tie_word_embeddings = False
-        model = empty_model(config, file.tensors, path, dtype)
-        sources |= copies
-    reader = GgufTensors(file, sources, architecture, head_size(config), dtype)
+        model = empty_model(config, file.tensors, path, match.dtype, **options)
+        sources = sources | copies
+    reader = GgufTensors(file, sources, match.architecture, match.head, match.dtype)
     exporter = JsonExporterConfig(weight_format="real_quantized", pack_method="reorder")
     return GgufCheckpoint(model, QuarkFormat(_to_config(model, reader), exporter), reader)
 
@@ -154,19 +227,43 @@ class GgufTensors:
         """Iterate over the tensors in Quark's format that hold one tensor of the model."""
         name = self.sources[key]
         layer = key.removesuffix(".weight")
-        blocks, kind = self.file.blocks(name), self.file.tensors[name].kind
-        if self.architecture.interleaves and is_rotated(key):
-            # argsort inverts the permutation: rows return to the order of Transformers.
-            blocks = blocks[torch.argsort(interleaved_rows(len(blocks), self.head))]
+        kind = self.file.tensors[name].kind
+        blocks = rows_of(self.file, name, key, self.architecture, self.head)
         if kind in FLOAT_TYPES:
-            values = blocks.clone().view(FLOAT_TYPES[kind])
-            if self.architecture.norm_offset and key.endswith("norm.weight"):
-                values = values - self.architecture.norm_offset
-            yield key, values.to(self.dtype)
+            yield key, float_values(blocks, kind, key, self.architecture).to(self.dtype)
             return
         parts = self.layout.pack(unpack_blocks(blocks, self.specs[layer], kind), None)
         for part, tensor in parts.items():
             yield _part_name(layer, part), tensor
+
+
+def rows_of(
+    file: GgufFile, name: str, key: str, architecture: Architecture, head: int
+) -> torch.Tensor:
+    """Return the bytes of a tensor, (…, bytes of a row) uint8, its rows as in Transformers.
+
+    Args:
+        file: The file.
+        name: Name of the tensor in the file.
+        key: Its name in the model.
+        architecture: How the model family is stored.
+        head: Width of an attention head.
+    """
+    blocks = file.blocks(name)
+    if not (architecture.interleaves and is_rotated(key)):
+        return blocks
+    # argsort inverts the permutation: rows return to the order of Transformers.
+    return blocks[torch.argsort(interleaved_rows(len(blocks), head))]
+
+
+def float_values(
+    blocks: torch.Tensor, kind: str, key: str, architecture: Architecture
+) -> torch.Tensor:
+    """Return the values of a tensor of floats, given its bytes; see ``rows_of``."""
+    values = blocks.clone().view(FLOAT_TYPES[kind])
+    if architecture.norm_offset and key.endswith("norm.weight"):
+        return values - architecture.norm_offset
+    return values
 
 
 def _part_name(layer: str, part: str) -> str:

@@ -30,8 +30,15 @@ _TYPES = {
     12: ("Q4_K", 256, 144),
     13: ("Q5_K", 256, 176),
     14: ("Q6_K", 256, 210),
+    16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50),
     20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82),
     23: ("IQ4_XS", 256, 136),
+    29: ("IQ1_M", 256, 56),
     30: ("BF16", 1, 2),
     34: ("TQ1_0", 256, 54),
     35: ("TQ2_0", 256, 66),
@@ -81,7 +88,7 @@ class GgufFile:
         with self.path.open("rb") as file:
             if not self.path.stat().st_size:
                 raise self._damaged("it is empty")
-            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._position = 0
         self.values: dict[str, Any] = {}
         self.tensors: dict[str, GgufTensor] = {}
@@ -101,12 +108,20 @@ class GgufFile:
         self._read_tensors(self._check_count(tensors, 32))
 
     def blocks(self, name: str) -> torch.Tensor:
-        """Return the bytes of a tensor by rows: (…, bytes of a row) uint8, without a copy."""
+        """Return the bytes of a tensor by rows: (…, bytes of a row) uint8.
+
+        They are read, not mapped to memory: what was read of a large file would stay there.
+
+        Raises:
+            ValueError: The file has become shorter.
+        """
         tensor = self.tensors[name]
-        flat = torch.frombuffer(
-            self._data, dtype=torch.uint8, count=tensor.bytes, offset=tensor.start
-        )
-        return flat.reshape(*tensor.shape[:-1], -1)
+        data = bytearray(tensor.bytes)
+        with self.path.open("rb") as file:
+            file.seek(tensor.start)
+            if file.readinto(data) < tensor.bytes:
+                raise self._damaged(f"{name} reaches beyond its end")
+        return torch.frombuffer(data, dtype=torch.uint8).reshape(*tensor.shape[:-1], -1)
 
     def _read_tensors(self, count: int) -> None:
         alignment = self.values.get("general.alignment", ALIGNMENT)

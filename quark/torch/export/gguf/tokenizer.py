@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token types of llama.cpp
@@ -19,6 +20,22 @@ _PRE_TOKENIZERS = {
     rf"{_CASES}*{_LOWER}+|{_CASES}+{_LOWER}*|\p{{N}}|"
     + _REST.replace(r"[\r\n]*", r"[\r\n/]*", 1): "tekken",
 }
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """Return the tokenizer of a directory, or that of a GGUF file.
+
+    Raises:
+        ValueError: Transformers does not load one.
+    """
+    from transformers import AutoTokenizer
+
+    path = Path(path)
+    place, source = (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
+    try:
+        return AutoTokenizer.from_pretrained(place, local_files_only=True, **source)
+    except Exception as error:  # anything that a tokenizer of another family can raise
+        raise ValueError(f"{path} has no tokenizer that Transformers loads ({error}).") from error
 
 
 def add_tokens(writer: Any, tokenizer: Any, size: int) -> None:

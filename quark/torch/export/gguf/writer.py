@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
 from quark.torch.export.checkpoint.writer import check_exportable, check_present
-from quark.torch.export.checks import check_state
+from quark.torch.export.checks import check_float, check_state
 from quark.torch.export.formats.layer_checks import common_problem, describe_problems, weight_shape
 from quark.torch.export.formats.layouts.act_order import ACT_ORDER_PROBLEM, has_act_order
 from quark.torch.export.gguf.architectures import (
@@ -20,11 +23,12 @@ from quark.torch.export.gguf.architectures import (
     is_rotated,
     tensor_names,
 )
-from quark.torch.export.gguf.blocks import SUPPORTED, block_type, pack_blocks
+from quark.torch.export.gguf.blocks import SUPPORTED, block_type, pack_blocks, stored_columns
 from quark.torch.export.gguf.metadata import add_metadata
 from quark.torch.export.gguf.rope import FACTORS, frequency_factors, interleaved_rows
-from quark.torch.export.gguf.tokenizer import add_tokens
-from quark.torch.files import Target, size_of
+from quark.torch.export.gguf.tokenizer import add_tokens, load_tokenizer
+from quark.torch.files import Target
+from quark.torch.graph.residency import residency_of, resident
 from quark.torch.quantization.nn.layer import QuantizedLayer
 
 QUANTIZATION_VERSION = 2
@@ -33,7 +37,6 @@ _FILE_TYPES = {
     "F32": "ALL_F32",
     **{kind: f"MOSTLY_{kind}" for kind in ("F16", "BF16", "Q4_0", "Q4_1", "Q8_0")},
 }
-Tensors = dict[str, tuple[torch.Tensor, str]]  # name in GGUF -> values or blocks, their type
 
 
 def write_gguf(
@@ -45,27 +48,31 @@ def write_gguf(
     """
     gguf = import_gguf()
     architecture = check_writable(model)
-    check_present(model)
+    if residency_of(model) is None:
+        check_present(model)
     config: Any = model.config
-    tensors = _collect_tensors(model, architecture)
-    used = [kind for tensor, kind in tensors.values() if tensor.dim() > 1]
+    tensors = _Tensors(model, architecture)
+    used = [kind for shape, kind in tensors.outline.values() if len(shape) > 1]
     # The type of the file is that of its matrices: a quantized one, if there is any.
     most = max(_FILE_TYPES, key=lambda kind: (kind.startswith("Q") and kind in used, kind in used))
-    values = {name: tensor for name, (tensor, _) in tensors.items()}
-    tokenizer = _tokenizer(tokenizer_path)
-    with target(size_of(values)) as directory:
+    tokenizer = load_tokenizer(tokenizer_path)
+    with target(tensors.size) as directory:
         writer = gguf.GGUFWriter(directory / f"{model_type}.gguf", architecture.name)
         add_metadata(writer, config, model_type, architecture.rms)
         writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[most]])
         writer.add_quantization_version(QUANTIZATION_VERSION)
         add_tokens(writer, tokenizer, config.vocab_size)
-        for name, (tensor, kind) in tensors.items():
-            stored = tensor.detach().cpu().contiguous()
-            stored = stored.view(torch.uint8) if kind not in ("F32", "F16") else stored
-            writer.add_tensor(name, stored.numpy(), raw_dtype=gguf.GGMLQuantizationType[kind])
+        for name, (shape, kind) in tensors.outline.items():
+            empty = np.empty(0, _stored_dtype(kind))
+            number = gguf.GGMLQuantizationType[kind]
+            writer.add_tensor_info(
+                name, shape, empty.dtype, prod(shape) * empty.itemsize, raw_dtype=number
+            )
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
+        writer.write_ti_data_to_file()
+        for values in tensors.values():
+            writer.write_tensor_data(values)
         writer.close()
 
 
@@ -84,55 +91,121 @@ def check_header(model: nn.Module, tokenizer_path: str | Path) -> None:
     config: Any = model.config
     architecture = architecture_of(config)
     names = tensor_names(architecture, config)
-    for key in _parts(model):
-        names(key)
-    add_tokens(
-        gguf.GGUFWriter(None, architecture.name), _tokenizer(tokenizer_path), config.vocab_size
-    )
+    for place in _places(model):
+        names(place.key)
+    tokenizer = load_tokenizer(tokenizer_path)
+    add_tokens(gguf.GGUFWriter(None, architecture.name), tokenizer, config.vocab_size)
 
 
-def _tokenizer(path: str | Path) -> Any:
-    from transformers import AutoTokenizer
+class _Place(NamedTuple):
+    """Where a tensor of the file is in the model.
 
-    try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"tokenizer_path={str(path)!r} has no tokenizer that Transformers loads ({error})."
-        ) from error
+    Attributes:
+        owner: Name of a module.
+        attribute: Name of its parameter or buffer. The bias of a quantized layer may be quantized.
+    """
+
+    owner: str
+    attribute: str
+
+    @property
+    def key(self) -> str:
+        """Name of the tensor in the model."""
+        return f"{self.owner}.{self.attribute}" if self.owner else self.attribute
 
 
-def _collect_tensors(model: nn.Module, architecture: Architecture) -> Tensors:
-    """Return every tensor under its name in GGUF, without copies of tied tensors.
+class _Tensors:
+    """The tensors of the file, made when they are written: each part of the model is read once.
+
+    Args:
+        model: The model. It is not changed.
+        architecture: How its family is stored.
+
+    Attributes:
+        outline: Name in GGUF -> shape as it is stored, with bytes for columns of blocks, and type.
 
     Raises:
-        ValueError: A tensor has no name in GGUF, or values that its block type cannot hold.
+        ValueError: A tensor has no name in GGUF.
     """
-    names = tensor_names(architecture, model.config)
-    parts = _parts(model)
-    tensors = {names(key): _encode(key, part, architecture, model) for key, part in parts.items()}
-    factors = frequency_factors(model, model.config, head_size(model.config))
-    return tensors if factors is None else {**tensors, FACTORS: (factors, "F32")}
+
+    def __init__(self, model: nn.Module, architecture: Architecture) -> None:
+        self._model, self._architecture = model, architecture
+        names = tensor_names(architecture, model.config)
+        self._places = {names(place.key): place for place in _places(model)}
+        self._factors = frequency_factors(model, model.config, head_size(model.config))
+        self.outline = {name: self._form(place) for name, place in self._places.items()}
+        if self._factors is not None:
+            self.outline[FACTORS] = tuple(self._factors.shape), "F32"
+
+    @property
+    def size(self) -> int:
+        """Bytes of all tensors."""
+        return sum(
+            prod(shape) * _stored_dtype(kind).itemsize for shape, kind in self.outline.values()
+        )
+
+    def values(self) -> Iterator[np.ndarray[Any, Any]]:
+        """Iterate over the stored tensors in the order of the outline.
+
+        Raises:
+            ValueError: A tensor has values that its block type cannot hold.
+        """
+        for name, place in self._places.items():
+            with resident(self._model, place.owner):
+                stored = _encode(place, self._architecture, self._model, self.outline[name][1])
+                yield _as_array(stored, self.outline[name][1])
+        if self._factors is not None:
+            yield _as_array(self._factors, "F32")
+
+    def _form(self, place: _Place) -> tuple[tuple[int, ...], str]:
+        """Return the shape and the type of a tensor in the file."""
+        owner = self._model.get_submodule(place.owner)
+        if isinstance(owner, QuantizedLayer) and place.attribute == "weight":
+            rows, columns = weight_shape(owner)
+            weight = owner.quant_config.weight
+            kind = (weight and block_type(weight, columns)) or ""
+            return (rows, stored_columns(kind, columns)), kind
+        tensor = getattr(owner, place.attribute)
+        if tensor.dim() == 1:
+            return tuple(tensor.shape), "F32"
+        kind = _FLOAT_TYPES[tensor.dtype]
+        width = tensor.itemsize if kind == "BF16" else 1
+        return (*tensor.shape[:-1], tensor.shape[-1] * width), kind
 
 
-def _parts(model: nn.Module) -> dict[str, Any]:
-    """Return tensors in float and quantized layers by the names of their tensors."""
+def _stored_dtype(kind: str) -> np.dtype[Any]:
+    """Return the type of the elements that stand for a tensor: bytes for all but F32 and F16."""
+    return np.dtype({"F32": np.float32, "F16": np.float16}.get(kind, np.uint8))
+
+
+def _as_array(tensor: torch.Tensor, kind: str) -> np.ndarray[Any, Any]:
+    stored = tensor.detach().cpu().contiguous()
+    array: np.ndarray[Any, Any] = (
+        stored if kind in ("F32", "F16") else stored.view(torch.uint8)
+    ).numpy()
+    return array
+
+
+def _places(model: nn.Module) -> list[_Place]:
+    """Return where the tensors of the file are, in the order of the model, tied ones once."""
     layers = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLayer)}
-    modules = model.named_modules(remove_duplicate=False)
-    every_name = {n for n, m in modules if isinstance(m, QuantizedLayer)}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    every_name = {n for n, m in modules.items() if isinstance(m, QuantizedLayer)}
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     state = model.state_dict()
-    parts: dict[str, Any] = {}
+    places = []
     for key, tensor in state.items():
         owners = {key.rsplit(".", 1)[0], key.rsplit(".", 2)[0]}
         is_copy = key in tied and tensor.data_ptr() == state[tied[key]].data_ptr()
         if not owners & every_name and not is_copy:
-            parts[key] = tensor
+            owner, _, attribute = key.rpartition(".")
+            places.append(_Place(owner, attribute))
     for name, layer in layers.items():
-        parts[f"{name}.weight"], bias = layer, layer.value("bias")
-        if bias is not None:
-            parts[f"{name}.bias"] = bias
-    return parts
+        places.append(_Place(name, "weight"))
+        if getattr(layer, "bias", None) is not None:
+            places.append(_Place(name, "bias"))
+    order = {name: number for number, name in enumerate(modules)}
+    return sorted(places, key=lambda place: order[place.owner])
 
 
 def check_writable(model: nn.Module) -> Architecture:
@@ -170,31 +243,35 @@ def _layer_problem(layer: QuantizedLayer) -> str | None:
     return None
 
 
-def _encode(
-    key: str, part: Any, architecture: Architecture, model: nn.Module
-) -> tuple[torch.Tensor, str]:
-    """Return the values or blocks that GGUF stores for a tensor, and their type.
+def _encode(place: _Place, architecture: Architecture, model: nn.Module, kind: str) -> torch.Tensor:
+    """Return the values or blocks that GGUF stores for a tensor.
 
     Args:
-        key: Name of the tensor in Transformers.
-        part: A tensor, or the quantized layer whose weight it is.
+        place: Where the tensor is.
         architecture: How the model family is stored.
         model: The model.
+        kind: Type in the file.
+
+    Raises:
+        ValueError: A value is NaN or infinite, or the type cannot hold it.
     """
-    if isinstance(part, torch.Tensor):
-        kind = "F32" if part.dim() == 1 else _FLOAT_TYPES[part.dtype]
-        stored = part.float() if part.dim() == 1 else part
-        if architecture.norm_offset and key.endswith("norm.weight"):
-            stored = stored + architecture.norm_offset
-    else:
-        kind = block_type(part.quant_config.weight, weight_shape(part)[1]) or ""
-        state = part.quantized_tensor("weight")
+    owner, key = model.get_submodule(place.owner), place.key
+    layer = owner if isinstance(owner, QuantizedLayer) else None
+    if layer is not None and place.attribute == "weight":
+        state = layer.quantized_tensor("weight")
+        assert state is not None
         try:
             check_state(state, "weight")
             stored = pack_blocks(state, kind)
         except ValueError as error:
             raise ValueError(f"{key} cannot be written: {error}") from None
+    else:
+        value: Any = getattr(owner, place.attribute) if layer is None else layer.value("bias")
+        check_float({key: value})
+        stored = value.float() if value.dim() == 1 else value
+        if architecture.norm_offset and key.endswith("norm.weight"):
+            stored = stored + architecture.norm_offset
     if architecture.interleaves and is_rotated(key):
         order = interleaved_rows(len(stored), head_size(model.config))
         stored = stored[order.to(stored.device)]
-    return stored, kind
+    return stored

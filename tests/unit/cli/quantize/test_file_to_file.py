@@ -119,3 +119,12 @@ class TestAnArchitectureThatIsNotKnown:
     def test_it_is_refused(self, flags, reason, refused, place, renamed):
         said = refused("quantize", *place, "--model_dir", renamed, *flags)
         assert "Transformers does not know the architecture 'new_kind'" in said and reason in said
+
+
+def test_the_first_of_several_processes_writes(quark, model_dir, tmp_path, monkeypatch):
+    arguments = ["quantize", "--model_dir", model_dir, "--output_dir", tmp_path / "out"]
+    arguments += ["--quant_scheme", "int4_wo_32", "--skip_evaluation"]
+    monkeypatch.setattr("quark.cli.quantize.job.rank", lambda: 1)
+    assert quark(*arguments).exit_code == 0 and not any(tmp_path.iterdir())
+    monkeypatch.setattr("quark.cli.quantize.job.rank", lambda: 0)
+    assert quark(*arguments).exit_code == 0 and (tmp_path / "out").is_dir()

@@ -1,62 +1,19 @@
 """A run that is killed or interrupted goes on with the same command, to the same files."""
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 from quark.torch import Journal
 from quark.torch.pipeline.journal import PassFiles
 
-# One process imports once and computes nothing: threads of its own would be missing in its forks.
-# It runs every command in a fork, then kills and repeats it.
-KILLS = """
-import os, random, signal, sys, time
-from pathlib import Path
-
-os.environ["TOKENIZERS_PARALLELISM"] = "false"
-os.environ["OMP_NUM_THREADS"] = "1"
-from transformers import AutoTokenizer, LlamaForCausalLM, MixtralForCausalLM
-
-import quark.cli.quantize.command
-from quark.cli.main import main
-
-place, count, commands = Path(sys.argv[1]), int(sys.argv[2]), eval(sys.argv[3])
-random.seed(0)
-
-
-def run(name, command, after=None):
-    child = os.fork()
-    if not child:
-        try:
-            main([*command, "--output_dir", str(place / name)])
-        except SystemExit as end:
-            sys.stdout.flush()
-            os._exit(end.code)
-    if after is not None:
-        time.sleep(after)
-        os.kill(child, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-expected, seconds = {}, {}
-for number, command in enumerate(commands):
-    start = time.monotonic()
-    assert run(f"whole-{number}", command) == 0
-    seconds[number] = time.monotonic() - start
-    expected[number] = (place / f"whole-{number}" / "SHA256SUMS").read_text()
-for kill in range(count):
-    number = kill % len(commands)
-    name, moment = f"killed-{kill}", random.uniform(0.1, 1) * seconds[number]
-    code = run(name, commands[number], moment)
-    left = sum(1 for _ in place.glob(f"{name}.partial/blocks/*"))
-    assert code == 0 or run(name, commands[number]) == 0
-    assert (place / name / "SHA256SUMS").read_text() == expected[number], (name, moment, left)
-    print("KILLED", code, left)
-assert not list(place.glob("*.partial")), list(place.iterdir())
-"""
+ROOT = Path(__file__).parents[4]
 
 
 @pytest.fixture
@@ -84,22 +41,94 @@ def interrupted(quark, command, monkeypatch, tmp_path):
     return result.stderr
 
 
-@pytest.mark.skipif(os.name == "nt", reason="Windows has neither forks nor kill -9")
-@pytest.mark.parametrize("count", [3, pytest.param(21, marks=pytest.mark.nightly)])
-def test_killed_at_random_moments(model_dir, mixtral_dir, text, tmp_path, count):
-    def command(model, *flags):
-        data = ["--dataset", text, "--seq_len", 32, "--num_calib_data", 8, "--skip_evaluation"]
+def killed(tmp_path, kills):
+    """Run commands with kills; return how many of the runs were killed before their end."""
+    arguments = [sys.executable, "-m", "tests.unit.cli.quantize.forks", tmp_path, json.dumps(kills)]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=3000, cwd=ROOT)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert done.stdout.count("KILLED") == len(kills)
+    return done.stdout.count("KILLED True")
+
+
+@pytest.fixture
+def flags_of(text, tmp_path):
+    """The flags of a command for a model; the data has three chunks."""
+    long = tmp_path / "long.txt"
+    long.write_text(text.read_text() * 10, encoding="utf-8")
+
+    def flags_of(model, *flags):
+        data = ["--dataset", long, "--seq_len", 64, "--num_calib_data", 80, "--skip_evaluation"]
         return [str(x) for x in ("quantize", "--model_dir", model, *data, *flags)]
 
+    return flags_of
+
+
+WAYS = {
+    "static": ("--quant_scheme", "fp8", "--kv_cache_dtype", "fp8"),  # without a journal
+    "awq": ("--quant_scheme", "uint4_wo_32", "--quant_algo", "awq"),
+    "gptq": ("--quant_scheme", "int4_wo_32", "--quant_algo", "gptq"),
+    "yaqa": ("--quant_scheme", "int8", "--quant_algo", "yaqa"),
+    "rotation and gptq": ("--quant_scheme", "int4_wo_32", "--quant_algo", "rotation,gptq"),
+}
+GPTQ = WAYS["gptq"]
+RANDOM = {"seconds": 1, "victim": 0}
+BART = {
+    **{"vocab_size": 2048, "d_model": 32, "max_position_embeddings": 64, "init_std": 0.2},
+    **{f"{side}_layers": 2 for side in ("encoder", "decoder")},
+    **{f"{side}_attention_heads": 2 for side in ("encoder", "decoder")},
+    **{f"{side}_ffn_dim": 64 for side in ("encoder", "decoder")},
+}
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has neither forks nor kill -9")
+def test_another_number_of_processes_goes_on(model_dir, flags_of, tmp_path):
+    command = flags_of(model_dir, *GPTQ)
+    kills = [
+        {"before": 2, "after": 1, "moment": {"block": 1, "victim": 1}},
+        {"before": 1, "after": 2, "moment": {"block": 2, "victim": 0}},
+    ]
+    assert killed(tmp_path, [kill | {"command": command} for kill in kills]) == 2
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has neither forks nor kill -9")
+@pytest.mark.parametrize("count", [3, pytest.param(21, marks=pytest.mark.nightly)])
+def test_killed_at_random_moments(model_dir, mixtral_dir, flags_of, tmp_path, count):
     commands = [
-        command(mixtral_dir, "--quant_scheme", "uint4_wo_32", "--quant_algo", "awq,qronos"),
-        command(model_dir, "--quant_scheme", "int4_wo_32", "--quant_algo", "gptq"),
-        command(model_dir, "--quant_scheme", "int8", "--quant_algo", "yaqa", "--max_memory", "9TB"),
+        flags_of(mixtral_dir, "--quant_scheme", "uint4_wo_32", "--quant_algo", "awq,qronos"),
+        flags_of(model_dir, *GPTQ),
+        flags_of(model_dir, *WAYS["yaqa"], "--max_memory", "9TB"),
     ][: count // 7 or 1]
-    arguments = [sys.executable, "-c", KILLS, str(tmp_path), str(count), repr(commands)]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr + done.stdout
-    assert done.stdout.count("KILLED") == count
+    kills = [{"before": 1, "after": 1, "moment": RANDOM} for _ in range(count)]
+    commands *= count
+    killed(tmp_path, [k | {"command": c} for k, c in zip(kills, commands, strict=False)])
+
+
+@pytest.fixture(scope="module")
+def dirs(model_dir, mixtral_dir, tmp_path_factory):
+    """Models by name, one with an encoder and a decoder."""
+    from transformers import AutoTokenizer, BartConfig, BartForConditionalGeneration
+
+    path = tmp_path_factory.mktemp("models") / "bart"
+    torch.manual_seed(0)
+    BartForConditionalGeneration(BartConfig(**BART)).save_pretrained(path)
+    AutoTokenizer.from_pretrained(model_dir).save_pretrained(path)
+    return {"llama": model_dir, "mixtral": mixtral_dir, "bart": path}
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(os.name == "nt", reason="Windows has neither forks nor kill -9")
+@pytest.mark.parametrize("family", ["llama", "mixtral", "bart"])
+@pytest.mark.parametrize("way", WAYS)
+def test_killed_with_any_number_of_processes(dirs, flags_of, tmp_path, family, way):
+    if (family, way) == ("bart", "rotation and gptq"):
+        pytest.skip("its residual stream cannot be rotated")
+    command = flags_of(dirs[family], *WAYS[way])
+    pairs = [(1, 2), (2, 1), (2, 3), (3, 2), (3, 1), (2, 2)]
+    kills = [
+        {"before": pairs[i % 6][0], "after": pairs[i % 6][1], "moment": RANDOM | {"victim": i // 6}}
+        for i in range(20)
+    ]
+    killed(tmp_path, [kill | {"command": command} for kill in kills])
 
 
 def test_control_c_says_how_to_go_on(interrupted, quark, command, tmp_path):
@@ -158,9 +187,3 @@ def test_without_room_there_is_no_journal(quark, command, tmp_path, monkeypatch)
     result = quark(*command)
     assert result.exit_code == 0, result.output
     assert "has no room for finished blocks" in result.stderr
-
-
-def test_with_several_processes_there_is_no_journal(quark, command, monkeypatch):
-    monkeypatch.setattr("quark.cli.quantize.progress.is_distributed", lambda: True)
-    monkeypatch.setattr(Journal, "__init__", None)
-    assert quark(*command).exit_code == 0

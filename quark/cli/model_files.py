@@ -1,0 +1,62 @@
+"""Where a model is: a directory, a GGUF file, or a name on the Hub."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from quark.cli.console import stage, wrong
+
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+# Other containers of the same weights on the Hub.
+NOT_LOADED = ["original/*", "*.gguf", "*.onnx", "*.msgpack", "*.h5"]
+
+
+def find_model(given: Path, flag: str, revision: str | None = None) -> Path:
+    """Return the directory or GGUF file of a model; a model on the Hub is downloaded.
+
+    Args:
+        given: Directory or GGUF file, directory with one GGUF file, or OWNER/NAME on the Hub.
+        flag: Flag of the value, for the error.
+        revision: Revision on the Hub.
+
+    Raises:
+        typer.BadParameter: Neither a directory nor a model on the Hub has that name; or a directory
+            has several GGUF files.
+    """
+    if (file := find_gguf(given, flag)) is not None:
+        return file
+    if given.is_dir() or not HUB_NAME.fullmatch(given.as_posix()):
+        return given
+    from huggingface_hub import snapshot_download
+
+    try:
+        with stage(f"finding {given}"):
+            directory = snapshot_download(
+                given.as_posix(), revision=revision, ignore_patterns=NOT_LOADED
+            )
+    except (OSError, ValueError) as error:  # includes errors of the Hub and of the network
+        first = str(error).strip().split("\n")[0]
+        raise wrong(
+            flag,
+            f"there is no directory {given}, and no model of that name can be reached on the "
+            f"Hugging Face Hub ({first}). Give the directory of a model.",
+        ) from None
+    return Path(directory)
+
+
+def find_gguf(given: Path, flag: str) -> Path | None:
+    """Return the GGUF file that a path is, or that is in a directory without ``config.json``.
+
+    Raises:
+        typer.BadParameter: A directory has several.
+    """
+    from quark.torch.export.containers.gguf import Gguf
+
+    container = Gguf()
+    if not (given.exists() and container.holds(given)):
+        return None
+    try:
+        return container.file(given)
+    except ValueError as error:
+        raise wrong(flag, str(error)) from None

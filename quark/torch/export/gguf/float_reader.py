@@ -1,0 +1,129 @@
+"""GGUF files as the source of a float model: each tensor is dequantized when it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quark.torch.export.checkpoint.dequantized import fill_model
+from quark.torch.export.checkpoint.files import TensorHeader
+from quark.torch.export.gguf.architectures import import_gguf
+from quark.torch.export.gguf.blocks import block_spec, has_codes, unpack_blocks
+from quark.torch.export.gguf.importer import (
+    FLOAT_TYPES,
+    GgufModel,
+    float_values,
+    match_gguf,
+    rows_of,
+)
+
+_ELEMENTS = 1 << 22  # that are dequantized together: their values in float32 take 16 MiB
+
+
+def open_gguf_in_float(
+    path: Path, dtype: torch.dtype | None = None, **options: Any
+) -> tuple[nn.Module, GgufValues]:
+    """Return the float model of a GGUF file, on the meta device, and the reader of its values.
+
+    Args:
+        path: The file.
+        dtype: Type of the parameters; None for the type of the tensors that are not quantized.
+        options: Passed to Transformers, such as ``attn_implementation``.
+
+    Raises:
+        ImportError: The package gguf is missing.
+        FileNotFoundError: The file does not exist.
+        ValueError: The file is damaged, or its architecture or a tensor type is not supported.
+    """
+    match = match_gguf(path, dtype, **options)
+    return match.model.eval(), GgufValues(match)
+
+
+class GgufValues:
+    """The values of a GGUF file under the names of its float model.
+
+    Args:
+        match: The file and its model.
+
+    Attributes:
+        entries: Headers of the tensors. Tied ones are left out.
+
+    Raises:
+        ValueError: A tensor is of a type that the package gguf does not dequantize.
+    """
+
+    def __init__(self, match: GgufModel) -> None:
+        self._match = match
+        self.entries: dict[str, TensorHeader] = {}
+        for key, name in match.sources.items():
+            tensor = match.file.tensors[name]
+            _check_kind(tensor.kind, f"{match.file.path}: {name}")
+            self.entries[key] = TensorHeader(match.file.path.name, tensor.shape, match.dtype)
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes of the file before its tensors, most of which is the vocabulary."""
+        return min((t.start for t in self._match.file.tensors.values()), default=0)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return one tensor, in the type of the model.
+
+        Raises:
+            ValueError: A scale is not finite.
+        """
+        match = self._match
+        stored = match.sources[name]
+        kind, shape = match.file.tensors[stored].kind, match.file.tensors[stored].shape
+        blocks = rows_of(match.file, stored, name, match.architecture, match.head)
+        if kind in FLOAT_TYPES:
+            return float_values(blocks, kind, name, match.architecture).to(match.dtype)
+        values = torch.empty(shape, dtype=match.dtype)
+        matrix, rows = values.view(-1, shape[-1]), blocks.reshape(-1, blocks.shape[-1])
+        step = max(1, _ELEMENTS // shape[-1])
+        for start in range(0, len(matrix), step):
+            part = slice(start, start + step)
+            matrix[part] = _dequantize(rows[part], kind, stored)
+        return values
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Iterate over all tensors, in the order of the model."""
+        for name in self.entries:
+            yield name, self.tensor(name)
+
+    def fill(self, model: nn.Module) -> nn.Module:
+        """Read all tensors into a float model on the meta device, in place, and return it."""
+        return fill_model(model, self, self._match.tied)
+
+
+def _dequantize(rows: torch.Tensor, kind: str, name: str) -> torch.Tensor:
+    """Return the values of rows of blocks, (rows, elements) float32."""
+    if has_codes(kind):
+        return unpack_blocks(rows, block_spec(kind, rows, name), kind).value(torch.float32)
+    gguf = import_gguf()
+    return torch.from_numpy(gguf.dequantize(rows.numpy(), gguf.GGMLQuantizationType[kind]))
+
+
+def _check_kind(kind: str, where: str) -> None:
+    """Check that the package gguf dequantizes a type of blocks.
+
+    Raises:
+        ValueError: It does not.
+    """
+    if kind in FLOAT_TYPES or has_codes(kind):
+        return
+    gguf = import_gguf()
+    rows, bytes_per_block = 1, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]
+    try:
+        gguf.dequantize(
+            torch.zeros(rows, bytes_per_block, dtype=torch.uint8).numpy(),
+            gguf.GGMLQuantizationType[kind],
+        )
+    except NotImplementedError:
+        raise ValueError(
+            f"{where} is {kind}, which this version of the package gguf does not dequantize: "
+            "install a newer one, or give the model in another type."
+        ) from None

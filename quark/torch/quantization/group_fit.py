@@ -1,0 +1,102 @@
+"""Group sizes that divide the weights of a model."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from quark.torch.quantization.config.config import Config, QuantizationConfig
+from quark.torch.quantization.config.match import assign, literal
+from quark.torch.quantization.config.resolution import resolve_names
+from quark.torch.quantization.model_shape import name_of_kind
+from quark.torch.quantization.nn.experts import temporarily_split_experts
+from quark.torch.quantization.nn.operators import is_operator
+from quark.torch.quantization.preparation import find_undivided_axis
+
+_SMALLEST = 8  # elements of a group
+
+Shape = tuple[type[nn.Module], tuple[int, ...]]
+
+
+def fit_group_sizes(model: nn.Module, config: Config) -> tuple[Config, dict[str, int]]:
+    """Return a configuration whose groups divide the weights of a model.
+
+    Where a group size does not divide the inputs of a layer, the largest power of two below it that
+    divides them takes its place, in all layers of that name but for numbers. Inputs that have the
+    groups of the weight get the new size too. A layer that no such size divides stays as it is.
+
+    Example: of a model with 576 hidden values and 1536 in its MLPs, groups of 128 become groups of
+    64 in ``model.layers.*.self_attn.q_proj`` and others, but stay in the layers that read the MLP.
+
+    Args:
+        model: The float model; its parameters need no values. It is unchanged afterwards.
+        config: How it will be quantized.
+
+    Returns:
+        The configuration, and the new group size of each kind of layers that has one, by name
+        pattern.
+    """
+    with temporarily_split_experts(model):
+        operators = {n: type(m) for n, m in model.named_modules() if is_operator(type(m))}
+        layers = assign(operators, resolve_names(config, model))
+        shapes = {name: _shape_of(model.get_submodule(name)) for name in layers}
+    fitted: dict[str, QuantizationConfig] = {}
+    sizes: dict[str, int] = {}
+    for pattern, names in _group(layers).items():
+        layer = layers[names[0]]
+        size = _fitting_size(layer, {shape for n in names if (shape := shapes[n]) is not None})
+        if size is not None:
+            fitted[pattern], sizes[pattern] = _with_group_size(layer, size), size
+    if not fitted:
+        return config, {}
+    # The longest patterns come first: the "*" of a shorter one may match several parts of a name.
+    first = {pattern: fitted[pattern] for pattern in sorted(fitted, key=len, reverse=True)}
+    return replace(config, layer_quant_config={**first, **config.layer_quant_config}), sizes
+
+
+def _shape_of(module: Any) -> Shape | None:
+    """Return the type and the shape of the weight of a layer, or None if it has no weight."""
+    weight = getattr(module, "weight", None)
+    return None if weight is None else (type(module), tuple(weight.shape))
+
+
+def _group(layers: Mapping[str, QuantizationConfig]) -> dict[str, list[str]]:
+    """Return a pattern -> the layers that it stands for, which are quantized alike."""
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for name in layers:
+        kinds[name_of_kind(name)].append(name)
+    groups: dict[str, list[str]] = {}
+    for kind, names in kinds.items():
+        is_uniform = all(layers[name] == layers[names[0]] for name in names)
+        groups |= {kind: names} if is_uniform else {literal(name): [name] for name in names}
+    return groups
+
+
+def _fitting_size(layer: QuantizationConfig, shapes: Iterable[Shape]) -> int | None:
+    """Return a smaller group size that divides layers; None if none is needed, or none does."""
+    size = None if layer.weight is None else layer.weight.group_size
+    if size is None or _divides(layer, shapes):
+        return None
+    smaller = 1 << (size - 1).bit_length() - 1  # the largest power of two below the size
+    while smaller >= _SMALLEST:
+        if _divides(_with_group_size(layer, smaller), shapes):
+            return smaller
+        smaller //= 2
+    return None
+
+
+def _divides(layer: QuantizationConfig, shapes: Iterable[Shape]) -> bool:
+    assert layer.weight is not None
+    return all(find_undivided_axis(layer.weight, *shape) is None for shape in shapes)
+
+
+def _with_group_size(layer: QuantizationConfig, size: int) -> QuantizationConfig:
+    weight, inputs = layer.weight, layer.input_tensors
+    assert weight is not None
+    if inputs is not None and inputs.group_size == weight.group_size:
+        inputs = replace(inputs, group_size=size)
+    return replace(layer, weight=replace(weight, group_size=size), input_tensors=inputs)

@@ -1,0 +1,43 @@
+"""GGUF files of models that are read in parts: tensor by tensor, the bytes of a model in memory."""
+
+import pytest
+
+from quark.demo.text import model_directory
+from quark.torch import ModelExporter
+from quark.torch.export.checkpoint.streamed_model import stream_model
+from quark.torch.export.containers.base import ExportSettings
+from quark.torch.export.writability import check_exports
+from quark.torch.graph.residency import residency_of
+
+pytest.importorskip("gguf")
+VOCABULARY = 2048  # of the tokenizer
+
+
+def written(model, place):
+    ModelExporter(place).export_gguf_model(model, model_directory(), "small")
+    return (place / "small.gguf").read_bytes()
+
+
+@pytest.mark.parametrize(("kind", "scheme"), [("llama", "int4_wo_32"), ("qwen2", "int8_wo")])
+def test_same_bytes_as_in_memory(kind, scheme, build, config_of, quantize, tmp_path, monkeypatch):
+    config = config_of(scheme, exclude=["lm_head", "*.0.mlp.up_proj"])
+    model = build(kind, vocab_size=VOCABULARY, tie_word_embeddings=kind == "llama")
+    model.save_pretrained(tmp_path / "float")
+    streamed = stream_model(tmp_path / "float")
+    residency = residency_of(streamed)
+    residency.limit = 0
+    streamed = quantize(streamed, config, None)
+    read, units = residency._read, []
+    monkeypatch.setattr(residency, "_read", lambda unit: (units.append(unit.name), read(unit)))
+    parts = written(streamed, tmp_path / "parts")
+    assert parts == written(quantize(model, config, None), tmp_path / "whole")
+    assert len(units) == len(set(units)) > 3  # each part is read once
+
+
+@pytest.mark.parametrize("container", ["onnx", "quark_format"])
+def test_other_files_need_the_model_in_memory(container, build, config_of, tmp_path):
+    build().save_pretrained(tmp_path / "float")
+    streamed = stream_model(tmp_path / "float")
+    exports = {container: ExportSettings()}
+    with pytest.raises(ValueError, match=r"read in parts, and .* --to "):
+        check_exports(streamed, config_of("int8_wo"), tmp_path / "out", exports)

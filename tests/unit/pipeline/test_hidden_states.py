@@ -1,0 +1,39 @@
+"""Hidden states among the arguments and in the outputs of blocks."""
+
+import pytest
+import torch
+
+from quark.torch.pipeline.hidden_states import OutputForm, split_hidden_states
+
+
+def test_hidden_states_by_position_or_by_name():
+    x, mask = torch.zeros(1), torch.ones(1)
+    assert split_hidden_states((x, mask), {"flag": True}) == (x, ((mask,), {"flag": True}))
+    assert split_hidden_states((), {"hidden_states": x, "mask": mask}) == (x, ((), {"mask": mask}))
+
+
+X, OTHER = torch.ones(2, 3), torch.ones(4)
+
+
+@pytest.mark.parametrize(
+    ("output", "place", "is_plain"),
+    [
+        (X, 0, True),
+        ((X,), 0, True),
+        ((X, None), 0, True),
+        ((None, X), 1, True),
+        ((OTHER, X), 1, False),
+        ((X, OTHER), 0, False),
+        ((X, [OTHER]), 0, False),
+        ([X], 0, False),
+    ],
+)
+def test_forms(output, place, is_plain):
+    form = OutputForm.of(output, X.shape)
+    assert (form.place, form.is_plain) == (place, is_plain)
+    if not isinstance(output, list):
+        y = torch.zeros(2, 3)
+        wrapped = form.wrap(y)
+        assert type(wrapped) is type(output)
+        assert (wrapped if isinstance(output, torch.Tensor) else wrapped[place]) is y
+        assert isinstance(output, torch.Tensor) or len(wrapped) == len(output)

@@ -1,0 +1,74 @@
+"""Group sizes that divide the weights of a model."""
+
+import pytest
+
+from quark.torch import ModelQuantizer
+from quark.torch.quantization.config.match import assign
+from quark.torch.quantization.config.presets import scheme
+from quark.torch.quantization.config.resolution import resolve_names
+from quark.torch.quantization.group_fit import fit_group_sizes
+from quark.torch.quantization.nn.operators import is_operator
+
+SIZES = {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 1}
+
+
+def group_sizes(model, config):
+    """Layer -> group size, of the layers that a configuration quantizes."""
+    operators = {n: type(m) for n, m in model.named_modules() if is_operator(type(m))}
+    chosen = assign(operators, resolve_names(config, model))
+    return {name: layer.weight.group_size for name, layer in chosen.items()}
+
+
+def test_the_largest_power_of_two_that_divides_takes_the_place(build, config_of):
+    model = build("llama", **SIZES, intermediate_size=128)
+    config = config_of("int4_wo_128")
+    fitted, changed = fit_group_sizes(model, config)
+    assert set(changed.values()) == {32}
+    assert "model.layers.*.mlp.gate_proj" in changed
+    assert "model.layers.*.mlp.down_proj" not in changed  # it has 128 inputs
+    for name, size in group_sizes(model, fitted).items():
+        assert size == (128 if name.endswith("down_proj") else 32), name
+    with pytest.raises(ValueError, match="does not divide its 96"):
+        ModelQuantizer(config).quantize_model(model)
+    ModelQuantizer.freeze(ModelQuantizer(fitted).quantize_model(model))
+
+
+def test_inputs_in_the_same_groups_follow(build, config_of):
+    model = build("llama", **SIZES)
+    fitted, changed = fit_group_sizes(model, config_of("int4_wa_128"))
+    layer = fitted.layer_quant_config["model.layers.*.self_attn.q_proj"]
+    assert layer.weight.group_size == layer.input_tensors.group_size == 32
+    assert changed
+
+
+def test_what_fits_stays(build, config_of):
+    model = build("llama")
+    for name in ("int4_wo_32", "fp8", "mxfp4", "nvfp4"):
+        config = config_of(name)
+        assert fit_group_sizes(model, config) == (config, {})
+
+
+def test_layers_that_were_chosen_by_name_keep_their_configuration(build, config_of):
+    model = build("llama", **SIZES, num_hidden_layers=2)
+    config = config_of("int4_wo_128", layer_quant_config={"model.layers.1.*": scheme("int8_wo")})
+    fitted, _ = fit_group_sizes(model, config)
+    sizes = group_sizes(model, fitted)
+    assert sizes["model.layers.0.self_attn.q_proj"] == 32
+    assert sizes["model.layers.1.self_attn.q_proj"] is None
+
+
+def test_experts_are_fitted_too(build, config_of):
+    model = build("mixtral", **SIZES, intermediate_size=48, num_local_experts=2)
+    fitted, changed = fit_group_sizes(model, config_of("int4_wo_64"))
+    assert changed["model.layers.*.mlp.experts.*.w2"] == 16
+    assert changed["model.layers.*.mlp.experts.*.w1"] == 32
+    ModelQuantizer.freeze(ModelQuantizer(fitted).quantize_model(model))
+
+
+def test_what_no_size_divides_is_left_to_the_refusal(build, config_of):
+    model = build("llama", hidden_size=36, num_attention_heads=3, num_key_value_heads=1)
+    config = config_of("int4_wo_128")
+    fitted, changed = fit_group_sizes(model, config)
+    assert "model.layers.*.self_attn.q_proj" not in changed
+    with pytest.raises(ValueError, match="does not divide its 36"):
+        ModelQuantizer(fitted).quantize_model(model)
