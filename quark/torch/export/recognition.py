@@ -292,11 +292,8 @@ def load_checkpoint(
     if not container.has_codes(source):
         return load_in_float(source, dtype, trust_remote_code, False, max_memory, device, **options)
     streams = max_memory is not None or exceeds_memory(container.size(source), device)
-    if streams and runtime != "exact":
-        raise ValueError(
-            f"{source} is read in parts, because of max_memory or because memory is too small, and "
-            f"computes with runtime=exact alone, got {runtime}: give exact."
-        )
+    if streams:
+        _check_exact(source, runtime)
     with naming(source):
         if container.holds_other_model(source):
             if streams:
@@ -318,6 +315,19 @@ def load_checkpoint(
 def exceeds_memory(size: int, device: str | torch.device) -> bool:
     """Whether a model of so many bytes, and the work on it, take more than is free."""
     return size * _WORK > free_memory(device)
+
+
+def _check_exact(source: Path, runtime: str) -> None:
+    """Check that a model that is read in parts is to compute exactly.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if runtime != "exact":
+        raise ValueError(
+            f"{source} is read in parts, because of max_memory or because memory is too small, and "
+            f"computes with runtime=exact alone, got {runtime}: give exact."
+        )
 
 
 def _check_safetensors(source: Path, container: Container) -> None:

@@ -86,7 +86,8 @@ def multiplied_type(dtype: torch.dtype) -> torch.dtype:
     It is float32, except that bfloat16 is faster on CPUs with units for matrices (AMX). Vector
     instructions for bfloat16 alone do not make it faster.
     """
-    has_matrix_unit = bool(torch.cpu.get_capabilities().get("amx_tile", False))
+    describe = getattr(torch.cpu, "get_capabilities", dict)  # torch before 2.13 has none
+    has_matrix_unit = bool(describe().get("amx_tile", False))
     return dtype if dtype == torch.bfloat16 and has_matrix_unit else torch.float32
 
 
