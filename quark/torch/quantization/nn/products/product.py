@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -86,7 +87,7 @@ def multiplied_type(dtype: torch.dtype) -> torch.dtype:
     It is float32, except that bfloat16 is faster on CPUs with units for matrices (AMX). Vector
     instructions for bfloat16 alone do not make it faster.
     """
-    describe = getattr(torch.cpu, "get_capabilities", dict)  # torch before 2.13 has none
+    describe: Any = getattr(torch.cpu, "get_capabilities", dict)  # torch before 2.13 has none
     has_matrix_unit = bool(describe().get("amx_tile", False))
     return dtype if dtype == torch.bfloat16 and has_matrix_unit else torch.float32
 
