@@ -116,6 +116,8 @@ def in_fresh_process(
     """
     command = [str(python), str(Path(__file__).parent / script), *map(json.dumps, arguments)]
     environment = os.environ | ONE_THREAD | (KEEP_MEMORY if keep_memory else {})
+    if str(python) != sys.executable:
+        environment.pop("PYTHONPATH", None)  # packages of this environment, such as this one
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")

@@ -23,6 +23,11 @@ REQUIREMENTS = {
     "torchao": ("torchao==0.18.0", "transformers==5.23.0"),
     "auto-round": ("auto-round==0.16.1", "transformers==5.23.0"),
     "gptqmodel": ("gptqmodel==7.6.0", "transformers==5.23.0"),
+    "onnxruntime": ("onnxruntime==1.31.1", "onnx==1.23.2", "safetensors"),
+    "torchao-graphs": ("torchao==0.18.0", "safetensors", "numpy"),
+    "brevitas": ("brevitas==0.13.4", "safetensors", "numpy"),
+    "modelopt": ("nvidia-modelopt==0.47.0", "safetensors", "numpy"),
+    "amd-quark-graphs": ("amd-quark==0.13", "transformers==5.23.0", "accelerate==1.15.0"),
 }
 SCALES, VALUES, PACKED = "scales", "quantized values", "packed codes"
 GROUP = 128

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -136,6 +137,8 @@ def evaluate(
     verbose: Verbose = False,
 ) -> None:
     """Evaluate one or two models on the same windows and tasks."""
+    from quark.torch.pipeline.allocator import return_free_memory
+
     models.check_runtime(runtime, max_memory)
     described = models.read_config(model_dir, "MODEL_DIR")
     if original is not None:
@@ -162,15 +165,22 @@ def evaluate(
                 model = load(directory, data_type, target, trust_remote_code)
             rows.append(_measure(directory, model, measures))
             del model
+            gc.collect()  # modules and what loads their parameters refer to each other
+            return_free_memory()
     text = dataset or models.EVALUATION
     if as_json:
-        first, last = (row.figures.perplexity for row in (rows[0], rows[-1]))
-        change = last / first - 1 if len(rows) > 1 else None
+        change = _change(rows)
         shape = {"windows": windows.shape[0], "seq_len": windows.shape[1]}
-        records = [_as_record(row) for row in rows]
-        console.as_json({"text": text, **shape, "models": records, "change": change})
+        result = {"models": [_as_record(row) for row in rows], "change": change}
+        console.as_json({"text": text, **shape, **result})
     else:
         _print_rows(rows, f"{windows.shape[0]} windows of {windows.shape[1]} tokens: {text}")
+
+
+def _change(rows: list[_Row]) -> float | None:
+    """Return the relative change of perplexity from the first model to the last, if two ran."""
+    first, last = (row.figures.perplexity for row in (rows[0], rows[-1]))
+    return last / first - 1 if len(rows) > 1 else None
 
 
 def _measure(directory: Path, model: Any, measures: Measures) -> _Row:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from quark.torch.quantization.graph_mode.edges import edge_quantizers
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from quark.torch.quantization.nn.following_range import AVERAGING_CONSTANT
 from quark.torch.quantization.nn.learned_range import LearnedRangeQuantizer
@@ -64,6 +65,8 @@ def freeze_ranges(model: nn.Module) -> None:
     _quantizers(model)
     check_started(dict(quantized_layers(model)))
     fix_ranges(model)
+    for quantizer in edge_quantizers(model).values():
+        quantizer.fix()
 
 
 def range_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -114,6 +117,9 @@ def unfreeze(model: nn.Module) -> None:
         for tensor, quantizer in layer.parameter_quantizers().items():
             quantizer.is_fixed = not isinstance(quantizer, LearnedRangeQuantizer)
             getattr(layer, tensor).requires_grad_(True)
+    for quantizer in edge_quantizers(model).values():
+        quantizer.is_fixed = False
+        quantizer.requires_grad_(True)
 
 
 def distillation_loss(
@@ -161,7 +167,7 @@ def distillation_loss(
 
 
 def _quantizers(model: nn.Module) -> list[TensorQuantizer]:
-    """Return the quantizers of layers that can train.
+    """Return the quantizers of layers that can train, and of the edges of a graph.
 
     Raises:
         ValueError: There is none.
@@ -172,7 +178,8 @@ def _quantizers(model: nn.Module) -> list[TensorQuantizer]:
             "No layer can train: call ModelQuantizer.quantize_model first, or "
             "quark.torch.training.unfreeze for a model that is frozen."
         )
-    return [q for layer in layers for q in layer.quantizers().values()]
+    quantizers = [q for layer in layers for q in layer.quantizers().values()]
+    return [*quantizers, *edge_quantizers(model).values()]
 
 
 def _check_values(name: str, layer: FakeQuantizedLayer) -> None:

@@ -40,9 +40,12 @@ LAYERS = [
     {
         "quark.torch.graph.discovery",
         "quark.torch.quantization.config",
-        "quark.torch.quantization.graph_mode.passes",
     },
-    {"quark.torch.quantization.nn", "quark.torch.export.config"},
+    {
+        "quark.torch.quantization.nn",
+        "quark.torch.quantization.graph_mode.passes",
+        "quark.torch.export.config",
+    },
     {"quark.torch.quantization.preparation"},
     {"quark.torch.pipeline"},
     {"quark.torch.quantization.plan", "quark.torch.evaluation"},

@@ -16,6 +16,7 @@ from quark.torch.quantization.config.config import (
     TQTSpec,
 )
 from quark.torch.quantization.config.presets import scheme, scheme_names
+from quark.torch.quantization.graph_mode.edges import edge_quantizers
 from quark.torch.quantization.preparation import quantized_layers
 from quark.torch.training import (
     follow_ranges,
@@ -24,6 +25,7 @@ from quark.torch.training import (
     range_parameters,
     unfreeze,
 )
+from tests.unit.quantization.graph_mode.networks import export, graph_config, images, network
 
 TENSOR = {"qscheme": "per_tensor", "is_dynamic": False, "symmetric": True}
 IDS = torch.randint(3, 64, (8, 16), generator=torch.Generator().manual_seed(4))
@@ -284,3 +286,25 @@ class TestLanguageModels:
         assert losses[0] == losses[1]
         a, b = model.state_dict(), other.state_dict()
         assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_ranges_of_the_edges_of_graphs_follow_freeze_and_train_again():
+    """They are part of no layer."""
+    model = ModelQuantizer(graph_config()).quantize_model(export(network("unet")), images())
+    edges = edge_quantizers(model)
+
+    def moves(factor):
+        before = {name: quantizer.scale.clone() for name, quantizer in edges.items()}
+        model.train()(images()[0] * factor)
+        return {not torch.equal(q.scale, before[name]) for name, q in edges.items()}
+
+    follow_ranges(model, steps=1, averaging_constant=0.5)
+    assert moves(2) == {True} and moves(3) == {False}
+    follow_ranges(model, averaging_constant=0.5)
+    assert moves(4) == {True}
+    freeze_ranges(model)
+    assert moves(5) == {False}
+    frozen = ModelQuantizer.freeze(model.eval())
+    assert moves(6) == {False}
+    unfreeze(frozen)
+    assert moves(7) == {True}

@@ -82,7 +82,7 @@ def _check_options(request: Request, config: Config) -> None:
     from quark.torch.quantization.config.compatibility import check_compatibility
     from quark.torch.quantization.config.type import QuantizationMode
 
-    if request.model_dir.suffix == ".pt2":
+    if request.is_graph:
         config = replace(config, quant_mode=QuantizationMode.eager_mode)  # graphs have both
     try:
         check_compatibility(config)

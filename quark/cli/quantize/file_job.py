@@ -37,9 +37,9 @@ def goes_through_files(request: Request, described: dict[str, Any], config: Conf
             and something needs a model in memory.
     """
     problem = _needs_model(request, config)
-    if "quantization_config" in described:
-        problem = problem or "the source is quantized"
     if not is_known_architecture(request, described):
+        if described.get("quantization_config"):
+            problem = problem or "the source is quantized"
         problem = problem or ("" if request.skip_evaluation else "give --skip_evaluation")
         if problem:
             raise console.wrong(

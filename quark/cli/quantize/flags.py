@@ -51,7 +51,7 @@ class ModelFlags:
         _model(
             metavar="DIR",
             help="Directory of the model to quantize, OWNER/NAME on the Hugging Face Hub, a GGUF "
-            "file, or a graph (.pt2).",
+            "file, a graph (.pt2), or a Python function that builds a model (module:function).",
         ),
     ]
     revision: Annotated[

@@ -1,4 +1,8 @@
-"""The steps of ``quark quantize`` for a graph: a file ``.pt2`` of ``torch.export.save``."""
+"""The steps of ``quark quantize`` for a graph.
+
+The graph is a file ``.pt2`` of ``torch.export.save``, or the graph of a model that a Python
+function builds.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +18,20 @@ from quark.cli import console
 from quark.cli.process_group import rank
 from quark.cli.quantize.config import make_config, needs_data
 from quark.cli.quantize.flags import AlgorithmFlags, SchemeFlags
+from quark.cli.quantize.graph_flags import GraphFlags
+from quark.cli.quantize.python_entry import build_graph
 from quark.cli.quantize.request import Request
 
 if TYPE_CHECKING:
     from quark.torch.quantization.config.config import Config
 
-SUFFIX = ".pt2"
 _SAMPLES = ".safetensors"
 # Flags that graphs have a use for, beside those of schemes and algorithms.
 _USED = {
     *("model_dir", "output_dir", "overwrite", "dataset", "num_calib_data", "batch_size"),
-    *("offload_dir", "device", "skip_evaluation"),
+    *("offload_dir", "device", "skip_evaluation", "trust_remote_code"),
+    *(field.name for field in fields(GraphFlags)),
 }
-
-
-def is_graph(request: Request) -> bool:
-    """Whether the model is a graph."""
-    return request.model_dir.suffix == SUFFIX
 
 
 def run_graph(request: Request) -> None:
@@ -51,7 +52,11 @@ def run_graph(request: Request) -> None:
     config = _graph_config(request)
     data = _read_samples(request) if needs_data(config) or request.dataset else None
     with console.stage("loading the graph", spinner=True):
-        graph = load_graph_archive(request.model_dir)
+        if request.entry is None:
+            graph = load_graph_archive(request.model_dir)
+        else:
+            batch = data[0] if data else None
+            graph = build_graph(request.entry, request.trust_remote_code, batch)
     quantizer = ModelQuantizer(config, offload_dir=request.offload_dir)
     start = time.monotonic()
     with console.stage("quantizing"):
@@ -60,7 +65,7 @@ def run_graph(request: Request) -> None:
     if rank() > 0:
         return
     archive = graph_archive(frozen, *example_arguments(frozen, data))
-    name = f"{request.model_dir.stem}_quantized.pth"
+    name = f"{request.model_dir.stem.rpartition(':')[2]}_quantized.pth"
     with fresh_directory(request.output_dir, request.overwrite, len(archive)) as directory:
         (directory / name).write_bytes(archive)
     rows = {
@@ -76,11 +81,11 @@ def _check(request: Request) -> None:
     Raises:
         typer.BadParameter: It does not exist, or a flag does not apply.
     """
-    if not request.model_dir.is_file():
+    if request.entry is None and not request.model_dir.is_file():
         raise console.wrong("--model_dir", f"{request.model_dir} does not exist.")
     schemes = {field.name for flags in (SchemeFlags, AlgorithmFlags) for field in fields(flags)}
     for name in sorted(request.given - _USED - (schemes - {"statistics", "kv_cache_dtype"})):
-        raise console.wrong(f"--{name}", "does not apply to a graph (.pt2). Leave it out.")
+        raise console.wrong(f"--{name}", "does not apply to a graph. Leave it out.")
     if request.dataset is not None and Path(request.dataset).suffix != _SAMPLES:
         raise console.wrong("--dataset", _EXPECTED.format(request.dataset))
 
@@ -92,12 +97,18 @@ _EXPECTED = (
 
 def _graph_config(request: Request) -> Config:
     """Return the configuration of a request, in graph mode."""
+    from quark.torch.quantization.config.graph import PassOptions
     from quark.torch.quantization.config.type import QuantizationMode
 
     config = make_config(request, "")
     exclude = config.exclude
     if request.excluded is None and request.config is None:
         exclude = [pattern for pattern in exclude if pattern != "lm_head"]
+    passes = {f.name: getattr(request, f.name) for f in fields(GraphFlags)}
+    passes = {name: value for name, value in passes.items() if name in request.given}
+    if passes:
+        options = replace(config.pass_options or PassOptions(), **passes)
+        config = replace(config, pass_options=options)
     return replace(config, exclude=exclude, quant_mode=QuantizationMode.fx_graph_mode)
 
 

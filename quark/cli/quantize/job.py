@@ -23,7 +23,7 @@ from quark.cli.quantize.file_job import (
     is_known_architecture,
     quantize_files,
 )
-from quark.cli.quantize.graph_job import is_graph, run_graph
+from quark.cli.quantize.graph_job import run_graph
 from quark.cli.quantize.outline import predicts_text, read_outline
 from quark.cli.quantize.output import check_writable, write
 from quark.cli.quantize.plan import RunPlan, check_plan, make_plan
@@ -47,7 +47,7 @@ def run(request: Request) -> None:
         ValueError: The configuration does not fit the model. Nothing is written.
     """
     check_flags(request)
-    if is_graph(request):
+    if request.is_graph:
         return run_graph(request)
     directory = find_model(request.model_dir, "--model_dir", request.revision)
     request = replace(request, model_dir=directory)
@@ -97,7 +97,7 @@ def _quantize(request: Request, described: dict[str, Any]) -> None:
     request = _without_perplexity(request, outline)
     config = fit_recipe(request, config, outline)
     if goes_through_files(request, described, config):
-        _quantize_files(request, described, config, outline, length)
+        _quantize_files(request, described, config, outline, source, length)
         return
     is_calibrated = needs_data(config, statistics is not None)
     kind = kind_of_dataset(request, outline) if is_calibrated else None
@@ -131,6 +131,7 @@ def _quantize_files(
     described: dict[str, Any],
     config: Config,
     outline: nn.Module | None,
+    source: str,
     length: int,
 ) -> None:
     """Quantize the files of the model, and evaluate what was written if that is requested."""
@@ -138,7 +139,7 @@ def _quantize_files(
         _check_cache(outline, config)
     calibration = describe(request, None, length)
     if not request.json:
-        show_plan(request, config, described, "", calibration, outline, "file2file")
+        show_plan(request, config, described, source, calibration, outline, "file2file")
     device = models.pick_device(request.device)
     plan = None
     if _has_plan(request, described):
@@ -178,13 +179,9 @@ def _evaluate_unchanged(request: Request, described: dict[str, Any]) -> None:
 
 
 def _has_plan(request: Request, described: dict[str, Any]) -> bool:
-    """Whether the headers of a model give a plan.
-
-    It is in float, or a GGUF file, and Transformers knows it.
-    """
+    """Whether the headers of a model give a plan: Transformers knows its architecture."""
     has_files = request.model_dir.is_file() or any(request.model_dir.glob("*.safetensors"))
-    is_float = "quantization_config" not in described
-    return has_files and is_float and is_known_architecture(request, described)
+    return has_files and is_known_architecture(request, described)
 
 
 def _stops_at(request: Request, plan: RunPlan | None) -> bool:
@@ -201,8 +198,8 @@ def _stops_at(request: Request, plan: RunPlan | None) -> bool:
     if plan is None:
         raise console.wrong(
             "--plan",
-            "plans are made from GGUF files, and from safetensors of float models that "
-            f"Transformers knows; {request.model_dir} has none. Leave it out.",
+            "plans are made from GGUF files, and from safetensors of models that Transformers "
+            f"knows; {request.model_dir} has none. Leave it out.",
         )
     if not request.json:
         show_requirements(plan)

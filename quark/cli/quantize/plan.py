@@ -97,7 +97,7 @@ def make_plan(
     is_calibrated: bool,
     through_files: bool = False,
 ) -> RunPlan:
-    """Return the plan of a request, from the headers of a float model or of a GGUF file.
+    """Return the plan of a request, from the headers of safetensors or of a GGUF file.
 
     Args:
         request: The flags.
@@ -113,31 +113,31 @@ def make_plan(
     import torch
 
     from quark.torch.export.checkpoint.float_source import fill_with_placeholders
-    from quark.torch.export.checkpoint.header_checks import tied_names
     from quark.torch.export.recognition import exceeds_memory
-    from quark.torch.files import size_of
     from quark.torch.pipeline.machine import probe, taken_memory
     from quark.torch.pipeline.memory_limit import free_memory
     from quark.torch.pipeline.requirements import least_bound, require
-    from quark.torch.quantization.model_shape import list_kinds
+    from quark.torch.quantization.model_shape import list_kinds, selected
 
     model, files, tokenizer = _open_source(request)
     size = sum(entry.nbytes for entry in files.entries.values())
     fill_with_placeholders(model)
-    run = _describe_run(request, config, model, device, length, is_calibrated)
-    made = {n: t for n, t in model.state_dict().items() if n not in files.entries}
-    tied = tied_names(model)
-    converted = size_of({name: tensor for name, tensor in made.items() if name not in tied})
-    run = run._replace(model=run.model._replace(converted=converted))
-    run = run._replace(through_files=through_files, threads=torch.get_num_threads())
+    with selected(model, config):
+        run = _describe_run(request, config, model, device, length, is_calibrated)
+        kinds = list_kinds(model, config)
+    converted = _converted_bytes(model, files)
+    run = run._replace(
+        model=run.model._replace(converted=converted, stored=_stored_bytes(request)),
+        through_files=through_files,
+        threads=torch.get_num_threads(),
+    )
     taken = taken_memory() + _TOKENIZER * tokenizer
     bound, free = request.max_memory, free_memory()
     if bound is None and exceeds_memory(size, device):
         bound = taken + free
     needs, least = require(run, taken, bound), least_bound(run, taken)
-    source = request.model_dir
     machine = probe(
-        [source] if source.is_file() else sorted(source.glob("*.safetensors")),
+        _source_files(request),
         _existing(request.output_dir),
         next(model.parameters()).dtype,
         device,
@@ -148,23 +148,47 @@ def make_plan(
         *_find_device_problems(needs, device),
         *_find_disk_problems(request, needs),
     ]
-    return RunPlan(needs, least, machine, list_kinds(model, config), problems)
+    return RunPlan(needs, least, machine, kinds, problems)
 
 
 def _open_source(request: Request) -> tuple[nn.Module, Reader, int]:
     """Return the float model of a request without values, its tensors, and bytes of a tokenizer."""
     import torch
 
-    from quark.torch.export.checkpoint.float_source import open_float_model
     from quark.torch.export.gguf.float_reader import open_gguf_in_float
+    from quark.torch.export.recognition import open_in_float
 
     source, data_type = request.model_dir, request.data_type
     if not source.is_file():
-        model, files = open_float_model(source, request.trust_remote_code, data_type)
+        model, files = open_in_float(source, data_type, request.trust_remote_code)
         return model, files, _size(source / "tokenizer.json")
     dtype = None if data_type == "auto" else getattr(torch, data_type)
     model, values = open_gguf_in_float(source, dtype)
     return model, values, values.header_bytes
+
+
+def _converted_bytes(model: nn.Module, files: Reader) -> int:
+    """Return the bytes of the tensors that are made of several of the files."""
+    from quark.torch.export.checkpoint.header_checks import tied_names
+    from quark.torch.files import size_of
+
+    tied = tied_names(model)
+    made = {n: t for n, t in model.state_dict().items() if n not in files.entries and n not in tied}
+    return size_of(made)
+
+
+def _source_files(request: Request) -> list[Path]:
+    source = request.model_dir
+    return [source] if source.is_file() else sorted(source.glob("*.safetensors"))
+
+
+def _stored_bytes(request: Request) -> int:
+    """Return the bytes of the tensors in the files of a request."""
+    from quark.cli.models import read_entries
+
+    if request.model_dir.is_file():
+        return _size(request.model_dir)
+    return sum(entry.nbytes for entry in read_entries(request.model_dir).values())
 
 
 def _describe_run(

@@ -20,16 +20,20 @@ from quark.cli.quantize.flags import (
     ReloadFlags,
     SchemeFlags,
 )
+from quark.cli.quantize.graph_flags import GraphFlags
 
 logger = logging.getLogger(__name__)
 
 SOURCES = ("quant_scheme", "recipe", "config")  # flags that give a configuration; one of them
+GRAPH_SUFFIX = ".pt2"
+_ENTRY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")  # module:function
 EVALUATION_BATCH = 8  # windows per batch where --eval_batch_size is auto
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request(
     CompatibilityFlags,
+    GraphFlags,
     ReloadFlags,
     EvaluationFlags,
     OutputFlags,
@@ -63,6 +67,18 @@ class Request(
         if self.exclude_layers is None:
             return None
         return [pattern for pattern in self.exclude_layers if pattern]
+
+    @property
+    def entry(self) -> str | None:
+        """The ``module:function`` that builds the model, or None."""
+        given = str(self.model_dir)
+        is_entry = _ENTRY.fullmatch(given) is not None and not self.model_dir.exists()
+        return given if is_entry else None
+
+    @property
+    def is_graph(self) -> bool:
+        """Whether the model is quantized as a graph: a file of ``torch.export``, or an entry."""
+        return self.model_dir.suffix == GRAPH_SUFFIX or self.entry is not None
 
     @property
     def is_reload(self) -> bool:
@@ -170,6 +186,9 @@ def check_flags(request: Request) -> None:
     """
     check_compatibility(request)
     _check_flow(request)
+    for field in fields(GraphFlags):
+        if field.name in request.given and not request.is_graph:
+            raise wrong(f"--{field.name}", "is for graphs (.pt2). Leave it out.")
     if request.json and not request.plan:
         raise wrong("--json", "needs --plan.")
     if request.plan and not request.quantizes:

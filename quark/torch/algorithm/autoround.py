@@ -25,7 +25,7 @@ from quark.torch.numerics.qdq import fake_quantize
 from quark.torch.numerics.rounding import round_
 from quark.torch.numerics.scales import round_scale
 from quark.torch.pipeline.accumulators import Sum
-from quark.torch.pipeline.block import Block
+from quark.torch.pipeline.block import Block, constant
 from quark.torch.pipeline.chunks import Chunks
 from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.pipeline.processes import processes
@@ -73,7 +73,8 @@ def apply(context: Context, options: AutoRoundConfig) -> None:
             )
             for name, layer in layers.items()
         }
-        before, after = learn_rounding(block, weights, options)
+        with constant(block.module):
+            before, after = learn_rounding(block, weights, options)
         logger.info("%s: squared error %.4g, to nearest %.4g", block.name, after, before)
         for weight in weights.values():
             weight.write()

@@ -141,11 +141,7 @@ def perplexity(
         FloatingPointError: The likelihood of a window is not a finite number.
     """
     _check_windows(windows, batch_size, context)
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise ValueError(
-            f"{type(model).__name__} is an encoder-decoder, which reads the tokens that it is "
-            "asked to predict: perplexity is defined for decoders. Leave the evaluation out."
-        )
+    _check_decoder(model)
     batch_size = _fitting_batch_size(model, batch_size, windows.shape[1])
     batches = torch.split(windows.to(torch.int64), batch_size)
     total = torch.zeros((), dtype=torch.float64)
@@ -164,6 +160,14 @@ def perplexity(
     _run(model, batches, progress, observe, compute, add_losses)
     scored = len(windows) * (windows.shape[1] - context)
     return float(torch.exp(total / scored))
+
+
+def _check_decoder(model: nn.Module) -> None:
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise ValueError(
+            f"{type(model).__name__} is an encoder-decoder, which reads the tokens that it is "
+            "asked to predict: perplexity is defined for decoders. Leave the evaluation out."
+        )
 
 
 def _check_windows(windows: torch.Tensor, batch_size: int, context: int) -> None:

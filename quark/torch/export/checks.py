@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.torch.numerics.finite import is_finite
+from quark.torch.numerics.finite import has_nan, is_finite
 from quark.torch.numerics.qdq import dequantize
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.match import assign
@@ -46,7 +46,7 @@ def check_state(state: QuantizedTensor, what: str) -> None:
             )
     if offset is not None and not state.spec.quantizes_codes:
         _check_offset(state, offset, what)
-    if codes is not None and codes.is_floating_point() and codes.float().isnan().any():
+    if codes is not None and has_nan(codes):
         raise ValueError(f"its {what} has NaN among its codes.")
     lost = codes is not None and scale is not None and bool((scale == 0).any())
     if lost and not state.spec.quantizes_codes:

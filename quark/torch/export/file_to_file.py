@@ -24,7 +24,6 @@ from quark.torch.export.checkpoint.files import CheckpointReader
 from quark.torch.export.checkpoint.float_source import (
     FloatSource,
     fill_with_placeholders,
-    open_float_model,
     placeholder,
 )
 from quark.torch.export.checkpoint.reader import Reader
@@ -39,6 +38,7 @@ from quark.torch.export.checkpoint.writer import (
 from quark.torch.export.checks import check_written
 from quark.torch.export.containers.base import ExportSettings
 from quark.torch.export.file_work import FileWork
+from quark.torch.export.recognition import open_in_float
 from quark.torch.files import check_vacant, fresh_directory, size_of
 from quark.torch.quantization.calibration import needs_data
 from quark.torch.quantization.checks import with_shared_inputs
@@ -92,7 +92,7 @@ def quantize_files(
 
     Args:
         config: How to quantize.
-        source: Directory of a float model.
+        source: Directory of a model, float or quantized: that is dequantized tensor by tensor.
         target: Directory to write. It is written beside and renamed when complete.
         settings: Settings of the export.
         overwrite: Whether an earlier output may be replaced.
@@ -132,17 +132,21 @@ def quantize_files(
 
 
 def _open(source: Path, trust_remote_code: bool) -> tuple[nn.Module, Reader]:
-    """Return the model of a directory on the meta device, and the files.
+    """Return the float model of a directory on the meta device, and its tensors.
 
     Raises:
         FileNotFoundError: A file is missing.
-        ValueError: The model is quantized, or tensors do not fit it.
+        ValueError: Tensors do not fit the model; or it is quantized by an unknown method, or of an
+            architecture that Transformers does not know.
     """
     described = read_config_json(source)
-    if SECTION in described:
-        raise ValueError(f"{source} is quantized already: give the float model.")
     if is_known(described) or (trust_remote_code and described.get("auto_map")):
-        return open_float_model(source, trust_remote_code)
+        return open_in_float(source, trust_remote_code=trust_remote_code)
+    if described.get(SECTION):
+        raise ValueError(
+            f"{source} is quantized, and Transformers does not know its architecture "
+            f"{described.get('model_type')!r}: give the float model."
+        )
     files = CheckpointReader(source)
     return stored_model(source, files.entries), files
 

@@ -18,8 +18,9 @@ from quark.torch.numerics.custom_operators import register_custom_operators
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.rounding import RoundType
 from quark.torch.quantization.graph_mode.edges import MovedQuantizer
+from quark.torch.quantization.graph_mode.inputs import check_arguments
+from quark.torch.quantization.nn.layer import QuantizedLayer
 from quark.torch.quantization.nn.quantizer import TensorQuantizer
-from quark.torch.quantization.preparation import quantized_layers
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +58,10 @@ def graph_archive(
 
     Raises:
         TypeError: The model is no graph.
-        ValueError: It is not quantized or not frozen.
+        ValueError: It is not quantized or not frozen, or does not take the arguments.
     """
     graph = check_frozen_graph(model)
+    check_arguments(graph, args, kwargs)
     kwargs, plain = kwargs or {}, _with_plain_quantizers(graph)
     with torch.no_grad():
         outputs = [list(iter_tensors(g(*args, **kwargs))) for g in (graph, plain)]
@@ -84,10 +86,15 @@ def check_frozen_graph(model: nn.Module) -> fx.GraphModule:
     """
     if not isinstance(model, fx.GraphModule):
         raise TypeError(f"model: expected a quantized graph, got a {type(model).__name__}.")
-    layers = dict(quantized_layers(model))
+    layers = graph_layers(model)
     if not layers or not all(layer.frozen for layer in layers.values()):
         raise ValueError("The graph is not frozen: call ModelQuantizer.freeze(model.eval()) first.")
     return model
+
+
+def graph_layers(graph: nn.Module) -> dict[str, QuantizedLayer]:
+    """Return the quantized layers of a graph by name: fake-quantized, or packed as loaded."""
+    return {n: m for n, m in graph.named_modules() if isinstance(m, QuantizedLayer)}
 
 
 def remove_source_lines(program: torch.export.ExportedProgram) -> None:

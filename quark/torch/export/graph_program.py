@@ -18,6 +18,7 @@ from torch import fx, nn
 from quark.torch.export.graph_archive import (
     check_frozen_graph,
     dynamic_shapes,
+    graph_layers,
     remove_source_lines,
 )
 from quark.torch.numerics.granularity import QSchemeType
@@ -25,9 +26,9 @@ from quark.torch.numerics.rounding import RoundType
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.graph_mode.edges import edge_modules, edge_quantizers
+from quark.torch.quantization.graph_mode.inputs import check_arguments
 from quark.torch.quantization.nn.layer import QuantizedLayer
 from quark.torch.quantization.nn.quantizer import QuantizedTensor
-from quark.torch.quantization.preparation import quantized_layers
 
 _TYPES = {(True, 8): torch.int8, (False, 8): torch.uint8, (True, 16): torch.int16}
 _TYPES |= {(False, 16): torch.uint16}
@@ -58,11 +59,12 @@ def export_program(
             is quantized.
     """
     graph = check_frozen_graph(model)
+    check_arguments(graph, args, kwargs)
     _check(graph)
     _register_operators()
     copied = copy.deepcopy(graph)
     _replace_edges(copied)
-    for name, layer in list(quantized_layers(copied)):
+    for name, layer in graph_layers(copied).items():
         copied.set_submodule(name, _Layer(layer))
     kwargs = kwargs or {}
     shapes = dynamic_shapes(graph, kwargs)
@@ -186,7 +188,7 @@ def _check(graph: fx.GraphModule) -> None:
     """
     for name, quantizer in edge_quantizers(graph).items():
         _refuse(f"the edge {name}", _problem(quantizer.spec, is_weight=False))
-    for name, layer in quantized_layers(graph):
+    for name, layer in graph_layers(graph).items():
         spec = layer.quant_config.weight
         if spec is not None:
             _refuse(f"the weight of {name}", _problem(spec, is_weight=True))

@@ -11,7 +11,8 @@ from torch import nn
 from quark.torch.digests import check_unchanged
 from quark.torch.export.checkpoint.config_json import CONFIG, keep_digest, read_config_json
 from quark.torch.export.checkpoint.files import NATIVE, CheckpointReader, NativeReader
-from quark.torch.export.checkpoint.reader import load
+from quark.torch.export.checkpoint.graphs import GRAPH
+from quark.torch.export.checkpoint.reader import load, load_graph
 from quark.torch.export.recognition import (
     load_in_float,
     naming,
@@ -61,8 +62,11 @@ class ModelImporter:
     def import_model_info(self, model: nn.Module) -> nn.Module:
         """Fill the architecture ``model`` in place with the checkpoint and return it.
 
+        A graph is not changed: the quantized graph is another one.
+
         Args:
-            model: A float model. Only its structure matters; on the meta device it costs no
+            model: A float model; for the checkpoint of a graph, the exported float graph, with its
+                values. Of other models, only its structure matters; on the meta device it costs no
                 memory. Where parameters are on a device, they stay there.
 
         Raises:
@@ -77,7 +81,11 @@ class ModelImporter:
         native = self.saved_format == "quark_format" and (self.model_info_dir / NATIVE).is_file()
         with naming(self.model_info_dir):
             reader = (NativeReader if native else CheckpointReader)(self.model_info_dir)
-            return set_runtime(keep_digest(load(model, fmt, reader), config), self.runtime)
+            if GRAPH in config:
+                loaded = load_graph(model, config[GRAPH], fmt, reader)
+            else:
+                loaded = load(model, fmt, reader)
+            return set_runtime(keep_digest(loaded, config), self.runtime)
 
 
 def import_model_from_safetensors(

@@ -17,6 +17,7 @@ from quark import __version__
 from quark.torch.digests import check_unchanged
 from quark.torch.export.checkpoint.architecture import empty_model, made_config
 from quark.torch.export.checkpoint.files import NATIVE, CheckpointReader
+from quark.torch.export.checkpoint.graphs import is_quantized_graph
 from quark.torch.export.checkpoint.reader import load
 from quark.torch.export.checkpoint.rotation_config import with_rotations
 from quark.torch.export.checkpoint.writer import collect, make_format
@@ -103,8 +104,14 @@ def check_params(model: nn.Module) -> None:
     """Check that ``save_params`` can write a model.
 
     Raises:
-        ValueError: Its keys are quantized after rotary embedding.
+        ValueError: It is a graph, or its keys are quantized after rotary embedding.
     """
+    if is_quantized_graph(model):
+        raise ValueError(
+            "The model is a graph: its operators have no place in these files. Use "
+            "save_params(…, quant_mode=QuantizationMode.fx_graph_mode), export_safetensors, "
+            "export_onnx or export_program."
+        )
     if key_routes(model):
         raise ValueError(
             "These files cannot tell that keys are quantized after rotary embedding: use "

@@ -20,7 +20,8 @@ from quark.torch.digests import check_unchanged
 from quark.torch.export.checkpoint.config_json import CONFIG, SECTION, read_config_json
 from quark.torch.export.checkpoint.dequantized import FloatReader
 from quark.torch.export.checkpoint.float_model import check_float_model, load_float_model
-from quark.torch.export.checkpoint.reader import Loading, cast_float_parameters
+from quark.torch.export.checkpoint.float_source import open_float_model
+from quark.torch.export.checkpoint.reader import Loading, Reader, cast_float_parameters
 from quark.torch.export.checkpoint.streamed_model import (
     stream_loading,
     stream_model,
@@ -143,6 +144,30 @@ def open_dequantized(
         return container.open_in_float(source, dtype, trust_remote_code, **options)
 
 
+def open_in_float(
+    source: str | Path,
+    dtype: str | torch.dtype = "auto",
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> tuple[nn.Module, Reader]:
+    """Return a float model without values, and its tensors: those of a quantized one dequantized.
+
+    Args:
+        source: Directory of safetensors in float, or a quantized checkpoint of any container.
+        dtype: Type of the float parameters; ``auto`` for the stored one.
+        trust_remote_code: Whether Python code of the directory may run.
+        options: Passed to Transformers, such as ``attn_implementation``.
+
+    Raises:
+        FileNotFoundError: Files are missing.
+        ValueError: A file is damaged, or the checkpoint is quantized by an unknown method.
+    """
+    source = Path(source)
+    if not recognize_container(source).is_quantized(source):
+        return open_float_model(source, trust_remote_code, dtype, **options)
+    return open_dequantized(source, _torch_type(dtype), trust_remote_code, **options)
+
+
 def load_in_float(
     source: str | Path,
     dtype: str | torch.dtype = "auto",
@@ -177,13 +202,20 @@ def load_in_float(
         )
     if check_digests:
         check_unchanged(source)
-    kind = None if dtype == "auto" else getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    model, reader = open_dequantized(source, kind, trust_remote_code, **options)
+    model, reader = open_dequantized(source, _torch_type(dtype), trust_remote_code, **options)
     size = sum(entry.nbytes for entry in reader.entries.values())
     with naming(source):
         if max_memory is not None or exceeds_memory(size, device):
             return stream_tensors(model, reader, max_memory, device=device, place=source)
         return reader.fill(model).to(device)
+
+
+def _torch_type(dtype: str | torch.dtype) -> torch.dtype | None:
+    """Return the type that is asked for; None for the stored one."""
+    if dtype == "auto":
+        return None
+    kind: torch.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    return kind
 
 
 def read_contents(source: str | Path) -> Contents:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from quark.torch.numerics.formats import Format
+from quark.torch.numerics.rounding import RoundType, round_to_steps_
 
 
 def encode(x: torch.Tensor, fmt: Format) -> torch.Tensor:
@@ -24,6 +25,25 @@ def encode(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     small = x.abs().clamp_(max=2.0**fmt.min_exponent)  # larger values may overflow an integer
     small = small.mul_(2.0 ** (fmt.mantissa_bits - fmt.min_exponent)).to(torch.int32)
     codes = torch.maximum(small, normal, out=normal)  # ``normal`` is too small for subnormals
+    return _with_sign(codes, bits, fmt)
+
+
+def round_to_codes(x: torch.Tensor, fmt: Format, mode: RoundType) -> torch.Tensor:
+    """Return the codes of rounded float32 values, as int32; ``x`` is overwritten.
+
+    These are the bits of ``encode(round_to_grid_(x, fmt, mode), fmt)``, in fewer passes: a code
+    counts the steps from zero. Example, fp4 (one mantissa bit): 2.9 has the exponent 1, so 2 codes
+    lie below each exponent from 0 to 1, and it is 3 steps of 1: its code is 2 (1 - 0) + 3 = 5.
+    """
+    steps, step = round_to_steps_(x, fmt, mode)
+    smallest = (127 + fmt.min_exponent - fmt.mantissa_bits) << 23  # bits of the smallest step
+    codes = step.view(torch.int32).sub_(smallest).bitwise_right_shift_(23 - fmt.mantissa_bits)
+    codes.add_(steps.abs().to(torch.int32))
+    return _with_sign(codes, steps.view(torch.int32), fmt)
+
+
+def _with_sign(codes: torch.Tensor, bits: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Add the signs of float32 values, given their bits, to codes in place."""
     if fmt.signed:
         codes.bitwise_or_((bits >> (32 - fmt.bits)).bitwise_and_(1 << (fmt.bits - 1)))
     return codes

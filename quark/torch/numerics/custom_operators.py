@@ -1,9 +1,10 @@
 """The operators of quantization in the graphs of ``torch.export`` and ``torch.compile``.
 
-Each function for tensors here computes what its namesake in ``qdq``, ``stages``, ``packing`` or
-``hadamard`` does. While torch traces a model, it puts a custom operator (``torch.ops.quark``) into
-the graph instead, which calls that namesake when the graph runs. So a graph gives the bits of the
-model, holds codes as codes, and takes sizes that are not known while it is traced.
+Each function for tensors here computes what its namesake in ``qdq``, ``stages``, ``packing``,
+``hadamard`` or ``learned_scale`` does. While torch traces a model, it puts a custom operator
+(``torch.ops.quark``) into the graph instead, which calls that namesake when the graph runs. So a
+graph gives the bits of the model, holds codes as codes, and takes sizes that are not known while it
+is traced.
 
 Importing this file registers the operators. A process that loads a graph from a file needs them.
 """
@@ -15,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from quark.torch.numerics import hadamard, packing, qdq, stages
+from quark.torch.numerics import hadamard, learned_scale, packing, qdq, stages
 from quark.torch.numerics.formats import Format
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.numerics.scheme_text import format_text, read_format
@@ -119,6 +120,27 @@ def fake_quantize_codes(
     if _is_tracing():
         return _fake_quantize_codes(x.detach(), *scales, first.text, second.text)
     return stages.fake_quantize_codes(x, first, second, *scales)
+
+
+def fake_quantize_learned(
+    x: torch.Tensor,
+    parameter: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    scheme: Scheme,
+    slope: torch.Tensor | float,
+) -> torch.Tensor:
+    """Return the quantized values of ``x`` under a scale that is trained.
+
+    See ``learned_scale.fake_quantize_learned``.
+    """
+    if not _is_tracing():
+        return learned_scale.fake_quantize_learned(x, parameter, scale, zero_point, scheme, slope)
+    if not torch.is_grad_enabled():
+        return _fake_quantize(x, scale, zero_point, None, scheme.text)
+    if not isinstance(slope, torch.Tensor):
+        slope = torch.full((), slope, device=x.device)
+    return _fake_quantize_learned(x, parameter, scale, zero_point, slope, scheme.text)
 
 
 def dequantize(
@@ -250,6 +272,61 @@ def _fake_quantize_codes(
 @_fake_quantize_codes.register_fake
 def _(x: Any, *scales_and_schemes: Any) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@define_operator(
+    "fake_quantize_learned(Tensor x, Tensor parameter, Tensor scale, Tensor? zero_point,"
+    " Tensor slope, str scheme) -> Tensor"
+)
+def _fake_quantize_learned(
+    x: torch.Tensor,
+    parameter: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    slope: torch.Tensor,
+    scheme: str,
+) -> torch.Tensor:
+    return qdq.fake_quantize(x, scale, zero_point, Scheme.from_text(scheme)).contiguous()
+
+
+@_fake_quantize_learned.register_fake
+def _(x: Any, *others: Any) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@define_operator(
+    "learned_gradients(Tensor grad, Tensor x, Tensor scale, Tensor? zero_point, str scheme)"
+    " -> (Tensor, Tensor)"
+)
+def _learned_gradients(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    scheme: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    by_x, by_scale = learned_scale.gradients(grad, x, scale, zero_point, Scheme.from_text(scheme))
+    return by_x.contiguous(), by_scale.contiguous()
+
+
+@_learned_gradients.register_fake
+def _(grad: Any, x: Any, scale: Any, zero_point: Any, scheme: str) -> tuple[Any, Any]:
+    by_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return by_x, torch.empty(scale.shape, dtype=torch.float32, device=scale.device)
+
+
+def _keep_learned(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, _, scale, zero_point, slope, ctx.scheme = inputs
+    ctx.save_for_backward(x, scale, zero_point, slope)
+
+
+def _pass_learned(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    x, scale, zero_point, slope = ctx.saved_tensors
+    by_x, by_scale = _learned_gradients(grad, x, scale, zero_point, ctx.scheme)
+    return by_x, by_scale * slope, None, None, None, None
+
+
+_fake_quantize_learned.register_autograd(_pass_learned, setup_context=_keep_learned)
 
 
 @define_operator(

@@ -68,6 +68,20 @@ def scale_slope(
     return rounded - ratio * inside, inside
 
 
+def gradients(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    scheme: Scheme,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of values, and of their scales in float32, given that of the result."""
+    by_scale, inside = scale_slope(x, scale, zero_point, scheme)
+    blocks = scheme.blocks(x.shape)
+    sums = blocks.split(by_scale.mul_(grad)).sum(blocks.reduced)
+    return grad * inside, sums.reshape(scale.shape)
+
+
 def _extreme_codes(zero_point: torch.Tensor | None, scheme: Scheme) -> tuple[Any, Any]:
     """Return the values of the smallest and the largest code under a scale of 1."""
     fmt = scheme.fmt
@@ -96,7 +110,5 @@ class _LearnedScale(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, scale, zero_point = ctx.saved_tensors
-        by_scale, inside = scale_slope(x, scale, zero_point, ctx.scheme)
-        blocks = ctx.scheme.blocks(x.shape)
-        sums = blocks.split(by_scale.mul_(grads[0])).sum(blocks.reduced)
-        return (grads[0] * inside, sums.reshape(scale.shape) * ctx.slope, None, None, None, None)
+        by_x, by_scale = gradients(grads[0], x, scale, zero_point, ctx.scheme)
+        return by_x, by_scale * ctx.slope, None, None, None, None

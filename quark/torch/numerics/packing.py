@@ -61,12 +61,14 @@ def _packed(codes: torch.Tensor, fmt: Format, shifts: list[int], axis: int) -> t
         codes = F.pad(codes, [*(0, 0) * (codes.dim() - 1 - axis), 0, ragged])
     codes = torch.unflatten(codes, axis, (-1, fmt.word_codes))  # (…, words, codes of a word, …)
     mask = (1 << fmt.bits) - 1
+    is_byte = fmt.word_codes * fmt.bits == 8 and fmt.storage_dtype == torch.uint8
+    dtype = torch.uint8 if is_byte else _word_dtype(fmt)  # passes over bytes take a quarter
     placed = (
-        codes.select(axis + 1, i).to(_word_dtype(fmt)).bitwise_and_(mask).bitwise_left_shift_(shift)
+        codes.select(axis + 1, i).to(dtype).bitwise_and(mask).bitwise_left_shift_(shift)
         for i, shift in enumerate(shifts)
     )
     word = reduce(torch.Tensor.bitwise_or_, placed)
-    if fmt.storage_dtype == torch.int32:
+    if fmt.storage_dtype == dtype:
         return word.contiguous()
     parts = [(word >> (8 * i) & 0xFF).to(fmt.storage_dtype) for i in range(_elements(fmt))]
     return torch.stack(parts, axis + 1).flatten(axis, axis + 1)

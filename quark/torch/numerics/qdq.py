@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from quark.torch.numerics.codec import decode, encode
+from quark.torch.numerics.codec import decode, round_to_codes
 from quark.torch.numerics.granularity import join_rows, row_pieces
 from quark.torch.numerics.rounding import RoundType, round_, round_to_grid_
 from quark.torch.numerics.scales import block_range, largest_value, qparams_from_range
@@ -289,8 +289,9 @@ def _rescale(x: torch.Tensor, by: _Factors, scheme: Scheme) -> torch.Tensor:
 
 
 def _to_codes(x: torch.Tensor, by: _Factors, scheme: Scheme) -> torch.Tensor:
-    x = _round(x, by, scheme)
-    return encode(x, scheme.fmt) if scheme.fmt.is_encoded else x
+    if scheme.fmt.is_encoded:
+        return round_to_codes(_divide(x, by, scheme), scheme.fmt, scheme.rounding)
+    return _round(x, by, scheme)
 
 
 def _from_codes(x: torch.Tensor, by: _Factors, scheme: Scheme) -> torch.Tensor:

@@ -42,7 +42,18 @@ def round_to_grid_(x: torch.Tensor, fmt: Format, mode: RoundType) -> torch.Tenso
     and rounds to 3; 0.3 is below the smallest normal number 2^0, has the step 2^-1 and rounds to
     0.5.
     """
+    steps, step = round_to_steps_(x, fmt, mode)
+    return steps.mul_(step)
+
+
+def round_to_steps_(
+    x: torch.Tensor, fmt: Format, mode: RoundType
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round float32 ``x`` in place to whole steps; return their numbers and the steps.
+
+    See ``round_to_grid_``. Example, fp4: 2.9 is 3 steps of 1, and 0.3 is 1 step of 0.5.
+    """
     x.clamp_(-fmt.max_value if fmt.signed else 0.0, fmt.max_value)
     exponent = x.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)  # 2^e
     step = exponent.clamp_(min=2.0**fmt.min_exponent).mul_(2.0**-fmt.mantissa_bits)
-    return round_(x.div_(step), mode).mul_(step)
+    return round_(x.div_(step), mode), step

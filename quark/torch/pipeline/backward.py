@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from quark.torch.pipeline.batches import (
     show_progress,
     take_excerpt,
 )
-from quark.torch.pipeline.block import Block, HiddenStates
+from quark.torch.pipeline.block import Block, HiddenStates, constant
 from quark.torch.pipeline.capture import BlockArguments, capture
 from quark.torch.pipeline.hidden_states import split_hidden_states
 from quark.torch.pipeline.stacks import Stack, find_stacks
@@ -63,7 +63,7 @@ def run_blocks_backward(
         ValueError: The model returns no logits.
     """
     names = list(names)
-    with eval_mode(model), _constant(model):
+    with eval_mode(model), constant(model):
         stacks = find_stacks(model, names, batches)
         masks: dict[int, torch.Tensor | None] = {}  # of the last stack, whose tokens have logits
         for number in reversed(range(len(stacks))):
@@ -214,16 +214,3 @@ def _logits(output: Any) -> torch.Tensor:
             "Choose an algorithm without gradients, such as gptq, or a model with a head."
         )
     return logits
-
-
-@contextmanager
-def _constant(model: nn.Module) -> Iterator[None]:
-    """Switch off gradients of parameters while the context is open."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    for parameter in parameters:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in parameters:
-            parameter.requires_grad_(True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -218,3 +218,20 @@ class Block:
 def _is_stream(tensor: torch.Tensor, x: torch.Tensor) -> bool:
     """Whether an argument of a block has the axes of hidden states."""
     return tensor.is_floating_point() and tensor.dim() == x.dim()
+
+
+@contextmanager
+def constant(module: nn.Module) -> Iterator[None]:
+    """Switch off gradients of parameters while the context is open.
+
+    Gradients of activations then have the same bits for every model: torch chooses another kernel
+    for attention with a bias that needs a gradient.
+    """
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(True)

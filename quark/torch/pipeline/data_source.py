@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset
 
 from quark.torch.numerics.finite import is_finite
 from quark.torch.pipeline.batches import flatten_batches, not_a_batch
-from quark.torch.pipeline.statistics import batch_digest, digest
+from quark.torch.pipeline.statistics import digest, sequence_digests
 
 _FIRST = "its first tensor"
 _EXPECTED = (
@@ -98,7 +98,7 @@ def check_batches(model: nn.Module, batches: Iterable[Any]) -> str | None:
                         "check the data."
                     )
             _check_tokens(ids, words, index)
-            digests.append(batch_digest(batch))
+            digests += sequence_digests([batch])
     return digest(*digests) if digests else None
 
 

@@ -111,8 +111,10 @@ class Journal:
             ValueError: The journal is that of another run; the message says what differs.
         """
         self._passes, self.is_begun = 0, False
-        if processes().is_first:
+        group = processes()
+        if group.is_first:
             self._check_request(request)
+        group.exchange(None)  # an error of the first process ends all of them here
         self.is_begun = True
 
     def _check_request(self, request: Mapping[str, Any]) -> None:

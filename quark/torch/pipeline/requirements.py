@@ -140,7 +140,7 @@ def require(run: Run, interpreter: int, bound: int | None = None) -> Requirement
             changed - kept if free is None else is_partial * (model.changed + model.largest_unit),
             spilled_activations(run, limit),
         ),
-        read=model.size * (sum(step.reads for step in steps) if is_partial else 1),
+        read=model.read_size * (sum(step.reads for step in steps) if is_partial else 1),
         network=_network(run),
         is_streamed=free is not None,
     )
@@ -176,7 +176,17 @@ def _require_files(run: Run, interpreter: int) -> Requirements:
     )
     memory = interpreter + LATER_IMPORTS + int(HEAP * step.memory)
     needs = Requirements(
-        memory, 0, interpreter, 0, 0, (step,), run.output, (0, 0), model.size, 0, True
+        memory=memory,
+        device_memory=0,
+        interpreter=interpreter,
+        parameters=0,
+        kept=0,
+        steps=(step,),
+        output=run.output,
+        spilled=(0, 0),
+        read=model.read_size,
+        network=0,
+        is_streamed=True,
     )
     if not run.evaluated:
         return needs

@@ -159,7 +159,7 @@ class Residency(UnitCache):
     def _readers(self, unit: Unit) -> dict[str, Callable[[], torch.Tensor]]:
         """Return functions that read matrices of split experts, which the source has stacked."""
         readers: dict[str, Callable[[], torch.Tensor]] = {}
-        for path, module in unit.module.named_modules(prefix=unit.name):
+        for path, module in unit.modules():
             if isinstance(module, LinearExperts):
                 for stack in module.stacks:
                     for kind in ("weight", "bias"):
@@ -220,7 +220,7 @@ class Residency(UnitCache):
 
 def _scales(unit: Unit) -> Iterator[tuple[str, TensorQuantizer, str]]:
     """Iterate over (full name, quantizer, its attribute) of the scales of parameters."""
-    for path, layer in unit.module.named_modules(prefix=unit.name):
+    for path, layer in unit.modules():
         if isinstance(layer, FakeQuantizedLayer):
             for tensor, quantizer in layer.parameter_quantizers().items():
                 for part in PARTS:

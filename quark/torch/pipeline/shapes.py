@@ -153,6 +153,8 @@ class ModelShape(NamedTuple):
         quantized_around: Quantized layers outside of the blocks.
         converted: Bytes of parameters that are made of several tensors of the files, such as
             stacked experts: these tensors stay mapped to memory.
+        stored: Bytes of its tensors in the files, fewer than ``size`` where they are quantized;
+            0 for as many.
     """
 
     size: int
@@ -162,6 +164,12 @@ class ModelShape(NamedTuple):
     around_largest: int
     quantized_around: tuple[LayerShape, ...] = ()
     converted: int = 0
+    stored: int = 0
+
+    @property
+    def read_size(self) -> int:
+        """Bytes that are read for all parameters."""
+        return self.stored or self.size
 
     @property
     def layers(self) -> list[LayerShape]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from torch import nn
 
 from quark.torch.graph.residency import iterate_parts
 from quark.torch.pipeline.accumulators import Gram
-from quark.torch.pipeline.batches import flatten_batches
+from quark.torch.pipeline.batches import split_sequences
 from quark.torch.pipeline.tensor_ranges import TensorRange, ranges_suffice
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
@@ -48,7 +48,7 @@ class Statistics:
 
     Attributes:
         model: Digest of each parameter and buffer of the model, by name.
-        data: Digest of the batches.
+        data: Digest of the sequences of the data.
         readers: Layer to the first of the layers that read the same tensor.
         inputs: Sums over the tokens of inputs, by first reader, in memory or on disk.
         tokens: Number of these tokens, by first reader.
@@ -216,12 +216,14 @@ def digest(*values: Any) -> str:
 
 
 def data_digest(batches: Iterable[Any]) -> str:
-    """Return a digest of batches, of any documented kind."""
-    return digest(*map(batch_digest, flatten_batches(batches)))
+    """Return a digest of batches, of any documented kind, whatever the sizes of the batches."""
+    return digest(*sequence_digests(batches))
 
 
-def batch_digest(batch: Any) -> str:
-    """Return a digest of a batch for one call of a model."""
-    if hasattr(batch, "items"):
-        return digest(*(x for item in sorted(batch.items()) for x in item))
-    return digest(*(batch if isinstance(batch, (list, tuple)) else [batch]))
+def sequence_digests(batches: Iterable[Any]) -> Iterator[str]:
+    """Iterate over a digest of each sequence of batches; see ``split_sequences``."""
+    for batch in split_sequences(batches):
+        if hasattr(batch, "items"):
+            yield digest(*(x for item in sorted(batch.items()) for x in item))
+        else:
+            yield digest(*(batch if isinstance(batch, (list, tuple)) else [batch]))

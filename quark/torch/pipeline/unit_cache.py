@@ -41,9 +41,16 @@ class Unit(NamedTuple):
     @property
     def part(self) -> Part:
         """The unit as others know it."""
-        own = next(iter(self.module._parameters), "")
+        own = next(iter([*self.module._parameters, *self.module._buffers]), "")
         place = f"{self.name}." if self.name else ""
         return Part(self.name, self.is_whole, self.name if self.is_whole else f"{place}{own}")
+
+    def modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Iterate over (full name, module): the modules whose parameters belong to the unit."""
+        if self.is_whole:
+            yield from self.module.named_modules(prefix=self.name)
+        else:
+            yield self.name, self.module
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Iterate over (full name, parameter); a parameter with several names is there once."""
@@ -54,24 +61,30 @@ def find_units(model: nn.Module) -> list[Unit]:
     """Return the units of a model: members of module lists, and the largest modules without lists.
 
     Example: ``embed_tokens``, ``layers.0``, ``layers.1``, ``norm``. A module around lists that
-    holds parameters itself is a unit of these parameters alone.
+    holds parameters or stored buffers itself is a unit of these alone.
     """
     return list(_units_inside("", model))
 
 
 def _units_inside(name: str, module: nn.Module) -> Iterator[Unit]:
     if not any(isinstance(m, nn.ModuleList) for m in module.modules()):
-        if next(module.parameters(), None) is not None:
+        if any(map(_stores, module.modules())):
             yield Unit(name, module, True)
         return
-    if module._parameters:
+    if _stores(module):
         yield Unit(name, module, False)
     for child_name, child in module.named_children():
         path = f"{name}.{child_name}" if name else child_name
         if not isinstance(module, nn.ModuleList):
             yield from _units_inside(path, child)
-        elif next(child.parameters(), None) is not None:
+        elif any(map(_stores, child.modules())):
             yield Unit(path, child, True)
+
+
+def _stores(module: nn.Module) -> bool:
+    """Whether files have a tensor of a module itself."""
+    stored = [v for n, v in module._buffers.items() if n not in module._non_persistent_buffers_set]
+    return any(value is not None for value in [*module._parameters.values(), *stored])
 
 
 class UnitCache(ABC):

@@ -187,16 +187,17 @@ class ModelQuantizer:
         custom_mode: str = "quark",
         overwrite: bool = False,
     ) -> None:
-        """Quantize the files of a float model to the files of a quantized one, tensor by tensor.
+        """Quantize the files of a model to the files of a quantized one, tensor by tensor.
 
-        No model is in memory: a few of its largest tensors are. The files are those that
+        No model is in memory: a few of its largest tensors are. Tensors of a quantized model are
+        dequantized first. The files are those that
         ``quantize_model``, ``freeze`` and ``ModelExporter`` write, byte for byte. Everything that
         weights alone decide can be quantized: schemes of weights, and with dynamic activations.
         Architectures that Transformers does not know are quantized by the names and shapes of
         their tensors, and a warning lists which.
 
         Args:
-            pretrained_model_path: Directory of the float model, with safetensors.
+            pretrained_model_path: Directory of the model, float or quantized, with safetensors.
             save_path: Directory to write. It is written beside and renamed when complete.
             keep_excluded_layers_as_original_model_state: Whether tensors that are not quantized
                 keep the types of the files; by default they take that of ``config.json``.
@@ -213,8 +214,8 @@ class ModelQuantizer:
             OSError: The disk is too full. Nothing is left behind.
             TypeError: There is more than one device by position.
             ValueError: The configuration has algorithms or static activations or does not fit, the
-                model is quantized already, a file is damaged or has values that are not finite, or
-                the format cannot hold a layer.
+                model is quantized by an unknown method, a file is damaged or has values that are
+                not finite, or the format cannot hold a layer.
         """
         if weight_converters or presharded_weights:
             name = "weight_converters" if weight_converters else "presharded_weights"

@@ -52,8 +52,11 @@ class LayerKind(NamedTuple):
 
 
 @contextmanager
-def _selected(model: nn.Module, config: Config) -> Iterator[tuple[Config, Layers]]:
+def selected(model: nn.Module, config: Config) -> Iterator[tuple[Config, Layers]]:
     """Open the configuration with the names of a model, and that of each layer, experts split.
+
+    Experts that the configuration quantizes are split meanwhile, others are stacked. The functions
+    here need not split them again inside of this context, which takes long for thousands of them.
 
     Raises:
         ValueError: The configuration does not fit the model.
@@ -78,7 +81,7 @@ def measure_model(model: nn.Module, config: Config) -> ModelShape:
     Raises:
         ValueError: The configuration does not fit the model.
     """
-    with _selected(model, config) as (_, layers):
+    with selected(model, config) as (_, layers):
         inputs = {
             name: members[0]
             for group in fused_projections()
@@ -86,9 +89,11 @@ def measure_model(model: nn.Module, config: Config) -> ModelShape:
             for name in members
         }
         shares = _expert_shares(model)
-        shapes = {n: _shape_of(n, model, inputs.get(n, n), shares.get(n, 1.0)) for n in layers}
+        modules = dict(model.named_modules())
+        shapes = {n: _shape_of(modules[n], inputs.get(n, n), shares.get(n, 1.0)) for n in layers}
         units = find_units(model)
         blocks = [unit for unit in units if _is_block(model, unit)]
+        layers_of = _divide([unit.name for unit in blocks], shapes)
         inside = tuple(f"{unit.name}." for unit in blocks)
         outside = {
             id(p): p.numel()
@@ -98,10 +103,10 @@ def measure_model(model: nn.Module, config: Config) -> ModelShape:
         return ModelShape(
             size=_size(model.parameters()) + _size(model.buffers()),
             largest_unit=max(_size(p for _, p in unit.parameters()) for unit in units),
-            blocks=tuple(_block_shape(unit, shapes, shares) for unit in blocks),
+            blocks=tuple(_block_shape(u, layers_of[u.name], shares) for u in blocks),
             around=sum(outside.values()),
             around_largest=max(outside.values(), default=0),
-            quantized_around=tuple(s for n, s in shapes.items() if not n.startswith(inside)),
+            quantized_around=layers_of[""],
         )
 
 
@@ -140,7 +145,8 @@ def list_kinds(model: nn.Module, config: Config) -> list[LayerKind]:
     reasons = _Reasons(model, config)
     counts: dict[tuple[Any, ...], int] = {}
     configs: dict[tuple[Any, ...], QuantizationConfig | None] = {}
-    with _selected(model, config) as (_, layers):
+    texts: dict[int, str] = {}  # of configurations, which many layers share
+    with selected(model, config) as (_, layers):
         for name, module in model.named_modules():
             own = [p for p in module._parameters.values() if p is not None and p.dim() > 1]
             if not own:
@@ -148,7 +154,9 @@ def list_kinds(model: nn.Module, config: Config) -> list[LayerKind]:
             layer = layers.get(name)
             reason = "" if layer is not None else reasons.of(name, module)
             shape = tuple(getattr(module, "weight", own[0]).shape)
-            key = name_of_kind(name), shape, repr(layer), reason
+            if id(layer) not in texts:
+                texts[id(layer)] = repr(layer)
+            key = name_of_kind(name), shape, texts[id(layer)], reason
             counts[key] = counts.get(key, 0) + 1
             configs[key] = layer
     kinds = [LayerKind(k[0], n, k[1], configs[k], k[3]) for k, n in counts.items()]
@@ -192,8 +200,7 @@ def _expert_shares(model: nn.Module) -> dict[str, float]:
     }
 
 
-def _shape_of(name: str, model: nn.Module, shared_input: str, share: float) -> LayerShape:
-    module: Any = model.get_submodule(name)
+def _shape_of(module: Any, shared_input: str, share: float) -> LayerShape:
     weight = module.weight
     inputs = weight.shape[input_axis(type(module))] * (
         weight[0, 0].numel() if weight.dim() > 2 else 1
@@ -206,10 +213,22 @@ def _is_block(model: nn.Module, unit: Unit) -> bool:
     return unit.is_whole and isinstance(model.get_submodule(parent), nn.ModuleList)
 
 
+def _divide(
+    blocks: Iterable[str], shapes: Mapping[str, LayerShape]
+) -> dict[str, tuple[LayerShape, ...]]:
+    """Return the layers of each block by its name, and under "" those of none."""
+    layers_of: dict[str, list[LayerShape]] = {"": [], **{name: [] for name in blocks}}
+    for name, shape in shapes.items():
+        owner = name
+        while owner not in layers_of:
+            owner = owner.rpartition(".")[0]
+        layers_of[owner].append(shape)
+    return {name: tuple(layers) for name, layers in layers_of.items()}
+
+
 def _block_shape(
-    unit: Unit, shapes: Mapping[str, LayerShape], shares: Mapping[str, float]
+    unit: Unit, layers: tuple[LayerShape, ...], shares: Mapping[str, float]
 ) -> BlockShape:
-    layers = tuple(s for name, s in shapes.items() if name.startswith(f"{unit.name}."))
     active = sum(
         p.numel() * shares.get(name.rpartition(".")[0], 1.0)
         for name, p in unit.parameters()

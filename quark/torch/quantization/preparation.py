@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -89,7 +89,7 @@ def is_training(model: nn.Module) -> bool:
     """Whether a quantized model has begun to train, and is not frozen."""
     layers = [layer for _, layer in quantized_layers(model) if not layer.frozen]
     quantizers = [q for layer in layers for q in layer.quantizers().values()]
-    return any(q.is_following or q.updates for q in quantizers)
+    return any(q.is_following or q.has_updates for q in quantizers)
 
 
 def mark_as_quantized(model: nn.Module, config: Config) -> None:
@@ -130,7 +130,8 @@ def select_layers(
     check_compatibility(config)
     if warns:
         warn_about_ignored(config)
-    names = {name: type(module) for name, module in model.named_modules()}
+    modules = dict(model.named_modules())
+    names = {name: type(module) for name, module in modules.items()}
     for name, kind in names.items():
         if issubclass(kind, QuantizedLayer):
             raise ValueError(
@@ -157,8 +158,13 @@ def select_layers(
             f"The configuration quantizes none of the {len(candidates)} modules of the model that "
             f"can be ({supported}): set global_quant_config, or check exclude and the patterns."
         )
+    checked: set[Hashable] = set()
     for name, layer in layers.items():
-        check_fit(name, model.get_submodule(name), layer)
+        module = modules[name]
+        if (key := layer_kind(module, layer)) in checked:
+            continue
+        checked.add(key)
+        check_fit(name, module, layer)
         if residency_of(model) is not None and any(s.range_training for _, s in layer.specs()):
             raise ValueError(
                 f"{name}: trained scales (qat_spec, LSQObserver, TQTObserver) need a model in "
@@ -167,6 +173,16 @@ def select_layers(
     if warns:
         _warn_of_float_modules(model)
     return layers
+
+
+def layer_kind(module: nn.Module, layer: QuantizationConfig) -> Hashable:
+    """Return a key that modules share which differ in nothing but names and values.
+
+    It is valid as long as the configuration exists: equal ones may have several keys.
+    """
+    tensors = [getattr(module, name, None) for name in PARAMETERS]
+    parameters = [None if t is None else (t.shape, t.dtype, t.device) for t in tensors]
+    return type(module), id(layer), *parameters
 
 
 def replace_layers(model: nn.Module, layers: Mapping[str, QuantizationConfig]) -> None:

@@ -86,4 +86,4 @@ def fix_ranges(model: nn.Module) -> None:
 def _trains(quantizer: TensorQuantizer) -> bool:
     """Whether the range of a quantizer has changed, or may have, while the model trained."""
     is_learned = isinstance(quantizer, LearnedRangeQuantizer)
-    return not quantizer.is_fixed and (is_learned or quantizer.updates > 0)
+    return not quantizer.is_fixed and (is_learned or quantizer.has_updates)

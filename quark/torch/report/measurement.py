@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -126,19 +126,16 @@ def measure(
 ) -> Report:
     """Measure a quantized checkpoint, and compare it with the original if that is given.
 
-    With ``max_memory``, and where a model takes more memory than the machine has free, parameters
-    are read when they are used, and windows run one by one.
-
     Args:
         directory: Directory of a checkpoint, or a file, of any container that is read.
-        original: Directory of the model that it was made from, or a GGUF file; a quantized one is
-            dequantized.
+        original: The model that it was made from, likewise; a quantized one is dequantized.
         windows: Token identifiers, (windows, length), to run the models on.
         source: Name of their source, for the report.
         batch_size: Windows that run together.
         device: Where the models run.
         trust_remote_code: Passed to Transformers.
-        max_memory: Bytes that this process may take, as far as the work on one block allows.
+        max_memory: Bytes that this process may take; see ``load_checkpoint``. Windows then run one
+            by one.
 
     Raises:
         FileNotFoundError: Files are missing.
@@ -148,39 +145,23 @@ def measure(
     with naming(Path(directory)):
         loading = container.open(Path(directory), trust_remote_code)
     layers = _packed(loading.model)
-    weights = None
-    if original is not None:
-        weights = OriginalWeights(Path(original), trust_remote_code)
-        weights.check({name: layer.shapes["weight"] for name, layer in layers.items()})
-    size = max(container.size(Path(directory)), 0 if weights is None else weights.bytes)
-    streams = max_memory is not None or exceeds_memory(size, device)
-    if streams:  # as many windows as fit may differ between both models
-        batch_size = 1
+    weights = _original_weights(original, layers, trust_remote_code)
+    sizes = [container.size(Path(directory)), 0 if weights is None else weights.bytes]
+    streams = max_memory is not None or exceeds_memory(max(sizes), device)
     with ExitStack() as stack:
         logits, samples = (stack.enter_context(ActivationStore()) for _ in range(2))
+        # As many windows as fit may differ between both models.
+        text = None if windows is None else _Windows(windows, 1 if streams else batch_size, samples)
         reference, predictions = Reference(logits), None
         records: dict[str, InputRecord] = {}
-        if windows is not None and original is not None:
-            given = load_in_float(
-                original,
-                trust_remote_code=trust_remote_code,
-                max_memory=max_memory,
-                device=device,
-            )
-            reference.run(given, windows, batch_size)
+        if text is not None and original is not None:
+            given = load_in_float(original, "auto", trust_remote_code, False, max_memory, device)
+            reference.run(given, text.windows, text.batch_size)
             del given
-        if streams:
-            model = stream_loading(loading, max_memory, device)
-        else:
-            model = loading.fill().to(device)
-        if windows is not None:
-            records = {name: InputRecord() for name, layer in layers.items() if layer.is_linear}
-            calls = -(-len(windows) // batch_size)
-            observe = partial(recording_inputs, layers, records, samples, calls)
-            predictions = reference.compare(model, windows, batch_size, observe)
-        sizes = weight_bytes(loading.reader.entries, layers)
-        caches = loading.fmt.config.kv_cache_patterns
-        make = _Maker(model, layers, sizes, records, samples, caches)
+        model = _load(loading, streams, max_memory, device)
+        if text is not None:
+            records, predictions = text.compare(model, layers, reference)
+        make = _Maker.of(loading, model, records, samples)
         found = {name: make(name, weight) for name, weight in _pairs(layers, weights)}
     return _report(
         loading,
@@ -193,6 +174,45 @@ def measure(
         predictions=predictions,
         experts=_experts(model, records),
     )
+
+
+def _original_weights(
+    original: str | Path | None, layers: Mapping[str, PackedLayer], trust_remote_code: bool
+) -> OriginalWeights | None:
+    if original is None:
+        return None
+    weights = OriginalWeights(Path(original), trust_remote_code)
+    weights.check({name: layer.shapes["weight"] for name, layer in layers.items()})
+    return weights
+
+
+def _load(loading: Loading, streams: bool, max_memory: int | None, device: str) -> nn.Module:
+    if streams:
+        return stream_loading(loading, max_memory, device)
+    return loading.fill().to(device)
+
+
+class _Windows(NamedTuple):
+    """Windows of tokens to run models on.
+
+    Attributes:
+        windows: Token identifiers, (windows, length).
+        batch_size: Windows that run together.
+        samples: Store for a sample of the inputs of layers.
+    """
+
+    windows: torch.Tensor
+    batch_size: int
+    samples: ActivationStore
+
+    def compare(
+        self, model: nn.Module, layers: Mapping[str, PackedLayer], reference: Reference
+    ) -> tuple[dict[str, InputRecord], Predictions]:
+        """Run a quantized model; return records of the inputs of layers, and its predictions."""
+        records = {name: InputRecord() for name, layer in layers.items() if layer.is_linear}
+        calls = -(-len(self.windows) // self.batch_size)
+        observe = partial(recording_inputs, layers, records, self.samples, calls)
+        return records, reference.compare(model, self.windows, self.batch_size, observe)
 
 
 def _report(loading: Loading, layers: list[Layer], **known: Any) -> Report:
@@ -251,6 +271,20 @@ class _Maker:
     records: Mapping[str, InputRecord]
     samples: ActivationStore
     caches: Sequence[str]  # patterns of the layers that write the key-value cache
+
+    @classmethod
+    def of(
+        cls,
+        loading: Loading,
+        model: nn.Module,
+        records: Mapping[str, InputRecord],
+        samples: ActivationStore,
+    ) -> _Maker:
+        """Return what measures the layers of a checkpoint."""
+        layers = _packed(model)
+        sizes = weight_bytes(loading.reader.entries, layers)
+        caches = loading.fmt.config.kv_cache_patterns
+        return cls(model, layers, sizes, records, samples, caches)
 
     @torch.inference_mode()
     def __call__(self, name: str, original: torch.Tensor | None) -> Layer:

@@ -255,7 +255,7 @@ class TestRefused:
         assert sorted(tmp_path.iterdir()) == before and not any((tmp_path / "out").iterdir())
 
     def test_what_needs_a_model(self, source, tmp_path, monkeypatch):
-        monkeypatch.setattr("quark.torch.export.file_to_file.open_float_model", None)
+        monkeypatch.setattr("quark.torch.export.file_to_file.open_in_float", None)
         message = "static activation scales are calibrated on data"
         self.refused(config_of("fp8"), source(), tmp_path, message)
         shutil.rmtree(tmp_path / "out")
@@ -267,9 +267,18 @@ class TestRefused:
         config = build_config(scheme("w_int4_per_group_asym", 10), exclude=["lm_head"])
         self.refused(config, source(), tmp_path, message)
 
-    def test_a_model_that_is_quantized(self, source, tmp_path):
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"quantization_config": {"quant_method": "hqq"}}, "quant_method='hqq' is unknown"),
+            ({"model_type": "unheard"}, "does not know its architecture 'unheard'"),
+        ],
+    )
+    def test_a_model_that_is_quantized_otherwise(self, change, message, source, tmp_path):
         from_files(config_of("int8_wo"), source(), tmp_path / "first")
-        self.refused(config_of("int8_wo"), tmp_path / "first", tmp_path, "is quantized already")
+        file = tmp_path / "first" / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | change))
+        self.refused(config_of("int8_wo"), tmp_path / "first", tmp_path, message)
 
     @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"])
     def test_values_that_are_not_finite(self, name, source, tmp_path):

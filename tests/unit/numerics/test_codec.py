@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from quark.torch.numerics.codec import decode, encode
+from quark.torch.numerics.codec import decode, encode, round_to_codes
 from quark.torch.numerics.formats import Dtype
 from quark.torch.numerics.qdq import dequantize, fake_quantize, quantize
+from quark.torch.numerics.rounding import RoundType, round_to_grid_
 from quark.torch.numerics.scheme import Scheme
 
 CASTS = {
@@ -125,3 +126,16 @@ def test_unsigned_floats_take_negative_values_for_zero():
     faked = fake_quantize(x, scale, None, scheme)
     assert faked.tolist() == [0.0, 0.0, 1.0, 2.0]
     assert torch.equal(dequantize(quantize(x, scale, None, scheme), scale, None, scheme), faked)
+
+
+@pytest.mark.parametrize("mode", RoundType)
+@pytest.mark.parametrize("name", FIELDS)
+def test_codes_of_rounded_values(name, mode):
+    """Every finite bfloat16 value, and those around ties, give the codes of values on the grid."""
+    fmt = Dtype[name].value
+    every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16).float()
+    ties = (decode(finite_codes(name), fmt)[1:] + decode(finite_codes(name), fmt)[:-1]) / 2
+    values = torch.cat([every[every.isfinite()], ties, -ties])
+    values = torch.cat([values, values.nextafter(ONE), values.nextafter(-ONE)])
+    expected = encode(round_to_grid_(values.clone(), fmt, mode), fmt)
+    assert torch.equal(round_to_codes(values.clone(), fmt, mode), expected)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quark.torch.numerics.finite import find_infinite, is_finite
+from quark.torch.numerics.finite import find_infinite, has_nan, is_finite
 
 GOOD = {
     "values": torch.tensor([1.0, -3e38]),
@@ -25,3 +25,22 @@ def test_finite_tensors():
     assert find_infinite(GOOD) is None
     assert find_infinite({}) is None
     assert all(is_finite(x) for x in GOOD.values())
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.float8_e4m3fnuz,
+        torch.float8_e8m0fnu,
+        torch.bfloat16,
+        torch.uint8,
+    ],
+)
+def test_nan_among_codes(dtype):
+    codes = torch.arange(256).to(torch.uint8).repeat_interleave(dtype.itemsize).view(dtype)
+    is_nan = codes.float().isnan()
+    assert [has_nan(code) for code in codes.split(1)] == is_nan.tolist()
+    assert has_nan(codes) == bool(is_nan.any()) and not has_nan(codes[~is_nan])
+    assert not has_nan(codes[:0])

@@ -60,15 +60,20 @@ def model_of(family):
     return AutoModelForSeq2SeqLM.from_config(config).eval()
 
 
-def bits_of(way, batches, family="llama"):
-    """Return a digest of each tensor of a model that is quantized on some data."""
+def config_of(way):
+    """Return the configuration of a way to quantize."""
     name, *algorithms = WAYS[way]
     config = preset(name, *algorithms)
     if way == "static":  # with a quantized cache
         layer = replace(config.global_quant_config, output_tensors=kv_cache_scheme("fp8"))
         config.layer_quant_config = dict.fromkeys(["*k_proj", "*v_proj"], layer)
         config.kv_cache_quant_config = dict(config.layer_quant_config)
-    model = quantized(model_of(family), config, batches)
+    return config
+
+
+def bits_of(way, batches, family="llama"):
+    """Return a digest of each tensor of a model that is quantized on some data."""
+    model = quantized(model_of(family), config_of(way), batches)
     return {name: digest(x) for name, x in model.state_dict().items()}
 
 

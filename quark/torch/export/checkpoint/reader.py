@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -13,11 +13,13 @@ from torch import nn
 
 from quark.torch.export.checkpoint.computed_buffers import check_buffers, compute_buffers
 from quark.torch.export.checkpoint.files import TensorHeader
+from quark.torch.export.checkpoint.graphs import build_for_load, check_edges
 from quark.torch.export.checkpoint.header_checks import check_headers, tied_names
 from quark.torch.export.checkpoint.rotation_config import declare_rotation, rotates_keys
 from quark.torch.export.checkpoint.scale_checks import check_scales
 from quark.torch.export.checkpoint.transformers_names import rename_for_model
 from quark.torch.export.formats.base import ExportFormat
+from quark.torch.quantization.config.algo import RotationConfig
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import assign
 from quark.torch.quantization.nn.attention import check_routes, key_projections, route_keys
@@ -25,7 +27,7 @@ from quark.torch.quantization.nn.experts import split_experts, stack_experts
 from quark.torch.quantization.nn.layer import PARAMETERS, QuantizedLayer
 from quark.torch.quantization.nn.operators import is_operator
 from quark.torch.quantization.nn.packed import SHORT_NAMES, PackedLayer, PackedQuantizer
-from quark.torch.quantization.preparation import check_plain, mark_as_quantized
+from quark.torch.quantization.preparation import check_plain, layer_kind, mark_as_quantized
 
 logger = logging.getLogger(__name__)
 
@@ -213,6 +215,27 @@ def load(model: nn.Module, fmt: ExportFormat, reader: Reader) -> nn.Module:
     return prepare_load(model, fmt, reader).fill()
 
 
+def load_graph(model: nn.Module, section: Any, fmt: ExportFormat, reader: Reader) -> nn.Module:
+    """Return a quantized graph with the tensors of a checkpoint.
+
+    Args:
+        model: The float graph. It is not changed.
+        section: Section "graph" of ``config.json``.
+        fmt: Format of the checkpoint.
+        reader: Its tensors.
+
+    Raises:
+        ValueError: The graph is another one, or tensors are missing, unexpected, or of the wrong
+            shape or type.
+    """
+    graph = build_for_load(model, section, reader.entries)
+    config = graph.quant_config
+    load(graph, fmt, reader)
+    check_edges(graph)
+    graph.quant_config = config
+    return graph
+
+
 def cast_float_parameters(
     model: nn.Module, dtype: torch.dtype, float32: Collection[str] = ()
 ) -> nn.Module:
@@ -298,10 +321,14 @@ def outline_of(
         for key, tensor in model.state_dict().items()
         if key.rpartition(".")[0] not in every_name
     }
+    rotates = any(isinstance(options, RotationConfig) for options in fmt.config.algo_config or [])
+    made: dict[Hashable, dict[str, torch.Tensor]] = {}
     for name, layer in layers.items():
-        empty = _on_meta(model.get_submodule(name))
-        for key, tensor in _prepare_layer(empty, name, layer, fmt).state_dict().items():
-            outline[f"{name}.{key}"] = tensor
+        module = model.get_submodule(name)
+        kind = layer_kind(module, layer), name if rotates else ""  # rotations go by names
+        if kind not in made:
+            made[kind] = _prepare_layer(_on_meta(module), name, layer, fmt).state_dict()
+        outline |= {f"{name}.{key}": tensor for key, tensor in made[kind].items()}
     return outline
 
 

@@ -14,6 +14,13 @@ from torch import fx, nn
 
 from quark import __version__
 from quark.torch.export.checkpoint.config_json import CALIBRATION
+from quark.torch.export.checkpoint.graphs import (
+    GRAPH,
+    edge_tensors,
+    graph_section,
+    is_quantized_graph,
+    layers_config,
+)
 from quark.torch.export.checkpoint.rotation_config import with_rotations
 from quark.torch.export.checkpoint.transformers_names import saved_names
 from quark.torch.export.checks import check_configured, check_float
@@ -24,8 +31,7 @@ from quark.torch.quantization.calibration import group_by_parent, merged_scale
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.match import config_for, without_order
-from quark.torch.quantization.graph_mode.edges import edge_quantizers
-from quark.torch.quantization.graph_mode.nodes import call_functions
+from quark.torch.quantization.graph_mode.edges import EDGES
 from quark.torch.quantization.nn.attention import key_routes
 from quark.torch.quantization.nn.experts import is_stacked
 from quark.torch.quantization.nn.layer import QuantizedLayer, float_class
@@ -71,22 +77,6 @@ def check_present(model: nn.Module) -> None:
         )
 
 
-def _check_is_no_graph(model: nn.Module) -> None:
-    """Check that a model is not a quantized graph.
-
-    Raises:
-        ValueError: It is: files of tensors have no place for its operators and their quantizers.
-    """
-    has_operators = isinstance(model, fx.GraphModule) and any(call_functions(model))
-    if has_operators or edge_quantizers(model):
-        raise ValueError(
-            "The model is a graph: its operators and the quantizers between them have no place in "
-            "a checkpoint of tensors, so nothing could load it. Use "
-            "save_params(…, quant_mode=QuantizationMode.fx_graph_mode), export_onnx or "
-            "export_program."
-        )
-
-
 def make_format(
     model: nn.Module, config: Config | None, options: JsonExporterConfig, mode: str
 ) -> ExportFormat:
@@ -97,7 +87,8 @@ def make_format(
             format is unknown or cannot hold it.
     """
     check_exportable(model)
-    _check_is_no_graph(model)
+    if is_quantized_graph(model):
+        return _graph_format(model, options, mode)
     config = config or _remembered(model)
     if config is None:
         raise ValueError("Pass quant_config: the model does not remember how it was quantized.")
@@ -118,6 +109,27 @@ def make_format(
     fmt = get_format(mode, _naming_all(model, config), options)
     saved = dict(zip(saved_names(model, layers), layers.values(), strict=True))
     fmt.check_writable({**layers, **saved}, _left(model))
+    return fmt
+
+
+def _graph_format(model: nn.Module, options: JsonExporterConfig, mode: str) -> ExportFormat:
+    """Return the format of the layers of a graph.
+
+    Raises:
+        ValueError: The format is that of other software, which reads no graphs.
+    """
+    if mode != "quark":
+        raise ValueError(
+            f"custom_mode={mode!r} has no place for graphs. Leave it out, or use "
+            "save_params(…, quant_mode=QuantizationMode.fx_graph_mode), export_onnx or "
+            "export_program."
+        )
+    assert isinstance(model, fx.GraphModule)
+    graph_section(model)  # raises before anything is written
+    fmt = get_format(mode, layers_config(model), options)
+    fmt.check_writable(
+        {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLayer)}, []
+    )
     return fmt
 
 
@@ -182,6 +194,9 @@ def collect(model: nn.Module, fmt: ExportFormat) -> dict[str, torch.Tensor]:
     layers = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLayer)}
     scales = merged_scales(layers, fmt.options)
     state, parameters = float_state(model), dict(model.named_parameters())
+    if is_quantized_graph(model):  # a trained range is a parameter; its scale is written
+        state = {name: t for name, t in state.items() if not name.startswith(f"{EDGES}.")}
+        state |= edge_tensors(model)
     check_configured(model, fmt.config, layers)
     check_float({name: tensor for name, tensor in state.items() if name in parameters})
     report_experts(model)
@@ -309,7 +324,8 @@ def write_model_files(
         write_json(
             directory / "config.json",
             {"architectures": architectures, "quantization_config": section}
-            | ({} if digest is None else {CALIBRATION: digest}),
+            | ({} if digest is None else {CALIBRATION: digest})
+            | ({GRAPH: graph_section(model)} if is_quantized_graph(model) else {}),  # type: ignore[arg-type]
         )
     else:
         written = copy.deepcopy(config)

@@ -33,6 +33,8 @@ from quark.torch.quantization.config.algo_lookup import (
     load_quant_algo_config_from_file as load_quant_algo_config_from_file,
 )
 from quark.torch.quantization.config.export import JsonExporterConfig
+from quark.torch.quantization.config.graph import PassOptions as PassOptions
+from quark.torch.quantization.config.graph import ShiftLimits as ShiftLimits
 from quark.torch.quantization.config.layer import QLayerConfig as QLayerConfig
 from quark.torch.quantization.config.layer import QuantizationConfig as QuantizationConfig
 from quark.torch.quantization.config.name_lookup import one_of
@@ -71,6 +73,7 @@ else:
         "GPTAQConfig",
         "GPTQConfig",
         "OnlineRotationConfig",
+        "PassOptions",
         "PreQuantOptConfig",
         "QATSpec",
         "QConfig",
@@ -84,6 +87,7 @@ else:
         "RotationConfig",
         "SVDQuantConfig",
         "ScaleQuantSpec",
+        "ShiftLimits",
         "SmoothQuantConfig",
         "TQTSpec",
         "TwoStageSpec",
@@ -120,10 +124,19 @@ _NOT_WRITTEN = {
     "kv_cache_group",
     "log_severity_level",
     "min_kv_scale",
+    "pass_options",
     "pre_quant_opt_config",
     "quant_flow",
     "shared_scale_groups",
+    "shift_limits",
     "sync_moe_expert_input_amax",
+}
+_WRITTEN_IF_SET = {"export", "pass_options", "shift_limits"}  # though they are in _NOT_WRITTEN
+# Fields that hold a dataclass of plain values.
+_OBJECTS: dict[str, type[Any]] = {
+    "export": JsonExporterConfig,
+    "pass_options": PassOptions,
+    "shift_limits": ShiftLimits,
 }
 _FOREIGN_KEYS = {"quant_method"}
 _READ = (  # fields that have readers of their own, which check them
@@ -134,7 +147,7 @@ _READ = (  # fields that have readers of their own, which check them
     "softmax_quant_spec",
     "algo_config",
     "pre_quant_opt_config",
-    "export",
+    *_OBJECTS,
 )
 _LISTS = ("exclude", "algo_config", "pre_quant_opt_config", "kv_cache_group", "shared_scale_groups")
 
@@ -176,6 +189,9 @@ class Config:
         export: Options of the export that wrote the checkpoint.
         float_parts: Kinds of parts that stay in float, found by the structure of the model when
             it is quantized: ``tower`` (vision and audio), ``projector`` and ``router``.
+        pass_options: Graph mode: rewrites of the graph that are applied only if asked for.
+        shift_limits: Graph mode: limits of the shifts of an integer-only device. Scales, which are
+            powers of two then, are changed to keep them.
 
     Raises:
         TypeError: A field holds a value of another type.
@@ -203,6 +219,8 @@ class Config:
     keep_prequantized_layers: bool = True
     export: JsonExporterConfig | None = None
     float_parts: list[str] = field(default_factory=list)
+    pass_options: PassOptions | None = None
+    shift_limits: ShiftLimits | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.global_quant_config, QuantizationConfig):
@@ -216,6 +234,10 @@ class Config:
         self.layer_type_quant_config = dict(self.layer_type_quant_config or {})
         self.kv_cache_quant_config = dict(self.kv_cache_quant_config or {})
         self._check_layers()
+        for name, cls in _OBJECTS.items():
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, cls):
+                raise TypeError(f"{name}: expected {cls.__name__} or None, got {value!r}.")
         mode, flow = QuantizationMode.eager_mode, QuantFlow.standard
         self.quant_mode = member(QuantizationMode, self.quant_mode, "quant_mode") or mode
         self.quant_flow = member(QuantFlow, self.quant_flow, "quant_flow") or flow
@@ -257,7 +279,8 @@ class Config:
         data: dict[str, Any] = {}
         for f in fields(self):
             value = getattr(self, f.name)
-            if everything or f.name not in _NOT_WRITTEN or (f.name == "export" and value):
+            is_set = value is not None and f.name in _WRITTEN_IF_SET
+            if everything or f.name not in _NOT_WRITTEN or is_set:
                 data[f.name] = _written(f.name, value)
         return dict(sorted(data.items()))
 
@@ -303,7 +326,7 @@ def _written(name: str, value: Any) -> Any:
         return {pattern: layer.to_dict() for pattern, layer in value.items()}
     if name in ("algo_config", "pre_quant_opt_config"):
         return [asdict(algorithm) for algorithm in value]
-    return asdict(value) if name == "export" else plain(value)
+    return asdict(value) if name in _OBJECTS else plain(value)
 
 
 def _read(name: str, value: Any) -> Any:
@@ -324,10 +347,12 @@ def _read(name: str, value: Any) -> Any:
         return layers
     if name in ("algo_config", "pre_quant_opt_config"):
         return [_read_algorithm(part, f"{name}[{i}]") for i, part in enumerate(_as_list(value))]
-    if name == "export":
-        given = known(value, JsonExporterConfig, "quantization_config.export")
-        check_fields(given, JsonExporterConfig, name)
-        return JsonExporterConfig(**given)
+    if name in _OBJECTS:
+        cls = _OBJECTS[name]
+        given = known(value, cls, f"quantization_config.{name}")
+        check_fields(given, cls, name)
+        with path_of(name):
+            return cls(**given)
     return value
 
 

@@ -209,8 +209,10 @@ def _count_experts(module: nn.Module) -> int:
     if stacks and not isinstance(module, _LAYERS):
         return stacks[0] if len(set(stacks)) == 1 else 0
     members = [child for name, child in module.named_children() if name.isdecimal()]
-    shapes = {tuple(_shapes(member)) for member in members}
-    return len(members) if len(shapes) == 1 and any(shapes) else 0
+    first = tuple(_shapes(members[0])) if members else ()
+    # It stops at the first member that differs: blocks of large models have many parameters.
+    is_equal = bool(first) and all(tuple(_shapes(member)) == first for member in members[1:])
+    return len(members) if is_equal else 0
 
 
 def _shapes(module: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -15,6 +15,7 @@ from quark.torch.export.api import export_onnx
 from quark.torch.quantization.api import ModelQuantizer
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.type import QuantizationMode
+from quark.torch.quantization.graph_mode.inputs import check_arguments
 from quark.torch.quantization.graph_mode.quantization import is_exported
 from quark.torch.quantization.graph_mode.tracing import trace_graph
 from quark.torch.quantization.preparation import quantized_layers
@@ -83,8 +84,10 @@ class FxGraphQuantizer(ModelQuantizer):
 
         Raises:
             FileExistsError: The directory is in use.
-            ValueError: The model is not quantized, or ONNX cannot express it.
+            ValueError: The model is not quantized or does not take the arguments, or ONNX cannot
+                express it.
         """
+        check_arguments(model, input_args)
         is_frozen = all(layer.frozen for _, layer in quantized_layers(model))
         frozen = model if is_frozen else self.freeze(copy.deepcopy(model).eval())
         export_onnx(model=frozen, output_dir=export_dir, input_args=input_args)

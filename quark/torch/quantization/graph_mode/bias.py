@@ -14,7 +14,7 @@ from torch import fx
 
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.quantization.config.type import Dtype
-from quark.torch.quantization.graph_mode.edges import MovedQuantizer
+from quark.torch.quantization.graph_mode.edges import edge_quantizer
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from quark.torch.quantization.nn.quantizer import TensorQuantizer
 
@@ -36,7 +36,7 @@ def set_bias_scales(graph: fx.GraphModule) -> None:
     for layer, scales in inputs.items():
         bias, weight = layer.bias_quantizer, layer.weight_quantizer
         is_int32 = bias is not None and bias.spec.dtype is Dtype.int32
-        if bias is None or weight is None or layer.frozen:
+        if bias is None or weight is None:
             continue
         if not is_int32 or not bias.scheme.symmetric:
             continue
@@ -44,13 +44,14 @@ def set_bias_scales(graph: fx.GraphModule) -> None:
         if len(known) == len(scales) and _is_per_output(layer, weight):
             assert weight.scale is not None
             _set_scale(bias, weight.scale.float() * torch.stack(known).amin())
+            if layer.frozen:  # an algorithm rounded the weight before the input had a scale
+                bias.freeze_(layer.bias.detach())
 
 
 def _scale_of(graph: fx.GraphModule, value: fx.Node) -> torch.Tensor | None:
     """Return the scale [] of the quantizer that makes a value, or None."""
-    module = graph.get_submodule(str(value.target)) if value.op == "call_module" else None
-    quantizer = module.source if isinstance(module, MovedQuantizer) else module
-    if not isinstance(quantizer, TensorQuantizer) or quantizer.is_dynamic:
+    quantizer = edge_quantizer(graph, value)
+    if quantizer is None or quantizer.is_dynamic:
         return None
     is_per_tensor = quantizer.scheme.qscheme is QSchemeType.per_tensor
     return quantizer.scale if is_per_tensor else None

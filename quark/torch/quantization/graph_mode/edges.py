@@ -9,6 +9,7 @@ as follows, where Q is one quantizer:
 - A product that nothing reads but a clamp (ReLU, ReLU6, …) is quantized after the clamp only.
 - Operators that only move values share the scale of what they move. So do all inputs and the
   output of a concatenation.
+- A clamp that is not behind a product, such as min(x, cap), sets the range of what it alone reads.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -58,6 +59,19 @@ class MovedQuantizer(nn.Module):
         return source.fake_quantized(x)  # the range does not follow values a second time
 
 
+class CappedQuantizer(MovedQuantizer):
+    """Quantizes values that nothing but a clamp reads, by the quantizer behind the clamp.
+
+    Rounding is monotonic, so Q(min(Q(x), Q(cap))) = Q(min(x, cap)): this quantizer changes no
+    result. It lets integer products end before the clamp. In training mode it does nothing, so that
+    the range follows values that are not cut yet.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Fake-quantize ``x`` in evaluation mode."""
+        return x if self.training else super().forward(x)
+
+
 class _Key(NamedTuple):
     """A quantized value.
 
@@ -78,17 +92,28 @@ class Edges:
         specs: All specifications.
         readers: Quantized value -> the nodes that read it quantized; None for all nodes.
         origins: Quantized value that an operator moved -> what it was before.
+        capped: Quantized values that nothing but a clamp reads, which sets their range.
     """
 
     specs: list[QuantizationSpec] = field(default_factory=list)
     readers: dict[_Key, set[fx.Node] | None] = field(default_factory=dict)
     origins: dict[_Key, set[_Key]] = field(default_factory=dict)
+    capped: set[_Key] = field(default_factory=set)
+
+    @property
+    def uses_data(self) -> bool:
+        """Whether a scale is calibrated where there is data."""
+        return any(self.specs[key.spec].needs_data for key in self.readers)
 
     @property
     def needs_data(self) -> bool:
-        """Whether a scale has to be calibrated."""
+        """Whether a scale has to be calibrated. Trained ranges can start while they train."""
         specs = (self.specs[key.spec] for key in self.readers)
         return any(spec.needs_data and spec.range_training is None for spec in specs)
+
+    def is_observed(self, key: _Key) -> bool:
+        """Whether a quantized value takes part in the range of its group."""
+        return key not in self.capped and self.origins.get(key, set()) <= self.capped
 
     def key(self, value: fx.Node, spec: QuantizationSpec) -> _Key:
         """Return the key of a value under a specification."""
@@ -136,22 +161,35 @@ def plan_edges(configs: Mapping[fx.Node, QuantizationConfig], movements: set[fx.
             origins = _origins(key, edges.readers, movements)
             if origins:
                 edges.origins[key] = origins
+            if all(_is_clamped(origin.value, key.value) for origin in origins):
+                edges.capped |= origins
     return edges
 
 
-def insert_edges(graph: fx.GraphModule, edges: Edges) -> None:
-    """Insert quantizers into a graph, in place."""
+def insert_edges(graph: fx.GraphModule, edges: Edges, trains: bool = True) -> None:
+    """Insert quantizers into a graph, in place.
+
+    Args:
+        graph: The graph.
+        edges: The quantizers.
+        trains: Whether ranges train whose specifications say so.
+    """
     names: dict[_Key, str] = {}
     device = next((p.device for p in graph.parameters()), torch.device("cpu"))
     for group in edges.groups():
         source: TensorQuantizer | None = None
         name = ""
-        for key in sorted(group, key=edges.origins.__contains__):  # moved values come last
+        for key in sorted(group, key=edges.is_observed, reverse=True):  # observed values come first
             if source is None:
-                source = make_quantizer(edges.specs[key.spec], (), device)
+                spec = edges.specs[key.spec]
+                shape = _trained_shape(key.value, spec)
+                source = make_quantizer(spec, shape, device) if trains else TensorQuantizer(spec)
                 name = _add(graph, key.value, source)
-            is_moved = key in edges.origins
-            names[key] = _add(graph, key.value, MovedQuantizer(source)) if is_moved else name
+            if edges.is_observed(key):
+                names[key] = name
+            else:
+                kind = CappedQuantizer if key in edges.capped else MovedQuantizer
+                names[key] = _add(graph, key.value, kind(source))
     # A value that all nodes read quantized: its producer comes first, so it is inserted first.
     quantized: dict[fx.Node, fx.Node] = {}
     for key, readers in edges.readers.items():
@@ -167,6 +205,14 @@ def edge_quantizers(graph: nn.Module) -> dict[str, TensorQuantizer]:
     holder = getattr(graph, EDGES, None)
     children = holder.named_children() if isinstance(holder, nn.Module) else ()
     return {name: q for name, q in children if isinstance(q, TensorQuantizer)}
+
+
+def edge_quantizer(graph: fx.GraphModule, node: Any) -> TensorQuantizer | None:
+    """Return the quantizer that a node applies to a value of a graph; None for anything else."""
+    is_call = isinstance(node, fx.Node) and node.op == "call_module"
+    module = graph.get_submodule(str(node.target)) if is_call else None
+    quantizer = module.source if isinstance(module, MovedQuantizer) else module
+    return quantizer if isinstance(quantizer, TensorQuantizer) else None
 
 
 def edge_modules(graph: nn.Module) -> dict[str, TensorQuantizer]:
@@ -194,6 +240,12 @@ def _fused_clamps(
         is_same = configs[clamp].output_tensors == config.output_tensors
         if is_same and operator_name(clamp) in CLAMPS:
             yield node, clamp
+
+
+def _is_clamped(value: fx.Node, reader: fx.Node) -> bool:
+    """Whether a clamp is the only reader of a value."""
+    is_clamp = operator_name(reader) in CLAMPS | {"minimum", "maximum"}
+    return is_clamp and set(value.users) == {reader}
 
 
 def _is_read(value: fx.Node) -> bool:
@@ -227,6 +279,24 @@ def _origins(
             return set()
         origins |= more
     return origins
+
+
+def _trained_shape(value: fx.Node, spec: QuantizationSpec) -> tuple[int, ...]:
+    """Return the shape of the scale of a value if it is trained, else ().
+
+    Raises:
+        ValueError: The axis of the channels has any size.
+    """
+    scheme = spec.scheme
+    if spec.range_training is None or scheme.qscheme is not QSchemeType.per_channel:
+        return ()
+    channels = value.meta["val"].shape[scheme.axis]
+    if not isinstance(channels, int):
+        raise ValueError(
+            f"{value.name} has any size along ch_axis={scheme.axis}, so a range for each channel "
+            "cannot train: export the graph with a fixed size of this axis."
+        )
+    return (channels,)
 
 
 def _add(graph: fx.GraphModule, value: fx.Node, quantizer: nn.Module) -> str:

@@ -10,9 +10,9 @@ from typing import Any
 from torch import fx
 from torch.utils._pytree import tree_unflatten
 
+from quark.torch.quantization.config.graph import PassOptions
 from quark.torch.quantization.graph_mode.nodes import call_functions, operator_name
 from quark.torch.quantization.graph_mode.passes.graph_edits import arguments
-from quark.torch.quantization.graph_mode.passes.options import PassOptions
 from quark.torch.quantization.graph_mode.passes.preparation import prepare
 
 # Operators that behave differently while training -> the argument that says so.
@@ -61,7 +61,10 @@ def independent_copy(graph: fx.GraphModule) -> fx.GraphModule:
 
 
 def rewrite(
-    graph: fx.GraphModule, inputs: Sequence[Any], options: PassOptions | None = None
+    graph: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: PassOptions | None = None,
+    has_random: bool = False,
 ) -> fx.GraphModule:
     """Return a graph with the same function that can be quantized better: see ``PASSES``.
 
@@ -69,6 +72,7 @@ def rewrite(
         graph: Result of ``independent_copy``.
         inputs: An example of each placeholder.
         options: Rewrites that are applied only if they are asked for.
+        has_random: Whether random samples are among the inputs already.
 
     Raises:
         ValueError: The graph does not run, or an operator writes into a parameter, a buffer, an
@@ -77,7 +81,7 @@ def rewrite(
     args, kwargs = tree_unflatten(list(inputs), graph._in_spec)
     names = graph.graph._codegen.pytree_info.orig_args  # type: ignore[attr-defined]
     named = dict(zip((name for name in names if name != "self"), args, strict=False)) | kwargs
-    rewritten = prepare(graph, named if kwargs else args, options)
+    rewritten = prepare(graph, named if kwargs else args, options, has_random)
     for node in call_functions(rewritten):
         if node.target._schema.is_mutable:  # type: ignore[union-attr]
             raise ValueError(

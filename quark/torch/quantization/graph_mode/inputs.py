@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -93,6 +93,24 @@ def fit_batches(graph: fx.GraphModule, batches: Iterable[Any]) -> Iterable[Any]:
     if misfit is not None:
         raise ValueError(misfit)
     return Chunks(batches) if rows is None else _FixedBatches(batches)
+
+
+def check_arguments(
+    graph: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+) -> None:
+    """Check that a graph takes arguments.
+
+    Raises:
+        ValueError: It takes another number, type or shape of tensors.
+    """
+    nodes, values = placeholders(graph), tree_leaves((args, dict(kwargs or {})))
+    if len(values) != len(nodes):
+        names = ", ".join(node.name for node in nodes)
+        raise ValueError(f"The graph takes {len(nodes)} inputs ({names}), got {len(values)}.")
+    for node, value in zip(nodes, values, strict=True):
+        problem = _misfit(node, value)
+        if problem is not None:
+            raise ValueError(f"The arguments do not fit the graph: {problem}")
 
 
 class _FixedBatches:

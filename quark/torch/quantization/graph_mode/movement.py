@@ -42,6 +42,7 @@ class _Prober(fx.Interpreter):
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__(graph)
         self.movements: set[fx.Node] = set()
+        self._known: dict[str, bool] = {}  # an operator with shapes -> whether it moves values
 
     def run_node(self, n: fx.Node) -> Any:
         """Run a node."""
@@ -49,9 +50,20 @@ class _Prober(fx.Interpreter):
         result = super().run_node(n)
         if "val" not in n.meta:
             n.meta["val"] = tree_map(_without_values, result)
-        if is_aten(n) and _moves(n.target, args, kwargs):
+        if is_aten(n) and self._moves(n, args, kwargs):
             self.movements.add(n)
         return result
+
+    def _moves(self, n: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        def describe(leaf: Any) -> Any:
+            if _is_float(leaf):
+                return str((leaf.shape, leaf.stride(), leaf.dtype, leaf.device))
+            return n.name if isinstance(leaf, torch.Tensor) else leaf  # values count, as of indices
+
+        key = str((n.target, *tree_map(describe, (args, kwargs))))
+        if key not in self._known:
+            self._known[key] = _moves(n.target, args, kwargs)
+        return self._known[key]
 
 
 def _without_values(leaf: Any) -> Any:

@@ -25,6 +25,7 @@ from quark.torch.quantization.calibration import calibrate
 from quark.torch.quantization.checks import check_data, check_processes
 from quark.torch.quantization.config.algo import CLEConfig
 from quark.torch.quantization.config.config import Config
+from quark.torch.quantization.config.graph import PassOptions
 from quark.torch.quantization.config.type import QuantizationMode
 from quark.torch.quantization.graph_mode.bias import set_bias_scales
 from quark.torch.quantization.graph_mode.edges import (
@@ -38,13 +39,14 @@ from quark.torch.quantization.graph_mode.inputs import example_inputs, fit_batch
 from quark.torch.quantization.graph_mode.layers import raise_layers
 from quark.torch.quantization.graph_mode.movement import find_movements
 from quark.torch.quantization.graph_mode.nodes import call_functions
-from quark.torch.quantization.graph_mode.passes.options import PassOptions
+from quark.torch.quantization.graph_mode.passes.proof import two_samples
 from quark.torch.quantization.graph_mode.selection import (
     configure_layers,
     configure_nodes,
     graph_config,
     report_float_operators,
 )
+from quark.torch.quantization.graph_mode.shifts import apply_shift_limits, check_shift_specs
 from quark.torch.quantization.nn.learned_range import LearnedRangeQuantizer
 from quark.torch.quantization.plan import Plan, prepare
 from quark.torch.quantization.preparation import (
@@ -67,9 +69,13 @@ def check_mode(model: nn.Module, config: Config) -> None:
     """Check that a model is what the mode of a configuration takes.
 
     Raises:
-        ValueError: It is a graph in eager mode, or a module in graph mode.
+        ValueError: It is a graph in eager mode, or a module in graph mode, or options of graph mode
+            are given in eager mode.
     """
     is_graph_mode = config.quant_mode is QuantizationMode.fx_graph_mode
+    for name in ("pass_options", "shift_limits"):
+        if getattr(config, name) is not None and not is_graph_mode:
+            raise ValueError(f"{name} is for quant_mode=fx_graph_mode: leave it out.")
     if is_exported(model) and not is_graph_mode:
         raise ValueError(
             "The model is a graph of torch.export: set quant_mode=QuantizationMode.fx_graph_mode, "
@@ -99,10 +105,11 @@ def check_trained_graph(graph: fx.GraphModule) -> None:
 
 
 def fix_graph_ranges(graph: fx.GraphModule) -> None:
-    """Let the ranges of edges stay as they are, and give biases the scales that follow."""
+    """Let the ranges of edges stay as they are, and set the scales that depend on them."""
     for quantizer in edge_quantizers(graph).values():
         quantizer.end_training()
-    set_bias_scales(graph)
+    config = getattr(graph, "quant_config", None)
+    _set_dependent_scales(graph, config if isinstance(config, Config) else Config())
 
 
 def quantize_graph(
@@ -124,8 +131,7 @@ def quantize_graph(
     copied = independent_copy(graph)
     data = () if dataloader is None else fit_batches(copied, make_repeatable(dataloader))
     inputs = example_inputs(copied, data)
-    model = raise_layers(rewrite(copied, inputs, _pass_options(config)))
-    movements = find_movements(model, inputs)
+    model, movements = _with_layers(copied, inputs, config)
     with joined():
         plan, edges = _check(model, config, data, movements)
         check_processes(model, plan)
@@ -136,12 +142,49 @@ def quantize_graph(
             with record_writes(lambda parameter: None):
                 apply_algorithms(model, plan, structure)
         calibrate(model, plan)
-        set_bias_scales(model)
+        _set_dependent_scales(model, config)
         mark_as_quantized(model, config)
         if plan.data_digest is not None:
             model.calibration_sha256 = plan.data_digest  # type: ignore[assignment]
     logger.info("Model quantization has been completed.")
     return model
+
+
+def build_graph(graph: fx.GraphModule, config: Config) -> fx.GraphModule:
+    """Return what ``quantize_graph`` makes, with float layers and quantizers without scales.
+
+    Args:
+        graph: An exported graph. It is not changed.
+        config: How it was quantized.
+
+    Raises:
+        ValueError: The configuration does not fit the graph.
+    """
+    copied = independent_copy(graph)
+    model, movements = _with_layers(copied, example_inputs(copied, ()), config)
+    config = graph_config(config, model)
+    layers = configure_layers(model, config)
+    nodes = configure_nodes(model, config, layers)
+    insert_edges(model, plan_edges(nodes, movements), trains=False)
+    return model
+
+
+def _with_layers(
+    graph: fx.GraphModule, inputs: Sequence[Any], config: Config
+) -> tuple[fx.GraphModule, set[fx.Node]]:
+    """Return a rewritten graph with layers, and its nodes that only move values."""
+    samples = two_samples(graph, inputs)
+    used = inputs if samples is None else samples
+    rewritten = rewrite(graph, used, _pass_options(config), has_random=samples is not None)
+    model = raise_layers(rewritten)
+    return model, find_movements(model, used)
+
+
+def _set_dependent_scales(graph: fx.GraphModule, config: Config) -> None:
+    """Set the scales that depend on those of other tensors: of int32 biases, and within limits."""
+    set_bias_scales(graph)
+    if config.shift_limits is not None:
+        apply_shift_limits(graph, config.shift_limits)
 
 
 def _check(
@@ -155,7 +198,10 @@ def _check(
     config = graph_config(config, model)
     algorithms = find_algorithms(config)
     layers = configure_layers(model, config)
-    edges = plan_edges(configure_nodes(model, config, layers), movements)
+    nodes = configure_nodes(model, config, layers)
+    if config.shift_limits is not None:
+        check_shift_specs(nodes, model)
+    edges = plan_edges(nodes, movements)
     has_data = next(flatten_batches(data), None) is not None
     check_algorithms(config, algorithms, layers, data if has_data else None, None)
     if edges.needs_data and not has_data:
@@ -165,7 +211,7 @@ def _check(
         )
     check_parameters(model)
     report_float_operators(model, movements)
-    runs = has_data and bool(algorithms or edges.needs_data)
+    runs = has_data and bool(algorithms or edges.uses_data)
     digest = check_data(model, data, bool(algorithms)) if runs else None
     # The edges have the quantizers of inputs and outputs.
     weights = {n: replace(c, input_tensors=None, output_tensors=None) for n, c in layers.items()}
@@ -174,9 +220,10 @@ def _check(
 
 
 def _pass_options(config: Config) -> PassOptions:
-    """Return the rewrites that the algorithms of a configuration need."""
-    algorithms = config.algo_config or []
-    return PassOptions(channel_caps=any(isinstance(a, CLEConfig) for a in algorithms))
+    """Return the rewrites that a configuration asks for, or that its algorithms need."""
+    options = config.pass_options or PassOptions()
+    equalizes = any(isinstance(a, CLEConfig) for a in config.algo_config or [])
+    return replace(options, channel_caps=options.channel_caps or equalizes)
 
 
 def _discover(model: fx.GraphModule, plan: Plan, inputs: Sequence[Any]) -> Structure | None:

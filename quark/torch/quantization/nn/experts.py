@@ -257,9 +257,10 @@ def stack_experts(split: SplitExperts, keep: Iterable[str] = ()) -> None:
         split: Result of ``split_experts``.
         keep: Names of layers that will be quantized. Their experts stay split.
     """
+    # Example: the layer "mlp.experts.3.up_proj" keeps "mlp.experts" split.
+    kept = {name.rpartition(".")[0].rpartition(".")[0] for name in keep}
     for name, (module, parameters) in split.items():
-        is_kept = any(layer.startswith(f"{name}.") for layer in keep)
-        if is_kept or not isinstance(module, LinearExperts):
+        if name in kept or not isinstance(module, LinearExperts):
             continue
         for index in range(module.num_experts):
             delattr(module, str(index))
@@ -305,10 +306,12 @@ def _split(module: LinearExperts) -> None:
 
 
 def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    layer.weight = nn.Parameter(weight.detach(), requires_grad=weight.requires_grad)
-    if bias is not None:
-        layer.bias = nn.Parameter(bias.detach(), requires_grad=bias.requires_grad)
+    layer = nn.Linear.__new__(nn.Linear)  # its constructor would draw values first
+    nn.Module.__init__(layer)
+    layer.out_features, layer.in_features = weight.shape
+    for name, value in (("weight", weight), ("bias", bias)):
+        made = None if value is None else nn.Parameter(value.detach(), value.requires_grad)
+        layer.register_parameter(name, made)
     return layer
 
 

@@ -45,7 +45,6 @@ class FollowingRange(nn.Module):
     Attributes:
         range_lo: Average of the smallest values of an activation, float32; None before training.
         range_hi: Average of the largest values, likewise.
-        updates: Number of tensors that the range has followed.
         is_fixed: Whether the range stays as it is, in training mode too.
         last_update: Number of updates after which the range of an activation stays as it is; None
             for no limit.
@@ -65,7 +64,8 @@ class FollowingRange(nn.Module):
         self.observer = observer
         self.range_lo: torch.Tensor | None = None
         self.range_hi: torch.Tensor | None = None
-        self.updates = 0
+        # A tensor: torch.compile traces a model again for each value of a number of a module.
+        self._count: torch.Tensor | None = None
         self.is_fixed = False
         self.last_update: int | None = None
         self.averaging_constant = AVERAGING_CONSTANT
@@ -74,6 +74,23 @@ class FollowingRange(nn.Module):
     def is_following(self) -> bool:
         """Whether the range follows tensors."""
         return self.training and self._was_set_to_train and not self.is_fixed
+
+    @property
+    def updates(self) -> int:
+        """Number of tensors that the range has followed."""
+        return 0 if self._count is None else int(self._count)
+
+    @updates.setter
+    def updates(self, number: int) -> None:
+        self._count = torch.tensor(number) if number else None
+
+    @property
+    def has_updates(self) -> bool:
+        """Whether the range has followed a tensor."""
+        return self._count is not None
+
+    def _count_update(self, moves: torch.Tensor | bool = True) -> None:
+        self._count = (torch.tensor(0) if self._count is None else self._count) + moves
 
     def train(self: Q, mode: bool = True) -> Q:
         """Set training mode, in which the range follows tensors, or evaluation mode."""
@@ -114,19 +131,17 @@ class FollowingRange(nn.Module):
         if not self.needs_data:
             return
         if self.spec.is_parameter:
-            self.updates += self.is_following
-            if self.updates:
+            if self.is_following:
+                self._count_update()
+            if self.has_updates:
                 self.observer(x)
                 self.compute_scales(x, is_finite=True)
                 self.observer.reset()
-        elif self.is_following and self._has_scale() and not self._is_settled():
+        elif self.is_following and self._has_scale() and self.last_update != 0:
             self._set_range(*self._move_range(*self._range_of(x), self._represented_range()))
 
     def _has_scale(self) -> bool:
         return (self.scale_2 if self.is_dynamic else self.scale) is not None
-
-    def _is_settled(self) -> bool:
-        return self.last_update is not None and self.updates >= self.last_update
 
     def _range_of(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the range that the observer gives a tensor."""
@@ -169,13 +184,18 @@ class FollowingRange(nn.Module):
         """Move the averages towards the range of a tensor, and return them.
 
         Args:
-            lo: Smallest values of the tensor. Values that are not finite change nothing.
+            lo: Smallest values of the tensor. Values that are not finite change nothing, and so
+                do all after ``last_update``.
             hi: Largest values, likewise.
             start: Range before the first tensor.
         """
         first = start if self.range_lo is None or self.range_hi is None else None
         old_lo, old_hi = first or (self.range_lo, self.range_hi)
         usable = torch.isfinite(lo) & torch.isfinite(hi)
+        moves: torch.Tensor | bool = True
+        if self.last_update is not None and self._count is not None:
+            moves = self._count < self.last_update
+            usable = usable & moves.to(usable.device)
         averages = []
         for old, new in ((old_lo, lo), (old_hi, hi)):
             assert old is not None
@@ -184,12 +204,12 @@ class FollowingRange(nn.Module):
             moved = torch.lerp(old / 2, new.float() / 2, self.averaging_constant) * 2
             averages.append(torch.where(usable, moved, old))
         self.range_lo, self.range_hi = averages
-        self.updates += 1
+        self._count_update(moves)
         return averages[0], averages[1]
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.updates:
+        if self.has_updates:
             destination[prefix + "range_updates"] = torch.tensor([self.updates, self.is_fixed])
         for name in ("range_lo", "range_hi"):
             value = getattr(self, name)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed
 from torch import nn
 
-from quark.torch.numerics.learned_scale import fake_quantize_learned
+from quark.torch.numerics.custom_operators import fake_quantize_learned
 from quark.torch.numerics.scales import EPS, largest_scale, round_scale
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.nn.quantizer import PARTS, TensorQuantizer
@@ -78,7 +78,7 @@ class LearnedRangeQuantizer(TensorQuantizer):
         """
         if not self.is_following:
             return
-        self.updates += 1
+        self._count_update()
         if self.has_range:
             return
         group = torch.distributed
@@ -104,7 +104,7 @@ class LearnedRangeQuantizer(TensorQuantizer):
                 "A trained range has no value yet: call model.train() and run a batch, or pass a "
                 "dataloader to ModelQuantizer.quantize_model."
             )
-        slope = self._slope(x, scale)
+        slope = self._slope(x, scale) if torch.is_grad_enabled() else 0.0
         return fake_quantize_learned(x, self.learned_range, scale, zero_point, self.scheme, slope)
 
     def _load_from_state_dict(self, *args: Any, **options: Any) -> None:

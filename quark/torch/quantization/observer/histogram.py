@@ -16,6 +16,7 @@ import torch
 from quark.torch.numerics.qdq import CHUNK, fake_quantize
 from quark.torch.numerics.scales import qparams_from_range
 from quark.torch.quantization.observer.observer import HasScheme, ObserverBase
+from quark.torch.quantization.observer.scale_search import widest_range
 
 BINS = 2048  # on either side of zero
 STEPS = 100  # candidate thresholds of a search, down to a fifth of the range
@@ -205,8 +206,8 @@ class PerTensorPercentileObserver(HistogramObserver):
 class PerTensorMSEObserver(HistogramObserver):
     """Clips the range to minimize the squared error of quantization.
 
-    Symmetric ranges search ``STEPS`` thresholds, others all pairs of ``STEPS`` / 4 thresholds. The
-    error is that of the centers of the bins.
+    Symmetric ranges search ``STEPS`` thresholds, and the one that cuts no value. Others search all
+    pairs of ``STEPS`` / 4 thresholds. The error is that of the centers of the bins.
     """
 
     def clipped(self) -> tuple[float, float]:
@@ -215,7 +216,8 @@ class PerTensorMSEObserver(HistogramObserver):
         values, weights = self.centers()[used], self.counts[used].double()
         values = values.clamp(self.lo, self.hi)
         if self.scheme.symmetric:
-            shrinks = [(s, s) for s in _shrinks(STEPS)]
+            widest = widest_range(self.scheme)
+            shrinks = [(s, s) for s in [*_shrinks(STEPS), widest]]
         else:
             coarse = _shrinks(STEPS // 4)
             shrinks = [(a, b) for a in coarse for b in coarse]

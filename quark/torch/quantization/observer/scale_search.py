@@ -116,23 +116,37 @@ def _choose(which: torch.Tensor, one: QParams, other: QParams) -> QParams:
     return torch.where(which, one[0], other[0]), zero_point
 
 
+def widest_range(scheme: Scheme) -> float:
+    """Return the widest range to try, relative to the range of the values.
+
+    Symmetric integers have one code less above zero. The range of int4 has 15 steps, so that of
+    [-1, 1] has a scale of 2 / 15, and 1 is cut to 7 · 2 / 15 = 0.93. A scale of 1 / 7 cuts nothing:
+    15 / 14 of the range.
+    """
+    fmt = scheme.fmt
+    if fmt.is_float or not scheme.symmetric or -fmt.qmin <= fmt.qmax:
+        return 1.0
+    return (fmt.qmax - fmt.qmin) / (2 * fmt.qmax)
+
+
 class PerChannelMSEObserver(SearchObserver):
-    """Shrinks the range of each block to minimize the squared error."""
+    """Scales the range of each block to minimize the squared error."""
 
     def candidates(
         self, scheme: Scheme, lo: torch.Tensor, hi: torch.Tensor, error: _Error
     ) -> Iterator[QParams]:
-        """Iterate over ranges near the best of ranges from the whole down to a fifth."""
-        step = 0.8 / COARSE
+        """Iterate over the whole range, and ranges near the best of those down to a fifth."""
+        step, widest = 0.8 / COARSE, widest_range(scheme)
+        yield qparams_from_range(lo, hi, scheme, None, self.largest)
         best, least = torch.ones_like(lo), torch.full_like(lo, torch.inf)
         for i in range(COARSE + 1):
-            shrink = 1 - i * step
+            shrink = widest - i * step
             candidate = qparams_from_range(lo * shrink, hi * shrink, scheme, None, self.largest)
             loss = error(candidate)
             best = torch.where(loss < least, shrink, best)
             least = torch.minimum(least, loss)
         for i in range(-FINE // 2, FINE // 2 + 1):
-            shrinks = (best + 2 * i * step / (FINE + 2)).clamp(max=1)
+            shrinks = (best + 2 * i * step / (FINE + 2)).clamp(max=widest)
             yield qparams_from_range(lo * shrinks, hi * shrinks, scheme, None, self.largest)
 
 

@@ -1,6 +1,7 @@
 """``quark quantize`` of a model that is quantized already: dequantized, and quantized again."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from quark.torch import ModelQuantizer, import_model_from_safetensors
+from quark.torch.export.checkpoint.files import CheckpointReader
 from quark.torch.export.recognition import load_checkpoint, load_in_float
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.presets import scheme
@@ -35,6 +37,40 @@ def test_another_scheme(quantize, source, algorithm):
         expected = ModelQuantizer(Config(scheme("int4_wo_32"), exclude=["lm_head"]))
         again = ModelQuantizer.freeze(expected.quantize_model(origin))
         assert torch.equal(after, again.state_dict()[name])
+
+
+@pytest.mark.parametrize("kind", ["model_dir", "mixtral_dir"])
+def test_from_files_to_files(kind, request, quantize):
+    """The files are those of a model in memory, and of one that is read in parts."""
+    first, _ = quantize("--quant_scheme", "int8_wo", model=request.getfixturevalue(kind))
+    files, printed = quantize(*INT4, "--quant_flow", "file2file", model=first)
+    assert "int8 per channel sym, dequantized to float32" in printed
+    bounded = ("--data_type", "float32", "--max_memory", "4GB")  # a type keeps it from files
+    for flags in (bounded, bounded[:2]):
+        other, _ = quantize(*INT4, *flags, model=first)
+        assert other != files and contents(other) == contents(files)
+
+
+def contents(path):
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+def test_a_plan(quark, quantize, source, text, tmp_path, monkeypatch):
+    """It is made from headers alone; the run stays below it, and says so."""
+    place = ("--model_dir", source, "--output_dir", tmp_path / "out", "--dataset", text)
+    flags = (*place, "--skip_evaluation", *INT4, "--quant_algo", "gptq")
+    with monkeypatch.context() as patched:
+        patched.setattr(CheckpointReader, "tensor", None)
+        result = quark("quantize", *flags, "--plan", "--json")
+    assert result.exit_code == 0, result.output
+    plan = json.loads(result.stdout)
+    entries = CheckpointReader(source).entries
+    assert plan["read"] == sum(entry.nbytes for entry in entries.values())
+    assert sum(layer["number"] for layer in plan["layers"] if layer["config"]) == 7 * 2
+    path, printed = quantize(*INT4, model=source)
+    assert re.search(r"memory .*\(planned .*B\)", printed)
+    size = sum(entry.nbytes for entry in CheckpointReader(path).entries.values())
+    assert plan["output"] == size
 
 
 def test_layers_that_the_configuration_leaves_are_written_dequantized(quantize, source):

@@ -45,6 +45,15 @@ def test_statistics_have_the_digest_of_their_data(build, batches, export):
     assert written(export(ModelQuantizer.freeze(model)))[KEY] == statistics.data
 
 
+def test_the_size_of_the_batches_does_not_matter():
+    ids = torch.arange(24).view(6, 4)
+    named = [{"input_ids": rows, "attention_mask": rows > 3} for rows in ids.split(1)]
+    joined = [{"attention_mask": ids[:4] > 3, "input_ids": ids[:4]}, *named[4:]]
+    for single, other in ((ids.split(1), ids.split(4)), (named, joined), (named, [named])):
+        assert data_digest(single) == data_digest(other) != data_digest(single[:5])
+    assert data_digest(ids.split(1)) != data_digest(ids.view(12, 2).split(1))
+
+
 def test_a_model_without_a_configuration(export):
     data = [torch.ones(2, 8)]
     model = quantized(nn.Sequential(nn.Linear(8, 8)), preset("int8"), data)

@@ -12,6 +12,7 @@ from quark.torch.quantization.config.algo import (
 )
 from quark.torch.quantization.config.config import Config, QuantizationConfig, QuantizationSpec
 from quark.torch.quantization.config.export import JsonExporterConfig
+from quark.torch.quantization.config.graph import PassOptions, ShiftLimits
 from quark.torch.quantization.config.presets import KV_CACHE_SCHEMES, scheme, scheme_names
 from quark.torch.quantization.config.spec_classes import SPEC_CLASSES
 from quark.torch.quantization.config.template import LLMTemplate
@@ -101,6 +102,8 @@ def full_config():
         keep_prequantized_layers=False,
         export=JsonExporterConfig([["*q_proj"]], ["*k_proj"], 0.5, "fake_quantized", "order"),
         float_parts=["tower"],
+        pass_options=PassOptions(channel_caps=True),
+        shift_limits=ShiftLimits(write=(-3, 3)),
     )
 
 
@@ -136,7 +139,7 @@ def test_an_observer_of_ones_choice_is_written():
 
 def test_key_sets_of_the_checkpoint_layout():
     data = full_config().to_dict()
-    assert list(data) == sorted([*CONFIG_KEYS, "export"])
+    assert list(data) == sorted([*CONFIG_KEYS, "export", "pass_options", "shift_limits"])
     assert list(data["global_quant_config"]) == LAYER_KEYS
     assert list(data["global_quant_config"]["weight"]) == SPEC_KEYS
     assert list(data["softmax_quant_spec"]) == SPEC_KEYS

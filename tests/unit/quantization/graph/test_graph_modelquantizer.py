@@ -1,3 +1,6 @@
+import copy
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -5,8 +8,10 @@ from torch import nn
 from quark.torch import ModelQuantizer
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.graph.graph_modelquantizer import FxGraphQuantizer
+from quark.torch.quantization.graph_mode.edges import edge_quantizers
 from tests.unit.quantization.graph_mode.networks import (
     EVERYTHING,
+    INT8,
     export,
     graph_config,
     images,
@@ -89,3 +94,37 @@ def test_what_is_no_model_is_refused():
         quantizer.quantize_model("model.onnx", ())
     with pytest.raises(TypeError, match="args: expected a tuple of arguments, got a Tensor"):
         quantizer.quantize_model(network("unet"), images(1)[0])
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_graph_is_written_as_onnx(run_onnx, tmp_path, is_frozen):
+    """Quantized on every edge, with the codes of the frozen graph: integers add up exactly."""
+    onnx = pytest.importorskip("onnx")
+    bias = replace(INT8, dtype="int32")
+    quantizer = FxGraphQuantizer(Config(replace(EVERYTHING, bias=bias), log_severity_level=3))
+    (x,) = images(1)
+    model = quantizer.quantize_model(network("unet"), (x,), calibdata=images())
+    frozen = quantizer.freeze(copy.deepcopy(model))
+    given = frozen if is_frozen else model.train()
+    before = {name: tensor.clone() for name, tensor in given.state_dict().items()}
+    quantizer.export_onnx_model(given, (x,), tmp_path / "d")
+    assert given.training is not is_frozen  # what is given stays as it was
+    assert all(torch.equal(t, before[n]) for n, t in given.state_dict().items())
+    with torch.no_grad():
+        expected = frozen(x)
+    assert torch.equal(run_onnx(tmp_path / "d", x)[0], expected)
+    operators = [n.op_type for n in onnx.load(tmp_path / "d" / "quark_model.onnx").graph.node]
+    assert operators.count("QuantizeLinear") >= len(edge_quantizers(frozen))
+
+
+def test_onnx_of_something_else_is_refused(tmp_path):
+    quantizer, args = FxGraphQuantizer(CONFIG), tuple(images(1))
+    with pytest.raises(ValueError, match="no quantized module"):
+        quantizer.export_onnx_model(export(network("unet")), args, tmp_path / "d")
+    quantized = quantizer.quantize_model(network("unet"), args, calibdata=images())
+    quantizer.export_onnx_model(quantized, args, tmp_path / "d")
+    with pytest.raises(FileExistsError):
+        quantizer.export_onnx_model(quantized, args, tmp_path / "d")
+    with pytest.raises(ValueError, match=r"x has the shape \(1, 5, 16, 16\)"):
+        quantizer.export_onnx_model(quantized, (torch.randn(1, 5, 16, 16),), tmp_path / "e")
+    assert not (tmp_path / "e").exists()

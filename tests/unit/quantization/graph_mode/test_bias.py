@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from quark.torch import ModelQuantizer
-from quark.torch.quantization.config.config import Int8PerChannelSpec, QuantizationSpec
+from quark.torch.quantization.config.config import GPTQConfig, Int8PerChannelSpec, QuantizationSpec
 from tests.unit.quantization.graph_mode.networks import EVERYTHING, INT8, export, graph_config
 
 INT32 = QuantizationSpec(dtype="int32", qscheme="per_tensor", symmetric=True, is_dynamic=False)
@@ -26,16 +26,17 @@ class Layers(nn.Module):
         return self.fc(self.fc(y) * 3)
 
 
-def quantize(**changes):
+def quantize(algorithm=None, **changes):
     data = [torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0))]
     graph = export(Layers().eval(), *data)
-    config = graph_config(replace(EVERYTHING, bias=INT32, **changes))
+    config = graph_config(replace(EVERYTHING, bias=INT32, **changes), algo_config=algorithm)
     return ModelQuantizer(config).quantize_model(graph, data)
 
 
 @pytest.mark.parametrize("weight", [INT8, CHANNELS], ids=["tensor", "channel"])
-def test_an_int32_bias_has_the_scale_of_weight_times_input(weight):
-    graph = quantize(weight=weight)
+@pytest.mark.parametrize("algorithm", [None, GPTQConfig()], ids=["nearest", "gptq"])
+def test_an_int32_bias_has_the_scale_of_weight_times_input(weight, algorithm):
+    graph = quantize(algorithm, weight=weight)
     conv = graph.conv
     expected = conv.weight_quantizer.scale * graph.edge_quantizers.x.scale
     assert torch.equal(conv.bias_quantizer.scale, expected)

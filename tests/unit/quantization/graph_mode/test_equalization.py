@@ -9,8 +9,12 @@ from quark.torch.quantization.config.config import (
     BiasCorrectionConfig,
     CLEConfig,
     QuantizationConfig,
+    Uint8PerTensorSpec,
 )
+from quark.torch.quantization.graph_mode.edges import CappedQuantizer
 from tests.unit.quantization.graph_mode.networks import INT8, export, graph_config
+
+UINT8 = Uint8PerTensorSpec().to_quantization_spec()
 
 ALGORITHMS = {
     "plain": [],
@@ -55,3 +59,48 @@ def test_errors_become_smaller(net):
 def test_no_data_is_needed(net):
     x = 4 * torch.randn(4, 3, 8, 8)
     assert error(net, x, "cle", None) == error(net, x, "cle", [x])
+
+
+def quantize_equalized(net, x):
+    """A calibrated graph with quantized activations, and the quantizer behind its first caps."""
+    config = graph_config(
+        QuantizationConfig(weight=INT8, input_tensors=UINT8, output_tensors=UINT8),
+        algo_config=[CLEConfig()],
+    )
+    graph = ModelQuantizer(config).quantize_model(export(net, x), [x]).eval()
+    capped = [m for m in graph.modules() if isinstance(m, CappedQuantizer)]
+    assert len(capped) == 4  # the values and the caps of two activations
+    return graph, capped[0].source
+
+
+@torch.no_grad()
+def test_the_range_of_an_activation_ends_at_its_caps(net):
+    x = 4 * torch.randn(4, 3, 8, 8)
+    graph, quantizer = quantize_equalized(net, x)
+    caps = next(p for n, p in graph.named_parameters() if n.endswith(".cap"))
+    before = []  # values that reach the ReLU
+    graph.get_submodule("0").register_forward_hook(lambda layer, args, y: before.append(y))
+    graph(x)
+    after = before[0].relu().minimum(caps.view(-1, 1, 1))
+    assert float(after.max()) < 0.9 * float(before[0].max())
+    assert float(after.max()) / float(quantizer.scale) == pytest.approx(255, rel=0.01)
+
+
+@torch.no_grad()
+def test_rounding_before_caps_changes_nothing(net):
+    x = 4 * torch.randn(4, 3, 8, 8)
+    graph, _ = quantize_equalized(net, x)
+    expected = graph(x)
+    for module in graph.modules():
+        if isinstance(module, CappedQuantizer):
+            module.train()  # passes values on
+    assert torch.equal(graph(x), expected)
+
+
+def test_the_range_behind_caps_grows_in_training(net):
+    x = torch.randn(4, 3, 8, 8)
+    graph, quantizer = quantize_equalized(net, x)
+    before = float(quantizer.scale)
+    graph.train()
+    graph(8 * x)
+    assert float(quantizer.scale) > before

@@ -191,3 +191,13 @@ class TestSharedExponents:
         of = OCP_MXFP4DiffsSpec(ch_axis=-1).to_quantization_spec()
         scale = qparams(PerBlockMXDiffsObserver, torch.zeros(2, 32), of)[0]
         assert scale.tolist() == [[2.0**-127]] * 2
+
+
+@pytest.mark.parametrize("dtype", ["int4", "int8"])
+def test_ranges_in_which_no_value_is_cut_are_tried(dtype):
+    x = torch.randn(32, 9, generator=torch.Generator().manual_seed(0))  # depthwise 3 by 3 kernels
+    uncut = x.abs().amax(1, keepdim=True).double().numpy() / {"int4": 7, "int8": 127}[dtype]
+    _, scale, zero_point = qparams(PerChannelMSEObserver, x, spec(dtype, **CHANNEL))
+    searched, rounded = (errors(x, s, zero_point, dtype) for s in (scale, uncut))
+    assert (searched <= 1.02 * rounded).mean() > 0.95
+    assert np.isclose(scale, uncut, rtol=1e-3).any()

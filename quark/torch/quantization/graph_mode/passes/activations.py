@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from quark.torch.quantization.config.graph import PassOptions
 from quark.torch.quantization.graph_mode.passes.graph_edits import (
     arguments,
     fake_value,
@@ -21,7 +22,6 @@ from quark.torch.quantization.graph_mode.passes.graph_edits import (
     unused_name,
 )
 from quark.torch.quantization.graph_mode.passes.layers import read_layer
-from quark.torch.quantization.graph_mode.passes.options import PassOptions
 from quark.torch.quantization.graph_mode.passes.rewriting import Candidates, Pass
 
 _GELU_SLOPE = 1.702  # GELU is near x sigmoid(1.702 x) (Hendrycks and Gimpel 2016, section 2)

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from quark.torch.quantization.config.graph import PassOptions
 from quark.torch.quantization.graph_mode.passes.graph_edits import (
     arguments,
     fake_value,
@@ -37,7 +38,6 @@ from quark.torch.quantization.graph_mode.passes.layers import (
     set_parameters,
     sibling_name,
 )
-from quark.torch.quantization.graph_mode.passes.options import PassOptions
 from quark.torch.quantization.graph_mode.passes.rewriting import Candidates, Pass
 
 _CONVOLUTIONS = {

@@ -16,6 +16,7 @@ from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from quark.torch.quantization.config.graph import PassOptions
 from quark.torch.quantization.graph_mode.passes.aliasing import alias_groups, written_arguments
 from quark.torch.quantization.graph_mode.passes.graph_edits import (
     arguments,
@@ -26,7 +27,6 @@ from quark.torch.quantization.graph_mode.passes.graph_edits import (
     unused_name,
 )
 from quark.torch.quantization.graph_mode.passes.layers import is_layer_call
-from quark.torch.quantization.graph_mode.passes.options import PassOptions
 from quark.torch.quantization.graph_mode.passes.rewriting import Candidates, Pass
 
 _SMALL = 1 << 20  # bytes; a larger constant is stored only if it is made of as large ones

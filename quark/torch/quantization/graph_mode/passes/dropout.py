@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
+from quark.torch.quantization.config.graph import PassOptions
 from quark.torch.quantization.graph_mode.passes.graph_edits import arguments, is_call, replace
-from quark.torch.quantization.graph_mode.passes.options import PassOptions
 from quark.torch.quantization.graph_mode.passes.rewriting import Candidates, Pass
 
 _NAMES = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")

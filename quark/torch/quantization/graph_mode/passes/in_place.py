@@ -12,6 +12,7 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
+from quark.torch.quantization.config.graph import PassOptions
 from quark.torch.quantization.graph_mode.passes.aliasing import alias_groups, written_arguments
 from quark.torch.quantization.graph_mode.passes.graph_edits import (
     arguments,
@@ -20,7 +21,6 @@ from quark.torch.quantization.graph_mode.passes.graph_edits import (
     insert_call,
     replace,
 )
-from quark.torch.quantization.graph_mode.passes.options import PassOptions
 from quark.torch.quantization.graph_mode.passes.rewriting import Candidates, Pass
 
 

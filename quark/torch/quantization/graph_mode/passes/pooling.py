@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from quark.torch.quantization.config.graph import PassOptions
 from quark.torch.quantization.graph_mode.passes.graph_edits import (
     arguments,
     insert_call,
@@ -19,7 +20,6 @@ from quark.torch.quantization.graph_mode.passes.graph_edits import (
     replace,
     shape_of,
 )
-from quark.torch.quantization.graph_mode.passes.options import PassOptions
 from quark.torch.quantization.graph_mode.passes.rewriting import Candidates, Pass
 
 _ADAPTIVE = {

@@ -6,15 +6,18 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from quark.torch.quantization.config.graph import PassOptions
 from quark.torch.quantization.graph_mode.passes.graph_edits import clean_, copy_graph
-from quark.torch.quantization.graph_mode.passes.options import PassOptions
 from quark.torch.quantization.graph_mode.passes.proof import Proof
 from quark.torch.quantization.graph_mode.passes.registry import PASSES
 from quark.torch.quantization.graph_mode.passes.rewriting import apply_pass
 
 
 def prepare(
-    graph: GraphModule, example_inputs: Any, options: PassOptions | None = None
+    graph: GraphModule,
+    example_inputs: Any,
+    options: PassOptions | None = None,
+    has_random: bool = False,
 ) -> GraphModule:
     """Return a graph with the same function that can be quantized better.
 
@@ -27,6 +30,7 @@ def prepare(
         example_inputs: Arguments of the graph: a tensor, a tuple, or a mapping of
             arguments by name.
         options: Rewrites that are applied only if they are asked for.
+        has_random: Whether random samples are among the example inputs already.
 
     Returns:
         A new graph. It shares all parameters with the given one, except those that changed.
@@ -35,7 +39,7 @@ def prepare(
         ValueError: The graph does not run on the example inputs.
     """
     options = options or PassOptions()
-    proof = Proof(graph, example_inputs)
+    proof = Proof(graph, example_inputs, has_random)
     graph = copy_graph(graph)
     clean_(graph)
     for kind in PASSES:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx._pytree import tree_flatten_spec
+from torch.linalg import vector_norm
 from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 
 from quark.torch.graph.trace import iter_tensors
@@ -39,12 +40,13 @@ class Proof:
         graph: The original graph.
         example_inputs: Arguments of the graph: a tensor, a tuple, or a mapping of
             arguments by name.
+        has_random: Whether random samples are among the example inputs already.
 
     Raises:
         ValueError: The graph does not run on the inputs.
     """
 
-    def __init__(self, graph: GraphModule, example_inputs: Any) -> None:
+    def __init__(self, graph: GraphModule, example_inputs: Any, has_random: bool = False) -> None:
         example = flatten_inputs(graph, example_inputs)
         try:
             run(graph, example, ())
@@ -55,8 +57,8 @@ class Proof:
                 "with."
             ) from error
         self._inputs = [example]
-        random = _randomize(example)
-        if _runs(graph, random):
+        random = [] if has_random else _randomize(example)
+        if random and _runs(graph, random):
             self._inputs.append(random)
 
     def find_difference(
@@ -82,14 +84,14 @@ class Proof:
                 return f"the rewritten graph fails: {type(error).__name__}: {error}"
             before = run(graph, inputs, nodes)
             for name, place in nodes.items():
-                difference = _describe_difference(
+                difference = describe_difference(
                     list(iter_tensors(before.nodes[name])),
                     list(iter_tensors(after.nodes[place])),
                     is_exact,
                 )
                 if difference is not None:
                     return f"{name} {difference}"
-            difference = _describe_difference(before.outputs, after.outputs, is_exact)
+            difference = describe_difference(before.outputs, after.outputs, is_exact)
             if difference is not None:
                 return f"an output {difference}"
         return None
@@ -120,6 +122,33 @@ def flatten_inputs(graph: GraphModule, inputs: Any) -> list[Any]:
         f"The example inputs do not fit the graph: got {len(args)} arguments and the keywords "
         f"{list(kwargs)}, where it takes {spec}."
     )
+
+
+def two_samples(graph: GraphModule, inputs: Sequence[Any]) -> list[Any] | None:
+    """Return a batch of two that stands for a larger one: its first sample, and a random one.
+
+    A graph runs faster with it. None if rows of the batch depend on each other, or if the graph
+    takes no other batch.
+
+    Args:
+        graph: A graph without checks of its inputs.
+        inputs: A value for each placeholder.
+    """
+    tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+    rows = {x.shape[0] if x.dim() else 0 for x in tensors}
+    if len(rows) != 1 or min(rows) <= 2:
+        return None
+    first = [x[:1] if isinstance(x, torch.Tensor) else x for x in inputs]
+    pairs = zip(first, _randomize(first), strict=True)
+    both = [torch.cat([x, y]) if isinstance(x, torch.Tensor) else x for x, y in pairs]
+    try:
+        alone, together = run(graph, first, ()).outputs, run(graph, both, ()).outputs
+    except Exception:  # anything that a model can raise
+        return None
+    has_rows = all(y.shape[:1] == (2,) and bool(y.isfinite().all()) for y in together)
+    if not has_rows or describe_difference(alone, [y[:1] for y in together]) is not None:
+        return None
+    return both
 
 
 @torch.no_grad()
@@ -196,8 +225,8 @@ def _randomize(inputs: list[Any]) -> list[Any]:
     return [random(x) for x in inputs]
 
 
-def _describe_difference(
-    before: list[torch.Tensor], after: list[torch.Tensor], is_exact: bool
+def describe_difference(
+    before: list[torch.Tensor], after: list[torch.Tensor], is_exact: bool = True
 ) -> str | None:
     """Return how two lists of tensors differ, or None if they are the same up to rounding."""
     if [(x.shape, x.dtype) for x in before] != [(x.shape, x.dtype) for x in after]:
@@ -207,9 +236,10 @@ def _describe_difference(
             continue
         x, y = (torch.view_as_real(t) if t.is_complex() else t for t in (x, y))
         eps = torch.finfo(x.dtype).eps if x.is_floating_point() else 0.0
+        x, y = (t if t.dtype in (torch.float32, torch.float64) else t.double() for t in (x, y))
         # Infinite values, such as those of masks, must be the same.
-        change = torch.where(x == y, 0.0, y.double() - x.double()).norm()
-        size = x.double().nan_to_num(posinf=0.0, neginf=0.0).norm()
+        change = vector_norm(torch.where(x == y, 0.0, y - x), dtype=torch.float64)
+        size = vector_norm(x.nan_to_num(posinf=0.0, neginf=0.0), dtype=torch.float64)
         if not change <= max(_TOLERANCE, _ROUNDING * eps) * size:
             return f"changes by {float(change):.2e}, where its norm is {float(size):.2e}"
     return None

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from torch.fx import GraphModule, Node
 
+from quark.torch.quantization.config.graph import PassOptions
 from quark.torch.quantization.graph_mode.passes.graph_edits import clean_, copy_graph
-from quark.torch.quantization.graph_mode.passes.options import PassOptions
 from quark.torch.quantization.graph_mode.passes.proof import Proof
 
 logger = logging.getLogger("quark")

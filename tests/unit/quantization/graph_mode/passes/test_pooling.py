@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from quark.torch.quantization.graph_mode.passes.options import PassOptions
+from quark.torch.quantization.config.graph import PassOptions
 from quark.torch.quantization.graph_mode.passes.preparation import prepare
 
 

@@ -4,15 +4,16 @@ import pytest
 import torch
 from torch import nn
 
+from quark.torch.quantization.config.graph import PassOptions
+from quark.torch.quantization.graph_mode.float_graph import independent_copy
 from quark.torch.quantization.graph_mode.passes.graph_edits import (
     arguments,
     insert_tensor,
     is_call,
     set_arguments,
 )
-from quark.torch.quantization.graph_mode.passes.options import PassOptions
 from quark.torch.quantization.graph_mode.passes.preparation import prepare
-from quark.torch.quantization.graph_mode.passes.proof import Proof
+from quark.torch.quantization.graph_mode.passes.proof import Proof, two_samples
 from quark.torch.quantization.graph_mode.passes.rewriting import Candidates, Pass, apply_pass
 
 
@@ -159,3 +160,34 @@ def test_buffers_that_a_run_writes_to_keep_their_values(export, net, image):
     assert float(graph.count) == 0
     first, second = result(image), result(image)
     torch.testing.assert_close(second - first, torch.ones_like(first))
+
+
+class Rows(nn.Module):
+    def __init__(self, joins):
+        super().__init__()
+        self.joins, self.fc = joins, nn.Linear(4, 3)
+
+    def forward(self, x):
+        y = self.fc(x)
+        return y - y.mean(0) if self.joins else y
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_two_samples_stand_for_a_batch_of_independent_rows(joins):
+    x = torch.randn(6, 4)
+    graph = torch.export.export(Rows(joins).eval(), (x,)).module()
+    copied = independent_copy(graph)
+    samples = two_samples(copied, [x])
+    if joins:
+        assert samples is None
+    else:
+        [both] = samples
+        assert both.shape == (2, 4) and torch.equal(both[0], x[0])
+        assert not torch.isin(both[1], x).any()
+
+
+def test_a_graph_of_a_fixed_batch_has_no_samples():
+    x = torch.randn(6, 4)
+    graph = torch.export.export(nn.Unflatten(0, (2, 3)), (x,)).module()
+    assert two_samples(independent_copy(graph), [x]) is None
+    assert two_samples(independent_copy(graph), [x[:2]]) is None

@@ -1,0 +1,29 @@
+"""The flags of ``quark quantize`` for graphs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from quark.cli.options import panel
+
+_graph = panel("Graphs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphFlags:
+    """Rewrites of graphs that are applied only if asked for: the fields of ``PassOptions``."""
+
+    hard_activations: Annotated[
+        bool,
+        _graph(help="Replace SiLU and GELU by piecewise polynomials. This changes the function."),
+    ] = False
+    largest_pool: Annotated[
+        int | None,
+        _graph(
+            metavar="N", min=2, help="Split pooling windows with more elements than this number."
+        ),
+    ] = None
+    channel_caps: Annotated[
+        bool, _graph(help="Make ReLU6 a ReLU and a cap for each channel, a parameter.")
+    ] = False

@@ -1,0 +1,76 @@
+"""Options of graph mode: rewrites of the graph, and limits of shifts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class PassOptions:
+    """Rewrites that are applied only if they are asked for.
+
+    Attributes:
+        hard_activations: Whether SiLU and GELU become piecewise polynomials. This changes the
+            function of the model.
+        largest_pool: Largest number of elements that a pooling window may have; larger ones are
+            split in two. None for no limit.
+        channel_caps: Whether ReLU6 becomes ReLU and a cap for each channel, which cross-layer
+            equalization can rescale. Cross-layer equalization asks for it itself.
+
+    Raises:
+        ValueError: ``largest_pool`` is less than 2.
+    """
+
+    hard_activations: bool = False
+    largest_pool: int | None = None
+    channel_caps: bool = False
+
+    def __post_init__(self) -> None:
+        if self.largest_pool is not None and self.largest_pool < 2:
+            raise ValueError(
+                f"largest_pool must be at least 2, or None for no limit, got {self.largest_pool}."
+            )
+
+
+@dataclass(frozen=True)
+class ShiftLimits:
+    """Limits of the shifts by which an integer-only device moves from scale to scale.
+
+    A tensor with the scale 2**-p has the position p. An operator with positions i of its inputs,
+    w of its weight, b of its bias and o of its output shifts its integers by the numbers below. The
+    defaults are the limits that AMD states for its NPUs. Each limit is a pair: smallest, largest.
+
+    Attributes:
+        cut: w + i - o of layers: the sum of products is shifted to the output by it. Products of
+            two activations have the position of the second one in place of w.
+        bias: w + i - b of layers: the bias is shifted to the sum by it. The cut is added to the
+            first number: with (-16, 15), a cut of 10 needs at least -6.
+        read: largest i - smallest i of sums.
+        write: smallest i - o of sums.
+        product: sum of all i - o of elementwise products.
+        pool: i - o of average pooling; (0, 0) gives input and output one scale.
+
+    Raises:
+        ValueError: A limit is not a pair of integers in order, or ``read`` excludes 0.
+    """
+
+    cut: tuple[int, int] = (0, 16)
+    bias: tuple[int, int] = (-16, 15)
+    read: tuple[int, int] = (0, 15)
+    write: tuple[int, int] = (-15, 15)
+    product: tuple[int, int] = (0, 32)
+    pool: tuple[int, int] = (-15, 15)
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            object.__setattr__(self, field.name, _pair(field.name, getattr(self, field.name)))
+        if self.read[0] > 0:
+            raise ValueError(f"read: inputs with one scale have 0, got the limits {self.read}.")
+
+
+def _pair(name: str, value: Any) -> tuple[int, int]:
+    is_pair = isinstance(value, (tuple, list)) and len(value) == 2
+    if not is_pair or not all(type(n) is int for n in value) or value[0] > value[1]:
+        raise ValueError(f"{name}: expected two integers, the smallest shift first, got {value!r}.")
+    return value[0], value[1]
