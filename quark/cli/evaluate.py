@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +25,7 @@ from quark.cli.options import (
     Json,
     MaxMemory,
     NumFewshot,
+    Runtime,
     Tasks,
     TrustRemoteCode,
     Verbose,
@@ -128,6 +130,7 @@ def evaluate(
     data_type: DataTypeFlag = "auto",
     device: DeviceFlag = "auto",
     max_memory: MaxMemory = None,
+    runtime: Runtime = "exact",
     trust_remote_code: TrustRemoteCode = False,
     check_digests: CheckDigests = False,
     as_json: Json = False,
@@ -136,6 +139,7 @@ def evaluate(
     """Evaluate one or two models on the same windows and tasks."""
     from quark.torch.pipeline.allocator import return_free_memory
 
+    models.check_runtime(runtime, max_memory)
     described = models.read_config(model_dir, "MODEL_DIR")
     if original is not None:
         models.read_config(original, "--original")
@@ -154,13 +158,11 @@ def evaluate(
     measures = Measures(
         windows, tokenizer, window_batch=batch_size, tasks=chosen, task_batch=str(batch_size)
     )
-    rows = []
+    rows, load = [], partial(models.load_model, max_memory=max_memory, runtime=runtime)
     for directory in (original, model_dir):
         if directory is not None:
             with console.stage(f"loading {directory.name}", spinner=True):
-                model = models.load_model(
-                    directory, data_type, target, trust_remote_code, max_memory=max_memory
-                )
+                model = load(directory, data_type, target, trust_remote_code)
             rows.append(_measure(directory, model, measures))
             del model
             gc.collect()  # modules and what loads their parameters refer to each other

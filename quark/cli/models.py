@@ -102,6 +102,7 @@ def load_model(
     attention: str | None = None,
     max_memory: int | None = None,
     in_float: bool = False,
+    runtime: str = "exact",
 ) -> nn.Module:
     """Return the model of a directory, float or quantized, in evaluation mode.
 
@@ -113,15 +114,34 @@ def load_model(
         attention: Implementation of attention; None for the default of Transformers.
         max_memory: Bytes that this process may take; see ``load_checkpoint``.
         in_float: Whether a quantized model is dequantized.
+        runtime: How quantized layers compute; see ``set_runtime``.
     """
     from quark.torch.export.recognition import load_checkpoint, load_in_float
 
     _quiet_transformers()
     options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
+    if runtime != "exact":
+        options["runtime"] = runtime
     load = load_in_float if in_float else load_checkpoint
     return load(
         directory, dtype, trust_remote_code, max_memory=max_memory, device=device, **options
     ).eval()
+
+
+def check_runtime(runtime: str, max_memory: int | None) -> None:
+    """Check the value of ``--runtime``.
+
+    Raises:
+        typer.BadParameter: It is unknown, or does not go with ``--max_memory``.
+    """
+    from quark.torch.quantization.nn.runtime import check_runtime
+
+    try:
+        check_runtime(runtime)
+    except ValueError as error:
+        raise wrong("--runtime", str(error)) from None
+    if runtime != "exact" and max_memory is not None:
+        raise wrong("--runtime", f"{runtime} does not go with --max_memory: give one of them.")
 
 
 def describe_source(directory: Path, described: dict[str, Any], flag: str) -> str:

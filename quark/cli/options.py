@@ -107,6 +107,14 @@ MaxMemory = Annotated[
         "when they are used. Results are the same. Default: only if the model does not fit.",
     ),
 ]
+Runtime = Annotated[
+    str,
+    _model(
+        "--runtime",
+        metavar="NAME",
+        help="How quantized layers compute: exact (default), auto, fast or unpacked.",
+    ),
+]
 PlanOnly = Annotated[
     bool,
     _model(

@@ -28,6 +28,14 @@ if TYPE_CHECKING:
     from quark.torch.quantization.api import ModelQuantizer as ModelQuantizer
     from quark.torch.quantization.config.template import LLMTemplate as LLMTemplate
     from quark.torch.quantization.config.type import QuantFlow as QuantFlow
+    from quark.torch.quantization.nn.runtime import RuntimeOptions as RuntimeOptions
+    from quark.torch.quantization.nn.runtime import (
+        disable_native_inference as disable_native_inference,
+    )
+    from quark.torch.quantization.nn.runtime import (
+        enable_native_inference as enable_native_inference,
+    )
+    from quark.torch.quantization.nn.runtime import set_runtime as set_runtime
     from quark.torch.statistics.collection import collect_statistics as collect_statistics
     from quark.torch.statistics.files import load_statistics as load_statistics
     from quark.torch.statistics.files import save_statistics as save_statistics
@@ -40,7 +48,10 @@ _NAMES = {
     "ModelImporter": "export.api",
     "ModelQuantizer": "quantization.api",
     "QuantFlow": "quantization.config.type",
+    "RuntimeOptions": "quantization.nn.runtime",
     "collect_statistics": "statistics.collection",
+    "disable_native_inference": "quantization.nn.runtime",
+    "enable_native_inference": "quantization.nn.runtime",
     "export_gguf": "export.api",
     "export_onnx": "export.api",
     "export_pipeline": "diffusion",
@@ -55,6 +66,7 @@ _NAMES = {
     "register_with_diffusers": "export.diffusers_loading",
     "save_params": "export.params",
     "save_statistics": "statistics.files",
+    "set_runtime": "quantization.nn.runtime",
 }
 __all__ = sorted(_NAMES)
 

@@ -18,7 +18,9 @@ logger = logging.getLogger(__name__)
 _ONE_DEVICE = "one device is used. If its memory is too small, give --device cpu"
 _WHOLE_MODEL = "the whole model is held in memory; the checkpoint is the same"
 _AT_PROJECTIONS = "attention is computed in float. Use --kv_cache_dtype for keys and values."
-_KERNELS = "products are computed in float. Serve the checkpoint with vLLM to use its kernels."
+_KERNELS = (
+    "models are evaluated exactly here. Use quark evaluate --runtime fast, or serve the checkpoint."
+)
 
 # Flag -> why it has no effect.
 NOTED = {

@@ -20,6 +20,7 @@ from quark.torch.export.recognition import (
     open_checkpoint,
     recognize_format,
 )
+from quark.torch.quantization.nn.runtime import check_runtime, set_runtime
 
 
 class ModelImporter:
@@ -32,6 +33,11 @@ class ModelImporter:
         multi_device: Accepted for compatibility.
         check_digests: Whether files are first compared with the digests that were written with
             them.
+        runtime: How packed layers compute; see ``set_runtime``.
+
+    Raises:
+        FileNotFoundError: ``model_info_dir`` is not a directory.
+        ValueError: ``saved_format`` or ``runtime`` is unknown.
     """
 
     def __init__(
@@ -40,7 +46,9 @@ class ModelImporter:
         saved_format: str = "quark_format",
         multi_device: bool = False,
         check_digests: bool = False,
+        runtime: str = "exact",
     ) -> None:
+        check_runtime(runtime)
         if saved_format not in ("quark_format", "safetensors", "hf_format"):
             raise ValueError(
                 f"saved_format={saved_format!r} is unknown: give safetensors or quark_format."
@@ -48,6 +56,7 @@ class ModelImporter:
         self.model_info_dir = Path(model_info_dir)
         self.saved_format = saved_format
         self.check_digests = check_digests
+        self.runtime = runtime
         if not self.model_info_dir.is_dir():
             raise FileNotFoundError(f"{self.model_info_dir} is not a directory.")
 
@@ -74,8 +83,10 @@ class ModelImporter:
         with naming(self.model_info_dir):
             reader = (NativeReader if native else CheckpointReader)(self.model_info_dir)
             if GRAPH in config:
-                return keep_notes(_load_graph(model, config[GRAPH], fmt, reader), config)
-            return keep_notes(load(model, fmt, reader), config)
+                loaded = _load_graph(model, config[GRAPH], fmt, reader)
+            else:
+                loaded = load(model, fmt, reader)
+            return set_runtime(keep_notes(loaded, config), self.runtime)
 
 
 def import_model_from_safetensors(
@@ -87,6 +98,7 @@ def import_model_from_safetensors(
     device: str = "cuda",
     multi_gpu: str | bool | None = False,
     dequantize: bool = False,
+    runtime: str = "exact",
 ) -> nn.Module:
     """Return a model with the checkpoint of ``model_dir``.
 
@@ -101,23 +113,27 @@ def import_model_from_safetensors(
         multi_gpu: Accepted for compatibility.
         dequantize: Whether to return a float model with the dequantized values, to quantize it in
             another scheme.
+        runtime: How packed layers compute; see ``set_runtime``.
 
     Raises:
         FileNotFoundError: A file is missing.
         ValueError: A file is damaged, says what is not understood, or does not fit the model; or
-            both ``model`` and ``dequantize`` are given.
+            both ``model`` and ``dequantize`` are given; or ``runtime`` is unknown.
     """
+    check_runtime(runtime)
     if model is not None and dequantize:
         raise ValueError("dequantize=True builds the model itself: give None for model.")
     if model is not None:
-        return ModelImporter(model_dir, "safetensors").import_model_info(model)
+        importer = ModelImporter(model_dir, "safetensors", runtime=runtime)
+        return importer.import_model_info(model)
     if device.startswith("cuda") and not torch.cuda.is_available():
         device = "cpu"
     options: dict[str, Any] = {"attn_implementation": attn_implementation}
     if dequantize:
         options["trust_remote_code"] = trust_remote_code
         return load_in_float(model_dir, **options).to(device)
-    return open_checkpoint(model_dir, trust_remote_code, **options).fill().to(device)
+    loaded = open_checkpoint(model_dir, trust_remote_code, **options).fill().to(device)
+    return set_runtime(loaded, runtime)
 
 
 def _load_graph(model: nn.Module, section: Any, fmt: ExportFormat, reader: Reader) -> nn.Module:

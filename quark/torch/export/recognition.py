@@ -34,6 +34,7 @@ from quark.torch.export.formats.base import ExportFormat, format_class
 from quark.torch.export.formats.registry import READ_FORMATS
 from quark.torch.export.verification import Verdict
 from quark.torch.pipeline.memory_limit import free_memory
+from quark.torch.quantization.nn.runtime import check_runtime, set_runtime
 
 _WORK = 1.8  # memory that a model in memory and the work on it take, in sizes of its files
 
@@ -289,6 +290,7 @@ def load_checkpoint(
     check_digests: bool = False,
     max_memory: int | None = None,
     device: str | torch.device = "cpu",
+    runtime: str = "exact",
     **options: Any,
 ) -> nn.Module:
     """Load a float or quantized model from the files of any container that is read.
@@ -304,13 +306,17 @@ def load_checkpoint(
             them.
         max_memory: Bytes that this process may take, as far as the work on one block allows.
         device: Device of the parameters.
+        runtime: How packed layers compute; see ``set_runtime``. A model that is read in parts
+            takes ``exact`` alone.
         options: Passed to Transformers, such as ``attn_implementation``.
 
     Raises:
         FileNotFoundError: Files, or their digests, are missing.
         ValueError: A file is damaged or not understood, its tensors do not fit the model, or it
-            cannot be read in parts. The message names ``source``.
+            cannot be read in parts. The message names ``source``. Or ``runtime`` is unknown, or
+            does not fit a model that is read in parts.
     """
+    check_runtime(runtime)
     source = Path(source)
     if check_digests:
         check_unchanged(source)
@@ -318,6 +324,8 @@ def load_checkpoint(
     if not container.has_codes(source):
         return load_in_float(source, dtype, trust_remote_code, False, max_memory, device, **options)
     streams = max_memory is not None or exceeds_memory(container.size(source), device)
+    if streams:
+        _check_exact(source, runtime)
     with naming(source):
         if container.holds_other_model(source):
             if streams:
@@ -330,14 +338,28 @@ def load_checkpoint(
         if streams and dtype == "auto":
             return stream_loading(loading, max_memory, device)
         model = loading.fill().to(device)
-    if dtype == "auto":
-        return model
-    return cast_float_parameters(model, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+    if dtype != "auto":
+        to = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        model = cast_float_parameters(model, to)
+    return set_runtime(model, runtime)
 
 
 def exceeds_memory(size: int, device: str | torch.device) -> bool:
     """Whether a model of so many bytes, and the work on it, take more than is free."""
     return size * _WORK > free_memory(device)
+
+
+def _check_exact(source: Path, runtime: str) -> None:
+    """Check that a model that is read in parts is to compute exactly.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if runtime != "exact":
+        raise ValueError(
+            f"{source} is read in parts, because of max_memory or because memory is too small, and "
+            f"computes with runtime=exact alone, got {runtime}: give exact."
+        )
 
 
 def _check_safetensors(source: Path, container: Container) -> None:

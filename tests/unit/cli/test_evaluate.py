@@ -56,6 +56,19 @@ def test_a_limit_of_zero_is_none(quark, model_dir, text):
     assert windows(0) > 16
 
 
+def test_runtimes(quark, quantize, text):
+    path, _ = quantize("--quant_scheme", "int4_wo_32")
+    flags = ["--dataset", text, "--seq_len", 32, "--limit", 3, "--json"]
+
+    def perplexity(*runtime):
+        result = quark("evaluate", path, *flags, *runtime)
+        return json.loads(result.stdout)["models"][0]["perplexity"]
+
+    exact, fast = perplexity(), perplexity("--runtime", "fast")
+    assert perplexity("--runtime", "unpacked") == exact
+    assert fast == pytest.approx(exact, rel=1e-2)
+
+
 def test_the_native_format(quark, quantize, text):
     """Transformers cannot read it; its perplexity is that of the same model in safetensors."""
     flags = ["--quant_scheme", "int8_wo"]
@@ -78,6 +91,8 @@ def test_the_embedded_text(quark, model_dir):
         (["--dataset", "gone.txt"], "no file or directory gone.txt"),
         (["--seq_len", "65"], "more than the 64 tokens"),
         (["--limit", "-1"], "--limit"),
+        (["--runtime", "quick"], "give one of exact, auto, fast, unpacked"),
+        (["--runtime", "fast", "--max_memory", "8GB"], "does not go with --max_memory"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
-from quark.torch.quantization.nn.packed import PackedLayer
+from quark.torch.quantization.nn.runtime_layer import RuntimeLayer
 
 
 def _linear(self: Any, x: Any, weight: Any, bias: Any) -> torch.Tensor:
@@ -90,7 +90,7 @@ class QuantLinear(FakeQuantizedLayer, nn.Linear):
     float_class, product = nn.Linear, _linear
 
 
-class QParamsLinear(PackedLayer, nn.Linear):
+class QParamsLinear(RuntimeLayer, nn.Linear):
     """``nn.Linear`` with a packed weight."""
 
     float_class, product = nn.Linear, _linear
@@ -102,7 +102,7 @@ class QuantConv1d(FakeQuantizedLayer, nn.Conv1d):
     float_class, product = nn.Conv1d, _conv
 
 
-class QParamsConv1d(PackedLayer, nn.Conv1d):
+class QParamsConv1d(RuntimeLayer, nn.Conv1d):
     """``nn.Conv1d`` with a packed weight."""
 
     float_class, product = nn.Conv1d, _conv
@@ -114,7 +114,7 @@ class QuantConv2d(FakeQuantizedLayer, nn.Conv2d):
     float_class, product = nn.Conv2d, _conv
 
 
-class QParamsConv2d(PackedLayer, nn.Conv2d):
+class QParamsConv2d(RuntimeLayer, nn.Conv2d):
     """``nn.Conv2d`` with a packed weight."""
 
     float_class, product = nn.Conv2d, _conv
@@ -126,7 +126,7 @@ class QuantConv3d(FakeQuantizedLayer, nn.Conv3d):
     float_class, product = nn.Conv3d, _conv
 
 
-class QParamsConv3d(PackedLayer, nn.Conv3d):
+class QParamsConv3d(RuntimeLayer, nn.Conv3d):
     """``nn.Conv3d`` with a packed weight."""
 
     float_class, product = nn.Conv3d, _conv
@@ -138,7 +138,7 @@ class QuantConvTranspose2d(FakeQuantizedLayer, nn.ConvTranspose2d):
     float_class, product = nn.ConvTranspose2d, _conv_transpose
 
 
-class QParamsConvTranspose2d(PackedLayer, nn.ConvTranspose2d):
+class QParamsConvTranspose2d(RuntimeLayer, nn.ConvTranspose2d):
     """``nn.ConvTranspose2d`` with a packed weight."""
 
     float_class, product = nn.ConvTranspose2d, _conv_transpose
@@ -150,7 +150,7 @@ class QuantEmbedding(FakeQuantizedLayer, nn.Embedding):
     float_class, product = nn.Embedding, _embedding
 
 
-class QParamsEmbedding(PackedLayer, nn.Embedding):
+class QParamsEmbedding(RuntimeLayer, nn.Embedding):
     """``nn.Embedding`` with a packed weight."""
 
     float_class, product = nn.Embedding, _embedding
@@ -162,7 +162,7 @@ class QuantEmbeddingBag(FakeQuantizedLayer, nn.EmbeddingBag):
     float_class, product = nn.EmbeddingBag, _embedding_bag
 
 
-class QParamsEmbeddingBag(PackedLayer, nn.EmbeddingBag):
+class QParamsEmbeddingBag(RuntimeLayer, nn.EmbeddingBag):
     """``nn.EmbeddingBag`` with a packed weight."""
 
     float_class, product = nn.EmbeddingBag, _embedding_bag
@@ -172,7 +172,7 @@ class Operator(NamedTuple):
     """The classes that replace a float operator."""
 
     quantized: type[FakeQuantizedLayer]
-    packed: type[PackedLayer]
+    packed: type[RuntimeLayer]
 
 
 OPERATORS: dict[type[nn.Module], Operator] = {
@@ -221,7 +221,7 @@ def _conv1d_operator() -> Operator:
         __qualname__ = "QuantConv1D"  # pickling looks the class up in this module
         float_class, product = Conv1D, _transposed_linear
 
-    class QParamsConv1D(PackedLayer, Conv1D):  # type: ignore[misc]
+    class QParamsConv1D(RuntimeLayer, Conv1D):  # type: ignore[misc]
         """``Conv1D`` with a packed weight."""
 
         __qualname__ = "QParamsConv1D"

@@ -213,10 +213,13 @@ class PackedLayer(QuantizedLayer):
         return quantizer
 
     def _parts(self, name: str, quantizer: PackedQuantizer) -> StoredParts:
+        stored = self._stored(name) if name in PARAMETERS else None
+        return self._scale_parts(name, quantizer) | ({} if stored is None else {"": stored})
+
+    def _scale_parts(self, name: str, quantizer: PackedQuantizer) -> StoredParts:
+        """Return the stored parts of a tensor but its codes."""
         parts = {part: getattr(quantizer, part) for part in PARTS[:2]}
         parts |= {part: getattr(self, f"{SHORT_NAMES[name]}_{part}") for part in _LAYER_PARTS}
-        if name in PARAMETERS:
-            parts[""] = self._stored(name)
         return {part: tensor for part, tensor in parts.items() if tensor is not None}
 
     def quantize_activation(self, name: str, x: torch.Tensor) -> torch.Tensor:

@@ -23,12 +23,9 @@ class PackedParameter(torch.Tensor):
     A move to another device moves the codes. Every other operation computes with the values, which
     are unpacked for it; writing in place is an error. A copy (``copy.deepcopy``, pickle), and a
     move to the meta device, give a plain parameter with the codes, which the layer wraps again.
-
-    Attributes:
-        codes: The stored tensor.
     """
 
-    codes: torch.Tensor
+    _held: torch.Tensor | None
     _layer: weakref.ref[Any]
     _name: str
 
@@ -61,6 +58,21 @@ class PackedParameter(torch.Tensor):
         made._layer, made._name = weakref.ref(layer), name
         made._is_param = True  # isinstance(made, nn.Parameter)
         return made
+
+    @property
+    def codes(self) -> torch.Tensor:
+        """The stored tensor; the layer restores it if it holds the weight in another form."""
+        if self._held is None:
+            return self._owner().stored_codes(self._name)  # type: ignore[no-any-return]
+        return self._held
+
+    @codes.setter
+    def codes(self, codes: torch.Tensor) -> None:
+        self._held = codes
+
+    def drop_codes(self) -> None:
+        """Hold no codes: the layer restores them when they are read."""
+        self._held = None
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

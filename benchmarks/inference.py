@@ -1,0 +1,213 @@
+"""Speed, memory and load time of quantized models, beside float models and other software.
+
+The model is a Llama with random weights. ``decode`` is one token after 128, ``prefill`` reads 128
+tokens. In each process the work alternates with that of the float models, and figures are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import alternate, cpu_seconds, in_fresh_process, machine, markdown, say
+
+TOKENS = 128
+GROUP = 128
+VOCABULARY = 32000
+SHAPES: dict[str, dict[str, int]] = {
+    "full": {  # 0.62 billion parameters
+        "hidden_size": 1536,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 20,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 6,
+    },
+    "quick": {  # 82 million parameters
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    },
+}
+SCHEMES = ("int4_wo_128", "w_int8_per_tensor_sym", "int3_wo_128", "fp8", "mxfp4", "nvfp4")
+RUNTIMES = ("exact", "fast", "unpacked")
+FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+Figures = dict[str, dict[str, float]]
+
+
+def write_models(folder: str, size: str, schemes: list[str]) -> None:
+    """Write the float model in bfloat16, and a quantized one for each scheme."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
+
+    torch.manual_seed(0)
+    path = Path(folder)
+    config = LlamaConfig(vocab_size=VOCABULARY, dtype="bfloat16", **SHAPES[size])
+    LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(path / "float")
+    ids = torch.randint(0, VOCABULARY, (1, 32))
+    for name in schemes:
+        model = AutoModelForCausalLM.from_pretrained(path / "float", dtype=torch.bfloat16).eval()
+        quantizer = ModelQuantizer(LLMTemplate.get("llama").get_config(scheme=name))
+        export_safetensors(quantizer.freeze(quantizer.quantize_model(model, [ids])), path / name)
+
+
+def steps(model: Any) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Return functions that compute one token after 128, and read 128 tokens."""
+    ids = torch.randint(0, VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        cache = model(ids, use_cache=True).past_key_values
+
+    @torch.no_grad()
+    def decode() -> None:
+        for _ in range(3):
+            model(ids[:, :1], past_key_values=cache, use_cache=True)
+            cache.crop(-1)
+
+    @torch.no_grad()
+    def prefill() -> None:
+        model(ids, use_cache=False)
+
+    return decode, prefill
+
+
+def time_models(models: dict[str, Any], rounds: int) -> Figures:
+    """Return tokens per CPU second of each model, in alternation."""
+    work = {name: steps(model) for name, model in models.items()}
+    decode = alternate({name: run for name, (run, _) in work.items()}, rounds)
+    prefill = alternate({name: run for name, (_, run) in work.items()}, max(2, rounds // 2))
+    return {
+        name: {"decode": 3 / decode[name], "prefill": TOKENS / prefill[name]} for name in models
+    }
+
+
+def float_models(folder: str) -> dict[str, Any]:
+    """Return the float model in two types."""
+    from transformers import AutoModelForCausalLM
+
+    load = AutoModelForCausalLM.from_pretrained
+    return {name: load(f"{folder}/float", dtype=dtype).eval() for name, dtype in FLOATS.items()}
+
+
+def weight_bytes(model: Any) -> int:
+    """Return the bytes of the weights and what is kept beside them."""
+    total = 0
+    for module in model.modules():
+        tensors = {**vars(module).get("_parameters", {}), **vars(module).get("_buffers", {})}
+        product = getattr(module, "packed_product", None)
+        if product is not None:
+            total += product.nbytes
+            tensors.pop("weight")
+        kept = [*tensors.values(), *(getattr(module, "_values", None) or {}).values()]
+        total += sum(getattr(t, "codes", t).nbytes for t in kept if t is not None)
+    return total
+
+
+def measure_scheme(folder: str, scheme: str, rounds: int) -> Figures:
+    """Measure the runtimes of a scheme beside the float models."""
+    from quark.torch.export.recognition import load_checkpoint
+
+    models, load_seconds = float_models(folder), {}
+    for runtime in RUNTIMES:
+        start = cpu_seconds()
+        models[runtime] = load_checkpoint(f"{folder}/{scheme}", runtime=runtime).eval()
+        load_seconds[runtime] = cpu_seconds() - start
+    figures = time_models(models, rounds)
+    for name, model in models.items():
+        figures[name]["mb"] = weight_bytes(model) / 1e6
+        if name in load_seconds:
+            figures[name]["load"] = load_seconds[name]
+    return figures
+
+
+def measure_torchao(folder: str, rounds: int) -> Figures:
+    """Measure the weight-only formats of torchao beside the float models, in its environment."""
+    from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    models = float_models(folder)
+    configs = {"int4": PrototypeInt4WeightOnlyConfig(group_size=GROUP, set_inductor_config=False)}
+    configs["int8"] = Int8WeightOnlyConfig()
+    for name, config in configs.items():
+        model = float_models(folder)["bfloat16"]
+        quantize_(model.model, config)  # without the output head
+        models[name] = model
+    return time_models(models, rounds)
+
+
+def rows_of(label: str, figures: Figures) -> list[list[object]]:
+    """Return the rows of a table: a process with its float models."""
+    best = {work: max(figures[n][work] for n in FLOATS) for work in ("decode", "prefill")}
+    own = {"decode": figures["bfloat16"]["decode"], "prefill": figures["bfloat16"]["prefill"]}
+    return [
+        [
+            label,
+            name,
+            row["decode"],
+            row["decode"] / best["decode"],
+            row["decode"] / own["decode"],
+            row["prefill"],
+            row["prefill"] / best["prefill"],
+            row["prefill"] / own["prefill"],
+            row.get("mb"),
+            row.get("load"),
+        ]
+        for name, row in figures.items()
+    ]
+
+
+def main() -> None:
+    """Print a table of all schemes, runtimes and peers."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a model of 82 million parameters")
+    parser.add_argument("--schemes", default=",".join(SCHEMES))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--peer", choices=["torchao"], action="append", default=[])
+    flags = parser.parse_args()
+    schemes = flags.schemes.split(",")
+    folder = tempfile.mkdtemp(prefix="inference-")
+    rows: list[list[object]] = []
+    try:
+        say("writing models")
+        size = "quick" if flags.quick else "full"
+        in_fresh_process("inference.py", "write", folder, size, schemes)
+        for scheme in schemes:
+            say(scheme)
+            measured = in_fresh_process("inference.py", "scheme", folder, scheme, flags.rounds)
+            rows += rows_of(scheme, measured)
+        for peer in flags.peer:
+            from peers import environment
+
+            say(peer)
+            python = environment(peer)
+            measured = in_fresh_process("inference.py", peer, folder, flags.rounds, python=python)
+            rows += rows_of(peer, measured)
+    finally:
+        shutil.rmtree(folder)
+    print(machine(), "\n")
+    head = ["process", "model", "decode, tokens/s", ": best float", ": bfloat16"]
+    head += ["prefill, tokens/s", ": best float", ": bfloat16", "weights, MB", "load, s"]
+    print(markdown("Inference", head, rows))
+
+
+WORKERS: dict[str, Callable[..., object]] = {
+    "write": write_models,
+    "scheme": measure_scheme,
+    "torchao": measure_torchao,
+}
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1 and not sys.argv[1].startswith("--"):
+        torch.set_num_threads(1)
+        worker, *arguments = map(json.loads, sys.argv[1:])
+        print("\n" + json.dumps(WORKERS[worker](*arguments)))
+    else:
+        main()

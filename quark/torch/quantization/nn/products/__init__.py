@@ -1,0 +1,1 @@
+"""Products of inputs and packed weights, without a float copy of the weight."""

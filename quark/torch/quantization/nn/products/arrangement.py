@@ -1,0 +1,128 @@
+"""How a packed weight lies in memory: panels of rows, bytes that hold codes, compact scales.
+
+A panel is a few rows of the weight. Its elements follow each other in one order, and bytes hold
+codes so that whole runs of elements are decoded by few operations: a plane of w bits has 8 / w
+slots, and slot s of its bytes holds run s of the elements. Codes of 6 bits are a plane of 4 bits
+below a plane of 2 bits. Example of a plane of 4 bits, for a panel of 8 elements::
+
+    elements  a b c d e f g h      bytes  ea fb gc hd      (first run in the low halves)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from quark.torch.numerics.formats import Format
+
+Parts = dict[str, torch.Tensor]
+PLANES = (8, 4, 2, 1)
+_TARGET = 1 << 17  # elements of a panel: what is decoded stays in the cache of a core
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Order of the elements of a weight (outputs, inputs) in panels.
+
+    Attributes:
+        outputs: Rows of the weight.
+        inputs: Columns of the weight.
+        group: Columns that share a scale in a row; it divides ``inputs``.
+        rows: Rows of a panel, a multiple of 32. The last panel is padded with zeros.
+        half: 0 for elements of a panel in the order (row, column). Else the order is (half, column,
+            row of the half), for two halves of so many rows.
+    """
+
+    outputs: int
+    inputs: int
+    group: int
+    rows: int
+    half: int = 0
+
+    @classmethod
+    def of_rows(cls, outputs: int, inputs: int, group: int) -> Arrangement:
+        """Return an arrangement with whole rows, and as many in a panel as fit a cache."""
+        rows = max(32, min(256, _TARGET // max(inputs, 1) // 32 * 32))
+        return cls(outputs, inputs, group, rows)
+
+    @classmethod
+    def of_columns(cls, outputs: int, inputs: int, group: int, half: int) -> Arrangement:
+        """Return an arrangement with the columns of two halves of ``half`` rows."""
+        return cls(outputs, inputs, group, 2 * half, half)
+
+    @property
+    def panels(self) -> int:
+        """Number of panels."""
+        return -(-self.outputs // self.rows)
+
+    @property
+    def size(self) -> int:
+        """Number of elements of a panel."""
+        return self.rows * self.inputs
+
+    @property
+    def grouped(self) -> tuple[int, ...]:
+        """Shape of a panel over which its scales broadcast."""
+        groups = self.inputs // self.group
+        return (2, groups, self.group, self.half) if self.half else (-1, groups, self.group)
+
+    def arrange(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a matrix of ``outputs`` rows in panels, (panels, elements)."""
+        x = F.pad(x, (0, 0, 0, self.panels * self.rows - self.outputs))
+        if self.half:
+            x = x.view(self.panels, 2, self.half, -1).transpose(2, 3)
+        return x.reshape(self.panels, -1)
+
+    def restore(self, panels: torch.Tensor) -> torch.Tensor:
+        """Undo ``arrange``."""
+        if self.half:
+            panels = panels.view(self.panels, 2, -1, self.half).transpose(2, 3)
+        return panels.reshape(self.panels * self.rows, -1)[: self.outputs]
+
+    def arrange_factors(self, x: torch.Tensor) -> torch.Tensor:
+        """Return one number per group, (outputs, groups), in panels that broadcast."""
+        arranged = self.arrange(x)
+        if self.half:
+            return arranged.view(self.panels, 2, -1, 1, self.half)
+        return arranged.view(self.panels, self.rows, -1, 1)
+
+    def restore_factors(self, factors: torch.Tensor) -> torch.Tensor:
+        """Undo ``arrange_factors``, with the rows of padding: (panels * rows, groups)."""
+        if self.half:
+            factors = factors.squeeze(3).transpose(2, 3)
+        return factors.reshape(self.panels * self.rows, -1)
+
+
+def plane_widths(fmt: Format) -> list[int]:
+    """Return the widths of the planes that hold the codes of a format, lowest bits first."""
+    return [width for width in PLANES if fmt.bits & width]
+
+
+def pack_planes(bits: torch.Tensor, fmt: Format) -> Parts:
+    """Return the planes of codes.
+
+    Args:
+        bits: Codes as unsigned bits, uint8 (panels, elements).
+        fmt: Format of the codes.
+    """
+    parts: Parts = {}
+    for width in plane_widths(fmt):
+        mask = (1 << width) - 1
+        slots = (bits & mask).view(len(bits), 8 // width, -1)
+        plane = slots[:, 0].clone()
+        for slot in range(1, 8 // width):
+            plane |= slots[:, slot] << (width * slot)
+        parts[f"plane_{width}"] = plane
+        bits = bits >> width if width < 8 else bits
+    return parts
+
+
+def compact(factors: torch.Tensor) -> torch.Tensor:
+    """Return float32 numbers in the smallest type that holds them exactly."""
+    for dtype in (torch.bfloat16, torch.float16):
+        smaller = factors.to(dtype)
+        if torch.equal(smaller.float(), factors):
+            return smaller
+    return factors

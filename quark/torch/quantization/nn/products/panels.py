@@ -1,0 +1,232 @@
+"""Values of a packed weight, panel by panel, in one buffer that all layers share.
+
+A panel is decoded by a few passes over elements that stay in the cache, and gives the bits of
+``numerics.qdq.dequantize``: (code - zero point) * scale in float32. Floats of up to 8 bits are
+float16 numbers with fewer bits: they are moved to their place in 16 bits, and the difference of the
+biases is a power of two, which the scale contains. Example, fp4 (1 sign, 2 exponent, 1 mantissa)::
+
+    code 0 01 1 = 1.5     float16 0 00001 1000000000 = 1.5 * 2^-14     scale contains 2^14
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from quark.torch.numerics.formats import Format
+from quark.torch.quantization.nn.products.arrangement import (
+    Arrangement,
+    Parts,
+    compact,
+    pack_planes,
+    plane_widths,
+)
+from quark.torch.quantization.nn.quantizer import QuantizedTensor
+
+_HALF_EXPONENT, _HALF_BITS = 5, 16  # float16: width of the exponent, width of a number
+_HALF_BIAS_STEP = 14  # -exponent of the smallest normal float16
+
+
+class _Buffers(threading.local):
+    """Buffers of this thread by type, as large as the largest panel so far."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def take(self, name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a buffer of ``size`` elements, whose contents are arbitrary."""
+        kept = self._kept.get(name)
+        if kept is None or kept.numel() < size:
+            kept = self._kept[name] = torch.empty(size, dtype=dtype, device="cpu")
+        return kept[:size]
+
+
+_BUFFERS = _Buffers()
+
+
+@dataclass(frozen=True)
+class Panels:
+    """A packed weight in panels.
+
+    Attributes:
+        fmt: Format of the codes.
+        arrangement: Order of the elements.
+        offset: What is added to a code before it is stored: integers below 8 bits are unsigned.
+        zero_point: Integer zero point that all groups share, plus ``offset``; this alone, if zero
+            points differ. The part ``zero_point`` contains ``offset`` if it is int8.
+    """
+
+    fmt: Format
+    arrangement: Arrangement
+    offset: int
+    zero_point: int
+
+    @classmethod
+    def pack(cls, state: QuantizedTensor, arrangement: Arrangement) -> tuple[Panels, Parts]:
+        """Return the panels of a weight and their tensors.
+
+        Args:
+            state: Codes (outputs, inputs) and scales.
+            arrangement: Order of the elements.
+        """
+        fmt, codes = state.scheme.fmt, state.codes
+        assert codes is not None and state.scale is not None
+        offset = -fmt.qmin if not fmt.is_float and fmt.bits < 8 else 0
+        whole = fmt.native is not None or fmt.bits == 8
+        bits = codes.view(torch.uint8) if whole else (codes.to(torch.int16) + offset).byte()
+        parts = pack_planes(arrangement.arrange(bits), fmt)
+        zero = 0 if fmt.is_float else offset
+        if state.zero_point is not None and not (state.scheme.symmetric and fmt.signed):
+            stored = _per_group(state.zero_point.float(), state, arrangement)
+            first = stored.flatten()[0].item()
+            if torch.all(stored == first) and first == int(first):
+                zero = offset + int(first)
+            else:
+                zeros = arrangement.arrange_factors(stored)
+                parts["zero_point"] = _small_zero_points(zeros + offset, fmt)
+                if parts["zero_point"].dtype != torch.int8:
+                    parts["zero_point"] = compact(zeros)
+        scale = _per_group(state.scale.float(), state, arrangement)
+        factor = 2.0 ** (fmt.min_exponent + _HALF_BIAS_STEP) if fmt.is_float else 1.0
+        if state.scale_2 is not None:
+            ratio = (scale / state.scale_2).bfloat16()
+            if torch.equal(ratio.float() * state.scale_2, scale):
+                parts["tensor_scale"] = state.scale_2.float().reshape(())
+                scale = ratio.float()
+        parts["scale"] = compact(arrangement.arrange_factors(scale * factor))
+        return cls(fmt, arrangement, offset, zero), parts
+
+    def decode(self, parts: Parts, scaled: bool = True) -> Iterator[torch.Tensor]:
+        """Iterate over the values of the panels: float32 (elements,), overwritten by the next.
+
+        Args:
+            parts: Tensors of the weight.
+            scaled: Whether values are multiplied by their scales.
+        """
+        size, shape = self.arrangement.size, self.arrangement.grouped
+        values = _BUFFERS.take("values", size, torch.float32)
+        grouped = values.view(shape)
+        read = self._integers(parts, values) if not self.fmt.is_float else self._floats(values)
+        scales = self.scale(parts).unbind()
+        for index, bits in enumerate(self._bits(parts)):
+            read(bits, index)
+            if scaled:
+                grouped.mul_(scales[index])
+            yield values
+
+    def scale(self, parts: Parts) -> torch.Tensor:
+        """Return the scales of the panels in float32, in shapes that broadcast over ``grouped``."""
+        scale = parts["scale"].float()
+        return scale * parts["tensor_scale"] if "tensor_scale" in parts else scale
+
+    def zero_points(self, parts: Parts) -> torch.Tensor | int:
+        """Return the zero points of the stored codes, with ``offset``, in the shape of scales."""
+        zeros = parts.get("zero_point")
+        if zeros is None:
+            return self.zero_point
+        return zeros.float() + (0 if zeros.dtype == torch.int8 else self.offset)
+
+    def codes(self, parts: Parts) -> torch.Tensor:
+        """Return the codes (outputs, inputs): the inverse of ``pack``."""
+        bits = self.arrangement.restore(torch.stack([b.clone() for b in self._bits(parts)]))
+        if self.offset:
+            return (bits.to(torch.int16) - self.offset).to(self.fmt.code_dtype)
+        return bits.contiguous().view(self.fmt.code_dtype)
+
+    def _bits(self, parts: Parts) -> Iterator[torch.Tensor]:
+        """Iterate over the stored bits of the panels: uint8 (elements,)."""
+        widths = plane_widths(self.fmt)
+        planes = [parts[f"plane_{width}"].flatten(1).unbind() for width in widths]
+        if widths == [8]:
+            yield from planes[0]
+            return
+        size = self.arrangement.size
+        bits, extra = (_BUFFERS.take(n, size, torch.uint8) for n in ("bits", "extra"))
+        for panel in zip(*planes, strict=True):
+            below = 0
+            for width, plane in zip(widths, panel, strict=True):
+                _read_plane(plane, width, extra if below else bits)
+                if below:
+                    words = extra.view(torch.int32).bitwise_left_shift_(below)
+                    bits.view(torch.int32).bitwise_or_(words)
+                below += width
+            yield bits
+
+    def _integers(self, parts: Parts, values: torch.Tensor) -> Callable[[torch.Tensor, int], None]:
+        """Return a function that writes (code - zero point) of a panel to ``values``."""
+        zeros, shape = parts.get("zero_point"), self.arrangement.grouped
+        grouped = values.view(shape)
+
+        def read(bits: torch.Tensor, index: int) -> None:
+            if self.fmt.bits < 8:
+                codes = bits.view(torch.int8)  # at most 127
+                if zeros is not None and zeros.dtype == torch.int8:
+                    codes.view(shape).sub_(zeros[index])
+                elif self.zero_point:
+                    codes.sub_(self.zero_point)
+                values.copy_(codes)
+            else:
+                values.copy_(bits.view(self.fmt.code_dtype))
+                if zeros is None and self.zero_point:
+                    values.sub_(self.zero_point)
+            if zeros is not None and zeros.dtype != torch.int8:
+                grouped.sub_(zeros[index])
+
+        return read
+
+    def _floats(self, values: torch.Tensor) -> Callable[[torch.Tensor, int], None]:
+        """Return a function that writes the floats of a panel to ``values``."""
+        fmt = self.fmt
+        halves = _BUFFERS.take("halves", self.arrangement.size, torch.int16)
+        top = _HALF_BITS - fmt.bits - (not fmt.signed)  # the sign bit comes first
+        down = _HALF_EXPONENT - fmt.exponent_bits
+        copies_sign = fmt.signed and fmt.bits == 8  # in the conversion from int8
+
+        def read(bits: torch.Tensor, index: int) -> None:
+            if copies_sign:
+                halves.copy_(bits.view(torch.int8)).mul_(1 << (top - down))
+            else:
+                halves.copy_(bits).mul_(1 << top)
+            if down:
+                # The shift copies the sign, which stands in one bit alone: fp4 keeps 0x8FFF.
+                if not copies_sign:
+                    halves.bitwise_right_shift_(down)
+                halves.bitwise_and_((0x7FFF >> down) - 0x8000)
+            values.copy_(halves.view(torch.float16))
+
+        return read
+
+
+def _read_plane(plane: torch.Tensor, width: int, out: torch.Tensor) -> None:
+    """Write the slots of a plane to ``out``, four bytes at a time.
+
+    A shift of four bytes moves bits from one to the next, which the mask takes away.
+    """
+    words = plane.view(torch.int32)
+    mask = ((1 << width) - 1) * 0x01010101
+    for slot, run in enumerate(out.view(torch.int32).chunk(8 // width)):
+        if slot:
+            torch.bitwise_right_shift(words, width * slot, out=run)
+            run.bitwise_and_(mask)
+        else:
+            torch.bitwise_and(words, mask, out=run)
+
+
+def _per_group(x: torch.Tensor, state: QuantizedTensor, to: Arrangement) -> torch.Tensor:
+    """Return scales or zero points as one number per group of each row, (outputs, groups)."""
+    grid = state.scheme.blocks((to.outputs, to.inputs)).grid
+    rows = x.reshape(grid).repeat_interleave(-(-to.outputs // grid[0]), 0)[: to.outputs]
+    return rows.repeat_interleave(to.inputs // to.group // grid[1], 1)
+
+
+def _small_zero_points(zeros: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Return zero points as int8 if they and all differences from codes fit it, else unchanged."""
+    if fmt.bits == 8 or not zeros.isfinite().all():
+        return zeros
+    low, high = (int(z) for z in zeros.aminmax())
+    small = zeros.to(torch.int8)
+    is_small = (1 << fmt.bits) - 1 - low <= 127 and low >= -128 and high <= 127
+    return small if is_small and torch.equal(small.float(), zeros) else zeros

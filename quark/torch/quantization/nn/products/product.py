@@ -1,0 +1,241 @@
+"""The product of an input and a packed weight, chosen for the weight and proved with it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quark.torch.numerics.custom_operators import define_operator
+from quark.torch.numerics.qdq import FLOAT16_MAX
+from quark.torch.quantization.nn.products.arrangement import Arrangement, Parts
+from quark.torch.quantization.nn.products.kernels import KERNELS, is_proved, takes_zero_points
+from quark.torch.quantization.nn.products.panels import Panels
+from quark.torch.quantization.nn.quantizer import QuantizedTensor
+
+FEW_ROWS = 32  # rows up to which a kernel is faster than unpacked panels
+_SMALLEST_GROUP = 8  # below, scales take more memory than codes
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a packed weight multiplies.
+
+    Attributes:
+        panels: Order and format of the codes.
+        kernel: Device and name of a kernel for few rows, None for panels alone.
+        rounds_inputs: Whether the kernel also takes inputs that are not bfloat16, rounded to it.
+    """
+
+    panels: Panels
+    kernel: tuple[str, str] | None
+    rounds_inputs: bool
+
+    def multiply(self, parts: Parts, x: torch.Tensor) -> torch.Tensor:
+        """Return the product of ``x`` (…, inputs) and the weight: (…, outputs), type of ``x``."""
+        to = self.panels.arrangement
+        rows = x.reshape(-1, to.inputs)
+        if "order" in parts:
+            rows = rows.index_select(1, parts["order"])
+        takes_kernel = self.rounds_inputs or x.dtype == torch.bfloat16
+        if self.kernel and takes_kernel and 0 < len(rows) <= FEW_ROWS:
+            y = KERNELS[self.kernel].multiply(self.panels, parts, rows.bfloat16())
+        else:
+            y = self._multiply_panels(parts, rows)
+        return y[:, : to.outputs].to(x.dtype).reshape(*x.shape[:-1], to.outputs)
+
+    def _multiply_panels(self, parts: Parts, x: torch.Tensor) -> torch.Tensor:
+        to = self.panels.arrangement
+        dtype = multiplied_type(x.dtype)
+        x = x.to(dtype)
+        y = torch.empty(len(x), to.panels * to.rows, dtype=dtype, device=x.device)
+        scales_outputs = to.group == to.inputs and dtype == torch.float32  # one scale per output
+        for index, values in enumerate(self.panels.decode(parts, not scales_outputs)):
+            columns = y[:, index * to.rows : (index + 1) * to.rows]
+            values = values.to(dtype)
+            if to.half:  # (2, inputs, half) -> (2, rows, half)
+                halves = torch.matmul(x, values.view(2, to.inputs, to.half))
+                columns.view(len(x), 2, to.half).copy_(halves.transpose(0, 1))
+            elif len(x) == 1:
+                torch.mv(values.view(to.rows, to.inputs), x[0], out=columns[0])
+            else:
+                torch.mm(x, values.view(to.rows, to.inputs).T, out=columns)
+        if scales_outputs:
+            y *= to.restore_factors(self.panels.scale(parts)).T
+        return y
+
+    def values(self, parts: Parts) -> torch.Tensor:
+        """Return the values of the weight in float32, (outputs, inputs)."""
+        panels = torch.stack([panel.clone() for panel in self.panels.decode(parts)])
+        values = self.panels.arrangement.restore(panels)
+        if "order" not in parts:
+            return values.contiguous()
+        return torch.empty_like(values).index_copy_(1, parts["order"], values)
+
+    @property
+    def key(self) -> str:
+        """A digest, equal for equal methods, in every process."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:32]
+
+
+def multiplied_type(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which this CPU multiplies unpacked panels fastest, for inputs in a type.
+
+    It is float32, except that bfloat16 is faster on CPUs with units for matrices (AMX). Vector
+    instructions for bfloat16 alone do not make it faster.
+    """
+    describe: Any = getattr(torch.cpu, "get_capabilities", dict)  # torch before 2.13 has none
+    has_matrix_unit = bool(describe().get("amx_tile", False))
+    return dtype if dtype == torch.bfloat16 and has_matrix_unit else torch.float32
+
+
+class PackedProduct:
+    """A packed weight and its method.
+
+    Args:
+        method: How it multiplies.
+        parts: Its tensors.
+    """
+
+    def __init__(self, method: Method, parts: Parts) -> None:
+        self.method, self.parts = method, parts
+        self._names, self._tensors = ",".join(parts), list(parts.values())
+        self._key = method.key
+        _METHODS[self._key] = method
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the product of ``x`` (…, inputs) and the weight: (…, outputs), type of ``x``."""
+        if torch.compiler.is_compiling():
+            return _packed_product(x, self._tensors, self._names, self._key)
+        return self.method.multiply(self.parts, x)
+
+    def values(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the values of the weight, (outputs, inputs)."""
+        if torch.compiler.is_compiling():
+            return _packed_values(self._tensors, self._names, self._key, dtype)
+        return _cast(self.method.values(self.parts), dtype)
+
+    def codes(self) -> torch.Tensor:
+        """Return the codes of the weight, (outputs, inputs), in the order of the groups."""
+        return self.method.panels.codes(self.parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(part.nbytes for part in self.parts.values())
+
+
+_METHODS: dict[str, Method] = {}  # the methods of this process, by their keys
+
+
+@define_operator("packed_product(Tensor x, Tensor[] parts, str names, str key) -> Tensor")
+def _packed_product(
+    x: torch.Tensor, parts: list[torch.Tensor], names: str, key: str
+) -> torch.Tensor:
+    return _method(key).multiply(dict(zip(names.split(","), parts, strict=True)), x)
+
+
+@_packed_product.register_fake
+def _(x: torch.Tensor, parts: list[torch.Tensor], names: str, key: str) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], _method(key).panels.arrangement.outputs)
+
+
+@define_operator("packed_values(Tensor[] parts, str names, str key, ScalarType dtype) -> Tensor")
+def _packed_values(
+    parts: list[torch.Tensor], names: str, key: str, dtype: torch.dtype
+) -> torch.Tensor:
+    return _cast(_method(key).values(dict(zip(names.split(","), parts, strict=True))), dtype)
+
+
+@_packed_values.register_fake
+def _(parts: list[torch.Tensor], names: str, key: str, dtype: torch.dtype) -> torch.Tensor:
+    to = _method(key).panels.arrangement
+    return torch.empty(to.outputs, to.inputs, dtype=dtype, device=parts[0].device)
+
+
+def _cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Convert values as ``qdq.dequantize`` does: those beyond float16 saturate."""
+    return (
+        values.clamp_(-FLOAT16_MAX, FLOAT16_MAX).half()
+        if dtype == torch.float16
+        else values.to(dtype)
+    )
+
+
+def _method(key: str) -> Method:
+    if key not in _METHODS:
+        raise LookupError(
+            f"No layer of this process multiplies by the method {key}: another process made the "
+            "graph. Load the checkpoint and call set_runtime first."
+        )
+    return _METHODS[key]
+
+
+def make_product(
+    state: QuantizedTensor, values: torch.Tensor, rounds_inputs: bool
+) -> PackedProduct | None:
+    """Return the product for a weight, or None if it has to be unpacked as a whole.
+
+    It is proved: its values are the given ones, bit for bit, and so are its codes.
+
+    Args:
+        state: Codes (outputs, inputs) and scales.
+        values: Their values in float32, in the order of the inputs.
+        rounds_inputs: See ``Method``.
+    """
+    group = _group(state)
+    if values.device.type != "cpu" or not group:
+        return None
+    for method, parts in _candidates(state, group, rounds_inputs):
+        if state.order is not None:
+            parts["order"] = state.order
+        is_right = torch.equal(method.values(parts), values)
+        codes = method.panels.codes(parts).view(torch.uint8)
+        if (
+            is_right
+            and state.codes is not None
+            and torch.equal(codes, state.codes.view(torch.uint8))
+        ):
+            return PackedProduct(method, parts)
+    return None
+
+
+def _candidates(
+    state: QuantizedTensor, group: int, rounds_inputs: bool
+) -> Iterator[tuple[Method, Parts]]:
+    """Iterate over the methods for a weight, the fastest first, with its tensors."""
+    fmt = state.scheme.fmt
+    assert state.codes is not None
+    outputs, inputs = state.codes.shape
+    for (device, name), kernel in KERNELS.items():
+        size = kernel.group(fmt, inputs, group)
+        if size and is_proved(device, name, inputs, size):
+            to = Arrangement.of_rows(outputs, inputs, size)
+            if kernel.half:
+                to = Arrangement.of_columns(outputs, inputs, size, kernel.half)
+            panels, parts = Panels.pack(state, to)
+            has_zeros = panels.zero_point or "zero_point" in parts
+            if takes_zero_points(kernel) or not has_zeros:
+                parts["factors"] = kernel.factors(panels, parts)
+                yield Method(panels, (device, name), rounds_inputs), parts
+                break
+    panels, parts = Panels.pack(state, Arrangement.of_rows(outputs, inputs, group))
+    yield Method(panels, None, rounds_inputs), parts
+
+
+def _group(state: QuantizedTensor) -> int:
+    """Return the number of inputs that share a scale, 0 if panels do not take the weight."""
+    codes, scheme = state.codes, state.scheme
+    if codes is None or codes.dim() != 2 or not codes.numel() or state.scale is None:
+        return 0
+    is_small = scheme.fmt.bits <= 8 and scheme.fmt.exponent_bits <= 5
+    if state.spec.quantizes_codes or not is_small or scheme.fmt.max_value > FLOAT16_MAX:
+        return 0  # floats of a panel are decoded as float16
+    rows, columns = scheme.blocks(codes.shape).grid
+    inputs = codes.shape[1]
+    group = -(-inputs // columns)
+    fits = inputs % columns == 0 and group >= min(_SMALLEST_GROUP, inputs)
+    return group if fits and codes.shape[0] % rows == 0 else 0

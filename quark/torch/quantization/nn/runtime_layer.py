@@ -1,0 +1,189 @@
+"""Packed operators that compute in one of several ways."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from quark.torch.quantization.nn.packed import PackedLayer
+from quark.torch.quantization.nn.packed_parameter import PackedParameter, is_exporting
+from quark.torch.quantization.nn.products.product import PackedProduct, make_product
+
+RUNTIMES = ("exact", "auto", "fast", "unpacked")
+
+
+class RuntimeLayer(PackedLayer):
+    """A packed operator that computes in one of several ways; see ``set_runtime``.
+
+    A layer with a product holds its weight once, as the product does. The codes of the checkpoint
+    are made of it where they are read: in state dicts, exports and copies.
+
+    Attributes:
+        runtime: How the layer computes.
+        packed_product: Product of inputs and the weight; None if the weight is unpacked as a whole.
+    """
+
+    runtime: str = "exact"
+    packed_product: PackedProduct | None = None
+    _values: dict[str, torch.Tensor] | None = None
+    _resumes: bool = False  # whether the runtime is set again after torch has made a graph
+
+    def set_runtime(self, runtime: str) -> None:
+        """Choose how the layer computes; without values in memory it stays ``exact``.
+
+        Args:
+            runtime: One of ``RUNTIMES``.
+        """
+        self._use_codes()
+        self.runtime = "exact" if self._is_empty() else runtime
+        if self.runtime == "exact":
+            return
+        if runtime == "unpacked":
+            values = {name: self.value(name) for name in self.packed}
+            self._values = {name: value for name, value in values.items() if value is not None}
+        else:
+            self._make_product()
+
+    @property
+    def product_name(self) -> str:
+        """Name of what multiplies inputs by the weight; see ``describe_runtime``."""
+        if self.packed_product is None:
+            return "unpacked at each use" if self._values is None else "unpacked once"
+        kernel = self.packed_product.method.kernel
+        return "panels" if kernel is None else kernel[1]
+
+    def _is_empty(self) -> bool:
+        """Whether the values of the layer are not in memory, or nothing of it is packed."""
+        return any((c := self._stored(name)) is None or c.is_meta for name in self.packed)
+
+    def _make_product(self) -> None:
+        if "weight" not in self.packed or not self.is_linear or self.input_axis == 0:
+            return
+        self._wrap_codes("weight")  # loaders put bare codes in its place
+        state, values = self.quantized_tensor("weight"), self.value("weight", torch.float32)
+        if state is None or values is None:
+            return
+        product = make_product(state, values, rounds_inputs=self.runtime == "fast")
+        stored = self._stored("weight")
+        if product is None or stored is None:
+            return
+        self.packed_product = product
+        if torch.equal(_bytes(self._codes_of(product)), _bytes(stored)):
+            parameter: Any = self._parameters["weight"]
+            parameter.drop_codes()
+            del self._codes["weight"]
+        else:
+            self.packed_product = None  # codes that cannot be restored stay, and are unpacked
+
+    def _codes_of(self, product: PackedProduct) -> torch.Tensor:
+        """Return the codes of the weight as the checkpoint stores them."""
+        quantizer, shape = self._quantizer("weight"), self.shapes["weight"]
+        assert quantizer is not None
+        parts = self._scale_parts("weight", quantizer)
+        declared, dtype = self.layout.declare(quantizer.spec, shape, True)[""]
+        device = product.parts["scale"].device
+        blank = torch.zeros(declared, dtype=dtype, device=device)  # scales alone are read
+        state = self.layout.unpack(quantizer.spec, shape, {**parts, "": blank})
+        return self.layout.pack(state._replace(codes=product.codes()), None)[""]
+
+    def _use_codes(self) -> None:
+        """Hold the codes of the checkpoint again, and compute with them."""
+        self._values = None
+        if self.packed_product is not None:
+            codes = self.stored_codes("weight")
+            self.packed_product = None
+            self._parameters["weight"] = codes  # type: ignore[assignment]
+            self._wrap_codes("weight")
+
+    def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Quantize the input, apply the operator to quantized parameters, quantize the output."""
+        if self._resumes and not torch.compiler.is_compiling():
+            self._resumes = False
+            self.set_runtime(self.runtime)
+        product = self.packed_product
+        needs_gradient = input.requires_grad and torch.is_grad_enabled()
+        if product is None or needs_gradient or not input.is_floating_point():
+            return super().forward(input, *args, **kwargs)
+        y = product.multiply(self.quantized_input(input))
+        bias = self.value("bias", y.dtype)
+        y = y if bias is None else y + bias
+        return self.quantized_output(y) if self.quantizes_output else y
+
+    def value(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+        """Return the values of the weight or the bias, or None."""
+        dtype = dtype or self.value_dtype
+        kept = (self._values or {}).get(name)
+        if kept is not None and kept.dtype == dtype:
+            return kept
+        if name == "weight" and self.packed_product is not None:
+            return self.packed_product.values(dtype)
+        return super().value(name, dtype)
+
+    # ---- codes in place of the product ----------------------------------------------------------
+
+    def stored_codes(self, name: str) -> torch.Tensor:
+        """Return the codes of a parameter that holds none."""
+        codes = self._stored(name)
+        assert codes is not None
+        return codes
+
+    def _stored(self, name: str) -> torch.Tensor | None:
+        held = self._parameters.get(name)
+        if name != "weight" or self.packed_product is None or not isinstance(held, PackedParameter):
+            return super()._stored(name)
+        return nn.Parameter(self._codes_of(self.packed_product), requires_grad=False)
+
+    def _wrap_codes(self, name: str) -> None:
+        if name == "weight" and self.packed_product is not None:
+            if isinstance(self._parameters.get(name), PackedParameter):
+                return
+            self.packed_product = None  # other codes were put in place
+        super()._wrap_codes(name)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """Iterate over the modules in this one; ``torch.export`` gets the codes of the checkpoint.
+
+        A graph may run in another process, which has no product. The next call sets the runtime
+        again.
+        """
+        if is_exporting() and self.runtime != "exact":
+            self._use_codes()
+            self._resumes = True
+        return super().named_modules(*args, **kwargs)
+
+    def keep_codes(self, name: str, codes: torch.Tensor) -> None:
+        """Keep codes for the tracer; if they are others than before, compute with them."""
+        if vars(self).get("_codes", {}).get(name) is not codes:
+            self._values = None
+            self.packed_product = None if name == "weight" else self.packed_product
+        super().keep_codes(name, codes)
+
+    @contextmanager
+    def _bare_codes(self) -> Iterator[None]:
+        runtime = self.runtime
+        self._use_codes()
+        with super()._bare_codes():
+            yield
+        self.set_runtime(runtime)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self.set_runtime("exact")  # scales are loaded after this
+        super()._load_from_state_dict(*args)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for copies and pickles, with the codes of the checkpoint."""
+        own = dict.fromkeys(("packed_product", "_values"))
+        return {**super().__getstate__(), **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copied or pickled layer."""
+        super().__setstate__(state)
+        self.set_runtime(self.runtime)
+
+
+def _bytes(codes: torch.Tensor) -> torch.Tensor:
+    return codes.contiguous().view(torch.uint8)
