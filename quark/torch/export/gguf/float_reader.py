@@ -95,7 +95,11 @@ class GgufValues:
             yield name, self.tensor(name)
 
     def fill(self, model: nn.Module) -> nn.Module:
-        """Read all tensors into a float model on the meta device, in place, and return it."""
+        """Read all tensors into a float model on the meta device, in place, and return it.
+
+        Raises:
+            ValueError: A scale, or a parameter, is not finite.
+        """
         return fill_model(model, self, self._match.tied)
 
 
