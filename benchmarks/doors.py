@@ -16,6 +16,7 @@ from sound_files import (
     MODEL,
     build_float,
     build_float_graph,
+    build_graph,
     build_model,
     ids,
     images,
@@ -262,9 +263,11 @@ def _archive(path: Path, check_digests: bool) -> Any:
 
 
 def _program(path: Path, _: bool) -> Any:
+    """Quantize the graph of a program."""
     from quark.torch.export.graph_archive import load_graph_archive
 
-    return _run_graph(load_graph_archive(path / "model.pt2"))
+    graph = load_graph_archive(path / "model.pt2")
+    return _run_graph(build_graph(graph))
 
 
 @torch.no_grad()
@@ -302,10 +305,11 @@ def _journal(path: Path, _: bool) -> torch.Tensor:
 
 _LAYOUT_DOORS = {
     f"{kind} {name}": Door(kind, _agree(*ways), True)
-    for kind in (*LAYOUTS, "fp8 blocks")
+    for kind in (*LAYOUTS, "fp8 blocks", "native")
     for name, ways in {
         "in parts": (_load, _stream),
         "in float": (_in_float, _stream_in_float),
+        "fast": (_load, _fast, FAST),
     }.items()
 }
 _FILE_DOORS = {
@@ -326,7 +330,6 @@ DOORS: dict[str, Door] = {
     "options": Door("options", _options),
     "onnx": Door("onnx", _onnx),
     "float in parts": Door("float", _agree(_load_finite, _stream), True),
-    "native in parts": Door("native", _agree(_load, _stream), True),
     **_LAYOUT_DOORS,
     **_FILE_DOORS,
     "gguf in float": Door("gguf", _agree(_in_float, _stream_in_float), True),
@@ -335,9 +338,7 @@ DOORS: dict[str, Door] = {
     "program": Door("program", _program),
     "graph": Door("graph", _graph, True),
     "journal": Door("journal", _journal, is_safe=True),
-    "fast": Door("quark", _agree(_load, _fast, FAST), True),
-    "fast of awq": Door("awq", _agree(_load, _fast, FAST), True),
-    "fast of native": Door("native", _agree(_load, _fast, FAST), True),
+    "int8 fast": Door("int8", _agree(_load, _fast, FAST), True),
 }
 _PACKAGES = {"gguf": "gguf", "k-quants": "gguf", "onnx": "onnxruntime"}
 

@@ -181,6 +181,7 @@ def main() -> int:
         for name in args.doors:
             sound = Path(place) / "sound" / DOORS[name].kind
             if not sound.exists():
+                sound.parent.mkdir(exist_ok=True)
                 write(DOORS[name].kind, sound)
             counts = run(name, args.rounds, args.seed, sound, Path(place) / "work")
             print(name.ljust(20) + "".join(f"{counts[k]:>9}" for k in OUTCOMES), flush=True)

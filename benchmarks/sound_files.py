@@ -55,6 +55,11 @@ def build_model(kind: str) -> Any:
         whole = {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}
         inputs = QuantizationSpec(**whole, is_dynamic=True)
         layer = QuantizationConfig(inputs, weight=QuantizationSpec(**whole, is_dynamic=False))
+    elif kind == "int8":
+        weight = QuantizationSpec(
+            "int8", qscheme="per_channel", ch_axis=0, symmetric=True, is_dynamic=False
+        )
+        layer = QuantizationConfig(weight=weight)
     elif kind == "fp8 blocks":
         blocks = {"qscheme": "per_block", "block_size": [32, 32]}
         groups = {"qscheme": "per_group", "ch_axis": -1, "group_size": 32}
@@ -76,8 +81,8 @@ def build_float_graph() -> Any:
     return torch.export.export(network.eval(), (images(),)).module()
 
 
-def build_graph() -> Any:
-    """Return that graph with quantized layers and edges."""
+def build_graph(graph: Any = None) -> Any:
+    """Return a graph, by default that one, with quantized layers and edges."""
     from quark.torch import ModelQuantizer
     from quark.torch.quantization.config.config import (
         Config,
@@ -91,7 +96,9 @@ def build_graph() -> Any:
     edge = Uint8PerTensorSpec(**common, symmetric=False, is_dynamic=False).to_quantization_spec()
     layer = QuantizationConfig(edge, edge, spec.to_quantization_spec())
     quantizer = ModelQuantizer(Config(layer, quant_mode=GRAPH, log_severity_level=3))
-    return quantizer.freeze(quantizer.quantize_model(build_float_graph(), [images()]).eval())
+    return quantizer.freeze(
+        quantizer.quantize_model(graph or build_float_graph(), [images()]).eval()
+    )
 
 
 def quantize_blocks(journal: Path) -> Any:
@@ -149,7 +156,7 @@ def write(kind: str, directory: Path) -> None:
         quantize_blocks(directory)
         sorted((directory / "blocks").iterdir())[-1].unlink()  # as if it had been killed
     else:
-        mode = "fp8" if kind == "fp8 blocks" else kind
+        mode = {"fp8 blocks": "fp8", "int8": "quark"}.get(kind, kind)
         exporter.export_safetensors_model(
             build_model(kind), custom_mode=mode, max_shard_size="40kB"
         )

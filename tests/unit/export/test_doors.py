@@ -39,14 +39,15 @@ SEVERAL = [
     "program",
     "graph",
     "journal",
-    "fast of native",
+    "int8 fast",
 ]
 MORE = [
-    *("native in parts", "gguf in float", "fast", "fast of awq"),
     *("quark in parts", "gptq in parts", "compressed-tensors in parts"),
-    *("fp8 in parts", "fp8 blocks in parts"),
+    *("fp8 in parts", "fp8 blocks in parts", "native in parts"),
     *("quark in float", "awq in float", "gptq in float", "compressed-tensors in float"),
-    "fp8 in float",
+    *("fp8 in float", "native in float", "gguf in float"),
+    *("quark fast", "awq fast", "gptq fast", "compressed-tensors fast"),
+    *("fp8 fast", "fp8 blocks fast", "native fast"),
     *("quark to files", "awq to files", "compressed-tensors to files", "fp8 to files"),
     "fp8 blocks to files",
 ]

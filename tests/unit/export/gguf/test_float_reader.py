@@ -105,6 +105,17 @@ def test_streamed_as_in_memory(file, logits):
     assert half.model.norm.weight.equal(model.model.norm.weight.bfloat16())
 
 
+def test_blocks_whose_scale_is_no_number_are_refused(file, tmp_path):
+    """The scale of a Q5_1 block is its first two bytes, here those of NaN."""
+    (tensor,) = (t for t in gguf.GGUFReader(file).tensors if t.name == "blk.1.ffn_down.weight")
+    data = bytearray(file.read_bytes())
+    data[tensor.data_offset : tensor.data_offset + 2] = b"\x00\x7e"
+    path = tmp_path / "small.gguf"
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.down_proj\.weight has NaN"):
+        load_in_float(path)
+
+
 def run(*arguments):
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert result.exit_code == 0, result.output
