@@ -175,6 +175,7 @@ class UnitCache(ABC):
             if unit.name not in self._sizes:
                 size = self._size_of(unit)
                 self.release(size)
+                return_free_memory()  # what the unit before took to unpack its weights
                 self._sizes[unit.name] = size
                 self.peak = max(self.peak, sum(self._sizes.values()))
             self._read(unit)
