@@ -123,6 +123,11 @@ class UnitCache(ABC):
         """Return the units as parts of the model, in its order."""
         return [unit.part for unit in self.units.values()]
 
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest unit."""
+        return max(map(self._size_of, self.units.values()), default=0)
+
     @contextmanager
     def use(self, names: Collection[str]) -> Iterator[None]:
         """Keep parameters resident; see ``graph.residency.resident``."""
