@@ -170,13 +170,7 @@ def evaluate(
     )
     if max_memory is not None:
         _check_room(directories, load, measures)
-    rows = []
-    for directory in directories:
-        with console.stage(f"loading {directory.name}", spinner=True):
-            model = load(directory)
-        rows.append(_measure(directory, model, measures))
-        del model
-        _free_models()
+    rows = [_measure(directory, load, measures) for directory in directories]
     text = dataset or models.EVALUATION
     shape = {"windows": windows.shape[0], "seq_len": windows.shape[1]}
     if as_json:
@@ -208,12 +202,16 @@ def _free_models() -> None:
     return_free_memory()
 
 
-def _measure(directory: Path, model: Any, measures: Measures) -> _Row:
+def _measure(directory: Path, load: Callable[[Path], nn.Module], measures: Measures) -> _Row:
     from quark.torch.export.recognition import read_contents
 
+    with console.stage(f"loading {directory.name}", spinner=True):
+        model = load(directory)
     start = time.monotonic()
     figures = measures.figures(model, directory.name)
     seconds = time.monotonic() - start
+    del model
+    _free_models()
     summary = read_contents(directory).summary
     size = models.weight_bytes(directory)
     return _Row(str(directory), figures, size, summary.bits_per_weight, seconds)
