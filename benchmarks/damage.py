@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 import struct
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,10 @@ HOSTILE: list[Any] = [
     None, True, 0, -1, -128, 7, 1 << 31, 10**30, 0.5, float("nan"), "", "x", "../x", "/etc/passwd",
     [], [[]], [None], ["re:(a|b)+$"], {}, {"a": 1}, {"0": {}}, "int4", "fp8_e4m3", "per_group", 128,
 ]  # fmt: skip
-TENSORS = (".safetensors", ".pth")
+ARCHIVES = ("_quantized.pth", ".pt2")  # of graphs
+UNUSED = ("generation_config.json", "SHA256SUMS", "lock")
+# Numbers that no scale is, and the largest and smallest ones.
+NUMBERS = (float("nan"), float("inf"), -float("inf"), 0.0, -1.0, 1e38, 6e4, 1e-45, 1e-6)
 # Types of the same width, as which the same bytes are other numbers.
 RETYPED = {
     torch.float32: torch.int32,
@@ -29,7 +34,19 @@ RETYPED = {
     torch.int64: torch.float64,
 }
 TENSOR_DAMAGES = ("missing", "renamed", "retyped", "reshaped", "truncated")
-DAMAGES = ("file", "tensor", "data")
+DAMAGES = ("file", "tensor", "values", "data")
+
+
+def files_of(directory: Path) -> list[Path]:
+    """Return the files of a directory that a door reads."""
+    return sorted(f for f in directory.rglob("*") if f.is_file() and f.name not in UNUSED)
+
+
+def tensor_files(directory: Path) -> list[Path]:
+    """Return the files that hold tensors by name."""
+    kinds = (".safetensors", ".pth")
+    files = (f for f in files_of(directory) if not f.name.endswith(ARCHIVES))
+    return [f for f in files if f.suffix in kinds]
 
 
 def change_json(data: Any, chance: random.Random) -> Any:
@@ -71,17 +88,38 @@ def change_bytes(data: bytearray, chance: random.Random) -> bytearray:
 
 
 def damage_file(directory: Path, chance: random.Random) -> str:
-    """Change the JSON or the bytes of one file, or remove it; return its name."""
-    unused = ("generation_config.json", "SHA256SUMS")
-    file = chance.choice(sorted(f for f in directory.iterdir() if f.name not in unused))
+    """Change the JSON, the bytes or a member of one file, or remove it; return its name."""
+    file = chance.choice(files_of(directory))
     if file.suffix == ".json" and chance.random() < 0.85:
         sound = json.loads(file.read_text(encoding="utf-8"))
         file.write_text(json.dumps(change_json(sound, chance)))
+    elif zipfile.is_zipfile(file) and chance.random() < 0.8:
+        return f"{file.name}, {change_member(file, chance)}"
     elif chance.random() < 0.05:
         file.unlink()
     else:
         file.write_bytes(change_bytes(bytearray(file.read_bytes()), chance))
     return file.name
+
+
+def change_member(file: Path, chance: random.Random) -> str:
+    """Change the JSON or the bytes of one member of an archive, or remove it; return its name."""
+    with zipfile.ZipFile(file) as opened:
+        members = {name: opened.read(name) for name in opened.namelist()}
+    name = chance.choice(sorted(members))
+    if name.endswith(".json") and chance.random() < 0.9:
+        members[name] = json.dumps(change_json(json.loads(members[name]), chance)).encode()
+    elif chance.random() < 0.1:
+        del members[name]
+    else:
+        members[name] = bytes(change_bytes(bytearray(members[name]), chance))
+    is_packed = chance.random() < 0.05
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED if is_packed else 0) as target:
+        for each, data in members.items():
+            target.writestr(each, data)
+    file.write_bytes(content.getvalue())
+    return name
 
 
 def damage_tensor(directory: Path, chance: random.Random, what: str | None = None) -> str:
@@ -92,9 +130,11 @@ def damage_tensor(directory: Path, chance: random.Random, what: str | None = Non
         chance: Random numbers.
         what: One of ``TENSOR_DAMAGES``, by default any.
     """
-    file = chance.choice(sorted(f for f in directory.iterdir() if f.suffix in TENSORS))
-    is_native = file.suffix == ".pth"
-    tensors = torch.load(file, weights_only=True) if is_native else load_file(file)
+    file = chance.choice(tensor_files(directory))
+    tensors = read_tensors(file)
+    if not tensors:
+        file.unlink()
+        return f"removed {file.name}"
     name, what = chance.choice(sorted(tensors)), what or chance.choice(TENSOR_DAMAGES)
     tensor = tensors.pop(name)
     if what == "renamed":
@@ -105,17 +145,45 @@ def damage_tensor(directory: Path, chance: random.Random, what: str | None = Non
         tensors[name] = tensor.reshape(1, 1, -1) if tensor.dim() != 1 else tensor.reshape(-1, 1)
     elif what == "truncated":
         tensors[name] = tensor.flatten()[:-1].clone()
-    if is_native:
+    write_tensors(file, tensors)
+    return f"{what} {name}"
+
+
+def damage_values(directory: Path, chance: random.Random) -> str:
+    """Change one number of a tensor of floats, often a scale; return what was done to which."""
+    file = chance.choice(tensor_files(directory))
+    tensors = read_tensors(file)
+    floats = sorted(n for n, t in tensors.items() if t.is_floating_point() and t.numel())
+    scales = [name for name in floats if "scale" in name]
+    if not floats:
+        return "nothing"
+    name = chance.choice(scales if scales and chance.random() < 0.8 else floats)
+    values, number = tensors[name].float().flatten(), chance.choice(NUMBERS)
+    values[chance.randrange(len(values))] = number
+    tensors[name] = values.reshape(tensors[name].shape).to(tensors[name].dtype)
+    write_tensors(file, tensors)
+    return f"{number} in {name}"
+
+
+def read_tensors(file: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file."""
+    is_native = file.suffix == ".pth"
+    tensors: dict[str, torch.Tensor]
+    tensors = torch.load(file, weights_only=True) if is_native else load_file(file)
+    return tensors
+
+
+def write_tensors(file: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write tensors in the place of those of a file."""
+    if file.suffix == ".pth":
         torch.save(tensors, file)
     else:
         save_file(tensors, file, metadata={"format": "pt"})
-    return f"{what} {name}"
 
 
 def damage_data(directory: Path, chance: random.Random) -> str:
     """Change one bit of the largest files, anywhere; return the name of the file."""
-    sizes = {f: f.stat().st_size for f in directory.iterdir() if f.suffix not in (".json", "")}
-    file = chance.choice(sorted(sizes))
+    file = chance.choice([f for f in files_of(directory) if f.suffix not in (".json", "")])
     data = bytearray(file.read_bytes())
     data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
     file.write_bytes(data)

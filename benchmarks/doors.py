@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import shutil
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
@@ -10,17 +10,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from sound_files import (
+    GRAPH,
+    LAYOUTS,
+    MODEL,
+    build_float,
+    build_float_graph,
+    build_graph,
+    build_model,
+    ids,
+    images,
+    quantize_blocks,
+)
 
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
-LAYOUTS = ("quark", "awq", "gptq", "compressed-tensors", "fp8")  # of safetensors
-MODEL = "params"  # name of the files of save_params
+FAST = 0.05  # of the largest logit: inputs in bfloat16 and another order of sums
+
+
+Open = Callable[[Path, bool], Any]
 
 
 class Door(NamedTuple):
@@ -32,78 +38,19 @@ class Door(NamedTuple):
             other tensors that a sound load always gives.
         has_digests: Whether it compares digests.
         is_ours: Whether every exception comes from this package.
+        is_safe: Whether whatever is loaded is the sound result, or the files are refused.
     """
 
     kind: str
-    open: Callable[[Path, bool], Any]
+    open: Open
     has_digests: bool = False
     is_ours: bool = True
-
-
-def build_float(vocabulary: int = 64) -> Any:
-    """Return a small Llama in float32."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=vocabulary)).eval()
-
-
-def build_model(kind: str) -> Any:
-    """Return a small quantized Llama that files of a kind can hold."""
-    from quark.torch import ModelQuantizer
-    from quark.torch.quantization.config.config import Config, QuantizationConfig
-    from quark.torch.quantization.config.spec import QuantizationSpec
-
-    weight = QuantizationSpec(
-        "uint4", qscheme="per_group", ch_axis=-1, group_size=32, symmetric=False, is_dynamic=False
-    )
-    layer = QuantizationConfig(weight=weight)
-    if kind == "fp8":
-        whole = {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}
-        inputs = QuantizationSpec(**whole, is_dynamic=True)
-        layer = QuantizationConfig(inputs, weight=QuantizationSpec(**whole, is_dynamic=False))
-    model = build_float(2048 if kind == "gguf" else 64)  # tokens of the tokenizer
-    config = Config(layer, exclude=["lm_head"])
-    return ModelQuantizer.freeze(ModelQuantizer(config).quantize_model(model))
-
-
-def write(kind: str, directory: Path) -> None:
-    """Write sound files of a kind."""
-    from quark.demo.text import model_directory
-    from quark.torch import ModelExporter, collect_statistics, save_params, save_statistics
-    from quark.torch.digests import write_digests
-
-    exporter = ModelExporter(directory)
-    if kind == "float":
-        build_float().save_pretrained(directory)
-        write_digests(directory)
-    elif kind == "statistics":
-        save_statistics(collect_statistics(build_float(), [_ids()], 1), directory)
-    elif kind == "options":
-        directory.mkdir()
-        options = {"name": "awq", "scaling_layers": [{"prev_op": "a", "layers": ["b", "c"]}]}
-        (directory / "options.json").write_text(json.dumps(options))
-    elif kind == "params":
-        save_params(build_model(kind), MODEL, export_dir=directory, compressed=True)
-    elif kind == "native":
-        exporter.export_quark_model(build_model(kind))
-    elif kind == "gguf":
-        exporter.export_gguf_model(build_model(kind), model_directory(), "model")
-    elif kind == "onnx":
-        exporter.export_onnx_model(build_model(kind), {"input_ids": _ids()})
-    else:
-        exporter.export_safetensors_model(
-            build_model(kind), custom_mode=kind, max_shard_size="40kB"
-        )
-
-
-def _ids() -> torch.Tensor:
-    return torch.arange(12).reshape(2, 6)
+    is_safe: bool = False
 
 
 @torch.no_grad()
 def _logits(model: Any) -> torch.Tensor:
-    logits: torch.Tensor = model.eval()(_ids()).logits
+    logits: torch.Tensor = model.eval()(ids()).logits
     return logits
 
 
@@ -111,6 +58,17 @@ def _load(path: Path, check_digests: bool) -> torch.Tensor:
     from quark.torch.export.recognition import load_checkpoint
 
     return _logits(load_checkpoint(path, check_digests=check_digests))
+
+
+def _load_finite(path: Path, check_digests: bool) -> torch.Tensor:
+    """Refuse values that are not finite, which a float model may have until it is quantized."""
+    from quark.torch.export.recognition import load_checkpoint
+    from quark.torch.numerics.finite import check_finite
+
+    model = load_checkpoint(path, check_digests=check_digests)
+    for name, parameter in model.named_parameters():
+        check_finite(name, parameter)
+    return _logits(model)
 
 
 def _import(path: Path, check_digests: bool) -> torch.Tensor:
@@ -176,9 +134,188 @@ def _graph_model() -> Any:
 def _onnx(path: Path, _: bool) -> None:
     from quark.torch.export.recognition import verify
 
-    verify(path, _graph_model(), inputs={"input_ids": _ids()})
+    verify(path, _graph_model(), inputs={"input_ids": ids()})
 
 
+def _agree(first: Open, second: Open, tolerance: float = 0) -> Open:
+    """Return a way to open files that expects two ways to refuse them, or to give one result.
+
+    Args:
+        first: A way to open files.
+        second: The other one.
+        tolerance: Largest difference of the results, in parts of the largest value.
+    """
+
+    def open_both(path: Path, check_digests: bool) -> Any:
+        results = [_try(way, path, check_digests) for way in (first, second)]
+        errors = [r for r in results if isinstance(r, Exception)]
+        if len(errors) == 1:
+            raise AssertionError(f"one way alone refuses: {errors[0]}") from errors[0]
+        if errors:
+            raise errors[0]
+        x, y = results
+        same = x.isfinite() == y.isfinite()
+        gap = torch.where(same & x.isfinite(), (x - y).abs(), 0)
+        limit = tolerance * torch.where(x.isfinite(), x.abs(), 0).max()
+        if not bool(same.all()) or bool((gap > limit).any()):
+            raise AssertionError(f"the results differ by {float(gap.max())}")
+        return x
+
+    return open_both
+
+
+def _try(way: Open, path: Path, check_digests: bool) -> Any:
+    try:
+        return way(path, check_digests)
+    except (ValueError, OSError) as error:
+        return error
+
+
+def _stream(path: Path, check_digests: bool) -> torch.Tensor:
+    """Open a model whose tensors are read when they are used, and dropped after."""
+    from quark.torch.export.recognition import load_checkpoint
+
+    model = load_checkpoint(path, check_digests=check_digests, max_memory=1 << 40)
+    return _logits(_without_room(model))
+
+
+def _in_float(path: Path, check_digests: bool) -> torch.Tensor:
+    from quark.torch.export.recognition import load_in_float
+
+    return _logits(load_in_float(path, check_digests=check_digests))
+
+
+def _stream_in_float(path: Path, check_digests: bool) -> torch.Tensor:
+    from quark.torch.export.recognition import load_in_float
+
+    model = load_in_float(path, check_digests=check_digests, max_memory=1 << 40)
+    return _logits(_without_room(model))
+
+
+def _without_room(model: Any) -> Any:
+    from quark.torch.graph.residency import residency_of
+
+    residency: Any = residency_of(model)
+    residency.limit = 0
+    return model
+
+
+def _fast(path: Path, check_digests: bool) -> torch.Tensor:
+    from quark.torch.export.recognition import load_checkpoint
+
+    return _logits(load_checkpoint(path, check_digests=check_digests, runtime="fast"))
+
+
+def _quantize_files(path: Path, _: bool) -> torch.Tensor:
+    """Quantize files without a model in memory; of a failure, nothing may be left."""
+    from quark.torch.export.containers.base import ExportSettings
+    from quark.torch.export.file_to_file import quantize_files
+
+    return _written(path, lambda to: quantize_files(_int8(), path, to, ExportSettings()))
+
+
+def _quantize_model(path: Path, _: bool) -> torch.Tensor:
+    """Do the same with the model in memory."""
+    from quark.torch import ModelExporter, ModelQuantizer
+    from quark.torch.export.recognition import load_in_float
+
+    def write(target: Path) -> None:
+        model = ModelQuantizer(_int8()).quantize_model(load_in_float(path))
+        ModelExporter(target).export_safetensors_model(ModelQuantizer.freeze(model))
+
+    return _written(path, write)
+
+
+def _written(path: Path, write: Callable[[Path], Any]) -> torch.Tensor:
+    """Return the bytes of the tensors that a function writes beside files."""
+    place = path.with_name(f"{path.name}-written")
+    place.mkdir()
+    try:
+        write(place / "out")
+        files = sorted((place / "out").glob("*.safetensors"))
+        data = b"".join(file.read_bytes() for file in files)
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).float()
+    except (ValueError, OSError):
+        left = [file.name for file in place.iterdir()]
+        if left:
+            raise AssertionError(f"a failure leaves {left}") from None
+        raise
+    finally:
+        shutil.rmtree(place)
+
+
+def _int8() -> Any:
+    from quark.torch.quantization.config.config import Config, QuantizationConfig
+    from quark.torch.quantization.config.spec import QuantizationSpec
+
+    weight = QuantizationSpec(
+        "int8", qscheme="per_channel", ch_axis=0, symmetric=True, is_dynamic=False
+    )
+    return Config(QuantizationConfig(weight=weight), exclude=["lm_head"], log_severity_level=3)
+
+
+def _archive(path: Path, check_digests: bool) -> Any:
+    from quark.torch import load_params
+
+    file = path / f"{MODEL}_quantized.pth"
+    graph = load_params(pth_path=file, quant_mode=GRAPH, check_digests=check_digests)
+    return _run_graph(graph)
+
+
+def _program(path: Path, _: bool) -> Any:
+    """Quantize the graph of a program."""
+    from quark.torch.export.graph_archive import load_graph_archive
+
+    graph = load_graph_archive(path / "model.pt2")
+    return _run_graph(build_graph(graph))
+
+
+@torch.no_grad()
+def _run_graph(graph: Any) -> Any:
+    """Return the outputs of a graph; None if torch refuses to run it, as it may another graph."""
+    try:
+        return graph(images())
+    except Exception:
+        return None
+
+
+@torch.no_grad()
+def _graph(path: Path, check_digests: bool) -> torch.Tensor:
+    from quark.torch import ModelImporter
+
+    importer = ModelImporter(path, check_digests=check_digests)
+    outputs: torch.Tensor = importer.import_model_info(_float_graph())(images())
+    return outputs
+
+
+@cache
+def _float_graph() -> Any:
+    return build_float_graph()
+
+
+def _journal(path: Path, _: bool) -> torch.Tensor:
+    """Go on with a run in a copy: the journal would be complete after that."""
+    copied = path.with_name(f"{path.name}-copy")
+    shutil.copytree(path, copied)
+    try:
+        return _logits(quantize_blocks(copied))
+    finally:
+        shutil.rmtree(copied)
+
+
+_LAYOUT_DOORS = {
+    f"{kind} {name}": Door(kind, _agree(*ways), True)
+    for kind in (*LAYOUTS, "fp8 blocks", "native")
+    for name, ways in {
+        "in parts": (_load, _stream),
+        "in float": (_in_float, _stream_in_float),
+        "fast": (_load, _fast, FAST),
+    }.items()
+}
+_FILE_DOORS = {
+    f"{kind} to files": Door(kind, _agree(_quantize_files, _quantize_model))
+    for kind in ("float", *LAYOUTS, "fp8 blocks")
+}
 DOORS: dict[str, Door] = {
     "float": Door("float", _load, True),
     "report": Door("float", _original),
@@ -192,8 +329,18 @@ DOORS: dict[str, Door] = {
     "statistics": Door("statistics", _statistics),
     "options": Door("options", _options),
     "onnx": Door("onnx", _onnx),
+    "float in parts": Door("float", _agree(_load_finite, _stream), True),
+    **_LAYOUT_DOORS,
+    **_FILE_DOORS,
+    "gguf in float": Door("gguf", _agree(_in_float, _stream_in_float), True),
+    "k-quants": Door("k-quants", _agree(_in_float, _stream_in_float)),
+    "archive": Door("archive", _archive, True),
+    "program": Door("program", _program),
+    "graph": Door("graph", _graph, True),
+    "journal": Door("journal", _journal, is_safe=True),
+    "int8 fast": Door("int8", _agree(_load, _fast, FAST), True),
 }
-_PACKAGES = {"gguf": "gguf", "onnx": "onnxruntime"}
+_PACKAGES = {"gguf": "gguf", "k-quants": "gguf", "onnx": "onnxruntime"}
 
 
 def available() -> list[str]:

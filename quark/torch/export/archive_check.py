@@ -11,7 +11,9 @@ from __future__ import annotations
 import io
 import json
 import re
+import struct
 import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,15 @@ _RULES = {
     "expr_str": _EXPRESSION,
     **dict.fromkeys(("name", "as_name", "forward_arg_names"), _NAME),
 }
+# Errors of zipfile about archives that are damaged, compressed in unknown ways or encrypted.
+_UNREADABLE = (
+    zipfile.BadZipFile,
+    zlib.error,
+    struct.error,
+    RuntimeError,
+    EOFError,
+    OverflowError,
+)
 _METADATA = ("nn_module_stack", "stack_trace")  # of a node; nothing is evaluated of these
 
 
@@ -63,31 +74,77 @@ def checked_archive(path: str | Path) -> io.BytesIO:
     """
     result = io.BytesIO()
     try:
-        source = zipfile.ZipFile(path)
-    except zipfile.BadZipFile:
-        raise ValueError(f"{path} is no archive of torch.export.save.") from None
-    with source, zipfile.ZipFile(result, "w", zipfile.ZIP_STORED) as target:
-        names = source.namelist()
-        if len(set(names)) < len(names) or not any(name.endswith(".json") for name in names):
-            raise ValueError(f"{path} is no archive of torch.export.save.")
-        pickled = set(_pickled_tensors(source, names))
-        for name in names:
-            try:
-                content = _checked(name, source.read(name), name in pickled)
-            except ValueError as error:
-                raise ValueError(f"{path}: {name} {error}") from None
-            target.writestr(name, content)
+        with (
+            zipfile.ZipFile(path) as source,
+            zipfile.ZipFile(result, "w", zipfile.ZIP_STORED) as target,
+        ):
+            _copy_checked(source, target, Path(path).stat().st_size)
+    except _UNREADABLE as error:
+        raise ValueError(
+            f"{path} is no archive of torch.export.save, or it is damaged: {error}"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     result.seek(0)
     return result
 
 
-def _pickled_tensors(source: zipfile.ZipFile, names: list[str]) -> Iterator[str]:
-    """Iterate over the members that the lists of weights and constants declare to be pickles."""
+def _copy_checked(source: zipfile.ZipFile, target: zipfile.ZipFile, size: int) -> None:
+    """Copy the members of an archive, each of them checked.
+
+    Args:
+        source: The archive.
+        target: Archive to write.
+        size: Bytes of the archive. Members are not compressed, so together they have no more.
+
+    Raises:
+        ValueError: It is no archive of torch.export, or a member could run code.
+    """
+    names = source.namelist()
+    if len(set(names)) < len(names) or not any(name.endswith(".json") for name in names):
+        raise ValueError("This is no archive of torch.export.save.")
+    members = source.infolist()
+    if any(m.compress_type != zipfile.ZIP_STORED for m in members):
+        raise ValueError("The archive is compressed; torch.export.save does not compress.")
+    if sum(m.file_size for m in members) > size:
+        raise ValueError(f"The members have more than the {size} bytes of the file: it is damaged.")
+    pickled = set(_pickled_tensors(source, names))
     for name in names:
-        if name.endswith("_config.json"):
-            folder = name.rpartition("/")[0]
-            entries = json.loads(source.read(name)).get("config", {})
-            yield from (f"{folder}/{e['path_name']}" for e in entries.values() if e["use_pickle"])
+        try:
+            content = _checked(name, source.read(name), name in pickled)
+        except ValueError as error:
+            raise ValueError(f"{name} {error}") from None
+        target.writestr(name, content)
+
+
+def _pickled_tensors(source: zipfile.ZipFile, names: list[str]) -> Iterator[str]:
+    """Iterate over the members that the lists of weights and constants declare to be pickles.
+
+    Raises:
+        ValueError: A list is malformed.
+    """
+    for name in names:
+        if not name.endswith("_config.json"):
+            continue
+        try:
+            entries = _parse_json(source.read(name))["config"].values()
+            pickles = [(e["path_name"], e["use_pickle"]) for e in entries]
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise ValueError(f"{name} is no list of tensors: the archive is damaged.") from None
+        folder = name.rpartition("/")[0]
+        yield from (f"{folder}/{path}" for path, is_pickled in pickles if is_pickled)
+
+
+def _parse_json(content: bytes) -> Any:
+    """Return a value of JSON.
+
+    Raises:
+        ValueError: It is none, or nested too deeply.
+    """
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        raise ValueError("is no JSON: the archive is damaged.") from None
 
 
 def _checked(name: str, content: bytes, is_pickled: bool) -> bytes:
@@ -102,7 +159,7 @@ def _checked(name: str, content: bytes, is_pickled: bool) -> bytes:
             _check_pickle(content)
         return content
     if inner.endswith(".json"):
-        data = json.loads(content)
+        data = _parse_json(content)
         _check_json(data, "")
         return json.dumps(data).encode()
     if not _PLAIN.fullmatch(inner) and not _PLAIN.fullmatch(inner.removeprefix(".data/")):

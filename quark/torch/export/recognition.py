@@ -192,7 +192,8 @@ def load_in_float(
     Raises:
         FileNotFoundError: Files, or their digests, are missing.
         ValueError: As in ``load_checkpoint``; or a quantized checkpoint is of an unknown method, or
-            has a scale that is not finite.
+            has a scale that is not finite, or a parameter overflows in ``dtype``. With
+            ``max_memory``, the parameters are checked when they are used.
     """
     source = Path(source)
     container = recognize_container(source)

@@ -153,3 +153,66 @@ def test_damaged_archives_are_refused(tmp_path, archive):
     (name,) = (n for n in archive if n.endswith("models/model.json"))
     with pytest.raises(ValueError, match="cannot open the archive"):
         load_graph_archive(write(tmp_path / "m.pth", {**archive, name: "{}"}))
+
+
+def compressed(path, archive):
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as target:
+        for name, content in archive.items():
+            target.writestr(name, content)
+
+
+def flipped(path, archive):
+    """One bit of a weight is another one."""
+    (name,) = (n for n in archive if n.endswith("weights/weight_0"))
+    data = write(path, archive).read_bytes()
+    at = data.index(archive[name])
+    path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+
+
+def encrypted(path, archive):
+    """The members have the flag of encryption, in the list of them and before each."""
+    data = bytearray(write(path, archive).read_bytes())
+    for mark, place in ((b"PK\x01\x02", 8), (b"PK\x03\x04", 6)):
+        at = data.find(mark)
+        while at >= 0:
+            data[at + place] |= 1
+            at = data.find(mark, at + 4)
+    path.write_bytes(data)
+
+
+def overlapping(path, archive):
+    """Two entries of the list of members claim one large member."""
+    large = {**archive, "large/1": bytes(100_000), "large/2": b""}
+    data = bytearray(write(path, large).read_bytes())
+    first, second = (data.rindex(name) - 46 for name in (b"large/1", b"large/2"))
+    for start, stop in ((16, 28), (42, 46)):  # digest and sizes, place
+        data[second + start : second + stop] = data[first + start : first + stop]
+    path.write_bytes(data)
+
+
+def with_list(content):
+    def change(path, archive):
+        (name,) = (n for n in archive if n.endswith("constants_config.json"))
+        write(path, {**archive, name: content})
+
+    return change
+
+
+DAMAGES = {
+    "compressed": (compressed, "is compressed"),
+    "a flipped bit": (flipped, "Bad CRC-32"),
+    "encrypted": (encrypted, "encrypted"),
+    "a list of numbers": (with_list('{"config": [1]}'), "is no list of tensors"),
+    "an entry without a path": (with_list('{"config": {"a": {}}}'), "is no list of tensors"),
+    "text": (with_list("{"), "is no list of tensors"),
+    "deep": (with_list("[" * 100_000), "is no list of tensors"),
+    "overlapping": (overlapping, "more than the"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_files_of_damaged_archives_are_refused(tmp_path, archive, damage):
+    make, message = DAMAGES[damage]
+    make(tmp_path / "m.pth", archive)
+    with pytest.raises(ValueError, match=rf"m\.pth.*{message}"):
+        load_graph_archive(tmp_path / "m.pth")

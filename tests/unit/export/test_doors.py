@@ -27,6 +27,30 @@ WITH_TENSORS = [
     "statistics",
 ]
 OTHERS = ["gguf", "options"]
+# Doors of files from other doors, opened in two ways, and of graphs, programs and journals.
+SEVERAL = [
+    "float in parts",
+    "awq in parts",
+    "fp8 blocks in float",
+    "float to files",
+    "gptq to files",
+    "k-quants",
+    "archive",
+    "program",
+    "graph",
+    "journal",
+    "int8 fast",
+]
+MORE = [
+    *("quark in parts", "gptq in parts", "compressed-tensors in parts"),
+    *("fp8 in parts", "fp8 blocks in parts", "native in parts"),
+    *("quark in float", "awq in float", "gptq in float", "compressed-tensors in float"),
+    *("fp8 in float", "native in float", "gguf in float"),
+    *("quark fast", "awq fast", "gptq fast", "compressed-tensors fast"),
+    *("fp8 fast", "fp8 blocks fast", "native fast"),
+    *("quark to files", "awq to files", "compressed-tensors to files", "fp8 to files"),
+    "fp8 blocks to files",
+]
 
 
 @pytest.fixture(scope="module")
@@ -41,15 +65,27 @@ def fuzzer():
 
 
 @pytest.fixture(scope="module")
+def rounds(fuzzer):
+    """Return the module of the fuzzer that runs rounds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        import fuzz
+
+        yield fuzz
+
+
+@pytest.fixture(scope="module")
 def sound(fuzzer, tmp_path_factory):
     """Return the sound files of a door."""
+    import sound_files
+
     doors, _ = fuzzer
     place = tmp_path_factory.mktemp("sound")
 
     def sound(name):
         kind = doors.DOORS[name].kind
         if not (place / kind).exists():
-            doors.write(kind, place / kind)
+            sound_files.write(kind, place / kind)
         return place / kind
 
     return sound
@@ -57,7 +93,7 @@ def sound(fuzzer, tmp_path_factory):
 
 def test_every_door_is_tried(fuzzer):
     doors, _ = fuzzer
-    assert {*WITH_TENSORS, *OTHERS, "onnx"} == set(doors.DOORS)
+    assert {*WITH_TENSORS, *OTHERS, *SEVERAL, *MORE, "onnx"} == set(doors.DOORS)
 
 
 @pytest.mark.parametrize("name", WITH_TENSORS)
@@ -95,6 +131,43 @@ def test_damaged_files(fuzzer, sound, tmp_path, name):
         except Exception as error:
             if door.is_ours:
                 pytest.fail(f"{name}, {i}: {error!r}")
+
+
+@pytest.mark.parametrize(
+    "name", [*SEVERAL, *(pytest.param(name, marks=pytest.mark.nightly) for name in MORE)]
+)
+def test_rounds_of_the_fuzzer(fuzzer, rounds, sound, tmp_path, name):
+    """Outcomes are refusals or results, the same in both ways of opening files."""
+    doors, _ = fuzzer
+    door = doors.DOORS[name]
+    if door.kind in ("gguf", "k-quants"):
+        pytest.importorskip("gguf")
+    expected = door.open(shutil.copytree(sound(name), tmp_path / "sound"), door.has_digests)
+    assert expected is not None
+    for i in range(4):
+        path = shutil.copytree(sound(name), tmp_path / str(i))
+        kind, place = rounds.damage(path, door, random.Random(f"{name}-{i}"))
+        outcome = rounds.open_damaged(door, path, kind, expected)
+        assert outcome in ("refused", "loaded"), (i, kind, place)
+
+
+def test_two_ways_that_differ_are_a_defect(fuzzer, rounds, tmp_path):
+    doors, _ = fuzzer
+    one = torch.ones(1)
+
+    def refuse(path, check_digests):
+        raise ValueError("damaged")
+
+    def outcome(first, second, expected=one, **options):
+        door = doors.Door("", doors._agree(first, second), **options)
+        return rounds.open_damaged(door, tmp_path, "file", expected)
+
+    assert outcome(lambda *_: one, lambda *_: one) == "loaded"
+    assert outcome(refuse, refuse) == "refused"
+    assert "the results differ by 1" in outcome(lambda *_: one, lambda *_: 2 * one)
+    assert "the results differ" in outcome(lambda *_: one, lambda *_: one / 0)
+    assert "one way alone refuses: damaged" in outcome(lambda *_: one, refuse)
+    assert "another result" in outcome(lambda *_: one, lambda *_: one, 2 * one, is_safe=True)
 
 
 @pytest.mark.parametrize("name", ["float", "native", "gguf"])

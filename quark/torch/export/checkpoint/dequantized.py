@@ -14,6 +14,7 @@ from quark.torch.export.checkpoint.files import TensorHeader
 from quark.torch.export.checkpoint.placement import put_tensor, tie
 from quark.torch.export.checkpoint.reader import Loading, Reader, zero_offset
 from quark.torch.export.checkpoint.scale_checks import check_layer_scales
+from quark.torch.numerics.finite import check_finite
 from quark.torch.quantization.nn.experts import LinearExperts
 from quark.torch.quantization.nn.packed import PackedLayer
 
@@ -99,7 +100,7 @@ class DequantizedReader:
         """Read all tensors into a float model on the meta device, in place, and return it.
 
         Raises:
-            ValueError: A scale is not finite, or not positive.
+            ValueError: A scale is not finite, or not positive; or a parameter is not finite.
         """
         return fill_model(model, self, self.loading.tied)
 
@@ -167,10 +168,13 @@ def fill_model(model: nn.Module, reader: Reader, tied: Mapping[str, str]) -> nn.
         tied: Names of tied tensors -> names of the tensors that they are tied to.
 
     Raises:
-        ValueError: A tensor cannot be read.
+        ValueError: A tensor cannot be read, or a parameter has values that are not finite.
     """
     absent = [name for name in model.state_dict() if name not in reader.entries]
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for name, tensor in reader.tensors():
+        if name in parameters:
+            check_finite(name, tensor)  # as models that are read in parts do
         put_tensor(model, name, tensor)
     compute_buffers(model, torch.device("cpu"))
     tie(model, tied, absent)

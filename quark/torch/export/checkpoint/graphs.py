@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from quark.torch.export.checkpoint.files import TensorHeader
+from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.quantization.config.config import LAYER_TYPES, Config
 from quark.torch.quantization.config.match import literal
 from quark.torch.quantization.graph_mode.edges import EDGES, edge_quantizers
 from quark.torch.quantization.graph_mode.quantization import build_graph, is_exported
 from quark.torch.quantization.nn.layer import QuantizedLayer
-from quark.torch.quantization.nn.quantizer import PARTS
+from quark.torch.quantization.nn.quantizer import PARTS, TensorQuantizer
 
 GRAPH = "graph"  # key of config.json
 _CONFIG, _DIGEST = "quantization_config", "sha256"
@@ -84,7 +86,7 @@ def build_for_load(
 
     Raises:
         ValueError: The model is no float graph, or another one; the section is damaged; or an edge
-            has no scale.
+            has no scale or zero point, or one of a wrong type.
     """
     if not is_exported(model) or is_quantized_graph(model):
         raise ValueError(f"The checkpoint holds a quantized graph: {_SAME}.")
@@ -102,13 +104,45 @@ def build_for_load(
         for part in PARTS:
             header = entries.get(f"{EDGES}.{name}.{part}")
             if header is not None:
-                empty = torch.empty(header.shape, dtype=header.dtype, device="meta")
-                setattr(quantizer, part, empty)
-        if quantizer.needs_data and quantizer.scale is None and quantizer.scale_2 is None:
-            raise ValueError(f"{EDGES}.{name}.scale is missing in the checkpoint.")
+                setattr(quantizer, part, _empty_part(f"{EDGES}.{name}.{part}", header, quantizer))
+        _check_complete(name, quantizer)
         quantizer.end_training()
     graph.quant_config = config  # type: ignore[assignment]
     return graph
+
+
+def _empty_part(name: str, header: TensorHeader, quantizer: TensorQuantizer) -> torch.Tensor:
+    """Return a scale or zero point of an edge on the meta device, in the stored type.
+
+    Raises:
+        ValueError: The type or the shape is none of such a tensor.
+    """
+    scheme, part, shape = quantizer.scheme, name.rpartition(".")[2], header.shape
+    is_float = part.startswith("scale") or scheme.float_zero_point
+    is_single = scheme.qscheme is QSchemeType.per_tensor and part in ("scale", "zero_point")
+    if header.dtype.is_floating_point is not is_float or (is_single and prod(shape) != 1):
+        kind = "floats" if is_float else "integers"
+        raise ValueError(
+            f"{name} is {header.dtype} {list(shape)}, expected "
+            f"{f'one of {kind}' if is_single else kind}: the checkpoint is damaged."
+        )
+    return torch.empty(() if is_single else shape, dtype=header.dtype, device="meta")
+
+
+def _check_complete(name: str, quantizer: TensorQuantizer) -> None:
+    """Check that the checkpoint has what an edge needs.
+
+    Raises:
+        ValueError: The scale or the zero point is missing.
+    """
+    scheme = quantizer.scheme
+    if quantizer.needs_data and quantizer.scale is None and quantizer.scale_2 is None:
+        raise ValueError(f"{EDGES}.{name}.scale is missing in the checkpoint.")
+    has_zero_point = scheme.fmt.scaled and not (scheme.fmt.is_float or scheme.shares_exponents)
+    is_zero = scheme.symmetric and scheme.fmt.signed
+    lacks = quantizer.scale is not None and quantizer.zero_point is None
+    if lacks and has_zero_point and not is_zero:
+        raise ValueError(f"{EDGES}.{name}.zero_point is missing in the checkpoint.")
 
 
 def check_edges(graph: nn.Module) -> None:

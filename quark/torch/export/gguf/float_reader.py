@@ -11,6 +11,7 @@ from torch import nn
 
 from quark.torch.export.checkpoint.dequantized import fill_model
 from quark.torch.export.checkpoint.files import TensorHeader
+from quark.torch.export.checkpoint.header_checks import check_headers
 from quark.torch.export.gguf.architectures import import_gguf
 from quark.torch.export.gguf.blocks import block_spec, has_codes, unpack_blocks
 from quark.torch.export.gguf.importer import (
@@ -37,10 +38,15 @@ def open_gguf_in_float(
     Raises:
         ImportError: The package gguf is missing.
         FileNotFoundError: The file does not exist.
-        ValueError: The file is damaged, or its architecture or a tensor type is not supported.
+        ValueError: The file is damaged, tensors have other shapes than the model, or the
+            architecture or a tensor type is not supported.
     """
     match = match_gguf(path, dtype, **options)
-    return match.model.eval(), GgufValues(match)
+    model, values = match.model, GgufValues(match)
+    check_headers(
+        values.entries, model.state_dict(), match.tied, lambda _: False, type(model).__name__
+    )
+    return model.eval(), values
 
 
 class GgufValues:
@@ -95,7 +101,11 @@ class GgufValues:
             yield name, self.tensor(name)
 
     def fill(self, model: nn.Module) -> nn.Module:
-        """Read all tensors into a float model on the meta device, in place, and return it."""
+        """Read all tensors into a float model on the meta device, in place, and return it.
+
+        Raises:
+            ValueError: A scale, or a parameter, is not finite.
+        """
         return fill_model(model, self, self._match.tied)
 
 

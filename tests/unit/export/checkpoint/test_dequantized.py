@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from quark.torch.export.recognition import load_checkpoint, load_in_float, open_dequantized
 from quark.torch.quantization.config.config import QuantizationConfig, QuaRotConfig
@@ -142,3 +142,17 @@ def test_settings_of_generation_are_kept(build, quantize, export):
     path = export(quantize(model, "fp8"))
     assert load_in_float(path).generation_config.max_new_tokens == 7
     assert load_checkpoint(path).generation_config.max_new_tokens == 7
+
+
+def test_values_that_overflow_are_refused(build, quantize, export):
+    """In memory and in parts: a scale of 1e38 is finite, 7 times it is not."""
+    path = export(quantize(build(), "int4_wo_32"))
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.0.self_attn.v_proj.weight"
+    tensors[f"{name}_scale"].flatten()[0] = 1e38
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"{name} has NaN or infinite values"):
+        load_in_float(path)
+    streamed = load_in_float(path, max_memory=1 << 40)
+    with pytest.raises(ValueError, match=rf"{name} has NaN or infinite values"):
+        streamed(torch.zeros(1, 2, dtype=torch.long))

@@ -154,3 +154,25 @@ def test_layouts_of_other_software_and_unnamed_types_are_refused(tmp_path):
     with pytest.raises(ValueError, match="files cannot name MaxPool2d"):
         export_safetensors(model, tmp_path / "d")
     assert not (tmp_path / "d").exists()
+
+
+def test_edges_with_other_tensors_are_refused(tmp_path):
+    """A zero point that is missing is not 0, and bytes of another type are other numbers."""
+    layer, _ = LAYERS["uint8"]
+    export_safetensors(frozen("resnet", layer), tmp_path / "d")
+    file, graph = tmp_path / "d" / "model.safetensors", export(network("resnet"))
+    tensors = load_file(file)
+    scale, zeros = tensors["edge_quantizers.x.scale"], tensors["edge_quantizers.x.zero_point"]
+    for name, tensor, message in (
+        ("x.zero_point", None, r"edge_quantizers\.x\.zero_point is missing"),
+        (
+            "x.scale",
+            scale.view(torch.int32),
+            r"x\.scale is torch\.int32 \[\], expected one of floats",
+        ),
+        ("x.zero_point", zeros.view(torch.float32), r"x\.zero_point is torch\.float32 .* integers"),
+        ("x.scale", scale.expand(3).clone(), r"x\.scale is torch\.float32 \[3\], expected one"),
+    ):
+        changed = {**tensors, f"edge_quantizers.{name}": tensor}
+        save_file({n: t for n, t in changed.items() if t is not None}, file)
+        refused(tmp_path / "d", graph, message)

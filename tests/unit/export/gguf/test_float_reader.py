@@ -105,6 +105,31 @@ def test_streamed_as_in_memory(file, logits):
     assert half.model.norm.weight.equal(model.model.norm.weight.bfloat16())
 
 
+def test_blocks_whose_scale_is_no_number_are_refused(file, tmp_path):
+    """The scale of a Q5_1 block is its first two bytes, here those of NaN."""
+    (tensor,) = (t for t in gguf.GGUFReader(file).tensors if t.name == "blk.1.ffn_down.weight")
+    data = bytearray(file.read_bytes())
+    data[tensor.data_offset : tensor.data_offset + 2] = b"\x00\x7e"
+    path = tmp_path / "small.gguf"
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.down_proj\.weight has NaN"):
+        load_in_float(path)
+
+
+def test_tensors_of_another_shape_are_refused(file, tmp_path):
+    """The width that the file states is not that of its tensors."""
+    field = gguf.GGUFReader(file).fields["llama.feed_forward_length"]
+    data = bytearray(file.read_bytes())
+    at = data.index(b"llama.feed_forward_length") + len("llama.feed_forward_length") + 4
+    assert int.from_bytes(data[at : at + 4], "little") == field.contents()
+    data[at : at + 4] = (2 * field.contents()).to_bytes(4, "little")
+    path = tmp_path / "small.gguf"
+    path.write_bytes(data)
+    for memory in (None, 1 << 40):
+        with pytest.raises(ValueError, match=r"does not fit LlamaForCausalLM: .*down_proj\.weight"):
+            load_in_float(path, max_memory=memory)
+
+
 def run(*arguments):
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert result.exit_code == 0, result.output

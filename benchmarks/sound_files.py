@@ -1,0 +1,209 @@
+"""Sound files of each kind, small: what doors open and the fuzzer damages."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+LAYOUTS = ("quark", "awq", "gptq", "compressed-tensors", "fp8")  # of safetensors
+MODEL = "params"  # name of the files of save_params
+GRAPH = "fx_graph_mode"
+
+
+def ids() -> torch.Tensor:
+    """Return tokens, (2, 6) int64."""
+    return torch.arange(12).reshape(2, 6)
+
+
+def images() -> torch.Tensor:
+    """Return inputs of the graphs, (2, 3, 8, 8)."""
+    return torch.linspace(-1, 1, 384).reshape(2, 3, 8, 8)
+
+
+def build_float(vocabulary: int = 64, **sizes: int) -> Any:
+    """Return a small Llama in float32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES | sizes, vocab_size=vocabulary)).eval()
+
+
+def build_model(kind: str) -> Any:
+    """Return a small quantized Llama that files of a kind can hold."""
+    from quark.torch import ModelQuantizer
+    from quark.torch.quantization.config.config import Config, QuantizationConfig
+    from quark.torch.quantization.config.spec import QuantizationSpec
+
+    weight = QuantizationSpec(
+        "uint4", qscheme="per_group", ch_axis=-1, group_size=32, symmetric=False, is_dynamic=False
+    )
+    layer = QuantizationConfig(weight=weight)
+    if kind == "fp8":
+        whole = {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}
+        inputs = QuantizationSpec(**whole, is_dynamic=True)
+        layer = QuantizationConfig(inputs, weight=QuantizationSpec(**whole, is_dynamic=False))
+    elif kind == "int8":
+        weight = QuantizationSpec(
+            "int8", qscheme="per_channel", ch_axis=0, symmetric=True, is_dynamic=False
+        )
+        layer = QuantizationConfig(weight=weight)
+    elif kind == "fp8 blocks":
+        blocks = {"qscheme": "per_block", "block_size": [32, 32]}
+        groups = {"qscheme": "per_group", "ch_axis": -1, "group_size": 32}
+        inputs = QuantizationSpec("fp8_e4m3", **groups, is_dynamic=True)
+        weight = QuantizationSpec("fp8_e4m3", **blocks, is_dynamic=False)
+        layer = QuantizationConfig(inputs, weight=weight)
+    model = build_float(2048 if kind == "gguf" else 64)  # tokens of the tokenizer
+    config = Config(layer, exclude=["lm_head"])
+    return ModelQuantizer.freeze(ModelQuantizer(config).quantize_model(model))
+
+
+def build_float_graph() -> Any:
+    """Return the exported graph of a small float network."""
+    torch.manual_seed(0)
+    network = nn.Sequential(
+        *(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2)),
+        *(nn.Flatten(), nn.Linear(32, 10)),
+    )
+    return torch.export.export(network.eval(), (images(),)).module()
+
+
+def build_graph(graph: Any = None) -> Any:
+    """Return a graph, by default that one, with quantized layers and edges."""
+    from quark.torch import ModelQuantizer
+    from quark.torch.quantization.config.config import (
+        Config,
+        Int8PerTensorSpec,
+        QuantizationConfig,
+        Uint8PerTensorSpec,
+    )
+
+    common = {"observer_method": "min_max", "scale_type": "float", "round_method": "half_even"}
+    spec = Int8PerTensorSpec(**common, symmetric=True, is_dynamic=False)
+    edge = Uint8PerTensorSpec(**common, symmetric=False, is_dynamic=False).to_quantization_spec()
+    layer = QuantizationConfig(edge, edge, spec.to_quantization_spec())
+    quantizer = ModelQuantizer(Config(layer, quant_mode=GRAPH, log_severity_level=3))
+    return quantizer.freeze(
+        quantizer.quantize_model(graph or build_float_graph(), [images()]).eval()
+    )
+
+
+def quantize_blocks(journal: Path) -> Any:
+    """Return a small Llama whose blocks are quantized by GPTQ, with a journal that stays."""
+    from quark.torch import Journal, ModelQuantizer
+    from quark.torch.quantization.config.config import Config, GPTQConfig, QuantizationConfig
+    from quark.torch.quantization.config.spec import QuantizationSpec
+
+    weight = QuantizationSpec(
+        "int4", qscheme="per_group", ch_axis=-1, group_size=32, symmetric=True, is_dynamic=False
+    )
+    config = Config(
+        QuantizationConfig(weight=weight), exclude=["lm_head"], algo_config=[GPTQConfig()]
+    )
+    with Journal(journal) as opened:
+        quantizer = ModelQuantizer(config, journal=opened)
+        return quantizer.freeze(quantizer.quantize_model(build_float(), [ids()]))
+
+
+def write(kind: str, directory: Path) -> None:
+    """Write sound files of a kind."""
+    from quark.demo.text import model_directory
+    from quark.torch import ModelExporter, collect_statistics, save_params, save_statistics
+    from quark.torch.digests import write_digests
+
+    exporter = ModelExporter(directory)
+    if kind == "float":
+        build_float().save_pretrained(directory)
+        write_digests(directory)
+    elif kind == "statistics":
+        save_statistics(collect_statistics(build_float(), [ids()], 1), directory)
+    elif kind == "options":
+        directory.mkdir()
+        options = {"name": "awq", "scaling_layers": [{"prev_op": "a", "layers": ["b", "c"]}]}
+        (directory / "options.json").write_text(json.dumps(options))
+    elif kind == "params":
+        save_params(build_model(kind), MODEL, export_dir=directory, compressed=True)
+    elif kind == "native":
+        exporter.export_quark_model(build_model(kind))
+    elif kind == "gguf":
+        exporter.export_gguf_model(build_model(kind), model_directory(), "model")
+    elif kind == "k-quants":
+        _write_k_quants(directory)
+    elif kind == "onnx":
+        exporter.export_onnx_model(build_model(kind), {"input_ids": ids()})
+    elif kind == "archive":
+        save_params(build_graph(), MODEL, (images(),), None, directory, GRAPH)
+    elif kind == "program":
+        directory.mkdir()
+        program = torch.export.export(build_float_graph(), (images(),))
+        torch.export.save(program, directory / "model.pt2")
+    elif kind == "graph":
+        exporter.export_safetensors_model(build_graph())
+    elif kind == "journal":
+        quantize_blocks(directory)
+        sorted((directory / "blocks").iterdir())[-1].unlink()  # as if it had been killed
+    else:
+        mode = {"fp8 blocks": "fp8", "int8": "quark"}.get(kind, kind)
+        exporter.export_safetensors_model(
+            build_model(kind), custom_mode=mode, max_shard_size="40kB"
+        )
+
+
+# Type of the blocks of a tensor -> places of its float16 scales in a block.
+_K_QUANTS = {"ffn_down": ("Q4_K", (0, 2)), "output.weight": ("Q6_K", (208,))}
+
+
+def _write_k_quants(directory: Path) -> None:
+    """Write a GGUF file some of whose tensors are random blocks of 256 values."""
+    import gguf
+    import numpy as np
+
+    from quark.demo.text import model_directory
+    from quark.torch import ModelExporter, ModelQuantizer
+    from quark.torch.quantization.config.config import Config, QuantizationConfig
+    from quark.torch.quantization.config.spec import QuantizationSpec
+
+    weight = QuantizationSpec(
+        "int8", qscheme="per_group", ch_axis=-1, group_size=32, symmetric=True, is_dynamic=False
+    )
+    model = build_float(2048, hidden_size=256, intermediate_size=256, num_hidden_layers=1)
+    model = ModelQuantizer(Config(QuantizationConfig(weight=weight))).quantize_model(model)
+    plain = directory / "plain"
+    ModelExporter(plain).export_gguf_model(ModelQuantizer.freeze(model), model_directory(), "model")
+    reader, chance = gguf.GGUFReader(plain / "model.gguf"), np.random.default_rng(0)
+    writer = gguf.GGUFWriter(directory / "model.gguf", "llama")
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            inner = field.types[-1] if len(field.types) > 1 else None
+            writer.add_key_value(name, field.contents(), field.types[0], inner)
+    for tensor in reader.tensors:
+        data, number = tensor.data, tensor.tensor_type
+        for part, (kind, places) in _K_QUANTS.items():
+            if part in tensor.name:
+                number = gguf.GGMLQuantizationType[kind]
+                size = gguf.GGML_QUANT_SIZES[number][1]
+                rows, count = len(data), int(np.prod(tensor.shape)) // 256
+                blocks = chance.integers(0, 256, (count, size), dtype=np.uint8)
+                for place in places:
+                    scale = np.full((count, 1), 1e-4, np.float16).view(np.uint8)
+                    blocks[:, place : place + 2] = scale
+                data = blocks.reshape(rows, -1)
+        writer.add_tensor(tensor.name, data, raw_dtype=number)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    shutil.rmtree(plain)
