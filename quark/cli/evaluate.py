@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -31,6 +32,9 @@ from quark.cli.options import (
     Verbose,
     panel,
 )
+
+if TYPE_CHECKING:
+    from torch import nn
 
 HELP = """
 Measure the perplexity of a model, and compare it with the original.
@@ -137,18 +141,16 @@ def evaluate(
     verbose: Verbose = False,
 ) -> None:
     """Evaluate one or two models on the same windows and tasks."""
-    from quark.torch.pipeline.allocator import return_free_memory
-
     models.check_runtime(runtime, max_memory)
     described = models.read_config(model_dir, "MODEL_DIR")
     if original is not None:
         models.read_config(original, "--original")
     length = models.window_length(described, seq_len, SEQ_LEN)
     target = models.pick_device(device)
-    for directory in (original, model_dir):
-        if directory is not None:
-            has_digests = check_digests and directory is model_dir
-            models.check_model(directory, trust_remote_code, has_digests)
+    directories = [model_dir] if original is None else [original, model_dir]
+    for directory in directories:
+        has_digests = check_digests and directory is model_dir
+        models.check_model(directory, trust_remote_code, has_digests)
     with console.stage("reading text"):
         # A checkpoint may lack a tokenizer; the original has one.
         source, flag = (model_dir, "MODEL_DIR") if original is None else (original, "--original")
@@ -158,15 +160,17 @@ def evaluate(
     measures = Measures(
         windows, tokenizer, window_batch=batch_size, tasks=chosen, task_batch=str(batch_size)
     )
-    rows, load = [], partial(models.load_model, max_memory=max_memory, runtime=runtime)
-    for directory in (original, model_dir):
-        if directory is not None:
-            with console.stage(f"loading {directory.name}", spinner=True):
-                model = load(directory, data_type, target, trust_remote_code)
-            rows.append(_measure(directory, model, measures))
-            del model
-            gc.collect()  # modules and what loads their parameters refer to each other
-            return_free_memory()
+    load = partial(
+        models.load_model,
+        dtype=data_type,
+        device=target,
+        trust_remote_code=trust_remote_code,
+        max_memory=max_memory,
+        runtime=runtime,
+    )
+    if max_memory is not None:
+        _check_room(directories, load, measures)
+    rows = [_measure(directory, load, measures) for directory in directories]
     text = dataset or models.EVALUATION
     shape = {"windows": windows.shape[0], "seq_len": windows.shape[1]}
     if as_json:
@@ -175,12 +179,39 @@ def evaluate(
         _print_rows(rows, f"{windows.shape[0]} windows of {windows.shape[1]} tokens: {text}")
 
 
-def _measure(directory: Path, model: Any, measures: Measures) -> _Row:
+def _check_room(
+    directories: list[Path], load: Callable[[Path], nn.Module], measures: Measures
+) -> None:
+    """Check that a bound of memory leaves room for the evaluation of all models, before the first.
+
+    Raises:
+        ValueError: There is too little for one of them.
+    """
+    from quark.torch.evaluation.perplexity import check_room
+
+    for directory in directories:
+        check_room(load(directory), measures.windows, measures.window_batch)
+        _free_models()
+
+
+def _free_models() -> None:
+    """Give the memory of models that are not used any more back to the system."""
+    from quark.torch.pipeline.allocator import return_free_memory
+
+    gc.collect()  # modules and what loads their parameters refer to each other
+    return_free_memory()
+
+
+def _measure(directory: Path, load: Callable[[Path], nn.Module], measures: Measures) -> _Row:
     from quark.torch.export.recognition import read_contents
 
+    with console.stage(f"loading {directory.name}", spinner=True):
+        model = load(directory)
     start = time.monotonic()
     figures = measures.figures(model, directory.name)
     seconds = time.monotonic() - start
+    del model
+    _free_models()
     summary = read_contents(directory).summary
     size = models.weight_bytes(directory)
     return _Row(str(directory), figures, size, summary.bits_per_weight, seconds)

@@ -22,7 +22,12 @@ Target = Callable[[int], AbstractContextManager[Path]]
 
 
 @contextmanager
-def fresh_directory(path: str | Path, overwrite: bool = False, needed: int = 0) -> Iterator[Path]:
+def fresh_directory(
+    path: str | Path,
+    overwrite: bool = False,
+    needed: int = 0,
+    announce: Callable[[Path], None] | None = None,
+) -> Iterator[Path]:
     """Open a temporary directory to write to; it replaces ``path`` if no error is raised.
 
     Digests of its files are written to it; see ``digests``. The old directory stays until the new
@@ -33,6 +38,8 @@ def fresh_directory(path: str | Path, overwrite: bool = False, needed: int = 0) 
         path: Path of the directory. Missing parents are created.
         overwrite: Whether a directory with an earlier output may be replaced.
         needed: Bytes that will be written.
+        announce: Called with the temporary directory when it is complete, before it takes its
+            place.
 
     Raises:
         FileExistsError: The directory holds something that must not be replaced, or another
@@ -49,6 +56,8 @@ def fresh_directory(path: str | Path, overwrite: bool = False, needed: int = 0) 
             yield partial
             write_digests(partial)
             _grant_default_modes(partial)
+            if announce is not None:
+                announce(partial)
             place(partial, target)
         finally:
             shutil.rmtree(partial, ignore_errors=True)

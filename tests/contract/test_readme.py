@@ -79,6 +79,6 @@ def test_python(place, monkeypatch):
     for number, block in enumerate(PYTHON):
         exec(compile(block, f"README.md, block {number}", "exec"), names)
     assert len(PYTHON) == 4
-    assert names["model"].config.quantization_config["quant_method"] == "quark"
+    assert names["model"].config.quantization_config.quant_method == "quark"
     assert any(node.op == "call_module" for node in names["graph"].graph.nodes)
     assert [options.name for options in names["config"].algo_config] == ["smooth"]

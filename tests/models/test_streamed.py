@@ -146,6 +146,21 @@ def test_a_quantized_model(mode, batches, tmp_path):
     assert 0 < cache.peak < whole * 0.7
 
 
+def test_a_tied_head_is_read_once(batches, tmp_path):
+    build(small_config("llama", tie_word_embeddings=True)).save_pretrained(tmp_path / "model")
+    config = Config(scheme("int8_wo"), exclude=["lm_head"])
+    source, out = str(tmp_path / "model"), str(tmp_path / "out")
+    ModelQuantizer(config).direct_quantize_checkpoint(source, out)
+    expected, model = load_checkpoint(out), load_checkpoint(out, max_memory=1 << 40)
+    for names in (["lm_head", "model.embed_tokens"], ["model.embed_tokens", "lm_head"]):
+        with torch.no_grad(), resident(model, names[0]), resident(model, names[1]):
+            places = {model.get_submodule(name).weight.data_ptr() for name in names}
+            assert len(places) == 1
+            assert torch.equal(model(batches[0]).logits, expected(batches[0]).logits)
+        residency_of(model).release()
+        assert model.lm_head.weight.is_meta and model.model.embed_tokens.weight.is_meta
+
+
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 def test_statistics_and_costs(kind, batches, tmp_path):
     build(small_config(kind), torch.bfloat16).save_pretrained(tmp_path)
@@ -239,3 +254,33 @@ def test_memory_does_not_grow_with_the_number_of_blocks(tmp_path):
     block = sum(p.nbytes for p in model.model.layers[0].parameters())
     assert peaks[1] < peaks[0] + 8 * block  # of 24 more blocks
     assert max(peaks) < bound
+
+
+EVALUATION = """
+import sys, torch, psutil
+import transformers.models.llama.modeling_llama
+from quark.torch.evaluation.perplexity import perplexity
+from quark.torch.export.recognition import load_checkpoint
+before = psutil.Process().memory_info().rss
+model = load_checkpoint(sys.argv[1], max_memory=before + int(sys.argv[2]))
+perplexity(model, torch.arange(64).view(2, 32))
+with open("/proc/self/status") as status:
+    print(next(int(l.split()[1]) * 1024 for l in status if l.startswith("VmHWM")) - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
+def test_an_evaluation_keeps_to_its_bound(tmp_path):
+    """The weights are 31 million values, and so are their codes when they are unpacked."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 12}
+    build(small_config("llama", **sizes), torch.bfloat16).save_pretrained(tmp_path / "model")
+    config = Config(scheme("int4_wo_64"), exclude=["lm_head"])
+    source, out, bound = str(tmp_path / "model"), str(tmp_path / "out"), 100 << 20
+    ModelQuantizer(config).direct_quantize_checkpoint(source, out)
+    peak = subprocess.run(
+        [sys.executable, "-c", EVALUATION, out, str(bound)],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert int(peak.stdout.split()[-1]) < bound

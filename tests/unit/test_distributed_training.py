@@ -54,9 +54,11 @@ def train(rank, store, results):
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="processes are forked")
+@pytest.mark.skipif(
+    sys.platform == "win32", reason="the store is a file, which gloo cannot share there"
+)
 def test_processes_end_with_the_same_weights_and_ranges(tmp_path):
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")  # forks have the devices of other tests
     results = context.Queue()
     processes = [
         context.Process(target=train, args=(rank, tmp_path / "store", results)) for rank in (0, 1)

@@ -27,7 +27,7 @@ from quark.cli.quantize.graph_job import run_graph
 from quark.cli.quantize.outline import predicts_text, read_outline
 from quark.cli.quantize.output import check_writable, write
 from quark.cli.quantize.plan import RunPlan, check_plan, make_plan
-from quark.cli.quantize.progress import open_journal
+from quark.cli.quantize.progress import is_finished, note_output, open_journal
 from quark.cli.quantize.request import Request, check_flags, check_places
 from quark.cli.quantize.tables import Outcome, show_outcome, show_plan, show_requirements
 
@@ -51,6 +51,8 @@ def run(request: Request) -> None:
         return run_graph(request)
     directory = find_model(request.model_dir, "--model_dir", request.revision)
     request = replace(request, model_dir=directory)
+    if is_finished(request):
+        return
     check_places(request)
     described = models.read_config(request.model_dir, "--model_dir")
     _check_source(request, described)
@@ -110,6 +112,7 @@ def _quantize(request: Request, described: dict[str, Any]) -> None:
         return
     tokenizer = _find_text(request, is_calibrated and kind is None)
     with open_journal(request, config) as journal:
+        announce = note_output(request, journal)
         model = _load(request, request.model_dir, device, in_float=True)
         check_writable(request, model, config)
         with console.stage("reading data"):
@@ -121,7 +124,8 @@ def _quantize(request: Request, described: dict[str, Any]) -> None:
         )
         if rank() > 0:
             return
-        write(request, model, tokenizer, str(described.get("model_type", "model")))
+        model_type = str(described.get("model_type", "model"))
+        write(request, model, tokenizer, model_type, announce)
     show_outcome(request, outcome, plan)
     _report_figures(request, outcome.after)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,14 +49,28 @@ def check_writable(request: Request, model: nn.Module, config: Config | None) ->
         check_room("--save_dir", request.save_dir, stored_size(model, config, FLOAT_OPTIONS))
 
 
-def write(request: Request, model: nn.Module, tokenizer: Any, model_type: str) -> None:
+def write(
+    request: Request,
+    model: nn.Module,
+    tokenizer: Any,
+    model_type: str,
+    announce: Callable[[Path], None] | None = None,
+) -> None:
     """Write the checkpoint and the parameters; a directory appears only when it is complete.
+
+    Args:
+        request: The flags.
+        model: The model.
+        tokenizer: Its tokenizer, or None.
+        model_type: Name of the files of parameters.
+        announce: Called with the directory of the checkpoint when it is complete, before it takes
+            its place.
 
     Raises:
         OSError: Writing failed. The message names the directory that keeps the result instead.
     """
     try:
-        _write_exports(request, model, tokenizer)
+        _write_exports(request, model, tokenizer, announce)
         _write_params(request, model, model_type)
     except Exception as error:  # whatever it is, hours of work are kept
         is_quark = request.exports == ["hf_format"] and request.custom_mode == "quark"
@@ -63,7 +79,12 @@ def write(request: Request, model: nn.Module, tokenizer: Any, model_type: str) -
         raise OSError(f"{error} {_keep(request, model, tokenizer)}") from error
 
 
-def _write_exports(request: Request, model: nn.Module, tokenizer: Any) -> None:
+def _write_exports(
+    request: Request,
+    model: nn.Module,
+    tokenizer: Any,
+    announce: Callable[[Path], None] | None,
+) -> None:
     from quark.torch.files import fresh_directory
 
     formats = request.exports
@@ -71,9 +92,10 @@ def _write_exports(request: Request, model: nn.Module, tokenizer: Any) -> None:
         return
     with console.stage("writing the checkpoint"):
         if len(formats) == 1:
-            _export(request, model, tokenizer, formats[0], request.output_dir)
+            _export(request, model, tokenizer, formats[0], request.output_dir, announce)
         else:
-            with fresh_directory(request.output_dir, request.overwrite) as directory:
+            target, overwrite = request.output_dir, request.overwrite
+            with fresh_directory(target, overwrite, announce=announce) as directory:
                 for name in formats:
                     _export(request, model, tokenizer, name, directory / name)
                     _move_up(directory / name)
@@ -121,10 +143,17 @@ def export_settings(request: Request, tokenizer: Any) -> ExportSettings:
     )
 
 
-def _export(request: Request, model: nn.Module, tokenizer: Any, name: str, directory: Path) -> None:
+def _export(
+    request: Request,
+    model: nn.Module,
+    tokenizer: Any,
+    name: str,
+    directory: Path,
+    announce: Callable[[Path], None] | None = None,
+) -> None:
     from quark.torch.export.api import ModelExporter
 
-    settings = export_settings(request, tokenizer)
+    settings = replace(export_settings(request, tokenizer), announce=announce)
     exporter = ModelExporter(settings.options, directory, request.overwrite, request.verify)
     exporter.export(name, model, settings)
     if exporter.verdict is not None:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from quark.torch.evaluation.output_head import OutputHead, Receive
+from quark.torch.evaluation.output_head import ROWS_AT_ONCE, OutputHead, Receive
 from quark.torch.graph.eval_mode import eval_mode
 from quark.torch.graph.float_products import float_products
 from quark.torch.graph.residency import residency_of
@@ -161,6 +161,40 @@ def perplexity(
     _run(model, batches, progress, observe, compute, add_losses)
     scored = len(windows) * (windows.shape[1] - context)
     return float(torch.exp(total / scored))
+
+
+def check_room(model: nn.Module, windows: torch.Tensor, batch_size: int = 8) -> None:
+    """Check that a bound of memory leaves room for an evaluation, before any window runs.
+
+    It must have room for the largest part of the model and the logits of a part of a batch.
+    Other models are not bounded.
+
+    Args:
+        model: A model, also one that is read in parts.
+        windows: Token identifiers, (windows, length).
+        batch_size: Largest number of windows per forward pass.
+
+    Raises:
+        ValueError: There is less.
+    """
+    residency = residency_of(model)
+    if residency is None or residency.room is None:
+        return
+    count, length = windows.shape
+    batch = _fitting_batch_size(model, min(batch_size, count), length)
+    positions = min(length, max(1, ROWS_AT_ONCE // batch))
+    heads = [model.get_submodule(name) for name in output_head(model)]
+    vocabulary = max((int(getattr(m, "out_features", 0)) for m in heads), default=0)
+    # The least: in half precision, and of one window at a time their logarithms in float32.
+    logits = vocabulary * positions * (2 * batch + 4)
+    needed = residency.largest + logits
+    if needed > residency.room:
+        missing = -(-(needed - residency.room) // 10**6)
+        raise ValueError(
+            f"max_memory: an evaluation of {type(model).__name__} takes at least "
+            f"{needed / 1e6:.0f} MB, but {max(residency.room, 0) / 1e6:.0f} MB are left of the "
+            f"bound. Give at least {missing} MB more."
+        )
 
 
 def _check_decoder(model: nn.Module) -> None:

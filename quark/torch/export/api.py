@@ -216,7 +216,9 @@ class ModelExporter:
 
         @contextmanager
         def target(size: int) -> Iterator[Path]:
-            with fresh_directory(self.export_dir, self.overwrite, size) as directory:
+            with fresh_directory(
+                self.export_dir, self.overwrite, size, settings.announce
+            ) as directory:
                 yield directory
                 self.verdict = (
                     kind.verify(directory, model, inputs=settings.inputs) if self.verify else None

@@ -124,7 +124,25 @@ def trace(model: nn.Module, run: Callable[[], object]) -> Trace:
         model: The model. It is not changed.
         run: Runs the model once.
     """
-    recorder = _Recorder(model)
+    record = _record(model, run, _Recorder(model))
+    record.ops = _drop_unread_writes(record.ops)
+    return record
+
+
+def trace_blocks(model: nn.Module, run: Callable[[], object]) -> dict[str, list[BlockCall]]:
+    """Return the blocks that run in one forward pass, with their calls; see ``Trace.blocks``.
+
+    Operations are not recorded. A trace of them holds every tensor of integers, such as the
+    unpacked codes of all weights: that takes as much memory as the model in float.
+
+    Args:
+        model: The model. It is not changed.
+        run: Runs the model once.
+    """
+    return _record(model, run, _Recorder(model, records_ops=False)).blocks
+
+
+def _record(model: nn.Module, run: Callable[[], object], recorder: _Recorder) -> Trace:
     with native_products(), ExitStack() as stack:
         for name, module in model.named_modules():
             stack.enter_context(recorder.hooked(name, module))
@@ -132,7 +150,6 @@ def trace(model: nn.Module, run: Callable[[], object]) -> Trace:
         stack.enter_context(recorder)
         run()
     recorder.select_blocks(model)
-    recorder.trace.ops = _drop_unread_writes(recorder.trace.ops)
     return recorder.trace
 
 
@@ -147,11 +164,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Numbers tensors by their place in memory: storage, offset, shape, stride and type.
 
     Views with equal ones get one number. A copy gets a new number.
+
+    Args:
+        model: The model.
+        records_ops: Whether to record the operations, with the content of their indices.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, records_ops: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace()
+        self._records_ops = records_ops
         self._members = list_members(model)
         self._reshaping: set[str] = set()  # members that changed the shape
         self._names = {_view_key(p): n for n, p in model.named_parameters()}
@@ -172,6 +194,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if not self._records_ops:
+            out = func(*args, **kwargs)
+            for tensor in _written_arguments(func, args, kwargs):
+                self._renumber_views(tensor)
+            return out
         values, named_values = tree_map(self._value, (args, kwargs))
         inputs = tuple(v for v in _leaves((values, named_values)) if isinstance(v, Value))
         out = func(*args, **kwargs)

@@ -3,6 +3,7 @@
 A journal is a directory::
 
     run.json                                 what the run was asked for
+    output.json                              which output belongs to it, before that is in place
     lock                                     held by the process that runs
     blocks/1-0003-<digest>.safetensors       what pass 1 made of the fourth block of its list
 
@@ -29,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from filelock import FileLock, Timeout
 
-from quark.torch.digests import file_digest
+from quark.torch.digests import DIGESTS, check_unchanged, file_digest
 from quark.torch.files import check_space, read_json, size_of, write_json
 from quark.torch.pipeline.processes import joined, processes
 from quark.torch.pipeline.scratch import with_strides
@@ -40,7 +41,8 @@ logger = logging.getLogger("quark")
 _NAME = re.compile(r"(\d+)-(\d+)-([0-9a-f]{64})\.safetensors")
 _NOTES = "notes"  # key of the metadata of a file
 _PARTIAL = "partial"
-_PARTS = ("run.json", ".run.json.partial-*", "lock", "blocks")
+_RUN, _OUTPUT = "run.json", "output.json"
+_PARTS = (_RUN, _OUTPUT, ".*.json.partial-*", "lock", "blocks")
 
 
 class Journal:
@@ -118,7 +120,7 @@ class Journal:
         self.is_begun = True
 
     def _check_request(self, request: Mapping[str, Any]) -> None:
-        path, given = self.directory / "run.json", json.loads(json.dumps(request))
+        path, given = self.directory / _RUN, json.loads(json.dumps(request))
         if not self.finished:
             write_json(path, given)
             sync_directory(self.directory)
@@ -140,6 +142,37 @@ class Journal:
         """
         self._passes += 1
         return PassFiles(self._blocks, self._passes - 1, blocks)
+
+    @staticmethod
+    def has_note(directory: Path) -> bool:
+        """Whether a directory is a journal that knows its output; see ``note_output``."""
+        return (directory / _OUTPUT).is_file()
+
+    def note_output(self, request: Mapping[str, Any], output: Path) -> None:
+        """Note which output belongs to the journal, before it takes its place.
+
+        A process that is killed behind that leaves a complete output and a journal, which
+        ``is_of_output`` recognizes.
+
+        Args:
+            request: What the output was asked for, in types of JSON.
+            output: The complete directory, with the digests of its files.
+        """
+        note = {"request": request, "digest": file_digest(output / DIGESTS)}
+        write_json(self.directory / _OUTPUT, note)
+        sync_directory(self.directory)
+
+    def is_of_output(self, request: Mapping[str, Any], output: Path) -> bool:
+        """Whether a directory is the complete output of this request, with unchanged files."""
+        given = json.loads(json.dumps(request))
+        try:
+            note = {"request": given, "digest": file_digest(output / DIGESTS)}
+            if read_json(self.directory / _OUTPUT) != note:
+                return False
+            check_unchanged(output)
+        except (OSError, ValueError):
+            return False
+        return True
 
     def remove(self) -> None:
         """Remove the journal: the run is over. Processes other than the first one do nothing."""
@@ -170,9 +203,11 @@ class Journal:
         self.close()
 
     def _clear(self) -> None:
-        # Blocks first: a process that is killed here leaves none under another request.
+        # Blocks first: a process that is killed here leaves none under another request. The note of
+        # the output goes last: until then, the output is known to belong to the journal.
         shutil.rmtree(self._blocks, ignore_errors=True)
-        for path in [self.directory / "run.json", *self.directory.glob(_PARTS[1])]:
+        partial = self.directory.glob(".*.json.partial-*")
+        for path in [self.directory / _RUN, *partial, self.directory / _OUTPUT]:
             path.unlink(missing_ok=True)
 
 

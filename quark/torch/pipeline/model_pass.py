@@ -17,7 +17,7 @@ from torch import nn
 from quark.torch.graph.eval_mode import eval_mode
 from quark.torch.graph.replay import replace_forwards
 from quark.torch.graph.residency import residency_of, resident
-from quark.torch.graph.trace import trace
+from quark.torch.graph.trace import trace_blocks
 from quark.torch.pipeline.activation_store import ActivationStore, current_limit
 from quark.torch.pipeline.batch_padding import batch_padding
 from quark.torch.pipeline.batches import flatten_batches, run_batch, show_progress, take_excerpt
@@ -93,7 +93,7 @@ def _find_blocks(model: nn.Module, batches: Iterable[Any]) -> list[str]:
     first = next(flatten_batches(batches), None)
     if first is None:
         return []
-    calls = trace(model, lambda: run_batch(model, take_excerpt(first))).blocks
+    calls = trace_blocks(model, lambda: run_batch(model, take_excerpt(first)))
     return list(calls) if all(len(runs) == 1 for runs in calls.values()) else []
 
 

@@ -123,6 +123,11 @@ class UnitCache(ABC):
         """Return the units as parts of the model, in its order."""
         return [unit.part for unit in self.units.values()]
 
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest unit."""
+        return max(map(self._size_of, self.units.values()), default=0)
+
     @contextmanager
     def use(self, names: Collection[str]) -> Iterator[None]:
         """Keep parameters resident; see ``graph.residency.resident``."""
@@ -175,6 +180,7 @@ class UnitCache(ABC):
             if unit.name not in self._sizes:
                 size = self._size_of(unit)
                 self.release(size)
+                return_free_memory()  # what the unit before took to unpack its weights
                 self._sizes[unit.name] = size
                 self.peak = max(self.peak, sum(self._sizes.values()))
             self._read(unit)

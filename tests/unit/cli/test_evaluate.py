@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from quark.torch.pipeline.memory_limit import MemoryLimit
+
 
 @pytest.fixture
 def reference(text):
@@ -98,6 +100,24 @@ def test_the_embedded_text(quark, model_dir):
 )
 def test_refusals(flags, said, refused, model_dir):
     assert said in refused("evaluate", model_dir, *flags)
+
+
+def test_too_little_memory_is_refused_before_work(quark, quantize, model_dir, text, monkeypatch):
+    """Of two models, the second one has too little room: neither is evaluated."""
+    path, _ = quantize("--quant_scheme", "int4_wo_32")
+    rooms = iter([10**9, 3 * 10**5])
+    monkeypatch.setattr(
+        "quark.torch.export.checkpoint.streamed_model.divide_memory",
+        lambda *_: MemoryLimit(10**6, 10**6, next(rooms)),
+    )
+    monkeypatch.setattr("quark.torch.evaluation.perplexity.perplexity", None)
+    flags = ["--original", model_dir, "--dataset", text, "--seq_len", 32, "--limit", 3]
+    result = quark("evaluate", path, *flags, "--max_memory", "1TB")
+    assert result.exit_code == 1
+    # Embedding of 2048 x 32 in float32; logits of 3 windows, and logarithms of one of them.
+    needed = 2048 * 32 * 4 + 2048 * 32 * (3 * 2 + 4)
+    assert f"takes at least {needed / 1e6:.0f} MB, but 0 MB are left" in result.stderr
+    assert "Give at least 1 MB more." in result.stderr
 
 
 def test_without_tokenizer(refused, bert_dir):

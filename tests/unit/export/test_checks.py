@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from quark.demo.text import model_directory
 from quark.torch import (
     ModelExporter,
     ModelQuantizer,
@@ -122,10 +123,10 @@ def test_gguf(build, quantize, tmp_path):
         "int4", qscheme="per_group", ch_axis=-1, group_size=32, is_dynamic=False
     )
     layer = QuantizationConfig(weight=weight)
-    model = quantize(build(), Config(layer, exclude=["lm_head"]), None)
+    model = quantize(build(vocab_size=2048), Config(layer, exclude=["lm_head"]), None)
     SCALE(model, float("nan"))
     with pytest.raises(ValueError, match=rf"^{LAYER}\.weight cannot be written: the scale"):
-        export_gguf(model, tmp_path / "out", "small", tmp_path)
+        export_gguf(model, tmp_path / "out", "small", model_directory())
     assert not (tmp_path / "out").exists()
 
 

@@ -1,10 +1,13 @@
 """What is written down of a forward pass."""
 
+import itertools
+import weakref
+
 import pytest
 import torch
 from torch import nn
 
-from quark.torch.graph.trace import VIEW_WRITE, trace
+from quark.torch.graph.trace import VIEW_WRITE, trace, trace_blocks
 
 
 def ops(function, *given):
@@ -89,3 +92,41 @@ def test_the_model_is_left_as_it_was(build, unchanged):
     with unchanged(model), pytest.raises(IndexError):
         trace(model, lambda: model(torch.full((1, 2), 64)))
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_blocks_alone_are_those_of_a_trace(kind, build, batches):
+    model = build(kind)
+
+    def run():
+        return model(batches[0])
+
+    expected, blocks = trace(model, run).blocks, trace_blocks(model, run)
+    assert list(blocks) == list(expected) != []
+    for name, calls in blocks.items():
+        assert len(calls) == len(expected[name]) == 1
+        assert torch.equal(calls[0].args[0], expected[name][0].args[0])
+        assert calls[0].output_numbers[:1] != calls[0].input_numbers[:1]
+    for one, other in itertools.pairwise(blocks.values()):
+        assert one[0].output_numbers[:1] == other[0].input_numbers[:1]
+
+
+def test_blocks_alone_hold_no_integers_of_the_pass():
+    codes = []
+
+    class Block(nn.Module):
+        def forward(self, x):
+            unpacked = torch.arange(4)
+            codes.append(weakref.ref(unpacked))
+            return x * unpacked
+
+    model = nn.Sequential(nn.ModuleList([Block() for _ in range(3)]))
+    model.forward = lambda x: [x := block(x) for block in model[0]][-1]
+    alive = []
+
+    def run():
+        model(torch.ones(2, 4))
+        alive.append(sum(code() is not None for code in codes))
+
+    assert list(trace_blocks(model, run)) == ["0.0", "0.1", "0.2"]
+    assert alive == [0]

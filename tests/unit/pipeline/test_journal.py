@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from quark.torch import Journal
+from quark.torch.digests import write_digests
 
 BLOCKS = ["layers.0", "layers.1"]
 REQUEST = {"data": "1f", "configuration": {"algo_config": [{"name": "gptq", "damp_percent": 0.01}]}}
@@ -143,6 +144,35 @@ class TestAnotherRequest:
         (place / "run.json").write_text("{")
         with Journal(place) as journal, pytest.raises(ValueError, match="not valid JSON"):
             journal.begin(REQUEST)
+
+
+class TestOutput:
+    @pytest.fixture
+    def output(self, place):
+        """An output that the journal knows."""
+        output = place.with_name("out")
+        output.mkdir()
+        (output / "a.txt").write_text("a")
+        write_digests(output)
+        with Journal(place) as journal:
+            journal.note_output(REQUEST, output)
+        return output
+
+    def test_is_known(self, place, output):
+        with Journal(place) as journal:
+            assert Journal.has_note(place)
+            assert journal.is_of_output(REQUEST, output)
+            assert not journal.is_of_output(REQUEST | {"data": "2f"}, output)
+            journal.remove()
+        assert not place.exists() and not Journal.has_note(place)
+
+    @pytest.mark.parametrize("name", ["out/a.txt", "out/SHA256SUMS", "out.partial/output.json"])
+    @pytest.mark.parametrize("content", [None, "", "{}"])
+    def test_what_has_changed_is_not_known(self, place, output, name, content):
+        file = place.parent / name
+        file.unlink() if content is None else file.write_text(content)
+        with Journal(place) as journal:
+            assert not journal.is_of_output(REQUEST, output)
 
 
 class TestDirectory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -137,14 +138,36 @@ class PackedResidency(UnitCache):
             unit.name: {n: keys.get(n) for n in self._outline if _holds(unit, n)}
             for unit in self.units.values()
         }
+        same: dict[str, list[str]] = defaultdict(list)  # name in the reader -> names of the model
+        for name, key in keys.items():
+            same[key].append(name)
+        self._twins = {n: [t for t in names if t != n] for names in same.values() for n in names}
 
     def _size_of(self, unit: Unit) -> int:
         tensors = [self._outline[name] for name in self._names[unit.name]]
         return sum(t.numel() * t.itemsize for t in tensors)
 
     def _read(self, unit: Unit) -> None:
-        self._loading.fill_part(self._names[unit.name], self.device)
+        model, absent = self._loading.model, dict(self._names[unit.name])
+        for name in list(absent):
+            tied = self._resident_twin(name)
+            if tied is not None:
+                put_tensor(model, name, tied)
+                del absent[name]
+        self._loading.fill_part(absent, self.device)
         check_scales(unit.module)
+
+    def _resident_twin(self, name: str) -> torch.Tensor | None:
+        """Return the values of a parameter that is tied to another one, if that is resident.
+
+        Example: the output head of most models is their embedding, which is read once.
+        """
+        for twin in self._twins.get(name, ()):
+            path, _, attribute = twin.rpartition(".")
+            parameter = getattr(self._loading.model.get_submodule(path), attribute)
+            if type(parameter) is nn.Parameter and not parameter.is_meta:
+                return parameter.data
+        return None
 
     def _drop(self, unit: Unit) -> None:
         for name in self._names[unit.name]:

@@ -42,6 +42,7 @@ class ExportSettings:
             suffix.
         inputs: Example inputs of the model, for containers that hold a graph; None: token ids.
         graph: Options of the graph, None for the defaults.
+        announce: Called with the directory when it is complete, before it takes its place.
     """
 
     custom_mode: str = "quark"
@@ -53,6 +54,7 @@ class ExportSettings:
     file_name: str = "model"
     inputs: Any = None
     graph: Any = None
+    announce: Callable[[Path], None] | None = None
 
 
 class Container(ABC):

@@ -86,8 +86,9 @@ def test_another_number_of_processes_goes_on(model_dir, flags_of, tmp_path):
     kills = [
         {"before": 2, "after": 1, "moment": {"block": 1, "victim": 1}},
         {"before": 1, "after": 2, "moment": {"block": 2, "victim": 0}},
+        {"before": 1, "after": 2, "moment": {"end": True, "victim": 0}},
     ]
-    assert killed(tmp_path, [kill | {"command": command} for kill in kills]) == 2
+    assert killed(tmp_path, [kill | {"command": command} for kill in kills]) == 3
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has neither forks nor kill -9")
@@ -143,6 +144,75 @@ def test_control_c_says_how_to_go_on(interrupted, quark, command, tmp_path):
     sums = [(tmp_path / name / "SHA256SUMS").read_text() for name in ("out", "whole")]
     assert sums[0] == sums[1]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "whole"]
+
+
+@pytest.fixture
+def stopped_at_the_end(request, quark, command, monkeypatch, tmp_path):
+    """The command, killed when its output is in place and its journal is not removed yet."""
+    command += getattr(request, "param", [])
+
+    def keep(self):
+        shutil.copytree(self.directory, tmp_path / "kept", ignore=shutil.ignore_patterns("lock"))
+        remove(self)
+
+    remove = Journal.remove
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "remove", keep)
+        assert quark(*command).exit_code == 0
+    (tmp_path / "kept").rename(tmp_path / "out.partial")
+    return (tmp_path / "out" / "SHA256SUMS").read_text()
+
+
+@pytest.mark.parametrize(
+    "stopped_at_the_end",
+    [[], ["--model_export", "hf_format", "--model_export", "gguf"]],
+    indirect=True,
+    ids=["one format", "two formats"],
+)
+def test_a_run_that_is_killed_behind_its_last_step_ends_well(
+    stopped_at_the_end, quark, command, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("quark.cli.models.load_model", None)
+    result = quark(*command)
+    assert result.exit_code == 0, result.output
+    assert f"{tmp_path / 'out'} is complete" in result.stdout
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+    assert (tmp_path / "out" / "SHA256SUMS").read_text() == stopped_at_the_end
+
+
+@pytest.mark.parametrize("what", ["flag", "data", "file", "output", "restart", "blocks alone"])
+def test_an_output_that_does_not_belong_to_the_journal_is_refused(
+    stopped_at_the_end, refused, command, tmp_path, what
+):
+    output, journal = tmp_path / "out", tmp_path / "out.partial"
+    if what == "flag":
+        command += ["--exclude_layers", "*down_proj"]
+    if what == "restart":
+        command += ["--restart"]
+    if what == "data":
+        text = command[command.index("--dataset") + 1]
+        os.utime(text, ns=(0, text.stat().st_mtime_ns + 1))
+    if what == "file":
+        (output / "config.json").write_text("{}")
+    if what == "output":
+        shutil.rmtree(output)
+        (output / "thesis").mkdir(parents=True)
+    if what == "blocks alone":
+        (journal / "output.json").unlink()
+    before = sorted(path.name for path in output.iterdir())
+    assert "exists and is not empty" in refused(*command)
+    assert sorted(path.name for path in output.iterdir()) == before
+    assert len(list((journal / "blocks").iterdir())) == 2
+
+
+def test_an_output_that_is_not_in_place_yet_is_written_again(
+    stopped_at_the_end, quark, command, tmp_path
+):
+    shutil.rmtree(tmp_path / "out")
+    result = quark(*command)
+    assert result.exit_code == 0 and "going on behind 2 finished blocks" in result.stdout
+    assert (tmp_path / "out" / "SHA256SUMS").read_text() == stopped_at_the_end
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
 
 
 def test_another_flag_is_refused_until_a_restart(interrupted, quark, refused, command, tmp_path):
