@@ -24,7 +24,8 @@ from sound_files import (
 )
 
 # Of the largest logit. Fast products round inputs, scales and outputs to bfloat16: 0.004 for sound
-# files of int8 and uint4, up to 0.15 where a damaged scale makes one channel a thousand times larger than the others.
+# files of int8 and uint4, up to 0.15 where a damaged scale makes one channel a thousand times
+# larger than the others.
 FAST = 0.5
 
 
