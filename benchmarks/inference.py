@@ -38,7 +38,7 @@ SHAPES: dict[str, dict[str, int]] = {
     },
 }
 SCHEMES = ("int4_wo_128", "w_int8_per_tensor_sym", "int3_wo_128", "fp8", "mxfp4", "nvfp4")
-RUNTIMES = ("exact", "fast", "unpacked")
+RUNTIMES = ("exact", "fast", "compiled", "unpacked")
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Figures = dict[str, dict[str, float]]
 

@@ -93,7 +93,7 @@ def test_the_embedded_text(quark, model_dir):
         (["--dataset", "gone.txt"], "no file or directory gone.txt"),
         (["--seq_len", "65"], "more than the 64 tokens"),
         (["--limit", "-1"], "--limit"),
-        (["--runtime", "quick"], "give one of exact, auto, fast, unpacked"),
+        (["--runtime", "quick"], "give one of exact, auto, fast, compiled, unpacked"),
         (["--runtime", "fast", "--max_memory", "8GB"], "does not go with --max_memory"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

@@ -30,9 +30,11 @@ def set_runtime(model: nn.Module, runtime: str) -> nn.Module:
         model: A model that was loaded from a quantized checkpoint.
         runtime: ``exact``: the weight is unpacked at each use; the bits of the frozen model.
             ``auto``: packed products that add in another order, with inputs in their own type.
-            ``fast``: also packed products that round inputs to bfloat16. ``unpacked``: weights are
-            unpacked once, at the memory and speed of the float model and with the bits of
-            ``exact``.
+            ``fast``: also packed products that round inputs to bfloat16.
+            ``compiled``: as ``fast``, and products that torch has no kernel for are compiled once
+            on this machine, which takes up to a minute for a format.
+            ``unpacked``: weights are unpacked once, at the memory and speed of the float model and
+            with the bits of ``exact``.
 
     Raises:
         ValueError: The name is unknown.
@@ -46,8 +48,8 @@ def set_runtime(model: nn.Module, runtime: str) -> nn.Module:
 def describe_runtime(model: nn.Module) -> dict[str, str]:
     """Return the product of each packed layer, by the name of the layer.
 
-    It is ``unpacked at each use``, ``unpacked once``, ``panels``, or the name of a kernel, such as
-    ``int8``, which multiplies few rows; panels multiply many.
+    It is ``unpacked at each use``, ``unpacked once``, ``panels``, ``compiled``, or the name of a
+    kernel, such as ``int8``, which multiplies few rows; panels multiply many.
     """
     layers = {name: m for name, m in model.named_modules() if isinstance(m, RuntimeLayer)}
     return {name: layer.product_name for name, layer in layers.items()}

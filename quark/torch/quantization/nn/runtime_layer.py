@@ -13,7 +13,7 @@ from quark.torch.quantization.nn.packed import PackedLayer
 from quark.torch.quantization.nn.packed_parameter import PackedParameter, is_exporting
 from quark.torch.quantization.nn.products.product import PackedProduct, make_product
 
-RUNTIMES = ("exact", "auto", "fast", "unpacked")
+RUNTIMES = ("exact", "auto", "fast", "compiled", "unpacked")
 
 
 class RuntimeLayer(PackedLayer):
@@ -53,8 +53,7 @@ class RuntimeLayer(PackedLayer):
         """Name of what multiplies inputs by the weight; see ``describe_runtime``."""
         if self.packed_product is None:
             return "unpacked at each use" if self._values is None else "unpacked once"
-        kernel = self.packed_product.method.kernel
-        return "panels" if kernel is None else kernel[1]
+        return self.packed_product.method.name
 
     def _is_empty(self) -> bool:
         """Whether the values of the layer are not in memory, or nothing of it is packed."""
@@ -67,7 +66,9 @@ class RuntimeLayer(PackedLayer):
         state, values = self.quantized_tensor("weight"), self.value("weight", torch.float32)
         if state is None or values is None:
             return
-        product = make_product(state, values, rounds_inputs=self.runtime == "fast")
+        compiles = self.runtime == "compiled"
+        rounds_inputs = compiles or self.runtime == "fast"
+        product = make_product(state, values, rounds_inputs, compiles)
         stored = self._stored("weight")
         if product is None or stored is None:
             return

@@ -42,9 +42,13 @@ class Arrangement:
     half: int = 0
 
     @classmethod
-    def of_rows(cls, outputs: int, inputs: int, group: int) -> Arrangement:
-        """Return an arrangement with whole rows, and as many in a panel as fit a cache."""
-        rows = max(32, min(256, _TARGET // max(inputs, 1) // 32 * 32))
+    def of_rows(cls, outputs: int, inputs: int, group: int, parts: int = 1) -> Arrangement:
+        """Return an arrangement with whole rows, and as many in a panel as fit a cache.
+
+        It has ``parts`` panels or more if there are so many times 32 rows.
+        """
+        rows = min(256, _TARGET // max(inputs, 1), -(-outputs // parts // 32) * 32)
+        rows = max(32, rows // 32 * 32)
         return cls(outputs, inputs, group, rows)
 
     @classmethod

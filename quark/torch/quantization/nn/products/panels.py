@@ -40,11 +40,12 @@ class _Buffers(threading.local):
         """Return a buffer of ``size`` elements, whose contents are arbitrary."""
         kept = self._kept.get(name)
         if kept is None or kept.numel() < size:
-            kept = self._kept[name] = torch.empty(size, dtype=dtype, device="cpu")
+            with torch.inference_mode(False):  # whoever takes it next may be in another mode
+                kept = self._kept[name] = torch.empty(size, dtype=dtype, device="cpu")
         return kept[:size]
 
 
-_BUFFERS = _Buffers()
+BUFFERS = _Buffers()
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class Panels:
             scaled: Whether values are multiplied by their scales.
         """
         size, shape = self.arrangement.size, self.arrangement.grouped
-        values = _BUFFERS.take("values", size, torch.float32)
+        values = BUFFERS.take("values", size, torch.float32)
         grouped = values.view(shape)
         read = self._integers(parts, values) if not self.fmt.is_float else self._floats(values)
         scales = self.scale(parts).unbind()
@@ -144,7 +145,7 @@ class Panels:
             yield from planes[0]
             return
         size = self.arrangement.size
-        bits, extra = (_BUFFERS.take(n, size, torch.uint8) for n in ("bits", "extra"))
+        bits, extra = (BUFFERS.take(n, size, torch.uint8) for n in ("bits", "extra"))
         for panel in zip(*planes, strict=True):
             below = 0
             for width, plane in zip(widths, panel, strict=True):
@@ -180,7 +181,7 @@ class Panels:
     def _floats(self, values: torch.Tensor) -> Callable[[torch.Tensor, int], None]:
         """Return a function that writes the floats of a panel to ``values``."""
         fmt = self.fmt
-        halves = _BUFFERS.take("halves", self.arrangement.size, torch.int16)
+        halves = BUFFERS.take("halves", self.arrangement.size, torch.int16)
         top = _HALF_BITS - fmt.bits - (not fmt.signed)  # the sign bit comes first
         down = _HALF_EXPONENT - fmt.exponent_bits
         copies_sign = fmt.signed and fmt.bits == 8  # in the conversion from int8

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from quark.torch.numerics.custom_operators import define_operator
 from quark.torch.numerics.qdq import FLOAT16_MAX
+from quark.torch.quantization.nn.products import compiled
 from quark.torch.quantization.nn.products.arrangement import Arrangement, Parts
 from quark.torch.quantization.nn.products.kernels import KERNELS, is_proved, takes_zero_points
 from quark.torch.quantization.nn.products.panels import Panels
@@ -28,11 +29,18 @@ class Method:
         panels: Order and format of the codes.
         kernel: Device and name of a kernel for few rows, None for panels alone.
         rounds_inputs: Whether the kernel also takes inputs that are not bfloat16, rounded to it.
+        compiles: Whether panels are multiplied and decoded by compiled functions.
     """
 
     panels: Panels
     kernel: tuple[str, str] | None
     rounds_inputs: bool
+    compiles: bool = False
+
+    @property
+    def name(self) -> str:
+        """Name of the product of few rows; see ``describe_runtime``."""
+        return self.kernel[1] if self.kernel else "compiled" if self.compiles else "panels"
 
     def multiply(self, parts: Parts, x: torch.Tensor) -> torch.Tensor:
         """Return the product of ``x`` (…, inputs) and the weight: (…, outputs), type of ``x``."""
@@ -43,6 +51,10 @@ class Method:
         takes_kernel = self.rounds_inputs or x.dtype == torch.bfloat16
         if self.kernel and takes_kernel and 0 < len(rows) <= FEW_ROWS:
             y = KERNELS[self.kernel].multiply(self.panels, parts, rows.bfloat16())
+        elif (product := self._compiled(parts)) and 0 < len(rows) <= compiled.FEW_ROWS:
+            y = product.multiply(self.panels, parts, rows)
+        elif product:
+            y = self._multiply_decoded(product, parts, rows)
         else:
             y = self._multiply_panels(parts, rows)
         return y[:, : to.outputs].to(x.dtype).reshape(*x.shape[:-1], to.outputs)
@@ -66,6 +78,24 @@ class Method:
         if scales_outputs:
             y *= to.restore_factors(self.panels.scale(parts)).T
         return y
+
+    def _compiled(self, parts: Parts) -> compiled.Compiled | None:
+        return compiled.compiled(self.panels, parts) if self.compiles else None
+
+    def _multiply_decoded(
+        self, product: compiled.Compiled, parts: Parts, x: torch.Tensor
+    ) -> torch.Tensor:
+        """Multiply by several panels at a time, which a compiled function decodes."""
+        to = self.panels.arrangement
+        dtype = multiplied_type(x.dtype)
+        x = x.to(dtype)
+        y = torch.empty(len(x), to.panels, to.rows, dtype=dtype, device=x.device)
+        for chunk, values in product.decode(self.panels, parts):
+            runs, count, rows, _ = values.shape
+            product_of_chunk = torch.mm(x, values.flatten(0, 2).to(dtype).T)
+            columns = y[:, chunk].view(len(x), count, runs, rows)
+            columns.copy_(product_of_chunk.view(len(x), runs, count, rows).transpose(1, 2))
+        return y.flatten(1)
 
     def values(self, parts: Parts) -> torch.Tensor:
         """Return the values of the weight in float32, (outputs, inputs)."""
@@ -175,7 +205,7 @@ def _method(key: str) -> Method:
 
 
 def make_product(
-    state: QuantizedTensor, values: torch.Tensor, rounds_inputs: bool
+    state: QuantizedTensor, values: torch.Tensor, rounds_inputs: bool, compiles: bool = False
 ) -> PackedProduct | None:
     """Return the product for a weight, or None if it has to be unpacked as a whole.
 
@@ -185,11 +215,12 @@ def make_product(
         state: Codes (outputs, inputs) and scales.
         values: Their values in float32, in the order of the inputs.
         rounds_inputs: See ``Method``.
+        compiles: See ``Method``.
     """
     group = _group(state)
     if values.device.type != "cpu" or not group:
         return None
-    for method, parts in _candidates(state, group, rounds_inputs):
+    for method, parts in _candidates(state, group, rounds_inputs, compiles):
         if state.order is not None:
             parts["order"] = state.order
         is_right = torch.equal(method.values(parts), values)
@@ -199,12 +230,23 @@ def make_product(
             and state.codes is not None
             and torch.equal(codes, state.codes.view(torch.uint8))
         ):
-            return PackedProduct(method, parts)
+            return PackedProduct(_compile(method, parts) if compiles else method, parts)
     return None
 
 
+def _compile(method: Method, parts: Parts) -> Method:
+    """Return a method with compiled functions if it has no kernel and they are right."""
+    if method.kernel is not None:
+        return method
+    in_order = {name: part for name, part in parts.items() if name != "order"}
+    product = compiled.compiled(method.panels, parts)
+    if product and compiled.is_right(product, method.panels, parts, method.values(in_order)):
+        return replace(method, compiles=True)
+    return method
+
+
 def _candidates(
-    state: QuantizedTensor, group: int, rounds_inputs: bool
+    state: QuantizedTensor, group: int, rounds_inputs: bool, compiles: bool
 ) -> Iterator[tuple[Method, Parts]]:
     """Iterate over the methods for a weight, the fastest first, with its tensors."""
     fmt = state.scheme.fmt
@@ -222,7 +264,8 @@ def _candidates(
                 parts["factors"] = kernel.factors(panels, parts)
                 yield Method(panels, (device, name), rounds_inputs), parts
                 break
-    panels, parts = Panels.pack(state, Arrangement.of_rows(outputs, inputs, group))
+    to = Arrangement.of_rows(outputs, inputs, group, 2 if compiles else 1)
+    panels, parts = Panels.pack(state, to)
     yield Method(panels, None, rounds_inputs), parts
 
 
