@@ -112,7 +112,7 @@ Runtime = Annotated[
     _model(
         "--runtime",
         metavar="NAME",
-        help="How quantized layers compute: exact (default), auto, fast or unpacked.",
+        help="How quantized layers compute: exact (default), auto, fast, compiled or unpacked.",
     ),
 ]
 PlanOnly = Annotated[

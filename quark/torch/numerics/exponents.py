@@ -54,7 +54,8 @@ def shared_exponent(amax: torch.Tensor, fmt: Format, mode: str) -> torch.Tensor:
     Returns:
         int32 exponents from -127 to 127.
     """
-    bits = amax.view(torch.int32)
+    # NaN counts as infinity: reductions give it any bits, to which a half would not add.
+    bits = (amax.view(torch.int32) & 0x7FFFFFFF).clamp(max=0x7F800000)
     if mode == "even":
         mantissa = fmt.mantissa_bits if fmt.is_float else fmt.bits
         # Half a unit of the last mantissa bit that elements keep; a carry raises the exponent.

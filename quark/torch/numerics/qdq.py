@@ -80,7 +80,7 @@ def fake_quantize_(
     """Replace ``x`` by dequantize(quantize(x)) in place and return it."""
     if not scheme.fmt.scaled:
         return x.copy_(quantize(x, None, None, scheme))
-    result = _map(_round_trip, x, scale, zero_point, scheme, x.dtype, out=x)
+    result = _map(round_trip, x, scale, zero_point, scheme, x.dtype, out=x)
     return x if result.data_ptr() == x.data_ptr() else x.copy_(result)
 
 
@@ -157,7 +157,7 @@ class _FakeQuantize(torch.autograd.Function):
             return dequantize(quantize(x, None, None, scheme), None, None, scheme, x.dtype)
         if ctx.needs_input_grad[0]:
             ctx.save_for_backward(is_inside(x, scale, zero_point, scheme))
-        return without_view(_map(_round_trip, x, scale, zero_point, scheme, x.dtype))
+        return without_view(_map(round_trip, x, scale, zero_point, scheme, x.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
@@ -165,30 +165,38 @@ class _FakeQuantize(torch.autograd.Function):
         return (grads[0] * inside[0] if inside else grads[0], None, None, None)
 
 
-class _Factors(NamedTuple):
+class Factors(NamedTuple):
     """Scale, its reciprocal and zero point of a piece, in shapes that broadcast over it."""
 
     scale: torch.Tensor
     inverse: torch.Tensor
     zero_point: torch.Tensor | None
 
-    def slice_rows(self, rows: slice) -> _Factors:
+    @classmethod
+    def of(cls, scale: torch.Tensor, zero_point: torch.Tensor | None, scheme: Scheme) -> Factors:
+        """Return the factors of scales and zero points that broadcast already, in float32."""
+        scale = scale.float()
+        has_zeros = zero_point is not None and not (scheme.symmetric and scheme.fmt.signed)
+        zeros = zero_point.float() if zero_point is not None and has_zeros else None
+        return cls(scale, scale.reciprocal(), zeros)
+
+    def slice_rows(self, rows: slice) -> Factors:
         """Return the factors of some rows of the view."""
         if self.scale.shape[0] == 1:
             return self
         zeros = None if self.zero_point is None else self.zero_point[rows]
-        return _Factors(self.scale[rows], self.inverse[rows], zeros)
+        return Factors(self.scale[rows], self.inverse[rows], zeros)
 
-    def split_columns(self) -> list[_Factors]:
+    def split_columns(self) -> list[Factors]:
         """Return the factors of each column of factors of shape (columns, rows)."""
         zeros = [None] * len(self.scale) if self.zero_point is None else self.zero_point.unbind()
         parts = zip(self.scale.unbind(), self.inverse.unbind(), zeros, strict=True)
-        return [_Factors(*part) for part in parts]
+        return [Factors(*part) for part in parts]
 
-    def select_rows(self, rows: torch.Tensor) -> _Factors:
+    def select_rows(self, rows: torch.Tensor) -> Factors:
         """Return the factors of some rows of factors of shape (columns, rows)."""
         zeros = None if self.zero_point is None else self.zero_point[:, rows]
-        return _Factors(self.scale[:, rows], self.inverse[:, rows], zeros)
+        return Factors(self.scale[:, rows], self.inverse[:, rows], zeros)
 
 
 class ColumnRounding(Protocol):
@@ -216,7 +224,7 @@ class ColumnRounder:
         scheme: How the matrix is quantized.
     """
 
-    def __init__(self, factors: _Factors, scheme: Scheme) -> None:
+    def __init__(self, factors: Factors, scheme: Scheme) -> None:
         self._factors, self._scheme = factors, scheme
         self._columns = factors.split_columns()
 
@@ -249,12 +257,12 @@ class ColumnRounder:
         if zero_point is not None and not (scheme.symmetric and scheme.fmt.signed):
             zeros = columns_first(zero_point)
         return cls(
-            _Factors(columns_first(scale), columns_first(scale.float().reciprocal()), zeros), scheme
+            Factors(columns_first(scale), columns_first(scale.float().reciprocal()), zeros), scheme
         )
 
     def __call__(self, x: torch.Tensor, column: int) -> torch.Tensor:
         """Return the rounded values of a column."""
-        return _round_trip(x.clone(), self._columns[column], self._scheme)
+        return round_trip(x.clone(), self._columns[column], self._scheme)
 
     def select_rows(self, rows: torch.Tensor) -> ColumnRounder:
         """Return the rounding of some rows of every column."""
@@ -262,14 +270,14 @@ class ColumnRounder:
 
 
 # The functions below process one piece in float32 or float64, and may overwrite it.
-_Piece = Callable[[torch.Tensor, _Factors, Scheme], torch.Tensor]
+_Piece = Callable[[torch.Tensor, Factors, Scheme], torch.Tensor]
 
 
-def _divide(x: torch.Tensor, by: _Factors, scheme: Scheme) -> torch.Tensor:
+def _divide(x: torch.Tensor, by: Factors, scheme: Scheme) -> torch.Tensor:
     return x.div_(by.scale) if scheme.divides else x.mul_(by.inverse)
 
 
-def _round(x: torch.Tensor, by: _Factors, scheme: Scheme) -> torch.Tensor:
+def _round(x: torch.Tensor, by: Factors, scheme: Scheme) -> torch.Tensor:
     """Return integer codes, or for a float format the rounded values x / scale."""
     fmt, mode = scheme.fmt, scheme.rounding
     x = _divide(x, by, scheme)
@@ -284,25 +292,26 @@ def _round(x: torch.Tensor, by: _Factors, scheme: Scheme) -> torch.Tensor:
     return x.clamp_(fmt.qmin, fmt.qmax)
 
 
-def _rescale(x: torch.Tensor, by: _Factors, scheme: Scheme) -> torch.Tensor:
+def _rescale(x: torch.Tensor, by: Factors, scheme: Scheme) -> torch.Tensor:
     return (x if by.zero_point is None else x.sub_(by.zero_point)).mul_(by.scale)
 
 
-def _to_codes(x: torch.Tensor, by: _Factors, scheme: Scheme) -> torch.Tensor:
+def _to_codes(x: torch.Tensor, by: Factors, scheme: Scheme) -> torch.Tensor:
     if scheme.fmt.is_encoded:
         return round_to_codes(_divide(x, by, scheme), scheme.fmt, scheme.rounding)
     return _round(x, by, scheme)
 
 
-def _from_codes(x: torch.Tensor, by: _Factors, scheme: Scheme) -> torch.Tensor:
+def _from_codes(x: torch.Tensor, by: Factors, scheme: Scheme) -> torch.Tensor:
     return _rescale(decode(x, scheme.fmt) if scheme.fmt.is_encoded else x, by, scheme)
 
 
-def _round_trip(x: torch.Tensor, by: _Factors, scheme: Scheme) -> torch.Tensor:
+def round_trip(x: torch.Tensor, by: Factors, scheme: Scheme) -> torch.Tensor:
+    """Return values quantized and dequantized; float32 ``x`` may be overwritten."""
     return _rescale(_round(x, by, scheme), by, scheme)
 
 
-def _is_inside(x: torch.Tensor, by: _Factors, scheme: Scheme) -> torch.Tensor:
+def _is_inside(x: torch.Tensor, by: Factors, scheme: Scheme) -> torch.Tensor:
     fmt = scheme.fmt
     x = _divide(x, by, scheme)
     # Values up to half a step beyond the last code still round to it. 0.501 instead of 0.5 allows
@@ -343,7 +352,7 @@ def _map(
         shape = x.shape if blocks.padded == blocks.shape else blocks.padded
         out = torch.empty(shape, dtype=dtype, device=x.device)
     views = blocks.split(x), out.view(blocks.view)
-    for src, dst, by in _pieces(*views, _Factors(scales, scales.reciprocal(), zeros)):
+    for src, dst, by in _pieces(*views, Factors(scales, scales.reciprocal(), zeros)):
         # Work in place in the result if it is wide enough: one buffer less in the cache.
         work = dst if dst.dtype == wide else torch.empty(src.shape, dtype=wide, device=src.device)
         if work.data_ptr() != src.data_ptr():
@@ -375,8 +384,8 @@ def _store(done: torch.Tensor, dst: torch.Tensor) -> None:
 
 
 def _pieces(
-    src: torch.Tensor, dst: torch.Tensor, by: _Factors
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, _Factors]]:
+    src: torch.Tensor, dst: torch.Tensor, by: Factors
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, Factors]]:
     """Split along the first axis into pieces of about ``CHUNK`` elements (one piece on a GPU)."""
     rows = max(1, CHUNK * src.shape[0] // max(1, src.numel()))
     if src.device.type != "cpu" or rows >= src.shape[0]:

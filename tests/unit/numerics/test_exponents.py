@@ -141,3 +141,11 @@ def test_the_top_of_the_range_is_the_largest_exponent(mode):
 def test_what_is_not_finite_counts_as_large(mode, value):
     # The largest exponent: a small one would saturate the finite values of the block.
     assert shared(torch.tensor([value]), "fp4", mode)[0] >= MAX_EXPONENT - 2
+
+
+@pytest.mark.parametrize("mode", ["even", "floor", "ceil"])
+def test_shared_exponents_of_any_nan_are_those_of_infinity(mode):
+    bits = torch.tensor([0x7FC00000, 0x7FFFFFFF, -1, 0x7F800001], dtype=torch.int32)
+    exponents = shared_exponent(bits.view(torch.float32), Dtype.fp4.value, mode)
+    infinite = shared_exponent(torch.tensor([float("inf")]), Dtype.fp4.value, mode)
+    assert exponents.unique().equal(infinite)

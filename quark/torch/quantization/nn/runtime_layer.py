@@ -11,6 +11,7 @@ from torch import nn
 
 from quark.torch.quantization.nn.packed import PackedLayer
 from quark.torch.quantization.nn.packed_parameter import PackedParameter, is_exporting
+from quark.torch.quantization.nn.products import compiled_inputs
 from quark.torch.quantization.nn.products.product import PackedProduct, make_product
 
 RUNTIMES = ("exact", "auto", "fast", "compiled", "unpacked")
@@ -113,6 +114,18 @@ class RuntimeLayer(PackedLayer):
         bias = self.value("bias", y.dtype)
         y = y if bias is None else y + bias
         return self.quantized_output(y) if self.quantizes_output else y
+
+    def quantize_activation(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """Return ``input_tensors`` or ``output_tensors`` fake-quantized."""
+        quantizer = self._quantizer(name)
+        needs_gradient = x.requires_grad and torch.is_grad_enabled()
+        is_traced = torch.compiler.is_compiling()
+        if quantizer is not None and self.runtime == "compiled" and not needs_gradient | is_traced:
+            scales = self._scales(name, quantizer)
+            y = compiled_inputs.fake_quantize(x, *scales[:2], quantizer.scheme, scales[2])
+            if y is not None:
+                return y
+        return super().quantize_activation(name, x)
 
     def value(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor | None:
         """Return the values of the weight or the bias, or None."""

@@ -7,7 +7,7 @@ import torch
 
 from quark.torch import RuntimeOptions, enable_native_inference, set_runtime
 from quark.torch.export.recognition import load_checkpoint
-from quark.torch.quantization.nn.products import compiled
+from quark.torch.quantization.nn.products import compiled, compiled_inputs
 from quark.torch.quantization.nn.runtime import describe_runtime
 from tests.configurations import preset
 from tests.unit.quantization.nn.products.test_compiled import has_compiler
@@ -16,11 +16,16 @@ from tests.unit.quantization.nn.test_runtime import Counter, difference, linears
 SCHEMES = ["int3_wo_32", "mxfp4", "fp8", "nvfp4", "mxfp6_e2m3", "w_int8_per_group_sym"]
 
 
+def clear_answers():
+    compiled._functions.cache_clear()
+    compiled_inputs._function.cache_clear()
+
+
 @pytest.fixture(autouse=True)
 def no_answers_of_other_tests():
-    compiled._functions.cache_clear()
+    clear_answers()
     yield
-    compiled._functions.cache_clear()
+    clear_answers()
 
 
 @pytest.fixture
@@ -36,7 +41,7 @@ def loaded(build, quantize, export):
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_every_kind_of_scheme(loaded, logits, name, monkeypatch):
-    monkeypatch.setattr(compiled, "_compile", lambda function: function)
+    monkeypatch.setattr(compiled, "compile_function", lambda function: function)
     model = loaded(name)
     expected, state = logits(model), state_bytes(model)
     layers, few, many = linears(model), torch.randn(2, 2, 96), torch.randn(5, 96)
@@ -55,15 +60,30 @@ def test_every_kind_of_scheme(loaded, logits, name, monkeypatch):
     assert torch.equal(logits(set_runtime(model, "exact")), expected)
 
 
+@pytest.mark.parametrize("name", ["mxfp4", "fp8", "nvfp4"])
+def test_inputs_get_the_same_values(loaded, monkeypatch, name):
+    functions = []
+    monkeypatch.setattr(compiled, "compile_function", lambda f: functions.append(f) or f)
+    layer = loaded(name).model.layers[0].mlp.up_proj
+    x = torch.randn(2, 3, 96)
+    expected = layer.quantized_input(x)
+    assert not functions
+    layer.set_runtime("compiled")
+    made = len(functions)
+    assert torch.equal(layer.quantized_input(x), expected)
+    assert len(functions) == made + 1
+    assert layer.quantized_input(x.requires_grad_()).requires_grad
+
+
 def test_rows_do_not_depend_on_each_other(loaded, monkeypatch):
-    monkeypatch.setattr(compiled, "_compile", lambda function: function)
+    monkeypatch.setattr(compiled, "compile_function", lambda function: function)
     layer = set_runtime(loaded("int3_wo_32"), "compiled").model.layers[0].mlp.up_proj
     x = torch.randn(compiled.FEW_ROWS, 96)
     assert torch.equal(layer(x), torch.cat([layer(row) for row in x.split(1)]))
 
 
 def test_kernels_of_torch_come_first(loaded, monkeypatch):
-    monkeypatch.setattr(compiled, "_compile", lambda function: function)
+    monkeypatch.setattr(compiled, "compile_function", lambda function: function)
     for name in ("int4_wo_32", "w_int8_per_tensor_sym"):
         model = loaded(name)
         fast = describe_runtime(set_runtime(model, "fast"))
@@ -75,7 +95,7 @@ def test_without_a_compiler_panels_are_used(loaded, monkeypatch, logits):
     def missing(function):
         raise RuntimeError("No working C++ compiler found")
 
-    monkeypatch.setattr(compiled, "_compile", missing)
+    monkeypatch.setattr(compiled, "compile_function", missing)
     model = loaded("int3_wo_32")
     expected = logits(set_runtime(model, "fast"))
     assert set(describe_runtime(set_runtime(model, "compiled")).values()) == {"panels"}
@@ -84,27 +104,28 @@ def test_without_a_compiler_panels_are_used(loaded, monkeypatch, logits):
 
 @pytest.mark.parametrize("runtime", ["auto", "fast"])
 def test_other_runtimes_compile_nothing(loaded, logits, monkeypatch, runtime):
-    monkeypatch.setattr(compiled, "_compile", lambda function: pytest.fail("compiled"))
+    monkeypatch.setattr(compiled, "compile_function", lambda function: pytest.fail("compiled"))
     logits(set_runtime(loaded("mxfp4"), runtime))
 
 
 @has_compiler
-def test_a_model(loaded, logits, monkeypatch):
+def test_a_model(loaded, logits):
     """Generation, threads and a compiled model take the compiled functions as they are."""
-    model = loaded("mxfp4", num_hidden_layers=2)
+    model = loaded("fp8", num_hidden_layers=2)
     ids = torch.randint(3, 64, (1, 6))
     options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
     expected, tokens = logits(model), model.generate(ids, **options)
     set_runtime(model, "compiled")
     assert "compiled" in describe_runtime(model).values()
     assert difference(logits(model), expected) < 0.1  # codes of later inputs may be neighbors
-    assert torch.equal(model.generate(ids, **options), tokens)
-    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
     mlp, x = model.model.layers[0].mlp, torch.randn(3, 96)
-    with torch.no_grad(), ThreadPoolExecutor(2) as threads:
-        y = mlp(x)
-        assert all(torch.equal(r, y) for r in threads.map(mlp, [x] * 4))
-        counter = Counter()
-        whole = torch.compile(mlp, fullgraph=True, backend=counter)
-        assert torch.equal(whole(x), y)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert torch.equal(model.generate(ids, **options), tokens)
+        with torch.inference_mode():
+            y = mlp(x)
+        with torch.no_grad(), ThreadPoolExecutor(2) as threads:
+            assert all(torch.equal(result, y) for result in threads.map(mlp, [x] * 4))
+            counter = Counter()
+            whole = torch.compile(mlp, fullgraph=True, backend=counter)
+            assert torch.equal(whole(x), y)
     assert len(counter.graphs) == 1

@@ -95,7 +95,7 @@ class Compiled(NamedTuple):
     def multiply(self, panels: Panels, parts: Parts, x: torch.Tensor) -> torch.Tensor:
         """Return the product of ``x`` (rows, inputs) and a weight, float32 (rows, outputs)."""
         to = panels.arrangement
-        with _one_state():
+        with one_state():
             operands = Operands.of(panels, parts)
             rows = x.to(torch.float32, copy=True).view(len(x), -1, to.group)
             return torch.stack([self.row(operands, row).flatten() for row in rows])
@@ -107,12 +107,12 @@ class Compiled(NamedTuple):
             Which panels, and their values, float32 (runs, panels, rows, inputs).
         """
         to, runs = panels.arrangement, count_runs(panels.fmt)
-        with _one_state():
+        with one_state():
             operands = Operands.of(panels, parts)
         shape = operands.scale.shape[2:-1]
         for chunk in _chunks(to):
             count = chunk.stop - chunk.start
-            with _one_state():
+            with one_state():
                 values = BUFFERS.take("values", count * to.size, torch.float32)
                 self.panels(operands.slice(chunk), list(values.view(runs, count, *shape, to.group)))
             yield chunk, values.view(runs, count, -1, to.inputs)
@@ -127,7 +127,7 @@ class Compiled(NamedTuple):
 
 
 @contextmanager
-def _one_state() -> Iterator[None]:
+def one_state() -> Iterator[None]:
     """Compute in the same modes whatever the caller's are: torch compiles anew for others."""
     with torch.inference_mode(False), torch.no_grad():
         yield
@@ -236,7 +236,7 @@ def _make(fmt: Format) -> Compiled:
         for run, values in enumerate(out):
             values.copy_(codes(of, run) * of.scale[:, run])
 
-    return Compiled(_compile(row), _compile(all_panels))
+    return Compiled(compile_function(row), compile_function(all_panels))
 
 
 def _float_units(bits: torch.Tensor, fmt: Format) -> torch.Tensor:
@@ -255,7 +255,7 @@ def _float_units(bits: torch.Tensor, fmt: Format) -> torch.Tensor:
     return ((units ^ sign) - sign if fmt.signed else units).float() * high.float()
 
 
-def _compile(function: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tensor]:
+def compile_function(function: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tensor]:
     """Compile a function for all shapes.
 
     Torch limits how often the code of a function is compiled, so it gets a copy of the code.

@@ -29,7 +29,7 @@ def no_answers_of_other_tests():
 @pytest.fixture
 def not_compiled(monkeypatch):
     """The functions as Python runs them."""
-    monkeypatch.setattr(compiled, "_compile", lambda function: function)
+    monkeypatch.setattr(compiled, "compile_function", lambda function: function)
 
 
 def plain_values(panels, parts):
@@ -83,7 +83,7 @@ def test_a_wrong_function_is_refused_and_logged_once(monkeypatch, caplog, wrong)
 
         return functions._replace(**{wrong: scaled})
 
-    monkeypatch.setattr(compiled, "_compile", lambda function: function)
+    monkeypatch.setattr(compiled, "compile_function", lambda function: function)
     monkeypatch.setattr(compiled, "_make", wrong_make)
     with caplog.at_level(logging.WARNING):
         assert compiled._functions(Dtype.int3.value, False, "one") is None
@@ -100,15 +100,14 @@ def test_a_missing_compiler_is_logged(monkeypatch, caplog):
 
         return call
 
-    monkeypatch.setattr(compiled, "_compile", missing)
+    monkeypatch.setattr(compiled, "compile_function", missing)
     with caplog.at_level(logging.WARNING):
         assert compiled._functions(Dtype.int3.value, False, "one") is None
     assert "No working C++ compiler found." in caplog.text
 
 
-def check_on_this_machine(fmt, rows, zeros, monkeypatch):
-    assert compiled._functions(fmt, rows, zeros) is not None
-    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
+@torch._dynamo.config.patch(error_on_recompile=True)
+def check_shapes(fmt, rows, zeros):
     for outputs, inputs in ((70, 64), (512, 96)):
         group = inputs if rows else 32
         to = Arrangement(outputs, inputs, group, 32)
@@ -125,14 +124,9 @@ def check_on_this_machine(fmt, rows, zeros, monkeypatch):
 
 
 @has_compiler
-def test_one_compilation_serves_all_shapes(monkeypatch):
-    check_on_this_machine(Dtype.fp4.value, False, "none", monkeypatch)
-
-
-@has_compiler
 @pytest.mark.nightly
 @pytest.mark.parametrize("dtype", FORMATS, ids=lambda d: d.name)
-def test_every_format_is_compiled(monkeypatch, dtype):
+def test_one_compilation_serves_all_shapes(dtype):
     for rows, zeros in SHAPE_CLASSES[:: 3 if dtype.value.is_float else 1]:
-        monkeypatch.undo()
-        check_on_this_machine(dtype.value, rows, zeros, monkeypatch)
+        assert compiled._functions(dtype.value, rows, zeros) is not None
+        check_shapes(dtype.value, rows, zeros)
