@@ -82,6 +82,28 @@ class QuantizedTensor(NamedTuple):
             codes = recover_codes(values, scale, zero_point, spec.scheme)
         return cls(spec, codes, scale, zero_point, scale_2, zero_point_2)
 
+    @property
+    def last_stage(self) -> QuantizedTensor:
+        """The second stage alone, whose values are codes of the first; itself if it has one."""
+        if not self.spec.quantizes_codes:
+            return self
+        second = self.spec.stages[1].for_parameter()
+        scales = self.scale_2, self.zero_point_2
+        return QuantizedTensor(second, self.codes, *scales, order=self.order)
+
+    @property
+    def transposed(self) -> QuantizedTensor:
+        """A matrix with its axes exchanged; scales and zero points have a shape of two axes."""
+        assert self.codes is not None
+        grid = self.scheme.blocks(self.codes.shape).grid
+
+        def exchange(x: torch.Tensor | None) -> torch.Tensor | None:
+            return None if x is None else x.reshape(grid).T.contiguous()
+
+        scales = exchange(self.scale), exchange(self.zero_point)
+        spec = self.spec.for_parameter(is_transposed=True)
+        return QuantizedTensor(spec, self.codes.T.contiguous(), *scales, self.scale_2)
+
     def value(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the dequantized values in ``dtype``, in the order of the inputs."""
         assert self.codes is not None

@@ -61,12 +61,16 @@ class RuntimeLayer(PackedLayer):
         return any((c := self._stored(name)) is None or c.is_meta for name in self.packed)
 
     def _make_product(self) -> None:
-        if "weight" not in self.packed or not self.is_linear or self.input_axis == 0:
+        if "weight" not in self.packed or not self.is_linear:
             return
         self._wrap_codes("weight")  # loaders put bare codes in its place
         state, values = self.quantized_tensor("weight"), self.value("weight", torch.float32)
         if state is None or values is None:
             return
+        if self.input_axis == 0:
+            if state.order is not None or state.spec.quantizes_codes or state.scheme.block:
+                return
+            state, values = state.transposed, values.T
         compiles = self.runtime == "compiled"
         rounds_inputs = compiles or self.runtime == "fast"
         product = make_product(state, values, rounds_inputs, compiles)
@@ -90,7 +94,8 @@ class RuntimeLayer(PackedLayer):
         device = product.parts["scale"].device
         blank = torch.zeros(declared, dtype=dtype, device=device)  # scales alone are read
         state = self.layout.unpack(quantizer.spec, shape, {**parts, "": blank})
-        return self.layout.pack(state._replace(codes=product.codes()), None)[""]
+        codes = product.codes() if self.input_axis else product.codes().T.contiguous()
+        return self.layout.pack(state._replace(codes=codes), None)[""]
 
     def _use_codes(self) -> None:
         """Hold the codes of the checkpoint again, and compute with them."""
@@ -134,7 +139,8 @@ class RuntimeLayer(PackedLayer):
         if kept is not None and kept.dtype == dtype:
             return kept
         if name == "weight" and self.packed_product is not None:
-            return self.packed_product.values(dtype)
+            values = self.packed_product.values(dtype)
+            return values if self.input_axis else values.T
         return super().value(name, dtype)
 
     # ---- codes in place of the product ----------------------------------------------------------

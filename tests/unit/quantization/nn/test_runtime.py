@@ -224,7 +224,9 @@ def packed(module, config, x):
     for part, tensor in layout.pack(state, None).items():
         if part in ("scale", "zero_point"):
             setattr(layer.weight_quantizer, part, tensor)
-        elif not part:
+        elif part:
+            setattr(layer, f"weight_{part}", tensor)
+        else:
             layer._parameters["weight"] = nn.Parameter(tensor, requires_grad=False)
     return layer.eval(), made.eval()
 

@@ -57,6 +57,8 @@ class Method:
             y = self._multiply_decoded(product, parts, rows)
         else:
             y = self._multiply_panels(parts, rows)
+        if "unit" in parts:
+            y = y * parts["unit"]
         return y[:, : to.outputs].to(x.dtype).reshape(*x.shape[:-1], to.outputs)
 
     def _multiply_panels(self, parts: Parts, x: torch.Tensor) -> torch.Tensor:
@@ -101,6 +103,8 @@ class Method:
         """Return the values of the weight in float32, (outputs, inputs)."""
         panels = torch.stack([panel.clone() for panel in self.panels.decode(parts)])
         values = self.panels.arrangement.restore(panels)
+        if "unit" in parts:
+            values = values * parts["unit"]
         if "order" not in parts:
             return values.contiguous()
         return torch.empty_like(values).index_copy_(1, parts["order"], values)
@@ -217,12 +221,16 @@ def make_product(
         rounds_inputs: See ``Method``.
         compiles: See ``Method``.
     """
+    unit = state.scale if state.spec.quantizes_codes else None
+    state = state.last_stage
     group = _group(state)
-    if values.device.type != "cpu" or not group:
+    if values.device.type != "cpu" or not group or (unit is not None and unit.numel() != 1):
         return None
     for method, parts in _candidates(state, group, rounds_inputs, compiles):
         if state.order is not None:
             parts["order"] = state.order
+        if unit is not None:
+            parts["unit"] = unit.float().reshape(())
         is_right = torch.equal(method.values(parts), values)
         codes = method.panels.codes(parts).view(torch.uint8)
         if (
@@ -238,7 +246,7 @@ def _compile(method: Method, parts: Parts) -> Method:
     """Return a method with compiled functions if it has no kernel and they are right."""
     if method.kernel is not None:
         return method
-    in_order = {name: part for name, part in parts.items() if name != "order"}
+    in_order = {name: part for name, part in parts.items() if name not in ("order", "unit")}
     product = compiled.compiled(method.panels, parts)
     if product and compiled.is_right(product, method.panels, parts, method.values(in_order)):
         return replace(method, compiles=True)
@@ -275,7 +283,7 @@ def _group(state: QuantizedTensor) -> int:
     if codes is None or codes.dim() != 2 or not codes.numel() or state.scale is None:
         return 0
     is_small = scheme.fmt.bits <= 8 and scheme.fmt.exponent_bits <= 5
-    if state.spec.quantizes_codes or not is_small or scheme.fmt.max_value > FLOAT16_MAX:
+    if not is_small or scheme.fmt.max_value > FLOAT16_MAX:
         return 0  # floats of a panel are decoded as float16
     rows, columns = scheme.blocks(codes.shape).grid
     inputs = codes.shape[1]
