@@ -87,7 +87,6 @@ app = typer.Typer(
     cls=Program,
     help=HELP,
     invoke_without_command=True,
-    add_completion=False,
     rich_markup_mode="rich",
     context_settings={
         "help_option_names": ["-h", "--help"],

@@ -103,6 +103,27 @@ def test_lists_and_help_start_without_torch(arguments):
     assert loaded & {"torch", "numpy", *NEVER} == set()
 
 
+@pytest.mark.parametrize(
+    ("typed", "completed"), [("insp", "inspect"), ("quantize --quant_s", "--quant_scheme")]
+)
+def test_a_shell_completes_without_torch(typed, completed):
+    script = (
+        "import sys\nfrom quark.cli.main import main\n"
+        "try:\n    main([])\nfinally:\n    print(*sys.modules, file=sys.stderr)\n"
+    )
+    words = f"quark {typed}"
+    asked = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, **asked, "_QUARK_COMPLETE": "complete_bash"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert completed in done.stdout.split()
+    assert set(done.stderr.split()) & {"torch", "numpy", *NEVER} == set()
+
+
 def test_a_costly_import_is_found(tmp_path):
     (tmp_path / "costly.py").write_text(
         "import rich, time\n"
