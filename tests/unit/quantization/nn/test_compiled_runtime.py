@@ -44,7 +44,7 @@ def test_every_kind_of_scheme(loaded, logits, name, monkeypatch):
     monkeypatch.setattr(compiled, "compile_function", lambda function: function)
     model = loaded(name)
     expected, state = logits(model), state_bytes(model)
-    layers, few, many = linears(model), torch.randn(2, 2, 96), torch.randn(5, 96)
+    layers, few, many = linears(model), torch.randn(2, 1, 96), torch.randn(5, 96)
     layers = {n: layer for n, layer in layers.items() if layer.shape("weight")[1] == 96}
     plain = {n: (layer(few), layer(many)) for n, layer in layers.items()}
     enable_native_inference(model, RuntimeOptions("compiled"))

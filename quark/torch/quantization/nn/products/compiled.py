@@ -33,7 +33,7 @@ from quark.torch.quantization.nn.products.panels import BUFFERS, Panels
 
 logger = logging.getLogger(__name__)
 
-FEW_ROWS = 4  # rows up to which it is faster to decode the codes for each row
+FEW_ROWS = 2  # rows up to which it is faster to decode the codes for each row
 TOLERANCE = 1e-5  # of the largest output: what another order of sums gives
 _CHUNK = 1 << 21  # elements of the panels that are decoded together
 _SHIFTS = 16  # exponents that a shift of an int32 covers
