@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from types import FunctionType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -129,7 +129,8 @@ class Compiled(NamedTuple):
 @contextmanager
 def one_state() -> Iterator[None]:
     """Compute in the same modes whatever the caller's are: torch compiles anew for others."""
-    with torch.inference_mode(False), torch.no_grad():
+    is_off = torch.autocast("cpu", enabled=False)
+    with torch.inference_mode(False), torch.no_grad(), is_off:
         yield
 
 
@@ -255,14 +256,38 @@ def _float_units(bits: torch.Tensor, fmt: Format) -> torch.Tensor:
     return ((units ^ sign) - sign if fmt.signed else units).float() * high.float()
 
 
-def compile_function(function: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tensor]:
+def compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function for all shapes.
 
-    Torch limits how often the code of a function is compiled, so it gets a copy of the code.
+    Torch compiles again for other settings of the process, such as its number of threads, and
+    refuses after eight of them. From then on Python computes the same, slowly.
+
+    Args:
+        function: A function of tensors. It gets a copy of its code: torch counts by code.
     """
     assert isinstance(function, FunctionType)
     function.__code__ = function.__code__.replace()
-    return torch.compile(function, dynamic=True, fullgraph=True)
+    compiled = torch.compile(function, dynamic=True, fullgraph=True)
+    results = 0
+
+    def call(*args: Any) -> Any:
+        nonlocal results
+        try:
+            result = compiled(*args)
+        except Exception as error:
+            if not results:
+                raise
+            _log_refusal(str(error).strip().split("\n")[0])
+            return function(*args)
+        results = 1
+        return result
+
+    return call
+
+
+@lru_cache(maxsize=16)
+def _log_refusal(reason: str) -> None:
+    logger.warning("A compiled product is computed by Python now, which is slow: %s", reason)
 
 
 def _sample(fmt: Format, has_row_scales: bool, zeros: str) -> tuple[Panels, Parts]:

@@ -93,6 +93,27 @@ def test_a_wrong_function_is_refused_and_logged_once(monkeypatch, caplog, wrong)
     assert "sample is wrong" in record.message
 
 
+def test_a_function_that_torch_refuses_later_is_computed_by_python(monkeypatch, caplog):
+    def compile_twice(function, **options):
+        calls = []
+
+        def call(*args):
+            calls.append(args)
+            if len(calls) > 1:
+                raise RuntimeError("recompile limit")
+            return function(*args)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", compile_twice)
+    compiled._log_refusal.cache_clear()
+    double = compiled.compile_function(lambda x: 2 * x)
+    with caplog.at_level(logging.WARNING):
+        assert [double(x) for x in (1, 2, 3)] == [2, 4, 6]
+    (record,) = caplog.records
+    assert "recompile limit" in record.message
+
+
 def test_a_missing_compiler_is_logged(monkeypatch, caplog):
     def missing(function):
         def call(*args):
