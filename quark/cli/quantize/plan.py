@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from quark.torch.pipeline.run_steps import Run
     from quark.torch.pipeline.shapes import DataShape
     from quark.torch.quantization.config.config import Config
-    from quark.torch.quantization.model_shape import LayerKind
+    from quark.torch.quantization.model_shape import LayerKind, Layers
 
 _TOKENIZER = 8  # memory that a tokenizer takes, in sizes of its file
 PROBE, GLANCE = 0.25, 0.02  # seconds of each part of the probe: for --plan, and before a run
@@ -117,14 +117,14 @@ def make_plan(
     from quark.torch.pipeline.machine import probe, taken_memory
     from quark.torch.pipeline.memory_limit import free_memory
     from quark.torch.pipeline.requirements import least_bound, require
-    from quark.torch.quantization.model_shape import list_kinds, selected
+    from quark.torch.quantization.model_shape import list_selected, selected
 
     model, files, tokenizer = _open_source(request)
     size = sum(entry.nbytes for entry in files.entries.values())
     fill_with_placeholders(model)
-    with selected(model, config):
-        run = _describe_run(request, config, model, device, length, is_calibrated)
-        kinds = list_kinds(model, config)
+    with selected(model, config) as selection:
+        run = _describe_run(request, config, model, selection, device, length, is_calibrated)
+        kinds = list_selected(model, config, selection[1])
     converted = _converted_bytes(model, files)
     run = run._replace(
         model=run.model._replace(converted=converted, stored=_stored_bytes(request)),
@@ -195,22 +195,24 @@ def _describe_run(
     request: Request,
     config: Config,
     model: nn.Module,
+    selection: tuple[Config, Layers],
     device: str,
     length: int,
     is_calibrated: bool,
 ) -> Run:
-    from quark.torch.export.writability import stored_size
+    from quark.torch.export.writability import selected_size
     from quark.torch.pipeline.run_steps import Run
     from quark.torch.quantization.algorithms import find_algorithms
     from quark.torch.quantization.calibration import needs_data
     from quark.torch.quantization.config.export import JsonExporterConfig
-    from quark.torch.quantization.model_shape import measure_model
+    from quark.torch.quantization.model_shape import measure_selected
 
-    shape = measure_model(model, config)
+    resolved, layers = selection
+    shape = measure_selected(model, layers)
     data = _describe_data(request, model, length, is_calibrated, len(shape.blocks))
     algorithms = find_algorithms(config)
     options = JsonExporterConfig(weight_format=request.export_weight_format)
-    stored = stored_size(model, config, options)
+    stored = selected_size(model, resolved, layers, options)
     windows = EVAL_WINDOWS if request.num_eval_data is None else request.num_eval_data
     window = request.eval_seq_len or length
     return Run(

@@ -272,16 +272,18 @@ def _draw_uniform(seed: int, count: int) -> torch.Tensor:
 def work(options: YaqaConfig, block: BlockShape, data: DataShape) -> Work:
     """Return the work for a block: that of the correction, and a pass forward and one backward.
 
-    The backward pass holds the graph of the block, the hidden states of all blocks, the gradients
-    of the logits, and a sum of g gᵀ for each layer.
+    The backward pass holds the graph of the block, the hidden states of all blocks, a sum of g gᵀ
+    for each layer; and, behind the blocks, logits and three tensors of their size in float32:
+    log-probabilities and two gradients.
     """
     own = correction_work(block, data)
     rows = [layer.outputs for layer in block.layers if layer.share == 1]
     sums = sum(FLOAT32 * n * n for n in rows)
     factor = FLOAT32 * 6 * max(rows, default=0) ** 2
     graph = FLOAT32 * data.batch * (16 * data.hidden + 4 * sum(x.outputs for x in block.layers))
+    loss = (data.itemsize + 3 * FLOAT32) * data.batch * data.labels
     return own._replace(
-        memory=max(own.memory + factor, sums + graph + 6 * FLOAT32 * data.batch * data.labels),
+        memory=max(own.memory + factor, sums + max(graph, loss)),
         passes=own.passes + 4,
         flops=own.flops + sum(2.0 * data.tokens * n * n + 2.0 * n**3 for n in rows),
         stores=max(own.stores, data.blocks + 3),

@@ -16,9 +16,8 @@ from quark.torch.files import check_space, check_vacant, size_of
 from quark.torch.quantization.checks import temporarily_quantized
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.export import JsonExporterConfig
-from quark.torch.quantization.config.resolution import resolve_names
-from quark.torch.quantization.nn.experts import stack_experts, temporarily_split_experts
-from quark.torch.quantization.preparation import select_layers
+from quark.torch.quantization.config.layer import QuantizationConfig
+from quark.torch.quantization.model_shape import selected
 
 
 def check_exports(
@@ -66,11 +65,24 @@ def stored_size(model: nn.Module, config: Config, options: JsonExporterConfig | 
         config: How it will be quantized.
         options: Options of the export, None for the defaults.
     """
-    with temporarily_split_experts(model) as experts:
-        config = resolve_names(config, model)
-        layers = select_layers(model, config, warns=False)
-        stack_experts(experts, keep=layers)
-        fmt = get_format("quark", config, options or JsonExporterConfig())
-        tensors = outline_of(model, fmt, layers)
-        tied = tied_names(model)
+    with selected(model, config) as (resolved, layers):
+        return selected_size(model, resolved, layers, options)
+
+
+def selected_size(
+    model: nn.Module,
+    config: Config,
+    layers: Mapping[str, QuantizationConfig],
+    options: JsonExporterConfig | None = None,
+) -> int:
+    """Return the result of ``stored_size`` for layers that ``selected`` has chosen, inside of it.
+
+    Args:
+        model: The float model.
+        config: The configuration that ``selected`` has resolved.
+        layers: Configuration of each layer to quantize.
+        options: Options of the export, None for the defaults.
+    """
+    fmt = get_format("quark", config, options or JsonExporterConfig())
+    tensors, tied = outline_of(model, fmt, layers), tied_names(model)
     return size_of({name: tensor for name, tensor in tensors.items() if name not in tied})

@@ -55,8 +55,7 @@ class LayerKind(NamedTuple):
 def selected(model: nn.Module, config: Config) -> Iterator[tuple[Config, Layers]]:
     """Open the configuration with the names of a model, and that of each layer, experts split.
 
-    Experts that the configuration quantizes are split meanwhile, others are stacked. The functions
-    here need not split them again inside of this context, which takes long for thousands of them.
+    Experts that the configuration quantizes are split meanwhile, others are stacked.
 
     Raises:
         ValueError: The configuration does not fit the model.
@@ -71,9 +70,6 @@ def selected(model: nn.Module, config: Config) -> Iterator[tuple[Config, Layers]
 def measure_model(model: nn.Module, config: Config) -> ModelShape:
     """Return the shapes of a model and of the layers that a configuration quantizes.
 
-    Layers share an input if their names are those of projections that models fuse; others read
-    inputs of their own, which is the larger estimate.
-
     Args:
         model: The float model; its parameters need no values. It is unchanged afterwards.
         config: How it will be quantized.
@@ -82,32 +78,41 @@ def measure_model(model: nn.Module, config: Config) -> ModelShape:
         ValueError: The configuration does not fit the model.
     """
     with selected(model, config) as (_, layers):
-        inputs = {
-            name: members[0]
-            for group in fused_projections()
-            for members in group_by_parent(layers, group)
-            for name in members
-        }
-        shares = _expert_shares(model)
-        modules = dict(model.named_modules())
-        shapes = {n: _shape_of(modules[n], inputs.get(n, n), shares.get(n, 1.0)) for n in layers}
-        units = find_units(model)
-        blocks = [unit for unit in units if _is_block(model, unit)]
-        layers_of = _divide([unit.name for unit in blocks], shapes)
-        inside = tuple(f"{unit.name}." for unit in blocks)
-        outside = {
-            id(p): p.numel()
-            for name, p in model.named_parameters()
-            if p.dim() > 1 and not name.startswith(inside)
-        }
-        return ModelShape(
-            size=_size(model.parameters()) + _size(model.buffers()),
-            largest_unit=max(_size(p for _, p in unit.parameters()) for unit in units),
-            blocks=tuple(_block_shape(u, layers_of[u.name], shares) for u in blocks),
-            around=sum(outside.values()),
-            around_largest=max(outside.values(), default=0),
-            quantized_around=layers_of[""],
-        )
+        return measure_selected(model, layers)
+
+
+def measure_selected(model: nn.Module, layers: Layers) -> ModelShape:
+    """Return the shapes of a model and of layers that ``selected`` has chosen, inside of it.
+
+    Layers share an input if their names are those of projections that models fuse; others read
+    inputs of their own, which is the larger estimate.
+    """
+    inputs = {
+        name: members[0]
+        for group in fused_projections()
+        for members in group_by_parent(layers, group)
+        for name in members
+    }
+    shares = _expert_shares(model)
+    modules = dict(model.named_modules())
+    shapes = {n: _shape_of(modules[n], inputs.get(n, n), shares.get(n, 1.0)) for n in layers}
+    units = find_units(model)
+    blocks = [unit for unit in units if _is_block(model, unit)]
+    layers_of = _divide([unit.name for unit in blocks], shapes)
+    inside = tuple(f"{unit.name}." for unit in blocks)
+    outside = {
+        id(p): p.numel()
+        for name, p in model.named_parameters()
+        if p.dim() > 1 and not name.startswith(inside)
+    }
+    return ModelShape(
+        size=_size(model.parameters()) + _size(model.buffers()),
+        largest_unit=max(_size(p for _, p in unit.parameters()) for unit in units),
+        blocks=tuple(_block_shape(u, layers_of[u.name], shares) for u in blocks),
+        around=sum(outside.values()),
+        around_largest=max(outside.values(), default=0),
+        quantized_around=layers_of[""],
+    )
 
 
 def describe_data(model: nn.Module, tokens: int, batch: int, length: int, blocks: int) -> DataShape:
@@ -142,23 +147,28 @@ def list_kinds(model: nn.Module, config: Config) -> list[LayerKind]:
     Raises:
         ValueError: The configuration does not fit the model.
     """
+    with selected(model, config) as (_, layers):
+        return list_selected(model, config, layers)
+
+
+def list_selected(model: nn.Module, config: Config, layers: Layers) -> list[LayerKind]:
+    """Return the layers of a model by kind, as ``list_kinds`` does, inside of ``selected``."""
     reasons = _Reasons(model, config)
     counts: dict[tuple[Any, ...], int] = {}
     configs: dict[tuple[Any, ...], QuantizationConfig | None] = {}
     texts: dict[int, str] = {}  # of configurations, which many layers share
-    with selected(model, config) as (_, layers):
-        for name, module in model.named_modules():
-            own = [p for p in module._parameters.values() if p is not None and p.dim() > 1]
-            if not own:
-                continue
-            layer = layers.get(name)
-            reason = "" if layer is not None else reasons.of(name, module)
-            shape = tuple(getattr(module, "weight", own[0]).shape)
-            if id(layer) not in texts:
-                texts[id(layer)] = repr(layer)
-            key = name_of_kind(name), shape, texts[id(layer)], reason
-            counts[key] = counts.get(key, 0) + 1
-            configs[key] = layer
+    for name, module in model.named_modules():
+        own = [p for p in module._parameters.values() if p is not None and p.dim() > 1]
+        if not own:
+            continue
+        layer = layers.get(name)
+        reason = "" if layer is not None else reasons.of(name, module)
+        shape = tuple(getattr(module, "weight", own[0]).shape)
+        if id(layer) not in texts:
+            texts[id(layer)] = repr(layer)
+        key = name_of_kind(name), shape, texts[id(layer)], reason
+        counts[key] = counts.get(key, 0) + 1
+        configs[key] = layer
     kinds = [LayerKind(k[0], n, k[1], configs[k], k[3]) for k, n in counts.items()]
     return sorted(kinds, key=lambda kind: kind.config is None)
 

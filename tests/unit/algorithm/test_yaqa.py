@@ -1,14 +1,23 @@
 """Rounding for the sake of predictions, against what its mathematics says."""
 
+from itertools import accumulate
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
 
 from quark.torch import ModelQuantizer
 from quark.torch.algorithm import yaqa
 from quark.torch.algorithm.gptq_solver import inverse_factor, round_columns
-from quark.torch.algorithm.yaqa import collect_gradients, round_rows_and_columns, sampled_label_loss
+from quark.torch.algorithm.yaqa import (
+    collect_gradients,
+    round_rows_and_columns,
+    sampled_label_loss,
+    work,
+)
 from quark.torch.pipeline.activation_store import ActivationStore
+from quark.torch.pipeline.shapes import BlockShape, DataShape, LayerShape
 from quark.torch.quantization.config.algo import AWQConfig, YaqaConfig
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.presets import scheme
@@ -183,6 +192,21 @@ def test_padding_does_not_count():
 def test_experts_have_none():
     _, found, _ = observed("mixtral", [{"input_ids": IDS}])
     assert found and not any(".experts." in name for name in found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_plan_has_the_memory_of_the_loss(dtype):
+    tokens, labels = 128, 4096
+    inputs = torch.randn(1, tokens, labels).to(dtype).requires_grad_()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        logits = inputs * 1
+        sampled_label_loss(logits, None).backward()
+    events = profiler.profiler.kineto_results.events()
+    sizes = [event.nbytes() for event in events if event.name() == "[memory]"]
+    peak = max(accumulate(sizes))
+    data = DataShape(tokens, tokens, tokens, 8, logits.itemsize, labels, 1)
+    planned = work(YaqaConfig(), BlockShape(0, 0.0, (LayerShape(8, 8, "x"),)), data).memory
+    assert peak == pytest.approx(planned, rel=0.1)
 
 
 def test_labels_are_drawn_from_the_predictions():

@@ -251,8 +251,9 @@ def outline_of(
     model: nn.Module, fmt: ExportFormat, layers: Mapping[str, QuantizationConfig]
 ) -> dict[str, torch.Tensor]:
     """Return the state that a float model will have with packed layers, on the meta device."""
-    targeted = {id(model.get_submodule(name)) for name in layers}
-    every_name = {n for n, m in model.named_modules(remove_duplicate=False) if id(m) in targeted}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    targeted = {id(modules[name]) for name in layers}
+    every_name = {name for name, module in modules.items() if id(module) in targeted}
     outline = {
         key: tensor.to("meta")
         for key, tensor in model.state_dict().items()
@@ -261,7 +262,7 @@ def outline_of(
     rotates = any(isinstance(options, RotationConfig) for options in fmt.config.algo_config or [])
     made: dict[Hashable, dict[str, torch.Tensor]] = {}
     for name, layer in layers.items():
-        module = model.get_submodule(name)
+        module = modules[name]
         kind = layer_kind(module, layer), name if rotates else ""  # rotations go by names
         if kind not in made:
             made[kind] = _prepare_layer(_on_meta(module), name, layer, fmt).state_dict()

@@ -79,7 +79,10 @@ def output_layers(model: nn.Module) -> list[nn.Module]:
 
 def _output_embeddings(model: nn.Module) -> list[nn.Module]:
     """Return the output embeddings that a model and the models inside of it declare."""
-    declared = (getattr(m, "get_output_embeddings", lambda: None)() for m in model.modules())
+    # Types are asked first: a module takes long to say that it lacks an attribute.
+    modules: Iterable[Any] = model.modules()
+    declaring = (m for m in modules if hasattr(type(m), "get_output_embeddings"))
+    declared = (m.get_output_embeddings() for m in declaring)
     return [head for head in declared if isinstance(head, nn.Module)]
 
 
@@ -181,10 +184,11 @@ def _find_routers(modules: dict[str, nn.Module]) -> list[Part]:
         parent, _, own = name.rpartition(".")
         if count < 2 or not own:
             continue
-        beside = {
+        beside = {"": modules[parent]} | {
             n: m
-            for n, m in modules[parent].named_modules()
-            if not (n == own or n.startswith(f"{own}."))
+            for child, top in modules[parent].named_children()
+            if child != own
+            for n, m in top.named_modules(prefix=child)
         }
         if any(_rows(m) == count for m in beside.values()):
             routers += [

@@ -18,7 +18,7 @@ from torch import nn
 
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import literal, matches
-from quark.torch.quantization.config.parts import find_parts, output_layers
+from quark.torch.quantization.config.parts import Part, find_parts, output_layers
 
 OUTPUT_HEAD = "lm_head"
 # Projections of Llama that inference software fuses, as in the schemes of the documented API.
@@ -51,19 +51,10 @@ def resolve_exclude(exclude: Sequence[str], model: nn.Module) -> list[str]:
     return list(dict.fromkeys([*general, *head, *(p for p in exclude if p != OUTPUT_HEAD)]))
 
 
-def resolve_parts(kinds: Sequence[str], model: nn.Module) -> list[str]:
-    """Return name patterns of all parts of some kinds in a model."""
-    parts = [part.name for part in find_parts(model) if part.kind in kinds] if kinds else []
-    modules = dict(model.named_modules())
-    return [
-        pattern
-        for name in parts
-        for pattern in ([literal(name)] if _is_leaf(modules[name]) else [f"{literal(name)}.*"])
-    ]
-
-
-def _is_leaf(module: nn.Module) -> bool:
-    return next(module.children(), None) is None
+def _pattern_of(part: Part, model: nn.Module) -> str:
+    """Return the name pattern of the layers of a part."""
+    is_layer = next(model.get_submodule(part.name).children(), None) is None
+    return literal(part.name) if is_layer else f"{literal(part.name)}.*"
 
 
 def resolve_names(config: Config, model: nn.Module) -> Config:
@@ -74,16 +65,18 @@ def resolve_names(config: Config, model: nn.Module) -> Config:
     without a layer in the model are left out.
     """
     groups = config.shared_scale_groups
+    names = [name for name, _ in model.named_modules()]
     if shares_inputs(config):
-        endings = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+        endings = {name.rpartition(".")[2] for name in names}
         present = [[ending for ending in group if ending in endings] for group in groups]
         groups = [group for group in present if len(group) > 1]
-    names = [name for name, _ in model.named_modules()]
-    towers = [part for part in find_parts(model) if part.kind == "tower"]
+    parts = find_parts(model)
+    towers = [part for part in parts if part.kind == "tower"]
     without = {name for name in names if any(tower.holds(name) for tower in towers)}
     config = limit_cache(config, names, without)
     exclude = resolve_exclude(config.exclude, model)
-    exclude += [p for p in resolve_parts(config.float_parts, model) if p not in exclude]
+    in_float = [_pattern_of(part, model) for part in parts if part.kind in config.float_parts]
+    exclude += [pattern for pattern in in_float if pattern not in exclude]
     is_same = exclude == config.exclude and groups == config.shared_scale_groups
     if is_same and not config.float_parts:
         return config

@@ -294,15 +294,16 @@ def corresponding_experts(model: nn.Module) -> Iterator[list[str]]:
 def _split(module: LinearExperts) -> None:
     parameters = dict(module._parameters)
     module._parameters.clear()
-    for index in range(module.num_experts):
-        module.add_module(str(index), nn.Module())
+    members = {str(index): nn.Module() for index in range(module.num_experts)}
+    for index, member in members.items():
+        module.add_module(index, member)
     for name, stack in module.stacks.items():
         weight, bias = parameters[name], parameters.get(f"{name}_bias")
         assert weight is not None
         biases = {} if bias is None else dict(stack.split(bias))
         for place, matrix in stack.split(weight):
             expert, _, part = place.partition(".")
-            module.get_submodule(expert).add_module(part, _linear(matrix, biases.get(place)))
+            members[expert].add_module(part, _linear(matrix, biases.get(place)))
 
 
 def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
@@ -317,6 +318,8 @@ def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
 
 def is_stacked(module: nn.Module) -> bool:
     """Whether a module is a layer of stacked experts, by the attributes that Transformers sets."""
+    if "down_proj" not in module._parameters:  # nearly all modules
+        return False
     first = "gate_up_proj" if getattr(module, "has_gate", None) else "up_proj"
     expected = {first, "down_proj"}
     if getattr(module, "has_bias", False):

@@ -15,6 +15,7 @@ from transformers import LlamaConfig
 from quark.cli import models
 from quark.torch.export.checkpoint.files import CheckpointReader
 from quark.torch.pipeline import memory_limit
+from quark.torch.quantization import preparation
 from tests.models.headers import write_headers
 
 GB = 10**9
@@ -71,6 +72,15 @@ def test_is_made_from_headers_alone(plan_of, huge_dir, room, tmp_path, monkeypat
     quantized = [layer for layer in plan["layers"] if layer["config"]]
     assert sum(layer["number"] for layer in quantized) == 7 * 8
     assert list(tmp_path.iterdir()) == []
+
+
+def test_layers_are_chosen_once(plan_of, mixtral_dir, monkeypatch):
+    """That takes seconds where a model has thousands of experts."""
+    assign, calls = preparation.assign, []
+    monkeypatch.setattr(preparation, "assign", lambda *args: calls.append(args) or assign(*args))
+    plan = plan_of("int4_wo_32", model=mixtral_dir)
+    assert sum(layer["number"] for layer in plan["layers"] if layer["config"]) == 2 * (4 + 3 * 4)
+    assert len(calls) == 1
 
 
 def test_says_what_does_not_fit(plan_of, quark, huge_dir, room, tmp_path):

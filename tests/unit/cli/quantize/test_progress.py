@@ -64,6 +64,7 @@ def flags_of(text, tmp_path):
 
 
 WAYS = {
+    "to nearest": ("--quant_scheme", "int4_wo_32"),  # from files to files
     "static": ("--quant_scheme", "fp8", "--kv_cache_dtype", "fp8"),  # without a journal
     "awq": ("--quant_scheme", "uint4_wo_32", "--quant_algo", "awq"),
     "gptq": ("--quant_scheme", "int4_wo_32", "--quant_algo", "gptq"),
