@@ -1,4 +1,4 @@
-"""Small vision networks, quantized in graph mode in many ways, and by other software.
+"""Small networks for pictures and sounds, quantized in graph mode, and by other software.
 
     python benchmarks/vision.py                            # needs scikit-learn and onnxruntime
     python benchmarks/vision.py --nets 'mobilenet;resnet' --ways 'int8 per tensor, CLE;MXFP4'
@@ -133,6 +133,7 @@ def _ways() -> dict[str, Way]:
         "int8 per channel, MSE": Way(channel_mse, mse, (), bias),
         "int8 per channel, bias correction": Way(channel, uint8, (correction,), bias),
         "int8 per channel, GPTQ": Way(channel, uint8, (gptq,), bias),
+        "int8 per channel, MSE, GPTQ": Way(channel_mse, mse, (gptq,), bias),
         "int4 per channel": Way(int4, uint8),
         "int4 per channel, MSE": Way(int4_mse, uint8),
         "int4 per channel, MSE, bias correction": Way(int4_mse, uint8, (correction,)),

@@ -10,10 +10,12 @@ as follows, where Q is one quantizer:
 - Operators that only move values share the scale of what they move. So do all inputs and the
   output of a concatenation.
 - A clamp that is not behind a product, such as min(x, cap), sets the range of what it alone reads.
+- A value without the axes that its specification names stays in float.
 """
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -29,6 +31,8 @@ from quark.torch.quantization.graph_mode.nodes import operator_name
 from quark.torch.quantization.graph_mode.operators import CLAMPS, float_inputs, results
 from quark.torch.quantization.nn.learned_range import make_quantizer
 from quark.torch.quantization.nn.quantizer import TensorQuantizer
+
+logger = logging.getLogger(__name__)
 
 EDGES = "edge_quantizers"  # module of a graph that holds the quantizers of its edges
 
@@ -147,14 +151,16 @@ def plan_edges(configs: Mapping[fx.Node, QuantizationConfig], movements: set[fx.
     for node, config in configs.items():
         if config.input_tensors is not None:
             for value in float_inputs(node):
-                if fused.get(value) is not node:
+                if fused.get(value) is not node and _fits(value, config.input_tensors):
                     readers = edges.readers.setdefault(
                         edges.key(value, config.input_tensors), set()
                     )
                     if readers is not None:
                         readers.add(node)
         if config.output_tensors is not None and node not in fused:
-            for value in filter(_is_read, results(node)):
+            for value in results(node):
+                if not value.users or not _fits(value, config.output_tensors):
+                    continue
                 edges.readers[edges.key(value, config.output_tensors)] = None
     for key in edges.readers:
         if _is_shareable(edges.specs[key.spec]):
@@ -248,8 +254,15 @@ def _is_clamped(value: fx.Node, reader: fx.Node) -> bool:
     return is_clamp and set(value.users) == {reader}
 
 
-def _is_read(value: fx.Node) -> bool:
-    return bool(value.users)
+def _fits(value: fx.Node, spec: QuantizationSpec) -> bool:
+    """Whether a value has the axes of its specification, such as that of the blocks of MX."""
+    # Example: blocks along axis 1 of pictures; the slopes of a PReLU have axis 0 alone.
+    try:
+        spec.scheme.blocks((1,) * value.meta["val"].dim())
+    except ValueError as error:
+        logger.info("%s stays in float: %s", value.name, error)
+        return False
+    return True
 
 
 def _is_shareable(spec: QuantizationSpec) -> bool:

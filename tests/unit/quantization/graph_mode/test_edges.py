@@ -9,6 +9,7 @@ from quark.torch import ModelQuantizer
 from quark.torch.quantization.config.config import (
     BFP16Spec,
     Int8PerTensorSpec,
+    OCP_MXFP4Spec,
     QuantizationConfig,
 )
 from quark.torch.quantization.graph_mode.edges import MovedQuantizer, edge_quantizers
@@ -205,3 +206,14 @@ def test_parameters_that_operators_add_are_quantized_too():
     assert edges(graph)["positions"] == "positions"
     assert edges(graph)["expand"] == "patches"  # the class token, which patches are joined to
     assert edges(graph)["cat"] == edges(graph)["transpose"] == "patches moved"
+
+
+def test_values_without_the_axis_of_the_blocks_stay_in_float():
+    model = Wrapped(lambda m, x: m.conv2(F.prelu(m.conv1(x), m.slope)))
+    model.slope = nn.Parameter(torch.tensor([0.1, 0.2, 0.3, 0.4]))
+    spec = OCP_MXFP4Spec(ch_axis=1, is_dynamic=True).to_quantization_spec()
+    layer = QuantizationConfig(weight=spec, input_tensors=spec, output_tensors=spec)
+    quantized = quantize(model, layer=layer)
+    expected = {name: name for name in ("x", "conv1", "prelu", "conv2")}
+    assert edges(quantized) == expected
+    assert torch.isfinite(quantized(images(1, SHAPE)[0])).all()
