@@ -30,6 +30,10 @@ class GraphFlags:
     channel_caps: Annotated[
         bool, _graph(help="Make ReLU6 a ReLU and a cap for each channel, a parameter.")
     ] = False
+    fused_activations: Annotated[
+        bool,
+        _graph(help="Quantize behind activations such as PReLU and GELU alone, not before them."),
+    ] = False
     shift_limits: Annotated[
         str | None,
         _graph(

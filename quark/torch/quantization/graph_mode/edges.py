@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -139,25 +139,30 @@ class Edges:
         return sorted(groups.values(), key=lambda group: order[group[0]])
 
 
-def plan_edges(configs: Mapping[fx.Node, QuantizationConfig], movements: set[fx.Node]) -> Edges:
+def plan_edges(
+    configs: Mapping[fx.Node, QuantizationConfig],
+    movements: set[fx.Node],
+    fused: Collection[str] = CLAMPS,
+) -> Edges:
     """Return the quantizers that a graph gets.
 
     Args:
         configs: Configuration of layers and operators, in the order of the graph.
         movements: Nodes whose operators only move values.
+        fused: Names of activations that are computed together with the product before them.
     """
     edges = Edges()
-    fused = dict(_fused_clamps(configs, movements))
+    activation_of = dict(_fused_activations(configs, movements, fused))
     for node, config in configs.items():
         if config.input_tensors is not None:
             for value in float_inputs(node):
-                if fused.get(value) is not node and _fits(value, config.input_tensors):
+                if activation_of.get(value) is not node and _fits(value, config.input_tensors):
                     readers = edges.readers.setdefault(
                         edges.key(value, config.input_tensors), set()
                     )
                     if readers is not None:
                         readers.add(node)
-        if config.output_tensors is not None and node not in fused:
+        if config.output_tensors is not None and node not in activation_of:
             for value in results(node):
                 if not value.users or not _fits(value, config.output_tensors):
                     continue
@@ -235,17 +240,17 @@ def edge_modules(graph: nn.Module) -> dict[str, TensorQuantizer]:
     return modules
 
 
-def _fused_clamps(
-    configs: Mapping[fx.Node, QuantizationConfig], movements: set[fx.Node]
+def _fused_activations(
+    configs: Mapping[fx.Node, QuantizationConfig], movements: set[fx.Node], fused: Collection[str]
 ) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Iterate over (product, clamp) where the clamp is the only reader of the product."""
+    """Iterate over (product, activation) where the activation is the only reader of the product."""
     for node, config in configs.items():
-        clamp = next(iter(node.users), None)
-        if clamp is None or len(node.users) > 1 or node in movements or clamp not in configs:
+        reader = next(iter(node.users), None)
+        if reader is None or len(node.users) > 1 or node in movements or reader not in configs:
             continue
-        is_same = configs[clamp].output_tensors == config.output_tensors
-        if is_same and operator_name(clamp) in CLAMPS:
-            yield node, clamp
+        is_same = configs[reader].output_tensors == config.output_tensors
+        if is_same and operator_name(reader) in fused:
+            yield node, reader
 
 
 def _is_clamped(value: fx.Node, reader: fx.Node) -> bool:

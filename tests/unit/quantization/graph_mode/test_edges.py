@@ -10,9 +10,11 @@ from quark.torch.quantization.config.config import (
     BFP16Spec,
     Int8PerTensorSpec,
     OCP_MXFP4Spec,
+    PassOptions,
     QuantizationConfig,
 )
 from quark.torch.quantization.graph_mode.edges import MovedQuantizer, edge_quantizers
+from quark.torch.quantization.graph_mode.quantization import build_graph
 from quark.torch.quantization.nn.quantizer import TensorQuantizer
 from tests.unit.quantization.graph_mode.networks import (
     EVERYTHING,
@@ -206,6 +208,22 @@ def test_parameters_that_operators_add_are_quantized_too():
     assert edges(graph)["positions"] == "positions"
     assert edges(graph)["expand"] == "patches"  # the class token, which patches are joined to
     assert edges(graph)["cat"] == edges(graph)["transpose"] == "patches moved"
+
+
+PRELU = {"x": "x", "conv1": "conv1", "prelu": "prelu", "conv2": "conv2", "gelu": "gelu"}
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_activations_are_fused_if_asked_for(is_fused):
+    model = Wrapped(lambda m, x: F.gelu(m.conv2(F.prelu(m.conv1(x), m.slope))))
+    model.slope = nn.Parameter(torch.tensor([0.1, 0.2, 0.3, 0.4]))
+    options = {"pass_options": PassOptions(fused_activations=True)} if is_fused else {}
+    quantized = quantize(model, **options)
+    products = ("conv1", "conv2") if is_fused else ()
+    assert edges(quantized) == {k: v for k, v in PRELU.items() if k not in products}
+    # Example: a loaded graph has the same edges, by its configuration.
+    config = quantized.quant_config
+    assert edges(build_graph(export(model, images(1, SHAPE)[0]), config)) == edges(quantized)
 
 
 def test_values_without_the_axis_of_the_blocks_stay_in_float():
