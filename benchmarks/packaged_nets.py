@@ -80,10 +80,10 @@ class FaceNet(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits of other things and of faces, (pictures, 2)."""
-        y, pools = x, list(self.pools)
+        y, pools, is_image = x, list(self.pools), True
         for layer in self.children():
-            if isinstance(layer, nn.Linear) and y.dim() > 2:
-                y = y.permute(0, 3, 2, 1).flatten(1)
+            if isinstance(layer, nn.Linear) and is_image:
+                y, is_image = y.permute(0, 3, 2, 1).flatten(1), False
             y = layer(y)
             if isinstance(layer, nn.PReLU) and pools:
                 y = F.max_pool2d(y, pools.pop(0), 2, ceil_mode=True)
@@ -122,7 +122,7 @@ class VoiceNet(nn.Module):
         """
         y = x.flatten(0, 1)
         y = self.conv4(self.conv3(self.conv2(self.conv1(y).relu()).relu()).relu()).relu()
-        gates = self.input(y.squeeze(-1)).unflatten(0, (-1, WINDOWS))
+        gates = self.input(y.squeeze(-1)).reshape(-1, WINDOWS, 512)
         hidden = cell = torch.zeros_like(gates[:, 0, :128])
         for i in range(WINDOWS):
             into, forget, new, out = (gates[:, i] + self.state(hidden)).chunk(4, -1)

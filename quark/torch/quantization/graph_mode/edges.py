@@ -10,6 +10,7 @@ as follows, where Q is one quantizer:
 - Operators that only move values share the scale of what they move. So do all inputs and the
   output of a concatenation.
 - A clamp that is not behind a product, such as min(x, cap), sets the range of what it alone reads.
+  So does a max pool.
 - A value without the axes that its specification names stays in float.
 """
 
@@ -34,6 +35,8 @@ from quark.torch.quantization.nn.quantizer import TensorQuantizer
 
 logger = logging.getLogger(__name__)
 
+# Operators whose results have a part of the range of their inputs, and that commute with rounding.
+_LIMITING = {*CLAMPS, "minimum", "maximum", "max_pool1d", "max_pool2d", "max_pool3d"}
 EDGES = "edge_quantizers"  # module of a graph that holds the quantizers of its edges
 
 
@@ -64,11 +67,12 @@ class MovedQuantizer(nn.Module):
 
 
 class CappedQuantizer(MovedQuantizer):
-    """Quantizes values that nothing but a clamp reads, by the quantizer behind the clamp.
+    """Quantizes values that nothing but a clamp or a max pool reads, by the quantizer behind it.
 
-    Rounding is monotonic, so Q(min(Q(x), Q(cap))) = Q(min(x, cap)): this quantizer changes no
-    result. It lets integer products end before the clamp. In training mode it does nothing, so that
-    the range follows values that are not cut yet.
+    Rounding is monotonic, so Q(min(Q(x), Q(cap))) = Q(min(x, cap)), and Q(max(Q(x), Q(y))) =
+    Q(max(x, y)): this quantizer changes no result. It lets integer products end before the clamp,
+    and keeps values out of the range that no maximum takes. In training mode it does nothing, so
+    that the range follows values that are not cut yet.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -96,7 +100,8 @@ class Edges:
         specs: All specifications.
         readers: Quantized value -> the nodes that read it quantized; None for all nodes.
         origins: Quantized value that an operator moved -> what it was before.
-        capped: Quantized values that nothing but a clamp reads, which sets their range.
+        capped: Quantized values that nothing but a clamp or a max pool reads, which sets their
+            range.
     """
 
     specs: list[QuantizationSpec] = field(default_factory=list)
@@ -172,7 +177,7 @@ def plan_edges(
             origins = _origins(key, edges.readers, movements)
             if origins:
                 edges.origins[key] = origins
-            if all(_is_clamped(origin.value, key.value) for origin in origins):
+            if all(_limits_range(origin.value, key.value) for origin in origins):
                 edges.capped |= origins
     return edges
 
@@ -253,10 +258,9 @@ def _fused_activations(
             yield node, reader
 
 
-def _is_clamped(value: fx.Node, reader: fx.Node) -> bool:
-    """Whether a clamp is the only reader of a value."""
-    is_clamp = operator_name(reader) in CLAMPS | {"minimum", "maximum"}
-    return is_clamp and set(value.users) == {reader}
+def _limits_range(value: fx.Node, reader: fx.Node) -> bool:
+    """Whether a clamp or a max pool is the only reader of a value."""
+    return operator_name(reader) in _LIMITING and set(value.users) == {reader}
 
 
 def _fits(value: fx.Node, spec: QuantizationSpec) -> bool:
