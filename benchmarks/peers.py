@@ -26,7 +26,10 @@ REQUIREMENTS = {
     "onnxruntime": ("onnxruntime==1.31.1", "onnx==1.23.2", "safetensors"),
     "torchao-graphs": ("torchao==0.18.0", "safetensors", "numpy"),
     "brevitas": ("brevitas==0.13.4", "safetensors", "numpy"),
-    "modelopt": ("nvidia-modelopt==0.47.0", "safetensors", "numpy"),
+    "modelopt": (
+        *("nvidia-modelopt==0.47.0", "requests", "safetensors", "numpy"),
+        *("transformers==5.23.0", "accelerate==1.15.0"),  # imported, though not required
+    ),
     "amd-quark-graphs": (
         *("amd-quark==0.13", "torchao==0.18.0"),
         *("transformers==5.23.0", "accelerate==1.15.0"),

@@ -1,4 +1,4 @@
-"""Small vision networks, quantized in graph mode in many ways, and by other software.
+"""Small networks for pictures and sounds, quantized in graph mode, and by other software.
 
     python benchmarks/vision.py                            # needs scikit-learn and onnxruntime
     python benchmarks/vision.py --nets 'mobilenet;resnet' --ways 'int8 per tensor, CLE;MXFP4'
@@ -49,7 +49,12 @@ from quark.torch.quantization.config.algo import (
     CLEConfig,
     GPTQConfig,
 )
-from quark.torch.quantization.config.config import Config, QuantizationConfig, QuantizationSpec
+from quark.torch.quantization.config.config import (
+    Config,
+    PassOptions,
+    QuantizationConfig,
+    QuantizationSpec,
+)
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from quark.torch.training import freeze_ranges
 
@@ -73,6 +78,7 @@ class Way:
 
     Attributes:
         is_timed: Whether ONNX Runtime is timed on it: it has integer kernels for it.
+        is_fused: Whether values before activations such as PReLU are not quantized.
     """
 
     weight: QuantizationSpec
@@ -81,6 +87,7 @@ class Way:
     bias: QuantizationSpec | None = None
     epochs: int = 0
     is_timed: bool = False
+    is_fused: bool = False
 
     def config(self) -> Config:
         """Return the configuration of graph mode."""
@@ -94,6 +101,7 @@ class Way:
             layer,
             quant_mode="fx_graph_mode",  # type: ignore[arg-type]
             exclude=[],
+            pass_options=PassOptions(fused_activations=self.is_fused),
             algo_config=list(self.algorithms) or None,
             log_severity_level=3,  # type: ignore[arg-type]
         )
@@ -133,6 +141,9 @@ def _ways() -> dict[str, Way]:
         "int8 per channel, MSE": Way(channel_mse, mse, (), bias),
         "int8 per channel, bias correction": Way(channel, uint8, (correction,), bias),
         "int8 per channel, GPTQ": Way(channel, uint8, (gptq,), bias),
+        "int8 per channel, MSE, GPTQ": Way(channel_mse, mse, (gptq,), bias),
+        "int8 per channel, fused": Way(channel, uint8, (), bias, is_timed=True, is_fused=True),
+        "int8 per channel, fused, MSE, GPTQ": Way(channel_mse, mse, (gptq,), bias, is_fused=True),
         "int4 per channel": Way(int4, uint8),
         "int4 per channel, MSE": Way(int4_mse, uint8),
         "int4 per channel, MSE, bias correction": Way(int4_mse, uint8, (correction,)),

@@ -12,7 +12,10 @@ _graph = panel("Graphs")
 
 @dataclass(frozen=True, kw_only=True)
 class GraphFlags:
-    """Rewrites of graphs that are applied only if asked for: the fields of ``PassOptions``."""
+    """Rewrites of graphs that are applied only if asked for, and limits of shifts.
+
+    All but the last one are the fields of ``PassOptions``.
+    """
 
     hard_activations: Annotated[
         bool,
@@ -27,3 +30,15 @@ class GraphFlags:
     channel_caps: Annotated[
         bool, _graph(help="Make ReLU6 a ReLU and a cap for each channel, a parameter.")
     ] = False
+    fused_activations: Annotated[
+        bool,
+        _graph(help="Quantize behind activations such as PReLU and GELU alone, not before them."),
+    ] = False
+    shift_limits: Annotated[
+        str | None,
+        _graph(
+            metavar="LIMITS",
+            help="Limits of shifts of an integer-only device, such as cut=0:16,read=0:15, or "
+            "default. Scales must be powers of two.",
+        ),
+    ] = None

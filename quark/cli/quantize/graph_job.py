@@ -6,6 +6,7 @@ function builds.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 
 from quark.cli import console
+from quark.cli.options import in_words
 from quark.cli.process_group import rank
 from quark.cli.quantize.config import make_config, needs_data
 from quark.cli.quantize.flags import AlgorithmFlags, SchemeFlags
@@ -24,6 +26,7 @@ from quark.cli.quantize.request import Request
 
 if TYPE_CHECKING:
     from quark.torch.quantization.config.config import Config
+    from quark.torch.quantization.config.graph import ShiftLimits
 
 _SAMPLES = ".safetensors"
 # Flags that graphs have a use for, beside those of schemes and algorithms.
@@ -104,12 +107,36 @@ def _graph_config(request: Request) -> Config:
     exclude = config.exclude
     if request.excluded is None and request.config is None:
         exclude = [pattern for pattern in exclude if pattern != "lm_head"]
-    passes = {f.name: getattr(request, f.name) for f in fields(GraphFlags)}
-    passes = {name: value for name, value in passes.items() if name in request.given}
+    if request.shift_limits is not None:
+        config = replace(config, shift_limits=_read_limits(request.shift_limits))
+    names = [f.name for f in fields(PassOptions) if f.name in request.given]
+    passes = {name: getattr(request, name) for name in names}
     if passes:
         options = replace(config.pass_options or PassOptions(), **passes)
         config = replace(config, pass_options=options)
     return replace(config, exclude=exclude, quant_mode=QuantizationMode.fx_graph_mode)
+
+
+def _read_limits(text: str) -> ShiftLimits:
+    """Return the limits that ``--shift_limits`` gives; those that it leaves out are the defaults.
+
+    Raises:
+        typer.BadParameter: The text is none, or a limit is not a pair of integers in order.
+    """
+    from quark.torch.quantization.config.graph import ShiftLimits
+
+    names = in_words(field.name for field in fields(ShiftLimits))
+    limits: dict[str, tuple[int, int]] = {}
+    for part in () if text == "default" else text.split(","):
+        match = re.fullmatch(r"\s*(\w+)=(-?\d+):(-?\d+)\s*", part)
+        if match is None or not hasattr(ShiftLimits, match[1]):
+            expected = f"default, or NAME=SMALLEST:LARGEST with commas, NAME one of {names}"
+            raise console.wrong("--shift_limits", f"expected {expected}, got {part.strip()!r}.")
+        limits[match[1]] = int(match[2]), int(match[3])
+    try:
+        return ShiftLimits(**limits)
+    except ValueError as error:
+        raise console.wrong("--shift_limits", str(error)) from None
 
 
 def _read_samples(request: Request) -> list[dict[str, Any]]:

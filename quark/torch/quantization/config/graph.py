@@ -1,4 +1,4 @@
-"""Options of graph mode: rewrites of the graph, and limits of shifts."""
+"""Options of graph mode: rewrites of the graph, places of quantizers, and limits of shifts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class PassOptions:
-    """Rewrites that are applied only if they are asked for.
+    """Rewrites, and places of quantizers, that are chosen only if they are asked for.
 
     Attributes:
         hard_activations: Whether SiLU and GELU become piecewise polynomials. This changes the
@@ -17,6 +17,9 @@ class PassOptions:
             split in two. None for no limit.
         channel_caps: Whether ReLU6 becomes ReLU and a cap for each channel, which cross-layer
             equalization can rescale. Cross-layer equalization asks for it itself.
+        fused_activations: Whether a layer or sum that nothing reads but an activation such as PReLU
+            or GELU is quantized behind the activation alone, as it always is before ReLU. For
+            devices that compute both in one operation. It rewrites nothing.
 
     Raises:
         ValueError: ``largest_pool`` is less than 2.
@@ -25,6 +28,7 @@ class PassOptions:
     hard_activations: bool = False
     largest_pool: int | None = None
     channel_caps: bool = False
+    fused_activations: bool = False
 
     def __post_init__(self) -> None:
         if self.largest_pool is not None and self.largest_pool < 2:

@@ -10,12 +10,15 @@ as follows, where Q is one quantizer:
 - Operators that only move values share the scale of what they move. So do all inputs and the
   output of a concatenation.
 - A clamp that is not behind a product, such as min(x, cap), sets the range of what it alone reads.
+  So does a max pool.
+- A value without the axes that its specification names stays in float.
 """
 
 from __future__ import annotations
 
+import logging
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -30,6 +33,10 @@ from quark.torch.quantization.graph_mode.operators import CLAMPS, float_inputs, 
 from quark.torch.quantization.nn.learned_range import make_quantizer
 from quark.torch.quantization.nn.quantizer import TensorQuantizer
 
+logger = logging.getLogger(__name__)
+
+# Operators whose results have a part of the range of their inputs, and that commute with rounding.
+_LIMITING = {*CLAMPS, "minimum", "maximum", "max_pool1d", "max_pool2d", "max_pool3d"}
 EDGES = "edge_quantizers"  # module of a graph that holds the quantizers of its edges
 
 
@@ -60,11 +67,12 @@ class MovedQuantizer(nn.Module):
 
 
 class CappedQuantizer(MovedQuantizer):
-    """Quantizes values that nothing but a clamp reads, by the quantizer behind the clamp.
+    """Quantizes values that nothing but a clamp or a max pool reads, by the quantizer behind it.
 
-    Rounding is monotonic, so Q(min(Q(x), Q(cap))) = Q(min(x, cap)): this quantizer changes no
-    result. It lets integer products end before the clamp. In training mode it does nothing, so that
-    the range follows values that are not cut yet.
+    Rounding is monotonic, so Q(min(Q(x), Q(cap))) = Q(min(x, cap)), and Q(max(Q(x), Q(y))) =
+    Q(max(x, y)): this quantizer changes no result. It lets integer products end before the clamp,
+    and keeps values out of the range that no maximum takes. In training mode it does nothing, so
+    that the range follows values that are not cut yet.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -92,7 +100,8 @@ class Edges:
         specs: All specifications.
         readers: Quantized value -> the nodes that read it quantized; None for all nodes.
         origins: Quantized value that an operator moved -> what it was before.
-        capped: Quantized values that nothing but a clamp reads, which sets their range.
+        capped: Quantized values that nothing but a clamp or a max pool reads, which sets their
+            range.
     """
 
     specs: list[QuantizationSpec] = field(default_factory=list)
@@ -135,33 +144,40 @@ class Edges:
         return sorted(groups.values(), key=lambda group: order[group[0]])
 
 
-def plan_edges(configs: Mapping[fx.Node, QuantizationConfig], movements: set[fx.Node]) -> Edges:
+def plan_edges(
+    configs: Mapping[fx.Node, QuantizationConfig],
+    movements: set[fx.Node],
+    fused: Collection[str] = CLAMPS,
+) -> Edges:
     """Return the quantizers that a graph gets.
 
     Args:
         configs: Configuration of layers and operators, in the order of the graph.
         movements: Nodes whose operators only move values.
+        fused: Names of activations that are computed together with the product before them.
     """
     edges = Edges()
-    fused = dict(_fused_clamps(configs, movements))
+    activation_of = dict(_fused_activations(configs, movements, fused))
     for node, config in configs.items():
         if config.input_tensors is not None:
             for value in float_inputs(node):
-                if fused.get(value) is not node:
+                if activation_of.get(value) is not node and _fits(value, config.input_tensors):
                     readers = edges.readers.setdefault(
                         edges.key(value, config.input_tensors), set()
                     )
                     if readers is not None:
                         readers.add(node)
-        if config.output_tensors is not None and node not in fused:
-            for value in filter(_is_read, results(node)):
+        if config.output_tensors is not None and node not in activation_of:
+            for value in results(node):
+                if not value.users or not _fits(value, config.output_tensors):
+                    continue
                 edges.readers[edges.key(value, config.output_tensors)] = None
     for key in edges.readers:
         if _is_shareable(edges.specs[key.spec]):
             origins = _origins(key, edges.readers, movements)
             if origins:
                 edges.origins[key] = origins
-            if all(_is_clamped(origin.value, key.value) for origin in origins):
+            if all(_limits_range(origin.value, key.value) for origin in origins):
                 edges.capped |= origins
     return edges
 
@@ -229,27 +245,33 @@ def edge_modules(graph: nn.Module) -> dict[str, TensorQuantizer]:
     return modules
 
 
-def _fused_clamps(
-    configs: Mapping[fx.Node, QuantizationConfig], movements: set[fx.Node]
+def _fused_activations(
+    configs: Mapping[fx.Node, QuantizationConfig], movements: set[fx.Node], fused: Collection[str]
 ) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Iterate over (product, clamp) where the clamp is the only reader of the product."""
+    """Iterate over (product, activation) where the activation is the only reader of the product."""
     for node, config in configs.items():
-        clamp = next(iter(node.users), None)
-        if clamp is None or len(node.users) > 1 or node in movements or clamp not in configs:
+        reader = next(iter(node.users), None)
+        if reader is None or len(node.users) > 1 or node in movements or reader not in configs:
             continue
-        is_same = configs[clamp].output_tensors == config.output_tensors
-        if is_same and operator_name(clamp) in CLAMPS:
-            yield node, clamp
+        is_same = configs[reader].output_tensors == config.output_tensors
+        if is_same and operator_name(reader) in fused:
+            yield node, reader
 
 
-def _is_clamped(value: fx.Node, reader: fx.Node) -> bool:
-    """Whether a clamp is the only reader of a value."""
-    is_clamp = operator_name(reader) in CLAMPS | {"minimum", "maximum"}
-    return is_clamp and set(value.users) == {reader}
+def _limits_range(value: fx.Node, reader: fx.Node) -> bool:
+    """Whether a clamp or a max pool is the only reader of a value."""
+    return operator_name(reader) in _LIMITING and set(value.users) == {reader}
 
 
-def _is_read(value: fx.Node) -> bool:
-    return bool(value.users)
+def _fits(value: fx.Node, spec: QuantizationSpec) -> bool:
+    """Whether a value has the axes of its specification, such as that of the blocks of MX."""
+    # Example: blocks along axis 1 of pictures; the slopes of a PReLU have axis 0 alone.
+    try:
+        spec.scheme.blocks((1,) * value.meta["val"].dim())
+    except ValueError as error:
+        logger.info("%s stays in float: %s", value.name, error)
+        return False
+    return True
 
 
 def _is_shareable(spec: QuantizationSpec) -> bool:

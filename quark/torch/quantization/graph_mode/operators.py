@@ -33,16 +33,21 @@ QUANTIZED = {
     *("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d"),
     *("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d"),
     *("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d"),
-    # activations
-    *("relu", "relu6", "hardtanh", "clamp", "clamp_min", "clamp_max", "leaky_relu", "prelu"),
-    *("elu", "selu", "celu", "gelu", "silu", "mish", "softplus", "sigmoid", "log_sigmoid", "tanh"),
-    *("hardswish", "hardsigmoid"),
 }
 # Activations that integer products end with, by limits on their codes. The product before such an
 # activation is not rounded.
 CLAMPS = {"relu", "relu6", "hardtanh", "clamp", "clamp_min", "clamp_max"}
+# Activations of one value each. Some devices compute them together with the product before them.
+ACTIVATIONS = {
+    *("leaky_relu", "prelu", "elu", "selu", "celu", "gelu", "silu", "mish", "softplus", "sigmoid"),
+    *("log_sigmoid", "tanh", "hardswish", "hardsigmoid"),
+    *CLAMPS,
+}
+QUANTIZED |= ACTIVATIONS
 # Arguments of operators that stay in float: sums have their bias, products their mask.
 _IN_FLOAT = {"bias", "attn_mask"}
+# Runtimes compute PReLU in float, and one scale for slopes of very different sizes loses much.
+_SLOPES = {"prelu": "weight"}
 
 
 def is_quantizable(node: fx.Node) -> bool:
@@ -54,7 +59,8 @@ def is_quantizable(node: fx.Node) -> bool:
 def float_inputs(node: fx.Node) -> list[fx.Node]:
     """Return the floating-point tensors that a layer or an operator reads, each once."""
     if is_aten(node):
-        given: Any = {k: v for k, v in arguments(node).items() if k not in _IN_FLOAT}
+        in_float = {*_IN_FLOAT, _SLOPES.get(operator_name(node))}
+        given: Any = {k: v for k, v in arguments(node).items() if k not in in_float}
     else:
         given = (node.args, node.kwargs)
     return list(dict.fromkeys(leaf for leaf in tree_leaves(given) if is_float_tensor(leaf)))

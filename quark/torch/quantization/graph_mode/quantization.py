@@ -39,6 +39,7 @@ from quark.torch.quantization.graph_mode.inputs import example_inputs, fit_batch
 from quark.torch.quantization.graph_mode.layers import raise_layers
 from quark.torch.quantization.graph_mode.movement import find_movements
 from quark.torch.quantization.graph_mode.nodes import call_functions
+from quark.torch.quantization.graph_mode.operators import ACTIVATIONS, CLAMPS
 from quark.torch.quantization.graph_mode.passes.proof import two_samples
 from quark.torch.quantization.graph_mode.selection import (
     configure_layers,
@@ -165,7 +166,7 @@ def build_graph(graph: fx.GraphModule, config: Config) -> fx.GraphModule:
     config = graph_config(config, model)
     layers = configure_layers(model, config)
     nodes = configure_nodes(model, config, layers)
-    insert_edges(model, plan_edges(nodes, movements), trains=False)
+    insert_edges(model, plan_edges(nodes, movements, _fused(config)), trains=False)
     return model
 
 
@@ -200,8 +201,13 @@ def _check(
     layers = configure_layers(model, config)
     nodes = configure_nodes(model, config, layers)
     if config.shift_limits is not None:
+        if config.pass_options is not None and config.pass_options.fused_activations:
+            raise ValueError(
+                "shift_limits: with fused_activations=True the values before activations have no "
+                "scale, so their shifts are unknown. Leave one of the two out."
+            )
         check_shift_specs(nodes, model)
-    edges = plan_edges(nodes, movements)
+    edges = plan_edges(nodes, movements, _fused(config))
     has_data = next(flatten_batches(data), None) is not None
     check_algorithms(config, algorithms, layers, data if has_data else None, None)
     if edges.needs_data and not has_data:
@@ -224,6 +230,12 @@ def _pass_options(config: Config) -> PassOptions:
     options = config.pass_options or PassOptions()
     equalizes = any(isinstance(a, CLEConfig) for a in config.algo_config or [])
     return replace(options, channel_caps=options.channel_caps or equalizes)
+
+
+def _fused(config: Config) -> set[str]:
+    """Return the names of activations that are computed together with the product before them."""
+    is_wide = config.pass_options is not None and config.pass_options.fused_activations
+    return ACTIVATIONS if is_wide else CLAMPS
 
 
 def _discover(model: fx.GraphModule, plan: Plan, inputs: Sequence[Any]) -> Structure | None:

@@ -1,5 +1,6 @@
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -7,9 +8,15 @@ from safetensors.torch import save_file
 from torch import nn
 
 from quark.torch import ModelQuantizer, load_params
-from quark.torch.quantization.config.config import Config, PassOptions
+from quark.torch.quantization.config.config import (
+    Config,
+    PassOptions,
+    QuantizationSpec,
+    ShiftLimits,
+)
 from tests.unit.quantization.graph_mode.networks import (
     EVERYTHING,
+    INT8,
     export,
     graph_config,
     images,
@@ -55,6 +62,9 @@ WRONG = {
     "missing data": (["--dataset", "none.safetensors"], "none.safetensors does not exist"),
     "a flag of other models": (["--model_export", "onnx"], "does not apply to a graph"),
     "a missing graph": (["--model_dir", "none.pt2"], "none.pt2 does not exist"),
+    "limits without a name": (["--shift_limits", "cut=0:16,3:4"], "got '3:4'"),
+    "limits of another name": (["--shift_limits", "cat=0:16"], "cut, bias, read"),
+    "limits in the wrong order": (["--shift_limits", "cut=16:0"], "the smallest shift first"),
 }
 
 
@@ -90,6 +100,28 @@ def test_passes_are_asked_for_by_flags_and_by_the_file(files, quark, refused, tm
         "quantize", "--model_dir", tmp_path, "--quant_scheme", "int8", "--largest_pool", 4
     )
     assert "--largest_pool" in message and "for graphs" in message
+
+
+def test_shift_limits_are_kept(files, quark, tmp_path):
+    power_of_two = replace(INT8, scale_type="pof2")
+    layer = replace(
+        EVERYTHING, weight=power_of_two, input_tensors=power_of_two, output_tensors=power_of_two
+    )
+    bias = QuantizationSpec("int32", qscheme="per_tensor", symmetric=True, is_dynamic=False)
+    config = Config(replace(layer, bias=bias), quant_mode="fx_graph_mode")
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    expected = {}
+    for flags, limits in ((), None), (("--shift_limits", "cut=9:16"), ShiftLimits(cut=(9, 16))):
+        output = tmp_path / f"out{len(flags)}"
+        result = quark(*command(files, output, "--config", tmp_path / "config.json", *flags))
+        assert result.exit_code == 0, result.output
+        loaded = load_params(pth_path=output / "net_quantized.pth", quant_mode="fx_graph_mode")
+        quantizer = ModelQuantizer(replace(config, shift_limits=limits))
+        frozen = quantizer.freeze(quantizer.quantize_model(export(network("unet")), images()))
+        with torch.no_grad():
+            expected[limits] = frozen(images(1)[0])
+            assert torch.equal(loaded(images(1)[0]), expected[limits])
+    assert not torch.equal(*expected.values())
 
 
 ENTRY = """

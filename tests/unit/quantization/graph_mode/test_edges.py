@@ -9,9 +9,16 @@ from quark.torch import ModelQuantizer
 from quark.torch.quantization.config.config import (
     BFP16Spec,
     Int8PerTensorSpec,
+    OCP_MXFP4Spec,
+    PassOptions,
     QuantizationConfig,
 )
-from quark.torch.quantization.graph_mode.edges import MovedQuantizer, edge_quantizers
+from quark.torch.quantization.graph_mode.edges import (
+    MovedQuantizer,
+    edge_modules,
+    edge_quantizers,
+)
+from quark.torch.quantization.graph_mode.quantization import build_graph
 from quark.torch.quantization.nn.quantizer import TensorQuantizer
 from tests.unit.quantization.graph_mode.networks import (
     EVERYTHING,
@@ -75,9 +82,9 @@ CASES = {
         lambda m, x: m.conv2(F.max_pool2d(m.conv1(x), 2).transpose(2, 3)[:, :, 1:]),
         {
             "x": "x",
-            "conv1": "conv1",
-            "max_pool2d": "conv1 moved",
-            "slice_1": "conv1 moved",
+            "conv1": "max_pool2d moved",
+            "max_pool2d": "max_pool2d",
+            "slice_1": "max_pool2d moved",
             "conv2": "conv2",
         },
     ),
@@ -129,8 +136,8 @@ def test_inputs_alone_and_outputs_alone():
         "slice_1": "conv1 moved",
     }
     assert edges(quantize(Wrapped(function), layer=outputs)) == {
-        "conv1": "conv1",
-        "max_pool2d": "conv1 moved",
+        "conv1": "max_pool2d moved",
+        "max_pool2d": "max_pool2d",
         "conv2": "conv2",
     }
 
@@ -188,8 +195,26 @@ def test_moved_values_are_not_observed_again(method):
     layer = QuantizationConfig(input_tensors=spec, output_tensors=spec)
     moved = Wrapped(lambda m, x: m.fc(F.max_pool2d(m.conv1(x), 1)[..., :].flatten(1)))
     plain = Wrapped(lambda m, x: m.conv1(x))
-    scales = [quantize(m, layer=layer).edge_quantizers.conv1.scale for m in (moved, plain)]
-    assert torch.equal(*scales)
+    graphs = [quantize(m, layer=layer) for m in (moved, plain)]
+    assert torch.equal(*(edge_modules(g)["edge_quantizers.conv1"].scale for g in graphs))
+
+
+@torch.no_grad()
+def test_the_range_before_a_max_pool_is_that_of_the_maxima():
+    model = Wrapped(lambda m, x: F.max_pool2d(m.conv1(x) - 1, 3, 2, 1))
+    (x,) = images(1, SHAPE)
+    graph = quantize(model, [x], QuantizationConfig(output_tensors=INT8, weight=INT8))
+    assert edges(graph)["sub"] == "max_pool2d moved"
+    quantizer = graph.edge_quantizers.max_pool2d
+    inputs = []  # the maxima
+    quantizer.register_forward_hook(lambda module, args, y: inputs.append(args[0]))
+    graph.edge_quantizers.sub.train()  # passes values on: rounding them first changes nothing
+    expected = graph(x)
+    reach = float(inputs[0].abs().max())
+    assert float(quantizer.scale) * 127.5 == pytest.approx(reach, rel=0.02)
+    assert reach < 0.9 * float((model.conv1(x) - 1).abs().max())
+    graph.eval()
+    assert torch.equal(graph(x), expected)
 
 
 def test_two_activations_of_a_layer_that_runs_twice():
@@ -205,3 +230,30 @@ def test_parameters_that_operators_add_are_quantized_too():
     assert edges(graph)["positions"] == "positions"
     assert edges(graph)["expand"] == "patches"  # the class token, which patches are joined to
     assert edges(graph)["cat"] == edges(graph)["transpose"] == "patches moved"
+
+
+PRELU = {"x": "x", "conv1": "conv1", "prelu": "prelu", "conv2": "conv2", "gelu": "gelu"}
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_activations_are_fused_if_asked_for(is_fused):
+    model = Wrapped(lambda m, x: F.gelu(m.conv2(F.prelu(m.conv1(x), m.slope))))
+    model.slope = nn.Parameter(torch.tensor([0.1, 0.2, 0.3, 0.4]))
+    options = {"pass_options": PassOptions(fused_activations=True)} if is_fused else {}
+    quantized = quantize(model, **options)
+    products = ("conv1", "conv2") if is_fused else ()
+    assert edges(quantized) == {k: v for k, v in PRELU.items() if k not in products}
+    # Example: a loaded graph has the same edges, by its configuration.
+    config = quantized.quant_config
+    assert edges(build_graph(export(model, images(1, SHAPE)[0]), config)) == edges(quantized)
+
+
+def test_values_without_the_axis_of_the_blocks_stay_in_float():
+    model = Wrapped(lambda m, x: m.conv2(F.prelu(m.conv1(x), m.slope)))
+    model.slope = nn.Parameter(torch.tensor([0.1, 0.2, 0.3, 0.4]))
+    spec = OCP_MXFP4Spec(ch_axis=1, is_dynamic=True).to_quantization_spec()
+    layer = QuantizationConfig(weight=spec, input_tensors=spec, output_tensors=spec)
+    quantized = quantize(model, layer=layer)
+    expected = {name: name for name in ("x", "conv1", "prelu", "conv2")}
+    assert edges(quantized) == expected
+    assert torch.isfinite(quantized(images(1, SHAPE)[0])).all()

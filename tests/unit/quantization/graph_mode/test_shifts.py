@@ -8,6 +8,7 @@ from quark.torch import ModelQuantizer
 from quark.torch.quantization.config.config import (
     Config,
     GPTQConfig,
+    PassOptions,
     QuantizationConfig,
     QuantizationSpec,
     ShiftLimits,
@@ -232,3 +233,9 @@ def test_limits_are_pairs_and_belong_to_graph_mode():
         Config(POWERS, shift_limits=(0, 16))
     with pytest.raises(ValueError, match="shift_limits is for quant_mode=fx_graph_mode"):
         ModelQuantizer(Config(POWERS, shift_limits=ShiftLimits())).quantize_model(network("unet"))
+
+
+def test_values_without_a_scale_before_activations_are_refused():
+    options = {"pass_options": PassOptions(fused_activations=True)}
+    with pytest.raises(ValueError, match="shift_limits: with fused_activations=True"):
+        quantize(network("unet"), ShiftLimits(), **options)
