@@ -33,6 +33,7 @@ ALGORITHMS = {
     "yaqa": [algo.YaqaConfig()],
     "autoround": [algo.AutoRoundConfig(iters=2)],
     "rotation": [ROTATION],
+    "svdquant": [algo.SVDQuantConfig(svd_rank=4, min_layer_size=0, use_gptq=True)],
     "awq, gptq": [algo.AWQConfig(), algo.GPTQConfig()],
 }
 SLICE = [
@@ -40,6 +41,7 @@ SLICE = [
     ("llama", "fp8", "rotation"),
     ("mixtral", "int8", "smooth"),
     ("opt", "fp8", "qronos"),
+    ("mixtral", "mxfp4", "svdquant"),
 ]
 
 

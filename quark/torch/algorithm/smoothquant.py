@@ -20,6 +20,7 @@ from quark.torch.algorithm.rescaling import (
     require_groups,
     select_groups,
 )
+from quark.torch.algorithm.smoothing import smoothing_factors
 from quark.torch.graph.residency import resident
 from quark.torch.graph.structure import RESCALING, RescalingGroup
 from quark.torch.numerics.granularity import QSchemeType
@@ -34,23 +35,7 @@ from quark.torch.quantization.config.layer import QuantizationConfig
 
 logger = logging.getLogger(__name__)
 
-MIN_WEIGHT = 1e-5  # magnitudes of weights are not taken below
 HIGH_ALPHA = 0.8  # above, weights with one scale lose accuracy
-
-
-def smoothing_factors(
-    inputs: torch.Tensor, weights: torch.Tensor, alpha: float, min_factor: float
-) -> torch.Tensor:
-    """Return max|x|^alpha / max|w|^(1 - alpha), equation 4 of the paper.
-
-    Args:
-        inputs: Largest magnitude of each channel of the input, (channels,).
-        weights: Largest magnitude of the weights that read each channel, (channels,).
-        alpha: Migration strength, from 0 (into inputs) to 1 (into weights).
-        min_factor: Smallest factor. Channels that are always zero get 1.
-    """
-    factors = inputs**alpha / weights.clamp(min=MIN_WEIGHT) ** (1 - alpha)
-    return torch.where(inputs > 0, factors.clamp(min=min_factor), 1.0)
 
 
 def check(options: SmoothQuantConfig, layers: Mapping[str, QuantizationConfig]) -> None:

@@ -23,7 +23,12 @@ from quark.torch.quantization.calibration import (
     needs_data,
     requires_data,
 )
-from quark.torch.quantization.config.algo import AlgoConfig, RoundingConfig
+from quark.torch.quantization.config.algo import (
+    AlgoConfig,
+    BiasCorrectionConfig,
+    RoundingConfig,
+    SVDQuantConfig,
+)
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.nn.layer import PARAMETERS
@@ -39,11 +44,19 @@ def find_algorithms(config: Config) -> list[tuple[Algorithm, AlgoConfig]]:
     """Return the algorithms of a configuration with their options, in order.
 
     Raises:
-        ValueError: An algorithm is not available, or follows one that rounds weights.
+        ValueError: An algorithm is not available, follows one that rounds weights, or changes
+            weights behind one that divides them.
     """
     algorithms: list[tuple[Algorithm, AlgoConfig]] = []
-    for options in config.algo_config or []:
+    is_divided = False
+    for options in (step for given in config.algo_config or [] for step in given.steps()):
         before = algorithms[-1][1] if algorithms else None
+        if is_divided and not isinstance(options, RoundingConfig | BiasCorrectionConfig):
+            raise ValueError(
+                f"algo_config: {options.name} follows svdquant, which divides weights into two "
+                f"parts that must change together. Put svdquant behind {options.name}."
+            )
+        is_divided |= isinstance(options, SVDQuantConfig)
         if isinstance(before, RoundingConfig):
             raise ValueError(
                 f"algo_config: {options.name} follows {before.name}, which rounds weights for "

@@ -298,8 +298,8 @@ class _Maker:
         assert weight is not None
         error = reference = inputs = lost = None
         if original is not None:
-            original = _rotated(layer, original.to(weight))
-            error, reference = compare(original, weight)
+            original = layer.prepared_weight(original.to(weight))
+            error, reference = compare(original, layer.weight_with_branch(weight))
         record = self.records.get(name)
         if record is not None and record.tokens:
             sample = sample_of(record, self.samples).to(weight.device)
@@ -321,14 +321,6 @@ class _Maker:
             output_error=lost,
             histogram=histogram(original if reference is None else reference, weight),
         )
-
-
-def _rotated(layer: PackedLayer, weight: torch.Tensor) -> torch.Tensor:
-    """Return an original weight for rotated inputs, if the layer rotates its inputs."""
-    rotation = layer.input_rotation
-    if rotation is None:
-        return weight
-    return layer.rotated_weight(weight, rotation)
 
 
 def _with_few_histograms(layers: list[Layer]) -> list[Layer]:

@@ -19,6 +19,7 @@ from quark.torch.quantization.config.algo import (
     QronosConfig,
     RotationConfig,
     SmoothQuantConfig,
+    SVDQuantConfig,
     YaqaConfig,
 )
 from quark.torch.quantization.config.presets import kv_cache_scheme
@@ -36,6 +37,7 @@ WAYS = {
     "autoround": ("int4_wo_32", AutoRoundConfig(iters=2, batch_size=2)),
     "smooth": ("int8", SmoothQuantConfig()),
     "autosmoothquant": ("int8", AutoSmoothQuantConfig()),
+    "svdquant": ("int8", SVDQuantConfig(svd_rank=4, min_layer_size=0)),
     "rotation and gptq": ("int4_wo_32", RotationConfig(), GPTQConfig()),
 }
 
