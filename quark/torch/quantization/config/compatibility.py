@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 _DISCOVERED = "the structure of the model is discovered, so this name is not used"
 _KERNEL = "it belongs to a kernel of another implementation, and results do not depend on it"
-_RESIDUAL = "{}: the scheme chooses the format of the residual. Leave it out."
+_RESIDUAL = "{} is not supported: the scheme chooses the format. Leave it out."
 _DAMPING = "{}: the damping is fixed. Leave it out."
 
 # Class -> option -> why it has no effect. Results are the same with any value.
