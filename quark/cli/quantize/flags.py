@@ -217,6 +217,13 @@ class AlgorithmFlags:
             "static activation scales.",
         ),
     ] = None
+    moe_calibrate_all_experts: Annotated[
+        bool,
+        _algorithm(
+            help="Calibrate each expert of a mixture on all tokens, not on those that the router "
+            "sends to it. What the model computes meanwhile is unchanged."
+        ),
+    ] = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,6 +63,11 @@ def check(
     """
     algorithms = find_algorithms(config)
     if statistics is not None:
+        if config.moe_calibrate_all_experts:
+            raise ValueError(
+                "moe_calibrate_all_experts: statistics have the tokens that routers sent to each "
+                "expert. Leave it out, or pass a dataloader instead."
+            )
         dataloader = None if dataloader is None else make_repeatable(dataloader)
         statistics.check(model, dataloader)
     with temporarily_split_experts(model) as experts:

@@ -38,6 +38,7 @@ WAYS = {
     "smooth": ("int8", SmoothQuantConfig()),
     "autosmoothquant": ("int8", AutoSmoothQuantConfig()),
     "svdquant": ("int8", SVDQuantConfig(svd_rank=4, min_layer_size=0)),
+    "all experts": ("fp8", GPTQConfig()),
     "rotation and gptq": ("int4_wo_32", RotationConfig(), GPTQConfig()),
 }
 
@@ -66,6 +67,7 @@ def config_of(way):
     """Return the configuration of a way to quantize."""
     name, *algorithms = WAYS[way]
     config = preset(name, *algorithms)
+    config.moe_calibrate_all_experts = way == "all experts"
     if way == "static":  # with a quantized cache
         layer = replace(config.global_quant_config, output_tensors=kv_cache_scheme("fp8"))
         config.layer_quant_config = dict.fromkeys(["*k_proj", "*v_proj"], layer)
