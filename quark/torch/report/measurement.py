@@ -33,6 +33,7 @@ from quark.torch.quantization.config.description import describe_layer
 from quark.torch.quantization.config.match import matches
 from quark.torch.quantization.nn.experts import corresponding_experts
 from quark.torch.quantization.nn.packed import PackedLayer
+from quark.torch.quantization.nn.router_choices import RouterChoices, describe_agreement
 from quark.torch.report.activations import (
     InputRecord,
     Predictions,
@@ -85,6 +86,8 @@ class Report:
         layers: The quantized layers in the order of the model.
         floats: Modules that are not quantized, with reasons.
         experts: Tokens that reached each expert, by layer of experts; none without data.
+        routers: Share of the experts that the routers of the original choose too, mean over
+            tokens, by layer of experts; none without data or original.
     """
 
     directory: str
@@ -102,6 +105,7 @@ class Report:
     layers: list[Layer]
     floats: list[FloatPart]
     experts: dict[str, list[int]]
+    routers: dict[str, float]
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain JSON types."""
@@ -152,15 +156,19 @@ def measure(
         logits, samples = (stack.enter_context(ActivationStore()) for _ in range(2))
         # As many windows as fit may differ between both models.
         text = None if windows is None else _Windows(windows, 1 if streams else batch_size, samples)
-        reference, predictions = Reference(logits), None
+        reference, predictions, routers = Reference(logits), None, dict[str, float]()
         records: dict[str, InputRecord] = {}
+        before, after = RouterChoices(), RouterChoices()
         if text is not None and original is not None:
             given = load_in_float(original, "auto", trust_remote_code, False, max_memory, device)
-            reference.run(given, text.windows, text.batch_size)
+            with before.record(given):
+                reference.run(given, text.windows, text.batch_size)
             del given
         model = _load(loading, streams, max_memory, device)
         if text is not None:
-            records, predictions = text.compare(model, layers, reference)
+            with after.record(model):
+                records, predictions = text.compare(model, layers, reference)
+            routers = before.agreement(after)
         make = _Maker.of(loading, model, records, samples)
         found = {name: make(name, weight) for name, weight in _pairs(layers, weights)}
     return _report(
@@ -173,6 +181,7 @@ def measure(
         text=None if windows is None else Text(source, *windows.shape),
         predictions=predictions,
         experts=_experts(model, records),
+        routers=routers,
     )
 
 
@@ -226,7 +235,10 @@ def _report(loading: Loading, layers: list[Layer], **known: Any) -> Report:
         model_type=str(getattr(getattr(model, "config", None), "model_type", "unknown")),
         algorithms=algorithms,
         bytes=total,
-        verdict=verdict(total, known["original_bytes"], known["predictions"], layers, floats),
+        verdict=[
+            *verdict(total, known["original_bytes"], known["predictions"], layers, floats),
+            *([describe_agreement(known["routers"])] if known["routers"] else []),
+        ],
         worst=worst_layers(layers, configs, algorithms),
         kinds=kinds(layers, floats, total),
         layers=_with_few_histograms(layers),
