@@ -210,5 +210,5 @@ ALGORITHM = Algorithm(
     apply,
     work=work,
     resolve=resolve,
-    proves=(RESCALING,),
+    proves=lambda options: (RESCALING,),
 )

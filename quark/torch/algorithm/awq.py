@@ -288,5 +288,5 @@ ALGORITHM = Algorithm(
     apply,
     work=work,
     resolve=partial(require_groups, predicate=has_quantized_weight),
-    proves=(RESCALING,),
+    proves=lambda options: (RESCALING,),
 )

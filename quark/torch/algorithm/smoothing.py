@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
+
 import torch
 
+from quark.torch.pipeline.accumulators import ChannelRange
+from quark.torch.pipeline.context import Context
+from quark.torch.pipeline.input_hooks import accumulate_inputs
+from quark.torch.pipeline.model_pass import run_data
+from quark.torch.pipeline.reducer import Reducer
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 
 MIN_WEIGHT = 1e-5  # magnitudes of weights are not taken below
@@ -34,6 +42,25 @@ def centred(factors: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
     if bool(used.any()):
         factors = factors / (factors[used].max() * factors[used].min()).sqrt()
     return torch.where(used, factors.clamp(1e-4, 1e4), 1.0)
+
+
+def observe_ranges(context: Context, names: Iterable[str]) -> dict[str, ChannelRange]:
+    """Return the range of each channel of the inputs of layers, by one pass over the data.
+
+    Args:
+        context: The model.
+        names: Names of layers, one for each tensor to observe.
+    """
+    ranges = {name: ChannelRange() for name in names}
+    observers = [(context.layers[name], observer) for name, observer in ranges.items()]
+    run_data(
+        context.model,
+        context.batches,
+        "smoothing",
+        observe=partial(accumulate_inputs, observers),
+        observed=ranges,
+    )
+    return Reducer(ranges, lambda leaf: ChannelRange()).combine(ranges)
 
 
 def fake_quantized_inputs(

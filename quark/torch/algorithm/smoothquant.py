@@ -20,15 +20,12 @@ from quark.torch.algorithm.rescaling import (
     require_groups,
     select_groups,
 )
-from quark.torch.algorithm.smoothing import smoothing_factors
+from quark.torch.algorithm.smoothing import observe_ranges, smoothing_factors
 from quark.torch.graph.residency import resident
 from quark.torch.graph.structure import RESCALING, RescalingGroup
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.pipeline.accumulators import ChannelRange
 from quark.torch.pipeline.context import Algorithm, Context
-from quark.torch.pipeline.input_hooks import accumulate_inputs
-from quark.torch.pipeline.model_pass import run_data
-from quark.torch.pipeline.reducer import Reducer
 from quark.torch.pipeline.shapes import FLOAT32, BlockShape, DataShape, Work
 from quark.torch.quantization.config.algo import SmoothQuantConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
@@ -89,22 +86,14 @@ def _observe_ranges(context: Context, groups: list[RescalingGroup]) -> dict[str,
 
     The name is that of the first consumer in a group that reads the tensor.
     """
-    ranges = {
-        first: ChannelRange()
+    firsts = [
+        first
         for group in groups
         for first in first_readers(
             [name for name, _, _ in consumer_edits(group, context)], context
         ).values()
-    }
-    observers = [(context.layers[name], observer) for name, observer in ranges.items()]
-    run_data(
-        context.model,
-        context.batches,
-        "smoothing",
-        observe=partial(accumulate_inputs, observers),
-        observed=ranges,
-    )
-    return Reducer(ranges, lambda leaf: ChannelRange()).combine(ranges)
+    ]
+    return observe_ranges(context, dict.fromkeys(firsts))
 
 
 def largest_weights(group: RescalingGroup, context: Context) -> torch.Tensor:
@@ -130,5 +119,5 @@ ALGORITHM = Algorithm(
     apply,
     work=work,
     resolve=partial(require_groups, predicate=has_quantized_input),
-    proves=(RESCALING,),
+    proves=lambda options: (RESCALING,),
 )

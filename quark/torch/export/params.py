@@ -215,7 +215,7 @@ def _described_config(described: Mapping[str, Any], reader: CheckpointReader) ->
     rotations = _stored_parts("input_rotation", leaves, reader)
     prescales = _stored_parts(PRESCALE, leaves, reader)
     branches = _stored_parts(LOW_RANK[0], leaves, reader)
-    config = with_rotations(config, rotations, prescaled=prescales)
+    config = with_rotations(config, rotations, prescaled=prescales, divided=branches)
     return with_low_rank(config, {name: len(down) for name, down in branches.items()})
 
 

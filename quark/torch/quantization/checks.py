@@ -184,7 +184,7 @@ def discover_structure(model: nn.Module, plan: Plan) -> Structure | None:
     with temporarily_split_experts(model) as experts:
         stack_experts(experts, keep=plan.layers)
         run = _trial_run(model, plan.batches if plan.has_data else None)
-        proves = {need for algorithm, _ in plan.algorithms for need in algorithm.proves}
+        proves = {need for a, options in plan.algorithms for need in a.proves(options)}
         return discover(model, run, proves)
 
 

@@ -15,6 +15,7 @@ from quark.torch.evaluation.output_head import Receive
 from quark.torch.evaluation.perplexity import perplexity
 from quark.torch.pipeline.activation_store import ActivationStore
 from quark.torch.quantization.nn.packed import PackedLayer
+from quark.torch.quantization.nn.router_choices import RouterChoices
 from quark.torch.report.weights import Histogram, Values, histogram, values_of
 
 SAMPLE = 512  # tokens whose inputs to a layer are stored
@@ -110,17 +111,24 @@ class Reference:
 
     Args:
         store: Store for log-probabilities.
+
+    Attributes:
+        perplexity: Perplexity of the original; None if it did not run.
+        agreement: Result of ``RouterChoices.agreement`` with the model that was compared last.
     """
 
     def __init__(self, store: ActivationStore) -> None:
         self.perplexity: float | None = None
+        self.agreement: dict[str, float] = {}
+        self._choices = RouterChoices()
         self._store = store
         self._count, self._divergence, self._same = 0, 0.0, 0
 
     def run(self, model: nn.Module, windows: torch.Tensor, batch_size: int) -> None:
         """Run the original on windows of tokens."""
         take = _at_some_positions(windows.shape[1], self._keep)
-        self.perplexity = perplexity(model, windows, batch_size, "original", receive=take)
+        with self._choices.record(model):
+            self.perplexity = perplexity(model, windows, batch_size, "original", receive=take)
 
     def compare(
         self,
@@ -132,7 +140,12 @@ class Reference:
         """Run the quantized model on the same windows and compare its predictions."""
         parts = iter(range(len(self._store)))
         take = _at_some_positions(windows.shape[1], partial(self._compare, parts))
-        value = perplexity(model, windows, batch_size, "quantized", receive=take, observe=observe)
+        choices = RouterChoices()
+        with choices.record(model):
+            value = perplexity(
+                model, windows, batch_size, "quantized", receive=take, observe=observe
+            )
+        self.agreement = self._choices.agreement(choices)
         if self.perplexity is None:
             return Predictions(value)
         mean, same = self._divergence / self._count, self._same / self._count

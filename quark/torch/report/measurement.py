@@ -33,7 +33,7 @@ from quark.torch.quantization.config.description import describe_layer
 from quark.torch.quantization.config.match import matches
 from quark.torch.quantization.nn.experts import corresponding_experts
 from quark.torch.quantization.nn.packed import PackedLayer
-from quark.torch.quantization.nn.router_choices import RouterChoices, describe_agreement
+from quark.torch.quantization.nn.router_choices import describe_agreement
 from quark.torch.report.activations import (
     InputRecord,
     Predictions,
@@ -156,19 +156,15 @@ def measure(
         logits, samples = (stack.enter_context(ActivationStore()) for _ in range(2))
         # As many windows as fit may differ between both models.
         text = None if windows is None else _Windows(windows, 1 if streams else batch_size, samples)
-        reference, predictions, routers = Reference(logits), None, dict[str, float]()
+        reference, predictions = Reference(logits), None
         records: dict[str, InputRecord] = {}
-        before, after = RouterChoices(), RouterChoices()
         if text is not None and original is not None:
             given = load_in_float(original, "auto", trust_remote_code, False, max_memory, device)
-            with before.record(given):
-                reference.run(given, text.windows, text.batch_size)
+            reference.run(given, text.windows, text.batch_size)
             del given
         model = _load(loading, streams, max_memory, device)
         if text is not None:
-            with after.record(model):
-                records, predictions = text.compare(model, layers, reference)
-            routers = before.agreement(after)
+            records, predictions = text.compare(model, layers, reference)
         make = _Maker.of(loading, model, records, samples)
         found = {name: make(name, weight) for name, weight in _pairs(layers, weights)}
     return _report(
@@ -181,7 +177,7 @@ def measure(
         text=None if windows is None else Text(source, *windows.shape),
         predictions=predictions,
         experts=_experts(model, records),
-        routers=routers,
+        routers=reference.agreement,
     )
 
 

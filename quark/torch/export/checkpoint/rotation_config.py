@@ -17,6 +17,7 @@ def with_rotations(
     rotations: Mapping[str, torch.Tensor],
     has_keys: bool = False,
     prescaled: Collection[str] = (),
+    divided: Collection[str] = (),
 ) -> Config:
     """Return a configuration that names the layers with rotated inputs, as readers need it.
 
@@ -28,6 +29,7 @@ def with_rotations(
         rotations: The rotation of the input of each such layer.
         has_keys: Whether queries and keys are rotated (R3).
         prescaled: Names of layers whose inputs are multiplied by factors before.
+        divided: Names of layers with a low-rank branch, which always have factors.
 
     Raises:
         ValueError: The rotations differ in size or type, or some of these inputs alone are
@@ -48,10 +50,11 @@ def with_rotations(
     for size, is_float in kinds:
         written.rotation_size, written.trainable = size, is_float
         online = written.online_config or OnlineRotationConfig()
-        scaled = set(rotations) & set(prescaled)
-        if len(scaled) not in (0, len(rotations)):
+        plain = set(rotations) - set(divided)
+        scaled = plain & set(prescaled)
+        if len(scaled) not in (0, len(plain)):
             raise ValueError(
-                f"The inputs of {len(scaled)} of {len(rotations)} layers with rotated inputs are "
+                f"The inputs of {len(scaled)} of {len(plain)} layers with rotated inputs are "
                 "multiplied by factors: a configuration has use_input_prescale for all of them."
             )
         written.online_config = replace(

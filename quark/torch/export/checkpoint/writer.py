@@ -108,7 +108,7 @@ def make_format(
     config = replace(config, version=__version__, kv_cache_post_rope=bool(routes))
     prescaled = [n for n, m in layers.items() if m.input_prescale is not None]
     ranks = {n: len(m.low_rank_down) for n, m in layers.items() if m.low_rank_down is not None}
-    config = with_low_rank(with_rotations(config, rotations, has_keys, prescaled), ranks)
+    config = with_low_rank(with_rotations(config, rotations, has_keys, prescaled, ranks), ranks)
     config = without_order(names, config)
     fmt = get_format(mode, _naming_all(model, config), options)
     saved = dict(zip(saved_names(model, layers), layers.values(), strict=True))

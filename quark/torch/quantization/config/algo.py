@@ -35,8 +35,11 @@ class OnlineRotationConfig:
 
     Attributes:
         shared_parallel: No effect: parallel layers share a rotation in any case.
-        online_rotation_layers: Full names of quantized layers whose inputs are rotated.
-        use_input_prescale: Not supported; must be False.
+        online_rotation_layers: Full names, or patterns of names (as in ``fnmatch``), of quantized
+            layers whose inputs are rotated. ``*`` stands for any characters, alone for all linear
+            layers.
+        use_input_prescale: Whether these inputs are multiplied by factors before, which move
+            outliers into weights.
     """
 
     shared_parallel: bool = True
@@ -67,8 +70,9 @@ class RotationConfig(PreQuantOptConfig):
         online_r1_rotation: Whether to apply ``r1`` in the forward pass instead of in weights.
         online_config: Options of rotations in the forward pass.
         trainable: Whether to train the rotations on calibration data, as SpinQuant does.
-        train_smooth: Not supported; must be None.
-        smooth_positions: Not supported; must be None.
+        train_smooth: Whether to train factors between layers together with the rotations.
+        smooth_positions: Endings of the names of the modules whose outputs the factors divide, such
+            as ``v_proj``. None: all whose outputs can be rescaled.
     """
 
     scaling_layers: dict[str, list[dict[str, Any]]] | list[Any] = field(default_factory=dict)

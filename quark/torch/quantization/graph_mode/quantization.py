@@ -238,7 +238,7 @@ def _discover(model: fx.GraphModule, plan: Plan, inputs: Sequence[Any]) -> Struc
         return None
     args, kwargs = tree_unflatten(list(inputs), model._in_spec)
     first = next(flatten_batches(plan.batches), None)
-    proves = {need for algorithm, _ in plan.algorithms for need in algorithm.proves}
+    proves = {need for a, options in plan.algorithms for need in a.proves(options)}
 
     def run() -> None:
         if first is None:

@@ -97,6 +97,26 @@ class FakeQuantizedLayer(QuantizedLayer):
         if self.input_prescale is None:
             self._add_parameter(PRESCALE, torch.ones(self.input_width))
 
+    @torch.no_grad()
+    def prescale_input(self, factors: torch.Tensor) -> None:
+        """Multiply every later input by factors, and divide the weight once by them.
+
+        Args:
+            factors: (inputs,), positive.
+
+        Raises:
+            ValueError: The layer is not linear, or its inputs are multiplied or rotated already.
+        """
+        if not self.is_linear or not self.is_merged:
+            raise ValueError(
+                f"The input of a {type(self).__name__} cannot be multiplied by factors: only those "
+                "of linear layers can, once, before they are rotated."
+            )
+        self.add_prescale()
+        assert self.input_prescale is not None
+        write_(self.input_prescale, factors)
+        write_(self.weight, self.prepared_weight(self.weight.double()))
+
     def add_low_rank(self, rank: int) -> None:
         """Add a low-rank branch that adds zero for now.
 
