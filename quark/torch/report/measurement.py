@@ -156,8 +156,7 @@ def measure(
         logits, samples = (stack.enter_context(ActivationStore()) for _ in range(2))
         # As many windows as fit may differ between both models.
         text = None if windows is None else _Windows(windows, 1 if streams else batch_size, samples)
-        reference, predictions = Reference(logits), None
-        records: dict[str, InputRecord] = {}
+        reference, predictions, records = Reference(logits), None, dict[str, InputRecord]()
         if text is not None and original is not None:
             given = load_in_float(original, "auto", trust_remote_code, False, max_memory, device)
             reference.run(given, text.windows, text.batch_size)
@@ -166,10 +165,10 @@ def measure(
         if text is not None:
             records, predictions = text.compare(model, layers, reference)
         make = _Maker.of(loading, model, records, samples)
-        found = {name: make(name, weight) for name, weight in _pairs(layers, weights)}
+        made = {name: make(name, weight) for name, weight in _pairs(layers, weights)}
     return _report(
         loading,
-        [found[name] for name in layers],
+        [made[name] for name in layers],
         directory=str(directory),
         method=loading.fmt.name if container.has_formats else container.name,
         original="" if original is None else str(original),
