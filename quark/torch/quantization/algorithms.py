@@ -26,6 +26,7 @@ from quark.torch.quantization.calibration import (
 from quark.torch.quantization.config.algo import (
     AlgoConfig,
     BiasCorrectionConfig,
+    RotationConfig,
     RoundingConfig,
     SVDQuantConfig,
 )
@@ -108,6 +109,31 @@ def check_algorithms(
             )
     for algorithm, options in algorithms:
         algorithm.check(options, layers)
+
+
+def check_for_graphs(algorithms: list[tuple[Algorithm, AlgoConfig]]) -> None:
+    """Raise if an algorithm changes inputs in the layers that read them, which graphs round before.
+
+    Args:
+        algorithms: Result of ``find_algorithms``.
+
+    Raises:
+        ValueError: An algorithm adds branches, or rotates inputs online.
+    """
+    for _, options in algorithms:
+        problem = "it adds branches to layers" if isinstance(options, SVDQuantConfig) else ""
+        if isinstance(options, RotationConfig):
+            online = options.online_config and options.online_config.online_rotation_layers
+            problem = (
+                "it rotates inputs online"
+                if options.r4 or options.online_r1_rotation or online
+                else ""
+            )
+        if problem:
+            raise ValueError(
+                f"algo_config: {options.name} does not work on graphs: {problem}, and graphs round "
+                "inputs before these layers. Leave it out, or quantize the eager model."
+            )
 
 
 def check_from_statistics(

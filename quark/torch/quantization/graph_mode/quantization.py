@@ -19,6 +19,7 @@ from quark.torch.pipeline.processes import joined
 from quark.torch.quantization.algorithms import (
     apply_algorithms,
     check_algorithms,
+    check_for_graphs,
     find_algorithms,
 )
 from quark.torch.quantization.calibration import calibrate
@@ -197,6 +198,7 @@ def _check(
     """
     config = graph_config(config, model)
     algorithms = find_algorithms(config)
+    check_for_graphs(algorithms)
     layers = configure_layers(model, config)
     nodes = configure_nodes(model, config, layers)
     if config.shift_limits is not None:
