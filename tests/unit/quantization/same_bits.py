@@ -16,6 +16,7 @@ from quark.torch.quantization.config.algo import (
     AWQConfig,
     GPTAQConfig,
     GPTQConfig,
+    OnlineRotationConfig,
     QronosConfig,
     RotationConfig,
     SmoothQuantConfig,
@@ -26,6 +27,10 @@ from quark.torch.quantization.config.presets import kv_cache_scheme
 from tests.configurations import preset, quantized
 from tests.models.architectures import build, small_config
 
+ONLINE = RotationConfig(
+    rotation_size=32,
+    online_config=OnlineRotationConfig(online_rotation_layers=["*_proj"], use_input_prescale=True),
+)
 WAYS = {
     "to nearest": ("int4_wo_32",),
     "static": ("fp8",),
@@ -39,6 +44,7 @@ WAYS = {
     "autosmoothquant": ("int8", AutoSmoothQuantConfig()),
     "svdquant": ("int8", SVDQuantConfig(svd_rank=4, min_layer_size=0)),
     "all experts": ("fp8", GPTQConfig()),
+    "online rotation": ("mxfp4", ONLINE),
     "rotation and gptq": ("int4_wo_32", RotationConfig(), GPTQConfig()),
 }
 
