@@ -14,6 +14,7 @@ from quark.torch.export.recognition import load_checkpoint, load_in_float
 from quark.torch.numerics.hadamard import hadamard
 from quark.torch.quantization.config import algo
 from quark.torch.quantization.config.compatibility import check_compatibility
+from quark.torch.report.measurement import measure
 from tests.configurations import config as config_for
 from tests.configurations import groups, preset, quantized, quantized_by
 from tests.models.architectures import VARIED, tokens, varied
@@ -208,3 +209,20 @@ def test_an_onnx_graph(divided, run_onnx, tmp_path):
     ModelExporter(None, tmp_path / "onnx").export_onnx_model(model, ids)
     (result,) = run_onnx(tmp_path / "onnx", ids)
     torch.testing.assert_close(result, model(ids).logits.detach(), rtol=1e-3, atol=1e-3)
+
+
+def test_a_report_compares_with_both_parts(divided, build, export, tmp_path):
+    build("llama").save_pretrained(tmp_path / "original")
+    paths = [export(quantized_by(build("llama"), "mxfp4", data=BATCHES)), export(divided())]
+    plain, other = (measure(p, tmp_path / "original", tokens().repeat(2, 1)) for p in paths)
+    for before, after in zip(plain.layers, other.layers, strict=True):
+        assert after.error.change == "rounded" and after.error.relative < before.error.relative
+        assert after.output_error < 1.2 * before.output_error
+        assert after.bits_per_weight > before.bits_per_weight  # the branch counts
+
+
+def test_a_loaded_checkpoint_is_written_again(divided, export):
+    path = export(divided())
+    again = export(load_checkpoint(path))
+    for name in ("model.safetensors", "config.json"):
+        assert (again / name).read_bytes() == (path / name).read_bytes()
