@@ -203,6 +203,7 @@ def test_formats_without_branches_refuse_them(mode, divided, export):
         export(divided(scheme="int4_wo_32"), custom_mode=mode)
 
 
+@pytest.mark.nightly
 def test_an_onnx_graph(divided, run_onnx, tmp_path):
     model = divided()
     ids = tokens(20)
