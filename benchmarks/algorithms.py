@@ -72,6 +72,7 @@ _GPTQ = {"name": "gptq"}
 _QRONOS = {"name": "qronos"}
 _YAQA = {"name": "yaqa"}
 _AUTOROUND = {"name": "autoround"}
+_SVDQUANT = {"name": "svdquant", "min_layer_size": 64}
 # Schemes without a preset -> the preset they are like, and the format instead of its own.
 OTHERS = {"int3_wo_128": ("int4_wo_128", Dtype.int3), _W4A4: ("ptpc_int8", Dtype.int4)}
 # Keys and values alone, quantized so, before or after rotary embedding.
@@ -128,6 +129,8 @@ ROWS: dict[str, dict[str, list[dict[str, Any]]]] = {
         "rotation R1 R2, gptq": [_R1R2, _GPTQ],
         "rotation R1 R2 R4, yaqa": [_R1R2R4, _YAQA],
         "learned R1 R2, gptq": [_LEARNED, _GPTQ],
+        "svdquant": [_SVDQUANT],
+        "svdquant, gptq": [_SVDQUANT, _GPTQ],
     },
     "nvfp4": {
         "": [],
@@ -142,6 +145,8 @@ ROWS: dict[str, dict[str, list[dict[str, Any]]]] = {
         "learned R1 R2": [_LEARNED],
         "rotation R1 R2 R4, gptq": [_R1R2R4, _GPTQ],
         "rotation R1 R2 R4, yaqa": [_R1R2R4, _YAQA],
+        "svdquant": [_SVDQUANT],
+        "svdquant, gptq": [_SVDQUANT, _GPTQ],
     },
     **{f"{cache}{_BEFORE}": {"": []} for cache in CACHES},
     **{f"{cache}{_AFTER}": {"": [], "rotation R3": [_R3]} for cache in CACHES},

@@ -133,6 +133,14 @@ TrustRemoteCode = Annotated[
         show_default=False,
     ),
 ]
+AllExperts = Annotated[
+    bool,
+    panel("Algorithms")(
+        "--moe_calibrate_all_experts",
+        help="Calibrate each expert of a mixture on all tokens, not on those that the router "
+        "sends to it. What the model computes meanwhile is unchanged.",
+    ),
+]
 CheckDigests = Annotated[
     bool,
     _model(

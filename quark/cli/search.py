@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -35,10 +35,12 @@ if TYPE_CHECKING:
     from quark.torch.quantization.config.algo import AlgoConfig
     from quark.torch.quantization.config.config import Config
     from quark.torch.quantization.config.layer import QuantizationConfig
+    from quark.torch.quantization.nn.router_choices import RouterChoices
     from quark.torch.search.mixtures import Mixture
 
 FORMATS = ("int2_wo_64", "int3_wo_128", "int4_wo_128", "int4_wo_32", "int8_wo")
 PROBES = 8  # batches on which sensitivities are measured
+ORIGINAL, MIXTURE = "the original", "the mixture"  # titles of measurements
 GRID = 64  # steps of size that the bisection distinguishes
 TOLERANCE = 0.005  # relative difference of sizes that count as equal
 
@@ -176,16 +178,22 @@ def _search_formats(request: SearchRequest) -> None:
 
 @dataclass(frozen=True)
 class _Measure:
-    """Measures mixtures with weights rounded to the nearest."""
+    """Measures mixtures with weights rounded to the nearest.
+
+    Attributes:
+        choices: The experts that routers chose, by title of the last such measurement.
+    """
 
     model: nn.Module
     statistics: Statistics
     windows: torch.Tensor | None
     configure: Callable[[Mapping[str, str]], Config]
+    choices: dict[str, RouterChoices] = field(default_factory=dict)
 
     def perplexity(self, title: str, chosen: Mapping[str, str] | None = None) -> float | None:
         """Return the perplexity of a mixture, or of the float model; None without text."""
         from quark.torch.evaluation.perplexity import perplexity
+        from quark.torch.quantization.nn.router_choices import RouterChoices
         from quark.torch.search.mixtures import temporarily_quantized
 
         if self.windows is None:
@@ -193,7 +201,12 @@ class _Measure:
         rounding: AbstractContextManager[None] = nullcontext()
         if chosen is not None:
             rounding = temporarily_quantized(self.model, self.configure(chosen), self.statistics)
-        with console.stage(f"perplexity of {title}"), rounding:
+        self.choices[title] = RouterChoices()
+        with (
+            console.stage(f"perplexity of {title}"),
+            rounding,
+            self.choices[title].record(self.model),
+        ):
             return perplexity(self.model, self.windows, progress=title)
 
 
@@ -277,7 +290,7 @@ def _choose(request: SearchRequest, mixture: Mixture, measure: _Measure) -> dict
         return mixture.choose(request.target_bits)
     limit = request.max_perplexity_increase
     assert limit is not None
-    original = measure.perplexity("the original")
+    original = measure.perplexity(ORIGINAL)
     assert original is not None
     bits = [bits for bits, _ in mixture.points()]
     steps = [bits[0] + (bits[-1] - bits[0]) * step / GRID for step in range(GRID + 1)]
@@ -316,12 +329,17 @@ def _print_result(
     request: SearchRequest, mixture: Mixture, chosen: Mapping[str, str], measure: _Measure
 ) -> None:
     """Print the format of each layer, and the loss compared with one format for all."""
+    from quark.torch.quantization.nn.router_choices import describe_agreement
+
     console.out.print("", _layer_table(mixture, chosen), _size_table(mixture, chosen, measure))
     console.out.print(
         "  Losses are predicted, in thousandths of a nat per token. Perplexities are measured with "
         "rounding to the nearest.\n",
         style="dim",
     )
+    choices = [measure.choices[title] for title in (ORIGINAL, MIXTURE) if title in measure.choices]
+    if len(choices) == 2 and (shares := choices[0].agreement(choices[1])):
+        console.say(escape(describe_agreement(shares)))
     console.say(f"Written to {escape(str(request.output))}. Next step:\n")
     model, output = escape(str(request.model_dir)), escape(str(request.output))
     console.show_code(f"quark quantize --model_dir {model} --output_dir OUTPUT --config {output}")
@@ -356,11 +374,11 @@ def _size_table(mixture: Mixture, chosen: Mapping[str, str], measure: _Measure) 
     table.add_column("", no_wrap=True)
     for column in ("bits/weight", "loss", "perplexity", "change"):
         table.add_column(column, justify="right", no_wrap=True)
-    reference = measure.perplexity("the original")
+    reference = measure.perplexity(ORIGINAL)
     mixed, rows = mixture.cost(chosen), mixture.uniform()
     fitting = [name for name, (bits, _) in rows.items() if bits <= mixed[0] * (1 + TOLERANCE)]
     rival = max(fitting, key=lambda name: rows[name][0], default=None)
-    measured = {"mixed": measure.perplexity("the mixture", chosen)}
+    measured = {"mixed": measure.perplexity(MIXTURE, chosen)}
     if rival is not None:
         measured[rival] = measure.perplexity(rival, dict.fromkeys(chosen, rival))
     for name, (bits, loss) in sorted({**rows, "mixed": mixed}.items(), key=lambda row: row[1]):

@@ -18,6 +18,7 @@ from quark.torch.quantization.config.algo import (
     QuaRotConfig,
     RotationConfig,
     SmoothQuantConfig,
+    SVDQuantConfig,
     YaqaConfig,
 )
 from quark.torch.quantization.config.kv_cache import with_kv_cache
@@ -49,6 +50,7 @@ ALGORITHMS = {
     "rotation": ("int8", RotationConfig(r2=True, r4=True)),
     "quarot and gptq": ("int4_wo_32", QuaRotConfig(), GPTQConfig()),
     "awq and gptq": ("int4_wo_32", AWQConfig(), GPTQConfig()),
+    "svdquant": ("mxfp4", SVDQuantConfig(svd_rank=4, min_layer_size=0)),
     # Gradients row by row, and steps of training: many operations.
     "yaqa": ("int4_wo_32", YaqaConfig()),
     "spinquant": ("int8", RotationConfig(r2=True, trainable=True)),

@@ -14,7 +14,8 @@ from tests.models.test_streamed import streamed
 from tests.unit.quantization.same_bits import WAYS, config_of, data, model_of
 
 FAMILIES = ("llama", "mixtral", "bart", "t5")
-LEFT = {("bart", "rotation and gptq"), ("t5", "rotation and gptq")}  # rotations are refused there
+# Rotations are refused there.
+LEFT = {(f, way) for f in ("bart", "t5") for way in ("rotation and gptq", "online rotation")}
 SEQUENCES = 9  # two chunks of 2048 tokens
 QUICK = [("mixtral", "static"), ("llama", "rotation and gptq")]
 CASES = [

@@ -22,6 +22,12 @@ from tests.models.matrix import FAMILIES, WAYS, quantized
 
 KINDS = ("llama", "opt", "gpt2", "mixtral", "gemma3_text")
 ROTATION = algo.RotationConfig(r1=True, r2=True, r3=False, r4=True)
+ONLINE = algo.RotationConfig(
+    rotation_size=32,
+    online_config=algo.OnlineRotationConfig(
+        online_rotation_layers=["*_proj"], use_input_prescale=True
+    ),
+)
 ALGORITHMS = {
     "nearest": [],
     "smooth": [algo.SmoothQuantConfig()],
@@ -33,6 +39,8 @@ ALGORITHMS = {
     "yaqa": [algo.YaqaConfig()],
     "autoround": [algo.AutoRoundConfig(iters=2)],
     "rotation": [ROTATION],
+    "online": [ONLINE, algo.GPTQConfig()],
+    "svdquant": [algo.SVDQuantConfig(svd_rank=4, min_layer_size=0, use_gptq=True)],
     "awq, gptq": [algo.AWQConfig(), algo.GPTQConfig()],
 }
 SLICE = [
@@ -40,6 +48,8 @@ SLICE = [
     ("llama", "fp8", "rotation"),
     ("mixtral", "int8", "smooth"),
     ("opt", "fp8", "qronos"),
+    ("mixtral", "mxfp4", "svdquant"),
+    ("llama", "mxfp4", "online"),
 ]
 
 

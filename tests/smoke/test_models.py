@@ -10,7 +10,11 @@ from tests.configurations import preset, quantized, quantized_by
 from tests.models.architectures import VARIED, build, inputs, small_config, tokens, varied
 
 pytestmark = pytest.mark.smoke
-OPTIONS = {"autoround": {"iters": 2}, "rotation": {"r2": True, "r4": True}}
+OPTIONS = {
+    "autoround": {"iters": 2},
+    "rotation": {"r2": True, "r4": True},
+    "svdquant": {"svd_rank": 4, "min_layer_size": 0},
+}
 CHANGES = {"bias_correction": {"attention_bias": True}}  # of the model
 # Beside decoders: state spaces, a hybrid, an encoder with a decoder, images beside text.
 FAMILIES = ["mamba2", "jamba", "whisper", "gemma3"]

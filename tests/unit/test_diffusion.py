@@ -15,7 +15,7 @@ from quark.torch import (
 )
 from quark.torch.digests import check_unchanged
 from quark.torch.export import diffusers_loading
-from quark.torch.quantization.config.algo import AWQConfig, GPTQConfig
+from quark.torch.quantization.config.algo import AWQConfig, GPTQConfig, SVDQuantConfig
 from quark.torch.quantization.preparation import quantized_layers
 from tests.models.diffusion import (
     CALL,
@@ -41,6 +41,24 @@ def test_models(name, tmp_path):
     loaded = ModelImporter(tmp_path / "out", "safetensors").import_model_info(make(name))
     assert torch.equal(output(loaded, name), output(model, name))
     assert 0 < (output(model, name) - before).norm() < 0.2 * before.norm()
+
+
+@pytest.mark.parametrize(("name", "share"), [("dit", 0.95), ("flux", 0.5)])
+def test_low_rank_branches(name, share, tmp_path):
+    """Behind adaptive norms no factor can be merged; layers multiply their inputs themselves."""
+    before, models = output(make(name), name), {}
+    options = SVDQuantConfig(svd_rank=16, min_layer_size=0)
+    for way, algorithms in {"plain": None, "divided": [options]}.items():
+        model = make(name)
+        around = [n for n, _ in model.named_modules() if n and "blocks" not in n]
+        config = config_of("mxfp4", algo_config=algorithms, exclude=around)
+        ModelQuantizer(config).quantize_model(model, [inputs(name)])
+        models[way] = ModelQuantizer.freeze(model)
+    losses = {way: (output(model, name) - before).norm() for way, model in models.items()}
+    assert losses["divided"] < share * losses["plain"]
+    ModelExporter(None, tmp_path / "out").export_safetensors_model(models["divided"])
+    read = ModelImporter(tmp_path / "out", "safetensors").import_model_info(make(name))
+    assert torch.equal(output(read, name), output(models["divided"], name))
 
 
 @pytest.fixture

@@ -49,6 +49,8 @@ def make_config(request: Request, model_type: str) -> Config:
     if request.weight_matrix_merge:
         _check_shared(config)
         config = replace(config, shared_scale_groups=fused_projections())
+    if request.moe_calibrate_all_experts:
+        config = replace(config, moe_calibrate_all_experts=True)
     return config
 
 

@@ -12,6 +12,7 @@ from quark.cli.models import CALIBRATION, EVALUATION
 from quark.cli.options import (
     EVAL_WINDOWS,
     SEQ_LEN,
+    AllExperts,
     ChatTemplate,
     CheckDigests,
     DataTypeFlag,
@@ -151,8 +152,7 @@ class SchemeFlags:
         list[str] | None,
         _scheme(
             metavar="PATTERN SCHEME",
-            help="Scheme of the layers that match a name pattern; repeatable, the first match "
-            "counts.",
+            help="Scheme of layers that match a name pattern; repeatable, the first match counts.",
         ),
     ] = None
     exclude_layers: Annotated[
@@ -174,9 +174,8 @@ class SchemeFlags:
     weight_matrix_merge: Annotated[
         bool,
         _scheme(
-            help="Share per-tensor scales among layers with the same input (query, key, value; "
-            "gate, up), as inference software that fuses them expects. Schemes with two levels "
-            "of scales always do.",
+            help="Share per-tensor scales among layers that inference software fuses (query, key, "
+            "value; gate, up). Schemes with two levels of scales always do.",
         ),
     ] = False
 
@@ -217,6 +216,7 @@ class AlgorithmFlags:
             "static activation scales.",
         ),
     ] = None
+    moe_calibrate_all_experts: AllExperts = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -219,7 +219,7 @@ def _describe_run(
         model=shape,
         data=data,
         algorithms=[(o.name, partial(algorithm.work, o)) for algorithm, o in algorithms],
-        proves=any(algorithm.proves for algorithm, _ in algorithms),
+        proves=any(algorithm.proves(options) for algorithm, options in algorithms),
         is_static=is_calibrated and needs_data(layer_configs(config)),
         output=stored * (len(request.exports) + request.params_save),
         packed=max(0, stored - (shape.size - shape.changed)),

@@ -28,6 +28,7 @@ from quark.torch.algorithm.rescaling import (
     rescaled_units,
     select_groups,
 )
+from quark.torch.algorithm.smoothing import centred, fake_quantized_inputs
 from quark.torch.graph.structure import RESCALING, Edit, RescalingGroup
 from quark.torch.pipeline.accumulators import InputSample
 from quark.torch.pipeline.block import Block
@@ -107,35 +108,11 @@ def scaling_factors(inputs: torch.Tensor, alpha: float) -> torch.Tensor:
         alpha: From 0 (no change) to 1 (all channels of the inputs get the same range).
     """
     used = inputs > 0
-    factors = torch.where(used, inputs, 1.0) ** alpha
-    if bool(used.any()):
-        factors = factors / (factors[used].max() * factors[used].min()).sqrt()
-    return torch.where(used, factors.clamp(1e-4, 1e4), 1.0)
+    return centred(torch.where(used, inputs, 1.0) ** alpha, used)
 
 
 def _get_loss_name(options: AutoSmoothQuantConfig) -> str:
     return (options.compute_scale_loss or "MSE").upper()
-
-
-def fake_quantized_inputs(
-    layer: FakeQuantizedLayer, x: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor
-) -> torch.Tensor:
-    """Return inputs as the quantizer of a layer would round them.
-
-    Args:
-        layer: The layer.
-        x: A sample of its inputs, (tokens, channels).
-        lo: Smallest value of each channel over all inputs, (channels,).
-        hi: Largest value of each channel over all inputs, (channels,).
-    """
-    quantizer = layer.input_quantizer
-    if quantizer is None:
-        return x
-    if not quantizer.is_dynamic:
-        # Two more tokens, lo and hi, give the static range of all data instead of the sample's.
-        x = torch.cat([x, lo.unsqueeze(0), hi.unsqueeze(0)])
-        return quantizer.fake_quantize_copy(x)[:-2]
-    return quantizer.fake_quantize_copy(x)
 
 
 def _observe(
@@ -233,5 +210,5 @@ ALGORITHM = Algorithm(
     apply,
     work=work,
     resolve=resolve,
-    proves=(RESCALING,),
+    proves=lambda options: (RESCALING,),
 )

@@ -43,7 +43,7 @@ from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.pipeline.processes import processes
 from quark.torch.pipeline.runner import run_blocks
 from quark.torch.pipeline.shapes import FLOAT32, BlockShape, DataShape, Work, gram_flops
-from quark.torch.quantization.config.algo import AWQConfig, RoundingConfig
+from quark.torch.quantization.config.algo import AWQConfig, RoundingConfig, SVDQuantConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 
@@ -80,7 +80,8 @@ def apply(context: Context, options: AWQConfig) -> None:
     by_unit = groups_by_unit(context, select_groups(context, options, has_quantized_weight))
     if by_unit.pop("", None):
         logger.info("awq does not rescale layers of different blocks together.")
-    is_rounded_later = any(isinstance(a, RoundingConfig) for a in context.config.algo_config or [])
+    others = context.config.algo_config or []
+    is_rounded_later = any(isinstance(a, RoundingConfig | SVDQuantConfig) for a in others)
     names = rescaled_units(context, by_unit, not is_rounded_later)
     for block in run_blocks(context.model, names, context.batches, "awq", journal=context.journal):
         layers = block_layers(context, block.name, has_quantized_weight)
@@ -287,5 +288,5 @@ ALGORITHM = Algorithm(
     apply,
     work=work,
     resolve=partial(require_groups, predicate=has_quantized_weight),
-    proves=(RESCALING,),
+    proves=lambda options: (RESCALING,),
 )

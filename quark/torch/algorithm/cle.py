@@ -154,5 +154,5 @@ ALGORITHM = Algorithm(
     needs_data=lambda options: False,
     work=work,
     resolve=resolve,
-    proves=(RESCALING,),
+    proves=lambda options: (RESCALING,),
 )

@@ -44,13 +44,19 @@ T = TypeVar("T", bound=_Statistics)
 def first_readers(names: Iterable[str], context: Context) -> dict[str, str]:
     """Map each layer to the first of the given layers that reads the same tensor.
 
-    Layers that rotate this tensor first form a group of their own.
+    Layers that rotate this tensor first form a group of their own, and so do those that multiply it
+    by factors.
     """
     names = list(names)
-    rotated = {name for name in names if context.layers[name].input_rotation is not None}
+    kinds: dict[tuple[bool, bool], list[str]] = {}
+    for name in names:
+        layer = context.layers[name]
+        kind = layer.input_rotation is not None, layer.input_prescale is not None
+        kinds.setdefault(kind, []).append(name)
     groups = context.structure.shared_inputs
-    first = shared_inputs.first_readers([n for n in names if n not in rotated], groups)
-    first |= shared_inputs.first_readers([n for n in names if n in rotated], groups)
+    first: dict[str, str] = {}
+    for alike in kinds.values():
+        first |= shared_inputs.first_readers(alike, groups)
     return {name: first[name] for name in names}
 
 

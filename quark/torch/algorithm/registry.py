@@ -20,6 +20,7 @@ ALGORITHMS: dict[str, str] = {
     "rotation": "quark.torch.algorithm.rotation.rotate:ALGORITHM",
     "quarot": "quark.torch.algorithm.rotation.rotate:ALGORITHM",
     "bias_correction": "quark.torch.algorithm.bias_correction:ALGORITHM",
+    "svdquant": "quark.torch.algorithm.svdquant:ALGORITHM",
     "gptq": "quark.torch.algorithm.gptq:ALGORITHM",
     "gptaq": "quark.torch.algorithm.qronos:ALGORITHM",
     "qronos": "quark.torch.algorithm.qronos:ALGORITHM",

@@ -20,37 +20,19 @@ from quark.torch.algorithm.rescaling import (
     require_groups,
     select_groups,
 )
+from quark.torch.algorithm.smoothing import observe_ranges, smoothing_factors
 from quark.torch.graph.residency import resident
 from quark.torch.graph.structure import RESCALING, RescalingGroup
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.pipeline.accumulators import ChannelRange
 from quark.torch.pipeline.context import Algorithm, Context
-from quark.torch.pipeline.input_hooks import accumulate_inputs
-from quark.torch.pipeline.model_pass import run_data
-from quark.torch.pipeline.reducer import Reducer
 from quark.torch.pipeline.shapes import FLOAT32, BlockShape, DataShape, Work
 from quark.torch.quantization.config.algo import SmoothQuantConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
 
 logger = logging.getLogger(__name__)
 
-MIN_WEIGHT = 1e-5  # magnitudes of weights are not taken below
 HIGH_ALPHA = 0.8  # above, weights with one scale lose accuracy
-
-
-def smoothing_factors(
-    inputs: torch.Tensor, weights: torch.Tensor, alpha: float, min_factor: float
-) -> torch.Tensor:
-    """Return max|x|^alpha / max|w|^(1 - alpha), equation 4 of the paper.
-
-    Args:
-        inputs: Largest magnitude of each channel of the input, (channels,).
-        weights: Largest magnitude of the weights that read each channel, (channels,).
-        alpha: Migration strength, from 0 (into inputs) to 1 (into weights).
-        min_factor: Smallest factor. Channels that are always zero get 1.
-    """
-    factors = inputs**alpha / weights.clamp(min=MIN_WEIGHT) ** (1 - alpha)
-    return torch.where(inputs > 0, factors.clamp(min=min_factor), 1.0)
 
 
 def check(options: SmoothQuantConfig, layers: Mapping[str, QuantizationConfig]) -> None:
@@ -104,22 +86,14 @@ def _observe_ranges(context: Context, groups: list[RescalingGroup]) -> dict[str,
 
     The name is that of the first consumer in a group that reads the tensor.
     """
-    ranges = {
-        first: ChannelRange()
+    firsts = [
+        first
         for group in groups
         for first in first_readers(
             [name for name, _, _ in consumer_edits(group, context)], context
         ).values()
-    }
-    observers = [(context.layers[name], observer) for name, observer in ranges.items()]
-    run_data(
-        context.model,
-        context.batches,
-        "smoothing",
-        observe=partial(accumulate_inputs, observers),
-        observed=ranges,
-    )
-    return Reducer(ranges, lambda leaf: ChannelRange()).combine(ranges)
+    ]
+    return observe_ranges(context, dict.fromkeys(firsts))
 
 
 def largest_weights(group: RescalingGroup, context: Context) -> torch.Tensor:
@@ -145,5 +119,5 @@ ALGORITHM = Algorithm(
     apply,
     work=work,
     resolve=partial(require_groups, predicate=has_quantized_input),
-    proves=(RESCALING,),
+    proves=lambda options: (RESCALING,),
 )

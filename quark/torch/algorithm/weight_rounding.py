@@ -64,7 +64,7 @@ def iterate_blocks(
         ValueError: The options select no layer.
     """
     selected = _select_by_block(context, options)
-    _untie(context, (name for layers in selected.values() for name in layers))
+    untie(context, (name for layers in selected.values() for name in layers))
     needed = needed_units(context, options)
 
     def around(name: str) -> AbstractContextManager[None]:
@@ -97,7 +97,7 @@ def needed_units(context: Context, options: RoundingConfig) -> list[str]:
     return [name for name in units[: last + 1] if name in selected or name in blocks]
 
 
-def _untie(context: Context, names: Iterable[str]) -> None:
+def untie(context: Context, names: Iterable[str]) -> None:
     """Give each layer a weight of its own, where several modules share one.
 
     Each is rounded for its own inputs, by its own scales. Rounding one weight twice would change

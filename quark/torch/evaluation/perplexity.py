@@ -27,7 +27,7 @@ from quark.torch.pipeline.batches import run_batch
 from quark.torch.pipeline.model_pass import run_data
 from quark.torch.pipeline.shapes import windows_at_once
 from quark.torch.quantization.config.resolution import output_head
-from quark.torch.quantization.nn.experts import unchanged_token_counts
+from quark.torch.quantization.nn.expert_tokens import unchanged_token_counts
 
 
 class Tokenizer(Protocol):

@@ -6,7 +6,7 @@ with the specification of each quantized tensor; ``<model_type>.safetensors`` ha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from quark.torch.digests import check_unchanged
 from quark.torch.export.checkpoint.architecture import empty_model, made_config
 from quark.torch.export.checkpoint.files import NATIVE, CheckpointReader
 from quark.torch.export.checkpoint.graphs import is_quantized_graph
+from quark.torch.export.checkpoint.low_rank_config import with_low_rank
 from quark.torch.export.checkpoint.reader import load
 from quark.torch.export.checkpoint.rotation_config import with_rotations
 from quark.torch.export.checkpoint.writer import collect, make_format
@@ -31,7 +32,7 @@ from quark.torch.quantization.config.match import literal
 from quark.torch.quantization.config.spec import member
 from quark.torch.quantization.config.type import QuantizationMode
 from quark.torch.quantization.nn.attention import key_routes
-from quark.torch.quantization.nn.layer import QuantizedLayer
+from quark.torch.quantization.nn.layer import LOW_RANK, PRESCALE, QuantizedLayer
 from quark.torch.quantization.nn.packed import SHORT_NAMES
 
 FLOAT_OPTIONS = JsonExporterConfig(weight_format="fake_quantized")  # without ``compressed``
@@ -165,14 +166,7 @@ def load_params(
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist.")
     reader = CheckpointReader(path.parent, path.name)
-    leaves = dict(_leaves(described["structure"]))
-    layers = {literal(name): _layer_config(leaf) for name, leaf in leaves.items()}
-    config = Config(
-        layer_quant_config={n: c for n, c in layers.items() if not c.is_empty},
-        version=described.get("version", OLDEST),
-    )
-    rotated = [name for name, leaf in leaves.items() if "input_rotation" in leaf]
-    config = with_rotations(config, {name: _rotation(name, reader) for name in rotated})
+    config = _described_config(described, reader)
     fmt = get_format("quark", config, _options(compressed, reorder))
     if model is None:
         model = _build(described.get("config"), reader, Path(json_path))
@@ -206,16 +200,41 @@ def _options(compressed: bool, reorder: bool) -> JsonExporterConfig:
     )
 
 
-def _rotation(name: str, reader: CheckpointReader) -> torch.Tensor:
-    """Return the rotation of the input of a layer, without values.
+def _described_config(described: Mapping[str, Any], reader: CheckpointReader) -> Config:
+    """Return the configuration of the layers that a JSON file describes.
 
     Raises:
-        ValueError: It is not stored.
+        ValueError: A rotation, factors or a branch are not stored.
     """
-    stored = reader.entries.get(f"{name}.input_rotation")
-    if stored is None:
-        raise ValueError(f"{name}.input_rotation is not stored: the two files differ.")
-    return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+    leaves = dict(_leaves(described["structure"]))
+    layers = {literal(name): _layer_config(leaf) for name, leaf in leaves.items()}
+    config = Config(
+        layer_quant_config={n: c for n, c in layers.items() if not c.is_empty},
+        version=described.get("version", OLDEST),
+    )
+    rotations = _stored_parts("input_rotation", leaves, reader)
+    prescales = _stored_parts(PRESCALE, leaves, reader)
+    branches = _stored_parts(LOW_RANK[0], leaves, reader)
+    config = with_rotations(config, rotations, prescaled=prescales, divided=branches)
+    return with_low_rank(config, {name: len(down) for name, down in branches.items()})
+
+
+def _stored_parts(
+    part: str, leaves: Mapping[str, dict[str, Any]], reader: CheckpointReader
+) -> dict[str, torch.Tensor]:
+    """Return a tensor of each layer that has it, without values, by name of the layer.
+
+    Raises:
+        ValueError: One is not stored.
+    """
+    parts: dict[str, torch.Tensor] = {}
+    for name, leaf in leaves.items():
+        if part in leaf:
+            stored = reader.entries.get(f"{name}.{part}")
+            if stored is None:
+                raise ValueError(f"{name}.{part} is not stored: the two files differ.")
+            parts[name] = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+    return parts
 
 
 def _build(config: Any, reader: CheckpointReader, path: Path) -> nn.Module:

@@ -15,7 +15,7 @@ from quark.torch.numerics.finite import is_finite
 from quark.torch.pipeline.activation_store import ActivationStore
 from quark.torch.pipeline.capture import BlockArguments, StopForward
 from quark.torch.pipeline.reducer import Reducer
-from quark.torch.quantization.nn.experts import count_tokens
+from quark.torch.quantization.nn.expert_tokens import count_tokens
 from quark.torch.quantization.nn.padding import padding, without_padding
 
 

@@ -59,7 +59,7 @@ class Algorithm(NamedTuple):
         resolve: Takes the context and the options. Raises ``ValueError`` if the options do not fit
             the model, and returns the names of the layers whose inputs ``apply`` will rotate
             online. It runs for all algorithms before the first one is applied, and changes nothing.
-        proves: What ``discover`` has to prove for it.
+        proves: Takes the options and returns what ``discover`` has to prove for it.
         work: Takes the options, the shape of a block and that of the data, and returns what
             ``apply`` takes for the block.
     """
@@ -68,5 +68,5 @@ class Algorithm(NamedTuple):
     apply: Callable[[Context, Any], None]
     needs_data: Callable[[Any], bool] = lambda options: True
     resolve: Callable[[Context, Any], Collection[str]] = lambda context, options: ()
-    proves: Collection[str] = ()
+    proves: Callable[[Any], Collection[str]] = lambda options: ()
     work: Callable[[Any, BlockShape, DataShape], Work] = lambda options, block, data: Work()

@@ -26,7 +26,7 @@ from quark.torch.pipeline.capture import BlockArguments, capture
 from quark.torch.pipeline.chunks import count_calls, own_calls
 from quark.torch.pipeline.hidden_states import split_hidden_states
 from quark.torch.pipeline.stacks import Stack, find_stacks
-from quark.torch.quantization.nn.experts import count_tokens
+from quark.torch.quantization.nn.expert_tokens import count_tokens
 
 Receiver = Callable[[int, Any], None]
 

@@ -23,7 +23,13 @@ from quark.torch.quantization.calibration import (
     needs_data,
     requires_data,
 )
-from quark.torch.quantization.config.algo import AlgoConfig, RoundingConfig
+from quark.torch.quantization.config.algo import (
+    AlgoConfig,
+    BiasCorrectionConfig,
+    RotationConfig,
+    RoundingConfig,
+    SVDQuantConfig,
+)
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.nn.layer import PARAMETERS
@@ -39,11 +45,19 @@ def find_algorithms(config: Config) -> list[tuple[Algorithm, AlgoConfig]]:
     """Return the algorithms of a configuration with their options, in order.
 
     Raises:
-        ValueError: An algorithm is not available, or follows one that rounds weights.
+        ValueError: An algorithm is not available, follows one that rounds weights, or changes
+            weights behind one that divides them.
     """
     algorithms: list[tuple[Algorithm, AlgoConfig]] = []
-    for options in config.algo_config or []:
+    is_divided = False
+    for options in (step for given in config.algo_config or [] for step in given.steps()):
         before = algorithms[-1][1] if algorithms else None
+        if is_divided and not isinstance(options, RoundingConfig | BiasCorrectionConfig):
+            raise ValueError(
+                f"algo_config: {options.name} follows svdquant, which divides weights into two "
+                f"parts that must change together. Put svdquant behind {options.name}."
+            )
+        is_divided |= isinstance(options, SVDQuantConfig)
         if isinstance(before, RoundingConfig):
             raise ValueError(
                 f"algo_config: {options.name} follows {before.name}, which rounds weights for "
@@ -95,6 +109,31 @@ def check_algorithms(
             )
     for algorithm, options in algorithms:
         algorithm.check(options, layers)
+
+
+def check_for_graphs(algorithms: list[tuple[Algorithm, AlgoConfig]]) -> None:
+    """Raise if an algorithm changes inputs in the layers that read them, which graphs round before.
+
+    Args:
+        algorithms: Result of ``find_algorithms``.
+
+    Raises:
+        ValueError: An algorithm adds branches, or rotates inputs online.
+    """
+    for _, options in algorithms:
+        problem = "it adds branches to layers" if isinstance(options, SVDQuantConfig) else ""
+        if isinstance(options, RotationConfig):
+            online = options.online_config and options.online_config.online_rotation_layers
+            problem = (
+                "it rotates inputs online"
+                if options.r4 or options.online_r1_rotation or online
+                else ""
+            )
+        if problem:
+            raise ValueError(
+                f"algo_config: {options.name} does not work on graphs: {problem}, and graphs round "
+                "inputs before these layers. Leave it out, or quantize the eager model."
+            )
 
 
 def check_from_statistics(

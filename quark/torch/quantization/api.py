@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,6 +37,7 @@ from quark.torch.quantization.graph_mode.quantization import (
     fix_graph_ranges,
     quantize_graph,
 )
+from quark.torch.quantization.nn.expert_tokens import all_experts_observed
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from quark.torch.quantization.parameter_limit import limit_parameters
 from quark.torch.quantization.plan import prepare
@@ -157,10 +158,12 @@ class ModelQuantizer:
             limit_parameters(model, plan)
             structure = discover_structure(model, plan)
             prepare(model, plan)
-            if structure is not None:
-                with record_writes(record):
-                    apply_algorithms(model, plan, structure, self.journal)
-            calibrate(model, plan)
+            every = plan.config.moe_calibrate_all_experts
+            with all_experts_observed(model) if every else nullcontext():
+                if structure is not None:
+                    with record_writes(record):
+                        apply_algorithms(model, plan, structure, self.journal)
+                calibrate(model, plan)
             share_token_counts(model)
             mark_as_quantized(model, plan.config)
             if plan.data_digest is not None:

@@ -63,6 +63,11 @@ def check(
     """
     algorithms = find_algorithms(config)
     if statistics is not None:
+        if config.moe_calibrate_all_experts:
+            raise ValueError(
+                "moe_calibrate_all_experts: statistics have the tokens that routers sent to each "
+                "expert. Leave it out, or pass a dataloader instead."
+            )
         dataloader = None if dataloader is None else make_repeatable(dataloader)
         statistics.check(model, dataloader)
     with temporarily_split_experts(model) as experts:
@@ -179,7 +184,7 @@ def discover_structure(model: nn.Module, plan: Plan) -> Structure | None:
     with temporarily_split_experts(model) as experts:
         stack_experts(experts, keep=plan.layers)
         run = _trial_run(model, plan.batches if plan.has_data else None)
-        proves = {need for algorithm, _ in plan.algorithms for need in algorithm.proves}
+        proves = {need for a, options in plan.algorithms for need in a.proves(options)}
         return discover(model, run, proves)
 
 

@@ -13,9 +13,9 @@ from torch import nn
 
 from quark.torch.evaluation.output_head import Receive
 from quark.torch.evaluation.perplexity import perplexity
-from quark.torch.numerics.hadamard import rotate
 from quark.torch.pipeline.activation_store import ActivationStore
 from quark.torch.quantization.nn.packed import PackedLayer
+from quark.torch.quantization.nn.router_choices import RouterChoices
 from quark.torch.report.weights import Histogram, Values, histogram, values_of
 
 SAMPLE = 512  # tokens whose inputs to a layer are stored
@@ -40,7 +40,7 @@ class Channel:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Inputs of a layer, rotated where the layer rotates them before it quantizes.
+    """Inputs of a layer, multiplied and rotated where the layer does so before it quantizes.
 
     Attributes:
         tokens: Number of tokens that reached the layer.
@@ -111,17 +111,24 @@ class Reference:
 
     Args:
         store: Store for log-probabilities.
+
+    Attributes:
+        perplexity: Perplexity of the original; None if it did not run.
+        agreement: Result of ``RouterChoices.agreement`` with the model that was compared last.
     """
 
     def __init__(self, store: ActivationStore) -> None:
         self.perplexity: float | None = None
+        self.agreement: dict[str, float] = {}
+        self._choices = RouterChoices()
         self._store = store
         self._count, self._divergence, self._same = 0, 0.0, 0
 
     def run(self, model: nn.Module, windows: torch.Tensor, batch_size: int) -> None:
         """Run the original on windows of tokens."""
         take = _at_some_positions(windows.shape[1], self._keep)
-        self.perplexity = perplexity(model, windows, batch_size, "original", receive=take)
+        with self._choices.record(model):
+            self.perplexity = perplexity(model, windows, batch_size, "original", receive=take)
 
     def compare(
         self,
@@ -133,7 +140,12 @@ class Reference:
         """Run the quantized model on the same windows and compare its predictions."""
         parts = iter(range(len(self._store)))
         take = _at_some_positions(windows.shape[1], partial(self._compare, parts))
-        value = perplexity(model, windows, batch_size, "quantized", receive=take, observe=observe)
+        choices = RouterChoices()
+        with choices.record(model):
+            value = perplexity(
+                model, windows, batch_size, "quantized", receive=take, observe=observe
+            )
+        self.agreement = self._choices.agreement(choices)
         if self.perplexity is None:
             return Predictions(value)
         mean, same = self._divergence / self._count, self._same / self._count
@@ -192,7 +204,7 @@ def recording_inputs(
 
     def record_input(record: InputRecord, layer: Any, args: tuple[torch.Tensor, ...]) -> None:
         x = args[0].detach().flatten(0, -2)
-        largest = _rotated(layer, x).abs().amax(0).float()
+        largest = layer.prepared_input(x).abs().amax(0).float()
         record.tokens += len(x)
         record.largest = largest if record.largest is None else record.largest.maximum(largest)
         record.sample(store, x, share, calls)
@@ -221,7 +233,7 @@ def inputs_of(layer: PackedLayer, record: InputRecord, sample: torch.Tensor) -> 
         record: Record of its inputs.
         sample: Some of them, (tokens, inputs) float32, as they reach the layer.
     """
-    x = _rotated(layer, sample)
+    x = layer.prepared_input(sample)
     after = layer.quantized_input(sample.unsqueeze(0)).squeeze(0)
     assert record.largest is not None
     figures = Inputs(record.tokens, values_of(x), _widest(record.largest), histogram(x, after))
@@ -241,21 +253,16 @@ def output_error(layer: PackedLayer, reference: torch.Tensor, sample: torch.Tens
 
     Args:
         layer: A linear layer.
-        reference: Weight before it was rounded, float32, for rotated inputs.
+        reference: Weight before it was rounded, float32, for prepared inputs.
         sample: Inputs, (tokens, inputs) float32.
 
     Returns:
         The error; None if all outputs are zero.
     """
     bias = layer.value("bias", torch.float32)
-    expected = layer.product(_rotated(layer, sample), reference, bias)
+    expected = layer.product(layer.prepared_input(sample), reference, bias)
     norm = float(expected.norm())
     return float((layer(sample.unsqueeze(0)) - expected).norm()) / norm if norm else None
-
-
-def _rotated(layer: PackedLayer, x: torch.Tensor) -> torch.Tensor:
-    """Return inputs as the layer quantizes them: rotated, where it rotates them."""
-    return x if layer.input_rotation is None else rotate(x, layer.input_rotation)
 
 
 def _widest(largest: torch.Tensor) -> list[Channel]:

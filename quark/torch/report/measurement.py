@@ -33,6 +33,7 @@ from quark.torch.quantization.config.description import describe_layer
 from quark.torch.quantization.config.match import matches
 from quark.torch.quantization.nn.experts import corresponding_experts
 from quark.torch.quantization.nn.packed import PackedLayer
+from quark.torch.quantization.nn.router_choices import describe_agreement
 from quark.torch.report.activations import (
     InputRecord,
     Predictions,
@@ -85,6 +86,8 @@ class Report:
         layers: The quantized layers in the order of the model.
         floats: Modules that are not quantized, with reasons.
         experts: Tokens that reached each expert, by layer of experts; none without data.
+        routers: Share of the experts that the routers of the original choose too, mean over
+            tokens, by layer of experts; none without data or original.
     """
 
     directory: str
@@ -102,6 +105,7 @@ class Report:
     layers: list[Layer]
     floats: list[FloatPart]
     experts: dict[str, list[int]]
+    routers: dict[str, float]
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain JSON types."""
@@ -152,8 +156,7 @@ def measure(
         logits, samples = (stack.enter_context(ActivationStore()) for _ in range(2))
         # As many windows as fit may differ between both models.
         text = None if windows is None else _Windows(windows, 1 if streams else batch_size, samples)
-        reference, predictions = Reference(logits), None
-        records: dict[str, InputRecord] = {}
+        reference, predictions, records = Reference(logits), None, dict[str, InputRecord]()
         if text is not None and original is not None:
             given = load_in_float(original, "auto", trust_remote_code, False, max_memory, device)
             reference.run(given, text.windows, text.batch_size)
@@ -162,10 +165,10 @@ def measure(
         if text is not None:
             records, predictions = text.compare(model, layers, reference)
         make = _Maker.of(loading, model, records, samples)
-        found = {name: make(name, weight) for name, weight in _pairs(layers, weights)}
+        made = {name: make(name, weight) for name, weight in _pairs(layers, weights)}
     return _report(
         loading,
-        [found[name] for name in layers],
+        [made[name] for name in layers],
         directory=str(directory),
         method=loading.fmt.name if container.has_formats else container.name,
         original="" if original is None else str(original),
@@ -173,6 +176,7 @@ def measure(
         text=None if windows is None else Text(source, *windows.shape),
         predictions=predictions,
         experts=_experts(model, records),
+        routers=reference.agreement,
     )
 
 
@@ -226,7 +230,10 @@ def _report(loading: Loading, layers: list[Layer], **known: Any) -> Report:
         model_type=str(getattr(getattr(model, "config", None), "model_type", "unknown")),
         algorithms=algorithms,
         bytes=total,
-        verdict=verdict(total, known["original_bytes"], known["predictions"], layers, floats),
+        verdict=[
+            *verdict(total, known["original_bytes"], known["predictions"], layers, floats),
+            *([describe_agreement(known["routers"])] if known["routers"] else []),
+        ],
         worst=worst_layers(layers, configs, algorithms),
         kinds=kinds(layers, floats, total),
         layers=_with_few_histograms(layers),
@@ -298,8 +305,8 @@ class _Maker:
         assert weight is not None
         error = reference = inputs = lost = None
         if original is not None:
-            original = _rotated(layer, original.to(weight))
-            error, reference = compare(original, weight)
+            original = layer.prepared_weight(original.to(weight))
+            error, reference = compare(original, layer.weight_with_branch(weight))
         record = self.records.get(name)
         if record is not None and record.tokens:
             sample = sample_of(record, self.samples).to(weight.device)
@@ -321,14 +328,6 @@ class _Maker:
             output_error=lost,
             histogram=histogram(original if reference is None else reference, weight),
         )
-
-
-def _rotated(layer: PackedLayer, weight: torch.Tensor) -> torch.Tensor:
-    """Return an original weight for rotated inputs, if the layer rotates its inputs."""
-    rotation = layer.input_rotation
-    if rotation is None:
-        return weight
-    return layer.rotated_weight(weight, rotation)
 
 
 def _with_few_histograms(layers: list[Layer]) -> list[Layer]:

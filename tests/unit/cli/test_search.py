@@ -1,6 +1,7 @@
 """``quark collect``, ``merge``, ``search`` and what ``quark quantize`` makes of their results."""
 
 import json
+import re
 from xml.etree import ElementTree
 
 import pytest
@@ -209,3 +210,11 @@ def test_too_few_bits_are_an_error(search, collected):
     assert result.exit_code == 1
     assert "smaller formats" in result.output
     assert not path.exists()
+
+
+def test_routers_of_a_mixture_of_experts(quark, mixtral_dir, text, tmp_path):
+    flags = ("--model_dir", mixtral_dir, "--output", tmp_path / "mixed.json", "--target_bits", 3.6)
+    given = ("--formats", "int2_wo_32,int4_wo_32", "--dataset", text, "--eval_data", text, *DATA)
+    result = quark("search", *flags, *given)
+    assert result.exit_code == 0, result.output
+    assert re.search(r"Routers choose \d\d\.\d% of the experts", result.output)

@@ -33,6 +33,7 @@ ALGORITHMS = {
     "autoround": ("uint4_wo_32", [algo.AutoRoundConfig(iters=2)]),
     "rotation": ("int4_wo_32", [ROTATION, algo.GPTQConfig()]),
     "smooth": ("int8", [algo.SmoothQuantConfig(), algo.GPTQConfig()]),
+    "svdquant": ("mxfp4", [algo.SVDQuantConfig(svd_rank=4, min_layer_size=0)]),
     "two": ("uint4_wo_32", [algo.AWQConfig(), algo.QronosConfig()]),
 }
 BART = {
@@ -43,7 +44,7 @@ BART = {
 }
 NIGHTLY = pytest.mark.nightly
 CASES = [
-    *(("llama", name) for name in ("awq", "gptq", "autoround")),
+    *(("llama", name) for name in ("awq", "gptq", "autoround", "svdquant")),
     *(pytest.param("llama", n, marks=NIGHTLY) for n in ("auto", "qronos", "yaqa", "smooth", "two")),
     pytest.param("llama", "rotation", marks=NIGHTLY),
     ("mixtral", "qronos"),

@@ -16,15 +16,21 @@ from quark.torch.quantization.config.algo import (
     AWQConfig,
     GPTAQConfig,
     GPTQConfig,
+    OnlineRotationConfig,
     QronosConfig,
     RotationConfig,
     SmoothQuantConfig,
+    SVDQuantConfig,
     YaqaConfig,
 )
 from quark.torch.quantization.config.presets import kv_cache_scheme
 from tests.configurations import preset, quantized
 from tests.models.architectures import build, small_config
 
+ONLINE = RotationConfig(
+    rotation_size=32,
+    online_config=OnlineRotationConfig(online_rotation_layers=["*_proj"], use_input_prescale=True),
+)
 WAYS = {
     "to nearest": ("int4_wo_32",),
     "static": ("fp8",),
@@ -36,6 +42,9 @@ WAYS = {
     "autoround": ("int4_wo_32", AutoRoundConfig(iters=2, batch_size=2)),
     "smooth": ("int8", SmoothQuantConfig()),
     "autosmoothquant": ("int8", AutoSmoothQuantConfig()),
+    "svdquant": ("int8", SVDQuantConfig(svd_rank=4, min_layer_size=0)),
+    "all experts": ("fp8", GPTQConfig()),
+    "online rotation": ("mxfp4", ONLINE),
     "rotation and gptq": ("int4_wo_32", RotationConfig(), GPTQConfig()),
 }
 
@@ -64,6 +73,7 @@ def config_of(way):
     """Return the configuration of a way to quantize."""
     name, *algorithms = WAYS[way]
     config = preset(name, *algorithms)
+    config.moe_calibrate_all_experts = way == "all experts"
     if way == "static":  # with a quantized cache
         layer = replace(config.global_quant_config, output_tensors=kv_cache_scheme("fp8"))
         config.layer_quant_config = dict.fromkeys(["*k_proj", "*v_proj"], layer)

@@ -21,6 +21,7 @@ OPTIONS = {
     "autoround": {"iters": 2, "batch_size": 1},
     "rotation": {"r2": True, "r3": True, "r4": True},
     "quarot": {"r4": True},
+    "svdquant": {"svd_rank": 4, "min_layer_size": 0},
 }
 # Ties weights, or stacks experts; keys are quantized after rotary embedding in both.
 MODELS = {

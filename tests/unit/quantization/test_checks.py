@@ -9,7 +9,11 @@ from quark.torch.quantization.config.algo import ALGO_CONFIGS
 from tests.configurations import preset
 from tests.models.architectures import tokens, varied
 
-OPTIONS = {"autoround": {"iters": 1}, "rotation": {"r2": True, "r4": True}}
+OPTIONS = {
+    "autoround": {"iters": 1},
+    "rotation": {"r2": True, "r4": True},
+    "svdquant": {"svd_rank": 4, "min_layer_size": 0},
+}
 SCHEME = "w_uint4_per_group_a_int8_per_tensor"
 PLACES = ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"]
 

@@ -187,6 +187,8 @@ def test_experts_whether_stored_apart_or_stacked(model, parts, quantized):
     assert len(report.experts) == 2
     for tokens in report.experts.values():
         assert sum(tokens) == 2 * WINDOWS.numel()
+    assert report.routers.keys() == report.experts.keys()
+    assert all(0.5 < share < 1 for share in report.routers.values())
 
 
 def test_what_stays_in_float(quantized):

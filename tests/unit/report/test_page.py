@@ -71,9 +71,10 @@ REPORT = {
         for i in range(3)
     ],
     "experts": {"a.experts": [3, 4]},
+    "routers": {"a.experts": 0.9375},
 }
 BARE = {**REPORT, "original": "", "original_bytes": None, "text": None, "predictions": None}
-BARE |= {"layers": [layer("b.q_proj", **UNKNOWN)], "experts": {}, "worst": []}
+BARE |= {"layers": [layer("b.q_proj", **UNKNOWN)], "experts": {}, "routers": {}, "worst": []}
 
 
 class Read(HTMLParser):
@@ -146,6 +147,7 @@ def test_names_are_text():
     report["floats"][0] |= {"name": HOSTILE, "kind": HOSTILE, "reason": HOSTILE}
     report["kinds"][0]["name"] = HOSTILE
     report["experts"] = {HOSTILE: [1]}
+    report["routers"] = {HOSTILE: 0.5}
     hostile, plain = Read(page(report)), Read(page(REPORT))
     assert json.loads(hostile.data) == report
     assert hostile.tables["layers"][1][0] == HOSTILE

@@ -22,15 +22,22 @@ import torch
 from torch import nn
 
 from quark.torch.algorithm.rotation.config_file import stream_from_config
+from quark.torch.algorithm.rotation.online import (
+    choose_online_size,
+    named_layers,
+    rotate_inputs,
+    select_online_layers,
+)
 from quark.torch.algorithm.rotation.weight_edits import (
     STREAM,
     RotationEdits,
+    add_smoothing,
     add_stream_rotation,
     add_value_rotation,
     untie,
 )
-from quark.torch.graph.residency import residency_of, resident
-from quark.torch.graph.structure import ROTATION, ResidualStream
+from quark.torch.graph.residency import residency_of
+from quark.torch.graph.structure import RESCALING, ROTATION, ResidualStream
 from quark.torch.numerics.hadamard import hadamard, largest_order, random_hadamard
 from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.pipeline.processes import describe, processes
@@ -55,12 +62,13 @@ def check(options: RotationConfig, layers: Mapping[str, QuantizationConfig]) -> 
     wanted = (options.r1, options.r2, options.r3, options.r4)
     if not (any(wanted) or (online and online.online_rotation_layers)):
         raise ValueError("rotation: no rotation is selected. Set r1, r2, r3 or r4.")
-    if options.train_smooth or options.smooth_positions:
+    if options.train_smooth and not options.trainable:
         raise ValueError(
-            "rotation: train_smooth is not supported. Add smoothing to the algorithms instead."
+            "rotation: train_smooth=True learns factors together with rotations: set "
+            "trainable=True too."
         )
-    if online is not None and online.use_input_prescale:
-        raise ValueError("rotation: use_input_prescale is not supported. Leave it out.")
+    if options.smooth_positions is not None and not options.train_smooth:
+        raise ValueError("rotation: smooth_positions needs train_smooth=True.")
     if options.rotation_size is not None:
         hadamard(options.rotation_size)
 
@@ -81,6 +89,14 @@ class _Plan(NamedTuple):
     rotations: dict[str, torch.Tensor]
     online: list[str]
     size: int
+
+    def is_edited(self, context: Context, name: str) -> bool:
+        """Whether edits change the columns of a layer, so that its inputs are rotated after them.
+
+        Inputs x R1 are rotated online as x R1 R, and the weight becomes W R1 R.
+        """
+        axis = context.layers[name].input_axis
+        return any(edit.axis == axis for edit in self.edits.edits.get(f"{name}.weight", ()))
 
 
 def resolve(context: Context, options: RotationConfig) -> Collection[str]:
@@ -110,15 +126,16 @@ def apply(context: Context, options: RotationConfig) -> None:
         _rotate_keys(context.model)
     if stream is not None and STREAM in rotations:
         untie(context.model, stream)
-    for name in plan.online:
-        with resident(context.model, name):
-            context.layers[name].rotate_input(hadamard(plan.size))
+    edited = [name for name in plan.online if plan.is_edited(context, name)]
+    scales = options.online_config is not None and options.online_config.use_input_prescale
+    rotate_inputs(context, [n for n in plan.online if n not in edited], plan.size, scales)
     if options.trainable and stream is not None:
         from quark.torch.algorithm.rotation.spinquant import learn_rotations
 
         rotations = learn_rotations(context, plan.edits, rotations, _subtracts_mean(stream))
         rotations = _shared(rotations)
     plan.edits.apply_(context.model, rotations)
+    rotate_inputs(context, edited, plan.size, scales)
 
 
 def _shared(rotations: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -182,13 +199,14 @@ def _make_plan(context: Context, options: RotationConfig) -> _Plan:
     Raises:
         ValueError: As in ``apply``.
     """
-    online = _check_named_layers(context, options)
+    online = named_layers(context, options)
     needs_stream = options.r1 or options.r2 or (options.r4 and not online)
     stream = _select_stream(context, options) if needs_stream else None
     edits, rotations = RotationEdits(), {}
     if stream is not None:
         rotations = _plan_merged_rotations(edits, context.model, stream, options)
-        online = online or _select_online_layers(context, options, stream)
+        online = online or select_online_layers(context, options, stream)
+    rotations |= _plan_smoothing(edits, context, options, online)
     for name in online:
         layer = context.layers[name]
         if not layer.is_linear or layer.input_rotation is not None or name in context.rotated:
@@ -196,7 +214,47 @@ def _make_plan(context: Context, options: RotationConfig) -> _Plan:
                 f"rotation: the inputs of {name} cannot be rotated: it must be a linear layer "
                 "whose inputs are not rotated yet."
             )
-    return _Plan(stream, edits, rotations, online, _choose_online_size(context, options, online))
+    size = choose_online_size(context, options, online)
+    plan = _Plan(stream, edits, rotations, online, size)
+    edited = [name for name in online if options.trainable and plan.is_edited(context, name)]
+    if edited:
+        raise ValueError(
+            f"rotation: trainable=True cannot learn rotations of the inputs of {edited[0]} that "
+            "are merged into its weight, beside one online: leave it out of "
+            "online_rotation_layers, or set r1=False and r2=False."
+        )
+    return plan
+
+
+def _plan_smoothing(
+    edits: RotationEdits, context: Context, options: RotationConfig, online: list[str]
+) -> dict[str, torch.Tensor]:
+    """Add the edits of learned factors, and return the logarithms of the initial ones by name.
+
+    Raises:
+        ValueError: ``smooth_positions`` names a module whose outputs cannot be rescaled.
+    """
+    if not options.train_smooth:
+        return {}
+    groups = [
+        group
+        for group in context.structure.groups
+        if not any(name in online or name in context.rotated for name in group.consumers)
+    ]
+    positions = options.smooth_positions
+    ends = {f".{group.producer}".rpartition(".")[2] for group in groups}
+    for position in positions or ():
+        if not any(f".{group.producer}".endswith(f".{position}") for group in groups):
+            raise ValueError(
+                f"rotation: smooth_positions has {position!r}, whose outputs cannot be rescaled "
+                f"before they are read (others: {', '.join(sorted(ends)) or 'none'})."
+            )
+    starts = tuple(f".{position}" for position in positions or ()) or ("",)
+    return {
+        add_smoothing(edits, group): torch.zeros(group.size, dtype=torch.float64)
+        for group in groups
+        if f".{group.producer}".endswith(starts)
+    }
 
 
 def _plan_merged_rotations(
@@ -244,39 +302,10 @@ def _make_hadamard(size: int, is_random: bool, generator: torch.Generator) -> to
     return random_hadamard(size, generator) if is_random else hadamard(size)
 
 
-def _check_named_layers(context: Context, options: RotationConfig) -> list[str]:
-    """Return the layers in ``online_rotation_layers``."""
+def needs_data(options: RotationConfig) -> bool:
+    """Whether the options learn from data, or take factors from it."""
     online = options.online_config
-    names = list(online.online_rotation_layers or ()) if online else []
-    for name in names:
-        if name not in context.layers:
-            raise ValueError(
-                f"rotation: online_rotation_layers has {name!r}, which is not a quantized layer."
-            )
-    return names
-
-
-def _select_online_layers(
-    context: Context, options: RotationConfig, stream: ResidualStream
-) -> list[str]:
-    """Return the quantized layers whose inputs are rotated online: by R4, and by an online R1."""
-    readers = stream.readers if options.r1 and options.online_r1_rotation else ()
-    names = [weight.parameter.removesuffix(".weight") for weight in readers]
-    return [
-        n for n in [*names, *(stream.down_projections if options.r4 else ())] if n in context.layers
-    ]
-
-
-def _choose_online_size(context: Context, options: RotationConfig, names: list[str]) -> int:
-    """Return the size of all online rotations; a checkpoint stores only one."""
-    widths = {name: context.layers[name].input_width for name in names}
-    size = options.rotation_size or largest_order(math.gcd(*widths.values())) if names else 1
-    for name, width in widths.items():
-        if width % size:
-            raise ValueError(
-                f"rotation: rotation_size={size} does not divide the {width} inputs of {name}."
-            )
-    return size
+    return bool(options.trainable or (online is not None and online.use_input_prescale))
 
 
 def work(options: RotationConfig, block: BlockShape, data: DataShape) -> Work:
@@ -288,7 +317,8 @@ def work(options: RotationConfig, block: BlockShape, data: DataShape) -> Work:
     memory = block.largest(lambda x: 3 * FLOAT64 * x.elements)
     flops = sum(2.0 * x.elements * (x.inputs + x.outputs) for x in block.layers)
     if not options.trainable:
-        return Work(memory, flops=flops)
+        observes = needs_data(options)
+        return Work(memory, float(observes), flops, runs_model=observes)
     from quark.torch.algorithm.rotation.spinquant import STEPS
 
     logits = 6 * FLOAT32 * data.batch * data.labels
@@ -301,8 +331,8 @@ def work(options: RotationConfig, block: BlockShape, data: DataShape) -> Work:
 ALGORITHM = Algorithm(
     check,
     apply,
-    lambda options: bool(options.trainable),
+    needs_data,
     resolve,
-    proves=(ROTATION,),
+    proves=lambda options: (ROTATION, *((RESCALING,) if options.train_smooth else ())),
     work=work,
 )

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 STEPS = 100
 RATE = 0.5
+FACTOR_RATE = 0.3  # longest step of the logarithms of factors, in units of that of rotations
 EVALUATION_BATCHES = 8  # batches on which rotations are compared
 _Rotations = dict[str, torch.Tensor]
 
@@ -86,7 +87,7 @@ def learn_rotations(
     Args:
         context: The model. It is unchanged afterwards.
         edits: The edits of its parameters, in which the rotations are named.
-        rotations: The initial rotations, by name.
+        rotations: The initial rotations by name, and initial logarithms of factors (size,).
         preserves_ones: Whether the rotation of the residual stream must preserve the vector of
             ones.
 
@@ -109,17 +110,33 @@ def learn_rotations(
             rate = RATE * (1 + math.cos(math.pi * step / STEPS)) / 2
             gradients = model.gradients(batch, current)
             for name, gradient in gradients.items():
+                if gradient.dim() == 1:
+                    largest = gradient.abs().max().clamp(min=torch.finfo(gradient.dtype).tiny)
+                    current[name] = current[name] - FACTOR_RATE * rate * gradient / largest
+                    continue
                 ones = preserves_ones and name == STREAM
                 current[name] = cayley_step(current[name], gradient, rate, ones)
             if (step + 1) % (STEPS // 5) == 0:
-                loss = model.mean_loss(evaluated, current)
-                if loss < lowest:
-                    lowest, best = loss, dict(current)
+                candidates = _candidates(current)
+                losses = [model.mean_loss(evaluated, candidate) for candidate in candidates]
+                current = candidates[losses.index(min(losses))]
+                if min(losses) < lowest:
+                    lowest, best = min(losses), dict(current)
     logger.info("rotation: divergence %.5f with initial rotations, %.5f learned.", start, lowest)
     return best
 
 
+def _candidates(current: _Rotations) -> list[_Rotations]:
+    """Return rotations with their factors, and without: few help where R1 spreads outliers."""
+    if all(r.dim() > 1 for r in current.values()):
+        return [current]
+    plain = {n: r if r.dim() > 1 else torch.zeros_like(r) for n, r in current.items()}
+    return [dict(current), plain]
+
+
 def _orthogonal(rotation: torch.Tensor) -> torch.Tensor:
+    if rotation.dim() == 1:  # logarithms of factors
+        return rotation.double()
     scale = 1.0 if rotation.is_floating_point() else len(rotation) ** -0.5
     return rotation.double() * scale
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from quark.torch.graph.parameter_writes import write_
 from quark.torch.graph.residency import iterate_parts, resident
-from quark.torch.graph.structure import ResidualStream, StreamNorm, ValueHeads
+from quark.torch.graph.structure import RescalingGroup, ResidualStream, StreamNorm, ValueHeads
 from quark.torch.numerics.hadamard import rotate
 
 STREAM = "stream"  # name of the rotation R1
@@ -36,6 +36,31 @@ class AxisEdit(NamedTuple):
     positions: torch.Tensor | None = None
 
 
+class FactorEdit(NamedTuple):
+    """A change of a parameter along one of its axes by learned factors.
+
+    Attributes:
+        axis: The axis.
+        operand: Name of the logarithms of the factors.
+        numbers: Number of the factor of each entry of the axis, -1 for none.
+        power: Exponent of the factors.
+        offset: What the model adds to the parameter before it computes with it.
+    """
+
+    axis: int
+    operand: str
+    numbers: torch.Tensor
+    power: int
+    offset: float
+
+    def apply(self, x: torch.Tensor, logarithms: torch.Tensor) -> torch.Tensor:
+        """Return the changed value of a parameter."""
+        factors = torch.cat([logarithms, logarithms.new_zeros(1)])  # -1: the zero
+        by = (factors[self.numbers.to(factors.device)] * self.power).exp().to(x)
+        scaled = (x + self.offset).movedim(self.axis, -1) * by
+        return scaled.movedim(-1, self.axis) - self.offset
+
+
 class RotationEdits:
     """The changes of parameters that rotate a model.
 
@@ -46,7 +71,7 @@ class RotationEdits:
 
     def __init__(self) -> None:
         self.values: dict[str, torch.Tensor] = {}
-        self.edits: dict[str, list[AxisEdit]] = defaultdict(list)
+        self.edits: dict[str, list[AxisEdit | FactorEdit]] = defaultdict(list)
 
     def names(self) -> list[str]:
         """Return the names of the parameters that change."""
@@ -64,12 +89,14 @@ class RotationEdits:
         Args:
             parameter: Its current value.
             name: Its full name.
-            rotations: The rotations by name.
+            rotations: The rotations by name, and logarithms of factors.
             dtype: Floating-point type.
         """
         x = self.values.get(name, parameter.detach()).to(parameter.device, dtype)
         for edit in self.edits.get(name, ()):
-            if isinstance(edit.operand, str):
+            if isinstance(edit, FactorEdit):
+                x = edit.apply(x, rotations[edit.operand])
+            elif isinstance(edit.operand, str):
                 x = _rotate_axis(x, edit, rotations[edit.operand].to(x.device))
             else:
                 x = (x.movedim(edit.axis, -1) * edit.operand.to(x)).movedim(-1, edit.axis)
@@ -121,6 +148,18 @@ def add_value_rotation(edits: RotationEdits, heads: ValueHeads, rotation: str) -
         edits.edits[parameter].append(AxisEdit(axis, rotation, heads.rows.flatten()))
     parameter, axis = heads.output
     edits.edits[parameter].append(AxisEdit(axis, rotation, heads.columns.flatten()))
+
+
+def add_smoothing(edits: RotationEdits, group: RescalingGroup) -> str:
+    """Add the edits that rescale a group by learned factors, and return the name of these."""
+    name = f"factors of {group.producer}"
+    for edit in group.edits:
+        made = FactorEdit(edit.axis, name, edit.index, edit.power, edit.offset)
+        # Outputs of norms are rotated by R1 before the gain, so factors follow the rotation of
+        # their readers. Values are divided in the projection, before R2 rotates them.
+        steps = edits.edits[edit.parameter]
+        steps.insert(len(steps) if group.kind == "norm" else 0, made)
+    return name
 
 
 def _fold_norm(

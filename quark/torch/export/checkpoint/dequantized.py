@@ -16,6 +16,7 @@ from quark.torch.export.checkpoint.reader import Loading, Reader, zero_offset
 from quark.torch.export.checkpoint.scale_checks import check_layer_scales
 from quark.torch.numerics.finite import check_finite
 from quark.torch.quantization.nn.experts import LinearExperts
+from quark.torch.quantization.nn.layer import LOW_RANK, PRESCALE
 from quark.torch.quantization.nn.packed import PackedLayer
 
 
@@ -138,9 +139,9 @@ class DequantizedReader:
     def _dequantize(
         self, owner: PackedLayer, path: str, attribute: str, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Return the weight or the bias of a packed layer, without a rotation of its inputs."""
+        """Return the weight or the bias of a packed layer, for its inputs as they are."""
         layer = copy.deepcopy(owner)  # on the meta device
-        beginnings = (f"{attribute}_", "input_rotation")
+        beginnings = (f"{attribute}_", "input_rotation", PRESCALE, *LOW_RANK)
         for part, empty in owner.state_dict().items():
             name = f"{path}.{part}"
             if part != attribute and not part.startswith(beginnings):
@@ -152,11 +153,10 @@ class DequantizedReader:
             elif part.endswith("_groups"):
                 put_tensor(layer, part, None)  # in order
         check_layer_scales(layer, path)
-        if layer.input_rotation is None or attribute != "weight":
-            value = layer.value(attribute, dtype)
-            assert value is not None
-            return value
-        return _without_rotation(layer, layer.input_rotation).to(dtype)
+        is_whole = layer.is_merged or attribute != "weight"
+        value = layer.value(attribute, dtype if is_whole else torch.float32)
+        assert value is not None
+        return value if is_whole else layer.merged_weight(value).to(dtype)
 
 
 def fill_model(model: nn.Module, reader: Reader, tied: Mapping[str, str]) -> nn.Module:
@@ -179,15 +179,6 @@ def fill_model(model: nn.Module, reader: Reader, tied: Mapping[str, str]) -> nn.
     compute_buffers(model, torch.device("cpu"))
     tie(model, tied, absent)
     return model.eval()
-
-
-def _without_rotation(layer: PackedLayer, rotation: torch.Tensor) -> torch.Tensor:
-    """Return the float32 weight W Rᵀ for inputs x, of a layer that computes (x R) Wᵀ."""
-    weight = layer.value("weight", torch.float32)
-    assert weight is not None
-    if not rotation.is_floating_point():
-        rotation = rotation.double() * len(rotation) ** -0.5
-    return layer.rotated_weight(weight, rotation.T)
 
 
 def _stack_name(attribute: str) -> tuple[str, str]:

@@ -14,12 +14,13 @@ from torch import nn
 from quark.torch.export.checkpoint.computed_buffers import check_buffers, compute_buffers
 from quark.torch.export.checkpoint.files import TensorHeader
 from quark.torch.export.checkpoint.header_checks import check_headers, tied_names
+from quark.torch.export.checkpoint.low_rank_config import declare_low_rank
 from quark.torch.export.checkpoint.placement import place_of, places_of, put_tensor, tie
 from quark.torch.export.checkpoint.rotation_config import declare_rotation, rotates_keys
 from quark.torch.export.checkpoint.scale_checks import check_scales
 from quark.torch.export.checkpoint.transformers_names import rename_for_model
 from quark.torch.export.formats.base import ExportFormat
-from quark.torch.quantization.config.algo import RotationConfig
+from quark.torch.quantization.config.algo import RotationConfig, SVDQuantConfig
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import assign
 from quark.torch.quantization.nn.attention import check_routes, key_projections, route_keys
@@ -83,6 +84,7 @@ def _prepare_layer(
     packed = fmt.prepare_for_load(module, layer)
     assert isinstance(packed, PackedLayer)
     declare_rotation(packed, name, fmt.config)
+    declare_low_rank(packed, name, fmt.config)
     return packed
 
 
@@ -259,11 +261,12 @@ def outline_of(
         for key, tensor in model.state_dict().items()
         if key.rpartition(".")[0] not in every_name
     }
-    rotates = any(isinstance(options, RotationConfig) for options in fmt.config.algo_config or [])
+    by_name = (RotationConfig, SVDQuantConfig)  # they name the layers that have more tensors
+    is_named = any(isinstance(options, by_name) for options in fmt.config.algo_config or [])
     made: dict[Hashable, dict[str, torch.Tensor]] = {}
     for name, layer in layers.items():
         module = modules[name]
-        kind = layer_kind(module, layer), name if rotates else ""  # rotations go by names
+        kind = layer_kind(module, layer), name if is_named else ""
         if kind not in made:
             made[kind] = _prepare_layer(_on_meta(module), name, layer, fmt).state_dict()
         outline |= {f"{name}.{key}": tensor for key, tensor in made[kind].items()}

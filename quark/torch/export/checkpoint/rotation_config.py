@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 
 import torch
@@ -13,7 +13,11 @@ from quark.torch.quantization.nn.packed import PackedLayer
 
 
 def with_rotations(
-    config: Config, rotations: Mapping[str, torch.Tensor], has_keys: bool = False
+    config: Config,
+    rotations: Mapping[str, torch.Tensor],
+    has_keys: bool = False,
+    prescaled: Collection[str] = (),
+    divided: Collection[str] = (),
 ) -> Config:
     """Return a configuration that names the layers with rotated inputs, as readers need it.
 
@@ -24,9 +28,12 @@ def with_rotations(
         config: Configuration of the model.
         rotations: The rotation of the input of each such layer.
         has_keys: Whether queries and keys are rotated (R3).
+        prescaled: Names of layers whose inputs are multiplied by factors before.
+        divided: Names of layers with a low-rank branch, which always have factors.
 
     Raises:
-        ValueError: The rotations differ in size or type, which a configuration cannot tell.
+        ValueError: The rotations differ in size or type, or some of these inputs alone are
+            multiplied by factors, which a configuration cannot tell.
     """
     algorithms = config.algo_config or []
     found = next((a for a in algorithms if isinstance(a, RotationConfig)), None)
@@ -43,7 +50,16 @@ def with_rotations(
     for size, is_float in kinds:
         written.rotation_size, written.trainable = size, is_float
         online = written.online_config or OnlineRotationConfig()
-        written.online_config = replace(online, online_rotation_layers=list(rotations))
+        plain = set(rotations) - set(divided)
+        scaled = plain & set(prescaled)
+        if len(scaled) not in (0, len(plain)):
+            raise ValueError(
+                f"The inputs of {len(scaled)} of {len(plain)} layers with rotated inputs are "
+                "multiplied by factors: a configuration has use_input_prescale for all of them."
+            )
+        written.online_config = replace(
+            online, online_rotation_layers=list(rotations), use_input_prescale=bool(scaled)
+        )
     return replace(config, algo_config=[written, *(a for a in algorithms if a is not found)])
 
 
@@ -58,6 +74,8 @@ def declare_rotation(layer: PackedLayer, name: str, config: Config) -> None:
         if isinstance(options, RotationConfig) and _is_rotated(name, options):
             kind = torch.float64 if options.trainable else torch.int8
             layer.declare_rotation(options.rotation_size, kind)
+            if options.online_config is not None and options.online_config.use_input_prescale:
+                layer.declare_prescale()
 
 
 def _is_rotated(name: str, options: RotationConfig) -> bool:

@@ -21,6 +21,7 @@ from quark.torch.export.checkpoint.graphs import (
     is_quantized_graph,
     layers_config,
 )
+from quark.torch.export.checkpoint.low_rank_config import with_low_rank
 from quark.torch.export.checkpoint.rotation_config import with_rotations
 from quark.torch.export.checkpoint.transformers_names import saved_names
 from quark.torch.export.checks import check_configured, check_float
@@ -105,7 +106,10 @@ def make_format(
             f"quantize without r3, or use custom_mode={able[0]!r}."
         )
     config = replace(config, version=__version__, kv_cache_post_rope=bool(routes))
-    config = without_order(names, with_rotations(config, rotations, has_keys))
+    prescaled = [n for n, m in layers.items() if m.input_prescale is not None]
+    ranks = {n: len(m.low_rank_down) for n, m in layers.items() if m.low_rank_down is not None}
+    config = with_low_rank(with_rotations(config, rotations, has_keys, prescaled, ranks), ranks)
+    config = without_order(names, config)
     fmt = get_format(mode, _naming_all(model, config), options)
     saved = dict(zip(saved_names(model, layers), layers.values(), strict=True))
     fmt.check_writable({**layers, **saved}, _left(model))

@@ -45,6 +45,10 @@ def common_problem(layer: QuantizedLayer, classes: tuple[type[nn.Module], ...]) 
         return f"it is a {layer.float_class.__name__}, not a {supported}"
     if layer.input_rotation is not None:
         return "its input is rotated"
+    if layer.low_rank_up is not None:
+        return "it has a low-rank branch"
+    if layer.input_prescale is not None:
+        return "its input is multiplied by factors"
     if layer.quant_config.weight is None:
         return "its weight is not quantized"
     if layer.quant_config.bias is not None:

@@ -5,7 +5,9 @@ Per layer: ``weight`` and ``bias`` hold packed codes or float values; ``weight_s
 per tensor, [channels] per channel, and a grid of blocks per group. Integer weights per group are
 stored transposed, so that one word holds neighbouring output channels. ``input_rotation`` is (n, n)
 int8 of +1 and -1: divided by the square root of n, it multiplies each n inputs before they are
-quantized.
+quantized. Before that, inputs are multiplied by ``input_prescale`` (inputs,). ``low_rank_down``
+(rank, inputs) and ``low_rank_up`` (outputs, rank) multiply inputs after both, before these are
+quantized; their product is added to the outputs.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from quark.torch.numerics.qdq import fake_quantize, quantize
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.config.type import QSchemeType
-from quark.torch.quantization.nn.layer import PARAMETERS, QuantizedLayer
+from quark.torch.quantization.nn.layer import LOW_RANK, PARAMETERS, PRESCALE, QuantizedLayer
 from quark.torch.quantization.nn.operators import operator
 from quark.torch.quantization.nn.packed import SHORT_NAMES
 from quark.torch.quantization.nn.quantizer import QuantizedTensor
@@ -92,6 +94,10 @@ class QuarkFormat(ExportFormat):
         tensors: dict[str, torch.Tensor] = {}
         if layer.input_rotation is not None:
             tensors["input_rotation"] = layer.input_rotation.clone()  # layers may share one
+        for name in (PRESCALE, *LOW_RANK):
+            added = getattr(layer, name)
+            if added is not None:
+                tensors[name] = added.detach()
         for name, short in SHORT_NAMES.items():
             state = layer.quantized_tensor(name)
             needs_value = state is None or name in scales or self.layout.stores_values

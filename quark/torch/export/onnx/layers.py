@@ -33,6 +33,9 @@ class OnnxLayer(nn.Module):
     weight: Any
     bias: Any
     rotation: torch.Tensor | None
+    prescale: torch.Tensor | None
+    low_rank_down: torch.Tensor | None
+    low_rank_up: torch.Tensor | None
 
     def __init__(
         self,
@@ -46,6 +49,9 @@ class OnnxLayer(nn.Module):
         self.quantizes_output = layer.quantizes_output
         self.output_width = layer.output_width if layer.is_linear else None
         self.register_buffer("rotation", _rotation_matrix(layer))
+        self.register_buffer("prescale", _values(layer.input_prescale))
+        self.register_buffer("low_rank_down", _values(layer.low_rank_down, is_transposed=True))
+        self.register_buffer("low_rank_up", _values(layer.low_rank_up, is_transposed=True))
         is_matrix = layer.float_class is nn.Linear
         self.is_linear = layer.is_linear
         self.dtype = layer.value_dtype
@@ -81,11 +87,13 @@ class OnnxLayer(nn.Module):
 
     def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Compute the outputs of the quantized layer."""
-        x = input
+        x = input if self.prescale is None else input * self.prescale
         if self.rotation is not None:
             # Rotations of n inputs act on each n neighbours: 1024 inputs, n = 128 -> (…, 8, 128).
             blocks = torch.unflatten(x.float(), -1, (-1, len(self.rotation)))
             x = (blocks @ self.rotation).flatten(-2).to(x.dtype)
+        down, up = self.low_rank_down, self.low_rank_up
+        branch = None if down is None or up is None else x @ down @ up
         if self.input is not None and x.is_floating_point():
             x = self.input(x)
         dtype = x.dtype if x.is_floating_point() else self.dtype
@@ -99,6 +107,7 @@ class OnnxLayer(nn.Module):
             y = y if bias is None else y + bias
         else:
             y = self._product(x, weight, bias, *args, **kwargs)
+        y = y if branch is None else y + branch
         return self.quantized_output(y) if self.quantizes_output else y
 
     def quantized_output(self, y: torch.Tensor) -> torch.Tensor:
@@ -122,6 +131,14 @@ def _is_storable(
         return False
     products = [None if s is None else weight.scale.float() * s.float() for s in input_scales]
     return all(p is not None and torch.equal(p, bias.scale.float()) for p in products)
+
+
+def _values(parameter: torch.Tensor | None, is_transposed: bool = False) -> torch.Tensor | None:
+    """Return the values of a parameter, or of its transpose, as a constant of the graph."""
+    if parameter is None:
+        return None
+    values = parameter.detach()
+    return values.T.contiguous() if is_transposed else values
 
 
 def _rotation_matrix(layer: QuantizedLayer) -> torch.Tensor | None:

@@ -2,55 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
-from quark.torch.quantization.config.name_lookup import unknown
+from quark.torch.quantization.config.algo_base import AlgoConfig as AlgoConfig
+from quark.torch.quantization.config.algo_base import PreQuantOptConfig as PreQuantOptConfig
+from quark.torch.quantization.config.algo_base import present_options as present_options
 from quark.torch.quantization.config.value_types import check_fields
-
-# Option of an earlier version -> its present name; None for an option without effect.
-_RENAMED: dict[str, str | None] = {
-    "num_attention_heads": None,
-    "num_key_value_heads": None,
-    "random": "random_r1",
-    "random2": "random_r2",
-    "online_had": "r4",
-    "kv_cache_quant": "r3",
-    "act_quant": None,
-}
-
-
-def present_options(data: dict[str, Any], cls: type, what: str) -> dict[str, Any]:
-    """Return options under their present names.
-
-    Args:
-        data: Options, some under names of earlier versions.
-        cls: Dataclass of the options.
-        what: What an option is called in the message.
-
-    Raises:
-        ValueError: An option is unknown.
-    """
-    known = sorted(f.name for f in fields(cls))
-    options: dict[str, Any] = {}
-    for key, value in data.items():
-        name = key if key in known else _RENAMED.get(key, key)
-        if name is None:
-            continue
-        if name not in known:
-            raise ValueError(unknown(key, known, what))
-        options[name] = value
-    return options
-
-
-class AlgoConfig:
-    """Base class of the options of an algorithm. ``name`` names the algorithm in files."""
-
-    name: str
-
-
-class PreQuantOptConfig(AlgoConfig):
-    """Base class of the options of an algorithm that transforms weights before rounding."""
 
 
 @dataclass
@@ -77,8 +35,11 @@ class OnlineRotationConfig:
 
     Attributes:
         shared_parallel: No effect: parallel layers share a rotation in any case.
-        online_rotation_layers: Full names of quantized layers whose inputs are rotated.
-        use_input_prescale: Not supported; must be False.
+        online_rotation_layers: Full names, or patterns of names (as in ``fnmatch``), of quantized
+            layers whose inputs are rotated. ``*`` stands for any characters, alone for all linear
+            layers.
+        use_input_prescale: Whether these inputs are multiplied by factors before, which move
+            outliers into weights.
     """
 
     shared_parallel: bool = True
@@ -109,8 +70,9 @@ class RotationConfig(PreQuantOptConfig):
         online_r1_rotation: Whether to apply ``r1`` in the forward pass instead of in weights.
         online_config: Options of rotations in the forward pass.
         trainable: Whether to train the rotations on calibration data, as SpinQuant does.
-        train_smooth: Not supported; must be None.
-        smooth_positions: Not supported; must be None.
+        train_smooth: Whether to train factors between layers together with the rotations.
+        smooth_positions: Endings of the names of the modules whose outputs the factors divide, such
+            as ``v_proj``. None: all whose outputs can be rescaled.
     """
 
     scaling_layers: dict[str, list[dict[str, Any]]] | list[Any] = field(default_factory=dict)
@@ -333,7 +295,26 @@ class AutoRoundConfig(RoundingConfig):
 
 @dataclass
 class SVDQuantConfig(AlgoConfig):
-    """Options of SVDQuant (Li et al. 2025). They can be read; the algorithm is not available."""
+    """Options of SVDQuant (Li et al. 2024): a low-rank branch in float beside rounded weights.
+
+    Attributes:
+        svd_rank: Rank of the branch.
+        smooth_alpha: Strength of smoothing between 0 and 1, without a search.
+        search_alpha: Whether to search the strength for each tensor that layers read.
+        alpha_candidates: Strengths of the search beside no smoothing. None: 0.1, 0.3, ... 0.9.
+        alpha_search_max_samples: Size of the sample that judges the search, in units of 128 tokens.
+        exclude_patterns: Full names of layers that get no branch; ``*`` stands for any characters.
+        min_layer_size: Smallest number of inputs and of outputs of layers that get a branch.
+        use_gptq: Whether GPTQ follows, with the next options, and rounds what is left.
+        gptq_n_bits: Not supported; must be the default. The scheme chooses the format.
+        gptq_symmetric: Not supported; must be the default. The scheme chooses the format.
+        gptq_group_size: Not supported; must be the default. The scheme chooses the format.
+        gptq_blocksize: ``block_size`` of GPTQ.
+        gptq_percdamp: ``damp_percent`` of GPTQ.
+        gptq_actorder: ``desc_act`` of GPTQ.
+        low_rank_layers: Full names of the layers that get a branch. None: all that the other
+            options select.
+    """
 
     name: str = "svdquant"
     svd_rank: int = 32
@@ -350,6 +331,18 @@ class SVDQuantConfig(AlgoConfig):
     gptq_blocksize: int = 128
     gptq_percdamp: float = 0.01
     gptq_actorder: bool = False
+    low_rank_layers: list[str] | None = None
+
+    def steps(self) -> list[AlgoConfig]:
+        """Return these options, and those of GPTQ if it follows."""
+        if not self.use_gptq:
+            return [self]
+        gptq = GPTQConfig(
+            block_size=self.gptq_blocksize,
+            damp_percent=self.gptq_percdamp,
+            desc_act=self.gptq_actorder,
+        )
+        return [self, gptq]
 
 
 ALGO_CONFIGS: dict[str, type[AlgoConfig]] = {

@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 _DISCOVERED = "the structure of the model is discovered, so this name is not used"
 _KERNEL = "it belongs to a kernel of another implementation, and results do not depend on it"
+_RESIDUAL = "{} is not supported: the scheme chooses the format. Leave it out."
 _DAMPING = "{}: the damping is fixed. Leave it out."
 
 # Class -> option -> why it has no effect. Results are the same with any value.
@@ -48,6 +49,9 @@ REFUSED: dict[str, dict[str, str]] = {
         "optimized_rotation_path": "{}: rotations are not read from files. Leave it out, or set "
         "trainable=True to train them.",
     },
+    "SVDQuantConfig": dict.fromkeys(
+        ("gptq_n_bits", "gptq_symmetric", "gptq_group_size"), _RESIDUAL
+    ),
     "QronosConfig": {"alpha": _DAMPING, "beta": _DAMPING},
 }
 

@@ -124,6 +124,7 @@ _NOT_WRITTEN = {
     "kv_cache_group",
     "log_severity_level",
     "min_kv_scale",
+    "moe_calibrate_all_experts",
     "pass_options",
     "pre_quant_opt_config",
     "quant_flow",
@@ -185,6 +186,8 @@ class Config:
         quant_flow: Must be ``standard`` to quantize a model.
         gpu_resident_blocks: No effect: the whole model is held in memory.
         sync_moe_expert_input_amax: Whether the experts of a layer share the scale of their inputs.
+        moe_calibrate_all_experts: Whether calibration observes the inputs of each expert for all
+            tokens, instead of those that the router sends to it.
         keep_prequantized_layers: No effect: layers that stay in float are dequantized.
         export: Options of the export that wrote the checkpoint.
         float_parts: Kinds of parts that stay in float, found by the structure of the model when
@@ -217,6 +220,7 @@ class Config:
     gpu_resident_blocks: int = 0
     sync_moe_expert_input_amax: bool = False
     keep_prequantized_layers: bool = True
+    moe_calibrate_all_experts: bool = False
     export: JsonExporterConfig | None = None
     float_parts: list[str] = field(default_factory=list)
     pass_options: PassOptions | None = None

@@ -19,6 +19,7 @@ from quark.torch.pipeline.processes import joined
 from quark.torch.quantization.algorithms import (
     apply_algorithms,
     check_algorithms,
+    check_for_graphs,
     find_algorithms,
 )
 from quark.torch.quantization.calibration import calibrate
@@ -198,6 +199,7 @@ def _check(
     """
     config = graph_config(config, model)
     algorithms = find_algorithms(config)
+    check_for_graphs(algorithms)
     layers = configure_layers(model, config)
     nodes = configure_nodes(model, config, layers)
     if config.shift_limits is not None:
@@ -250,7 +252,7 @@ def _discover(model: fx.GraphModule, plan: Plan, inputs: Sequence[Any]) -> Struc
         return None
     args, kwargs = tree_unflatten(list(inputs), model._in_spec)
     first = next(flatten_batches(plan.batches), None)
-    proves = {need for algorithm, _ in plan.algorithms for need in algorithm.proves}
+    proves = {need for a, options in plan.algorithms for need in a.proves(options)}
 
     def run() -> None:
         if first is None:

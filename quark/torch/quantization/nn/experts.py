@@ -60,7 +60,9 @@ class LinearExperts(nn.Module):
     Attributes:
         stacks: Layout of each stacked parameter, by its name.
         float_class: Class with the stacked parameters.
-        token_counts: Tokens of each calibration batch sent to each expert; see ``count_tokens``.
+        token_counts: Tokens of each calibration batch sent to each expert; see ``expert_tokens``.
+        observes_all: Whether each expert runs on all tokens of calibration data where its inputs
+            are observed. The outputs of the layer are those of the experts that the router chose.
     """
 
     stacks: dict[str, Stack]
@@ -71,6 +73,7 @@ class LinearExperts(nn.Module):
     act_fn: Any
     post_expert_norm: Any
     token_counts: dict[int, list[int]]
+    observes_all = False
     _calls: list[list[int]] | None = None
 
     def forward(
@@ -97,7 +100,11 @@ class LinearExperts(nn.Module):
         sent = torch.ones_like(order, dtype=torch.bool) if mask is None else mask[order // width]
         masks = torch.split(sent, counts)
         if self._calls is not None:
-            self._calls.append([int(kept.sum()) for kept in masks][: self.num_experts])
+            received = [int(kept.sum()) for kept in masks][: self.num_experts]
+            if self.observes_all:
+                received = [len(hidden_states) if mask is None else int(mask.sum())] * len(received)
+                self._observe_others(hidden_states, top_k_index, mask)
+            self._calls.append(received)
         results = []
         for expert, (x, kept) in enumerate(zip(rows, masks, strict=True)):
             with padding(None if mask is None else kept):
@@ -107,6 +114,25 @@ class LinearExperts(nn.Module):
         placed = torch.empty_like(outputs)
         placed[order] = outputs
         return self._weighted_sum(placed, top_k_weights, hidden_states.dtype)
+
+    @torch.no_grad()
+    def _observe_others(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, mask: torch.Tensor | None
+    ) -> None:
+        """Run each observed expert on the tokens that the router sends to others.
+
+        Nothing reads the outputs, so those of the layer keep their bits.
+        """
+        for expert in range(self.num_experts):
+            others = (top_k_index != expert).all(-1)
+            if bool(others.any()) and self._is_observed(expert):
+                with padding(None if mask is None else mask[others]):
+                    self._expert(expert, hidden_states[others])
+
+    def _is_observed(self, expert: int) -> bool:
+        """Whether a hook or a quantizer observes the inputs of a layer of an expert."""
+        modules = self.get_submodule(str(expert)).modules()
+        return any(m._forward_pre_hooks or getattr(m, "is_observing", False) for m in modules)
 
     def _weighted_sum(
         self, outputs: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype
@@ -190,35 +216,6 @@ class LinearExperts(nn.Module):
     def extra_repr(self) -> str:
         """Return the number of experts."""
         return f"{self.num_experts} experts"
-
-
-@contextmanager
-def count_tokens(module: nn.Module, batch: int) -> Iterator[None]:
-    """Count the tokens of a batch that are sent to each expert in a module.
-
-    A batch that runs again replaces its earlier counts, if it reaches the experts.
-    """
-    layers = [m for m in module.modules() if isinstance(m, LinearExperts)]
-    for experts in layers:
-        experts._calls = []
-    try:
-        yield
-    finally:
-        for experts in layers:
-            if experts._calls:
-                experts.token_counts[batch] = [sum(n) for n in zip(*experts._calls, strict=True)]
-            del experts._calls
-
-
-@contextmanager
-def unchanged_token_counts(model: nn.Module) -> Iterator[None]:
-    """Restore the counts of calibration after other data has run."""
-    counts = [(m, dict(m.token_counts)) for m in model.modules() if isinstance(m, LinearExperts)]
-    try:
-        yield
-    finally:
-        for experts, before in counts:
-            experts.token_counts = before
 
 
 # Name of a layer of experts -> the layer and its stacked parameters.

@@ -11,7 +11,9 @@ from quark.torch.graph.parameter_writes import write_
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.nn.layer import (
+    LOW_RANK,
     PARAMETERS,
+    PRESCALE,
     QuantizedLayer,
     activation_shape,
     change_class,
@@ -44,6 +46,8 @@ class FakeQuantizedLayer(QuantizedLayer):
         module.quant_config = config
         module.frozen = False
         module.register_buffer("input_rotation", None)
+        for name in (PRESCALE, *LOW_RANK):
+            module.register_parameter(name, None)
         for name, attribute in QUANTIZERS.items():
             spec = getattr(config, name)
             if spec is None or (name == "bias" and getattr(module, "bias", None) is None):
@@ -78,13 +82,62 @@ class FakeQuantizedLayer(QuantizedLayer):
 
     def to_float(self) -> nn.Module:
         """Restore the module that ``from_float`` replaced, in place, and return it."""
-        if self.input_rotation is not None:
-            self._rotate_weight_(self.input_rotation.T.contiguous())
+        if not self.is_merged:
+            with torch.no_grad():
+                write_(self.weight, self.merged_weight(self.weight.double()))
         change_class(self, self.float_class)
         for attribute in QUANTIZERS.values():
             delattr(self, attribute)
         del self.quant_config, self.frozen, self.input_rotation
+        del self.input_prescale, self.low_rank_down, self.low_rank_up
         return self
+
+    def add_prescale(self) -> None:
+        """Add factors of the inputs, ones for now, if there are none."""
+        if self.input_prescale is None:
+            self._add_parameter(PRESCALE, torch.ones(self.input_width))
+
+    @torch.no_grad()
+    def prescale_input(self, factors: torch.Tensor) -> None:
+        """Multiply every later input by factors, and divide the weight once by them.
+
+        Args:
+            factors: (inputs,), positive.
+
+        Raises:
+            ValueError: The layer is not linear, or its inputs are multiplied or rotated already.
+        """
+        if not self.is_linear or not self.is_merged:
+            raise ValueError(
+                f"The input of a {type(self).__name__} cannot be multiplied by factors: only those "
+                "of linear layers can, once, before they are rotated."
+            )
+        self.add_prescale()
+        assert self.input_prescale is not None
+        write_(self.input_prescale, factors)
+        write_(self.weight, self.prepared_weight(self.weight.double()))
+
+    def add_low_rank(self, rank: int) -> None:
+        """Add a low-rank branch that adds zero for now.
+
+        Args:
+            rank: Its rank.
+
+        Raises:
+            ValueError: The layer is not linear, or has a branch already.
+        """
+        if not self.is_linear or self.low_rank_up is not None:
+            raise ValueError(
+                f"A {type(self).__name__} gets no low-rank branch: only linear layers do, once."
+            )
+        down, up = LOW_RANK
+        self._add_parameter(down, torch.zeros(rank, self.input_width))
+        self._add_parameter(up, torch.zeros(self.output_width, rank))
+
+    def _add_parameter(self, name: str, values: torch.Tensor) -> None:
+        """Add a parameter in the type of the weight, which trains if the weight does."""
+        weight = self.weight
+        self.register_parameter(name, nn.Parameter(values.to(weight), weight.requires_grad))
 
     def rotate_input(self, rotation: torch.Tensor) -> None:
         """Rotate every later input, and the weight once, so that the product stays the same.

@@ -22,6 +22,8 @@ from quark.torch.quantization.nn.convolution import (
 from quark.torch.quantization.nn.quantizer import QuantizedTensor
 
 PARAMETERS = ("weight", "bias")
+# Parameters of a layer in float beside these, or None; see ``QuantizedLayer``.
+PRESCALE, LOW_RANK = "input_prescale", ("low_rank_down", "low_rank_up")
 
 # Tensor of the configuration -> attributes in which operators hold the number of its channels.
 _CHANNELS = {
@@ -43,6 +45,11 @@ class QuantizedLayer(nn.Module):
         frozen: Whether weight and bias are quantized values or codes already.
         input_rotation: Rotation of the input before it is quantized, which the weight undoes:
             (n, n) int8 ±1 or an orthogonal matrix, for each n inputs; or None.
+        input_prescale: Factors of the inputs before they are rotated, which the weight undoes:
+            (inputs,); or None.
+        low_rank_down: First matrix of a branch beside the weight that reads the inputs before they
+            are quantized: (rank, inputs); or None.
+        low_rank_up: Its second matrix, (outputs, rank); or None.
         quantizes_output: Whether the layer quantizes its output. If not, attention does so later.
     """
 
@@ -50,6 +57,9 @@ class QuantizedLayer(nn.Module):
     quant_config: QuantizationConfig
     frozen: bool
     input_rotation: torch.Tensor | None
+    input_prescale: nn.Parameter | None
+    low_rank_down: nn.Parameter | None
+    low_rank_up: nn.Parameter | None
     quantizes_output = True
     weight: Any
     bias: Any
@@ -171,17 +181,75 @@ class QuantizedLayer(nn.Module):
 
     def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Quantize the input, apply the operator to quantized parameters, quantize the output."""
-        x = self.quantized_input(input)
+        prepared = self.prepared_input(input)
+        x = self._quantize_prepared(prepared)
         weight, bias = self.operands(x)
         assert weight is not None
-        y = self.product(x, weight, bias, *args, **kwargs)
+        y = self.add_branch(self.product(x, weight, bias, *args, **kwargs), prepared)
         return self.quantized_output(y) if self.quantizes_output else y
 
+    def prepared_input(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply an input by the factors of the layer, and rotate it."""
+        if self.input_prescale is not None:
+            x = x * self.input_prescale.to(x.dtype)
+        return x if self.input_rotation is None else rotate(x, self.input_rotation)
+
     def quantized_input(self, x: torch.Tensor) -> torch.Tensor:
-        """Rotate and fake-quantize an input."""
-        if self.input_rotation is not None:
-            x = rotate(x, self.input_rotation)
+        """Prepare and fake-quantize an input."""
+        return self._quantize_prepared(self.prepared_input(x))
+
+    def _quantize_prepared(self, x: torch.Tensor) -> torch.Tensor:
         return self.quantize_activation("input_tensors", x) if x.is_floating_point() else x
+
+    def add_branch(self, y: torch.Tensor, prepared: torch.Tensor) -> torch.Tensor:
+        """Add the product of prepared inputs and the low-rank branch to outputs, if there is one.
+
+        Args:
+            y: Outputs, (..., outputs).
+            prepared: Inputs from ``prepared_input``, (..., inputs).
+        """
+        down, up = self.low_rank_down, self.low_rank_up
+        if down is None or up is None:
+            return y
+        return y + (prepared @ down.to(prepared.dtype).T @ up.to(prepared.dtype).T).to(y.dtype)
+
+    def prepared_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return a weight of a linear layer for prepared inputs, given that for its inputs."""
+        if self.input_prescale is not None:
+            factors = self.input_prescale.to(weight)
+            weight = weight / (factors if self.input_axis else factors.unsqueeze(1))
+        rotation = self.input_rotation
+        return weight if rotation is None else self.rotated_weight(weight, rotation)
+
+    def weight_with_branch(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return a weight of the layer with the low-rank branch added, if there is one."""
+        down, up = self.low_rank_down, self.low_rank_up
+        if down is None or up is None:
+            return weight
+        product = up.to(weight) @ down.to(weight)
+        return weight + (product if self.input_axis else product.T)
+
+    def merged_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return one weight for the inputs of a linear layer, without factors, rotation and branch.
+
+        Args:
+            weight: Weight for prepared inputs, beside the branch.
+        """
+        weight, rotation = self.weight_with_branch(weight), self.input_rotation
+        if rotation is not None:
+            if not rotation.is_floating_point():
+                rotation = rotation.double() * len(rotation) ** -0.5
+            weight = self.rotated_weight(weight, rotation.T)
+        if self.input_prescale is not None:
+            factors = self.input_prescale.to(weight)
+            weight = weight * (factors if self.input_axis else factors.unsqueeze(1))
+        return weight
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether the weight alone takes the inputs of the layer as they are."""
+        added = (self.input_rotation, self.input_prescale, self.low_rank_up)
+        return all(tensor is None for tensor in added)
 
     def quantized_output(self, y: torch.Tensor) -> torch.Tensor:
         """Fake-quantize an output."""

@@ -17,7 +17,13 @@ from quark.torch.numerics.custom_operators import (
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.config.spec import QuantizationSpec
-from quark.torch.quantization.nn.layer import PARAMETERS, QuantizedLayer, change_class
+from quark.torch.quantization.nn.layer import (
+    LOW_RANK,
+    PARAMETERS,
+    PRESCALE,
+    QuantizedLayer,
+    change_class,
+)
 from quark.torch.quantization.nn.packed_parameter import PackedParameter, is_exporting
 from quark.torch.quantization.nn.quantizer import PARTS, QuantizedTensor
 from quark.torch.quantization.nn.stored_tensor import (
@@ -114,6 +120,8 @@ class PackedLayer(QuantizedLayer):
         parameters = {name: getattr(module, name, None) for name in PARAMETERS}
         module.shapes = {n: tuple(p.shape) for n, p in parameters.items() if p is not None}
         module.register_buffer("input_rotation", None)
+        for name in (PRESCALE, *LOW_RANK):
+            module.register_parameter(name, None)
         for name in SHORT_NAMES:
             module._declare(name, weight.device)
         return module
@@ -147,6 +155,20 @@ class PackedLayer(QuantizedLayer):
         """Add an empty rotation of ``size`` inputs, by default all, for a stored one."""
         size = size or self.input_width
         self.input_rotation = torch.empty(size, size, dtype=dtype, device=self.weight.device)
+
+    def declare_prescale(self) -> None:
+        """Add empty factors of the inputs, for stored ones."""
+        self._declare_float(PRESCALE, self.input_width)
+
+    def declare_low_rank(self, rank: int) -> None:
+        """Add an empty low-rank branch, for a stored one."""
+        down, up = LOW_RANK
+        self._declare_float(down, rank, self.input_width)
+        self._declare_float(up, self.output_width, rank)
+
+    def _declare_float(self, name: str, *shape: int) -> None:
+        empty = torch.empty(shape, dtype=self.value_dtype, device=self.weight.device)
+        self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
 
     def _declare(self, name: str, device: torch.device) -> None:
         short, spec = SHORT_NAMES[name], getattr(self.quant_config, name)

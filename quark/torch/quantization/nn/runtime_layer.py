@@ -115,9 +115,10 @@ class RuntimeLayer(PackedLayer):
         needs_gradient = input.requires_grad and torch.is_grad_enabled()
         if product is None or needs_gradient or not input.is_floating_point():
             return super().forward(input, *args, **kwargs)
-        y = product.multiply(self.quantized_input(input))
+        prepared = self.prepared_input(input)
+        y = product.multiply(self._quantize_prepared(prepared))
         bias = self.value("bias", y.dtype)
-        y = y if bias is None else y + bias
+        y = self.add_branch(y if bias is None else y + bias, prepared)
         return self.quantized_output(y) if self.quantizes_output else y
 
     def quantize_activation(self, name: str, x: torch.Tensor) -> torch.Tensor:

@@ -176,14 +176,11 @@ def test_half_precision_is_rounded_once():
     ("options", "said"),
     [
         (RotationConfig(r1=False), "no rotation is selected"),
-        (RotationConfig(train_smooth=True), "train_smooth is not supported"),
-        (
-            RotationConfig(online_config=OnlineRotationConfig(use_input_prescale=True)),
-            "use_input_prescale is not supported",
-        ),
+        (RotationConfig(train_smooth=True), "train_smooth=True .* set trainable=True"),
+        (RotationConfig(smooth_positions=["v_proj"]), "smooth_positions needs train_smooth=True"),
         (RotationConfig(rotation_size=24 + 1), "order 25 is known here"),
     ],
-    ids=["nothing", "smooth", "prescale", "size"],
+    ids=["nothing", "smooth", "positions", "size"],
 )
 def test_options_that_are_refused(options, said):
     with pytest.raises(ValueError, match=said):

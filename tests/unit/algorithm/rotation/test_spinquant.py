@@ -16,7 +16,7 @@ from quark.torch.numerics.hadamard import hadamard, random_hadamard
 from quark.torch.quantization.calibration import calibrate_parameters
 from quark.torch.quantization.config.config import RotationConfig
 from tests.models.architectures import InDouble, build, small_config, tokens
-from tests.unit.algorithm.contexts import context_of, logits_of
+from tests.unit.algorithm.contexts import context_of, logits_of, outliers
 
 
 def random_rotation(n, seed=0):
@@ -217,3 +217,68 @@ def test_padding_does_not_count():
         plain = rotated.mean_loss([ids], wide)
         masked = rotated.mean_loss([{"input_ids": padded, "attention_mask": mask}], wide)
     assert masked == pytest.approx(plain, rel=1e-3)
+
+
+# ---- learned factors ----------------------------------------------------------------------------
+
+SMOOTH = {"r1": True, "r2": True, "trainable": True, "train_smooth": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "positions", "count"),
+    [
+        ("llama", None, 9),  # two norms, values and the mlp of both blocks, and the last norm
+        ("llama", ["v_proj", "up_proj"], 4),
+        ("opt", None, 8),  # layer norms with biases, values and the mlp of both blocks
+    ],
+)
+def test_factors_change_nothing_in_float(name, positions, count, monkeypatch):
+    """Any factors, between layers whose weights are rotated too."""
+    context = context_of(build(small_config(name)))
+    learned = []
+
+    def invent(context, edits, rotations, preserves_ones):
+        generator = torch.Generator().manual_seed(5)
+        learned.extend(n for n, r in rotations.items() if r.dim() == 1)
+        return {
+            n: torch.randn(len(r), generator=generator, dtype=torch.float64) / 2
+            if r.dim() == 1
+            else spinquant._orthogonal(r)
+            for n, r in rotations.items()
+        }
+
+    monkeypatch.setattr(spinquant, "learn_rotations", invent)
+    with InDouble():
+        expected = logits_of(context.model)
+        apply(context, RotationConfig(**SMOOTH, smooth_positions=positions))
+        found = logits_of(context.model)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9 * float(expected.abs().max()))
+    assert len(learned) == count
+
+
+@torch.no_grad()
+def test_factors_are_learned(monkeypatch):
+    """Without R1, rotations of values leave the outliers behind norms; factors do not."""
+    monkeypatch.setattr(spinquant, "STEPS", 10)
+    monkeypatch.setattr(spinquant, "FACTOR_RATE", 1.0)  # as far as in more steps
+    expected = outliers()(tokens()).logits.log_softmax(-1)
+    losses = []
+    for train_smooth in (False, True):
+        context = context_of(outliers(), "mxfp4")
+        apply(context, RotationConfig(**{**SMOOTH, "r1": False, "train_smooth": train_smooth}))
+        calibrate_parameters(context.model)
+        for layer in context.layers.values():
+            for quantizer in layer.quantizers().values():
+                quantizer.enabled = True
+        predictions = context.model(tokens()).logits.log_softmax(-1)
+        losses.append(F.kl_div(predictions, expected, reduction="sum", log_target=True))
+    assert losses[1] < 0.9 * losses[0]
+
+
+def test_positions_that_do_not_exist():
+    context = context_of(build(small_config("llama")))
+    options = RotationConfig(**SMOOTH, smooth_positions=["v_proj", "q_proj"])
+    with pytest.raises(
+        ValueError, match=r"has 'q_proj', whose outputs cannot be rescaled .*v_proj"
+    ):
+        apply(context, options)

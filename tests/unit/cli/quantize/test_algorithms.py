@@ -74,7 +74,7 @@ def test_files_of_options(flags, request_of):
     ("flags", "said"),
     [
         (["--quant_scheme", "fp8", "--quant_algo", "smothquant"], "Did you mean 'smoothquant'?"),
-        (["--quant_scheme", "fp8", "--quant_algo", "awq,svdquant"], "'svdquant' is not available"),
+        (["--quant_scheme", "fp8", "--quant_algo", "svdquant,awq"], "awq follows svdquant"),
         (
             ["--quant_scheme", "int4_wo_32", "--quant_algo", "smoothquant"],
             "smooth applies to none of",

@@ -10,6 +10,7 @@ from quark.torch.quantization.config.algo import (
     QronosConfig,
     QuaRotConfig,
     RotationConfig,
+    SVDQuantConfig,
 )
 from quark.torch.quantization.config.compatibility import (
     IGNORED,
@@ -47,6 +48,14 @@ CHANGED = {  # option -> configuration that sets it
         INT8, algo_config=[QuaRotConfig(optimized_rotation_path="R.bin")]
     ),
     "alpha": Config(INT8, algo_config=[QronosConfig(alpha=0.1)]),
+    **{
+        name: Config(INT8, algo_config=[SVDQuantConfig(**{name: value})])
+        for name, value in {
+            "gptq_n_bits": 8,
+            "gptq_symmetric": False,
+            "gptq_group_size": 32,
+        }.items()
+    },
     "beta": Config(INT8, algo_config=[QronosConfig(beta=1.0)]),
 }
 

@@ -360,6 +360,7 @@ CACHES = {
     "int8_per_tensor_dynamic": ("int8", "per_tensor", True, True),
     "int8_per_token": ("int8", "per_channel", True, True),
     "uint4": ("uint4", "per_channel", False, True),
+    "uint4_per_group": ("uint4", "per_group", False, True),
     "mxfp8": dynamic(MXFP8),
     "mxfp6_e2m3": dynamic(MXFP6_E2M3),
     "mxfp6_e3m2": dynamic(MXFP6_E3M2),

@@ -99,6 +99,7 @@ def full_config():
         quant_flow=QuantFlow.per_block,
         gpu_resident_blocks=2,
         sync_moe_expert_input_amax=True,
+        moe_calibrate_all_experts=True,
         keep_prequantized_layers=False,
         export=JsonExporterConfig([["*q_proj"]], ["*k_proj"], 0.5, "fake_quantized", "order"),
         float_parts=["tower"],

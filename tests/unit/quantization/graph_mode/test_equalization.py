@@ -8,7 +8,10 @@ from quark.torch import ModelQuantizer
 from quark.torch.quantization.config.config import (
     BiasCorrectionConfig,
     CLEConfig,
+    OnlineRotationConfig,
     QuantizationConfig,
+    RotationConfig,
+    SVDQuantConfig,
     Uint8PerTensorSpec,
 )
 from quark.torch.quantization.graph_mode.edges import CappedQuantizer
@@ -104,3 +107,19 @@ def test_the_range_behind_caps_grows_in_training(net):
     graph.train()
     graph(8 * x)
     assert float(quantizer.scale) > before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        SVDQuantConfig(svd_rank=2, min_layer_size=0),
+        RotationConfig(r1=False, r4=True),
+        RotationConfig(r1=False, online_config=OnlineRotationConfig(online_rotation_layers=["*"])),
+    ],
+    ids=["branches", "R4", "online"],
+)
+def test_what_changes_inputs_inside_of_layers_is_refused(options):
+    net, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).eval(), torch.ones(4, 8)
+    config = graph_config(QuantizationConfig(weight=INT8), algo_config=[options])
+    with pytest.raises(ValueError, match=f"{options.name} does not work on graphs"):
+        ModelQuantizer(config).quantize_model(export(net, x), [x])

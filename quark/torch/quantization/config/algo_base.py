@@ -1,0 +1,56 @@
+"""The base classes of the options of algorithms, and their names in earlier versions."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from quark.torch.quantization.config.name_lookup import unknown
+
+# Option of an earlier version -> its present name; None for an option without effect.
+_RENAMED: dict[str, str | None] = {
+    "num_attention_heads": None,
+    "num_key_value_heads": None,
+    "random": "random_r1",
+    "random2": "random_r2",
+    "online_had": "r4",
+    "kv_cache_quant": "r3",
+    "act_quant": None,
+}
+
+
+def present_options(data: dict[str, Any], cls: type, what: str) -> dict[str, Any]:
+    """Return options under their present names.
+
+    Args:
+        data: Options, some under names of earlier versions.
+        cls: Dataclass of the options.
+        what: What an option is called in the message.
+
+    Raises:
+        ValueError: An option is unknown.
+    """
+    known = sorted(f.name for f in fields(cls))
+    options: dict[str, Any] = {}
+    for key, value in data.items():
+        name = key if key in known else _RENAMED.get(key, key)
+        if name is None:
+            continue
+        if name not in known:
+            raise ValueError(unknown(key, known, what))
+        options[name] = value
+    return options
+
+
+class AlgoConfig:
+    """Base class of the options of an algorithm. ``name`` names the algorithm in files."""
+
+    name: str
+
+    def steps(self) -> list[AlgoConfig]:
+        """Return the options of the algorithms to apply in turn: this one, for most options."""
+        return [self]
+
+
+class PreQuantOptConfig(AlgoConfig):
+    """Base class of the options of an algorithm that transforms weights before rounding."""
