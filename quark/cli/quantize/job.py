@@ -25,7 +25,7 @@ from quark.cli.quantize.file_job import (
 )
 from quark.cli.quantize.graph_job import run_graph
 from quark.cli.quantize.outline import predicts_text, read_outline
-from quark.cli.quantize.output import check_writable, write
+from quark.cli.quantize.output import check_writable, why_not_kept, write
 from quark.cli.quantize.plan import RunPlan, check_plan, make_plan
 from quark.cli.quantize.progress import is_finished, note_output, open_journal
 from quark.cli.quantize.request import Request, check_flags, check_places
@@ -98,6 +98,8 @@ def _quantize(request: Request, described: dict[str, Any]) -> None:
     outline = read_outline(request.model_dir, request.trust_remote_code) if is_known else None
     request = _without_perplexity(request, outline)
     config = fit_recipe(request, config, outline)
+    if why_not_kept(request):
+        config = replace(config, keep_prequantized_layers=False)
     if goes_through_files(request, described, config):
         _quantize_files(request, described, config, outline, source, length)
         return

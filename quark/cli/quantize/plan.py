@@ -113,8 +113,9 @@ def make_plan(
     import torch
 
     from quark.torch.export.checkpoint.float_source import fill_with_placeholders
+    from quark.torch.export.checkpoint.prequantized import find_kept, saved_bytes
     from quark.torch.export.recognition import exceeds_memory
-    from quark.torch.pipeline.machine import probe, taken_memory
+    from quark.torch.pipeline.machine import taken_memory
     from quark.torch.pipeline.memory_limit import free_memory
     from quark.torch.pipeline.requirements import least_bound, require
     from quark.torch.quantization.model_shape import list_kinds, selected
@@ -122,9 +123,12 @@ def make_plan(
     model, files, tokenizer = _open_source(request)
     size = sum(entry.nbytes for entry in files.entries.values())
     fill_with_placeholders(model)
-    with selected(model, config):
+    with selected(model, config) as (_, layers):
         run = _describe_run(request, config, model, device, length, is_calibrated)
-        kinds = list_kinds(model, config)
+        kept = find_kept(model, files, layers) if config.keep_prequantized_layers else {}
+        kinds = list_kinds(model, config, {n: x.quant_config for n, x in kept.items()})
+        saved = saved_bytes(model, kept) if request.export_weight_format != "fake_quantized" else 0
+        run = run._replace(output=run.output - len(request.exports) * saved)
     converted = _converted_bytes(model, files)
     run = run._replace(
         model=run.model._replace(converted=converted, stored=_stored_bytes(request)),
@@ -136,19 +140,25 @@ def make_plan(
     if bound is None and exceeds_memory(size, device):
         bound = taken + free
     needs, least = require(run, taken, bound), least_bound(run, taken)
-    machine = probe(
+    problems = [
+        *_find_memory_problems(request, run, needs, least, taken + free),
+        *_find_device_problems(needs, device),
+        *_find_disk_problems(request, needs),
+    ]
+    return RunPlan(needs, least, _probe_machine(request, model, device), kinds, problems)
+
+
+def _probe_machine(request: Request, model: nn.Module, device: str) -> Machine:
+    """Return the speed of this machine, of disks and of products in the type of the model."""
+    from quark.torch.pipeline.machine import probe
+
+    return probe(
         _source_files(request),
         _existing(request.output_dir),
         next(model.parameters()).dtype,
         device,
         PROBE if request.plan else GLANCE,
     )
-    problems = [
-        *_find_memory_problems(request, run, needs, least, taken + free),
-        *_find_device_problems(needs, device),
-        *_find_disk_problems(request, needs),
-    ]
-    return RunPlan(needs, least, machine, kinds, problems)
 
 
 def _open_source(request: Request) -> tuple[nn.Module, Reader, int]:

@@ -44,6 +44,22 @@ class Source(Protocol):
         ...
 
 
+class StoredLayers(Protocol):
+    """Layers of a model that are in the source as codes, by their names."""
+
+    def fill(self, model: nn.Module, name: str, device: torch.device) -> None:
+        """Read codes and scales of a layer."""
+        ...
+
+    def release(self, model: nn.Module, name: str) -> None:
+        """Take the values of a layer from memory."""
+        ...
+
+    def size(self, name: str) -> int:
+        """Return the bytes of codes and scales of a layer."""
+        ...
+
+
 class Residency(UnitCache):
     """Loads the units of a model when they are used, and releases the least recently used ones.
 
@@ -69,6 +85,8 @@ class Residency(UnitCache):
         place: Path | None = None,
     ) -> None:
         super().__init__(model, limit, device)
+        self._model = model
+        self._stored: dict[str, StoredLayers] = {}  # by name of the layer
         self.source, self.scratch, self.place = source, scratch, place
         self._held: dict[int, _Held] = {}  # by id of the parameter
         self._scales: dict[str, torch.Tensor] = {}  # as they are in the scratch files
@@ -78,6 +96,28 @@ class Residency(UnitCache):
         for unit in self.units.values():
             for _, parameter in unit.parameters():
                 parameter.data = _placeholder(parameter, self.device)
+
+    def read_by(self, name: str, layers: StoredLayers) -> None:
+        """Read the values of a packed layer by ``layers`` from now on.
+
+        Args:
+            name: Name of the layer, which has no values.
+            layers: What reads and releases them.
+        """
+        self._stored[name] = layers
+        for unit in self.units.values():
+            if unit.part.holds(name) and unit.name in self._sizes:
+                layers.fill(self._model, name, self.device)
+
+    def _stored_in(self, unit: Unit) -> list[str]:
+        """Return the names of the layers of a unit that are stored as codes."""
+        return [name for name in self._stored if unit.part.holds(name)]
+
+    def _parameters(self, unit: Unit) -> Iterator[tuple[str, nn.Parameter]]:
+        """Iterate over the parameters of a unit, without those that are stored as codes."""
+        for name, parameter in unit.parameters():
+            if name.rpartition(".")[0] not in self._stored:
+                yield name, parameter
 
     def _note_write(self, parameter: nn.Parameter) -> None:
         held = self._held.get(id(parameter))
@@ -119,17 +159,18 @@ class Residency(UnitCache):
         return record_writes(self._note_write)
 
     def _is_complete(self, unit: Unit) -> bool:
-        return not any(self._is_absent(parameter) for _, parameter in unit.parameters())
+        return not any(self._is_absent(parameter) for _, parameter in self._parameters(unit))
 
     def _size_of(self, unit: Unit) -> int:
-        return sum(p.numel() * p.itemsize for _, p in unit.parameters())
+        stored = sum(self._stored[name].size(name) for name in self._stored_in(unit))
+        return stored + sum(p.numel() * p.itemsize for _, p in self._parameters(unit))
 
     def _is_absent(self, parameter: nn.Parameter) -> bool:
         return id(parameter) not in self._held and _is_placeholder(parameter)
 
     def _read(self, unit: Unit) -> None:
         self._drop_replaced(unit)
-        parameters = [(self._name_of(p, name), p) for name, p in unit.parameters()]
+        parameters = [(self._name_of(p, name), p) for name, p in self._parameters(unit)]
         absent = [(name, p) for name, p in parameters if self._is_absent(p)]
         for _, parameter in parameters:
             self._held.setdefault(id(parameter), _Held(parameter)).units.add(unit.name)
@@ -144,13 +185,15 @@ class Residency(UnitCache):
                     self._checked.add(name)
             parameter.data = values.to(self.device)
         self._load_scales(unit)
+        for name in self._stored_in(unit):
+            self._stored[name].fill(self._model, name, self.device)
 
     def _read_one(self, name: str) -> torch.Tensor:
         return self.source.read([name])[name]
 
     def _drop_replaced(self, unit: Unit) -> None:
         """Release parameters that the unit has no more, such as experts that are stacked now."""
-        present = {id(parameter) for _, parameter in unit.parameters()}
+        present = {id(parameter) for _, parameter in self._parameters(unit)}
         for key, held in list(self._held.items()):
             if held.units == {unit.name} and key not in present:
                 held.parameter.data = _placeholder(held.parameter, self.device)
@@ -188,7 +231,9 @@ class Residency(UnitCache):
         return self._originals.get(id(parameter), (name,))[0]
 
     def _drop(self, unit: Unit) -> None:
-        parameters = {id(parameter): (name, parameter) for name, parameter in unit.parameters()}
+        parameters = {
+            id(parameter): (name, parameter) for name, parameter in self._parameters(unit)
+        }
         kept: dict[str, torch.Tensor] = {}
         leaving: list[nn.Parameter] = []
         for key, held in list(self._held.items()):
@@ -216,6 +261,8 @@ class Residency(UnitCache):
         for name, (quantizer, part, scale) in scales.items():
             self._scales.pop(name, None)
             setattr(quantizer, part, _placeholder(scale, self.device))
+        for name in self._stored_in(unit):
+            self._stored[name].release(self._model, name)
 
 
 def _scales(unit: Unit) -> Iterator[tuple[str, TensorQuantizer, str]]:
