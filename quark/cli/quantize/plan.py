@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from quark.torch.quantization.config.config import Config
     from quark.torch.quantization.model_shape import LayerKind
 
-_TOKENIZER = 8  # memory that a tokenizer takes, in sizes of its file
+TOKENIZER = 8  # memory that a tokenizer takes, in sizes of its file
 PROBE, GLANCE = 0.25, 0.02  # seconds of each part of the probe: for --plan, and before a run
 
 
@@ -135,7 +135,7 @@ def make_plan(
         through_files=through_files,
         threads=torch.get_num_threads(),
     )
-    taken = taken_memory() + _TOKENIZER * tokenizer
+    taken = taken_memory() + TOKENIZER * tokenizer
     bound, free = request.max_memory, free_memory()
     if bound is None and exceeds_memory(size, device):
         bound = taken + free
@@ -242,12 +242,11 @@ def _describe_run(
 def _describe_data(
     request: Request, model: nn.Module, length: int, is_calibrated: bool, blocks: int
 ) -> DataShape:
-    from quark.torch.pipeline import chunks
+    from quark.torch.pipeline.chunks import tokens_of_chunk
     from quark.torch.quantization.model_shape import describe_data
 
     tokens = request.num_calib_data * length if is_calibrated else 0
-    chunk = length * max(1, min(chunks.SEQUENCES, chunks.TOKENS // length))
-    return describe_data(model, tokens, min(chunk, tokens), length, blocks)
+    return describe_data(model, tokens, min(tokens_of_chunk(length), tokens), length, blocks)
 
 
 def _find_memory_problems(
@@ -268,7 +267,7 @@ def _find_memory_problems(
             Problem(
                 "--max_memory",
                 f"{format_bytes(bound)} cannot be kept to: this run takes "
-                f"{format_bytes(least)} or more. Give --max_memory {_round_up(least)}, or less "
+                f"{format_bytes(least)} or more. Give --max_memory {round_up(least)}, or less "
                 "calibration data (--num_calib_data, --seq_len).",
                 True,
             )
@@ -276,7 +275,7 @@ def _find_memory_problems(
     problems = []
     if needs.memory > machine:
         if least < min(machine, needs.memory) and not needs.is_streamed:
-            remedy = f"Give --max_memory {_round_up(least)} or more: the results are the same."
+            remedy = f"Give --max_memory {round_up(least)} or more: the results are the same."
         else:
             remedy = (
                 f"The least is {format_bytes(least)}. Give less calibration data "
@@ -377,7 +376,7 @@ def _size(file: Path) -> int:
     return file.stat().st_size if file.is_file() else 0
 
 
-def _round_up(size: int) -> str:
+def round_up(size: int) -> str:
     """Return a size that is a little more, as a flag takes it."""
     unit, name = (10**9, "GB") if size >= 10**10 else (10**6, "MB")
     return f"{-(-size // unit)}{name}"

@@ -18,6 +18,9 @@ _ROWS = 256  # tokens that the output head receives at once in an evaluation
 ELEMENT_FLOPS = 100.0  # elementwise steps that quantize a value, in units of arithmetic
 
 
+StepWork = Callable[[BlockShape, DataShape], Work]  # what a step takes for a block
+
+
 class Step(NamedTuple):
     """A step of a run.
 
@@ -58,11 +61,13 @@ class Run(NamedTuple):
         on_device: Whether the model runs on a device with memory of its own.
         through_files: Whether tensors go from files to files, without a model in memory.
         threads: Number of threads that do so.
+        quantizes: Whether the model is quantized and written. Otherwise it is only measured.
+        unpacks: Whether its weights are packed, and unpacked for each use.
     """
 
     model: ModelShape
     data: DataShape
-    algorithms: Sequence[tuple[str, Callable[[BlockShape, DataShape], Work]]]
+    algorithms: Sequence[tuple[str, StepWork]]
     proves: bool
     is_static: bool
     output: int
@@ -74,6 +79,8 @@ class Run(NamedTuple):
     on_device: bool = False
     through_files: bool = False
     threads: int = 1
+    quantizes: bool = True
+    unpacks: bool = False
 
 
 def list_steps(run: Run, limit: int, streams: bool) -> list[Step]:
@@ -84,6 +91,8 @@ def list_steps(run: Run, limit: int, streams: bool) -> list[Step]:
         limit: Bytes of activations that may stay in memory.
         streams: Whether parameters are read when they are used.
     """
+    if not run.quantizes:
+        return _list_measurements(run, limit, streams)
     model, data = run.model, run.data
     evaluation = _evaluation(run, streams, limit)
     steps = [evaluation._replace(name="evaluation of the original")] if evaluation else []
@@ -108,10 +117,18 @@ def list_steps(run: Run, limit: int, streams: bool) -> list[Step]:
     return steps
 
 
+def _list_measurements(run: Run, limit: int, streams: bool) -> list[Step]:
+    """Return the steps of a run that changes nothing."""
+    evaluation = _evaluation(run, streams, limit)
+    steps = [] if evaluation is None else [evaluation]
+    steps += [_algorithm(run, *entry, limit, streams, leaving=0) for entry in run.algorithms]
+    return steps or [Step("loading")]
+
+
 def _algorithm(
     run: Run,
     name: str,
-    work: Callable[[BlockShape, DataShape], Work],
+    work: StepWork,
     limit: int,
     streams: bool,
     leaving: int,
@@ -168,7 +185,8 @@ def _evaluation(run: Run, streams: bool, limit: int) -> Step | None:
     parts = (data.itemsize + 3 * FLOAT32) * min(_ROWS, data.batch) * data.labels
     reordered = data.itemsize * run.model.around_largest if data.itemsize < FLOAT32 else 0
     head = parts + reordered + 3 * FLOAT32 * data.batch * data.hidden
-    memory = max(head, _pass_memory(run._replace(data=data), False))
+    unpacked = 2 * FLOAT32 * run.model.largest_weight if run.unpacks else 0
+    memory = max(head, _pass_memory(run._replace(data=data), False) + unpacked)
     stores = _held(data.hidden_states, 3, limit) if streams else 0
     return Step("evaluation", memory, stores, _model_flops(run.model, data))
 
