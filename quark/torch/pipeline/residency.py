@@ -16,8 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -25,23 +26,12 @@ from torch import nn
 from quark.torch.graph.parameter_writes import record_writes
 from quark.torch.numerics.finite import check_finite
 from quark.torch.pipeline.memory_limit import MemoryLimit
+from quark.torch.pipeline.read_ahead import ReadAhead, Source
 from quark.torch.pipeline.scratch import Scratch
 from quark.torch.pipeline.unit_cache import Unit, UnitCache
 from quark.torch.quantization.nn.experts import LinearExperts
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from quark.torch.quantization.nn.quantizer import PARTS, TensorQuantizer
-
-
-class Source(Protocol):
-    """The values of the parameters of a model, by the names that they had when it was built."""
-
-    def read(self, names: list[str]) -> dict[str, torch.Tensor]:
-        """Return the values of parameters, on the CPU, in their types.
-
-        Raises:
-            ValueError: A file is damaged.
-        """
-        ...
 
 
 class StoredLayers(Protocol):
@@ -62,6 +52,8 @@ class StoredLayers(Protocol):
 
 class Residency(UnitCache):
     """Loads the units of a model when they are used, and releases the least recently used ones.
+
+    Where the limit has room for three units, the next unit is read while one is worked on.
 
     Args:
         model: A model with any values; it gets those of the source.
@@ -96,6 +88,10 @@ class Residency(UnitCache):
         for unit in self.units.values():
             for _, parameter in unit.parameters():
                 parameter.data = _placeholder(parameter, self.device)
+        self._total = sum(map(self._size_of, self.units.values()))
+        self._ahead = ReadAhead(source, self.device)
+        self._next = _successors(list(self.units))
+        self._last = ""  # the unit that was loaded last
 
     def read_by(self, name: str, layers: StoredLayers) -> None:
         """Read the values of a packed layer by ``layers`` from now on.
@@ -189,7 +185,43 @@ class Residency(UnitCache):
             self._stored[name].fill(self._model, name, self.device)
 
     def _read_one(self, name: str) -> torch.Tensor:
-        return self.source.read([name])[name]
+        values = self._ahead.take(name)
+        if values is None:
+            return self.source.read([name])[name]
+        self._checked.add(name)
+        return values
+
+    # ---- the unit behind it ---------------------------------------------------------------------
+
+    def _following(self, unit: Unit) -> Unit | None:
+        """Return the unit that will probably be loaded next, None if it is resident or unknown."""
+        name = self._next.get(unit.name, "")
+        return None if name in self._sizes else self.units.get(name)
+
+    def _room_ahead(self, unit: Unit) -> int:
+        """Return the bytes that are left free for the unit behind one that is loaded."""
+        following = self._following(unit)
+        if following is None or self._total <= self.limit:
+            return 0
+        size = self._size_of(following)
+        return size if 3 * max(size, self._size_of(unit)) <= self.limit else 0
+
+    def _read_ahead(self, unit: Unit) -> None:
+        if self._last:
+            self._next[self._last] = unit.name
+        self._last, following = unit.name, self._following(unit)
+        self._ahead.drop()
+        taken = sum(self._sizes.values())
+        if following is not None and taken + (size := self._size_of(following)) <= self.limit:
+            self.peak = max(self.peak, taken + size)
+            self._ahead.begin(self._needed(following))
+
+    def _needed(self, unit: Unit) -> list[str]:
+        """Return the names in the source of the values that a unit will be given."""
+        wholes = {matrix.name: matrix.whole for matrix in _stacked(unit)}
+        names = [self._name_of(p, name) for name, p in self._parameters(unit) if self._is_absent(p)]
+        names = [wholes.get(name, name) for name in names if name not in self.scratch]
+        return list(dict.fromkeys(names))
 
     def _drop_replaced(self, unit: Unit) -> None:
         """Release parameters that the unit has no more, such as experts that are stacked now."""
@@ -201,15 +233,12 @@ class Residency(UnitCache):
 
     def _readers(self, unit: Unit) -> dict[str, Callable[[], torch.Tensor]]:
         """Return functions that read matrices of split experts, which the source has stacked."""
+        parts: dict[str, _Parts] = {}
         readers: dict[str, Callable[[], torch.Tensor]] = {}
-        for path, module in unit.modules():
-            if isinstance(module, LinearExperts):
-                for stack in module.stacks:
-                    for kind in ("weight", "bias"):
-                        whole = f"{path}.{stack}" + ("_bias" if kind == "bias" else "")
-                        parts = _Parts(partial(self._read_one, whole), module.stacks[stack].split)
-                        for place in module.stacks[stack].layer_names(module.num_experts):
-                            readers[f"{path}.{place}.{kind}"] = partial(parts.take, place)
+        for matrix in _stacked(unit):
+            if matrix.whole not in parts:
+                parts[matrix.whole] = _Parts(partial(self._read_one, matrix.whole), matrix.split)
+            readers[matrix.name] = partial(parts[matrix.whole].take, matrix.place)
         return readers
 
     def _load_scales(self, unit: Unit) -> None:
@@ -272,6 +301,35 @@ def _scales(unit: Unit) -> Iterator[tuple[str, TensorQuantizer, str]]:
             for tensor, quantizer in layer.parameter_quantizers().items():
                 for part in PARTS:
                     yield f"{path}.{tensor}.{part}", quantizer, part
+
+
+class _Matrix(NamedTuple):
+    """A matrix or bias of an expert: its name, that of the stack, and its place in the stack."""
+
+    name: str
+    whole: str
+    place: str
+    split: Callable[[torch.Tensor], Iterable[tuple[str, torch.Tensor]]]
+
+
+def _stacked(unit: Unit) -> Iterator[_Matrix]:
+    """Iterate over the matrices and biases of split experts."""
+    for path, module in unit.modules():
+        if isinstance(module, LinearExperts):
+            for name, stack in module.stacks.items():
+                for kind, ending in (("weight", ""), ("bias", "_bias")):
+                    for place in stack.layer_names(module.num_experts):
+                        own, whole = f"{path}.{place}.{kind}", f"{path}.{name}{ending}"
+                        yield _Matrix(own, whole, place, stack.split)
+
+
+def _successors(names: list[str]) -> dict[str, str]:
+    """Return the member of a module list behind each one: ``layers.0`` -> ``layers.1``."""
+    return {
+        a: b
+        for a, b in pairwise(names)
+        if a.rpartition(".")[0] == b.rpartition(".")[0] and b.rpartition(".")[2].isdecimal()
+    }
 
 
 class _Held:
