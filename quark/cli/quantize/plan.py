@@ -213,6 +213,7 @@ def _describe_run(
     from quark.torch.pipeline.run_steps import Run
     from quark.torch.quantization.algorithms import find_algorithms
     from quark.torch.quantization.calibration import needs_data
+    from quark.torch.quantization.config.algo import RoundingConfig
     from quark.torch.quantization.config.export import JsonExporterConfig
     from quark.torch.quantization.model_shape import measure_model
 
@@ -235,6 +236,7 @@ def _describe_run(
         evaluated_batch=request.evaluation_batch * window,
         evaluated_window=window,
         processes=int(os.environ.get("WORLD_SIZE", "1")),
+        rounds=any(isinstance(options, RoundingConfig) for _, options in algorithms),
         on_device=device != "cpu",
     )
 

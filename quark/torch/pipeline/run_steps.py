@@ -61,6 +61,7 @@ class Run(NamedTuple):
         on_device: Whether the model runs on a device with memory of its own.
         through_files: Whether tensors go from files to files, without a model in memory.
         threads: Number of threads that do so.
+        rounds: Whether an algorithm rounds all layers, so that they need no scales afterwards.
         quantizes: Whether the model is quantized and written. Otherwise it is only measured.
         unpacks: Whether its weights are packed, and unpacked for each use.
     """
@@ -79,6 +80,7 @@ class Run(NamedTuple):
     on_device: bool = False
     through_files: bool = False
     threads: int = 1
+    rounds: bool = False
     quantizes: bool = True
     unpacks: bool = False
 
@@ -103,14 +105,15 @@ def list_steps(run: Run, limit: int, streams: bool) -> list[Step]:
     steps += [_algorithm(run, *entry, limit, streams, leaving) for entry in run.algorithms]
     element = FLOAT32 * model.largest_weight
     quantize = ELEMENT_FLOPS * sum(layer.elements for layer in model.layers)
-    steps.append(Step("scales of weights", 8 * element, solver_flops=quantize))
+    reads = 0 if run.rounds else 1  # of layers that no algorithm has rounded
+    steps.append(Step("scales of weights", 8 * element, solver_flops=quantize, reads=reads))
     if run.is_static:
         stores = _held(data.hidden_states, 3, limit) if streams else 0
         memory = _pass_memory(run, not streams)
         steps.append(
             Step("ranges of activations", memory, stores, _model_flops(model, data), passes=1.0)
         )
-    steps.append(Step("rounding", 8 * element + leaving, solver_flops=quantize))
+    steps.append(Step("rounding", 8 * element + leaving, solver_flops=quantize, reads=reads))
     steps += [evaluation] if evaluation else []
     packed = max((b.elements for b in model.blocks), default=0) if streams else run.packed
     steps.append(Step("writing", 8 * element + packed, solver_flops=quantize))
@@ -170,7 +173,8 @@ def _structure(run: Run) -> Step:
     if run.proves:
         weights = [sum(x.elements for x in block.layers) for block in model.blocks]
         memory = FLOAT32 * max(model.around + 4 * model.around_largest, 3 * max(weights, default=0))
-    return Step("structure", memory, solver_flops=64.0 * model.size)
+    reads = 2 + run.proves  # to trace the model, and to divide it into stacks
+    return Step("structure", memory, solver_flops=64.0 * model.size, reads=reads)
 
 
 def _evaluation(run: Run, streams: bool, limit: int) -> Step | None:
