@@ -99,6 +99,7 @@ def test_layers_that_the_configuration_leaves_are_written_dequantized_if_asked_f
         (("--quant_algo", "rotation"), False),
         (("--custom_mode", "awq"), False),
         (("--export_weight_format", "fake_quantized"), True),
+        (("--verify",), True),
     ],
 )
 def test_layers_that_the_configuration_leaves_keep_their_codes(
