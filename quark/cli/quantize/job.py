@@ -120,7 +120,8 @@ def _quantize(request: Request, described: dict[str, Any]) -> None:
         with console.stage("reading data"):
             calibration = read_batches(request, kind, tokenizer, length) if is_calibrated else None
             measures = prepare_measures(request, described, tokenizer) if rank() == 0 else None
-        quantizer = ModelQuantizer(config, offload_dir=request.offload_dir, journal=journal)
+        steps = journal if config.algo_config else None  # of which it knows the blocks
+        quantizer = ModelQuantizer(config, offload_dir=request.offload_dir, journal=steps)
         outcome = _quantize_and_evaluate(
             request, model, quantizer, calibration, measures, statistics
         )
@@ -152,14 +153,16 @@ def _quantize_files(
         plan = make_plan(request, config, device, length, False, through_files=True)
     if _stops_at(request, plan):
         return
-    if rank() > 0:
-        return
-    tokenizer = _find_text(request, False)
-    measures = prepare_measures(request, described, tokenizer)
-    outcome = quantize_files(request, described, config, tokenizer)
-    if measures is not None:
-        model = _load(request, request.output_dir, models.pick_device(request.device))
-        outcome.after = measures.figures(model, "the quantized model")
+    with open_journal(request, config) as journal:
+        if rank() > 0:
+            return
+        announce = note_output(request, journal)
+        tokenizer = _find_text(request, False)
+        measures = prepare_measures(request, described, tokenizer)
+        outcome = quantize_files(request, described, config, tokenizer, announce)
+        if measures is not None:
+            model = _load(request, request.output_dir, models.pick_device(request.device))
+            outcome.after = measures.figures(model, "the quantized model")
     show_outcome(request, outcome, plan)
     _report_figures(request, outcome.after)
 

@@ -128,7 +128,7 @@ def quantize_files(
     fmt = make_format(model, settings.quant_config, settings.options, settings.custom_mode)
     work = FileWork(model, tensors, fmt, devices, kept)
     outline = work.outline()
-    with fresh_directory(target, overwrite, size_of(outline)) as directory:
+    with fresh_directory(target, overwrite, size_of(outline), settings.announce) as directory:
         writer = ShardWriter(directory, outline, settings.max_shard_size)
         work.write(writer)
         writer.finish()
