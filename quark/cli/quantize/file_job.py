@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quark.cli import console, models
+from quark.cli.quantize.card import CardFacts
 from quark.cli.quantize.output import export_settings
 from quark.cli.quantize.request import Request
 from quark.cli.quantize.tables import Outcome
@@ -82,6 +83,7 @@ def quantize_files(
     described: dict[str, Any],
     config: Config,
     tokenizer: Any,
+    card: CardFacts,
     announce: Callable[[Path], None] | None = None,
 ) -> Outcome:
     """Quantize the files of a request, write the output, and return the figures.
@@ -91,6 +93,7 @@ def quantize_files(
         described: Contents of the ``config.json`` of the model.
         config: How to quantize it.
         tokenizer: Its tokenizer, or None.
+        card: Facts of the model card.
         announce: Called with the output when it is complete, before it takes its place.
     """
     import torch
@@ -101,6 +104,7 @@ def quantize_files(
     settings = replace(export_settings(request, tokenizer), announce=announce)
     if not is_known_architecture(request, described):
         settings = replace(settings, tokenizer=CopiedFiles(request.model_dir))
+    settings = replace(settings, card=card.write)
     outcome = Outcome()
     start = time.monotonic()
     with console.stage("quantizing"):

@@ -78,11 +78,8 @@ def show_plan(
         outline: The model on the meta device, or None.
         flow: How the model is read; see ``Request.flow``.
     """
-    from quark.torch.quantization.config.description import describe, describe_layer
-
     size = console.format_bytes(models.weight_bytes(request.model_dir))
     kind = described.get("model_type", "unknown type")
-    main = describe_layer(config.global_quant_config)
     rows = {"model": f"{request.model_dir}  ({kind}, {size})"}
     if source:
         dtype = described.get("dtype") or described.get("torch_dtype") or "float32"
@@ -90,13 +87,7 @@ def show_plan(
         rows["source"] = f"{source}, dequantized to {dtype}"
     if flow == "file2file":
         rows["flow"] = "file2file: tensor by tensor, no model in memory"
-    rows["scheme"] = str(request.quant_scheme or request.recipe or request.config)
-    rows |= {"  weights": main.weight, "  inputs": main.input, "  outputs": main.output}
-    cache = next(iter(config.kv_cache_quant_config.values()), None)
-    rows["  cache"] = "" if cache is None else describe(cache.output_tensors)
-    for pattern, scheme in request.layer_schemes:
-        rows[f"  {pattern}"] = scheme
-    rows["algorithms"] = ", ".join(options.name for options in config.algo_config or [])
+    rows |= scheme_rows(request, config)
     rows["in float"] = describe_float_layers(request, config, outline)
     rows["  stored"] = _describe_stored(request, config) if source else ""
     if request.config is not None:  # flags quantize other parts only where they name them
@@ -124,6 +115,21 @@ def _describe_stored(request: Request, config: Config) -> str:
     if config.keep_prequantized_layers:
         return "with the codes and scales of the source, where it has them"
     return f"as floats: {why_not_kept(request) or 'keep_prequantized_layers=false'}"
+
+
+def scheme_rows(request: Request, config: Config) -> dict[str, str]:
+    """Return scheme, formats and algorithms in words, by title."""
+    from quark.torch.quantization.config.description import describe, describe_layer
+
+    main = describe_layer(config.global_quant_config)
+    rows = {"scheme": str(request.quant_scheme or request.recipe or request.config)}
+    rows |= {"  weights": main.weight, "  inputs": main.input, "  outputs": main.output}
+    cache = next(iter(config.kv_cache_quant_config.values()), None)
+    rows["  cache"] = "" if cache is None else describe(cache.output_tensors)
+    for pattern, scheme in request.layer_schemes:
+        rows[f"  {pattern}"] = scheme
+    rows["algorithms"] = ", ".join(options.name for options in config.algo_config or [])
+    return rows
 
 
 def _describe_output(request: Request) -> str:
