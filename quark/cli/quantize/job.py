@@ -25,8 +25,13 @@ from quark.cli.quantize.file_job import (
     quantize_files,
 )
 from quark.cli.quantize.graph_job import run_graph
-from quark.cli.quantize.outline import describe_float_layers, predicts_text, read_outline
-from quark.cli.quantize.output import check_writable, why_not_kept, write
+from quark.cli.quantize.outline import (
+    describe_float_layers,
+    predicts_text,
+    read_outline,
+    why_not_kept,
+)
+from quark.cli.quantize.output import check_writable, write
 from quark.cli.quantize.plan import RunPlan, check_plan, make_plan
 from quark.cli.quantize.progress import is_finished, note_output, open_journal
 from quark.cli.quantize.request import Request, check_flags, check_places

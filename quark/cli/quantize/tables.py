@@ -17,8 +17,8 @@ from quark.cli.quantize.outline import (
     describe_float_layers,
     describe_quantized_parts,
     predicts_text,
+    why_not_kept,
 )
-from quark.cli.quantize.output import why_not_kept
 from quark.cli.quantize.plan import RunPlan
 from quark.cli.quantize.request import Request
 
