@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quark.cli import console, models
+from quark.cli.memory_check import Measurement, check_measurement
 from quark.cli.model_files import find_model
 from quark.cli.options import SEQ_LEN, Verbose, panel, verb
 from quark.cli.outputs import check_directory, check_offload_directory, check_room
@@ -80,6 +81,7 @@ def _collect(request: CollectRequest) -> None:
     if request.offload_dir is not None:
         check_offload_directory(request.offload_dir)
     source = find_float_model(request)
+    check_measurement(describe_collection(request, source, request.probes))
     windows = read_windows(request, source)
     model = load_float_model(request, source)
     check_size = partial(check_room, "--output_dir", request.output_dir)
@@ -116,6 +118,28 @@ def find_float_model(request: ModelFlags) -> Path:
     models.pick_device(request.device)
     models.check_model(directory, request.trust_remote_code, request.check_digests)
     return directory
+
+
+def describe_collection(request: DataFlags, source: Path, probes: int) -> Measurement:
+    """Return what a collection of statistics runs a model for.
+
+    Args:
+        request: Flags of calibration and model.
+        source: Directory of the model.
+        probes: Number of batches on which sensitivities are measured.
+    """
+    described = models.read_config(source, "--model_dir")
+    return Measurement(
+        source=source,
+        length=models.window_length(described, request.seq_len, SEQ_LEN),
+        collected=request.num_calib_data,
+        probe=request.batch_size if probes else 0,
+        dtype=request.data_type,
+        device=models.pick_device(request.device),
+        max_memory=request.max_memory,
+        trust_remote_code=request.trust_remote_code,
+        offload_dir=request.offload_dir,
+    )
 
 
 def load_float_model(request: ModelFlags, directory: Path) -> nn.Module:

@@ -14,6 +14,7 @@ import typer
 from rich.markup import escape
 
 from quark.cli import console, models
+from quark.cli.memory_check import Measurement, check_measurement
 from quark.cli.metrics import Figures, Measures, find_tasks, show_scores
 from quark.cli.options import (
     EVAL_WINDOWS,
@@ -148,9 +149,22 @@ def evaluate(
     length = models.window_length(described, seq_len, SEQ_LEN)
     target = models.pick_device(device)
     directories = [model_dir] if original is None else [original, model_dir]
+    place: Any = {
+        "device": target,
+        "trust_remote_code": trust_remote_code,
+        "max_memory": max_memory,
+    }
+    work: Any = {
+        "length": length,
+        "evaluated": max(limit, EVAL_WINDOWS),
+        "evaluated_batch": batch_size,
+    }
     for directory in directories:
-        has_digests = check_digests and directory is model_dir
-        models.check_model(directory, trust_remote_code, has_digests)
+        is_checked = check_digests and directory is model_dir
+        models.check_model(directory, trust_remote_code, is_checked)
+        check_measurement(
+            Measurement(source=directory, **work, keeps_codes=True, **place, dtype=data_type)
+        )
     with console.stage("reading text"):
         # A checkpoint may lack a tokenizer; the original has one.
         source, flag = (model_dir, "MODEL_DIR") if original is None else (original, "--original")
@@ -160,23 +174,20 @@ def evaluate(
     measures = Measures(
         windows, tokenizer, window_batch=batch_size, tasks=chosen, task_batch=str(batch_size)
     )
-    load = partial(
-        models.load_model,
-        dtype=data_type,
-        device=target,
-        trust_remote_code=trust_remote_code,
-        max_memory=max_memory,
-        runtime=runtime,
-    )
+    load = partial(models.load_model, dtype=data_type, runtime=runtime, **place)
     if max_memory is not None:
         _check_room(directories, load, measures)
     rows = [_measure(directory, load, measures) for directory in directories]
-    text = dataset or models.EVALUATION
-    shape = {"windows": windows.shape[0], "seq_len": windows.shape[1]}
+    _show(rows, windows.shape, dataset or models.EVALUATION, as_json)
+
+
+def _show(rows: list[_Row], shape: tuple[int, ...], text: str, as_json: bool) -> None:
+    """Print the figures of all models on windows of a text, (windows, length)."""
     if as_json:
-        console.as_json({"text": text, **shape, **_as_records(rows)})
+        sizes = {"windows": shape[0], "seq_len": shape[1]}
+        console.as_json({"text": text, **sizes, **_as_records(rows)})
     else:
-        _print_rows(rows, f"{windows.shape[0]} windows of {windows.shape[1]} tokens: {text}")
+        _print_rows(rows, f"{shape[0]} windows of {shape[1]} tokens: {text}")
 
 
 def _check_room(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +11,7 @@ from rich.markup import escape
 
 from quark.cli import console, models
 from quark.cli.evaluate import BatchSize, Limit, Original, SeqLen
+from quark.cli.memory_check import Measurement, check_measurement
 from quark.cli.options import (
     EVAL_WINDOWS,
     SEQ_LEN,
@@ -98,6 +100,15 @@ def report(
     models.check_model(directory, trust_remote_code, check_digests)
     if original is not None:
         models.check_model(original, trust_remote_code)
+    place: Any = {
+        "device": target,
+        "trust_remote_code": trust_remote_code,
+        "max_memory": max_memory,
+    }
+    work = Measurement(source=directory, length=seq_len or SEQ_LEN, keeps_codes=True, **place)
+    if dataset is not None:
+        work = replace(work, evaluated=max(limit, EVAL_WINDOWS), evaluated_batch=batch_size)
+    _check_memory(replace(work, measures_layers=True), original)
     windows = None
     if dataset is not None:
         source, flag = (directory, "DIR") if original is None else (original, "--original")
@@ -106,14 +117,7 @@ def report(
 
     with console.stage("measuring layers"):
         numbers = measure(
-            directory,
-            original,
-            windows,
-            dataset or "",
-            batch_size,
-            target,
-            trust_remote_code,
-            max_memory,
+            directory, original, windows, dataset or "", batch_size, **place
         ).to_dict()
     if as_json:
         console.as_json(numbers)
@@ -124,6 +128,13 @@ def report(
     write_text(output, page(numbers))
     write_json(output.with_suffix(".json"), numbers)
     _print_summary(numbers, output)
+
+
+def _check_memory(measurement: Measurement, original: Path | None) -> None:
+    """Check that there is room for the checkpoint, and for the original if it runs on text."""
+    check_measurement(measurement)
+    if original is not None and measurement.evaluated:
+        check_measurement(replace(measurement, source=original, keeps_codes=False))
 
 
 def _check_output(output: Path, overwrite: bool) -> None:

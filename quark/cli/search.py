@@ -17,11 +17,13 @@ from quark.cli import console
 from quark.cli.collect import (
     DataFlags,
     collect,
+    describe_collection,
     find_float_model,
     load_float_model,
     read_optional_statistics,
     read_windows,
 )
+from quark.cli.memory_check import check_measurement
 from quark.cli.options import EVAL_WINDOWS, ManyValues, Verbose, panel, verb
 from quark.cli.outputs import check_file, check_offload_directory
 from quark.cli.quantize.config import check_algorithms, layer_scheme
@@ -156,6 +158,7 @@ def _search_formats(request: SearchRequest) -> None:
     _check_size(request, formats)
     statistics = read_optional_statistics(request.statistics, request.check_digests)
     source = find_float_model(request)
+    _check_memory(request, source)
     windows = read_windows(request, source) if statistics is None else None
     evaluation = None if request.skip_evaluation else _read_evaluation_windows(request, source)
     model = load_float_model(request, source)
@@ -233,6 +236,17 @@ def _check(request: SearchRequest) -> None:
     for flag, path in {"--output": request.output, "--picture": request.picture}.items():
         if path is not None:
             check_file(flag, path, request.overwrite)
+
+
+def _check_memory(request: SearchRequest, source: Path) -> None:
+    """Check that there is room for statistics, if they are not given, and for the evaluation."""
+    from quark.torch.evaluation.perplexity import BATCH_SIZE
+
+    run = describe_collection(request, source, PROBES)
+    if request.statistics is not None:
+        run = replace(run, collected=0)
+    windows = 0 if request.skip_evaluation else request.num_eval_data
+    check_measurement(replace(run, evaluated=windows, evaluated_batch=BATCH_SIZE))
 
 
 def _parse_formats(request: SearchRequest) -> dict[str, QuantizationConfig]:

@@ -17,7 +17,7 @@ from quark.torch.quantization.config.algo import (
 )
 from quark.torch.quantization.config.kv_cache import with_kv_cache
 from tests.configurations import preset, quantized
-from tests.device.stand_in import TYPE
+from tests.device.stand_in import TYPE, counted
 from tests.device.test_checkpoints import contents
 
 PLENTY = 1 << 40
@@ -72,6 +72,22 @@ def test_weights_are_released(streamed, plain):
     ]
     # A block, and the largest other part: the embedding and the head are smaller.
     assert residency_of(model).peak == max(sizes)
+
+
+def test_reading_ahead_costs_no_synchronisation(standin, directory):
+    """The next block is read by a thread: the same values, launches and synchronisations."""
+    results, counts = [], []
+    for ahead in (False, True):
+        model = stream_model(directory, PLENTY, device=standin, attn_implementation="eager")
+        residency = residency_of(model)
+        residency.limit = 3 * residency.largest
+        if not ahead:
+            residency._read_ahead = lambda unit: None
+        with counted() as seen:
+            results.append(model(WINDOWS.to(standin)).logits.cpu())
+        counts.append([dict(counter) for counter in seen])
+    assert torch.equal(*results)
+    assert counts[0] == counts[1]
 
 
 def test_perplexity(streamed, plain, device):

@@ -30,7 +30,6 @@ NOTED = {
     "import_file_format": "the format is recognized from the files",
     "use_ppl_eval_model": "perplexity is always measured",
     "gpu_resident_blocks": _WHOLE_MODEL,
-    "no_keep_prequantized_layers": "layers that stay in float are dequantized in any case",
 }
 # Flag -> why it is not supported, and what to do.
 REFUSED = {
@@ -67,7 +66,6 @@ class CompatibilityFlags:
     moe_experts_second_step_config: Annotated[str | None, _hidden()] = None
     enable_native_inference: Annotated[bool, _hidden()] = False
     native_linear_mode: Annotated[str | None, _hidden()] = None
-    no_keep_prequantized_layers: Annotated[bool, _hidden()] = False
     use_mlperf_rouge: Annotated[bool, _hidden()] = False
     use_tp: Annotated[bool, _hidden()] = False
     given: frozenset[str] = frozenset()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quark.cli import console, models
@@ -77,15 +79,29 @@ def _needs_model(request: Request, config: Config) -> str:
 
 
 def quantize_files(
-    request: Request, described: dict[str, Any], config: Config, tokenizer: Any, card: CardFacts
+    request: Request,
+    described: dict[str, Any],
+    config: Config,
+    tokenizer: Any,
+    card: CardFacts,
+    announce: Callable[[Path], None] | None = None,
 ) -> Outcome:
-    """Quantize the files of a request, write the output, and return the figures."""
+    """Quantize the files of a request, write the output, and return the figures.
+
+    Args:
+        request: The flags.
+        described: Contents of the ``config.json`` of the model.
+        config: How to quantize it.
+        tokenizer: Its tokenizer, or None.
+        card: Facts of the model card.
+        announce: Called with the output when it is complete, before it takes its place.
+    """
     import torch
 
     from quark.torch.export.containers.safetensors import CopiedFiles
     from quark.torch.export.file_to_file import quantize_files
 
-    settings = export_settings(request, tokenizer)
+    settings = replace(export_settings(request, tokenizer), announce=announce)
     if not is_known_architecture(request, described):
         settings = replace(settings, tokenizer=CopiedFiles(request.model_dir))
     settings = replace(settings, card=card.write)

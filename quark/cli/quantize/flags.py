@@ -24,7 +24,6 @@ from quark.cli.options import (
     PlanOnly,
     Tasks,
     TrustRemoteCode,
-    Verbose,
     in_words,
     one_of,
     panel,
@@ -40,7 +39,6 @@ QUANT_FLOWS = ("standard", "file2file", "per_block")
 
 _model, _scheme, _algorithm = panel("Model"), panel("Scheme"), panel("Algorithms")
 _data, _output, _evaluation = panel("Calibration"), panel("Output"), panel("Evaluation")
-_reload = panel("Quantized models")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,6 +295,13 @@ class OutputFlags:
             "interleaves them).",
         ),
     ] = PACK_METHODS[0]
+    no_keep_prequantized_layers: Annotated[
+        bool,
+        _output(
+            help="Write layers that stay in float as floats where the model is quantized already. "
+            "By default they keep its codes and scales, in the layout of quark."
+        ),
+    ] = False
     params_save: Annotated[
         bool, _output(help="Also write the parameters and the module structure (save_params).")
     ] = False
@@ -375,26 +380,3 @@ class EvaluationFlags:
     metrics_output_dir: Annotated[
         Path, _evaluation(metavar="DIR", help="Directory of evaluation_metrics.csv.")
     ] = Path("metrics_output_dir")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReloadFlags:
-    """Evaluation or export of a model that is already quantized."""
-
-    skip_quantization: Annotated[bool, _reload(help="Evaluate the float model only.")] = False
-    model_reload: Annotated[
-        bool, _reload(help="Load a quantized checkpoint from --import_model_dir, or --output_dir.")
-    ] = False
-    import_model_dir: Annotated[
-        Path | None, _reload(metavar="DIR", help="Directory of the quantized checkpoint.")
-    ] = None
-    params_load: Annotated[
-        bool, _reload(help="Load a quantized model from the files of --params_save.")
-    ] = False
-    json_path: Annotated[
-        Path | None, _reload(metavar="FILE", help="JSON file of --params_save.")
-    ] = None
-    safetensors_path: Annotated[
-        Path | None, _reload(metavar="FILE", help="Safetensors file of --params_save.")
-    ] = None
-    verbose: Verbose = False

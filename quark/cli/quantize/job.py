@@ -25,7 +25,12 @@ from quark.cli.quantize.file_job import (
     quantize_files,
 )
 from quark.cli.quantize.graph_job import run_graph
-from quark.cli.quantize.outline import describe_float_layers, predicts_text, read_outline
+from quark.cli.quantize.outline import (
+    describe_float_layers,
+    predicts_text,
+    read_outline,
+    why_not_kept,
+)
 from quark.cli.quantize.output import check_writable, write
 from quark.cli.quantize.plan import RunPlan, check_plan, make_plan
 from quark.cli.quantize.progress import is_finished, note_output, open_journal
@@ -105,6 +110,8 @@ def _quantize(request: Request, described: dict[str, Any]) -> None:
     outline = read_outline(request.model_dir, request.trust_remote_code) if is_known else None
     request = _without_perplexity(request, outline)
     config = fit_recipe(request, config, outline)
+    if why_not_kept(request):
+        config = replace(config, keep_prequantized_layers=False)
     if goes_through_files(request, described, config):
         _quantize_files(request, described, config, outline, source, length)
         return
@@ -125,7 +132,8 @@ def _quantize(request: Request, described: dict[str, Any]) -> None:
         with console.stage("reading data"):
             calibration = read_batches(request, kind, tokenizer, length) if is_calibrated else None
             measures = prepare_measures(request, described, tokenizer) if rank() == 0 else None
-        quantizer = ModelQuantizer(config, offload_dir=request.offload_dir, journal=journal)
+        steps = journal if config.algo_config else None  # of which it knows the blocks
+        quantizer = ModelQuantizer(config, offload_dir=request.offload_dir, journal=steps)
         outcome = _quantize_and_evaluate(
             request, model, quantizer, calibration, measures, statistics
         )
@@ -159,15 +167,17 @@ def _quantize_files(
         plan = make_plan(request, config, device, length, False, through_files=True)
     if _stops_at(request, plan):
         return
-    if rank() > 0:
-        return
-    tokenizer = _find_text(request, False)
-    measures = prepare_measures(request, described, tokenizer)
-    card = _card(request, config, outline, calibration, None)
-    outcome = quantize_files(request, described, config, tokenizer, card)
-    if measures is not None:
-        model = _load(request, request.output_dir, models.pick_device(request.device))
-        outcome.after = measures.figures(model, "the quantized model")
+    with open_journal(request, config) as journal:
+        if rank() > 0:
+            return
+        announce = note_output(request, journal)
+        tokenizer = _find_text(request, False)
+        measures = prepare_measures(request, described, tokenizer)
+        card = _card(request, config, outline, calibration, None)
+        outcome = quantize_files(request, described, config, tokenizer, card, announce)
+        if measures is not None:
+            model = _load(request, request.output_dir, models.pick_device(request.device))
+            outcome.after = measures.figures(model, "the quantized model")
     show_outcome(request, outcome, plan)
     _report_figures(request, outcome.after)
 

@@ -51,6 +51,22 @@ def reads_text(outline: nn.Module | None) -> bool:
     return getattr(outline, "main_input_name", "input_ids") == "input_ids"
 
 
+def why_not_kept(request: Request) -> str:
+    """Return why layers in float cannot keep the codes of a quantized source, "" if they can."""
+    from quark.torch.export.containers.base import get_container
+
+    if request.no_keep_prequantized_layers:
+        return "--no_keep_prequantized_layers"
+    if request.model_dir.is_file():
+        return "codes of GGUF files are not kept"
+    if request.exports and request.custom_mode != "quark":
+        return f"--custom_mode {request.custom_mode} does not hold them beside other schemes"
+    for container in map(get_container, request.exports):
+        if not container.has_formats:
+            return f"{container.title} does not hold them beside other schemes"
+    return ""
+
+
 def describe_float_layers(request: Request, config: Config, outline: nn.Module | None) -> str:
     """Return which layers stay in float, in words for the plan.
 

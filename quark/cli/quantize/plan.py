@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from quark.torch.quantization.config.config import Config
     from quark.torch.quantization.model_shape import LayerKind, Layers
 
-_TOKENIZER = 8  # memory that a tokenizer takes, in sizes of its file
+TOKENIZER = 8  # memory that a tokenizer takes, in sizes of its file
 PROBE, GLANCE = 0.25, 0.02  # seconds of each part of the probe: for --plan, and before a run
 
 
@@ -113,8 +113,9 @@ def make_plan(
     import torch
 
     from quark.torch.export.checkpoint.float_source import fill_with_placeholders
+    from quark.torch.export.checkpoint.prequantized import find_kept, saved_bytes
     from quark.torch.export.recognition import exceeds_memory
-    from quark.torch.pipeline.machine import probe, taken_memory
+    from quark.torch.pipeline.machine import taken_memory
     from quark.torch.pipeline.memory_limit import free_memory
     from quark.torch.pipeline.requirements import least_bound, require
     from quark.torch.quantization.model_shape import list_selected, selected
@@ -123,32 +124,43 @@ def make_plan(
     size = sum(entry.nbytes for entry in files.entries.values())
     fill_with_placeholders(model)
     with selected(model, config) as selection:
+        layers = selection[1]
         run = _describe_run(request, config, model, selection, device, length, is_calibrated)
-        kinds = list_selected(model, config, selection[1])
+        kept = find_kept(model, files, layers) if config.keep_prequantized_layers else {}
+        own = {name: layer.quant_config for name, layer in kept.items()}
+        kinds = list_selected(model, config, layers, own)
+        saved = saved_bytes(model, kept) if request.export_weight_format != "fake_quantized" else 0
+        run = run._replace(output=run.output - len(request.exports) * saved)
     converted = _converted_bytes(model, files)
     run = run._replace(
         model=run.model._replace(converted=converted, stored=_stored_bytes(request)),
         through_files=through_files,
         threads=torch.get_num_threads(),
     )
-    taken = taken_memory() + _TOKENIZER * tokenizer
+    taken = taken_memory() + TOKENIZER * tokenizer
     bound, free = request.max_memory, free_memory()
     if bound is None and exceeds_memory(size, device):
         bound = taken + free
     needs, least = require(run, taken, bound), least_bound(run, taken)
-    machine = probe(
+    problems = [
+        *_find_memory_problems(request, run, needs, least, taken + free),
+        *_find_device_problems(needs, device),
+        *_find_disk_problems(request, needs),
+    ]
+    return RunPlan(needs, least, _probe_machine(request, model, device), kinds, problems)
+
+
+def _probe_machine(request: Request, model: nn.Module, device: str) -> Machine:
+    """Return the speed of this machine, of disks and of products in the type of the model."""
+    from quark.torch.pipeline.machine import probe
+
+    return probe(
         _source_files(request),
         _existing(request.output_dir),
         next(model.parameters()).dtype,
         device,
         PROBE if request.plan else GLANCE,
     )
-    problems = [
-        *_find_memory_problems(request, run, needs, least, taken + free),
-        *_find_device_problems(needs, device),
-        *_find_disk_problems(request, needs),
-    ]
-    return RunPlan(needs, least, machine, kinds, problems)
 
 
 def _open_source(request: Request) -> tuple[nn.Module, Reader, int]:
@@ -204,6 +216,7 @@ def _describe_run(
     from quark.torch.pipeline.run_steps import Run
     from quark.torch.quantization.algorithms import find_algorithms
     from quark.torch.quantization.calibration import needs_data
+    from quark.torch.quantization.config.algo import RoundingConfig
     from quark.torch.quantization.config.export import JsonExporterConfig
     from quark.torch.quantization.model_shape import measure_selected
 
@@ -227,6 +240,7 @@ def _describe_run(
         evaluated_batch=request.evaluation_batch * window,
         evaluated_window=window,
         processes=int(os.environ.get("WORLD_SIZE", "1")),
+        rounds=any(isinstance(options, RoundingConfig) for _, options in algorithms),
         on_device=device != "cpu",
     )
 
@@ -234,12 +248,11 @@ def _describe_run(
 def _describe_data(
     request: Request, model: nn.Module, length: int, is_calibrated: bool, blocks: int
 ) -> DataShape:
-    from quark.torch.pipeline import chunks
+    from quark.torch.pipeline.chunks import tokens_of_chunk
     from quark.torch.quantization.model_shape import describe_data
 
     tokens = request.num_calib_data * length if is_calibrated else 0
-    chunk = length * max(1, min(chunks.SEQUENCES, chunks.TOKENS // length))
-    return describe_data(model, tokens, min(chunk, tokens), length, blocks)
+    return describe_data(model, tokens, min(tokens_of_chunk(length), tokens), length, blocks)
 
 
 def _find_memory_problems(
@@ -260,7 +273,7 @@ def _find_memory_problems(
             Problem(
                 "--max_memory",
                 f"{format_bytes(bound)} cannot be kept to: this run takes "
-                f"{format_bytes(least)} or more. Give --max_memory {_round_up(least)}, or less "
+                f"{format_bytes(least)} or more. Give --max_memory {round_up(least)}, or less "
                 "calibration data (--num_calib_data, --seq_len).",
                 True,
             )
@@ -268,7 +281,7 @@ def _find_memory_problems(
     problems = []
     if needs.memory > machine:
         if least < min(machine, needs.memory) and not needs.is_streamed:
-            remedy = f"Give --max_memory {_round_up(least)} or more: the results are the same."
+            remedy = f"Give --max_memory {round_up(least)} or more: the results are the same."
         else:
             remedy = (
                 f"The least is {format_bytes(least)}. Give less calibration data "
@@ -369,7 +382,7 @@ def _size(file: Path) -> int:
     return file.stat().st_size if file.is_file() else 0
 
 
-def _round_up(size: int) -> str:
+def round_up(size: int) -> str:
     """Return a size that is a little more, as a flag takes it."""
     unit, name = (10**9, "GB") if size >= 10**10 else (10**6, "MB")
     return f"{-(-size // unit)}{name}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -123,8 +123,9 @@ def _place(output: Path) -> Path:
 def open_journal(request: Request, config: Config) -> Iterator[Journal | None]:
     """Open the journal beside the output, and remove it when all is written.
 
-    There is none without algorithms, without an output and without room for it. The processes of
-    torchrun share one, and the first one decides whether there is room.
+    There is none without an output, without room for it, and for a run without algorithms where a
+    run with them left its blocks. The processes of torchrun share one, and the first one decides
+    whether there is room. Without algorithms it holds no blocks, but knows its output.
 
     Args:
         request: The flags.
@@ -139,14 +140,17 @@ def open_journal(request: Request, config: Config) -> Iterator[Journal | None]:
 
     output = request.output_dir.resolve()
     algorithms = len(config.algo_config or [])
-    if not algorithms or not request.exports:
+    if not request.exports:
         yield None
         return
     with joined() as group:
-        has_room = group.exchange(not group.is_first or _has_room(request, output, algorithms))[0]
-    if not has_room:
+        is_kept = Journal.has_blocks(_place(output)) and not algorithms and not request.restart
+        has_room = not algorithms or not group.is_first or _has_room(request, output, algorithms)
+        is_opened = group.exchange(has_room and not is_kept)[0]
+    if not is_opened:
         yield None
         return
+    made = [path for path in output.parents if not path.exists()]  # the innermost first
     output.parent.mkdir(parents=True, exist_ok=True)
     with Journal(_place(output), request.restart) as journal:
         place = escape(str(journal.directory))
@@ -157,6 +161,7 @@ def open_journal(request: Request, config: Config) -> Iterator[Journal | None]:
         except BaseException:
             if not journal.finished:
                 journal.remove()
+                _remove_empty(made)
             elif journal.is_begun:
                 console.err.print(
                     f"{journal.finished} finished blocks are in {place}: the same command goes on "
@@ -165,6 +170,13 @@ def open_journal(request: Request, config: Config) -> Iterator[Journal | None]:
                 )
             raise
         journal.remove()
+
+
+def _remove_empty(directories: list[Path]) -> None:
+    """Remove those of some directories that are empty; the innermost come first."""
+    for path in directories:
+        with suppress(OSError):
+            path.rmdir()
 
 
 def _has_room(request: Request, output: Path, algorithms: int) -> bool:

@@ -17,10 +17,10 @@ from quark.cli.quantize.flags import (
     EvaluationFlags,
     ModelFlags,
     OutputFlags,
-    ReloadFlags,
     SchemeFlags,
 )
 from quark.cli.quantize.graph_flags import GraphFlags
+from quark.cli.quantize.reload_flags import ReloadFlags
 
 logger = logging.getLogger(__name__)
 

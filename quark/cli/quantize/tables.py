@@ -17,6 +17,7 @@ from quark.cli.quantize.outline import (
     describe_float_layers,
     describe_quantized_parts,
     predicts_text,
+    why_not_kept,
 )
 from quark.cli.quantize.plan import RunPlan
 from quark.cli.quantize.request import Request
@@ -88,6 +89,7 @@ def show_plan(
         rows["flow"] = "file2file: tensor by tensor, no model in memory"
     rows |= scheme_rows(request, config)
     rows["in float"] = describe_float_layers(request, config, outline)
+    rows["  stored"] = _describe_stored(request, config) if source else ""
     if request.config is not None:  # flags quantize other parts only where they name them
         rows["quantized too"] = describe_quantized_parts(config, outline)
     rows["calibration"] = (
@@ -106,6 +108,13 @@ def show_plan(
     console.out.print(f"\n[bold]quark {__version__}[/] quantize")
     console.out.print(console.facts({k: escape(v) for k, v in rows.items() if v}))
     console.out.print()
+
+
+def _describe_stored(request: Request, config: Config) -> str:
+    """Return how layers in float of a quantized source are stored, in words."""
+    if config.keep_prequantized_layers:
+        return "with the codes and scales of the source, where it has them"
+    return f"as floats: {why_not_kept(request) or 'keep_prequantized_layers=false'}"
 
 
 def scheme_rows(request: Request, config: Config) -> dict[str, str]:
@@ -180,7 +189,8 @@ def _layer_table(kinds: Sequence[LayerKind]) -> Table:
         cells = [f"in float: {kind.reason}", "", ""]
         if kind.config is not None:
             words = describe_layer(kind.config)
-            cells = [words.weight, words.input, words.output]
+            weight = f"kept: {words.weight}" if kind.is_kept else words.weight
+            cells = [weight, words.input, words.output]
         table.add_row(escape(kind.name), str(kind.number), shape, *map(escape, cells))
     return table
 

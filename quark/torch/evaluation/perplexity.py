@@ -29,6 +29,8 @@ from quark.torch.pipeline.shapes import windows_at_once
 from quark.torch.quantization.config.resolution import output_head
 from quark.torch.quantization.nn.expert_tokens import unchanged_token_counts
 
+BATCH_SIZE = 8  # windows that run together by default
+
 
 class Tokenizer(Protocol):
     """The interface of a tokenizer; those of Transformers implement it."""
@@ -105,7 +107,7 @@ def _document_tokens(text: str, tokenizer: Tokenizer) -> torch.Tensor:
 def perplexity(
     model: nn.Module,
     windows: torch.Tensor,
-    batch_size: int = 8,
+    batch_size: int = BATCH_SIZE,
     progress: str | None = None,
     context: int = 1,
     receive: Receive | None = None,
@@ -163,7 +165,7 @@ def perplexity(
     return float(torch.exp(total / scored))
 
 
-def check_room(model: nn.Module, windows: torch.Tensor, batch_size: int = 8) -> None:
+def check_room(model: nn.Module, windows: torch.Tensor, batch_size: int = BATCH_SIZE) -> None:
     """Check that a bound of memory leaves room for an evaluation, before any window runs.
 
     It must have room for the largest part of the model and the logits of a part of a batch.

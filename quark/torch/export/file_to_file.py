@@ -13,18 +13,23 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from quark.torch.export.checkpoint.computed_buffers import compute_buffers
 from quark.torch.export.checkpoint.config_json import SECTION, read_config_json
+from quark.torch.export.checkpoint.dequantized import DequantizedReader
 from quark.torch.export.checkpoint.files import CheckpointReader
 from quark.torch.export.checkpoint.float_source import (
     FloatSource,
     fill_with_placeholders,
     placeholder,
+)
+from quark.torch.export.checkpoint.prequantized import (
+    PrequantizedLayers,
+    declare_kept,
+    without_shared,
 )
 from quark.torch.export.checkpoint.reader import Reader
 from quark.torch.export.checkpoint.shards import ShardWriter
@@ -115,14 +120,15 @@ def quantize_files(
     check_vacant(target, overwrite)
     model, files = _open(source, trust_remote_code)
     config = replace(config, quant_flow=QuantFlow.standard)
-    tensors = _prepare(model, config, files)
+    kept = _find_kept(files, config, settings.custom_mode)
+    tensors = _prepare(model, config, files, kept)
     state = untie(model, float_state(model))
     if keeps_types:
         tensors.keep_types({name: model.state_dict(keep_vars=True)[name] for name in state})
     fmt = make_format(model, settings.quant_config, settings.options, settings.custom_mode)
-    work = FileWork(model, tensors, fmt, devices)
+    work = FileWork(model, tensors, fmt, devices, kept)
     outline = work.outline()
-    with fresh_directory(target, overwrite, size_of(outline)) as directory:
+    with fresh_directory(target, overwrite, size_of(outline), settings.announce) as directory:
         writer = ShardWriter(directory, outline, settings.max_shard_size)
         work.write(writer)
         writer.finish()
@@ -153,8 +159,22 @@ def _open(source: Path, trust_remote_code: bool) -> tuple[nn.Module, Reader]:
     return stored_model(source, files.entries), files
 
 
-def _prepare(model: nn.Module, config: Config, files: Any) -> FloatSource:
+def _find_kept(files: Reader, config: Config, mode: str) -> PrequantizedLayers | None:
+    """Return the quantized layers of the source if layers in float may keep their codes."""
+    keeps = config.keep_prequantized_layers and mode == "quark"
+    return PrequantizedLayers(files) if keeps and isinstance(files, DequantizedReader) else None
+
+
+def _prepare(
+    model: nn.Module, config: Config, files: Reader, source: PrequantizedLayers | None
+) -> FloatSource:
     """Prepare a model on the meta device as if it were quantized; return the source of its values.
+
+    Args:
+        model: The model.
+        config: How to quantize it.
+        files: Its values.
+        source: Layers that keep their codes if the configuration leaves them in float, or None.
 
     Raises:
         ValueError: The configuration does not fit the model, or values are missing.
@@ -164,16 +184,21 @@ def _prepare(model: nn.Module, config: Config, files: Any) -> FloatSource:
     fill_with_placeholders(model)
     config = resolve_names(config, model)
     layers = select_layers(model, config)
-    stack_experts(experts, keep=layers)
+    kept = {} if source is None else without_shared(model, source.find(model, layers))
+    stack_experts(experts, keep=[*layers, *kept])
     fill_with_placeholders(model)
     if shared is not None:
-        stack_experts(split_experts(shared), keep=layers)
+        stack_experts(split_experts(shared), keep=[*layers, *kept])
         config = _with_shared_inputs(config, shared)
-    source = FloatSource(model, files)
+    values = FloatSource(model, files)
     replace_layers(model, layers)
     _untie_quantized(model)
     mark_as_quantized(model, config)
-    return source
+    for name in kept:
+        assert source is not None
+        source.put(model, name)
+    declare_kept(model, kept)
+    return values
 
 
 def _with_shared_inputs(config: Config, model: nn.Module) -> Config:

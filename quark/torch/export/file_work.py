@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from quark.torch.export.checkpoint.float_source import FloatSource
+from quark.torch.export.checkpoint.prequantized import PrequantizedLayers
 from quark.torch.export.checkpoint.shards import ShardWriter
 from quark.torch.export.checkpoint.transformers_names import split_or_fused
 from quark.torch.export.checkpoint.writer import (
@@ -30,7 +31,7 @@ from quark.torch.numerics.finite import check_finite
 from quark.torch.pipeline.batches import show_progress
 from quark.torch.quantization.calibration import calibrate_layers, group_by_parent
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
-from quark.torch.quantization.nn.layer import PARAMETERS
+from quark.torch.quantization.nn.layer import PARAMETERS, QuantizedLayer
 from quark.torch.quantization.nn.quantizer import PARTS
 from quark.torch.quantization.preparation import quantized_layers
 
@@ -63,6 +64,7 @@ class FileWork:
         source: Its values.
         fmt: Format to write.
         devices: Devices that quantize, in turn.
+        kept: What reads the packed layers of the model, which keep their codes; None without.
     """
 
     def __init__(
@@ -71,9 +73,12 @@ class FileWork:
         source: FloatSource,
         fmt: ExportFormat,
         devices: Sequence[torch.device],
+        kept: PrequantizedLayers | None = None,
     ) -> None:
         self.model, self.source, self.fmt, self.devices = model, source, fmt, cycle(devices)
-        self.layers = dict(quantized_layers(model))
+        self.kept = kept
+        modules = model.named_modules()
+        self.layers = {name: m for name, m in modules if isinstance(m, QuantizedLayer)}
         self.state = untie(model, float_state(model))
         self.groups = self._find_groups()
         self._done: dict[tuple[str, ...], Parts] = {}
@@ -115,9 +120,10 @@ class FileWork:
         """Return groups of layers that share scales, or are stored in one tensor."""
         config: Any = self.model.quant_config
         patterns = [*config.shared_scale_groups, *(self.fmt.options.weight_merge_groups or [])]
-        joined = [names for group in patterns for names in group_by_parent(self.layers, group)]
+        anew = dict(quantized_layers(self.model))
+        joined = [names for group in patterns for names in group_by_parent(anew, group)]
         stored: dict[str, list[str]] = defaultdict(list)
-        for name in self.layers:
+        for name in anew:
             stored[self.source.origin(f"{name}.weight")].append(name)
         group_of = {name: [name] for name in self.layers}
         for names in (*joined, *stored.values()):
@@ -180,13 +186,24 @@ class FileWork:
     @torch.no_grad()
     def _quantize(self, group: tuple[str, ...]) -> Parts:
         """Return the stored tensors of a group of layers, which have no values again afterwards."""
-        layers = {name: self.layers[name] for name in group}
+        layers = {n: x for n in group if isinstance(x := self.layers[n], FakeQuantizedLayer)}
+        if not layers:
+            return {name: self._read_kept(name) for name in group}
         with self._values(layers):
             calibrate_layers(layers, self.model.quant_config)  # type: ignore[arg-type]
             for layer in layers.values():
                 self._freeze(layer)
             scales = merged_scales(layers, self.fmt.options)
             return {n: layer_parts(n, x, self.fmt, scales.get(n, {})) for n, x in layers.items()}
+
+    def _read_kept(self, name: str) -> dict[str, torch.Tensor]:
+        """Return the stored tensors of a layer that keeps the codes of the source."""
+        assert self.kept is not None
+        self.kept.fill(self.model, name, torch.device("cpu"))
+        try:
+            return layer_parts(name, self.layers[name], self.fmt, {})
+        finally:
+            self.kept.release(self.model, name)
 
     def _freeze(self, layer: FakeQuantizedLayer) -> None:
         """Replace values by quantized values, unless only codes are stored, and they are the same.

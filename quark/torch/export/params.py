@@ -26,6 +26,7 @@ from quark.torch.export.formats.base import get_format
 from quark.torch.export.graph_archive import graph_archive, load_graph_archive
 from quark.torch.export.recognition import naming
 from quark.torch.files import fresh_directory, read_json, size_of, write_json
+from quark.torch.graph.residency import residency_of
 from quark.torch.quantization.config.config import OLDEST, Config, QuantizationConfig
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.match import literal
@@ -105,8 +106,15 @@ def check_params(model: nn.Module) -> None:
     """Check that ``save_params`` can write a model.
 
     Raises:
-        ValueError: It is a graph, or its keys are quantized after rotary embedding.
+        ValueError: It is a graph, it is read in parts, or its keys are quantized after rotary
+            embedding.
     """
+    if residency_of(model) is not None:
+        raise ValueError(
+            "The model is read in parts, and these files need all of it in memory: write "
+            "safetensors (hf_format), or leave params_save (--params_save) or max_memory "
+            "(--max_memory) out."
+        )
     if is_quantized_graph(model):
         raise ValueError(
             "The model is a graph: its operators have no place in these files. Use "

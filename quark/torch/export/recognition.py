@@ -21,6 +21,7 @@ from quark.torch.export.checkpoint.config_json import CONFIG, SECTION, read_conf
 from quark.torch.export.checkpoint.dequantized import FloatReader
 from quark.torch.export.checkpoint.float_model import check_float_model, load_float_model
 from quark.torch.export.checkpoint.float_source import open_float_model
+from quark.torch.export.checkpoint.prequantized import remember_prequantized
 from quark.torch.export.checkpoint.reader import Loading, Reader, cast_float_parameters
 from quark.torch.export.checkpoint.streamed_model import (
     stream_loading,
@@ -207,8 +208,11 @@ def load_in_float(
     size = sum(entry.nbytes for entry in reader.entries.values())
     with naming(source):
         if max_memory is not None or exceeds_memory(size, device):
-            return stream_tensors(model, reader, max_memory, device=device, place=source)
-        return reader.fill(model).to(device)
+            model = stream_tensors(model, reader, max_memory, device=device, place=source)
+        else:
+            model = reader.fill(model).to(device)
+    remember_prequantized(model, reader)
+    return model
 
 
 def _torch_type(dtype: str | torch.dtype) -> torch.dtype | None:

@@ -38,8 +38,8 @@ def round_to_codes(x: torch.Tensor, fmt: Format, mode: RoundType) -> torch.Tenso
     steps, step = round_to_steps_(x, fmt, mode)
     smallest = (127 + fmt.min_exponent - fmt.mantissa_bits) << 23  # bits of the smallest step
     codes = step.view(torch.int32).sub_(smallest).bitwise_right_shift_(23 - fmt.mantissa_bits)
-    codes.add_(steps.abs().to(torch.int32))
-    return _with_sign(codes, steps.view(torch.int32), fmt)
+    codes = _with_sign(codes, steps.view(torch.int32), fmt)  # its bit is clear in the sum
+    return codes.add_(steps.abs_().to(torch.int32))
 
 
 def _with_sign(codes: torch.Tensor, bits: torch.Tensor, fmt: Format) -> torch.Tensor:

@@ -111,3 +111,8 @@ def _count_tokens(sequence: Any) -> int:
     tensors = [x for x in batch_values(sequence) if isinstance(x, torch.Tensor) and x.dim() > 1]
     sizes = (x.shape[1] if x.dim() == 2 else -(-x.numel() // VALUES) for x in tensors)
     return max(sizes, default=0)
+
+
+def tokens_of_chunk(length: int) -> int:
+    """Return the most tokens of a chunk of sequences of one length."""
+    return length * max(1, min(SEQUENCES, TOKENS // length))

@@ -42,7 +42,8 @@ _NAME = re.compile(r"(\d+)-(\d+)-([0-9a-f]{64})\.safetensors")
 _NOTES = "notes"  # key of the metadata of a file
 _PARTIAL = "partial"
 _RUN, _OUTPUT = "run.json", "output.json"
-_PARTS = (_RUN, _OUTPUT, ".*.json.partial-*", "lock", "blocks")
+_BLOCKS = "blocks"
+_PARTS = (_RUN, _OUTPUT, ".*.json.partial-*", "lock", _BLOCKS)
 
 
 class Journal:
@@ -66,7 +67,7 @@ class Journal:
 
     def __init__(self, directory: str | Path, restart: bool = False) -> None:
         self.directory = Path(directory).resolve()
-        self._blocks = self.directory / "blocks"
+        self._blocks = self.directory / _BLOCKS
         self._passes, self.is_begun = 0, False
         self._lock: FileLock | None = None  # of the first process
         with joined() as group:
@@ -101,7 +102,7 @@ class Journal:
     @property
     def finished(self) -> int:
         """Number of finished blocks, of all passes together."""
-        return sum(1 for _ in self._blocks.iterdir()) if self._blocks.is_dir() else 0
+        return _count(self._blocks)
 
     def begin(self, request: Mapping[str, Any]) -> None:
         """Begin a run, or go on with it. Of several processes, the request of the first one counts.
@@ -147,6 +148,11 @@ class Journal:
     def has_note(directory: Path) -> bool:
         """Whether a directory is a journal that knows its output; see ``note_output``."""
         return (directory / _OUTPUT).is_file()
+
+    @staticmethod
+    def has_blocks(directory: Path) -> bool:
+        """Whether a directory is a journal with finished blocks."""
+        return _count(directory / _BLOCKS) > 0
 
     def note_output(self, request: Mapping[str, Any], output: Path) -> None:
         """Note which output belongs to the journal, before it takes its place.
@@ -305,6 +311,11 @@ class PassFiles:
         partial.replace(self._directory / name)
         sync_directory(self._directory)
         return name
+
+
+def _count(blocks: Path) -> int:
+    """Return the number of files in a directory; 0 if it does not exist."""
+    return sum(1 for _ in blocks.iterdir()) if blocks.is_dir() else 0
 
 
 def _check_own(directory: Path) -> None:

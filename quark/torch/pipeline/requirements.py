@@ -122,7 +122,8 @@ def require(run: Run, interpreter: int, bound: int | None = None) -> Requirement
     kept = min(changed, LIMIT) if free is None else 0
     working = max(step.memory for step in steps)
     if run.on_device:
-        loaded = 0 if is_partial else model.size  # read to main memory first
+        # Parameters are read to main memory first: all, or two units, of which one waits.
+        loaded = 2 * model.largest_unit if is_partial else model.size
         main = loaded + int(HEAP * (kept + max(step.stores for step in steps)))
         device = DEVICE_CONTEXT + parameters + int(HEAP * working)
     else:

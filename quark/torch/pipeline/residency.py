@@ -16,8 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ from torch import nn
 from quark.torch.graph.parameter_writes import record_writes
 from quark.torch.numerics.finite import check_finite
 from quark.torch.pipeline.memory_limit import MemoryLimit
+from quark.torch.pipeline.read_ahead import ReadAhead, Source
 from quark.torch.pipeline.scratch import Scratch
 from quark.torch.pipeline.unit_cache import Unit, UnitCache
 from quark.torch.quantization.nn.experts import LinearExperts
@@ -32,20 +34,26 @@ from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from quark.torch.quantization.nn.quantizer import PARTS, TensorQuantizer
 
 
-class Source(Protocol):
-    """The values of the parameters of a model, by the names that they had when it was built."""
+class StoredLayers(Protocol):
+    """Layers of a model that are in the source as codes, by their names."""
 
-    def read(self, names: list[str]) -> dict[str, torch.Tensor]:
-        """Return the values of parameters, on the CPU, in their types.
+    def fill(self, model: nn.Module, name: str, device: torch.device) -> None:
+        """Read codes and scales of a layer."""
+        ...
 
-        Raises:
-            ValueError: A file is damaged.
-        """
+    def release(self, model: nn.Module, name: str) -> None:
+        """Take the values of a layer from memory."""
+        ...
+
+    def size(self, name: str) -> int:
+        """Return the bytes of codes and scales of a layer."""
         ...
 
 
 class Residency(UnitCache):
     """Loads the units of a model when they are used, and releases the least recently used ones.
+
+    Where the limit has room for three units, the next unit is read while one is worked on.
 
     Args:
         model: A model with any values; it gets those of the source.
@@ -69,6 +77,8 @@ class Residency(UnitCache):
         place: Path | None = None,
     ) -> None:
         super().__init__(model, limit, device)
+        self._model = model
+        self._stored: dict[str, StoredLayers] = {}  # by name of the layer
         self.source, self.scratch, self.place = source, scratch, place
         self._held: dict[int, _Held] = {}  # by id of the parameter
         self._scales: dict[str, torch.Tensor] = {}  # as they are in the scratch files
@@ -78,6 +88,32 @@ class Residency(UnitCache):
         for unit in self.units.values():
             for _, parameter in unit.parameters():
                 parameter.data = _placeholder(parameter, self.device)
+        self._total = sum(map(self._size_of, self.units.values()))
+        self._ahead = ReadAhead(source, self.device)
+        self._next = _successors(list(self.units))
+        self._last = ""  # the unit that was loaded last
+
+    def read_by(self, name: str, layers: StoredLayers) -> None:
+        """Read the values of a packed layer by ``layers`` from now on.
+
+        Args:
+            name: Name of the layer, which has no values.
+            layers: What reads and releases them.
+        """
+        self._stored[name] = layers
+        for unit in self.units.values():
+            if unit.part.holds(name) and unit.name in self._sizes:
+                layers.fill(self._model, name, self.device)
+
+    def _stored_in(self, unit: Unit) -> list[str]:
+        """Return the names of the layers of a unit that are stored as codes."""
+        return [name for name in self._stored if unit.part.holds(name)]
+
+    def _parameters(self, unit: Unit) -> Iterator[tuple[str, nn.Parameter]]:
+        """Iterate over the parameters of a unit, without those that are stored as codes."""
+        for name, parameter in unit.parameters():
+            if name.rpartition(".")[0] not in self._stored:
+                yield name, parameter
 
     def _note_write(self, parameter: nn.Parameter) -> None:
         held = self._held.get(id(parameter))
@@ -119,17 +155,18 @@ class Residency(UnitCache):
         return record_writes(self._note_write)
 
     def _is_complete(self, unit: Unit) -> bool:
-        return not any(self._is_absent(parameter) for _, parameter in unit.parameters())
+        return not any(self._is_absent(parameter) for _, parameter in self._parameters(unit))
 
     def _size_of(self, unit: Unit) -> int:
-        return sum(p.numel() * p.itemsize for _, p in unit.parameters())
+        stored = sum(self._stored[name].size(name) for name in self._stored_in(unit))
+        return stored + sum(p.numel() * p.itemsize for _, p in self._parameters(unit))
 
     def _is_absent(self, parameter: nn.Parameter) -> bool:
         return id(parameter) not in self._held and _is_placeholder(parameter)
 
     def _read(self, unit: Unit) -> None:
         self._drop_replaced(unit)
-        parameters = [(self._name_of(p, name), p) for name, p in unit.parameters()]
+        parameters = [(self._name_of(p, name), p) for name, p in self._parameters(unit)]
         absent = [(name, p) for name, p in parameters if self._is_absent(p)]
         for _, parameter in parameters:
             self._held.setdefault(id(parameter), _Held(parameter)).units.add(unit.name)
@@ -144,13 +181,51 @@ class Residency(UnitCache):
                     self._checked.add(name)
             parameter.data = values.to(self.device)
         self._load_scales(unit)
+        for name in self._stored_in(unit):
+            self._stored[name].fill(self._model, name, self.device)
 
     def _read_one(self, name: str) -> torch.Tensor:
-        return self.source.read([name])[name]
+        values = self._ahead.take(name)
+        if values is None:
+            return self.source.read([name])[name]
+        self._checked.add(name)
+        return values
+
+    # ---- the unit behind it ---------------------------------------------------------------------
+
+    def _following(self, unit: Unit) -> Unit | None:
+        """Return the unit that will probably be loaded next, None if it is resident or unknown."""
+        name = self._next.get(unit.name, "")
+        return None if name in self._sizes else self.units.get(name)
+
+    def _room_ahead(self, unit: Unit) -> int:
+        """Return the bytes that are left free for the unit behind one that is loaded."""
+        following = self._following(unit)
+        if following is None or self._total <= self.limit:
+            return 0
+        size = self._size_of(following)
+        return size if 3 * max(size, self._size_of(unit)) <= self.limit else 0
+
+    def _read_ahead(self, unit: Unit) -> None:
+        if self._last:
+            self._next[self._last] = unit.name
+        self._last, following = unit.name, self._following(unit)
+        self._ahead.drop()
+        taken = sum(self._sizes.values())
+        if following is not None and taken + (size := self._size_of(following)) <= self.limit:
+            self.peak = max(self.peak, taken + size)
+            self._ahead.begin(self._needed(following))
+
+    def _needed(self, unit: Unit) -> list[str]:
+        """Return the names in the source of the values that a unit will be given."""
+        wholes = {matrix.name: matrix.whole for matrix in _stacked(unit)}
+        names = [self._name_of(p, name) for name, p in self._parameters(unit) if self._is_absent(p)]
+        names = [wholes.get(name, name) for name in names if name not in self.scratch]
+        return list(dict.fromkeys(names))
 
     def _drop_replaced(self, unit: Unit) -> None:
         """Release parameters that the unit has no more, such as experts that are stacked now."""
-        present = {id(parameter) for _, parameter in unit.parameters()}
+        present = {id(parameter) for _, parameter in self._parameters(unit)}
         for key, held in list(self._held.items()):
             if held.units == {unit.name} and key not in present:
                 held.parameter.data = _placeholder(held.parameter, self.device)
@@ -158,15 +233,12 @@ class Residency(UnitCache):
 
     def _readers(self, unit: Unit) -> dict[str, Callable[[], torch.Tensor]]:
         """Return functions that read matrices of split experts, which the source has stacked."""
+        parts: dict[str, _Parts] = {}
         readers: dict[str, Callable[[], torch.Tensor]] = {}
-        for path, module in unit.modules():
-            if isinstance(module, LinearExperts):
-                for stack in module.stacks:
-                    for kind in ("weight", "bias"):
-                        whole = f"{path}.{stack}" + ("_bias" if kind == "bias" else "")
-                        parts = _Parts(partial(self._read_one, whole), module.stacks[stack].split)
-                        for place in module.stacks[stack].layer_names(module.num_experts):
-                            readers[f"{path}.{place}.{kind}"] = partial(parts.take, place)
+        for matrix in _stacked(unit):
+            if matrix.whole not in parts:
+                parts[matrix.whole] = _Parts(partial(self._read_one, matrix.whole), matrix.split)
+            readers[matrix.name] = partial(parts[matrix.whole].take, matrix.place)
         return readers
 
     def _load_scales(self, unit: Unit) -> None:
@@ -188,7 +260,9 @@ class Residency(UnitCache):
         return self._originals.get(id(parameter), (name,))[0]
 
     def _drop(self, unit: Unit) -> None:
-        parameters = {id(parameter): (name, parameter) for name, parameter in unit.parameters()}
+        parameters = {
+            id(parameter): (name, parameter) for name, parameter in self._parameters(unit)
+        }
         kept: dict[str, torch.Tensor] = {}
         leaving: list[nn.Parameter] = []
         for key, held in list(self._held.items()):
@@ -216,6 +290,8 @@ class Residency(UnitCache):
         for name, (quantizer, part, scale) in scales.items():
             self._scales.pop(name, None)
             setattr(quantizer, part, _placeholder(scale, self.device))
+        for name in self._stored_in(unit):
+            self._stored[name].release(self._model, name)
 
 
 def _scales(unit: Unit) -> Iterator[tuple[str, TensorQuantizer, str]]:
@@ -225,6 +301,35 @@ def _scales(unit: Unit) -> Iterator[tuple[str, TensorQuantizer, str]]:
             for tensor, quantizer in layer.parameter_quantizers().items():
                 for part in PARTS:
                     yield f"{path}.{tensor}.{part}", quantizer, part
+
+
+class _Matrix(NamedTuple):
+    """A matrix or bias of an expert: its name, that of the stack, and its place in the stack."""
+
+    name: str
+    whole: str
+    place: str
+    split: Callable[[torch.Tensor], Iterable[tuple[str, torch.Tensor]]]
+
+
+def _stacked(unit: Unit) -> Iterator[_Matrix]:
+    """Iterate over the matrices and biases of split experts."""
+    for path, module in unit.modules():
+        if isinstance(module, LinearExperts):
+            for name, stack in module.stacks.items():
+                for kind, ending in (("weight", ""), ("bias", "_bias")):
+                    for place in stack.layer_names(module.num_experts):
+                        own, whole = f"{path}.{place}.{kind}", f"{path}.{name}{ending}"
+                        yield _Matrix(own, whole, place, stack.split)
+
+
+def _successors(names: list[str]) -> dict[str, str]:
+    """Return the member of a module list behind each one: ``layers.0`` -> ``layers.1``."""
+    return {
+        a: b
+        for a, b in pairwise(names)
+        if a.rpartition(".")[0] == b.rpartition(".")[0] and b.rpartition(".")[2].isdecimal()
+    }
 
 
 class _Held:

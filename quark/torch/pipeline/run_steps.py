@@ -18,6 +18,9 @@ _ROWS = 256  # tokens that the output head receives at once in an evaluation
 ELEMENT_FLOPS = 100.0  # elementwise steps that quantize a value, in units of arithmetic
 
 
+StepWork = Callable[[BlockShape, DataShape], Work]  # what a step takes for a block
+
+
 class Step(NamedTuple):
     """A step of a run.
 
@@ -58,11 +61,14 @@ class Run(NamedTuple):
         on_device: Whether the model runs on a device with memory of its own.
         through_files: Whether tensors go from files to files, without a model in memory.
         threads: Number of threads that do so.
+        rounds: Whether an algorithm rounds all layers, so that they need no scales afterwards.
+        quantizes: Whether the model is quantized and written. Otherwise it is only measured.
+        unpacks: Whether its weights are packed, and unpacked for each use.
     """
 
     model: ModelShape
     data: DataShape
-    algorithms: Sequence[tuple[str, Callable[[BlockShape, DataShape], Work]]]
+    algorithms: Sequence[tuple[str, StepWork]]
     proves: bool
     is_static: bool
     output: int
@@ -74,6 +80,9 @@ class Run(NamedTuple):
     on_device: bool = False
     through_files: bool = False
     threads: int = 1
+    rounds: bool = False
+    quantizes: bool = True
+    unpacks: bool = False
 
 
 def list_steps(run: Run, limit: int, streams: bool) -> list[Step]:
@@ -84,6 +93,8 @@ def list_steps(run: Run, limit: int, streams: bool) -> list[Step]:
         limit: Bytes of activations that may stay in memory.
         streams: Whether parameters are read when they are used.
     """
+    if not run.quantizes:
+        return _list_measurements(run, limit, streams)
     model, data = run.model, run.data
     evaluation = _evaluation(run, streams, limit)
     steps = [evaluation._replace(name="evaluation of the original")] if evaluation else []
@@ -94,24 +105,33 @@ def list_steps(run: Run, limit: int, streams: bool) -> list[Step]:
     steps += [_algorithm(run, *entry, limit, streams, leaving) for entry in run.algorithms]
     element = FLOAT32 * model.largest_weight
     quantize = ELEMENT_FLOPS * sum(layer.elements for layer in model.layers)
-    steps.append(Step("scales of weights", 8 * element, solver_flops=quantize))
+    reads = 0 if run.rounds else 1  # of layers that no algorithm has rounded
+    steps.append(Step("scales of weights", 8 * element, solver_flops=quantize, reads=reads))
     if run.is_static:
         stores = _held(data.hidden_states, 3, limit) if streams else 0
         memory = _pass_memory(run, not streams)
         steps.append(
             Step("ranges of activations", memory, stores, _model_flops(model, data), passes=1.0)
         )
-    steps.append(Step("rounding", 8 * element + leaving, solver_flops=quantize))
+    steps.append(Step("rounding", 8 * element + leaving, solver_flops=quantize, reads=reads))
     steps += [evaluation] if evaluation else []
     packed = max((b.elements for b in model.blocks), default=0) if streams else run.packed
     steps.append(Step("writing", 8 * element + packed, solver_flops=quantize))
     return steps
 
 
+def _list_measurements(run: Run, limit: int, streams: bool) -> list[Step]:
+    """Return the steps of a run that changes nothing."""
+    evaluation = _evaluation(run, streams, limit)
+    steps = [] if evaluation is None else [evaluation]
+    steps += [_algorithm(run, *entry, limit, streams, leaving=0) for entry in run.algorithms]
+    return steps or [Step("loading")]
+
+
 def _algorithm(
     run: Run,
     name: str,
-    work: Callable[[BlockShape, DataShape], Work],
+    work: StepWork,
     limit: int,
     streams: bool,
     leaving: int,
@@ -153,7 +173,8 @@ def _structure(run: Run) -> Step:
     if run.proves:
         weights = [sum(x.elements for x in block.layers) for block in model.blocks]
         memory = FLOAT32 * max(model.around + 4 * model.around_largest, 3 * max(weights, default=0))
-    return Step("structure", memory, solver_flops=64.0 * model.size)
+    reads = 2 + run.proves  # to trace the model, and to divide it into stacks
+    return Step("structure", memory, solver_flops=64.0 * model.size, reads=reads)
 
 
 def _evaluation(run: Run, streams: bool, limit: int) -> Step | None:
@@ -168,7 +189,8 @@ def _evaluation(run: Run, streams: bool, limit: int) -> Step | None:
     parts = (data.itemsize + 3 * FLOAT32) * min(_ROWS, data.batch) * data.labels
     reordered = data.itemsize * run.model.around_largest if data.itemsize < FLOAT32 else 0
     head = parts + reordered + 3 * FLOAT32 * data.batch * data.hidden
-    memory = max(head, _pass_memory(run._replace(data=data), False))
+    unpacked = 2 * FLOAT32 * run.model.largest_weight if run.unpacks else 0
+    memory = max(head, _pass_memory(run._replace(data=data), False) + unpacked)
     stores = _held(data.hidden_states, 3, limit) if streams else 0
     return Step("evaluation", memory, stores, _model_flops(run.model, data))
 

@@ -179,11 +179,21 @@ class UnitCache(ABC):
         with _disable_current_modes(), torch.no_grad():  # a trace does not see this
             if unit.name not in self._sizes:
                 size = self._size_of(unit)
-                self.release(size)
+                self.release(size + self._room_ahead(unit))
                 return_free_memory()  # what the unit before took to unpack its weights
                 self._sizes[unit.name] = size
                 self.peak = max(self.peak, sum(self._sizes.values()))
+                self._read(unit)
+                self._read_ahead(unit)
+                return
             self._read(unit)
+
+    def _room_ahead(self, unit: Unit) -> int:
+        """Return the bytes that are left free for what is read while a unit is in use."""
+        return 0
+
+    def _read_ahead(self, unit: Unit) -> None:  # noqa: B027
+        """Begin to read what will probably be used behind a unit that has been loaded."""
 
     def _watching(self) -> AbstractContextManager[None]:
         """Return a context that is open while a unit is in use."""

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from quark.torch.export.checkpoint.prequantized import keep_prequantized_layers
 from quark.torch.export.containers.base import ExportSettings
 from quark.torch.export.containers.safetensors import CopiedFiles
 from quark.torch.export.file_to_file import quantize_files
@@ -251,6 +252,8 @@ class ModelQuantizer:
 
         Tied weights are untied where only one side is quantized. Ranges that followed the model
         while it trained take their last values, and nothing that is quantized trains any more.
+        Layers in float that a quantized source has as codes take these codes, if nothing has
+        changed them (``Config.keep_prequantized_layers``).
 
         Args:
             model: A model from ``quantize_model``, in evaluation mode if it has trained.
@@ -280,6 +283,7 @@ class ModelQuantizer:
             for name, layer in left.items():
                 if part.holds(name):
                     _freeze(layer, owners)
+        keep_prequantized_layers(model)
         return model
 
 

@@ -41,7 +41,8 @@ class LayerKind(NamedTuple):
         number: How many there are.
         shape: Shape of the weight.
         config: How they are quantized; None for layers in float.
-        reason: Why they stay in float, empty for others.
+        reason: Why they stay in float, or are not quantized anew; empty for others.
+        is_kept: Whether they keep the codes of a quantized source.
     """
 
     name: str
@@ -49,6 +50,7 @@ class LayerKind(NamedTuple):
     shape: tuple[int, ...]
     config: QuantizationConfig | None
     reason: str
+    is_kept: bool = False
 
 
 @contextmanager
@@ -137,21 +139,24 @@ def name_of_kind(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
-def list_kinds(model: nn.Module, config: Config) -> list[LayerKind]:
+def list_kinds(model: nn.Module, config: Config, kept: Layers | None = None) -> list[LayerKind]:
     """Return the layers of a model by kind, those that are quantized first.
 
     Args:
         model: The float model; its parameters need no values. It is unchanged afterwards.
         config: How it will be quantized.
+        kept: Layers that keep the codes of a quantized source, if they are not quantized anew.
 
     Raises:
         ValueError: The configuration does not fit the model.
     """
     with selected(model, config) as (_, layers):
-        return list_selected(model, config, layers)
+        return list_selected(model, config, layers, kept)
 
 
-def list_selected(model: nn.Module, config: Config, layers: Layers) -> list[LayerKind]:
+def list_selected(
+    model: nn.Module, config: Config, layers: Layers, kept: Layers | None = None
+) -> list[LayerKind]:
     """Return the layers of a model by kind, as ``list_kinds`` does, inside of ``selected``."""
     reasons = _Reasons(model, config)
     counts: dict[tuple[Any, ...], int] = {}
@@ -163,13 +168,15 @@ def list_selected(model: nn.Module, config: Config, layers: Layers) -> list[Laye
             continue
         layer = layers.get(name)
         reason = "" if layer is not None else reasons.of(name, module)
+        is_kept = layer is None and name in (kept or {})
+        layer = (kept or {})[name] if is_kept else layer
         shape = tuple(getattr(module, "weight", own[0]).shape)
         if id(layer) not in texts:
             texts[id(layer)] = repr(layer)
-        key = name_of_kind(name), shape, texts[id(layer)], reason
+        key = name_of_kind(name), shape, texts[id(layer)], reason, is_kept
         counts[key] = counts.get(key, 0) + 1
         configs[key] = layer
-    kinds = [LayerKind(k[0], n, k[1], configs[k], k[3]) for k, n in counts.items()]
+    kinds = [LayerKind(k[0], n, k[1], configs[k], *k[3:]) for k, n in counts.items()]
     return sorted(kinds, key=lambda kind: kind.config is None)
 
 

@@ -204,10 +204,13 @@ def restore_layers(model: nn.Module) -> None:
 def _warn_of_float_modules(model: nn.Module) -> None:
     """Warn about modules that cannot be quantized, if they hold more than 5 % of the parameters."""
     sizes: dict[str, int] = {}
+    counted = {
+        id(p) for m in model.modules() if is_operator(type(m)) for p in m._parameters.values()
+    }
     for name, module in model.named_modules():
-        if is_operator(type(module)):
-            continue
-        large = [p.numel() for p in module._parameters.values() if p is not None and p.dim() > 1]
+        own = {id(p): p for p in module._parameters.values() if p is not None and p.dim() > 1}
+        large = [p.numel() for key, p in own.items() if key not in counted]  # tied ones once
+        counted |= own.keys()
         if large:
             sizes[name] = sum(large)
     total = sum(p.numel() for p in model.parameters())

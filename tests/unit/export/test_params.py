@@ -10,6 +10,7 @@ from torch import nn
 import quark
 from quark.torch import ModelQuantizer, load_params, save_params
 from quark.torch.digests import DIGESTS
+from quark.torch.export.checkpoint.streamed_model import stream_model
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.presets import scheme
 
@@ -172,3 +173,12 @@ def test_any_module(quantize, tmp_path):
     assert torch.equal(found(x), model(x))
     with pytest.raises(ValueError, match="names no architecture: pass the model to fill"):
         load_params(**files(tmp_path / "x", "net"))
+
+
+def test_a_model_that_is_read_in_parts_is_refused(build, config_of, tmp_path):
+    build().save_pretrained(tmp_path / "float")
+    model = stream_model(tmp_path / "float", 1 << 40)
+    ModelQuantizer.freeze(ModelQuantizer(config_of("int8_wo")).quantize_model(model))
+    with pytest.raises(ValueError, match=r"read in parts.*--max_memory"):
+        save_params(model, "llama", export_dir=tmp_path / "out")
+    assert not (tmp_path / "out").exists()

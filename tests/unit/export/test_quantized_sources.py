@@ -6,8 +6,9 @@ import torch
 from quark.torch import ModelExporter
 from quark.torch.export.containers.base import ExportSettings
 from quark.torch.export.file_to_file import quantize_files
-from quark.torch.export.recognition import load_in_float
+from quark.torch.export.recognition import load_checkpoint, load_in_float
 from quark.torch.graph.residency import residency_of
+from quark.torch.quantization.nn.packed import PackedLayer
 from tests.configurations import config as config_of
 from tests.configurations import groups, preset, quantized
 from tests.unit.export.formats.test_sources import QWEN, oss, publish_fp8
@@ -57,3 +58,22 @@ def test_files(source, tmp_path):
     quantize_files(config, source, tmp_path / "files", settings)
     assert contents(tmp_path / "files") == expected
     assert sum(name.endswith(".safetensors") for name in expected) > 1
+
+
+@pytest.mark.parametrize("source", [*MADE, "fp8 blocks", "mxfp4"], indirect=True)
+def test_layers_in_float_have_the_values_and_scheme_of_the_source(source, tmp_path):
+    config = preset("int8_wo", exclude=["lm_head", "*.0.*"])
+    quantize_files(config, source, tmp_path / "out", ExportSettings())
+    before, after = load_checkpoint(source), load_checkpoint(tmp_path / "out")
+    layers = {
+        name: layer
+        for name, layer in before.named_modules()
+        if isinstance(layer, PackedLayer) and name.startswith("model.layers.0.")
+    }
+    assert len(layers) >= 4
+    for name, layer in layers.items():
+        same = after.get_submodule(name)
+        assert same.quant_config == layer.quant_config
+        assert torch.equal(same.value("weight"), layer.value("weight")), name
+    other = after.get_submodule(next(iter(layers)).replace(".0.", ".1."))
+    assert other.quant_config.weight.dtype.name == "int8"

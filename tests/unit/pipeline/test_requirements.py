@@ -1,19 +1,23 @@
 """What a run takes, against what runs take: passes, arithmetic, and how memory depends on sizes."""
 
+from collections import Counter as Loads
 from functools import partial
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from quark.torch import ModelQuantizer
+from quark.torch import ModelQuantizer, export_safetensors
 from quark.torch.algorithm.registry import ALGORITHMS, load_algorithm
+from quark.torch.export.checkpoint.streamed_model import stream_model
+from quark.torch.graph.residency import residency_of
 from quark.torch.pipeline import run_steps
 from quark.torch.pipeline.requirements import least_bound, require
 from quark.torch.pipeline.run_steps import Run
 from quark.torch.pipeline.shapes import BlockShape, DataShape, LayerShape, ModelShape
 from quark.torch.quantization.config.algo_lookup import make_algo_configs
 from quark.torch.quantization.model_shape import measure_model
+from tests.configurations import quantized
 
 MIB = 1 << 20
 SHAPES = {"q": (1024, 1024), "up": (4096, 1024), "down": (1024, 4096)}
@@ -171,3 +175,19 @@ def test_arithmetic_is_that_of_a_forward_pass(build, config_of):
     data = DataShape(96, 96, 48, 64, 4, model.config.vocab_size, 3)
     planned = run_steps._model_flops(shape, data)
     assert planned == pytest.approx(counter.get_total_flops(), rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["gptq", "qronos", "awq"])
+def test_reads_are_those_that_run(name, build, batches, config_of, tmp_path):
+    build("llama", torch.bfloat16).save_pretrained(tmp_path / "float")
+    model = stream_model(tmp_path / "float", 1 << 40)
+    residency, loaded = residency_of(model), Loads()
+    residency.limit, read = 0, residency._read
+    residency._read = lambda unit: (loaded.update([unit.name]), read(unit))
+    (options,) = make_algo_configs([name], {})
+    config = config_of("uint4_wo_32", algo_config=[options])
+    export_safetensors(quantized(model, config, batches), tmp_path / "out")
+    request = request_of(name, rounds=name != "awq")._replace(proves=name == "awq")
+    planned = sum(step.reads for step in run_steps.list_steps(request, 0, True))
+    # The first block is read once more, to know the stored tensors of a layer.
+    assert loaded["model.layers.1"] == planned == loaded["model.layers.0"] - 1

@@ -272,3 +272,15 @@ class TestPrepareAndRestore:
         replace_layers(model, select_layers(model, Config(layer)))
         assert set(model[0].quantizers()) == {"input_tensors", "weight", "bias"}
         assert set(model[1].quantizers()) == {"input_tensors", "weight"}
+
+
+class Shifted(nn.Embedding):
+    """An embedding that is no operator, as some architectures have one."""
+
+
+def test_tied_parameters_count_once_where_modules_stay_in_float(caplog):
+    model = nn.ModuleDict({name: Shifted(8, 8) for name in ("encoder", "decoder", "shared")})
+    model["encoder"].weight = model["decoder"].weight = model["shared"].weight
+    model["layer"] = nn.Linear(8, 8, bias=False)
+    select_layers(model, Config(INT8))
+    assert "50 % of the parameters stay in float: 1 modules such as encoder" in caplog.text

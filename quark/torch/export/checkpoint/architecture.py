@@ -143,10 +143,10 @@ def model_class(config: Any, where: Path, trust_remote_code: bool = False) -> An
 
 @cache
 def _known_names() -> frozenset[str]:
-    """Return the public names of Transformers, which take it a while to list."""
+    """Return the public names of Transformers; ``dir`` would take it a fifth of a second."""
     import transformers
 
-    return frozenset(dir(transformers))
+    return frozenset(vars(transformers)["__all__"])
 
 
 def _maps(config: Any, cls: type) -> bool:

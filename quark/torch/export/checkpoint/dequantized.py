@@ -69,11 +69,11 @@ class DequantizedReader:
         header, (path, _, attribute) = self.entries[name], name.rpartition(".")
         owner = self.loading.model.get_submodule(path)
         if not isinstance(owner, LinearExperts):
-            return self._value(path, attribute, header.dtype)
+            return self.value(path, attribute, header.dtype)
         values = torch.empty(header.shape, dtype=header.dtype)
         stack, kind = _stack_name(attribute)
         for place, part in owner.stacks[stack].split(values):
-            part.copy_(self._value(f"{path}.{place}", kind, header.dtype))
+            part.copy_(self.value(f"{path}.{place}", kind, header.dtype))
         return values
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -123,8 +123,14 @@ class DequantizedReader:
         is_wide = dtype.is_floating_point and dtype.itemsize > 1
         return self.dtype if is_wide and self.dtype is not None else dtype
 
-    def _value(self, path: str, attribute: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return a parameter or buffer of one module in float."""
+    def value(self, path: str, attribute: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return a parameter or buffer of one module in float; experts are split.
+
+        Args:
+            path: Name of the module.
+            attribute: Name of the tensor in it.
+            dtype: Type of the result, to which products of codes and scales are rounded.
+        """
         owner = self.loading.model.get_submodule(path)
         if isinstance(owner, PackedLayer):
             return self._dequantize(owner, path, attribute, dtype)

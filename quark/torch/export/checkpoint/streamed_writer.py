@@ -48,14 +48,15 @@ class StreamedState:
         report_experts(model)
         state = untie(model, float_state(model))
         self._float = list(state)
+        kind_of = {name: _kind(layer) for name, layer in self.layers.items()}  # none is resident
         kinds: dict[Any, dict[str, torch.Tensor]] = {}
-        for name, layer in self.layers.items():
-            if _kind(layer) not in kinds:
+        for name, kind in kind_of.items():
+            if kind not in kinds:
                 with resident(model, name):
                     parts = self._parts_of(name)
-                kinds[_kind(layer)] = {part: tensor.to("meta") for part, tensor in parts.items()}
+                kinds[kind] = {part: tensor.to("meta") for part, tensor in parts.items()}
         outline = {name: tensor.to("meta") for name, tensor in state.items()}
-        parts_of = {name: kinds[_kind(layer)] for name, layer in self.layers.items()}
+        parts_of = {name: kinds[kind] for name, kind in kind_of.items()}
         self.outline = original_names(model, outline | self._named(parts_of))
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

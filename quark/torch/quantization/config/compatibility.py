@@ -25,7 +25,6 @@ _DAMPING = "{}: the damping is fixed. Leave it out."
 IGNORED: dict[str, dict[str, str]] = {
     "Config": {
         "gpu_resident_blocks": "the whole model is held in memory, which gives the same result",
-        "keep_prequantized_layers": "layers that stay in float are dequantized in any case",
     },
     "QuantizationConfig": {"target_device": "layers stay on their device"},
     "QuantizationSpec": {"enable_buffer_reuse": _KERNEL, "max_input_numel": _KERNEL},

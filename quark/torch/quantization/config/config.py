@@ -188,7 +188,8 @@ class Config:
         sync_moe_expert_input_amax: Whether the experts of a layer share the scale of their inputs.
         moe_calibrate_all_experts: Whether calibration observes the inputs of each expert for all
             tokens, instead of those that the router sends to it.
-        keep_prequantized_layers: No effect: layers that stay in float are dequantized.
+        keep_prequantized_layers: Whether layers that stay in float take the codes and scales that a
+            quantized source has of them, when the model is frozen.
         export: Options of the export that wrote the checkpoint.
         float_parts: Kinds of parts that stay in float, found by the structure of the model when
             it is quantized: ``tower`` (vision and audio), ``projector`` and ``router``.

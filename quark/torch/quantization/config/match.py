@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import glob
 import logging
-from collections.abc import Iterable, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -127,3 +129,37 @@ def _without_order(
     if all(layer == first_match(name, by_key) for name, layer in exact.items()):
         return patterns
     return {literal(name): layer for name, layer in exact.items() if layer is not None}
+
+
+def with_layers(
+    names: Mapping[str, type[nn.Module]], config: Config, layers: Mapping[str, QuantizationConfig]
+) -> Config:
+    """Return the configuration that quantizes some more layers.
+
+    They are named by patterns that match no other module, where there are such. Patterns of
+    ``exclude`` that match one of them are replaced by the names of the other modules.
+
+    Args:
+        names: All modules of the model: names -> types.
+        config: The configuration.
+        layers: Names of the layers -> how they are quantized.
+    """
+    exclude: list[str] = []
+    for pattern in config.exclude:
+        hit = [name for name in names if fnmatchcase(name, pattern)]
+        is_kept = any(name in layers for name in hit)
+        exclude += [literal(n) for n in hit if n not in layers] if is_kept else [pattern]
+    alike: dict[tuple[str, str], list[str]] = defaultdict(list)
+    texts = {id(layer): repr(layer) for layer in layers.values()}
+    for name, layer in layers.items():
+        alike[re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name), texts[id(layer)]].append(name)
+    patterns: dict[str, QuantizationConfig] = {}
+    for (pattern, _), members in alike.items():
+        is_exact = sum(fnmatchcase(name, pattern) for name in names) == len(members)
+        keys = [pattern] if is_exact else map(literal, members)
+        patterns |= dict.fromkeys(keys, layers[members[0]])
+    return replace(
+        config,
+        exclude=list(dict.fromkeys(exclude)),
+        layer_quant_config=patterns | config.layer_quant_config,
+    )

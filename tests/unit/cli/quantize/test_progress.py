@@ -258,3 +258,36 @@ def test_without_room_there_is_no_journal(quark, command, tmp_path, monkeypatch)
     result = quark(*command)
     assert result.exit_code == 0, result.output
     assert "has no room for finished blocks" in result.stderr
+
+
+@pytest.mark.parametrize("flags", [[], ["--data_type", "float32"]], ids=["files", "in memory"])
+def test_a_run_without_algorithms_that_is_killed_behind_its_last_step_ends_well(
+    flags, quark, model_dir, monkeypatch, tmp_path
+):
+    places = ["--model_dir", model_dir, "--output_dir", tmp_path / "out"]
+    command = ["quantize", *places, "--quant_scheme", "int8_wo", "--skip_evaluation", *flags]
+
+    def keep(self):
+        shutil.copytree(self.directory, tmp_path / "kept", ignore=shutil.ignore_patterns("lock"))
+        remove(self)
+
+    remove = Journal.remove
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "remove", keep)
+        assert quark(*command).exit_code == 0
+    (tmp_path / "kept").rename(tmp_path / "out.partial")
+    sums = (tmp_path / "out" / "SHA256SUMS").read_text()
+    result = quark(*command)
+    assert result.exit_code == 0, result.output
+    assert f"{tmp_path / 'out'} is complete" in result.stdout
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+    assert (tmp_path / "out" / "SHA256SUMS").read_text() == sums
+
+
+def test_a_run_without_algorithms_leaves_the_blocks_of_another_run(
+    interrupted, quark, command, tmp_path
+):
+    before = sorted(path for path in (tmp_path / "out.partial").rglob("*"))
+    without = [flag for flag in command if flag not in ("--quant_algo", "gptq")]
+    assert quark(*without).exit_code == 0
+    assert sorted(path for path in (tmp_path / "out.partial").rglob("*")) == before

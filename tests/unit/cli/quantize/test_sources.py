@@ -13,6 +13,7 @@ from quark.torch.export.checkpoint.files import CheckpointReader
 from quark.torch.export.recognition import load_checkpoint, load_in_float
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.presets import scheme
+from quark.torch.quantization.nn.packed import PackedLayer
 
 INT4 = ("--quant_scheme", "int4_wo_32")
 
@@ -73,15 +74,65 @@ def test_a_plan(quark, quantize, source, text, tmp_path, monkeypatch):
     assert plan["output"] == size
 
 
-def test_layers_that_the_configuration_leaves_are_written_dequantized(quantize, source):
-    flags = ("--exclude_layers", "lm_head", "*.0.*")
-    path, _ = quantize(*INT4, *flags, model=source)
+LEFT = (*INT4, "--exclude_layers", "lm_head", "*.0.*")
+
+
+def test_layers_that_the_configuration_leaves_are_written_dequantized_if_asked_for(
+    quantize, source
+):
+    path, printed = quantize(*LEFT, "--no_keep_prequantized_layers", model=source)
+    assert "stored as floats: --no_keep_prequantized_layers" in " ".join(printed.split())
     stored, name = load_file(path / "model.safetensors"), "model.layers.0.mlp.up_proj.weight"
     codes = load_file(source / "model.safetensors")
     product = codes[name].float() * codes[name.replace("weight", "weight_scale")]
     assert torch.equal(stored[name], product)
     section = json.loads((path / "config.json").read_text())["quantization_config"]
     assert name.removesuffix(".weight") in section["exclude"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_kept"),
+    [
+        ((), True),
+        (("--quant_algo", "gptq"), True),
+        (("--quant_algo", "gptq", "--max_memory", "4GB"), True),
+        (("--quant_algo", "rotation"), False),
+        (("--custom_mode", "awq"), False),
+        (("--export_weight_format", "fake_quantized"), True),
+        (("--verify",), True),
+    ],
+)
+def test_layers_that_the_configuration_leaves_keep_their_codes(
+    flags, is_kept, quantize, source, caplog
+):
+    """Unless an algorithm changes their values, or the format has no place for them."""
+    path, printed = quantize(*LEFT, *flags, model=source)
+    before, after = load_checkpoint(source), load_checkpoint(path)
+    layers = [f"model.layers.0.self_attn.{n}_proj" for n in "qkvo"]
+    for name in layers:
+        origin, layer = before.get_submodule(name), after.get_submodule(name)
+        assert isinstance(layer, PackedLayer) == is_kept
+        assert not is_kept or torch.equal(layer.value("weight"), origin.value("weight"))
+    if is_kept and "fake_quantized" not in flags:
+        codes, stored = (load_file(p / "model.safetensors") for p in (source, path))
+        for name in layers:
+            assert torch.equal(*(x[f"{name}.weight"].view(torch.uint8) for x in (stored, codes)))
+    changed = "have been changed" in caplog.text
+    assert changed == ("rotation" in flags)
+    words = "with the codes and scales of the source" if "awq" not in flags else "awq does not hold"
+    assert words in " ".join(printed.split())
+
+
+def test_the_plan_tells_of_kept_layers(quark, quantize, source, text, tmp_path):
+    flags = (*LEFT, "--dataset", text, "--skip_evaluation")
+    place = ("--model_dir", source, "--output_dir", tmp_path / "none")
+    result = quark("quantize", *place, *flags, "--plan", "--json")
+    assert result.exit_code == 0, result.output
+    plan = json.loads(result.stdout)
+    assert sum(layer["number"] for layer in plan["layers"] if layer["is_kept"]) == 7
+    path, _ = quantize(*LEFT, model=source)
+    size = sum(entry.nbytes for entry in CheckpointReader(path).entries.values())
+    assert plan["output"] == size
 
 
 def test_a_mixture_of_experts(quantize, mixtral_dir):

@@ -40,7 +40,6 @@ CHANGED = {  # option -> configuration that sets it
     "shared_parallel": Config(
         INT8, algo_config=[RotationConfig(online_config=OnlineRotationConfig(False))]
     ),
-    "keep_prequantized_layers": Config(INT8, keep_prequantized_layers=False),
     "quant_flow": Config(INT8, quant_flow="file2file"),
     "quant_mode": Config(INT8, quant_mode="fx_graph_mode"),
     "softmax_quant_spec": Config(INT8, softmax_quant_spec=scheme("fp8").weight),

@@ -18,6 +18,7 @@ from quark.torch.quantization.config.match import (
     literal,
     matches,
     report_unmatched,
+    with_layers,
     without_order,
 )
 
@@ -282,3 +283,21 @@ def test_first_match_against_regular_expressions(names, patterns):
     for name in names:
         hits = [layers[p] for p in patterns if as_expression(p).fullmatch(name)]
         assert first_match(name, layers) is (hits[0] if hits else None)
+
+
+class TestWithLayers:
+    def test_layers_of_all_blocks_have_one_pattern(self):
+        names = [name for name in LINEARS if name.endswith("q_proj")]
+        config = with_layers(
+            LINEARS, Config(GLOBAL, exclude=["*q_proj"]), dict.fromkeys(names, NAMED)
+        )
+        assert list(config.layer_quant_config) == ["model.layers.*.self_attn.q_proj"]
+        assert config.exclude == []
+        assert assign(LINEARS, config) == {n: NAMED if n in names else GLOBAL for n in LINEARS}
+
+    def test_others_keep_what_they_had(self):
+        before = Config(GLOBAL, layer_quant_config={"*k_proj": LATER}, exclude=["*.0.*", "lm_head"])
+        config = with_layers(LINEARS, before, {Q0: NAMED, K0: TYPE})
+        assert list(config.layer_quant_config) == [Q0, K0, "*k_proj"]
+        assert config.exclude == [DOWN0, "lm_head"]
+        assert assign(LINEARS, config) == assign(LINEARS, before) | {Q0: NAMED, K0: TYPE}

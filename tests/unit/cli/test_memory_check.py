@@ -1,0 +1,67 @@
+"""Measurements that there is no room for are refused from the headers, before any work."""
+
+import shutil
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from quark.torch.export.checkpoint.files import CheckpointReader
+
+
+@pytest.fixture
+def verb(request):
+    return getattr(request, "param", "collect")
+
+
+@pytest.fixture
+def verbs(model_dir, text, tmp_path, quantize, request):
+    """The command lines that measure a model, and the files that they write."""
+    quantized_dir = None
+    if request.getfixturevalue("verb") in ("evaluate", "report"):
+        quantized_dir, _ = quantize("--quant_scheme", "int8_wo")
+    common = ("--seq_len", 16)
+    model = ("--model_dir", model_dir, "--dataset", text, "--num_calib_data", 2, *common)
+    page = ("--dataset", text, "--limit", 2, *common)
+    return {
+        "evaluate": (quantized_dir, "--original", model_dir, *page),
+        "report": (quantized_dir, *page, "--output", tmp_path / "made.html"),
+        "collect": (*model, "--output_dir", tmp_path / "made"),
+        "search": (*model, "--target_bits", 4, "--output", tmp_path / "made.json"),
+    }
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "report", "collect", "search"], indirect=True)
+def test_a_bound_that_is_too_low(verb, verbs, refused, monkeypatch, tmp_path):
+    monkeypatch.setattr(CheckpointReader, "tensor", None)  # no value is read
+    bound = psutil.Process().memory_info().rss // 10**6
+    message = refused(verb, *verbs[verb], "--max_memory", f"{bound}MB")
+    assert "cannot be kept to" in message and "Give --max_memory" in message
+    assert not list(tmp_path.glob("made*"))
+
+
+@pytest.mark.parametrize("verb", ["report", "collect"], indirect=True)
+def test_a_bound_that_is_given_as_the_least_is_kept(verb, verbs, quark, refused):
+    message = refused(verb, *verbs[verb], "--max_memory", "1MB")
+    least = message.split("Give --max_memory ")[1].split(",")[0]
+    size = 2 * int(least.removesuffix("MB"))  # this process has grown meanwhile
+    result = quark(verb, *verbs[verb], "--max_memory", f"{size}MB")
+    assert result.exit_code == 0, result.output
+
+
+def test_statistics_that_the_machine_has_no_memory_for(verbs, quark, monkeypatch, caplog):
+    monkeypatch.setattr(
+        psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 20, total=1 << 30)
+    )
+    quark("collect", *verbs["collect"])
+    assert "but this machine has" in caplog.text
+
+
+def test_a_disk_without_room_for_activations(verbs, refused, monkeypatch, tmp_path):
+    usage = shutil.disk_usage(tmp_path)._replace(free=0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr("quark.torch.pipeline.requirements.LIMIT", 0)
+    place = tmp_path / "activations"
+    place.mkdir()
+    message = refused("collect", *verbs["collect"], "--offload_dir", place)
+    assert "--offload_dir" in message and "free" in message
