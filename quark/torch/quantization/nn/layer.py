@@ -179,8 +179,14 @@ class QuantizedLayer(nn.Module):
 
     def quantized_input(self, x: torch.Tensor) -> torch.Tensor:
         """Rotate and fake-quantize an input."""
-        if self.input_rotation is not None:
-            x = rotate(x, self.input_rotation)
+        return self.rounded_input(self.rotated_input(x))
+
+    def rotated_input(self, x: torch.Tensor) -> torch.Tensor:
+        """Rotate an input, if the layer rotates its inputs."""
+        return x if self.input_rotation is None else rotate(x, self.input_rotation)
+
+    def rounded_input(self, x: torch.Tensor) -> torch.Tensor:
+        """Fake-quantize a rotated input."""
         return self.quantize_activation("input_tensors", x) if x.is_floating_point() else x
 
     def quantized_output(self, y: torch.Tensor) -> torch.Tensor:
