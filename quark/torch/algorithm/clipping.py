@@ -15,7 +15,7 @@ from quark.torch.algorithm.layers import (
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 
 FRACTIONS = tuple(1 - i / 20 for i in range(1, 11))  # of the range: 0.95 … 0.5
-LARGER = (1.25, 1.5, 2.0)  # factors of ranges; under powers of two, 2 is the next scale
+LARGER = (1.25, 1.5, 2.0)  # factors of ranges: 1.5 makes the largest value 4 instead of 6
 CHUNK = 1 << 21  # elements of the rows that are compared at a time
 CACHED = 1 << 19  # of these on a CPU: they and their changes fit its cache
 
@@ -46,15 +46,17 @@ def weight_with_best_ranges(layer: FakeQuantizedLayer, gram: torch.Tensor) -> to
 
     As ``clip_weight``; in addition, groups of floats of 4 bits may have larger ranges than their
     values. The steps of such a format grow with the value: fp4 has 4 and 6, and nothing between.
-    So the largest values of a group may be closer to multiples of 4 and 3 than of 6 and 4.
+    So the largest values of a group may be closer to multiples of 4 and 3 than of 6 and 4. The next
+    larger power of two doubles all steps, and gains nothing once later columns compensate.
 
     Returns:
         Values for scales to be computed from, in the shape of the weight; or None, as there.
     """
     assert layer.weight_quantizer is not None
-    fmt = layer.weight_quantizer.scheme.fmt
-    is_coarse = fmt.is_float and fmt.bits <= 4
-    return _with_best_factors(layer, gram, (*FRACTIONS, *(LARGER if is_coarse else ())))
+    scheme = layer.weight_quantizer.scheme
+    is_coarse = scheme.fmt.is_float and scheme.fmt.bits <= 4
+    grows = is_coarse and not (scheme.scale.power_of_two or scheme.shares_exponents)
+    return _with_best_factors(layer, gram, (*FRACTIONS, *(LARGER if grows else ())))
 
 
 def _with_best_factors(
