@@ -19,7 +19,9 @@ The columns show the formats of weights, inputs and outputs of every layer.
 [cyan]data[/cyan] marks schemes that need calibration text for static ranges. Names that
 end in a group size accept any other group size: [cyan]int4_wo_16[/cyan]. The long names of
 MX schemes in version 0.8 are accepted too: [cyan]w_mx_fp4_per_group_sym[/cyan] is
-[cyan]w_mxfp4[/cyan].
+[cyan]w_mxfp4[/cyan]. Names of compressed-tensors too: [cyan]W4A16[/cyan],
+[cyan]W4A16_ASYM[/cyan], [cyan]W8A16[/cyan], [cyan]W3A16[/cyan], [cyan]W2A16[/cyan],
+[cyan]W8A8[/cyan] (int8), [cyan]FP8_DYNAMIC[/cyan], [cyan]NVFP4A16[/cyan], [cyan]MXFP4A16[/cyan].
 
 [bold]Examples[/bold]
 

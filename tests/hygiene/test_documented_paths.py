@@ -68,6 +68,18 @@ DOCUMENTED = {
     ],
     ("quark",): ["__version__"],
 }
+# What vLLM 0.10 to 0.32, SGLang and the tests of Transformers import.
+IMPORTED_BY_SERVERS = {
+    "quark.torch.kernel.mx": ["dq_mxfp4", "qdq_mxfp4"],
+    "quark.torch.kernel.hw_emulation.hw_emulation_interface": [
+        "dequantize_fp4_fp6_per_group",
+        "fake_quantize_fp4_fp6_per_group_with_scale",
+    ],
+    "quark.torch.quantization.utils": ["even_round", "reshape_to_blocks"],
+    "quark.torch.utils.pack": ["create_pack_method"],
+    "quark.torch.export.nn.modules": ["QParamsLinear"],
+    "quark.torch.export.nn.modules.qparamslinear": ["QParamsLinear"],
+}
 SPELLINGS = {
     "Config": "QConfig",
     "QuantizationConfig": "QLayerConfig",
@@ -126,6 +138,11 @@ def test_what_transformers_imports():
         name for _, name in wanted
     }
     assert [problem for path, name in wanted for problem in broken([path], name)] == []
+
+
+@pytest.mark.parametrize("path", IMPORTED_BY_SERVERS)
+def test_what_servers_import(path):
+    assert [p for name in IMPORTED_BY_SERVERS[path] for p in broken([path], name)] == []
 
 
 def test_transformers_finds_this_package():

@@ -40,11 +40,14 @@ LAYERS = [
     {
         "quark.torch.graph.discovery",
         "quark.torch.quantization.config",
+        "quark.torch.kernel",
     },
     {
         "quark.torch.quantization.nn",
         "quark.torch.quantization.graph_mode.passes",
+        "quark.torch.quantization.utils",
         "quark.torch.export.config",
+        "quark.torch.utils",
     },
     {"quark.torch.quantization.preparation"},
     {"quark.torch.pipeline"},

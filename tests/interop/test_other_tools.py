@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from quark.torch.export.conversion import convert
 from quark.torch.export.recognition import open_checkpoint
 from quark.torch.quantization.config.config import Config
-from quark.torch.quantization.config.presets import scheme
+from quark.torch.quantization.config.presets import ALIASES, scheme
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from tests.configurations import config, groups
@@ -60,6 +60,28 @@ def test_compressed_tensors(build, quantize, export, load, logits, configuration
     model = quantize(build(), configuration)
     loaded = load(export(model, custom_mode="compressed-tensors"))
     assert logits(loaded).equal(logits(model))
+
+
+@pytest.mark.client("compressed_tensors")
+@pytest.mark.parametrize("name", [*ALIASES, "fp8", "mxfp4", "nvfp4"])
+def test_names_of_compressed_tensors(name):
+    """A scheme is what compressed-tensors calls by that name."""
+    from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
+
+    theirs, ours = preset_name_to_scheme(name.upper(), ["Linear"]), scheme(name)
+    for a, b in ((theirs.weights, ours.weight), (theirs.input_activations, ours.input_tensors)):
+        assert (a is None) == (b is None)
+        if a is None:
+            continue
+        assert (a.num_bits, str(a.type).endswith("float")) == (b.fmt.bits, b.fmt.is_float)
+        assert a.symmetric == b.scheme.symmetric
+        assert bool(a.dynamic) == bool(b.is_dynamic)
+        if a.group_size:
+            assert a.group_size == b.scheme.group
+        else:
+            assert str(a.strategy).rpartition(".")[2].lower() == (
+                "token" if b.is_dynamic else b.qscheme.value[4:]
+            )
 
 
 @pytest.mark.client("gptqmodel")

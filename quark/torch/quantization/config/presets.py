@@ -204,6 +204,19 @@ _SPELLINGS = (
     (r"_(per_group|per_tensor|static|dyn|sym)(?=_|$)", ""),
 )
 
+# Names of compressed-tensors, in lower case -> name of the same scheme here.
+ALIASES = {
+    "w4a16": "w_int4_per_group_sym",
+    "w4a16_asym": "w_uint4_per_group_asym",
+    "w8a16": "w_int8_per_group_sym",
+    "w3a16": "int3_wo_128",
+    "w2a16": "int2_wo_128",
+    "w8a8": "ptpc_int8",
+    "fp8_dynamic": "ptpc_fp8",
+    "mxfp4a16": "mxfp4_weight_only",
+    "nvfp4a16": "nvfp4_weight_only",
+}
+
 KV_CACHE_SCHEMES: dict[str, str] = {
     "fp8": "fp8",
     "fp8_dynamic": "fp8_dynamic",
@@ -231,23 +244,23 @@ def scheme(name: str, group_size: int = GROUP_SIZE) -> QuantizationConfig:
 
     Args:
         name: Name of the scheme, in any case. A number at its end is the group size. Spellings of
-            version 0.8, such as ``w_mx_fp4_per_group_sym``, are known too.
+            version 0.8, such as ``w_mx_fp4_per_group_sym``, and ``ALIASES`` are known too.
         group_size: Elements per group, for schemes that do not fix it.
 
     Raises:
         ValueError: No scheme has that name; the message names the nearest.
     """
-    prefix, _, size = name.lower().rpartition("_")
+    known = ALIASES.get(name.lower(), name.lower())
+    prefix, _, size = known.rpartition("_")
     if prefix in _GROUPED and size.isdecimal():
         return _layer(_GROUPED[prefix], int(size))
-    row = _SCHEMES.get(_respelled(name))
+    row = _SCHEMES.get(_respelled(known))
     if row is None:
         raise ValueError(unknown(name, scheme_names(), "quant_scheme"))
     return _layer(row, group_size)
 
 
 def _respelled(name: str) -> str:
-    name = name.lower()
     if name.startswith("w_mx"):
         for pattern, replacement in _SPELLINGS:
             name = re.sub(pattern, replacement, name)

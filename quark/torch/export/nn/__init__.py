@@ -1,0 +1,1 @@
+"""Names that other software imports from here."""

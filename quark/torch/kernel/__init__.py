@@ -1,0 +1,1 @@
+"""Conversions of MX formats, by the names that serving software imports."""

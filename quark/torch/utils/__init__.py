@@ -1,0 +1,1 @@
+"""Names that serving software imports from here."""
