@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from quark.cli import console, models
+from quark.cli.quantize.card import CardFacts
 from quark.cli.quantize.output import export_settings
 from quark.cli.quantize.request import Request
 from quark.cli.quantize.tables import Outcome
@@ -76,7 +77,7 @@ def _needs_model(request: Request, config: Config) -> str:
 
 
 def quantize_files(
-    request: Request, described: dict[str, Any], config: Config, tokenizer: Any
+    request: Request, described: dict[str, Any], config: Config, tokenizer: Any, card: CardFacts
 ) -> Outcome:
     """Quantize the files of a request, write the output, and return the figures."""
     import torch
@@ -87,6 +88,7 @@ def quantize_files(
     settings = export_settings(request, tokenizer)
     if not is_known_architecture(request, described):
         settings = replace(settings, tokenizer=CopiedFiles(request.model_dir))
+    settings = replace(settings, card=card.write)
     outcome = Outcome()
     start = time.monotonic()
     with console.stage("quantizing"):

@@ -16,6 +16,7 @@ from quark.cli.metrics import Figures, Measures, prepare_measures, show_scores, 
 from quark.cli.model_files import find_model
 from quark.cli.options import SEQ_LEN
 from quark.cli.process_group import rank, wait_for_all
+from quark.cli.quantize.card import CardFacts
 from quark.cli.quantize.config import fit_recipe, make_config, needs_data
 from quark.cli.quantize.data import describe, kind_of_dataset, read_batches
 from quark.cli.quantize.file_job import (
@@ -24,12 +25,18 @@ from quark.cli.quantize.file_job import (
     quantize_files,
 )
 from quark.cli.quantize.graph_job import run_graph
-from quark.cli.quantize.outline import predicts_text, read_outline
+from quark.cli.quantize.outline import describe_float_layers, predicts_text, read_outline
 from quark.cli.quantize.output import check_writable, write
 from quark.cli.quantize.plan import RunPlan, check_plan, make_plan
 from quark.cli.quantize.progress import is_finished, note_output, open_journal
 from quark.cli.quantize.request import Request, check_flags, check_places
-from quark.cli.quantize.tables import Outcome, show_outcome, show_plan, show_requirements
+from quark.cli.quantize.tables import (
+    Outcome,
+    scheme_rows,
+    show_outcome,
+    show_plan,
+    show_requirements,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -124,8 +131,10 @@ def _quantize(request: Request, described: dict[str, Any]) -> None:
         )
         if rank() > 0:
             return
+        card = _card(request, config, outline, describe(request, kind, length), calibration)
+        card.add(outcome)
         model_type = str(described.get("model_type", "model"))
-        write(request, model, tokenizer, model_type, announce)
+        write(request, model, tokenizer, model_type, announce, card)
     show_outcome(request, outcome, plan)
     _report_figures(request, outcome.after)
 
@@ -154,12 +163,40 @@ def _quantize_files(
         return
     tokenizer = _find_text(request, False)
     measures = prepare_measures(request, described, tokenizer)
-    outcome = quantize_files(request, described, config, tokenizer)
+    card = _card(request, config, outline, calibration, None)
+    outcome = quantize_files(request, described, config, tokenizer, card)
     if measures is not None:
         model = _load(request, request.output_dir, models.pick_device(request.device))
         outcome.after = measures.figures(model, "the quantized model")
     show_outcome(request, outcome, plan)
     _report_figures(request, outcome.after)
+
+
+def _card(
+    request: Request,
+    config: Config,
+    outline: nn.Module | None,
+    data: str,
+    batches: list[Any] | None,
+) -> CardFacts:
+    """Return what the model card tells before the model is quantized.
+
+    Args:
+        request: The flags.
+        config: The configuration.
+        outline: The model on the meta device, or None.
+        data: Calibration data, in words.
+        batches: The calibration data; None without.
+    """
+    from quark.torch.pipeline.statistics import digest, sequence_digests
+
+    rows = scheme_rows(request, config)
+    rows["in float"] = describe_float_layers(request, config, outline)
+    if batches is None:
+        return CardFacts(request, rows, "statistics" if request.statistics else "none needed")
+    sequences = [*sequence_digests(batches)]
+    words = data.replace(f"up to {request.num_calib_data}", str(len(sequences)), 1)
+    return CardFacts(request, rows, words, digest(*sequences))
 
 
 def _evaluate_unchanged(request: Request, described: dict[str, Any]) -> None:

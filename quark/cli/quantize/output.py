@@ -12,6 +12,7 @@ from rich.markup import escape
 
 from quark.cli import console
 from quark.cli.outputs import check_room
+from quark.cli.quantize.card import CardFacts
 from quark.cli.quantize.data import ProcessorFiles
 from quark.cli.quantize.request import Request
 
@@ -55,6 +56,7 @@ def write(
     tokenizer: Any,
     model_type: str,
     announce: Callable[[Path], None] | None = None,
+    card: CardFacts | None = None,
 ) -> None:
     """Write the checkpoint and the parameters; a directory appears only when it is complete.
 
@@ -65,12 +67,13 @@ def write(
         model_type: Name of the files of parameters.
         announce: Called with the directory of the checkpoint when it is complete, before it takes
             its place.
+        card: What the model card tells; None for no card.
 
     Raises:
         OSError: Writing failed. The message names the directory that keeps the result instead.
     """
     try:
-        _write_exports(request, model, tokenizer, announce)
+        _write_exports(request, model, tokenizer, announce, card)
         _write_params(request, model, model_type)
     except Exception as error:  # whatever it is, hours of work are kept
         is_quark = request.exports == ["hf_format"] and request.custom_mode == "quark"
@@ -84,6 +87,7 @@ def _write_exports(
     model: nn.Module,
     tokenizer: Any,
     announce: Callable[[Path], None] | None,
+    card: CardFacts | None,
 ) -> None:
     from quark.torch.files import fresh_directory
 
@@ -92,13 +96,15 @@ def _write_exports(
         return
     with console.stage("writing the checkpoint"):
         if len(formats) == 1:
-            _export(request, model, tokenizer, formats[0], request.output_dir, announce)
+            _export(request, model, tokenizer, formats[0], request.output_dir, announce, card)
         else:
             target, overwrite = request.output_dir, request.overwrite
             with fresh_directory(target, overwrite, announce=announce) as directory:
                 for name in formats:
                     _export(request, model, tokenizer, name, directory / name)
                     _move_up(directory / name)
+                if card is not None:
+                    card.write(directory)
 
 
 def _write_params(request: Request, model: nn.Module, model_type: str) -> None:
@@ -150,10 +156,15 @@ def _export(
     name: str,
     directory: Path,
     announce: Callable[[Path], None] | None = None,
+    card: CardFacts | None = None,
 ) -> None:
     from quark.torch.export.api import ModelExporter
 
-    settings = replace(export_settings(request, tokenizer), announce=announce)
+    settings = replace(
+        export_settings(request, tokenizer),
+        announce=announce,
+        card=None if card is None else card.write,
+    )
     exporter = ModelExporter(settings.options, directory, request.overwrite, request.verify)
     exporter.export(name, model, settings)
     if exporter.verdict is not None:

@@ -77,11 +77,8 @@ def show_plan(
         outline: The model on the meta device, or None.
         flow: How the model is read; see ``Request.flow``.
     """
-    from quark.torch.quantization.config.description import describe, describe_layer
-
     size = console.format_bytes(models.weight_bytes(request.model_dir))
     kind = described.get("model_type", "unknown type")
-    main = describe_layer(config.global_quant_config)
     rows = {"model": f"{request.model_dir}  ({kind}, {size})"}
     if source:
         dtype = described.get("dtype") or described.get("torch_dtype") or "float32"
@@ -89,13 +86,7 @@ def show_plan(
         rows["source"] = f"{source}, dequantized to {dtype}"
     if flow == "file2file":
         rows["flow"] = "file2file: tensor by tensor, no model in memory"
-    rows["scheme"] = str(request.quant_scheme or request.recipe or request.config)
-    rows |= {"  weights": main.weight, "  inputs": main.input, "  outputs": main.output}
-    cache = next(iter(config.kv_cache_quant_config.values()), None)
-    rows["  cache"] = "" if cache is None else describe(cache.output_tensors)
-    for pattern, scheme in request.layer_schemes:
-        rows[f"  {pattern}"] = scheme
-    rows["algorithms"] = ", ".join(options.name for options in config.algo_config or [])
+    rows |= scheme_rows(request, config)
     rows["in float"] = describe_float_layers(request, config, outline)
     if request.config is not None:  # flags quantize other parts only where they name them
         rows["quantized too"] = describe_quantized_parts(config, outline)
@@ -115,6 +106,21 @@ def show_plan(
     console.out.print(f"\n[bold]quark {__version__}[/] quantize")
     console.out.print(console.facts({k: escape(v) for k, v in rows.items() if v}))
     console.out.print()
+
+
+def scheme_rows(request: Request, config: Config) -> dict[str, str]:
+    """Return scheme, formats and algorithms in words, by title."""
+    from quark.torch.quantization.config.description import describe, describe_layer
+
+    main = describe_layer(config.global_quant_config)
+    rows = {"scheme": str(request.quant_scheme or request.recipe or request.config)}
+    rows |= {"  weights": main.weight, "  inputs": main.input, "  outputs": main.output}
+    cache = next(iter(config.kv_cache_quant_config.values()), None)
+    rows["  cache"] = "" if cache is None else describe(cache.output_tensors)
+    for pattern, scheme in request.layer_schemes:
+        rows[f"  {pattern}"] = scheme
+    rows["algorithms"] = ", ".join(options.name for options in config.algo_config or [])
+    return rows
 
 
 def _describe_output(request: Request) -> str:

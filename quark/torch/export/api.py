@@ -220,6 +220,8 @@ class ModelExporter:
                 self.export_dir, self.overwrite, size, settings.announce
             ) as directory:
                 yield directory
+                if settings.card is not None:
+                    settings.card(directory)
                 self.verdict = (
                     kind.verify(directory, model, inputs=settings.inputs) if self.verify else None
                 )

@@ -128,6 +128,8 @@ def quantize_files(
         writer.finish()
         write_model_files(model, fmt.config_section(), directory, settings.tokenizer)
         check_written(outline, CheckpointReader(directory))
+        if settings.card is not None:
+            settings.card(directory)
     return model
 
 

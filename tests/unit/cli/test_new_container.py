@@ -25,7 +25,7 @@ def path(quantize):
     said = " ".join(said.split())
     assert "opened by this package" in said and "toys are read here alone" in said
     assert "model = toy.load(" in said and "14 quantized" in said and "size on disk" in said
-    assert {file.name for file in path.iterdir()} == {FILE, "SHA256SUMS"}
+    assert {file.name for file in path.iterdir()} == {FILE, "README.md", "SHA256SUMS"}
     return path
 
 

@@ -43,6 +43,7 @@ class ExportSettings:
         inputs: Example inputs of the model, for containers that hold a graph; None: token ids.
         graph: Options of the graph, None for the defaults.
         announce: Called with the directory when it is complete, before it takes its place.
+        card: Writes the model card into the directory, when the model is in it.
     """
 
     custom_mode: str = "quark"
@@ -55,6 +56,7 @@ class ExportSettings:
     inputs: Any = None
     graph: Any = None
     announce: Callable[[Path], None] | None = None
+    card: Callable[[Path], None] | None = None
 
 
 class Container(ABC):

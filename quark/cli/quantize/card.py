@@ -1,0 +1,140 @@
+"""The model card: ``README.md`` beside a checkpoint, which says how it was made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quark import __version__
+from quark.cli import console, models
+from quark.cli.quantize.request import Request
+from quark.cli.quantize.tables import Outcome
+
+CARD = "README.md"
+_PLACE = "path/to/this/directory"
+_LICENSE = ("license", "license_name", "license_link")
+_TAGS = ("quark", "quantized")
+
+
+@dataclass
+class CardFacts:
+    """What a card tells beside what the files themselves say.
+
+    Attributes:
+        request: The flags.
+        rows: Scheme, algorithms and layers in float, in words, by title.
+        calibration: Calibration data in words, or why none was needed.
+        digest: Digest of the calibration data; "" without.
+        before: Perplexity of the original, or None.
+        after: Perplexity of the quantized model, or None.
+    """
+
+    request: Request
+    rows: Mapping[str, str]
+    calibration: str
+    digest: str = ""
+    before: float | None = None
+    after: float | None = None
+
+    def add(self, outcome: Outcome) -> None:
+        """Add the figures of a finished run."""
+        self.before = outcome.before
+        self.after = None if outcome.after is None else outcome.after.perplexity
+
+    def write(self, directory: Path) -> None:
+        """Write the card of a checkpoint into its directory.
+
+        The card has no times and no paths: the same run writes the same card.
+        """
+        text = f"---\n{self._metadata()}\n---\n\n{self._text(directory)}"
+        (directory / CARD).write_text(text, encoding="utf-8", newline="\n")
+
+    def _metadata(self) -> str:
+        from huggingface_hub import ModelCardData
+
+        is_transformers = "hf_format" in self.request.exports
+        made: Any = ModelCardData(
+            base_model=original_name(self.request.model_dir),
+            library_name="transformers" if is_transformers else None,
+            tags=[*_TAGS, str(self.request.quant_scheme or self.request.recipe or "custom")],
+            base_model_relation="quantized",
+            **_license(self.request.model_dir),
+        )
+        return str(made.to_yaml()).rstrip()
+
+    def _text(self, directory: Path) -> str:
+        from quark.torch.export.containers.base import get_container
+
+        name = original_name(self.request.model_dir)
+        containers = [get_container(export) for export in self.request.exports]
+        code = "\n".join(c.load_code(directory) for c in containers)
+        return (
+            f"# {name.rpartition('/')[2]}, quantized\n\n"
+            f"This is {name}, quantized with Quark {__version__}.\n\n"
+            f"| | |\n|---|---|\n{self._table(directory)}\n"
+            f"## Load it\n\n```python\n{code.replace(str(directory), _PLACE)}\n```\n"
+        )
+
+    def _table(self, directory: Path) -> str:
+        from quark.torch.export.containers.base import get_container
+        from quark.torch.export.recognition import read_contents
+
+        rows = {title.strip(): words for title, words in self.rows.items()}
+        rows["scheme"] = place_name(rows["scheme"])
+        data = self.request.dataset or ""
+        rows["calibration"] = self.calibration.replace(data, place_name(data))
+        rows["digest of the data"] = f"`{self.digest[:16]}`" if self.digest else ""
+        if any(get_container(name).is_read for name in self.request.exports):
+            summary = read_contents(directory).summary
+            rows["layers"] = f"{len(summary.layers)} quantized"
+            rows["bits per weight"] = console.format_bits(summary.bits_per_weight)
+        sizes = [models.weight_bytes(path) for path in (self.request.model_dir, directory)]
+        rows["size"] = " → ".join(map(console.format_bytes, sizes))
+        rows["perplexity"] = self._perplexity()
+        return "".join(f"| {k} | {_cell(v)} |\n" for k, v in rows.items() if v)
+
+    def _perplexity(self) -> str:
+        if self.after is None:
+            return ""
+        text = place_name(self.request.eval_data) or models.EVALUATION
+        before = "" if self.before is None else f"{self.before:.2f} → "
+        return f"{before}{self.after:.2f} on {text}"
+
+
+def original_name(path: Path) -> str:
+    """Return the name of a model by its place: a name of the Hub, or that of its directory.
+
+    The Hub's cache keeps ``org/name`` in ``models--org--name/snapshots/REVISION``.
+    """
+    path = path.resolve()
+    above = path.parents
+    if len(above) > 1 and above[0].name == "snapshots" and above[1].name.startswith("models--"):
+        return above[1].name.removeprefix("models--").replace("--", "/")
+    return path.stem if path.is_file() else path.name
+
+
+def _license(source: Path) -> dict[str, Any]:
+    """Return what the card of the original says of its licence."""
+    from huggingface_hub import metadata_load
+    from yaml import YAMLError
+
+    card = source / CARD
+    if not card.is_file():
+        return {}
+    try:
+        metadata = metadata_load(card) or {}
+    except (ValueError, OSError, YAMLError, RecursionError):
+        return {}  # somebody's text, which need not be a card
+    return {name: metadata[name] for name in _LICENSE if isinstance(metadata.get(name), str)}
+
+
+def place_name(source: str | None) -> str:
+    """Return the name of a file or directory without its path, and names of data sets whole."""
+    return Path(source).name if source and Path(source).exists() else source or ""
+
+
+def _cell(text: str) -> str:
+    """Return a text as a cell of a table."""
+    return text.replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,113 @@
+"""The model card beside a checkpoint says how it was made, and nothing of the machine."""
+
+import hashlib
+import shutil
+
+import pytest
+from huggingface_hub import metadata_load
+
+from quark.cli.quantize.card import original_name
+from quark.torch.digests import DIGESTS
+
+
+def rows(path):
+    """The table of a card, by title."""
+    lines = (path / "README.md").read_text("utf-8").splitlines()
+    cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
+    return dict(cell for cell in cells if len(cell) == 2)
+
+
+def test_card(quantize, model_dir, text):
+    path, printed = quantize("--quant_scheme", "int4_wo_32", "--quant_algo", "gptq", evaluated=True)
+    card = (path / "README.md").read_text("utf-8")
+    assert metadata_load(path / "README.md") == {
+        "base_model": "llama",
+        "base_model_relation": "quantized",
+        "library_name": "transformers",
+        "tags": ["quark", "quantized", "int4_wo_32"],
+    }
+    table = rows(path)
+    digest = table.pop("digest of the data")
+    assert len(digest) == 18
+    count, words = table["calibration"].split(" ", 1)
+    assert 1 < int(count) < 20
+    assert words == "windows of 64 tokens: text.txt"
+    perplexity = next(x for x in printed.splitlines() if "perplexity  " in x).split()
+    assert table == {
+        "scheme": "int4_wo_32",
+        "weights": "int4 per group 32 sym",
+        "algorithms": "gptq",
+        "in float": "the output head",
+        "calibration": table["calibration"],
+        "layers": "14 quantized",
+        "bits per weight": next(x for x in printed.splitlines() if "bits per" in x).split()[-1],
+        "size": table["size"],
+        "perplexity": f"{perplexity[1]} → {perplexity[3]} on text.txt",
+    }
+    assert 'AutoModelForCausalLM.from_pretrained("path/to/this/directory")' in card
+    assert str(path.parent) not in card
+    assert str(text.parent) not in card
+    listed = dict(line.split("  ")[::-1] for line in (path / DIGESTS).read_text().splitlines())
+    assert listed["README.md"] == hashlib.sha256(card.encode()).hexdigest()
+
+
+def test_the_same_run_writes_the_same_card(quantize, text):
+    flags = ["--quant_scheme", "int8", "--num_calib_data", "4"]
+    first, _ = quantize(*flags)
+    second, _ = quantize(*flags)
+    assert (first / "README.md").read_bytes() == (second / "README.md").read_bytes()
+    other, _ = quantize("--quant_scheme", "int8", "--num_calib_data", "3")
+    assert rows(other)["digest of the data"] != rows(first)["digest of the data"]
+
+
+def test_from_files_to_files(quantize):
+    path, printed = quantize("--quant_scheme", "int8_wo")
+    assert "file2file" in printed
+    assert rows(path)["calibration"] == "none needed"
+    assert "perplexity" not in rows(path)
+
+
+def test_of_several_formats(quantize):
+    pytest.importorskip("gguf")
+    path, _ = quantize(
+        "--quant_scheme",
+        "int4_wo_32",
+        *("--model_export", "hf_format"),
+        *("--model_export", "gguf"),
+    )
+    assert rows(path)["weights"] == "int4 per group 32 sym"
+    assert "README.md" in (path / DIGESTS).read_text()
+
+
+LICENSED = "---\nlicense: other\nlicense_name: mine\nlicense_link: 7\nlanguage: en\n---\n# Model\n"
+
+
+@pytest.mark.parametrize(
+    ("original", "kept"),
+    [
+        (LICENSED, {"license": "other", "license_name": "mine"}),
+        ("no card", {}),
+        ("---\nlicense: [mit\n---\n", {}),
+        ("---\n- mit\n---\n", {}),
+        ("---\nlicense: !!python/object/apply:os.abort []\n---\n", {}),
+        (b"\xff\xfe---", {}),
+    ],
+    ids=["card", "text", "damaged", "list", "code", "bytes"],
+)
+def test_licence_of_the_original(original, kept, quantize, model_dir, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(model_dir, source)
+    content = original if isinstance(original, bytes) else original.encode()
+    (source / "README.md").write_bytes(content)
+    path, _ = quantize("--quant_scheme", "int8_wo", model=source)
+    metadata = metadata_load(path / "README.md")
+    assert {k: v for k, v in metadata.items() if k.startswith("license")} == kept
+
+
+def test_original_name(tmp_path):
+    cached = tmp_path / "models--org--a-model" / "snapshots" / "0a1b"
+    cached.mkdir(parents=True)
+    (tmp_path / "b.gguf").touch()
+    assert original_name(cached) == "org/a-model"
+    assert original_name(tmp_path / "b.gguf") == "b"
+    assert original_name(tmp_path) == tmp_path.name
