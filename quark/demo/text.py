@@ -53,9 +53,14 @@ def evaluation_documents() -> list[str]:
     Raises:
         FileNotFoundError: This Python has no source files of these modules.
     """
-    root, names = _library(), _heldout_modules()
-    held = (module for module in _modules(root) if _is_held_out(module, names))
+    root, held = _library(), heldout_modules()
     return _all_or_error(root, [text for module in held if (text := _docstrings(root / module))])
+
+
+def heldout_modules() -> list[str]:
+    """Return the sorted paths of the held-out modules, below the library of this Python."""
+    names = _heldout_modules()
+    return [module for module in _modules(_library()) if _is_held_out(module, names)]
 
 
 def training_documents(limit_characters: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Clipping of weights: a smaller range per group, where that reduces the error of the outputs."""
+"""Ranges of groups of weights, smaller or larger, where that reduces the error of the outputs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from quark.torch.algorithm.layers import (
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 
 FRACTIONS = tuple(1 - i / 20 for i in range(1, 11))  # of the range: 0.95 … 0.5
+LARGER = (1.25, 1.5, 2.0)  # factors of ranges: 1.5 makes the largest value 4 instead of 6
 CHUNK = 1 << 21  # elements of the rows that are compared at a time
 CACHED = 1 << 19  # of these on a CPU: they and their changes fit its cache
 
@@ -36,6 +37,32 @@ def clip_weight(layer: FakeQuantizedLayer, gram: torch.Tensor) -> torch.Tensor |
         The clipped weight, or None where rows share scales or the width is not divisible by groups,
         so that no group can be compared alone.
     """
+    return _with_best_factors(layer, gram, FRACTIONS)
+
+
+@torch.no_grad()
+def weight_with_best_ranges(layer: FakeQuantizedLayer, gram: torch.Tensor) -> torch.Tensor | None:
+    """Return values with the ranges of groups under which the weight is rounded best.
+
+    As ``clip_weight``; in addition, groups of floats of 4 bits may have larger ranges than their
+    values. The steps of such a format grow with the value: fp4 has 4 and 6, and nothing between.
+    So the largest values of a group may be closer to multiples of 4 and 3 than of 6 and 4. The next
+    larger power of two doubles all steps, and gains nothing once later columns compensate.
+
+    Returns:
+        Values for scales to be computed from, in the shape of the weight; or None, as there.
+    """
+    assert layer.weight_quantizer is not None
+    scheme = layer.weight_quantizer.scheme
+    is_coarse = scheme.fmt.is_float and scheme.fmt.bits <= 4
+    grows = is_coarse and not (scheme.scale.power_of_two or scheme.shares_exponents)
+    return _with_best_factors(layer, gram, (*FRACTIONS, *(LARGER if grows else ())))
+
+
+def _with_best_factors(
+    layer: FakeQuantizedLayer, gram: torch.Tensor, factors: Sequence[float]
+) -> torch.Tensor | None:
+    """Return the weight with the best factor for the range of each group; see ``clip_weight``."""
     quantizer = layer.weight_quantizer
     assert quantizer is not None
     matrix = weight_matrix(layer)
@@ -44,48 +71,62 @@ def clip_weight(layer: FakeQuantizedLayer, gram: torch.Tensor) -> torch.Tensor |
         return None
     gram_blocks = [_diagonal_blocks(own, width) for own in gram.view(-1, *gram.shape[-2:])]
 
-    def fake_quantize(rows: torch.Tensor) -> torch.Tensor:
-        return layer.to_matrix(quantizer.fake_quantize_copy(layer.from_matrix(rows)))
+    def fake_quantize(rows: torch.Tensor, ranges: torch.Tensor) -> torch.Tensor:
+        values = (layer.from_matrix(rows), layer.from_matrix(ranges))
+        return layer.to_matrix(quantizer.fake_quantize_copy(*values))
 
     chunk = min(CHUNK, CACHED) if matrix.device.type == "cpu" else CHUNK
     step = max(1, chunk // matrix.shape[1]) if rounds_rows_apart(layer) else len(matrix)
-    clipped = torch.empty_like(matrix)
+    result = torch.empty_like(matrix)
     for start in range(0, len(matrix), step):
         rows = matrix[start : start + step]
-        clipped[start : start + step] = _clip_rows(rows, width, gram_blocks, fake_quantize)
-    return layer.from_matrix(clipped)
+        result[start : start + step] = _scale_ranges(
+            rows, width, gram_blocks, factors, fake_quantize
+        )
+    return layer.from_matrix(result)
 
 
-def _clip_rows(
+def _scale_ranges(
     rows: torch.Tensor,
     width: int,
     gram_blocks: Sequence[torch.Tensor],
-    fake_quantize: Callable[[torch.Tensor], torch.Tensor],
+    factors: Sequence[float],
+    fake_quantize: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """Return rows of a weight, (rows, inputs), with the best clipping of each group.
+    """Return rows of a weight, (rows, inputs), with the best range of each group.
+
+    A group is clipped for a factor below 1, and multiplied by a factor above 1.
 
     Args:
         rows: (rows, inputs).
         width: Adjacent weights that share a scale.
         gram_blocks: (groups, width, width) for each group of inputs, which meets as many rows.
-        fake_quantize: Rounds rows.
+        factors: Factors of ranges to try beside 1.
+        fake_quantize: Rounds rows under the scales of others.
     """
     groups = rows.reshape(len(rows), -1, width)  # (rows, groups, width)
     amax = groups.abs().amax(-1, keepdim=True)
 
-    def error(candidate: torch.Tensor) -> torch.Tensor:
-        change = fake_quantize(candidate.flatten(1)).reshape(groups.shape) - groups
+    def error(values: torch.Tensor, ranges: torch.Tensor) -> torch.Tensor:
+        rounded = fake_quantize(values.flatten(1), ranges.flatten(1))
+        change = rounded.reshape(groups.shape) - groups
         parts = zip(change.chunk(len(gram_blocks)), gram_blocks, strict=True)
         return torch.cat([_squared_errors(part, own) for part, own in parts]).unsqueeze(-1)
 
-    best, lowest = amax, error(groups)  # bounds of the groups; the first one clips nothing
+    best, lowest = torch.ones_like(amax), error(groups, groups)
     candidate = torch.empty_like(groups)
-    for fraction in FRACTIONS:
-        bound = fraction * amax
-        loss = error(torch.clamp(groups, -bound, bound, out=candidate))
+    for factor in factors:
+        if factor < 1:
+            bound = factor * amax
+            torch.clamp(groups, -bound, bound, out=candidate)
+        else:
+            torch.mul(groups, factor, out=candidate)
+        loss = error(candidate if factor < 1 else groups, candidate)
         better = loss < lowest
-        best, lowest = torch.where(better, bound, best), torch.where(better, loss, lowest)
-    return groups.clamp(-best, best).flatten(1)
+        best = torch.where(better, factor, best)
+        lowest = torch.where(better, loss, lowest)
+    bound = best * amax
+    return (groups * best.clamp(min=1)).clamp_(-bound, bound).flatten(1)
 
 
 def _squared_errors(change: torch.Tensor, gram_blocks: torch.Tensor) -> torch.Tensor:

@@ -9,8 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from itertools import zip_longest
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -39,6 +38,20 @@ class _Statistics(Mergeable, Protocol):
 
 
 T = TypeVar("T", bound=_Statistics)
+
+
+class Comparison(NamedTuple):
+    """Sums over the inputs of a layer in a fold of the data, beside those of the float model.
+
+    The inputs x are those before they are quantized for the product with the weight.
+
+    Attributes:
+        square: Sum of x xᵀ, (..., inputs, inputs) float32.
+        cross: Sum of (r - x) xᵀ with the inputs r of the float model, in the same shape.
+    """
+
+    square: torch.Tensor
+    cross: torch.Tensor
 
 
 def first_readers(names: Iterable[str], context: Context) -> dict[str, str]:
@@ -122,7 +135,7 @@ def collect_input_statistics(
     floats: Parameters | None = None,
     to_the_end: bool = False,
     token_weights: TokenWeights = lambda index: None,
-) -> tuple[dict[str, Gram], dict[str, torch.Tensor]]:
+) -> tuple[dict[str, Gram], dict[str, list[Comparison]]]:
     """Run each batch through a block until all given layers have received their inputs.
 
     If the context has stored statistics, these are returned and no data runs.
@@ -139,9 +152,11 @@ def collect_input_statistics(
             so have windows of convolutions.
 
     Returns:
-        The sums of x xᵀ over the inputs x of each layer; and, with two streams, the sums of
-        (r - x) xᵀ with the inputs r of the float model, (..., inputs, inputs) float32. Experts have
-        no such sum, since a router may send them other tokens.
+        The sums of x xᵀ over the inputs x of each layer; and, with two streams, the comparison
+        with the inputs of the float model in each fold of the data that reached the layer: its
+        leaves by turns, or the first and the second half of the tokens of a single batch. Layers
+        that share an input share these objects. Experts have no comparison, since a router may
+        send them other tokens.
     """
     if context.grams is not None:
         return context.grams(layers), {}
@@ -161,13 +176,14 @@ def collect_input_statistics(
                     quantize_inputs(context, block.name, False),
                 ):
                     block.run_reference(index)
-            observer.begin(is_reference=False, token_weights=token_weights(index))
+            observer.begin(False, token_weights=token_weights(index), fold=block.fold(index))
             block.observe(index)
             if index == 0:  # a pass stops early only if each layer runs exactly once in it
                 observer.stops_early = all(observer.calls[name] == 1 for name in names)
-    sums = {name: reducer.totals[f] for name, f in first.items()}
-    crosses = {n: s.cross.total for n, s in sums.items() if s.cross.total is not None}
-    return {name: s.gram for name, s in sums.items()}, crosses
+    grams = {name: reducer.totals[name].gram for name in names}
+    compared = {name: reducer.totals[name].comparisons() for name in names}
+    comparisons = {name: compared[f] for name, f in first.items() if compared[f]}
+    return {name: grams[f] for name, f in first.items()}, comparisons
 
 
 class _InputSums:
@@ -175,30 +191,55 @@ class _InputSums:
 
     Attributes:
         gram: Sums of x xᵀ and |x| over the inputs x.
-        cross: Sum of (r - x) xᵀ with the inputs r of the float model.
+        squares: Sum of x xᵀ over the inputs before they are quantized, for each fold.
+        crosses: Sum of (r - x) xᵀ with these and the inputs r of the float model, for each fold.
     """
 
     def __init__(self) -> None:
-        self.gram, self.cross = Gram(), Sum()
+        self.gram = Gram()
+        self.squares, self.crosses = (Sum(), Sum()), (Sum(), Sum())
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing was observed."""
         return self.gram.is_empty
 
+    def add_comparison(self, fold: int | None, r: torch.Tensor, x: torch.Tensor) -> None:
+        """Add an input x and that of the float model, which is r, (..., tokens, inputs) each."""
+        if fold is None:
+            for number, parts in enumerate(
+                zip(r.tensor_split(2, dim=-2), x.tensor_split(2, dim=-2), strict=True)
+            ):
+                self.add_comparison(number, *parts)
+            return
+        self.squares[fold].add_gram(x)
+        self.crosses[fold].add_product(r - x, x)
+
+    def comparisons(self) -> list[Comparison]:
+        """Return the comparisons in the folds that have any."""
+        pairs = zip(self.squares, self.crosses, strict=True)
+        totals = ((square.total, cross.total) for square, cross in pairs)
+        return [Comparison(s, c) for s, c in totals if s is not None and c is not None]
+
+    def _sums(self) -> list[Sum]:
+        return [*self.squares, *self.crosses]
+
     def merge(self, other: _InputSums) -> None:
         """Add other sums."""
         self.gram.merge(other.gram)
-        self.cross.merge(other.cross)
+        for own, others in zip(self._sums(), other._sums(), strict=True):
+            own.merge(others)
 
     def tensors(self) -> State:
         """Return all sums."""
-        return *self.cross.tensors(), *self.gram.tensors()
+        return *(tensor for part in self._sums() for tensor in part.tensors()), *self.gram.tensors()
 
     def set_tensors(self, tensors: State) -> None:
         """Replace all sums."""
-        self.cross.set_tensors(tensors[:1])
-        self.gram.set_tensors(tensors[1:])
+        sums = self._sums()
+        for part, tensor in zip(sums, tensors, strict=False):
+            part.set_tensors([tensor])
+        self.gram.set_tensors(tensors[len(sums) :])
 
 
 class _InputObserver:
@@ -223,15 +264,17 @@ class _InputObserver:
         self._routed, self._references = routed, dict[str, list[InputRows]]()
         self._is_reference = self._to_the_end = False
         self._roots: torch.Tensor | None = None
+        self._fold: int | None = None
 
     def begin(
         self,
         is_reference: bool,
         to_the_end: bool = False,
         token_weights: torch.Tensor | None = None,
+        fold: int | None = None,
     ) -> None:
         """Begin a pass of the second stream (``is_reference``) or of the first."""
-        self._is_reference, self._to_the_end = is_reference, to_the_end
+        self._is_reference, self._to_the_end, self._fold = is_reference, to_the_end, fold
         self._roots = None if token_weights is None else token_weights.sqrt().unsqueeze(1)
         self.calls.clear()
         if is_reference:
@@ -244,31 +287,22 @@ class _InputObserver:
         if self._is_reference:
             self._references.setdefault(name, []).append(rows.copy())
         else:
+            for x in rows.pieces():
+                sums[name].gram(self._weigh(name, x))
             # A layer may run several times in a pass: each run is compared with its own.
-            waiting = self._references.get(name, []) if name not in self._routed else []
-            references = waiting.pop(0).pieces() if waiting else iter(())
-            for x, r in zip_longest(rows.pieces(), references):
-                roots = self._roots_of(name, x)
-                sums[name].gram(x if roots is None else x * roots)
-                if r is not None:
-                    _add_cross(sums[name].cross, r.float(), x.float(), roots)
+            if name not in self._routed and self._references.get(name):
+                references = self._references[name].pop(0).pieces()
+                for x, r in zip(rows.before_rounding().pieces(), references, strict=True):
+                    weighed = (self._weigh(name, y.float()) for y in (r, x))
+                    sums[name].add_comparison(self._fold, *weighed)
         if self.stops_early and len(self.calls) == len(sums) and not self._to_the_end:
             raise StopForward
 
-    def _roots_of(self, name: str, x: torch.Tensor) -> torch.Tensor | None:
-        """Return the square roots of the weights of tokens, (tokens, 1); None for equal weights."""
+    def _weigh(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """Multiply tokens by the square roots of their weights, unless these are equal."""
         if self._roots is None or name in self._unweighted or len(self._roots) != len(x):
-            return None
-        return self._roots
-
-
-def _add_cross(
-    total: Sum, reference: torch.Tensor, x: torch.Tensor, roots: torch.Tensor | None
-) -> None:
-    difference = reference - x
-    if roots is not None:
-        difference, x = difference * roots, x * roots
-    total.add_product(difference, x)
+            return x
+        return x * self._roots
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from quark.torch.algorithm.clipping import clip_weight
+from quark.torch.algorithm.clipping import weight_with_best_ranges
 from quark.torch.algorithm.gptq_solver import Solver, inverse_factor, round_columns
 from quark.torch.algorithm.layer_inputs import quantize_inputs
 from quark.torch.algorithm.layer_owners import change_layers
@@ -245,10 +245,10 @@ def round_layers(
     for own in hessians:
         _fill_unused_(own.diagonal())
     for layer in layers.values():
-        clipped_weight = clip_weight(layer, hessian)
-        if clipped_weight is not None:
+        ranges = weight_with_best_ranges(layer, hessian)
+        if ranges is not None:
             assert layer.weight_quantizer is not None
-            layer.weight_quantizer.compute_block_scales(clipped_weight)
+            layer.weight_quantizer.compute_block_scales(ranges)
     ordered = [_order_columns(own, damping, by_magnitude) for own in hessians]
     steps = [(order, factor) for order, factor in ordered if factor is not None]
     if len(steps) < len(ordered):

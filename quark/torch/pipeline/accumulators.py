@@ -177,6 +177,12 @@ class Sum:
             self.total = a.new_zeros(*a.shape[:-2], a.shape[-1], b.shape[-1])
         _add_product_(self.total, a, b)
 
+    def add_gram(self, x: torch.Tensor) -> None:
+        """Add xᵀ x, given (..., tokens, channels)."""
+        if self.total is None:
+            self.total = x.new_zeros(*x.shape[:-2], x.shape[-1], x.shape[-1])
+        _add_gram_(self.total, x)
+
     def merge(self, other: Sum) -> None:
         """Add another sum."""
         if other.total is not None:

@@ -77,6 +77,15 @@ class Block:
         leaves, numbers = self._arguments.leaves, self._arguments.numbers
         return [index for index, n in enumerate(numbers) if leaves.leaf_of(n) == leaf]
 
+    def fold(self, index: int) -> int | None:
+        """Return the fold that the leaf of a batch belongs to, 0 or 1; None if there is one leaf.
+
+        Adjacent leaves belong to different folds, in which what one fold suggests is judged by the
+        other.
+        """
+        leaves = self._arguments.leaves
+        return leaves.leaf_of(self.number(index)) % 2 if leaves.count > 1 else None
+
     def number(self, index: int) -> int:
         """Return the number of a batch in the data of all processes."""
         return self._arguments.numbers[index]

@@ -20,13 +20,15 @@ class InputRows(NamedTuple):
 
     Attributes:
         layer: The layer.
-        x: The input.
+        x: The input, rotated and quantized as for the product with the weight.
+        unrounded: The prepared input before it was quantized; ``x`` itself if inputs are not.
         args: Other arguments of the layer.
         kwargs: Likewise, by name.
     """
 
     layer: FakeQuantizedLayer
     x: torch.Tensor
+    unrounded: torch.Tensor
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
@@ -34,9 +36,19 @@ class InputRows(NamedTuple):
         """Iterate over the rows in pieces; see ``QuantizedLayer.input_rows``."""
         return self.layer.input_rows(self.x, *self.args, **self.kwargs)
 
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the input was quantized."""
+        return self.x is not self.unrounded
+
+    def before_rounding(self) -> InputRows:
+        """Return the same with the input before it was quantized."""
+        return self._replace(x=self.unrounded)
+
     def copy(self) -> InputRows:
         """Return the same with a copy of the input, which the model may write to later."""
-        return self._replace(x=self.x.clone())
+        copied = self.x.clone()
+        return self._replace(x=copied, unrounded=copied)
 
 
 class InfiniteInput(FloatingPointError):
@@ -102,12 +114,16 @@ def watch_inputs(
 
     def watch(observe: Callable[[InputRows], None]) -> Callable[..., None]:
         def hook(layer: FakeQuantizedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x = layer.quantized_input((args[0] if args else kwargs["input"]).detach())
-            x = x if layer.is_convolution else without_padding(x)
+            rotated = layer.prepared_input((args[0] if args else kwargs["input"]).detach())
+            rounded = layer.rounded_input(rotated)
+            keep = (lambda x: x) if layer.is_convolution else without_padding
+            x = unrounded = keep(rotated)
+            if rounded is not rotated:
+                x = keep(rounded)
             if not is_finite(x):
                 raise InfiniteInput(layer, x.dtype)
             others = {name: value for name, value in kwargs.items() if name != "input"}
-            observe(InputRows(layer, x, args[1:], others))
+            observe(InputRows(layer, x, unrounded, args[1:], others))
 
         return hook
 

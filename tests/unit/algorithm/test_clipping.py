@@ -6,7 +6,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from quark.torch.algorithm import clipping
-from quark.torch.algorithm.clipping import FRACTIONS, clip_weight
+from quark.torch.algorithm.clipping import FRACTIONS, clip_weight, weight_with_best_ranges
 from quark.torch.quantization.config.config import (
     Config,
     Int4PerChannelSpec,
@@ -100,6 +100,53 @@ def test_never_worse_whatever_the_format(name, kind):
 
     before, after = loss(weight), loss(clip_weight(layer, x.T @ x))
     assert after < before if quantizer.scheme.fmt.bits <= 4 else after <= before * (1 + 1e-6)
+
+
+FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def fp4(values, scale):
+    """Values rounded to multiples of fp4 numbers, the largest of which is 6."""
+    steps = values.abs() / scale
+    nearest = FP4[(steps.unsqueeze(-1) - FP4).abs().argmin(-1)]
+    return nearest * scale * values.sign()
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Conv1D], ids=["rows", "transposed"])
+def test_the_largest_value_of_a_group_may_be_four_or_six(kind):
+    spec = QuantizationSpec(
+        dtype="fp4", qscheme="per_group", group_size=32, ch_axis=-1, is_dynamic=False
+    )
+    layer, x = made(QuantizationConfig(weight=spec), kind)
+    quantizer, transposed = layer.weight_quantizer, kind is not nn.Linear
+    weight, ranges = layer.weight.detach(), weight_with_best_ranges(layer, x.T @ x)
+    rounded = quantizer.fake_quantize_copy(weight, ranges)
+    weight, rounded = (t.T if transposed else t for t in (weight, rounded))
+    chosen = errors_of(rounded - weight, x, 32)
+    groups = weight.unflatten(1, (-1, 32))
+    amax = groups.abs().amax(-1, keepdim=True)
+    six, four = (errors_of(fp4(groups, amax / n).flatten(1) - weight, x, 32) for n in (6, 4))
+    assert bool((four < 0.9 * six).any())
+    assert bool((chosen <= torch.minimum(six, four) * (1 + 1e-4)).all())
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "w_fp4_per_group"])
+def test_larger_ranges_lose_less_than_clipping_alone(name):
+    layer, x = made(scheme(name, 32))
+    weight, quantizer = layer.weight.detach(), layer.weight_quantizer
+    width = quantizer.scheme.fmt.block or quantizer.scheme.group
+
+    def loss(ranges):
+        change = quantizer.fake_quantize_copy(weight, ranges) - weight
+        return float(errors_of(change, x, width).sum())
+
+    assert loss(weight_with_best_ranges(layer, x.T @ x)) < loss(clip_weight(layer, x.T @ x))
+
+
+@pytest.mark.parametrize("name", ["int4_wo_32", "mxfp4", "mxfp6_e2m3"])
+def test_other_formats_are_clipped_only(name):
+    layer, x = made(scheme(name))
+    assert torch.equal(weight_with_best_ranges(layer, x.T @ x), clip_weight(layer, x.T @ x))
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -137,9 +137,9 @@ def test_the_range_of_each_filter_is_clipped(monkeypatch):
     layer, x = nn.Conv2d(4, 6, 3, groups=2, bias=False), torch.randn(5, 4, 8, 8)
     layer.weight.data[0, 0, 0, 0] = 0.6
     seen = []
-    kept = clipping.clip_weight
+    kept = clipping.weight_with_best_ranges
     monkeypatch.setattr(
-        "quark.torch.algorithm.weight_rounding.clip_weight",
+        "quark.torch.algorithm.weight_rounding.weight_with_best_ranges",
         lambda *args: seen.append(kept(*args)) or seen[-1],
     )
     before = layer.weight.detach().clone()

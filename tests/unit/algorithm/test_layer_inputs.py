@@ -3,7 +3,11 @@
 import pytest
 import torch
 
-from quark.torch.algorithm.layer_inputs import collect_input_statistics, split_by_input
+from quark.torch.algorithm.layer_inputs import (
+    collect_input_statistics,
+    quantize_inputs,
+    split_by_input,
+)
 from quark.torch.pipeline.runner import run_blocks
 from tests.models.architectures import build, small_config, tokens
 from tests.unit.algorithm.contexts import context_of
@@ -48,13 +52,47 @@ def test_inputs_of_both_streams(kind):
             continue
         here[layers[0]].weight.data.mul_(0.5)  # as if solved for
         x = seen_by(model, layers, batches)
-        grams, crosses = collect_input_statistics(context, block, here, floats, to_the_end=True)
-    assert crosses.keys() == r.keys()
-    for name, cross in crosses.items():
+        grams, compared = collect_input_statistics(context, block, here, floats, to_the_end=True)
+    assert compared.keys() == r.keys()
+    for name, folds in compared.items():
+        cross = sum(fold.cross for fold in folds)
         expected = (r[name] - x[name]).T @ x[name]
         scale = float(expected.abs().max()) + 1e-3
         torch.testing.assert_close(cross, expected, rtol=1e-3, atol=1e-4 * scale)
         torch.testing.assert_close(grams[name].total, x[name].T @ x[name], rtol=1e-3, atol=1e-2)
+
+
+def first_block(scheme, batches):
+    """The first block of a Llama, and the sums over its inputs beside those of the float model."""
+    context = context_of(build(small_config("llama"), torch.float32), scheme, batches=batches)
+    name = context.structure.blocks[0]
+    layers = {n: layer for n, layer in context.layers.items() if n.startswith(f"{name}.")}
+    floats = {f"{n}.weight": layer.weight.detach().clone() for n, layer in layers.items()}
+    blocks = run_blocks(context.model, [name], batches, "", compare=True)
+    with quantize_inputs(context, name):
+        return collect_input_statistics(context, next(blocks), layers, floats, to_the_end=True)
+
+
+def test_rounding_of_an_input_by_its_own_layer_is_not_compared():
+    """In the first block only what rounded inputs did to later layers differs."""
+    grams, compared = first_block("mxfp4", [tokens(40), tokens(60)])
+    name = next(n for n in compared if n.endswith("q_proj"))
+    later = next(n for n in compared if n.endswith("down_proj"))
+    assert all(not fold.cross.any() for fold in compared[name])
+    assert all(fold.cross.any() for fold in compared[later])
+    square = sum(fold.square for fold in compared[name])
+    assert not torch.allclose(grams[name].total, square, rtol=1e-4)  # of the rounded inputs
+
+
+@pytest.mark.parametrize("shapes", [[40], [40, 60], [40, 60, 20, 30]])
+def test_folds_divide_the_data(shapes):
+    grams, compared = first_block("int4_wo_32", [tokens(n) for n in shapes])
+    for name, folds in compared.items():
+        assert len(folds) == 2
+        square = folds[0].square + folds[1].square
+        torch.testing.assert_close(square, grams[name].total, rtol=1e-4, atol=1e-3)
+        ratio = float(folds[0].square.trace() / square.trace())
+        assert 0.15 < ratio < 0.85
 
 
 def test_experts_are_not_compared():
@@ -64,9 +102,9 @@ def test_experts_are_not_compared():
     layers = {n: layer for n, layer in context.layers.items() if n.startswith(f"{name}.")}
     floats = {f"{n}.weight": layer.weight.detach().clone() for n, layer in layers.items()}
     blocks = run_blocks(context.model, [name], batches, "", compare=True)
-    _, crosses = collect_input_statistics(context, next(blocks), layers, floats)
-    assert {n.split(".")[-1] for n in crosses} >= {"q_proj", "o_proj"}
-    assert not any("experts" in n for n in crosses)
+    _, compared = collect_input_statistics(context, next(blocks), layers, floats)
+    assert {n.split(".")[-1] for n in compared} >= {"q_proj", "o_proj"}
+    assert not any("experts" in n for n in compared)
 
 
 def test_layers_by_turns():

@@ -111,7 +111,7 @@ def test_errors_add_up_to_the_damped_error_of_outputs(name, kind):
 @pytest.mark.parametrize("name", WEIGHTS)
 @pytest.mark.parametrize("kind", [nn.Linear, Conv1D], ids=["rows", "transposed"])
 def test_inputs_without_correlation_ask_for_rounding_to_nearest(name, kind, monkeypatch):
-    monkeypatch.setattr(weight_rounding, "clip_weight", lambda *_: None)
+    monkeypatch.setattr(weight_rounding, "weight_with_best_ranges", lambda *_: None)
     layer = layer_of(WEIGHTS[name], kind)
     expected = layer.quantized_tensor("weight").codes
     gram = gram_of(torch.diag(torch.linspace(0.5, 2, INPUTS)))
@@ -144,7 +144,7 @@ def test_values_are_those_of_codes(name):
 
 
 def test_inputs_that_are_always_zero_are_rounded_to_nearest(monkeypatch):
-    monkeypatch.setattr(weight_rounding, "clip_weight", lambda *_: None)
+    monkeypatch.setattr(weight_rounding, "weight_with_best_ranges", lambda *_: None)
     layer, x = layer_of(scheme("int4_wo_32").weight), correlated()
     dead = torch.tensor([0, 17, 127])
     x[:, dead] = 0
@@ -156,7 +156,7 @@ def test_inputs_that_are_always_zero_are_rounded_to_nearest(monkeypatch):
 
 
 def test_no_input_is_ever_used(monkeypatch):
-    monkeypatch.setattr(weight_rounding, "clip_weight", lambda *_: None)
+    monkeypatch.setattr(weight_rounding, "weight_with_best_ranges", lambda *_: None)
     layer = layer_of(scheme("int4_wo_32").weight)
     nearest = layer.quantized_tensor("weight").codes
     rounded(layer, gram_of(torch.zeros(8, INPUTS)))

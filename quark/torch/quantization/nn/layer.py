@@ -182,7 +182,7 @@ class QuantizedLayer(nn.Module):
     def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Quantize the input, apply the operator to quantized parameters, quantize the output."""
         prepared = self.prepared_input(input)
-        x = self._quantize_prepared(prepared)
+        x = self.rounded_input(prepared)
         weight, bias = self.operands(x)
         assert weight is not None
         y = self.add_branch(self.product(x, weight, bias, *args, **kwargs), prepared)
@@ -196,9 +196,10 @@ class QuantizedLayer(nn.Module):
 
     def quantized_input(self, x: torch.Tensor) -> torch.Tensor:
         """Prepare and fake-quantize an input."""
-        return self._quantize_prepared(self.prepared_input(x))
+        return self.rounded_input(self.prepared_input(x))
 
-    def _quantize_prepared(self, x: torch.Tensor) -> torch.Tensor:
+    def rounded_input(self, x: torch.Tensor) -> torch.Tensor:
+        """Fake-quantize a prepared input."""
         return self.quantize_activation("input_tensors", x) if x.is_floating_point() else x
 
     def add_branch(self, y: torch.Tensor, prepared: torch.Tensor) -> torch.Tensor:

@@ -256,15 +256,22 @@ class TensorQuantizer(FollowingRange):
         is_per_channel = self.scheme.qscheme is QSchemeType.per_channel
         return not is_per_channel or self.scheme.axis % x.dim() == x.dim() - 1
 
-    def fake_quantize_copy(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a fake-quantized copy of ``x``, under scales computed from ``x``.
+    def fake_quantize_copy(
+        self, x: torch.Tensor, ranges: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return a fake-quantized copy of ``x``, under scales computed from ``ranges``.
 
         The scales of the quantizer do not change. Values that are not finite give others of that
         kind.
+
+        Args:
+            x: The values.
+            ranges: Values in the shape of ``x``; None for ``x`` itself.
         """
+        ranges = x if ranges is None else ranges
         other = TensorQuantizer(self.spec)
-        other.observer(x)
-        other.compute_scales(x, is_finite=True)
+        other.observer(ranges)
+        other.compute_scales(ranges, is_finite=True)
         return other.freeze_(x.clone())
 
     def column_rounder(

@@ -116,7 +116,7 @@ class RuntimeLayer(PackedLayer):
         if product is None or needs_gradient or not input.is_floating_point():
             return super().forward(input, *args, **kwargs)
         prepared = self.prepared_input(input)
-        y = product.multiply(self._quantize_prepared(prepared))
+        y = product.multiply(self.rounded_input(prepared))
         bias = self.value("bias", y.dtype)
         y = self.add_branch(y if bias is None else y + bias, prepared)
         return self.quantized_output(y) if self.quantizes_output else y
