@@ -21,10 +21,10 @@ from quark.cli import (
     recipes,
     report,
     schemes,
-    search,
 )
 from quark.cli.inspect import command as inspect
 from quark.cli.quantize import command as quantize
+from quark.cli.search import command as search
 
 HELP = """
 Quantize Hugging Face models, measure the loss, and load the checkpoints anywhere.

@@ -111,10 +111,10 @@ def test_inspect_checks_that_tensors_fit(quark, model_dir, damaged):
 
 
 def test_search_checks_its_flags_before_the_model(quark, model_dir, tmp_path, monkeypatch):
-    from quark.cli import search
+    from quark.cli.search import command
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(search, "find_float_model", None)  # fails if it is called
+    monkeypatch.setattr(command, "find_float_model", None)  # fails if it is called
     formats = ["--formats", "int4_wo_128,int8_wo", "--model_dir", model_dir]
     result = quark("search", "--target_bits", "3.5", *formats)
     assert result.exit_code == 2

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
 from quark.cli import console
 from quark.cli.collect import (
@@ -28,23 +26,20 @@ from quark.cli.options import EVAL_WINDOWS, ManyValues, Verbose, panel, verb
 from quark.cli.outputs import check_file, check_offload_directory
 from quark.cli.quantize.config import check_algorithms, layer_scheme
 from quark.cli.quantize.request import split_names
+from quark.cli.search.measurement import ORIGINAL, Measure
+from quark.cli.search.tables import print_result
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
-    from quark.torch.pipeline.statistics import Statistics
     from quark.torch.quantization.config.algo import AlgoConfig
     from quark.torch.quantization.config.config import Config
     from quark.torch.quantization.config.layer import QuantizationConfig
-    from quark.torch.quantization.nn.router_choices import RouterChoices
     from quark.torch.search.mixtures import Mixture
 
 FORMATS = ("int2_wo_64", "int3_wo_128", "int4_wo_128", "int4_wo_32", "int8_wo")
 PROBES = 8  # batches on which sensitivities are measured
-ORIGINAL, MIXTURE = "the original", "the mixture"  # titles of measurements
 GRID = 64  # steps of size that the bisection distinguishes
-TOLERANCE = 0.005  # relative difference of sizes that count as equal
 
 HELP = f"""
 Choose the format of each layer with the least loss at a given size.
@@ -171,46 +166,13 @@ def _search_formats(request: SearchRequest) -> None:
         units = measure_costs(model, statistics, formats, excluded, request.together, solved)
         mixture = Mixture(units)
     configure = partial(mixed_config, model, formats=formats)
-    measure = _Measure(model, statistics, evaluation, configure)
+    measure = Measure(model, statistics, evaluation, configure)
     chosen = _choose(request, mixture, measure)
     _write_files(
         request, replace(measure.configure(chosen), algo_config=algorithms), mixture, chosen
     )
-    _print_result(request, mixture, chosen, measure)
-
-
-@dataclass(frozen=True)
-class _Measure:
-    """Measures mixtures with weights rounded to the nearest.
-
-    Attributes:
-        choices: The experts that routers chose, by title of the last such measurement.
-    """
-
-    model: nn.Module
-    statistics: Statistics
-    windows: torch.Tensor | None
-    configure: Callable[[Mapping[str, str]], Config]
-    choices: dict[str, RouterChoices] = field(default_factory=dict)
-
-    def perplexity(self, title: str, chosen: Mapping[str, str] | None = None) -> float | None:
-        """Return the perplexity of a mixture, or of the float model; None without text."""
-        from quark.torch.evaluation.perplexity import perplexity
-        from quark.torch.quantization.nn.router_choices import RouterChoices
-        from quark.torch.search.mixtures import temporarily_quantized
-
-        if self.windows is None:
-            return None
-        rounding: AbstractContextManager[None] = nullcontext()
-        if chosen is not None:
-            rounding = temporarily_quantized(self.model, self.configure(chosen), self.statistics)
-        self.choices[title] = RouterChoices()
-        with (
-            console.stage(f"perplexity of {title}"),
-            rounding,
-            self.choices[title].record(self.model),
-        ):
-            return perplexity(self.model, self.windows, progress=title)
+    print_result(mixture, chosen, measure)
+    _print_next_step(request)
 
 
 def _check(request: SearchRequest) -> None:
@@ -298,7 +260,7 @@ def _read_evaluation_windows(request: SearchRequest, source: Path) -> torch.Tens
     return read_windows(held_out, source, held_out=True)
 
 
-def _choose(request: SearchRequest, mixture: Mixture, measure: _Measure) -> dict[str, str]:
+def _choose(request: SearchRequest, mixture: Mixture, measure: Measure) -> dict[str, str]:
     """Return the format of each layer: the best for a size, or the smallest within the limit."""
     if request.target_bits is not None:
         return mixture.choose(request.target_bits)
@@ -339,72 +301,8 @@ def _write_files(
         write_text(request.picture, render_chart(mixture.points(), marked, loss))
 
 
-def _print_result(
-    request: SearchRequest, mixture: Mixture, chosen: Mapping[str, str], measure: _Measure
-) -> None:
-    """Print the format of each layer, and the loss compared with one format for all."""
-    from quark.torch.quantization.nn.router_choices import describe_agreement
-
-    console.out.print("", _layer_table(mixture, chosen), _size_table(mixture, chosen, measure))
-    console.out.print(
-        "  Losses are predicted, in thousandths of a nat per token. Perplexities are measured with "
-        "rounding to the nearest.\n",
-        style="dim",
-    )
-    choices = [measure.choices[title] for title in (ORIGINAL, MIXTURE) if title in measure.choices]
-    if len(choices) == 2 and (shares := choices[0].agreement(choices[1])):
-        console.say(escape(describe_agreement(shares)))
+def _print_next_step(request: SearchRequest) -> None:
     console.say(f"Written to {escape(str(request.output))}. Next step:\n")
     model, output = escape(str(request.model_dir)), escape(str(request.output))
     console.show_code(f"quark quantize --model_dir {model} --output_dir OUTPUT --config {output}")
     console.out.print()
-
-
-def _layer_table(mixture: Mixture, chosen: Mapping[str, str]) -> Table:
-    table = console.table()
-    table.add_column("layer", overflow="fold")
-    table.add_column("format", no_wrap=True)
-    for column in ("weights", "bits/weight", "loss"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for unit in mixture.units:
-        name = chosen[unit.layers[0]]
-        more = f" and {len(unit.layers) - 1} more" if len(unit.layers) > 1 else ""
-        table.add_row(
-            escape(unit.layers[0] + more),
-            name,
-            console.format_count(unit.weights),
-            console.format_bits(unit.bits[name] / unit.weights),
-            f"{1000 * unit.losses[name]:.2f}",
-        )
-    return table
-
-
-def _size_table(mixture: Mixture, chosen: Mapping[str, str], measure: _Measure) -> Table:
-    """Return a table of the mixture and of each format for all layers.
-
-    Perplexities are measured for the mixture and for the largest format that is not larger.
-    """
-    table = console.table()
-    table.add_column("", no_wrap=True)
-    for column in ("bits/weight", "loss", "perplexity", "change"):
-        table.add_column(column, justify="right", no_wrap=True)
-    reference = measure.perplexity(ORIGINAL)
-    mixed, rows = mixture.cost(chosen), mixture.uniform()
-    fitting = [name for name, (bits, _) in rows.items() if bits <= mixed[0] * (1 + TOLERANCE)]
-    rival = max(fitting, key=lambda name: rows[name][0], default=None)
-    measured = {"mixed": measure.perplexity(MIXTURE, chosen)}
-    if rival is not None:
-        measured[rival] = measure.perplexity(rival, dict.fromkeys(chosen, rival))
-    for name, (bits, loss) in sorted({**rows, "mixed": mixed}.items(), key=lambda row: row[1]):
-        value = measured.get(name)
-        change = (
-            "" if value is None or reference is None else console.format_change(value, reference)
-        )
-        table.add_row(
-            name,
-            console.format_bits(bits),
-            f"{1000 * loss:.2f}",
-            "" if value is None else f"{value:.2f}",
-            change,
-        )
-    return table

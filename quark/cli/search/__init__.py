@@ -1,0 +1,1 @@
+"""`quark search`: flags, measurement and tables."""
