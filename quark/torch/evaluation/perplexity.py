@@ -110,10 +110,38 @@ def perplexity(
     batch_size: int = BATCH_SIZE,
     progress: str | None = None,
     context: int = 1,
-    receive: Receive | None = None,
-    observe: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> float:
     """Return the perplexity: exp of the mean negative log-likelihood of tokens given those before.
+
+    Args:
+        model: Model that takes token identifiers (batch, length) and returns logits
+            (batch, length, vocabulary): a tensor, the first of a tuple, or an attribute or item
+            named ``logits``.
+        windows: Token identifiers, (windows, length) integers, as `token_windows` returns them.
+        batch_size: Number of windows per forward pass; see `window_losses`.
+        progress: Title of a progress bar; see `window_losses`.
+        context: Number of tokens at the beginning of each window that are read but not scored.
+
+    Returns:
+        The perplexity: at least 1, the size of the vocabulary for uniform logits, infinite if
+        float64 overflows.
+
+    Raises:
+        ValueError, FloatingPointError: As `window_losses`.
+    """
+    return float(window_losses(model, windows, batch_size, progress, context).mean().exp())
+
+
+def window_losses(
+    model: nn.Module,
+    windows: torch.Tensor,
+    batch_size: int = BATCH_SIZE,
+    progress: str | None = None,
+    context: int = 1,
+    receive: Receive | None = None,
+    observe: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> torch.Tensor:
+    """Return the mean negative log-likelihood of the tokens of each window, given those before.
 
     Each window is scored on its own, and its first token is not scored. Logarithms are computed in
     float32 and summed in float64 for any type of model. The output head runs on a part of a batch
@@ -121,9 +149,7 @@ def perplexity(
     and every module returns to its own mode afterwards.
 
     Args:
-        model: Model that takes token identifiers (batch, length) and returns logits
-            (batch, length, vocabulary): a tensor, the first of a tuple, or an attribute or item
-            named ``logits``.
+        model: As for `perplexity`.
         windows: Token identifiers, (windows, length) integers, as `token_windows` returns them.
         batch_size: Number of windows per forward pass. For a model that is larger than memory, it
             is the largest number: a bound of memory may leave less.
@@ -135,8 +161,7 @@ def perplexity(
             output head for each part of it.
 
     Returns:
-        The perplexity: at least 1, the size of the vocabulary for uniform logits, infinite if
-        float64 overflows.
+        Nats per token, (windows,) float64.
 
     Raises:
         ValueError: The windows are empty, too short or not integers, or ``batch_size`` or
@@ -147,9 +172,9 @@ def perplexity(
     _check_decoder(model)
     batch_size = _fitting_batch_size(model, batch_size, windows.shape[1])
     batches = torch.split(windows.to(torch.int64), batch_size)
-    total = torch.zeros((), dtype=torch.float64)
+    sums = torch.zeros(len(windows), dtype=torch.float64)
 
-    def add_losses(index: int, losses: torch.Tensor) -> None:
+    def keep_losses(index: int, losses: torch.Tensor) -> None:
         if not losses.isfinite().all():
             bad = int((~losses.isfinite()).nonzero()[0])
             raise FloatingPointError(
@@ -157,12 +182,11 @@ def perplexity(
                 f"log-likelihood of {float(losses[bad])}; look for nan, inf or overflow in the "
                 "model's logits"
             )
-        total.add_(losses.sum())
+        sums[index * batch_size :][: len(losses)] = losses
 
     compute = _compute_losses(model, context, receive)
-    _run(model, batches, progress, observe, compute, add_losses)
-    scored = len(windows) * (windows.shape[1] - context)
-    return float(torch.exp(total / scored))
+    _run(model, batches, progress, observe, compute, keep_losses)
+    return sums / (windows.shape[1] - context)
 
 
 def check_room(model: nn.Module, windows: torch.Tensor, batch_size: int = BATCH_SIZE) -> None:
