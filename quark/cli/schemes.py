@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from quark.cli import console
-from quark.cli.options import Json
+from quark.cli.options import Json, add_verb
 
 HELP = """
 List the schemes of [cyan]--quant_scheme[/cyan] and [cyan]--kv_cache_dtype[/cyan].
@@ -37,7 +37,7 @@ TABLE = Path(__file__).with_name("schemes.json")
 
 def register(app: typer.Typer) -> None:
     """Add the verb to the command line."""
-    app.command("schemes", help=HELP)(schemes)
+    add_verb(app, "schemes", schemes, HELP)
 
 
 def schemes(as_json: Json = False) -> None:

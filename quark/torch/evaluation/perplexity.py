@@ -7,10 +7,9 @@ The steps are separate, so that two models or toolkits can be evaluated on the s
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from importlib import import_module
 from itertools import chain
 from typing import Any, Protocol
 
@@ -26,6 +25,7 @@ from quark.torch.pipeline.activation_store import activation_limit
 from quark.torch.pipeline.batches import run_batch
 from quark.torch.pipeline.model_pass import run_data
 from quark.torch.pipeline.shapes import windows_at_once
+from quark.torch.progress import show_progress
 from quark.torch.quantization.config.resolution import output_head
 from quark.torch.quantization.nn.expert_tokens import unchanged_token_counts
 
@@ -326,19 +326,10 @@ def _run(
     options = {"use_cache": False} if _takes_use_cache(model) else {}
     device = _input_device(model, default=batches[0].device)
     with torch.inference_mode(), eval_mode(model), observe(), float_products():
-        for index in _indices(len(batches), progress):
+        numbers = range(len(batches))
+        for index in numbers if progress is None else show_progress(numbers, progress):
             tokens = batches[index]
             receive(index, compute(partial(model, tokens.to(device), **options), tokens))
-
-
-def _indices(count: int, progress: str | None) -> Iterator[int]:
-    """Iterate over the numbers of batches, with a progress bar if it has a title."""
-    if progress is None:
-        return iter(range(count))
-    bar = import_module("tqdm").tqdm(
-        range(count), desc=progress, delay=1.0, disable=None, leave=False
-    )
-    return iter(bar)
 
 
 def _window_losses(
