@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from quark.cli import console, models
+from quark.cli import accelerators, console
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +51,7 @@ def process_group(device: str) -> Iterator[None]:
     import torch.distributed
 
     dist: Any = torch.distributed  # not all of its public names are typed
-    kind = torch.device(models.pick_device(device))
+    kind = _kind_of(accelerators.pick_devices(device))
     _store, number, count = next(dist.rendezvous("env://"))
     console.out.quiet = console.err.quiet = number > 0
     try:
@@ -83,14 +83,32 @@ def wait_for_all() -> None:
             pass
 
 
+def _kind_of(names: list[str]) -> torch.device:
+    """Return the type of the devices of all processes, without a number.
+
+    Raises:
+        typer.BadParameter: Several devices are named.
+    """
+    import torch
+
+    device = torch.device(names[0])
+    if len(names) > 1:
+        raise _takes_its_own(device)
+    return device
+
+
+def _takes_its_own(device: torch.device) -> Exception:
+    """Return the error for devices that are named where each process takes one."""
+    text = f"each process takes a device of its own. Give {device.type}."
+    return console.wrong("--device", text)
+
+
 def _choose_accelerator(device: torch.device) -> None:
     """Make the accelerator of this process the current one of its type."""
     import torch
 
     if device.index is not None:
-        raise console.wrong(
-            "--device", f"each process takes a device of its own. Give {device.type}."
-        )
+        raise _takes_its_own(device)
     own, module = int(os.environ.get("LOCAL_RANK", "0")), torch.get_device_module(device)
     if own >= module.device_count():
         raise console.wrong(

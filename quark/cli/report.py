@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from quark.cli import console, models
+from quark.cli import accelerators, console, models
 from quark.cli.evaluate import BatchSize, Limit, Original, SeqLen
 from quark.cli.memory_check import Measurement, check_measurement
 from quark.cli.options import (
@@ -96,7 +96,7 @@ def report(
         models.read_config(original, "--original")
     if not as_json:
         _check_output(output, overwrite)
-    target = models.pick_device(device)
+    target = accelerators.pick_device(device)
     models.check_model(directory, trust_remote_code, check_digests)
     if original is not None:
         models.check_model(original, trust_remote_code)

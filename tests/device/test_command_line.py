@@ -5,7 +5,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from quark.cli import models
+from quark.cli import accelerators
 from quark.cli.main import app
 from quark.demo.text import model_directory
 from tests.device.stand_in import COUNT, TYPE
@@ -13,22 +13,22 @@ from tests.device.test_checkpoints import contents
 
 
 def test_names_of_devices(standin):
-    assert models.pick_device("auto") == TYPE
-    assert models.pick_device(f"{TYPE}:1") == f"{TYPE}:1"
-    assert models.pick_device("cpu") == "cpu"
+    assert accelerators.pick_device("auto") == TYPE
+    assert accelerators.pick_device(f"{TYPE}:1") == f"{TYPE}:1"
+    assert accelerators.pick_device("cpu") == "cpu"
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (f"{TYPE}:{COUNT}", f"Give {TYPE}:0 to {TYPE}:1"),
+        (f"{TYPE}:{COUNT}", f"Give {TYPE}:0 to {TYPE}:{COUNT - 1}"),
         ("meta", "no device of torch"),
         ("gpu", "no device of torch"),
     ],
 )
 def test_devices_that_are_not_there(name, message, standin):
     with pytest.raises(typer.BadParameter, match=message):
-        models.pick_device(name)
+        accelerators.pick_device(name)
 
 
 def test_an_accelerator_without_float64(standin, monkeypatch):
@@ -40,8 +40,8 @@ def test_an_accelerator_without_float64(standin, monkeypatch):
         return zeros(*args, dtype=dtype, **kwargs)
 
     monkeypatch.setattr(torch, "zeros", refuse)
-    assert models.pick_device("auto") == "cpu"
-    assert models.pick_device(TYPE) == TYPE
+    assert accelerators.pick_device("auto") == "cpu"
+    assert accelerators.pick_device(TYPE) == TYPE
 
 
 def test_files_are_those_of_the_cpu(standin, build, tmp_path):
