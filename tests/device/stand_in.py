@@ -7,7 +7,7 @@ operations, and synchronizations, where the CPU waits for the device.
 """
 
 import threading
-from collections import Counter, defaultdict
+from collections import Counter
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import NamedTuple
@@ -66,21 +66,26 @@ class Counts(NamedTuple):
 
     launches: Counter
     synchronizations: Counter
-    devices: defaultdict  # number of a device -> the two sums there
+    places: Counter  # the same by number of the device
 
     def launch(self, name, device):
         with _lock:
             self.launches[name] += 1
-            self.devices[device.index][0] += 1
+            self.places[device.index, "launches"] += 1
 
     def synchronize(self, name, device):
         with _lock:
             self.synchronizations[name] += 1
-            self.devices[device.index][1] += 1
+            self.places[device.index, "synchronizations"] += 1
+
+    def by_device(self):
+        """Return launches and synchronizations by number of the device."""
+        kinds = ("launches", "synchronizations")
+        return {n: tuple(self.places[n, k] for k in kinds) for n, _ in self.places}
 
 
 _lock = threading.Lock()
-_counts = Counts(Counter(), Counter(), defaultdict(lambda: [0, 0]))
+_counts = Counts(Counter(), Counter(), Counter())
 
 
 @contextmanager

@@ -134,7 +134,7 @@ def test_each_device_runs_its_part(standin, names, small, data):
         with counted() as counts:
             model = small(blocks).to(devices[0])
             quantized(model, CONFIGS["gptq"], data, devices)
-            return {place: tuple(sums) for place, sums in counts.devices.items()}
+            return counts.by_device()
 
     def of_a_block(devices):
         one, two = count(devices, 1), count(devices, 2)

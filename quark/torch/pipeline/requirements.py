@@ -123,6 +123,9 @@ def require(run: Run, interpreter: int, bound: int | None = None) -> Requirement
     changed = model.changed if changes else 0
     kept = min(changed, LIMIT) if free is None else 0
     working = max(step.memory for step in steps)
+    reads = sum(step.reads for step in steps) if is_partial else 1
+    if free is not None:  # each device reads; those of a model in memory get copies
+        reads *= run.devices
     if run.on_device:
         # Parameters are read to main memory first: all, or two units for each device, of which one
         # waits. The activations of all devices share the limit.
@@ -147,7 +150,7 @@ def require(run: Run, interpreter: int, bound: int | None = None) -> Requirement
             else is_partial * run.devices * (model.changed + model.largest_unit),
             spilled_activations(run, limit),
         ),
-        read=model.read_size * (run.devices * sum(s.reads for s in steps) if is_partial else 1),
+        read=model.read_size * reads,
         network=_network(run),
         is_streamed=free is not None,
     )
