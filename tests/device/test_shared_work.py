@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import torch
+from accelerate import dispatch_model
 from torch.utils.data import DataLoader
 
 from quark.torch import Journal, ModelQuantizer, export_safetensors
@@ -112,6 +113,22 @@ def test_a_model_larger_than_memory(name, count, names, small, data, tmp_path):
         model = quantized(model, CONFIGS[name], data, devices[:number])
         export_safetensors(model, tmp_path / str(number))
     assert contents(tmp_path / "1") == contents(tmp_path / str(count))
+
+
+@pytest.mark.parametrize(("name", "count"), cases({("gptq", 2)}))
+def test_a_model_on_several_devices(name, count, names, small, data):
+    """The blocks of each copy are on other devices than those of the model."""
+    config, devices = CONFIGS[name], names(count)
+    places = {"lm_head": devices[1], "model.norm": devices[1], "model.rotary_emb": devices[0]}
+    places |= {"model.embed_tokens": devices[0]}
+    places |= {f"model.layers.{number}": devices[number] for number in range(2)}
+    model = dispatch_model(small(2), places, main_device=devices[0], force_hooks=True)
+    assert_same(
+        quantized(model, config, data, devices),
+        quantized(small(2).to(devices[0]), config, data, None),
+    )
+    for number, block in enumerate(model.model.layers):
+        assert {str(x.device) for x in block.state_dict().values()} == {devices[number]}
 
 
 def test_experts(names, data):
@@ -229,21 +246,29 @@ class TestRefused:
             (["{0}", "{0}"], "each device once"),
             (["{0}", "{type}:99"], "each device once"),
             (["{type}", "{0}"], "with its number"),
-            (["{1}", "{0}"], "the model lies on {0}. Put it on {1}"),
+            (["{1}", "{2}"], "the model lies on {0}. Put it on {1}"),
         ],
     )
     def test_devices(self, given, message, names, small, data):
-        first, second = names(2)
+        every = names(3)
 
         def fill(text):
-            return text.format(first, second, type=first.partition(":")[0])
+            return text.format(*every, type=every[0].partition(":")[0])
 
         with pytest.raises(ValueError, match=fill(message)):
-            quantized(small(2).to(first), CONFIGS["static"], data, list(map(fill, given)))
+            quantized(small().to(every[0]), CONFIGS["static"], data, list(map(fill, given)))
 
     def test_a_model_on_the_cpu(self, names, small, data):
         with pytest.raises(ValueError, match=r"lies on cpu\. Put it on"):
             quantized(small(2), CONFIGS["static"], data, names(2))
+
+    def test_too_little_room_for_a_copy(self, standin, names, small, data, monkeypatch):
+        devices = names(2)
+        model = small().to(devices[0])
+        size = sum(x.numel() * x.itemsize for x in model.parameters())
+        monkeypatch.setattr(type(torch.standin), "free", size)  # buffers have no room
+        with pytest.raises(ValueError, match=r"GB of \w+:1, .* Load the model in parts"):
+            quantized(model, CONFIGS["static"], data, devices)
 
     def test_no_list(self):
         with pytest.raises(TypeError, match=r"give a list, such as \['cuda:0'\]"):
@@ -266,11 +291,11 @@ class TestRefused:
 
 def test_copies_stay_tied(names, small):
     """A copy has the values and the ties of the model, and none of its memory."""
-    first, second = names(2)
-    model = small().to(first)
+    devices = names(2)
+    model = small().to(devices[0])
     model.lm_head.weight = model.model.embed_tokens.weight
-    replica = replicate(model, torch.device(second))
+    replica = replicate(model, list(map(torch.device, devices)), 1)
     assert replica.lm_head.weight is replica.model.embed_tokens.weight
-    assert {str(x.device) for x in replica.state_dict().values()} == {second}
+    assert {str(x.device) for x in replica.state_dict().values()} == {devices[1]}
     assert replica.config is not model.config
     assert_same(replica, model)

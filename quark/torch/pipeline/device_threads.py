@@ -7,6 +7,9 @@ device and several give the same bits, as one process and several do::
     thread 0, device 0    leaves 0 2 4 6    layers 0 3    the model that was given
     thread 1, device 1    leaves 1 3 5 7    layers 1 2    a copy
 
+The blocks of a model may lie on several devices. What thread 0 has on device d, thread t has on
+device d + t; the first device follows the last one. So a block is on another device in each thread.
+
 Threads overlap although Python runs one of them at a time: one that waits for its device lets the
 others launch. A tensor changes hands when all work on it is done, whatever the streams of the
 threads.
@@ -19,6 +22,7 @@ import json
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -94,7 +98,7 @@ class DeviceThreads(Processes):
     """The devices of a run, as the thread of one of them sees them.
 
     Args:
-        rank: Number of the device.
+        rank: Number of the thread.
         devices: The devices.
         meeting: Where the threads meet.
     """
@@ -103,24 +107,24 @@ class DeviceThreads(Processes):
 
     def __init__(self, rank: int, devices: Sequence[torch.device], meeting: Meeting) -> None:
         super().__init__(rank, len(devices))
-        self._device, self._meeting = devices[rank], meeting
+        self._devices, self._meeting = devices, meeting
 
     def send(self, state: State, header: Header, source: int, target: int) -> State:
-        """Return the tensors of thread ``source`` in thread ``target``, on its device."""
+        """Return the tensors of thread ``source`` in thread ``target``, on its devices."""
         if source == target or self.rank not in (source, target):
             return state
         if self.rank == target:
-            return self._meeting.take(source, target, self._copy)
-        self._finish()
+            return self._meeting.take(source, target, partial(self._copy, source))
+        _finish(state)
         self._meeting.give(source, target, state)
         return state
 
     def broadcast(self, state: State, header: Header, source: int) -> State:
-        """Return the tensors of one thread in all of them, each on its device; see ``send``."""
+        """Return the tensors of one thread in all of them, each on its devices; see ``send``."""
         if self.rank == source:
-            self._finish()
+            _finish(state)
         given: State = self._meeting.gather(self.rank, state)[source]
-        copied = state if self.rank == source else self._copy(given)
+        copied = state if self.rank == source else self._copy(source, given)
         self._meeting.gather(self.rank, None)  # the source may change them from here on
         return copied
 
@@ -129,18 +133,33 @@ class DeviceThreads(Processes):
         values = self._meeting.gather(self.rank, json.dumps(message))
         return [json.loads(value)["value"] for value in values]
 
-    def _copy(self, state: State) -> State:
-        """Return copies of tensors on the device of this thread; those on the CPU stay there."""
+    def _copy(self, source: int, state: State) -> State:
+        """Return copies of the tensors of a thread on the devices that are those of this thread."""
+        steps = self.rank - source
         copies = [
-            None if x is None else x.to(x.device if x.is_cpu else self._device, copy=True)
+            None if x is None else x.to(device_behind(x.device, steps, self._devices), copy=True)
             for x in state
         ]
-        self._finish()  # the copies are launched on the device of the source
+        _finish(copies)  # copies are launched on the device of the source
         return copies
 
-    def _finish(self) -> None:
-        """Wait until all that this thread has launched on its device is done."""
-        torch.get_device_module(self._device).synchronize(self._device)
+
+def device_behind(
+    device: torch.device, steps: int, devices: Sequence[torch.device]
+) -> torch.device:
+    """Return the device some steps behind another one in a list, which begins again at its end.
+
+    Devices that are not in the list, such as the CPU, stay what they are.
+    """
+    if device not in devices:
+        return device
+    return devices[(devices.index(device) + steps) % len(devices)]
+
+
+def _finish(state: State) -> None:
+    """Wait until the work on tensors is done."""
+    for device in {x.device for x in state if x is not None}:
+        torch.get_device_module(device).synchronize(device)
 
 
 def run_on_devices(devices: Sequence[torch.device], work: Callable[[int], T]) -> T:
@@ -175,7 +194,6 @@ def run_on_devices(devices: Sequence[torch.device], work: Callable[[int], T]) ->
             ):
                 results[rank] = work(rank)
                 group.exchange(None)
-                module.synchronize(devices[rank])
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # ends loops over blocks now
             meeting.fail(error)
@@ -188,6 +206,8 @@ def run_on_devices(devices: Sequence[torch.device], work: Callable[[int], T]) ->
         thread.start()
     for thread in threads:
         _join(thread, meeting)
+    for device in devices:
+        module.synchronize(device)
     if meeting.failures:
         raise meeting.failures[0]
     return results[0]

@@ -7,6 +7,7 @@ changes there lies in scratch files of that device.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -15,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from quark.torch.graph.residency import ATTRIBUTE, residency_of
-from quark.torch.pipeline.device_threads import run_on_devices
-from quark.torch.pipeline.memory_limit import MemoryLimit, divide_memory
+from quark.torch.pipeline.device_threads import device_behind, run_on_devices
+from quark.torch.pipeline.memory_limit import MemoryLimit, divide_memory, free_on_device
 from quark.torch.pipeline.residency import Residency
 from quark.torch.pipeline.scratch import Scratch
 
@@ -29,14 +30,15 @@ def run_on_replicas(
     """Call a function with a model and with its copies on other devices; see ``run_on_devices``.
 
     Args:
-        model: The model, on the first of the devices; see ``check_devices``.
+        model: The model, on one or several of the devices; see ``check_devices``.
         devices: The devices.
         work: Takes the model, or a copy.
 
     Raises:
         TypeError: A module cannot be copied.
     """
-    models = [model, *(replicate(model, device) for device in devices[1:])]
+    models = [replicate(model, devices, rank) for rank in range(1, len(devices))]
+    models.insert(0, model)
     return run_on_devices(devices, lambda rank: work(models[rank]))
 
 
@@ -45,7 +47,7 @@ def check_devices(devices: Sequence[torch.device], model: nn.Module) -> None:
 
     Raises:
         ValueError: They are of several types or there twice, this machine lacks one, or the model
-            does not lie on the first.
+            lies elsewhere or is too large for copies.
     """
     names = ", ".join(map(str, devices))
     types = {device.type for device in devices}
@@ -67,24 +69,54 @@ def check_devices(devices: Sequence[torch.device], model: nn.Module) -> None:
             f"devices: {names} in a process group. Each process takes a device of its own: "
             "start one process for each, and leave devices out."
         )
-    residency = residency_of(model)
-    places = {p.device for p in model.parameters()} if residency is None else {residency.device}
-    own = {torch.device(p.type, p.index or 0) if p.type != "cpu" else p for p in places}
-    if own != {devices[0]}:
+    places = {_place_of(model)} if residency_of(model) else {p.device for p in model.parameters()}
+    if not places <= set(devices):
         raise ValueError(
             f"devices: the model lies on {' and '.join(sorted(map(str, places)))}. Put it on "
-            f"{devices[0]}, the first of the devices; they get copies of it."
+            f"{devices[0]}; the other devices get copies of it."
         )
+    if residency_of(model) is None:
+        _check_room(devices, model)
 
 
-def replicate(model: nn.Module, device: torch.device) -> nn.Module:
-    """Return a copy of a model on another device.
+def _place_of(model: nn.Module) -> torch.device:
+    """Return the device, with its number, to which a model larger than memory is brought."""
+    residency: Any = residency_of(model)
+    device: torch.device = residency.device
+    if device.index is None and device.type != "cpu":
+        module = torch.get_device_module(device)
+        return torch.device(device.type, module.current_device())
+    return device
+
+
+def _check_room(devices: Sequence[torch.device], model: nn.Module) -> None:
+    """Check that devices have room for the copies of a model.
+
+    Raises:
+        ValueError: One has too little.
+    """
+    sizes: Counter[torch.device] = Counter()
+    for x in {id(x): x for x in _tensors(model)}.values():
+        for steps in range(1, len(devices)):
+            sizes[device_behind(x.device, steps, devices)] += x.numel() * x.itemsize
+    for device in devices:
+        free = free_on_device(device)
+        if free is not None and sizes[device] > free:
+            raise ValueError(
+                f"devices: copies of the model take {sizes[device] / 1e9:.1f} GB of {device}, "
+                f"which has {free / 1e9:.1f} GB free. Load the model in parts (max_memory)."
+            )
+
+
+def replicate(model: nn.Module, devices: Sequence[torch.device], rank: int) -> nn.Module:
+    """Return the copy of a model for a thread; see ``device_threads`` for where its parts lie.
 
     Tied parameters stay tied. Of a model larger than memory the copy is one too.
 
     Args:
-        model: The model, on one device.
-        device: The device of the copy.
+        model: The model.
+        devices: The devices.
+        rank: Number of the thread.
 
     Raises:
         TypeError: A module cannot be copied.
@@ -96,18 +128,19 @@ def replicate(model: nn.Module, device: torch.device) -> nn.Module:
             raise TypeError("The model is quantized: give a float model.")
         residency.release()
         memo[id(residency)] = None
-    home = next((p.device for p in model.parameters()), device)
     for x in _tensors(model):
-        if x.device == home and id(x) not in memo:
-            memo[id(x)] = _copy(x, device, residency is not None)
+        if id(x) not in memo:
+            place = device_behind(x.device, rank, devices)
+            memo[id(x)] = _copy(x, place, residency is not None)
     try:
         replica = copy.deepcopy(model, memo)
     except (TypeError, RuntimeError) as error:
         raise TypeError(
-            f"{type(model).__name__} cannot be copied to {device} ({error}): give one device."
+            f"{type(model).__name__} cannot be copied to other devices ({error}): give one device."
         ) from error
     if residency is not None:
-        _read_by_itself(replica, residency, device)
+        _read_by_itself(replica, residency, device_behind(_place_of(model), rank, devices))
+    _move_hooks(replica, devices, rank)
     return replica
 
 
@@ -135,3 +168,14 @@ def _read_by_itself(replica: nn.Module, residency: Residency, device: torch.devi
     own = divide_memory(None, device)
     limit = MemoryLimit(min(residency.limit, own.weights), residency.activation_limit, own.room)
     Residency(replica, residency.source, limit, Scratch(), device, residency.place)
+
+
+def _move_hooks(replica: nn.Module, devices: Sequence[torch.device], rank: int) -> None:
+    """Let the hooks of accelerate, which dispatch a model, move inputs to where the copy lies."""
+    for module in replica.modules():
+        hook = vars(module).get("_hf_hook")
+        for each in (hook, *getattr(hook, "hooks", ())):
+            place = getattr(each, "execution_device", None)
+            if place is not None:
+                device = torch.device(devices[0].type, place) if type(place) is int else place
+                each.execution_device = device_behind(torch.device(device), rank, devices)

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from quark.torch.pipeline.device_threads import run_on_devices
+from quark.torch.pipeline.device_threads import device_behind, run_on_devices
 from quark.torch.pipeline.processes import ProcessFailure, alone, describe, joined, processes
 from quark.torch.pipeline.reducer import Leaves, Reducer
 
@@ -70,6 +70,13 @@ def test_leaves_are_added_in_their_order():
         return [total.order.tolist() for total in reducer.totals.values()]
 
     assert run(work) == [list(range(11))] * 2
+
+
+def test_devices_follow_each_other():
+    devices = [torch.device("meta", number) for number in (0, 2, 1)]
+    behind = [[device_behind(device, steps, devices) for device in devices] for steps in (1, -1)]
+    assert [[device.index for device in row] for row in behind] == [[2, 1, 0], [1, 0, 2]]
+    assert device_behind(torch.device("cpu"), 1, devices) == torch.device("cpu")
 
 
 def test_each_measures_a_part():
