@@ -8,6 +8,7 @@ import typer
 from typer.testing import CliRunner
 
 from quark.cli import accelerators
+from quark.cli import process_group as process_groups
 from quark.cli.main import app
 from quark.cli.process_group import process_group
 from quark.demo.text import model_directory
@@ -149,3 +150,27 @@ class TestSeveralNames:
             process_group("all"),
         ):
             pass
+
+
+def test_a_process_of_torchrun_uses_its_own_device(standin, monkeypatch):
+    """Its device is the current one before anything is put on another, and the backend knows it."""
+    asked = {}
+
+    def init(**options):
+        asked.update(options, current=torch.standin.current_device())
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", init)
+    monkeypatch.setattr(torch.distributed, "rendezvous", lambda url: iter([(None, 1, 2)]))
+    monkeypatch.setattr(torch.distributed, "PrefixStore", lambda name, store: store)
+    monkeypatch.setattr(torch.distributed, "get_default_backend_for_device", lambda kind: "mine")
+    monkeypatch.setattr(process_groups, "_store", None)
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    try:
+        with counted() as counts, process_group("auto"):
+            assert asked["current"] == 1
+            assert asked["device_id"] == torch.device(TYPE, 1)
+            assert asked["backend"] == f"cpu:gloo,{TYPE}:mine"
+            assert counts.by_device().keys() == {1}
+    finally:
+        torch.standin.set_device(0)

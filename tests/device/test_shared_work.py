@@ -9,9 +9,13 @@ from accelerate import dispatch_model
 from torch.utils.data import DataLoader
 
 from quark.torch import Journal, ModelQuantizer, export_safetensors
+from quark.torch.export.checkpoint.prequantized import ATTRIBUTE
 from quark.torch.export.checkpoint.streamed_model import stream_model
+from quark.torch.export.recognition import load_checkpoint, load_in_float
 from quark.torch.graph.residency import residency_of
+from quark.torch.pipeline.activation_store import activation_limit, current_limit
 from quark.torch.pipeline.replicas import replicate
+from quark.torch.quantization import api
 from quark.torch.quantization.config.algo import (
     AutoRoundConfig,
     AWQConfig,
@@ -25,6 +29,7 @@ from tests.configurations import preset
 from tests.device.stand_in import counted
 from tests.device.test_checkpoints import contents
 from tests.models.architectures import build, small_config
+from tests.unit.quantization.same_bits import model_of
 
 CONFIGS = {
     "static": with_kv_cache(preset("fp8"), ["*k_proj", "*v_proj"], "fp8"),
@@ -129,6 +134,49 @@ def test_a_model_on_several_devices(name, count, names, small, data):
     )
     for number, block in enumerate(model.model.layers):
         assert {str(x.device) for x in block.state_dict().values()} == {devices[number]}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("memory", [None, PLENTY])
+@pytest.mark.parametrize("family", ["mixtral", "bart"])
+def test_other_models(family, memory, names, data, tmp_path):
+    """Experts, and a decoder that reads the states of an encoder, in memory and in parts."""
+    model_of(family).save_pretrained(tmp_path / "float")
+    if family == "bart":
+        data = [{"input_ids": x, "decoder_input_ids": x.flip(1)} for x in data]
+    devices = names(2)
+    for number in (1, 2):
+        model = load_checkpoint(tmp_path / "float", max_memory=memory, device=devices[0])
+        if memory:
+            residency_of(model).limit = 0
+        export_safetensors(
+            quantized(model, CONFIGS["gptq"], data, devices[:number]), tmp_path / str(number)
+        )
+    assert contents(tmp_path / "1") == contents(tmp_path / "2")
+
+
+@pytest.mark.nightly
+def test_a_quantized_source(names, small, data, tmp_path):
+    """Layers that stay in float keep the codes of the source."""
+    source = ModelQuantizer(preset("fp8")).quantize_model(small(), data)
+    export_safetensors(ModelQuantizer.freeze(source), tmp_path / "fp8")
+    config, devices = preset("int4_wo_32", exclude=["lm_head", "*self_attn*"]), names(2)
+    for number in (1, 2):
+        model = load_in_float(tmp_path / "fp8", max_memory=PLENTY, device=devices[0])
+        replica = replicate(model, list(map(torch.device, devices)), 1)
+        assert vars(replica)[ATTRIBUTE] is vars(model)[ATTRIBUTE]  # which holds the codes
+        export_safetensors(quantized(model, config, None, devices[:number]), tmp_path / str(number))
+    assert contents(tmp_path / "1") == contents(tmp_path / "2")
+
+
+def test_the_devices_share_the_memory_for_activations(names, small, monkeypatch):
+    limits = []
+    check = api.check
+    monkeypatch.setattr(api, "check", lambda *args: limits.append(current_limit()) or check(*args))
+    devices = names(2)
+    with activation_limit(1000):
+        quantized(small().to(devices[0]), preset("int4_wo_32"), None, devices)
+    assert limits == [500, 500]
 
 
 def test_experts(names, data):

@@ -67,9 +67,9 @@ class ModelQuantizer:
         journal: Where blocks go to that algorithms have finished, and from where a run goes on
             that was killed; None for nowhere. See ``Journal``.
         devices: Accelerators of one type that share the work, such as ``["cuda:0", "cuda:1"]``:
-            each runs a part of the data and rounds a part of the layers. The model lies on the
-            first; the others get copies, or read a model larger than memory block by block too.
-            None, or one, for the devices on which the model lies.
+            each runs a part of the data and rounds a part of the layers. The model lies on one or
+            several of them; the others get copies, or read a model larger than memory block by
+            block too. None, or one, to work only where the model lies.
     """
 
     def __init__(
