@@ -1,6 +1,8 @@
 """Several devices of one process that share the samples of each block: the bits of one device."""
 
+import gc
 import logging
+import tempfile
 import threading
 
 import pytest
@@ -107,17 +109,24 @@ def test_a_model_in_memory(name, count, names, small, data):
 
 
 @pytest.mark.parametrize(("name", "count"), cases({("gptq", 2)}))
-def test_a_model_larger_than_memory(name, count, names, small, data, tmp_path):
+def test_a_model_larger_than_memory(name, count, names, small, data, tmp_path, monkeypatch):
     small(2).save_pretrained(tmp_path / "float")
-    devices = names(count)
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    devices, sizes = names(count), []
     for number in (1, count):
         model = stream_model(
             tmp_path / "float", PLENTY, device=devices[0], attn_implementation="eager"
         )
         residency_of(model).limit = 0
         model = quantized(model, CONFIGS[name], data, devices[:number])
+        changed = [p.stat().st_size for p in tmp_path.glob("temporary/quark-weights-*/*")]
+        sizes.append(sum(changed))
         export_safetensors(model, tmp_path / str(number))
+        del model
+        gc.collect()
     assert contents(tmp_path / "1") == contents(tmp_path / str(count))
+    assert sizes[0] == sizes[1]  # the scratch files of the copies are gone
 
 
 @pytest.mark.parametrize(("name", "count"), cases({("gptq", 2)}))

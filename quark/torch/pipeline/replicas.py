@@ -39,7 +39,11 @@ def run_on_replicas(
     """
     models = [replicate(model, devices, rank) for rank in range(1, len(devices))]
     models.insert(0, model)
-    return run_on_devices(devices, lambda rank: work(models[rank]))
+    try:
+        return run_on_devices(devices, lambda rank: work(models[rank]))
+    finally:
+        for residency in filter(None, map(residency_of, models[1:])):
+            residency.forget_changes()  # gives memory and scratch files free now
 
 
 def check_devices(devices: Sequence[torch.device], model: nn.Module) -> None:
