@@ -43,6 +43,7 @@ def change_layers(
     ]
     with kept_records(not group.is_first) as records:
         for names in filter(None, parts):
+            group.check_others()
             change(names)
     if group.count > 1:
         owned = {

@@ -90,7 +90,11 @@ class Meeting:
         while not self._changed.wait_for(lambda: condition() or self.failures, _PAUSE):
             pass
         if not condition():
-            first = self.failures[0]
+            self.check_failures()
+
+    def check_failures(self) -> None:
+        """Raise if a thread has failed."""
+        for first in self.failures[:1]:
             raise ProcessFailure(f"Another device failed: {type(first).__name__}: {first}")
 
 
@@ -108,6 +112,14 @@ class DeviceThreads(Processes):
     def __init__(self, rank: int, devices: Sequence[torch.device], meeting: Meeting) -> None:
         super().__init__(rank, len(devices))
         self._devices, self._meeting = devices, meeting
+
+    def check_others(self) -> None:
+        """Raise if another thread has failed, or the run is interrupted.
+
+        Raises:
+            ProcessFailure: It has.
+        """
+        self._meeting.check_failures()
 
     def send(self, state: State, header: Header, source: int, target: int) -> State:
         """Return the tensors of thread ``source`` in thread ``target``, on its devices."""
@@ -214,7 +226,7 @@ def run_on_devices(devices: Sequence[torch.device], work: Callable[[int], T]) ->
 
 
 def _join(thread: threading.Thread, meeting: Meeting) -> None:
-    """Wait for a thread; an interrupt ends all of them at their next exchange."""
+    """Wait for a thread; an interrupt ends all of them at the next batch, layer or exchange."""
     while thread.is_alive():
         try:
             thread.join(_PAUSE)

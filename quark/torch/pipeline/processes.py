@@ -70,6 +70,13 @@ class Processes:
             with suppress(ProcessFailure):  # the others may have failed too
                 self._exchange({"error": f"{type(error).__name__}: {error}"})
 
+    def check_others(self) -> None:
+        """Raise if another process is known to have failed, so that long work ends soon.
+
+        Raises:
+            ProcessFailure: It has. Processes of ``torch.distributed`` learn that in exchanges only.
+        """
+
     def send(self, state: State, header: Header, source: int, target: int) -> State:
         """Return the tensors of process ``source`` in process ``target``.
 

@@ -1,13 +1,25 @@
 """Threads of devices exchange values and tensors as processes do. Here all devices are the CPU."""
 
 import threading
+import time
 
 import pytest
 import torch
 
+from quark.torch.algorithm.layer_owners import change_layers
 from quark.torch.pipeline.device_threads import device_behind, run_on_devices
-from quark.torch.pipeline.processes import ProcessFailure, alone, describe, joined, processes
+from quark.torch.pipeline.processes import (
+    Processes,
+    ProcessFailure,
+    alone,
+    describe,
+    joined,
+    processes,
+    working_in,
+)
 from quark.torch.pipeline.reducer import Leaves, Reducer
+from quark.torch.pipeline.runner import run_blocks
+from tests.configurations import quantized_by
 
 CPUS = [torch.device("cpu")] * 3
 
@@ -130,3 +142,37 @@ def test_a_failure_ends_all(waiting):
     with pytest.raises(LookupError, match="the reason"):
         run(work)
     assert ends == dict.fromkeys((0, 2), "Another device failed: LookupError: the reason")
+
+
+class Failed(Processes):
+    """A process that knows of the failure of another one."""
+
+    def check_others(self):
+        raise ProcessFailure("the reason")
+
+
+def test_long_work_ends_soon(build, batches):
+    """A thread that exchanges nothing for long looks for failures before a batch and a layer."""
+    seen = threading.Event()
+
+    def work(group, rank):
+        if rank == 1:
+            raise LookupError("the reason")
+        for _ in range(1000):  # seconds in all
+            try:
+                group.check_others()
+            except ProcessFailure:
+                seen.set()
+                raise
+            time.sleep(0.01)
+
+    with pytest.raises(LookupError):
+        run(work)
+    assert seen.is_set()
+    model = quantized_by(build(num_hidden_layers=1), "int4_wo_32", frozen=False)
+    layers = {"a": model.model.layers[0].mlp.up_proj}
+    with working_in(Failed()), pytest.raises(ProcessFailure, match="the reason"):
+        change_layers(layers, [["a"]], pytest.fail)
+    with working_in(Failed()), pytest.raises(ProcessFailure, match="the reason"):
+        for block in run_blocks(model, ["model.layers.0"], batches, ""):
+            block.run()
