@@ -41,7 +41,7 @@ CONFIGS = {
     "autoround": preset("int4_wo_32", AutoRoundConfig(iters=2, batch_size=2)),
     "quarot and gptq": preset("int4_wo_32", QuaRotConfig(), GPTQConfig()),
 }
-FAST = {("static", 3), ("gptq", 2)}
+FAST = {("static", 3)}
 PLENTY = 1 << 40
 
 
