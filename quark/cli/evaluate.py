@@ -156,7 +156,11 @@ def evaluate(
     directories = [model_dir] if original is None else [original, model_dir]
     place: Any = {"device": target, "trust_remote_code": trust_remote_code}
     place |= {"max_memory": max_memory}
-    work = {"length": length, "evaluated": max(limit, EVAL_WINDOWS), "evaluated_batch": batch_size}
+    work: Any = {
+        "length": length,
+        "evaluated": max(limit, EVAL_WINDOWS),
+        "evaluated_batch": batch_size,
+    }
     for directory in directories:
         is_checked = check_digests and directory is model_dir
         models.check_model(directory, trust_remote_code, is_checked)
