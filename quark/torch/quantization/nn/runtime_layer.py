@@ -11,10 +11,16 @@ from torch import nn
 
 from quark.torch.quantization.nn.packed import PackedLayer
 from quark.torch.quantization.nn.packed_parameter import PackedParameter, is_exporting
-from quark.torch.quantization.nn.products import compiled_inputs
+from quark.torch.quantization.nn.products import compiled_inputs, triton_inputs
 from quark.torch.quantization.nn.products.product import PackedProduct, make_product
 
 RUNTIMES = ("exact", "auto", "fast", "compiled", "unpacked")
+
+# Type of a device -> what fake-quantizes inputs in one pass there, and the runtimes that use it.
+ONE_PASS = {
+    "cpu": (compiled_inputs.fake_quantize, {"compiled"}),
+    "cuda": (triton_inputs.fake_quantize, {"auto", "fast", "compiled"}),
+}
 
 
 class RuntimeLayer(PackedLayer):
@@ -73,7 +79,7 @@ class RuntimeLayer(PackedLayer):
             state, values = state.transposed, values.T
         compiles = self.runtime == "compiled"
         rounds_inputs = compiles or self.runtime == "fast"
-        product = make_product(state, values, rounds_inputs, compiles)
+        product = make_product(state, values, self.value_dtype, rounds_inputs, compiles)
         stored = self._stored("weight")
         if product is None or stored is None:
             return
@@ -126,9 +132,11 @@ class RuntimeLayer(PackedLayer):
         quantizer = self._quantizer(name)
         needs_gradient = x.requires_grad and torch.is_grad_enabled()
         is_traced = torch.compiler.is_compiling()
-        if quantizer is not None and self.runtime == "compiled" and not needs_gradient | is_traced:
+        in_one_pass, runtimes = ONE_PASS.get(x.device.type, (None, ()))
+        is_plain = self.runtime not in runtimes or needs_gradient or is_traced
+        if quantizer is not None and in_one_pass is not None and not is_plain:
             scales = self._scales(name, quantizer)
-            y = compiled_inputs.fake_quantize(x, *scales[:2], quantizer.scheme, scales[2])
+            y = in_one_pass(x, *scales[:2], quantizer.scheme, scales[2])
             if y is not None:
                 return y
         return super().quantize_activation(name, x)

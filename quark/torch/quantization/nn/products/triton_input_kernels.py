@@ -1,0 +1,177 @@
+"""A Triton kernel that fake-quantizes inputs in one launch.
+
+Each operation is the one of ``numerics`` (``scales``, ``exponents``, ``rounding``, ``qdq``), in
+float32 and in the same order, so results have the same bits. Kernels are launched without the
+contraction of products and sums into one operation, which would round once in place of twice.
+``CASE`` is a ``triton_inputs.Case``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from quark.torch.quantization.nn.products.triton_functions import triton_function
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+
+@triton_function
+def bits_of(x):
+    """Return the bits of float32 numbers, int32."""
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton_function
+def float_of(bits):
+    """Return the float32 numbers of bits, int32."""
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton_function
+def clamp(x, low, high):
+    """Return x within bounds; NaN stays NaN."""
+    return tl.where(x < low, low, tl.where(x > high, high, x))
+
+
+@triton_function
+def round_whole(x, MODE: tl.constexpr):
+    """Round to integers as ``rounding.round_`` does, with the sign of zeros."""
+    if MODE == "floor":
+        rounded = tl.floor(x)
+    else:
+        size = tl.abs(x)
+        below = tl.floor(size)
+        rest = size - below
+        if MODE == "round":
+            goes_up = rest >= 0.5
+        else:
+            is_odd = below - 2.0 * tl.floor(below * 0.5) > 0.0
+            goes_up = (rest > 0.5) | ((rest == 0.5) & is_odd)
+        size = tl.where(goes_up, below + 1.0, below)
+        rounded = float_of(bits_of(size) | (bits_of(x) & -0x80000000))
+    return rounded
+
+
+@triton_function
+def round_float(x, FLOAT: tl.constexpr, MODE: tl.constexpr):
+    """Round to the values of a float format as ``rounding.round_to_grid_`` does."""
+    x = clamp(x, FLOAT.lowest, FLOAT.largest)
+    exponent = clamp(float_of(bits_of(x) & 0x7F800000), FLOAT.smallest_normal, float("inf"))
+    step = exponent * FLOAT.step_of_one
+    return round_whole(tl.div_rn(x, step), MODE) * step
+
+
+@triton_function
+def power_of_two(exponent):
+    """Return 2^exponent for exponents from -149 to 127, as ``exponents.power_of_two`` does."""
+    # Below 2^-126 a float32 has no exponent: its bits are 1 << (exponent + 149).
+    normal = (tl.maximum(exponent, -126) + 127) << 23
+    small = 1 << tl.minimum(tl.maximum(exponent + 149, 0), 22)
+    return float_of(tl.where(exponent < -126, small, normal))
+
+
+@triton_function
+def stored_scale(scale, tensor_scale, CASE: tl.constexpr):
+    """Return scales in their stored format, as ``scales.round_scale`` does."""
+    if CASE.scale == "power":
+        bits = bits_of(clamp(scale, CASE.smallest_scale, float("inf")))
+        scale = power_of_two((((bits + 0x4AFB0C) >> 23) & 0xFF) - 127)
+    elif CASE.scale == "float":
+        unit = tl.full(scale.shape, 1.0, tl.float32)
+        if tensor_scale is not None:
+            unit *= tl.load(tensor_scale)
+        ratio = round_float(tl.div_rn(scale, unit), CASE.scale_float, "half_even")
+        scale = clamp(ratio, CASE.smallest_scale, float("inf")) * unit
+    else:
+        scale = clamp(scale, CASE.smallest_scale, float("inf"))
+    return scale
+
+
+@triton_function
+def scale_of(largest, tensor_scale, CASE: tl.constexpr):
+    """Return the scale of a block with this largest magnitude, as ``scales`` computes it.
+
+    Args:
+        largest: Bits of the largest magnitude, int32, those of NaN above all others.
+        tensor_scale: Tensor scale [] of two-level scales, or None.
+        CASE: A ``triton_inputs.Case``.
+    """
+    if CASE.scale == "shared":
+        bits = tl.minimum(largest, 0x7F800000)
+        if CASE.scale_mode == "even":
+            bits += CASE.half_unit
+        exponent = ((bits >> 23) & 0xFF) - 127 - CASE.element_exponent
+        if CASE.scale_mode == "ceil":
+            exponent += ((bits & 0x7FFFFF) != 0).to(tl.int32)
+        exponent = tl.minimum(tl.maximum(exponent, -127), 127) - CASE.fraction_bits
+        scale = power_of_two(tl.minimum(exponent, CASE.largest_exponent))
+    else:
+        amax = float_of(largest)
+        scale = tl.div_rn(amax, tl.full(amax.shape, CASE.reach, tl.float32))
+        if CASE.is_float:
+            scale = tl.where(amax == 0.0, CASE.epsilon, scale)
+        else:
+            scale = clamp(scale, CASE.epsilon, float("inf"))
+        scale = clamp(stored_scale(scale, tensor_scale, CASE), 0.0, CASE.largest_scale)
+    return scale
+
+
+@triton_function
+def quantize_values(x, scale, zero, CASE: tl.constexpr):
+    """Return values that are quantized and dequantized, as ``qdq.round_trip`` does."""
+    x = tl.div_rn(x, scale) if CASE.divides else x * tl.div_rn(1.0, scale)
+    if CASE.is_float:
+        codes = round_float(x, CASE.element, CASE.mode)
+    elif zero is None:
+        codes = clamp(round_whole(x, CASE.mode) + 0.0, CASE.qmin, CASE.qmax)
+    else:
+        if CASE.adds_first:
+            codes = round_whole(x + zero, CASE.mode)
+        else:
+            codes = round_whole(x, CASE.mode) + zero
+        codes = clamp(codes, CASE.qmin, CASE.qmax) - zero
+    return codes * scale
+
+
+@triton_function
+def fake_quantize(
+    x,
+    y,
+    rows,
+    steps,
+    columns,
+    scale,
+    zero,
+    tensor_scale,
+    CASE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Fake-quantize x (rows, columns) to y, with the given scale [] or one for each row.
+
+    The grid is (tiles of rows, 1), or with a given scale (tiles of rows, parts of ``steps`` tiles
+    of columns).
+    """
+    row = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None].to(tl.int64)
+    first = tl.program_id(1) * steps
+    if scale is None:
+        largest = tl.zeros((BLOCK_M, 1), dtype=tl.int32)
+        for step in range(steps):
+            column = (step * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
+            mask = (row < rows) & (column < columns)
+            values = tl.load(x + row * columns + column, mask=mask, other=0).to(tl.float32)
+            sizes = bits_of(values) & 0x7FFFFFFF
+            largest = tl.maximum(largest, tl.max(sizes, 1)[:, None])
+        factor = scale_of(largest, tensor_scale, CASE)
+    else:
+        factor = tl.load(scale)
+    point = None if zero is None else tl.load(zero).to(tl.float32)
+    for step in range(first, first + steps):
+        column = (step * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
+        mask = (row < rows) & (column < columns)
+        values = tl.load(x + row * columns + column, mask=mask, other=0).to(tl.float32)
+        values = quantize_values(values, factor, point, CASE)
+        if CASE.saturates:
+            values = clamp(values, -65504.0, 65504.0)
+        tl.store(y + row * columns + column, values.to(y.dtype.element_ty), mask=mask)
