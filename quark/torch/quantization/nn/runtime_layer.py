@@ -12,6 +12,7 @@ from torch import nn
 from quark.torch.quantization.nn.packed import PackedLayer
 from quark.torch.quantization.nn.packed_parameter import PackedParameter, is_exporting
 from quark.torch.quantization.nn.products import compiled_inputs, triton_inputs
+from quark.torch.quantization.nn.products.method import Use
 from quark.torch.quantization.nn.products.product import PackedProduct, make_product
 
 RUNTIMES = ("exact", "auto", "fast", "compiled", "unpacked")
@@ -77,9 +78,7 @@ class RuntimeLayer(PackedLayer):
             if state.order is not None or state.spec.quantizes_codes or state.scheme.block:
                 return
             state, values = state.transposed, values.T
-        compiles = self.runtime == "compiled"
-        rounds_inputs = compiles or self.runtime == "fast"
-        product = make_product(state, values, self.value_dtype, rounds_inputs, compiles)
+        product = make_product(state, values, self._use)
         stored = self._stored("weight")
         if product is None or stored is None:
             return
@@ -90,6 +89,15 @@ class RuntimeLayer(PackedLayer):
             del self._codes["weight"]
         else:
             self.packed_product = None  # codes that cannot be restored stay, and are unpacked
+
+    @property
+    def _use(self) -> Use:
+        """How this layer uses the product of its weight."""
+        quantizer, compiles = self._quantizer("input_tensors"), self.runtime == "compiled"
+        inputs, scale = None, None
+        if quantizer is not None:
+            inputs, (scale, _, _) = quantizer.scheme, self._scales("input_tensors", quantizer)
+        return Use(self.value_dtype, inputs, scale, compiles or self.runtime == "fast", compiles)
 
     def _codes_of(self, product: PackedProduct) -> torch.Tensor:
         """Return the codes of the weight as the checkpoint stores them."""
@@ -122,7 +130,8 @@ class RuntimeLayer(PackedLayer):
         if product is None or needs_gradient or not input.is_floating_point():
             return super().forward(input, *args, **kwargs)
         prepared = self.prepared_input(input)
-        y = product.multiply(self.rounded_input(prepared))
+        x = prepared if product.method.quantizes_inputs else self.rounded_input(prepared)
+        y = product.multiply(x)
         bias = self.value("bias", y.dtype)
         y = self.add_branch(y if bias is None else y + bias, prepared)
         return self.quantized_output(y) if self.quantizes_output else y

@@ -140,11 +140,17 @@ def plain_values(
     tensor_scale: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return what the plain path gives for rows that are the blocks."""
+    rows = scheme_of_rows(scheme, scale)
+    if scale is None:
+        scale, zero_point = qdq.dynamic_qparams(x, rows, tensor_scale)
+    return qdq.fake_quantize(x, scale, zero_point, rows)
+
+
+def scheme_of_rows(scheme: Scheme, scale: torch.Tensor | None) -> Scheme:
+    """Return the scheme of a matrix with blocks as rows; a given scale is that of the matrix."""
     if scale is not None:
-        per_tensor = replace(scheme, qscheme=QSchemeType.per_tensor, per_token=False)
-        return qdq.fake_quantize(x, scale, zero_point, per_tensor)
-    rows = replace(scheme, qscheme=QSchemeType.per_channel, axis=0, per_token=False, block=None)
-    return qdq.fake_quantize(x, *qdq.dynamic_qparams(x, rows, tensor_scale), rows)
+        return replace(scheme, qscheme=QSchemeType.per_tensor, per_token=False)
+    return replace(scheme, qscheme=QSchemeType.per_channel, axis=0, per_token=False, block=None)
 
 
 def sample_inputs(dtype: torch.dtype, is_one_block: bool) -> list[torch.Tensor]:

@@ -5,11 +5,31 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.nn.products.arrangement import Parts
 from quark.torch.quantization.nn.products.panels import Panels
+
+
+class Use(NamedTuple):
+    """How a layer uses the product of its weight.
+
+    Attributes:
+        dtype: Type of its inputs.
+        inputs: How it quantizes inputs, None if it does not.
+        input_scale: Scale of static inputs, or None.
+        rounds_inputs: Whether a kernel may round inputs to bfloat16.
+        compiles: Whether products may be compiled.
+    """
+
+    dtype: torch.dtype
+    inputs: Scheme | None = None
+    input_scale: torch.Tensor | None = None
+    rounds_inputs: bool = False
+    compiles: bool = False
 
 
 @dataclass(frozen=True)
@@ -29,6 +49,11 @@ class Method(ABC):
     @abstractmethod
     def name(self) -> str:
         """Name of the product of few rows; see ``describe_runtime``."""
+
+    @property
+    def quantizes_inputs(self) -> bool:
+        """Whether it takes inputs that are not quantized yet, and quantizes them itself."""
+        return False
 
     @abstractmethod
     def multiply_rows(self, parts: Parts, x: torch.Tensor) -> torch.Tensor:

@@ -13,8 +13,9 @@ from quark.torch.numerics.qdq import FLOAT16_MAX
 from quark.torch.quantization.nn.products import compiled
 from quark.torch.quantization.nn.products.arrangement import Arrangement, Parts
 from quark.torch.quantization.nn.products.kernels import KERNELS, is_proved, takes_zero_points
-from quark.torch.quantization.nn.products.method import Method
+from quark.torch.quantization.nn.products.method import Method, Use
 from quark.torch.quantization.nn.products.panels import Panels
+from quark.torch.quantization.nn.products.scaled_method import scaled_methods
 from quark.torch.quantization.nn.products.triton_method import triton_methods
 from quark.torch.quantization.nn.quantizer import QuantizedTensor
 
@@ -195,13 +196,7 @@ def _method(key: str) -> Method:
     return _METHODS[key]
 
 
-def make_product(
-    state: QuantizedTensor,
-    values: torch.Tensor,
-    dtype: torch.dtype,
-    rounds_inputs: bool,
-    compiles: bool = False,
-) -> PackedProduct | None:
+def make_product(state: QuantizedTensor, values: torch.Tensor, use: Use) -> PackedProduct | None:
     """Return the product for a weight, or None if it has to be unpacked as a whole.
 
     It is proved: its values are the given ones, bit for bit, and so are its codes.
@@ -209,9 +204,7 @@ def make_product(
     Args:
         state: Codes (outputs, inputs) and scales.
         values: Their values in float32, in the order of the inputs.
-        dtype: Type of the inputs.
-        rounds_inputs: See ``PanelMethod``.
-        compiles: See ``PanelMethod``.
+        use: How the layer uses its product.
     """
     unit = state.scale if state.spec.quantizes_codes else None
     state = state.last_stage
@@ -219,7 +212,7 @@ def make_product(
     device = values.device.type
     if device not in METHODS or not group or (unit is not None and unit.numel() != 1):
         return None
-    for method, parts in METHODS[device](state, group, dtype, rounds_inputs, compiles):
+    for method, parts in METHODS[device](state, group, use):
         if state.order is not None:
             parts["order"] = state.order
         if unit is not None:
@@ -231,7 +224,7 @@ def make_product(
             and state.codes is not None
             and torch.equal(codes, state.codes.view(torch.uint8))
         ):
-            return PackedProduct(_compile(method, parts) if compiles else method, parts)
+            return PackedProduct(_compile(method, parts) if use.compiles else method, parts)
     return None
 
 
@@ -245,9 +238,7 @@ def _compile(method: Method, parts: Parts) -> Method:
     return method
 
 
-def _panel_methods(
-    state: QuantizedTensor, group: int, dtype: torch.dtype, rounds_inputs: bool, compiles: bool
-) -> Iterator[tuple[Method, Parts]]:
+def _panel_methods(state: QuantizedTensor, group: int, use: Use) -> Iterator[tuple[Method, Parts]]:
     """Iterate over the methods for a weight, the fastest first, with its tensors."""
     fmt = state.scheme.fmt
     assert state.codes is not None
@@ -262,24 +253,23 @@ def _panel_methods(
             has_zeros = panels.zero_point or "zero_point" in parts
             if takes_zero_points(kernel) or not has_zeros:
                 parts["factors"] = kernel.factors(panels, parts)
-                yield PanelMethod(panels, (device, name), rounds_inputs), parts
+                yield PanelMethod(panels, (device, name), use.rounds_inputs), parts
                 break
-    to = Arrangement.of_rows(outputs, inputs, group, 2 if compiles else 1)
+    to = Arrangement.of_rows(outputs, inputs, group, 2 if use.compiles else 1)
     panels, parts = Panels.pack(state, to)
-    yield PanelMethod(panels, None, rounds_inputs), parts
+    yield PanelMethod(panels, None, use.rounds_inputs), parts
 
 
-def _triton_methods(
-    state: QuantizedTensor, group: int, dtype: torch.dtype, rounds_inputs: bool, compiles: bool
-) -> Iterator[tuple[Method, Parts]]:
-    """Iterate over the methods for a weight on a GPU: one, which rounds no inputs."""
-    yield from triton_methods(state, group, dtype)
+def _gpu_methods(state: QuantizedTensor, group: int, use: Use) -> Iterator[tuple[Method, Parts]]:
+    """Iterate over the methods for a weight on a GPU, the fastest first, with its tensors."""
+    yield from scaled_methods(state, group, use)
+    yield from triton_methods(state, group, use)
 
 
 # Type of a device -> methods for a weight on it. GPUs of AMD are "cuda" too.
-METHODS: dict[str, Callable[..., Iterator[tuple[Method, Parts]]]] = {
+METHODS: dict[str, Callable[[QuantizedTensor, int, Use], Iterator[tuple[Method, Parts]]]] = {
     "cpu": _panel_methods,
-    "cuda": _triton_methods,
+    "cuda": _gpu_methods,
 }
 
 

@@ -1,4 +1,4 @@
-"""A Triton kernel that fake-quantizes inputs in one launch.
+"""A Triton kernel that quantizes inputs, and dequantizes them, in one launch.
 
 Each operation is the one of ``numerics`` (``scales``, ``exponents``, ``rounding``, ``qdq``), in
 float32 and in the same order, so results have the same bits. Kernels are launched without the
@@ -113,13 +113,13 @@ def scale_of(largest, tensor_scale, CASE: tl.constexpr):
             scale = tl.where(amax == 0.0, CASE.epsilon, scale)
         else:
             scale = clamp(scale, CASE.epsilon, float("inf"))
-        scale = clamp(stored_scale(scale, tensor_scale, CASE), 0.0, CASE.largest_scale)
+        scale = clamp(stored_scale(scale, tensor_scale, CASE), float("-inf"), CASE.largest_scale)
     return scale
 
 
 @triton_function
-def quantize_values(x, scale, zero, CASE: tl.constexpr):
-    """Return values that are quantized and dequantized, as ``qdq.round_trip`` does."""
+def round_to_codes(x, scale, zero, CASE: tl.constexpr):
+    """Return codes less the zero point, float32: what ``qdq.round_trip`` multiplies by scales."""
     x = tl.div_rn(x, scale) if CASE.divides else x * tl.div_rn(1.0, scale)
     if CASE.is_float:
         codes = round_float(x, CASE.element, CASE.mode)
@@ -131,13 +131,14 @@ def quantize_values(x, scale, zero, CASE: tl.constexpr):
         else:
             codes = round_whole(x, CASE.mode) + zero
         codes = clamp(codes, CASE.qmin, CASE.qmax) - zero
-    return codes * scale
+    return codes
 
 
 @triton_function
-def fake_quantize(
+def quantize(
     x,
     y,
+    scales,
     rows,
     steps,
     columns,
@@ -148,7 +149,10 @@ def fake_quantize(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Fake-quantize x (rows, columns) to y, with the given scale [] or one for each row.
+    """Quantize x (rows, columns), with the given scale [] or one for each row.
+
+    Without ``scales``, y gets the dequantized values; else y gets the codes, and ``scales`` (rows,)
+    the scales that are not given.
 
     The grid is (tiles of rows, 1), or with a given scale (tiles of rows, parts of ``steps`` tiles
     of columns).
@@ -171,7 +175,11 @@ def fake_quantize(
         column = (step * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
         mask = (row < rows) & (column < columns)
         values = tl.load(x + row * columns + column, mask=mask, other=0).to(tl.float32)
-        values = quantize_values(values, factor, point, CASE)
-        if CASE.saturates:
-            values = clamp(values, -65504.0, 65504.0)
+        values = round_to_codes(values, factor, point, CASE)
+        if scales is None:
+            values *= factor
+            if CASE.saturates:
+                values = clamp(values, -65504.0, 65504.0)
         tl.store(y + row * columns + column, values.to(y.dtype.element_ty), mask=mask)
+    if scales is not None and scale is None:
+        tl.store(scales + row, factor, mask=row < rows)

@@ -1,4 +1,4 @@
-"""Fake quantization of inputs in one Triton kernel, where it has the bits of the plain path.
+"""Quantization of inputs in one Triton kernel, where it has the bits of the plain path.
 
 The plain path launches 9 to 49 operations for an input. The kernel is proved on the device with
 the samples of ``compiled_inputs`` before a scheme uses it.
@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from quark.torch.numerics import qdq
 from quark.torch.numerics.formats import Format
 from quark.torch.numerics.scales import (
     EPS,
@@ -25,6 +26,7 @@ from quark.torch.quantization.nn.products.compiled_inputs import (
     equal_bits,
     plain_values,
     sample_inputs,
+    scheme_of_rows,
 )
 from quark.torch.quantization.nn.products.triton_functions import (
     launches_on,
@@ -156,43 +158,78 @@ def fake_quantize(
         scheme: How the tensor is quantized.
         tensor_scale: Tensor scale of two-level scales, or None.
     """
+    if scheme.symmetric and scheme.fmt.signed:
+        zero_point = None
+    given = (scale, zero_point, tensor_scale)
+    shape = _kernel_shape(x, given, scheme)
+    has = tuple(t is not None for t in given)
+    if shape is None or not _is_right(scheme, x.dtype, x.device, has):
+        return None
+    return _launch(x.reshape(shape), given, scheme)[0].view(x.shape)
+
+
+def quantize(
+    x: torch.Tensor, scale: torch.Tensor | None, scheme: Scheme
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return codes of a float type of torch and their scales; None if there is no kernel for it.
+
+    Args:
+        x: Values (rows, columns).
+        scale: Scale of the whole tensor; None computes scales from the ranges of the blocks.
+        scheme: How the tensor is quantized.
+    """
+    shape = _kernel_shape(x, (scale, None, None), scheme)
+    is_simple = scheme.fmt.native is not None and not scheme.scale.two_level
+    if shape is None or not is_simple:
+        return None
+    if not _is_right(scheme, x.dtype, x.device, (scale is not None, False, False), True):
+        return None
+    codes, scales = _launch(x.reshape(shape), (scale, None, None), scheme, True)
+    return codes.view(x.shape), scales
+
+
+def _kernel_shape(x: torch.Tensor, given: Numbers, scheme: Scheme) -> tuple[int, int] | None:
+    """Return numbers of blocks and of their elements; None if the kernel does not take them."""
+    scale, _, tensor_scale = given
     shape = block_rows(x, scheme, scale)
     if shape is None or scheme.scale.held_dtype != torch.float32:
         return None
-    if scheme.symmetric and scheme.fmt.signed:
-        zero_point = None
     has_range = scheme.symmetric and (scheme.fmt.signed or scheme.fmt.is_float)
-    if scale is None and (not has_range or shape[1] > _LONGEST):
-        return None
-    if scale is None and scheme.scale.two_level and tensor_scale is None:
-        return None
-    given = (scale, zero_point, tensor_scale)
-    if not _is_right(scheme, x.dtype, x.device, tuple(t is not None for t in given)):
-        return None
-    return _launch(x.reshape(shape), given, scheme).view(x.shape)
+    is_known = tensor_scale is not None or not scheme.scale.two_level
+    is_dynamic = has_range and shape[1] <= _LONGEST and is_known
+    return shape if scale is not None or is_dynamic else None
 
 
-def _launch(x: torch.Tensor, given: Numbers, scheme: Scheme) -> torch.Tensor:
-    """Return ``x`` (blocks, elements) fake-quantized by the kernel."""
+def _launch(
+    x: torch.Tensor, given: Numbers, scheme: Scheme, gives_codes: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return values or codes of ``x`` (blocks, elements), and the scales of codes."""
     rows, columns = x.shape
     k = min(_TILE, 1 << (columns - 1).bit_length())
     m, tiles = _TILE // k, -(-columns // k)
-    parts = 1 if given[0] is None else tiles
-    # The interpreter, which runs on a CPU, does not round to the nearest bfloat16.
-    stored = torch.float32 if x.device.type == "cpu" else x.dtype
+    parts, steps = (1, tiles) if given[0] is None else (tiles, 1)
+    dtype = scheme.fmt.code_dtype if gives_codes else x.dtype
+    # The interpreter, which runs on a CPU, does not round to the nearest narrow number.
+    stored = torch.float32 if x.device.type == "cpu" else dtype
     y = torch.empty(x.shape, dtype=stored, device=x.device)
+    scales = torch.empty(rows, device=x.device) if gives_codes else None
     options = {"CASE": Case.of(scheme, x.dtype), "BLOCK_M": m, "BLOCK_K": k}
     with launches_on(x.device):
-        launch = triton_input_kernels.fake_quantize[(-(-rows // m), parts)]
+        launch = triton_input_kernels.quantize[(-(-rows // m), parts)]
         numbers = [None if t is None else t.reshape(-1) for t in given]
-        steps = 1 if parts > 1 else tiles
-        launch(x.contiguous(), y, rows, steps, columns, *numbers, **options, enable_fp_fusion=False)
-    return y.to(x.dtype)
+        sizes = rows, steps, columns
+        launch(x.contiguous(), y, scales, *sizes, *numbers, **options, enable_fp_fusion=False)
+    used = given[0] if given[0] is not None else scales
+    return y.to(dtype), y if used is None else used
 
 
 @lru_cache(maxsize=256)
 def _is_right(
-    scheme: Scheme, dtype: torch.dtype, device: torch.device, has: tuple[bool, ...]
+    scheme: Scheme,
+    dtype: torch.dtype,
+    device: torch.device,
+    has: tuple[bool, ...],
+    gives_codes: bool = False,
 ) -> bool:
     """Whether the kernel has the bits of the plain path for samples; a refusal is logged.
 
@@ -203,6 +240,7 @@ def _is_right(
         dtype: Type of the inputs.
         device: Their device.
         has: Whether scale, zero point and tensor scale are given.
+        gives_codes: Whether codes and scales are compared, in place of values.
     """
     if not load_functions(triton_input_kernels):
         return False
@@ -213,10 +251,21 @@ def _is_right(
     problem = "its values for a sample differ from those of the plain path"
     try:
         samples = [x.to(device) for x in sample_inputs(dtype, is_one_block=has[0])]
-        pairs = ((_launch(x, numbers, scheme), plain_values(x, scheme, *numbers)) for x in samples)
-        if all(equal_bits(y, expected) for y, expected in pairs):
+        if all(_has_bits(x, numbers, scheme, gives_codes) for x in samples):
             return True
     except Exception as error:  # compilers and drivers fail in many ways
         problem = str(error).strip().split("\n")[0] or type(error).__name__
     log_once(f"Inputs in {scheme.fmt.name} are not quantized by Triton: {problem}.")
     return False
+
+
+def _has_bits(x: torch.Tensor, given: Numbers, scheme: Scheme, gives_codes: bool) -> bool:
+    """Whether the kernel has the bits of the plain path for rows that are the blocks."""
+    y, scales = _launch(x, given, scheme, gives_codes)
+    if not gives_codes:
+        return equal_bits(y, plain_values(x, scheme, *given))
+    rows, scale = scheme_of_rows(scheme, given[0]), given[0]
+    if scale is None:
+        scale, _ = qdq.dynamic_qparams(x, rows)
+    codes = qdq.quantize(x, scale, None, rows)
+    return equal_bits(y.float(), codes.float()) and equal_bits(scales, scale.flatten())

@@ -22,7 +22,7 @@ from quark.torch.quantization.nn.products.arrangement import (
     plane_widths,
     unpack_planes,
 )
-from quark.torch.quantization.nn.products.method import Method
+from quark.torch.quantization.nn.products.method import Method, Use
 from quark.torch.quantization.nn.products.panels import Panels
 from quark.torch.quantization.nn.products.triton_functions import (
     launches_on,
@@ -169,16 +169,16 @@ class TritonMethod(Method):
 
 
 def triton_methods(
-    state: QuantizedTensor, group: int, dtype: torch.dtype
+    state: QuantizedTensor, group: int, use: Use
 ) -> Iterator[tuple[TritonMethod, Parts]]:
     """Iterate over the Triton method for a weight and its tensors, if it computes right.
 
     Args:
         state: Codes (outputs, inputs) and scales.
         group: Number of inputs that share a scale.
-        dtype: Type of the inputs.
+        use: How the layer uses its product.
     """
-    fmt, codes = state.scheme.fmt, state.codes
+    fmt, codes, dtype = state.scheme.fmt, state.codes, use.dtype
     assert codes is not None
     outputs, inputs = codes.shape
     if not load_functions(triton_kernels) or inputs % count_runs(fmt) or dtype not in _TOLERANCES:

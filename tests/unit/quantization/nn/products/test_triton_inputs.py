@@ -62,6 +62,15 @@ def test_dynamic_schemes(name, dtype):
 
 
 @runs_triton
+def test_any_tensor_scale():
+    x = torch.randn(3, 64, device=DEVICE)
+    for number in (9e-36, 1e-39, 1e37, 0.0, -9e-36):
+        tensor_scale = torch.tensor(number, device=DEVICE)
+        y = triton_inputs.fake_quantize(x, None, None, SCHEMES["nvfp4"], tensor_scale)
+        assert torch.equal(y, plain(x, SCHEMES["nvfp4"], tensor_scale))
+
+
+@runs_triton
 @pytest.mark.parametrize(
     "case",
     [
@@ -96,13 +105,28 @@ def test_what_is_left_to_the_plain_path(case, shape):
 @runs_triton
 def test_a_wrong_kernel_is_refused_and_logged_once(monkeypatch, caplog):
     launch = triton_inputs._launch
-    monkeypatch.setattr(triton_inputs, "_launch", lambda *args: launch(*args) * 1.0000001)
+    monkeypatch.setattr(
+        triton_inputs, "_launch", lambda *args: (launch(*args)[0] * 1.0000001, None)
+    )
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             x = torch.randn(2, 64, device=DEVICE)
             assert triton_inputs.fake_quantize(x, None, None, TOKEN) is None
     (record,) = caplog.records
     assert "differ from those of the plain path" in record.message
+
+
+@runs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", [FP8, TENSOR], ids=["tokens", "tensor"])
+def test_codes(case, dtype):
+    x = torch.randn(3, 1056, device=DEVICE).to(dtype)
+    given = None if case is FP8 else torch.tensor(0.02, device=DEVICE)
+    codes, scale = triton_inputs.quantize(x, given, case)
+    expected = qdq.dynamic_qparams(x, case)[0] if given is None else given
+    assert torch.equal(scale.flatten(), expected.flatten())
+    assert codes.dtype == torch.float8_e4m3fn
+    assert torch.equal(codes.float(), qdq.quantize(x, expected, None, case).float())
 
 
 @runs_triton

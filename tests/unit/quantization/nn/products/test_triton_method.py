@@ -12,6 +12,7 @@ from quark.torch.numerics.formats import Dtype
 from quark.torch.numerics.qdq import dequantize
 from quark.torch.quantization.config.presets import scheme, scheme_names
 from quark.torch.quantization.nn.products import product, triton_functions, triton_method
+from quark.torch.quantization.nn.products.method import Use
 from tests.configurations import config, groups
 from tests.unit.quantization.nn.products.test_panels import FORMATS, weight
 from tests.unit.quantization.nn.test_runtime import difference, packed
@@ -42,6 +43,10 @@ def layers(weight, quantized=None, inputs=64, outputs=40, dtype=torch.float32, b
     """A packed layer, and the frozen one, given specifications of the weight and of inputs."""
     linear, x = nn.Linear(inputs, outputs, bias=bias).to(dtype), torch.randn(5, inputs).to(dtype)
     layer, frozen = packed(linear, config(weight, quantized, exclude=()), x)
+    for owner, name in ((layer.input_quantizer, "scale"), (layer, "input_scale_2")):
+        if getattr(owner, name, None) is not None:
+            given = getattr(frozen[0]._input_quantizer, name.removeprefix("input_"))
+            getattr(owner, name).copy_(given)
     return layer.to(DEVICE), frozen.to(DEVICE)
 
 
@@ -75,7 +80,7 @@ def test_every_format_has_the_values_of_dequantize(dtype, monkeypatch):
     }
     for name in list(points)[: 1 if fmt.is_float else 4]:
         state = to_device(weight(dtype, name == "none", points[name]))
-        ((method, parts),) = triton_method.triton_methods(state, 32, torch.float32)
+        ((method, parts),) = triton_method.triton_methods(state, 32, Use(torch.float32))
         expected = dequantize(state.codes, state.scale, state.zero_point, state.scheme)
         assert torch.equal(method.decode(parts), expected)
         codes = method.codes(parts)
@@ -146,7 +151,7 @@ def test_two_stages():
 def test_columns_in_the_order_of_groups():
     state = to_device(weight(Dtype.int4, True))
     order = torch.randperm(64, device=DEVICE)
-    ((method, parts),) = triton_method.triton_methods(state, 32, torch.float32)
+    ((method, parts),) = triton_method.triton_methods(state, 32, Use(torch.float32))
     parts["order"], x = order, torch.randn(3, 64, device=DEVICE)
     values = torch.empty(70, 64, device=DEVICE).index_copy_(1, order, method.decode(parts))
     assert torch.equal(method.values(parts), values)
@@ -234,8 +239,10 @@ for target, binary in (("cuda", 90, 32), "cubin"), (("hip", "gfx942", 64), "hsac
             assert made.asm[binary]
         assert kernels.dequantize.warmup(y, weights, **tile).asm[binary]
     for name in ("int8 per token", "mxfp4", "nvfp4"):
-        made = input_kernels.fake_quantize.warmup(
-            x, x, 17, 1, 64, None, None, y if name == "nvfp4" else None, grid=(1, 1), BLOCK_M=16,
+        scales, tensor_scale = (y if name == n else None for n in ("mxfp4", "nvfp4"))
+        numbers = 17, 1, 64, None, None, tensor_scale
+        made = input_kernels.quantize.warmup(
+            x, x, scales, *numbers, grid=(1, 1), BLOCK_M=16,
             CASE=Case.of(SCHEMES[name], x.dtype), BLOCK_K=64, enable_fp_fusion=False,
         )
         assert made.asm[binary]
