@@ -135,13 +135,13 @@ def pack_planes(bits: torch.Tensor, fmt: Format) -> Parts:
 
 def unpack_planes(parts: Parts, fmt: Format) -> torch.Tensor:
     """Return codes as unsigned bits, uint8 (panels, elements): undo ``pack_planes``."""
-    bits, below = torch.zeros((), dtype=torch.uint8), 0
+    planes, below = [], 0
     for width in plane_widths(fmt):
         plane, mask = parts[f"plane_{width}"], (1 << width) - 1
         slots = [(plane >> shift) & mask for shift in range(0, 8, width)]
-        bits = torch.cat(slots, 1) << below | bits.to(plane.device)
+        planes.append(torch.cat(slots, 1) << below)
         below += width
-    return bits
+    return torch.stack(planes).sum(0, dtype=torch.uint8)
 
 
 def compact(factors: torch.Tensor) -> torch.Tensor:

@@ -8,14 +8,18 @@ import pytest
 import torch
 from torch import nn
 
+from quark.torch import set_runtime
+from quark.torch.export.recognition import load_checkpoint
 from quark.torch.numerics.formats import Dtype
 from quark.torch.numerics.qdq import dequantize
 from quark.torch.quantization.config.presets import scheme, scheme_names
+from quark.torch.quantization.nn import runtime_layer
 from quark.torch.quantization.nn.products import product, triton_functions, triton_method
 from quark.torch.quantization.nn.products.method import Use
-from tests.configurations import config, groups
+from quark.torch.quantization.nn.runtime import describe_runtime
+from tests.configurations import config, groups, preset
 from tests.unit.quantization.nn.products.test_panels import FORMATS, weight
-from tests.unit.quantization.nn.test_runtime import difference, packed
+from tests.unit.quantization.nn.test_runtime import MOE, difference, packed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = [name for name in scheme_names() if not name.endswith(("_64", "_128"))]
@@ -196,6 +200,28 @@ def test_layers_compute_as_before_where_triton_is_not_the_method(monkeypatch):
     layer, _ = layers(groups("int4", True))
     layer.to("cpu").set_runtime("auto")
     assert layer.product_name == "unpacked at each use"
+
+
+MODELS = [
+    ("mxfp4", "llama", {}),
+    pytest.param("w_int8_per_tensor_sym", "gpt2", {}, marks=pytest.mark.nightly),
+    pytest.param("int4_wo_32", "mixtral", MOE, marks=pytest.mark.nightly),
+]
+
+
+@runs_triton
+@pytest.mark.parametrize(("name", "kind", "changes"), MODELS)
+def test_models(build, quantize, export, logits, monkeypatch, name, kind, changes):
+    monkeypatch.setitem(runtime_layer.ONE_PASS, "cpu", runtime_layer.ONE_PASS["cuda"])
+    directory = export(quantize(build(kind, num_hidden_layers=1, **changes), preset(name)))
+    model = load_checkpoint(directory).eval().to(DEVICE)
+    ids = torch.randint(3, 64, (1, 6), device=DEVICE)
+    options = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
+    expected, tokens = logits(model), model.generate(ids, **options)
+    set_runtime(model, "auto")
+    assert "triton" in describe_runtime(model).values()
+    assert difference(logits(model), expected) < 1e-4
+    assert torch.equal(model.generate(ids, **options), tokens)
 
 
 COMPILATION = """
