@@ -18,9 +18,9 @@ from quark.cli.options import (
     DataTypeFlag,
     DeviceFlag,
     IncludePath,
+    Json,
     MaxMemory,
     NumFewshot,
-    PlanJson,
     PlanOnly,
     Tasks,
     TrustRemoteCode,
@@ -60,7 +60,7 @@ class ModelFlags:
     device: DeviceFlag = "auto"
     max_memory: MaxMemory = None
     plan: PlanOnly = False
-    json: PlanJson = False
+    json: Json = False
     model_attn_implementation: Annotated[
         Literal["eager", "sdpa", "flash_attention_2"] | None,
         _model(
