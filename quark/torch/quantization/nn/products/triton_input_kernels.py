@@ -84,12 +84,12 @@ def stored_scale(scale, tensor_scale, CASE: tl.constexpr):
         ratio = round_float(tl.div_rn(scale, unit), CASE.scale_float, "half_even")
         scale = clamp(ratio, CASE.smallest_scale, float("inf")) * unit
     else:
-        scale = clamp(scale, CASE.smallest_scale, float("inf"))
+        scale = clamp(scale, CASE.smallest_scale, CASE.largest_float32)
     return scale
 
 
 @triton_function
-def scale_of(largest, tensor_scale, CASE: tl.constexpr):
+def symmetric_scale(largest, tensor_scale, CASE: tl.constexpr):
     """Return the scale of a block with this largest magnitude, as ``scales`` computes it.
 
     Args:
@@ -115,6 +115,32 @@ def scale_of(largest, tensor_scale, CASE: tl.constexpr):
             scale = clamp(scale, CASE.epsilon, float("inf"))
         scale = clamp(stored_scale(scale, tensor_scale, CASE), float("-inf"), CASE.largest_scale)
     return scale
+
+
+@triton_function
+def asymmetric_scale(below, above, CASE: tl.constexpr):
+    """Return scale and zero point of a block in [-below, above], as ``scales`` computes them.
+
+    Args:
+        below: Bits of the largest magnitude of negative numbers, int32.
+        above: Likewise of positive numbers.
+        CASE: A ``triton_inputs.Case``.
+    """
+    low, high = float_of(below), float_of(above)
+    reach = high * 0.5 + low * 0.5
+    scale = tl.div_rn(reach, tl.full(reach.shape, CASE.reach, tl.float32))
+    scale = stored_scale(clamp(scale, CASE.epsilon, float("inf")), None, CASE)
+    steps = tl.div_rn(-low, scale)
+    if CASE.adds_first:
+        zero = CASE.qmin - steps
+    else:
+        zero = clamp(CASE.qmin - round_whole(steps, "half_even"), CASE.qmin, CASE.qmax)
+    # float64, since the comparison is with the largest value of the type.
+    wide = zero.to(tl.float64)
+    code = tl.maximum(CASE.qmax - wide, wide - CASE.qmin)
+    largest = tl.full(code.shape, CASE.largest, tl.float64)
+    smaller = (largest / code * (1.0 - 2.0**-8)).to(tl.float32)
+    return tl.where(scale.to(tl.float64) * code > CASE.largest, smaller, scale), zero
 
 
 @triton_function
@@ -160,17 +186,25 @@ def quantize(
     row = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None].to(tl.int64)
     first = tl.program_id(1) * steps
     if scale is None:
-        largest = tl.zeros((BLOCK_M, 1), dtype=tl.int32)
+        below = tl.zeros((BLOCK_M, 1), dtype=tl.int32)
+        above = below
         for step in range(steps):
             column = (step * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
             mask = (row < rows) & (column < columns)
             values = tl.load(x + row * columns + column, mask=mask, other=0).to(tl.float32)
-            sizes = bits_of(values) & 0x7FFFFFFF
-            largest = tl.maximum(largest, tl.max(sizes, 1)[:, None])
-        factor = scale_of(largest, tensor_scale, CASE)
+            sizes = bits_of(values) & 0x7FFFFFFF  # NaN has larger bits than numbers
+            is_negative = (values < 0.0) | (values != values)
+            is_positive = (values > 0.0) | (values != values)
+            below = tl.maximum(below, tl.max(tl.where(is_negative, sizes, 0), 1)[:, None])
+            above = tl.maximum(above, tl.max(tl.where(is_positive, sizes, 0), 1)[:, None])
+        if CASE.is_symmetric:
+            factor = symmetric_scale(tl.maximum(below, above), tensor_scale, CASE)
+            point = None
+        else:
+            factor, point = asymmetric_scale(below, above, CASE)
     else:
         factor = tl.load(scale)
-    point = None if zero is None else tl.load(zero).to(tl.float32)
+        point = None if zero is None else tl.load(zero).to(tl.float32)
     for step in range(first, first + steps):
         column = (step * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
         mask = (row < rows) & (column < columns)

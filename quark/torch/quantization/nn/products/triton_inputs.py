@@ -72,6 +72,7 @@ class Case(NamedTuple):
         mode: Rounding mode of values.
         divides: Whether values are divided by scales.
         adds_first: Whether the zero point is added before values are rounded.
+        is_symmetric: Whether dynamic ranges are centred on zero.
         is_float: Whether codes are floats.
         element: The float format of the codes, or None.
         qmin: Smallest integer code.
@@ -88,11 +89,14 @@ class Case(NamedTuple):
         epsilon: Scale of zeros.
         smallest_scale: Smallest scale.
         largest_scale: Largest scale.
+        largest: Largest magnitude that a code may stand for.
+        largest_float32: Largest float32.
     """
 
     mode: str
     divides: bool
     adds_first: bool
+    is_symmetric: bool
     is_float: bool
     element: Float | None
     qmin: float
@@ -109,6 +113,8 @@ class Case(NamedTuple):
     epsilon: float
     smallest_scale: float
     largest_scale: float
+    largest: float
+    largest_float32: float
 
     @classmethod
     def of(cls, scheme: Scheme, dtype: torch.dtype) -> Case:
@@ -123,6 +129,7 @@ class Case(NamedTuple):
             mode=scheme.rounding.name,
             divides=scheme.divides,
             adds_first=scheme.float_zero_point,
+            is_symmetric=scheme.symmetric or fmt.is_float,
             is_float=fmt.is_float,
             element=Float.of(fmt),
             qmin=float(fmt.qmin),
@@ -139,6 +146,8 @@ class Case(NamedTuple):
             epsilon=EPS,
             smallest_scale=smallest,
             largest_scale=largest_scale(scheme, largest),
+            largest=largest,
+            largest_float32=torch.finfo(torch.float32).max,
         )
 
 
@@ -194,7 +203,10 @@ def _kernel_shape(x: torch.Tensor, given: Numbers, scheme: Scheme) -> tuple[int,
     shape = block_rows(x, scheme, scale)
     if shape is None or scheme.scale.held_dtype != torch.float32:
         return None
-    has_range = scheme.symmetric and (scheme.fmt.signed or scheme.fmt.is_float)
+    if scheme.symmetric or scheme.fmt.is_float:
+        has_range = scheme.fmt.signed or scheme.fmt.is_float
+    else:
+        has_range = not scheme.scales_by_powers  # the zero point of NaN differs between devices
     is_known = tensor_scale is not None or not scheme.scale.two_level
     is_dynamic = has_range and shape[1] <= _LONGEST and is_known
     return shape if scale is not None or is_dynamic else None

@@ -26,7 +26,9 @@ runs_triton = pytest.mark.triton
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # of infinity and NaN
 FP8 = SCHEMES["fp8 per token"]
 CASES = {
-    **{name: case for name, case in SCHEMES.items() if case.symmetric or case.fmt.is_float},
+    **SCHEMES,
+    "int4 per token": replace(TOKEN, fmt=Dtype.int4.value, symmetric=False),
+    "int8, fractions": replace(TOKEN, symmetric=False, float_zero_point=True),
     "int8, away from zero": replace(TOKEN, rounding=RoundType.round),
     "int4 in groups, down": replace(MX, fmt=Dtype.int4.value, rounding=RoundType.floor, scale=POF2),
     "mxint8": replace(MX, fmt=Dtype.mx.value),
@@ -45,8 +47,11 @@ def no_answers_of_other_tests():
     triton_inputs._is_right.cache_clear()
 
 
+HALF = pytest.param(torch.float16, marks=pytest.mark.nightly)
+
+
 @runs_triton
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, HALF])
 @pytest.mark.parametrize("name", CASES)
 def test_dynamic_schemes(name, dtype):
     case = CASES[name]
@@ -92,7 +97,8 @@ def test_static_scales(case):
 @pytest.mark.parametrize(
     ("case", "shape"),
     [
-        (SCHEMES["uint8 per token"], (2, 64)),  # a range with two ends
+        (replace(TOKEN, fmt=Dtype.uint8.value), (2, 64)),  # the code of zero is in the middle
+        (replace(SCHEMES["uint8 per token"], scale=POF2), (2, 64)),
         (MX, (2, 40)),  # a group of padding
         (SCHEMES["nvfp4"], (2, 64)),  # its tensor scale is not known
         (TENSOR, (1, 1 << 17)),  # too long for a program
