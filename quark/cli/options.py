@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import MISSING, fields
 from inspect import Parameter, Signature
@@ -26,18 +26,26 @@ DataType = Literal["auto", "float16", "bfloat16", "float32"]
 T = TypeVar("T")
 
 
-def one_of(flag: str, names: Callable[[], Iterable[str]]) -> Callable[[str], str]:
+def one_of(
+    flag: str,
+    names: Callable[[], Iterable[str]],
+    elsewhere: Mapping[str, Iterable[str]] | None = None,
+) -> Callable[[str], str]:
     """Return a parser for typer of a flag whose value is a name in a table.
 
     Args:
         flag: The flag, for messages.
         names: Function that returns the names. Case is ignored, and "-" equals "_".
+        elsewhere: Other flag -> names that it takes, to which a message refers.
     """
 
     def parse(value: str) -> str:
         from quark.torch.quantization.config.name_lookup import unknown
 
         known = {_plain(name): name for name in names()}
+        for other, others in (elsewhere or {}).items():
+            if _plain(value) in map(_plain, others) and _plain(value) not in known:
+                raise wrong(flag, f"{value!r} is a value of {other}: give {other} {value}.")
         if _plain(value) not in known:
             message = unknown(value, known.values(), flag).removeprefix(f"{flag}: ")
             raise wrong(flag, message)

@@ -1,5 +1,6 @@
 """Commands in the documents are accepted: verbs, flags and values exist. Nothing is run."""
 
+import ast
 import re
 import shlex
 
@@ -14,6 +15,7 @@ BLOCK = re.compile(r"```bash\n(.*?)```", re.DOTALL)
 INLINE = re.compile(r"`(quark [a-z]+ [^`]*--[^`]*)`")
 FOREIGN = ("…", "...", "|", "$(", "<")  # what is left out, or another program
 START = re.compile(r"^(?:torchrun (?:--\S+ \S+ )*-m )?quark ")
+VALUE = re.compile(r"--(quant_scheme|quant_algo|pre_quantization_optimization) ([\w,]+)")
 MADE_UP = {"my_scheme"}
 
 
@@ -73,6 +75,15 @@ def unknown_names(values):
     return ""
 
 
+def unknown_values(text):
+    """Schemes and algorithms that a document gives to flags anywhere, and that do not exist."""
+    for flag, given in VALUE.findall(text):
+        if given.isupper() and "_" not in given and not given[-1].isdigit():
+            continue  # a placeholder such as NAME
+        if why := unknown_names({flag: given if flag == "quant_scheme" else [given]}):
+            yield why
+
+
 @pytest.fixture(scope="module")
 def documents(root):
     files = [root / "README.md", root / "CONTRIBUTING.md", *sorted((root / "docs").glob("*.md"))]
@@ -91,7 +102,39 @@ def test_all_commands_are_accepted(documents):
     unknown = {name: [*unknown_flags(text)] for name, text in documents.items()}
     assert {name: flags for name, flags in unknown.items() if flags} == {}
     assert len(checked["README.md"]) >= 12
-    assert sum(map(len, checked.values())) >= 40
+    assert sum(map(len, checked.values())) >= 45
+
+
+def test_all_schemes_and_algorithms_exist(documents):
+    unknown = {name: [*unknown_values(text)] for name, text in documents.items()}
+    assert {name: why for name, why in unknown.items() if why} == {}
+    assert (
+        len([*unknown_values("`--quant_scheme fp9`, `--quant_algo NAME`, `--quant_algo awk`")]) == 2
+    )
+
+
+def messages(trees):
+    """Texts in the code, with "…" for what is inserted."""
+    for node in (n for tree in trees.values() for n in ast.walk(tree)):
+        if isinstance(node, ast.JoinedStr):
+            parts = (p.value if isinstance(p, ast.Constant) else "…" for p in node.values)
+            yield "".join(map(str, parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def missing_messages(document, known):
+    """Messages in the first column of the table of a document that no code has."""
+    for message in re.findall(r"^\| `([^`]+)`", document, re.MULTILINE):
+        parts = [part.strip(" '=") for part in message.split("…")]
+        if not all(any(part in text for text in known) for part in parts):
+            yield message
+
+
+def test_messages_of_troubleshooting_exist(documents, trees):
+    known = [*messages(trees)]
+    assert [*missing_messages(documents["troubleshooting.md"], known)] == []
+    assert [*missing_messages("| `no … such thing` | x |", known)] == ["no … such thing"]
 
 
 @pytest.mark.parametrize(
