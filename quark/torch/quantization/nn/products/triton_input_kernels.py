@@ -161,6 +161,23 @@ def round_to_codes(x, scale, zero, CASE: tl.constexpr):
 
 
 @triton_function
+def extremes(x, row, rows, steps, columns, BLOCK_K: tl.constexpr):
+    """Return bits of the largest magnitudes of negative and of positive numbers, of each row."""
+    below = tl.zeros(row.shape, dtype=tl.int32)
+    above = tl.zeros(row.shape, dtype=tl.int32)
+    for step in range(steps):
+        column = (step * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
+        mask = (row < rows) & (column < columns)
+        values = tl.load(x + row * columns + column, mask=mask, other=0).to(tl.float32)
+        sizes = bits_of(values) & 0x7FFFFFFF  # NaN has larger bits than numbers
+        is_negative = (values < 0.0) | (values != values)
+        is_positive = (values > 0.0) | (values != values)
+        below = tl.maximum(below, tl.max(tl.where(is_negative, sizes, 0), 1)[:, None])
+        above = tl.maximum(above, tl.max(tl.where(is_positive, sizes, 0), 1)[:, None])
+    return below, above
+
+
+@triton_function
 def quantize(
     x,
     y,
@@ -186,17 +203,7 @@ def quantize(
     row = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None].to(tl.int64)
     first = tl.program_id(1) * steps
     if scale is None:
-        below = tl.zeros((BLOCK_M, 1), dtype=tl.int32)
-        above = below
-        for step in range(steps):
-            column = (step * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
-            mask = (row < rows) & (column < columns)
-            values = tl.load(x + row * columns + column, mask=mask, other=0).to(tl.float32)
-            sizes = bits_of(values) & 0x7FFFFFFF  # NaN has larger bits than numbers
-            is_negative = (values < 0.0) | (values != values)
-            is_positive = (values > 0.0) | (values != values)
-            below = tl.maximum(below, tl.max(tl.where(is_negative, sizes, 0), 1)[:, None])
-            above = tl.maximum(above, tl.max(tl.where(is_positive, sizes, 0), 1)[:, None])
+        below, above = extremes(x, row, rows, steps, columns, BLOCK_K)
         if CASE.is_symmetric:
             factor = symmetric_scale(tl.maximum(below, above), tensor_scale, CASE)
             point = None
