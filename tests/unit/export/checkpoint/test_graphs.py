@@ -10,7 +10,6 @@ from torch import nn
 
 from quark.torch import (
     ModelExporter,
-    ModelQuantizer,
     export_safetensors,
     import_model_from_safetensors,
     load_params,
@@ -28,9 +27,11 @@ from quark.torch.quantization.config.config import (
 from tests.unit.quantization.graph_mode.networks import (
     EVERYTHING,
     INT8,
+    INT32,
     NETWORKS,
+    UINT8,
     export,
-    graph_config,
+    frozen_graph,
     images,
     network,
 )
@@ -38,8 +39,6 @@ from tests.unit.quantization.graph_mode.networks import (
 GRAPH = "fx_graph_mode"
 BFP16 = BFP16Spec(ch_axis=1).to_quantization_spec()
 INT4 = QuantizationSpec("int4", qscheme="per_channel", ch_axis=0, symmetric=True, is_dynamic=False)
-UINT8 = replace(INT8, dtype="uint8", symmetric=False)
-INT32 = replace(INT8, dtype="int32")
 LAYERS = {
     "int8": (EVERYTHING, {}),
     "uint8": (replace(EVERYTHING, input_tensors=UINT8, output_tensors=UINT8, weight=INT4), {}),
@@ -51,8 +50,7 @@ LAYERS = {
 
 
 def frozen(name="resnet", layer=EVERYTHING, **options):
-    quantizer = ModelQuantizer(graph_config(layer, **options))
-    return quantizer.freeze(quantizer.quantize_model(export(network(name)), images()).eval())
+    return frozen_graph(export(network(name)), layer, **options)
 
 
 def write_native(model, path):
