@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_unflatten
 
@@ -176,10 +177,14 @@ def _with_layers(
 ) -> tuple[fx.GraphModule, set[fx.Node]]:
     """Return a rewritten graph with layers, and its nodes that only move values."""
     samples = two_samples(graph, inputs)
-    used = inputs if samples is None else samples
-    rewritten = rewrite(graph, used, _pass_options(config), has_random=samples is not None)
-    model = raise_layers(rewritten)
-    return model, find_movements(model, used)
+    options = _pass_options(config)
+    if samples is None:
+        model = raise_layers(rewrite(graph, inputs, options))
+        return model, find_movements(model, inputs)
+    model = raise_layers(rewrite(graph, samples, options, has_random=True))
+    # The samples of a batch do not depend on each other: one shows what each operator does.
+    first = [x[:1] if isinstance(x, torch.Tensor) else x for x in samples]
+    return model, find_movements(model, first)
 
 
 def _set_dependent_scales(graph: fx.GraphModule, config: Config) -> None:
