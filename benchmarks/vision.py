@@ -139,10 +139,15 @@ def _ways() -> dict[str, Way]:
         "int8 per tensor, trained": Way(tensor, uint8, (), bias, 1),
         "int8 per channel": Way(channel, uint8, (), bias, is_timed=True),
         "int8 per channel, MSE": Way(channel_mse, mse, (), bias),
+        "int8 per channel, MSE of weights": Way(channel_mse, uint8, (), bias),
+        "int8 per channel, MSE of weights, GPTQ": Way(channel_mse, uint8, (gptq,), bias),
         "int8 per channel, bias correction": Way(channel, uint8, (correction,), bias),
         "int8 per channel, GPTQ": Way(channel, uint8, (gptq,), bias),
         "int8 per channel, MSE, GPTQ": Way(channel_mse, mse, (gptq,), bias),
         "int8 per channel, fused": Way(channel, uint8, (), bias, is_timed=True, is_fused=True),
+        "int8 per channel, fused, MSE of weights, GPTQ": Way(
+            channel_mse, uint8, (gptq,), bias, is_fused=True
+        ),
         "int8 per channel, fused, MSE, GPTQ": Way(channel_mse, mse, (gptq,), bias, is_fused=True),
         "int4 per channel": Way(int4, uint8),
         "int4 per channel, MSE": Way(int4_mse, uint8),
