@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from quark.torch.quantization.checks import check_data, check_processes
 from quark.torch.quantization.config.algo import CLEConfig
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.graph import PassOptions
+from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.config.type import QuantizationMode
 from quark.torch.quantization.graph_mode.bias import set_bias_scales
 from quark.torch.quantization.graph_mode.edges import (
@@ -35,6 +36,7 @@ from quark.torch.quantization.graph_mode.edges import (
     edge_quantizers,
     insert_edges,
     plan_edges,
+    returned_values,
 )
 from quark.torch.quantization.graph_mode.float_graph import independent_copy, rewrite
 from quark.torch.quantization.graph_mode.inputs import example_inputs, fit_batches
@@ -168,7 +170,7 @@ def build_graph(graph: fx.GraphModule, config: Config) -> fx.GraphModule:
     config = graph_config(config, model)
     layers = configure_layers(model, config)
     nodes = configure_nodes(model, config, layers)
-    insert_edges(model, plan_edges(nodes, movements, _fused(config)), trains=False)
+    insert_edges(model, _plan_edges(model, config, nodes, movements), trains=False)
     return model
 
 
@@ -208,13 +210,9 @@ def _check(
     layers = configure_layers(model, config)
     nodes = configure_nodes(model, config, layers)
     if config.shift_limits is not None:
-        if config.pass_options is not None and config.pass_options.fused_activations:
-            raise ValueError(
-                "shift_limits: with fused_activations=True the values before activations have no "
-                "scale, so their shifts are unknown. Leave one of the two out."
-            )
+        _check_shift_options(config)
         check_shift_specs(nodes, model)
-    edges = plan_edges(nodes, movements, _fused(config))
+    edges = _plan_edges(model, config, nodes, movements)
     has_data = next(flatten_batches(data), None) is not None
     check_algorithms(config, algorithms, layers, data if has_data else None, None)
     if edges.needs_data and not has_data:
@@ -239,10 +237,31 @@ def _pass_options(config: Config) -> PassOptions:
     return replace(options, channel_caps=options.channel_caps or equalizes)
 
 
-def _fused(config: Config) -> set[str]:
-    """Return the names of activations that are computed together with the product before them."""
-    is_wide = config.pass_options is not None and config.pass_options.fused_activations
-    return ACTIVATIONS if is_wide else CLAMPS
+def _check_shift_options(config: Config) -> None:
+    """Raise ValueError if an option leaves values in float whose shifts are limited."""
+    options = config.pass_options or PassOptions()
+    for name, values in (
+        ("fused_activations", "before activations"),
+        ("float_outputs", "returned"),
+    ):
+        if getattr(options, name):
+            raise ValueError(
+                f"shift_limits: with {name}=True the values {values} have no scale, so their "
+                "shifts are unknown. Leave one of the two out."
+            )
+
+
+def _plan_edges(
+    model: fx.GraphModule,
+    config: Config,
+    nodes: Mapping[fx.Node, QuantizationConfig],
+    movements: set[fx.Node],
+) -> Edges:
+    """Return the quantizers that a graph gets, given the configurations of its nodes."""
+    options = config.pass_options or PassOptions()
+    fused = ACTIVATIONS if options.fused_activations else CLAMPS
+    in_float = returned_values(model, movements) if options.float_outputs else ()
+    return plan_edges(nodes, movements, fused, in_float)
 
 
 def _discover(model: fx.GraphModule, plan: Plan, inputs: Sequence[Any]) -> Structure | None:
