@@ -239,6 +239,18 @@ def edge_quantizers(graph: nn.Module) -> dict[str, TensorQuantizer]:
     return {name: q for name, q in children if isinstance(q, TensorQuantizer)}
 
 
+def reset_edges(graph: fx.GraphModule) -> None:
+    """Give the edges of a graph quantizers without scales, in place; their ranges do not train."""
+    new = {q: TensorQuantizer(q.spec) for q in edge_quantizers(graph).values()}
+    holder = getattr(graph, EDGES, nn.Module())
+    for name, module in list(holder.named_children()):
+        if isinstance(module, MovedQuantizer):
+            module._source = (new[module.source],)
+        elif isinstance(module, TensorQuantizer):
+            setattr(holder, name, new[module])
+    graph.eval()
+
+
 def edge_quantizer(graph: fx.GraphModule, node: Any) -> TensorQuantizer | None:
     """Return the quantizer that a node applies to a value of a graph; None for anything else."""
     is_call = isinstance(node, fx.Node) and node.op == "call_module"

@@ -15,7 +15,7 @@ from quark.torch import (
     load_params,
     save_params,
 )
-from quark.torch.export import ModelImporter, export_program
+from quark.torch.export import ModelImporter, export_program, verify
 from quark.torch.quantization.config.config import (
     BFP16Spec,
     CLEConfig,
@@ -174,3 +174,36 @@ def test_edges_with_other_tensors_are_refused(tmp_path):
         changed = {**tensors, f"edge_quantizers.{name}": tensor}
         save_file({n: t for n, t in changed.items() if t is not None}, file)
         refused(tmp_path / "d", graph, message)
+
+
+@pytest.mark.parametrize("case", ["int8", "uint8", "bfp16", "int32 bias, excluded", "trained"])
+def test_what_is_written_is_verified_by_running(tmp_path, case):
+    layer, options = LAYERS[case]
+    model, (x,) = frozen("resnet", layer, **options), images(1)
+    expected = model(x)
+    for write in ("export_safetensors_model", "export_quark_model"):
+        exporter = ModelExporter(None, tmp_path / write, verify=True)
+        getattr(exporter, write)(model)
+        verdict = exporter.verdict
+        assert (verdict.reader, verdict.difference) == ("this package", 0) and verdict.spread > 0
+        assert torch.equal(model(x), expected) and model.stem.frozen
+
+
+@pytest.mark.parametrize("name", ["stem.weight", "edge_quantizers.x.scale", "head.bias"])
+def test_tensors_that_say_something_else_are_noticed(tmp_path, name):
+    model = frozen()
+    export_safetensors(model, tmp_path / "d")
+    file = tmp_path / "d" / "model.safetensors"
+    stored = load_file(file)
+    stored[name] = stored[name] * 2 if stored[name].dim() == 0 else stored[name].flip(0)
+    save_file(stored, file)
+    with pytest.raises(ValueError, match="does not compute what the model in memory does"):
+        verify(tmp_path / "d", model)
+
+
+def test_a_graph_that_was_loaded_is_not_verified_again(tmp_path):
+    export_safetensors(frozen(), tmp_path / "first")
+    loaded = import_model_from_safetensors(other_weights("resnet"), tmp_path / "first")
+    with pytest.raises(ValueError, match="loaded from a checkpoint is not verified"):
+        ModelExporter(None, tmp_path / "out", verify=True).export_safetensors_model(loaded)
+    assert not (tmp_path / "out").exists()
