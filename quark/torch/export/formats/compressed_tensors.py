@@ -1,9 +1,10 @@
 """The format of compressed-tensors: ``quant_method`` "compressed-tensors".
 
 Each group of layers has a format. ``pack-quantized``: ``weight_packed`` int32, ``weight_scale``,
-``weight_zero_point`` and ``weight_shape``. ``int-quantized`` and ``float-quantized``: ``weight``
-int8 or float8. ``mxfp4-pack-quantized`` and ``nvfp4-pack-quantized``: ``weight_packed`` uint8. The
-tensor scale of NVFP4 is stored as its reciprocal, ``weight_global_scale``.
+``weight_zero_point`` and ``weight_shape``. ``int-quantized``, ``float-quantized`` and
+``mxfp8-quantized``: ``weight`` int8 or float8. ``mxfp4-pack-quantized``, ``mxfp6-pack-quantized``
+and ``nvfp4-pack-quantized``: ``weight_packed`` uint8. The tensor scale of NVFP4 is stored as its
+reciprocal, ``weight_global_scale``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from quark.torch.export.formats.layer_checks import weight_shape, weight_spec
 from quark.torch.export.formats.layouts.compressed_tensors import CompressedTensorsLayout
 from quark.torch.export.formats.third_party import ThirdPartyFormat
 from quark.torch.quantization.config.config import Config, QuantizationConfig
-from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.match import literal
 from quark.torch.quantization.nn.layer import QuantizedLayer
 from quark.torch.quantization.nn.tensor_layout import TensorLayout
@@ -37,14 +37,14 @@ MIXED = "mixed-precision"  # format of a checkpoint whose groups differ
 
 
 class CompressedTensorsFormat(ThirdPartyFormat):
-    """Integer, fp8, MXFP4 and NVFP4 checkpoints for vLLM and Transformers."""
+    """Integer, fp8, MX and NVFP4 checkpoints for vLLM and Transformers."""
 
     name = "compressed-tensors"
     transformers_packages: ClassVar = {"compressed_tensors": "compressed-tensors"}
     supported = (
-        "Linear layers with integer weights per channel or per group of inputs (inputs in float or "
-        "int8), int8 weights and inputs (symmetric weights per tensor or per channel), fp8_e4m3 "
-        "weights (inputs in float or fp8_e4m3), MXFP4 and NVFP4"
+        "Linear layers with integer weights of 2 to 8 bits per channel or per group of inputs "
+        "(inputs in float, signed integers, or, below 8 bits, fp8_e4m3), fp8_e4m3 weights (inputs "
+        "in float or fp8_e4m3), MXFP4, MXFP6 (E2M3), MXFP8 (E4M3) and NVFP4"
     )
     tensor_names: ClassVar = {
         "weight_scale_2": "weight_global_scale",
@@ -54,15 +54,9 @@ class CompressedTensorsFormat(ThirdPartyFormat):
     redundant_tensors = ("weight_shape",)
     supports_kv_cache = True
 
-    def __init__(self, config: Config, options: JsonExporterConfig) -> None:
-        super().__init__(config, options)
-        layers = (config.global_quant_config, *config.layer_quant_config.values())
-        self.packed_layout = CompressedTensorsLayout(all(format_name(c) != INT for c in layers))
-
-    @property
-    def layout(self) -> TensorLayout:
-        """Layout of the tensors."""
-        return self.with_act_order(self.packed_layout)
+    def layout_of(self, config: QuantizationConfig) -> TensorLayout:
+        """Return the layout of the tensors of a layer with this configuration."""
+        return self.with_act_order(CompressedTensorsLayout(format_name(config) != INT))
 
     def check_writable(
         self, layers: Mapping[str, QuantizedLayer], float_layers: Sequence[str]
@@ -81,15 +75,6 @@ class CompressedTensorsFormat(ThirdPartyFormat):
                 self.groups.append((scheme, [name]))
             else:
                 names.append(name)
-        self.packed_layout = CompressedTensorsLayout(
-            all(s["format"] != INT for s, _ in self.groups)
-        )
-        formats_of_int8 = {s["format"] for s, _ in self.groups if s["weights"]["num_bits"] == 8}
-        if {PACKED, INT} <= formats_of_int8:
-            raise ValueError(
-                "custom_mode='compressed-tensors' cannot hold int8 weights with and without "
-                "quantized inputs in one checkpoint: exclude some, or use custom_mode='quark'."
-            )
 
     def layer_problem(self, name: str, layer: QuantizedLayer) -> str | None:
         """Return why the format cannot hold a layer, or None."""

@@ -71,10 +71,3 @@ def test_values_instead_of_codes(build, quantize, export):
         export(model, custom_mode="gptq", weight_format="fake_quantized")
     with pytest.raises(ValueError, match="order of codes: leave out pack_method"):
         export(model, custom_mode="awq", pack_method="order")
-
-
-def test_int8_weights_of_two_kinds(build, quantize, export):
-    wide = QuantizationConfig(weight=groups("int8", size=None))
-    model = quantize(build(), preset("int8", layer_quant_config={"*down_proj": wide}))
-    with pytest.raises(ValueError, match="with and without quantized inputs"):
-        export(model, custom_mode=CT)
