@@ -1,12 +1,14 @@
 """Checkpoints for compressed-tensors, opened and computed by compressed-tensors itself."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from quark.torch import ModelImporter
+from quark.torch.quantization.config.algo import OnlineRotationConfig, RotationConfig
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from tests.configurations import config, groups, preset
 from tests.interop.test_other_tools import load  # noqa: F401 - a fixture
@@ -94,3 +96,36 @@ def test_what_they_write(build, quantize, export, load, logits, tmp_path, case):
     theirs.save_pretrained(tmp_path / "theirs")
     back = ModelImporter(tmp_path / "theirs", "safetensors").import_model_info(build(device="meta"))
     assert logits(back).equal(logits(model))
+
+
+ROTATED = RotationConfig(
+    r2=True,
+    rotation_size=32,
+    online_config=OnlineRotationConfig(online_rotation_layers=["*_proj"]),
+)
+
+
+@pytest.mark.parametrize("is_random", [False, True])
+@pytest.mark.parametrize("name", ["int4_wo_32", "w_int4_per_group_a_int8_per_token_dynamic"])
+def test_rotations(build, quantize, export, logits, name, is_random):
+    """Transformers loads codes and scales, compressed-tensors adds the transforms.
+
+    Rotations of the residual stream and of values are in the weights.
+    """
+    from compressed_tensors.transform import TransformConfig, apply_transform_config
+    from transformers import AutoModelForCausalLM
+
+    options = replace(ROTATED, random_r1=is_random)
+    model = quantize(build(), preset(name, options))
+    path = export(model, custom_mode=CT)
+    section = json.loads((path / "config.json").read_text())["quantization_config"]
+    loaded = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    assert (logits(loaded) - logits(model)).abs().median() > 0.1  # it ignores transforms
+    apply_transform_config(loaded, TransformConfig(**section["transform_config"]))
+    stored = {k: t for k, t in load_file(path / "model.safetensors").items() if "_input." in k}
+    keys = loaded.load_state_dict(stored, strict=False)
+    assert len(stored) == 14 and not keys.unexpected_keys
+    difference = (logits(loaded) - logits(model)).abs()
+    if name == "int4_wo_32":
+        assert difference.max() < 1e-4
+    assert difference.median() < 0.01 * logits(model).std()

@@ -33,17 +33,20 @@ def describe_problems(problems: Mapping[str, str | None]) -> str:
     )
 
 
-def common_problem(layer: QuantizedLayer, classes: tuple[type[nn.Module], ...]) -> str | None:
+def common_problem(
+    layer: QuantizedLayer, classes: tuple[type[nn.Module], ...], holds_rotation: bool = False
+) -> str | None:
     """Return why a format of another tool cannot hold a layer, whatever its number format.
 
     Args:
         layer: A quantized layer.
         classes: Supported float classes.
+        holds_rotation: Whether the format can hold a rotation of inputs.
     """
     if layer.float_class not in classes:
         supported = " or ".join(cls.__name__ for cls in classes)
         return f"it is a {layer.float_class.__name__}, not a {supported}"
-    if layer.input_rotation is not None:
+    if layer.input_rotation is not None and not holds_rotation:
         return "its input is rotated"
     if layer.low_rank_up is not None:
         return "it has a low-rank branch"

@@ -349,7 +349,11 @@ class TestSectionsThatAreNotRead:
             ("gptq int4", {"dynamic": {"+:.*": {"bits": 8}}}, "dynamic="),
             ("gptq int4", {"modules_in_block_to_quantize": [[3]]}, "is not a list of names"),
             ("ct int4", {"sparsity_config": {"format": "sparse-24"}}, "sparse weights"),
-            ("ct int4", {"transform_config": {"config_groups": {"a": 1}}}, "transforms of inputs"),
+            (
+                "ct int4",
+                {"transform_config": {"config_groups": {"a": 1}}},
+                "must map names to groups",
+            ),
             ("ct int4", {"config_groups": {"a": 1}}, "config_groups must map names"),
             ("fp8 blocks", {"weight_block_size": [32]}, "not a pair of positive integers"),
             ("fp8", {"fmt": "e5m2"}, "fmt='e5m2'"),
