@@ -18,7 +18,7 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
-LAYOUTS = ("quark", "awq", "gptq", "compressed-tensors", "fp8")  # of safetensors
+LAYOUTS = ("quark", "awq", "gptq", "compressed-tensors", "fp8", "modelopt")  # of safetensors
 MODEL = "params"  # name of the files of save_params
 GRAPH = "fx_graph_mode"
 

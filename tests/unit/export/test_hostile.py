@@ -34,7 +34,7 @@ def sound(build, quantize, tmp_path_factory):
 
     def sound(mode):
         if mode not in made:
-            inputs = FP8 if mode == "fp8" else None
+            inputs = FP8 if mode in ("fp8", "modelopt") else None
             layer = QuantizationConfig(weight=FP8 if inputs else WEIGHT, input_tensors=inputs)
             size = {"vocab_size": 2048} if mode == "gguf" else {}
             model = quantize(build(**size), Config(layer, exclude=["lm_head"]))

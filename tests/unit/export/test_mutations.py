@@ -30,7 +30,7 @@ def models(build, quantize):
     """Small models by the format that they are written in."""
     int4 = quantize(build(num_hidden_layers=1), "uint4_wo_32")
     fp8 = quantize(build(num_hidden_layers=1), Config(scheme("fp8"), exclude=["lm_head"]))
-    return {name: fp8 if name == "fp8" else int4 for name in FORMATS}
+    return {name: fp8 if name in ("fp8", "modelopt") else int4 for name in FORMATS}
 
 
 @pytest.mark.parametrize("mode", FORMATS)

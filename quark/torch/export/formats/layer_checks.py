@@ -59,6 +59,28 @@ def common_problem(
     return None
 
 
+def check_name_parts(mode: str, layers: Collection[str], float_layers: Collection[str]) -> None:
+    """Check that a format that excludes layers by parts of names can exclude all float layers.
+
+    Example: "mlp.gate" would also exclude "mlp.gate_proj".
+
+    Args:
+        mode: Name of the format.
+        layers: Names of the quantized layers.
+        float_layers: Names of the layers in float.
+
+    Raises:
+        ValueError: The name of a float layer is part of the name of a quantized layer.
+    """
+    for name in layers:
+        part = next((part for part in float_layers if part in name), None)
+        if part:
+            raise ValueError(
+                f"custom_mode={mode!r} leaves out layers by parts of names, and {part}, in "
+                f"float, is part of {name}: exclude both, or use custom_mode='quark'."
+            )
+
+
 def weight_spec(layer: QuantizedLayer) -> QuantizationSpec:
     """Return the specification of a layer's weight, which must be quantized."""
     assert layer.quant_config.weight is not None
