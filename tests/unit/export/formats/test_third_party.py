@@ -84,6 +84,7 @@ CASES = {
     "modelopt nvfp4": ("modelopt", preset("nvfp4", **WITH_CACHE)),
     "modelopt nvfp4 weights": ("modelopt", preset("nvfp4_weight_only")),
     "modelopt mxfp8": ("modelopt", preset("mxfp8")),
+    "mxfp8": ("mxfp8", preset("mxfp8")),
     "fp8": ("fp8", preset("fp8")),
     "fp8 dynamic": ("fp8", DYNAMIC),
     "fp8 with cache": ("fp8", preset("fp8", **WITH_CACHE)),
