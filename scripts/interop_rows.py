@@ -98,7 +98,12 @@ TABLE: tuple[tuple[str, str, Expected, tuple[str, ...]], ...] = (
     ("transformers", "gguf", CLOSE, GGUF_OFFSETS),  # offsets are rounded to float16
     ("llama.cpp", "gguf", CLOSE, (*GGUF, *GGUF_OFFSETS)),  # it rounds inputs to 8 bits
     (CT, CT, SAME, ("int8", W8A8, "fp8", "int8_wo", "int8_wo_128", "fp8_wo", *GROUPS_OF_4[:3])),
-    (CT, CT, SAME, ("int4_wo_per_channel", "ptpc_fp8", "int5_wo_128", "int6_wo_128", "int7_wo_128")),
+    (
+        CT,
+        CT,
+        SAME,
+        ("int4_wo_per_channel", "ptpc_fp8", "int5_wo_128", "int6_wo_128", "int7_wo_128"),
+    ),
     (CT, CT, CLOSE, ("w_int4_per_group_a_int8_per_token_dynamic",)),
     (CT, CT, LACKS, ("mxfp6_e2m3", "mxfp8", "w_mxfp8")),
     (CT, CT, CLOSE, ("ptpc_int8",)),  # the largest value of a token is a tie
