@@ -28,7 +28,7 @@ from quark.torch.algorithm.weight_rounding import (
     select_block_layers,
 )
 from quark.torch.algorithm.weight_rounding import resolve as select_layers
-from quark.torch.numerics.qdq import ColumnRounding
+from quark.torch.numerics.column_rounder import ColumnRounding
 from quark.torch.pipeline.accumulators import Sum
 from quark.torch.pipeline.activation_store import ActivationStore
 from quark.torch.pipeline.backward import check_logits, run_blocks_backward
