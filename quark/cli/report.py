@@ -12,6 +12,7 @@ from rich.markup import escape
 from quark.cli import console, models
 from quark.cli.evaluate import BatchSize, Limit, Original, SeqLen
 from quark.cli.memory_check import Measurement, check_measurement
+from quark.cli.model_files import find_model
 from quark.cli.options import (
     EVAL_WINDOWS,
     SEQ_LEN,
@@ -20,7 +21,7 @@ from quark.cli.options import (
     Json,
     MaxMemory,
     TrustRemoteCode,
-    Verbose,
+    add_verb,
     panel,
 )
 from quark.cli.outputs import check_file
@@ -46,7 +47,8 @@ and predictions.
 
 _output, _text = panel("Output"), panel("Text")
 Directory = Annotated[
-    Path, typer.Argument(metavar="DIR", help="Directory of the checkpoint, or a GGUF file.")
+    Path,
+    typer.Argument(metavar="DIR", help="Directory of the checkpoint, a GGUF file, or OWNER/NAME."),
 ]
 Dataset = Annotated[
     str | None,
@@ -70,7 +72,7 @@ Overwrite = Annotated[bool, _output("--overwrite", help="Replace existing files.
 
 def register(app: typer.Typer) -> None:
     """Add the verb to the command line."""
-    app.command("report", help=HELP)(report)
+    add_verb(app, "report", report, HELP)
 
 
 def report(
@@ -87,15 +89,16 @@ def report(
     trust_remote_code: TrustRemoteCode = False,
     check_digests: CheckDigests = False,
     as_json: Json = False,
-    verbose: Verbose = False,
 ) -> None:
     """Measure a checkpoint, and write the page or print the numbers."""
+    if not as_json:
+        _check_output(output, overwrite)
+    directory = find_model(directory, "DIR")
     if not directory.exists():
         raise console.wrong("DIR", f"there is no {directory}. Give a checkpoint's directory.")
     if original is not None:
+        original = find_model(original, "--original")
         models.read_config(original, "--original")
-    if not as_json:
-        _check_output(output, overwrite)
     target = models.pick_device(device)
     models.check_model(directory, trust_remote_code, check_digests)
     if original is not None:
