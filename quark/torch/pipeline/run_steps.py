@@ -154,7 +154,7 @@ def _algorithm(
     passed = sum(w.passes * _pass_flops(b, data) for w, b in zip(per_block, blocks, strict=False))
     return Step(
         name,
-        max(w.memory + max(_pass_memory(run, head) + leaving, w.solving) for w in per_block),
+        max(w.memory for w in per_block) + max(_pass_memory(run, head), leaving),
         _held(data.hidden_states, stores, limit) + held,
         passed,
         sum(w.flops for w in per_block),
