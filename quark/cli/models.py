@@ -51,49 +51,6 @@ def read_config(directory: Path, flag: str) -> dict[str, Any]:
         raise wrong(flag, f"{error} The directory of a model has a config.json.") from None
 
 
-def pick_device(name: str) -> str:
-    """Return the name of a device that torch can use.
-
-    Args:
-        name: Name of a device, or ``auto``: the accelerator of this machine, if it has one that
-            computes in float64, else the CPU.
-
-    Raises:
-        typer.BadParameter: There is no such device.
-    """
-    import torch
-
-    if name == "auto":
-        is_there = torch.accelerator.is_available()
-        accelerator = torch.accelerator.current_accelerator() if is_there else None
-        return accelerator.type if accelerator and _has_float64(accelerator) else "cpu"
-    try:
-        device = torch.device(name)
-        module = torch.get_device_module(device)
-    except RuntimeError:
-        raise wrong("--device", f"{name} is no device of torch. Give cpu, cuda or auto.") from None
-    if device.type != "cpu" and not module.is_available():
-        raise wrong("--device", "this machine has no GPU that torch can use. Give cpu or auto.")
-    count = module.device_count()
-    if (device.index or 0) >= count:
-        kind = device.type
-        raise wrong(
-            "--device", f"there is no {name}. Give {kind}:0 to {kind}:{count - 1}, or auto."
-        )
-    return name
-
-
-def _has_float64(device: torch.device) -> bool:
-    """Whether a device computes in float64, which some algorithms need."""
-    import torch
-
-    try:
-        torch.zeros((), dtype=torch.float64, device=device)
-    except (RuntimeError, TypeError):
-        return False
-    return True
-
-
 def load_model(
     directory: Path,
     dtype: str = "auto",
@@ -303,11 +260,11 @@ def check_text(source: str | None, flag: str) -> None:
     Raises:
         typer.BadParameter: It cannot.
     """
-    from quark.torch.evaluation.datasets import check_named
+    from quark.torch.evaluation.datasets import check_named, split_shares
 
     try:
-        if source is not None:
-            check_named(source)
+        for name, _ in [] if source is None else split_shares(source):
+            check_named(name)
     except (ImportError, OSError, ValueError) as error:
         raise wrong(flag, str(error)) from None
 
@@ -318,8 +275,8 @@ def text_windows(
     """Return windows of tokens.
 
     Args:
-        source: File or dataset; None for the text of this package, or held-out docstrings of the
-            standard library.
+        source: File or dataset, or several with their shares of the windows; None for the text of
+            this package, or held-out docstrings of the standard library.
         flag: Flag of the source, for the error.
         tokenizer: Tokenizer of the model.
         length: Tokens per window.
@@ -333,25 +290,47 @@ def text_windows(
     Raises:
         typer.BadParameter: The text does not exist, or is too short.
     """
+    import torch
+
+    from quark.torch.evaluation.datasets import split_shares
+
+    try:
+        shares = [(source, 1.0)] if source is None else split_shares(source)
+        if len(shares) > 1 and not limit:
+            raise ValueError(f"{source} mixes sources, so the number of windows cannot be 0 (all)")
+        counts = [round(limit * share) for _, share in shares]
+        counts[0] += limit - sum(counts)
+        if len(shares) > 1 and min(counts) < 1:
+            raise ValueError(f"{limit} windows are too few for the shares of {source}")
+        parts = [
+            _windows_of(name, tokenizer, length, count, held_out)
+            for (name, _), count in zip(shares, counts, strict=True)
+        ]
+    except (ImportError, OSError, ValueError) as error:
+        raise wrong(flag, str(error)) from None
+    return torch.cat(parts)
+
+
+def _windows_of(
+    source: str | None, tokenizer: Any, length: int, limit: int, held_out: bool
+) -> torch.Tensor:
+    """Return windows of one text; see ``text_windows``."""
     from quark.demo.text import calibration_documents, evaluation_documents
     from quark.torch.evaluation.datasets import named_documents
     from quark.torch.evaluation.perplexity import token_windows
     from quark.torch.evaluation.samples import kind_of_source
 
-    try:
-        if source is not None:
-            if kind := kind_of_source(source):
-                raise ValueError(
-                    f"{source} holds {kind}, not text: 'quark quantize' calibrates with it as "
-                    "--dataset."
-                )
-            documents = named_documents(source, held_out)
-        else:
-            enough = CHARACTERS_PER_TOKEN * length * limit
-            documents = evaluation_documents() if held_out else calibration_documents(enough)
-        return token_windows(documents, tokenizer, length, limit or None)
-    except (ImportError, OSError, ValueError) as error:
-        raise wrong(flag, str(error)) from None
+    if source is not None:
+        if kind := kind_of_source(source):
+            raise ValueError(
+                f"{source} holds {kind}, not text: 'quark quantize' calibrates with it as "
+                "--dataset."
+            )
+        documents = named_documents(source, held_out)
+    else:
+        enough = CHARACTERS_PER_TOKEN * length * limit
+        documents = evaluation_documents() if held_out else calibration_documents(enough)
+    return token_windows(documents, tokenizer, length, limit or None)
 
 
 def weight_bytes(path: Path) -> int:
