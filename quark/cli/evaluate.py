@@ -154,11 +154,8 @@ def evaluate(
     length = models.window_length(described, seq_len, SEQ_LEN)
     target = accelerators.pick_device(device)
     directories = [model_dir] if original is None else [original, model_dir]
-    place: Any = {
-        "device": target,
-        "trust_remote_code": trust_remote_code,
-        "max_memory": max_memory,
-    }
+    place: Any = {"device": target, "trust_remote_code": trust_remote_code}
+    place |= {"max_memory": max_memory}
     work: Any = {
         "length": length,
         "evaluated": max(limit, EVAL_WINDOWS),
