@@ -39,9 +39,12 @@ MODELS: dict[str, dict[str, int]] = {
 RUNS: dict[str, list[str]] = {
     "rtn": ["int4_wo_64"],
     "fp8": ["fp8"],
+    "fp8 cache": ["fp8", "--kv_cache_dtype", "fp8"],
     "awq": ["uint4_wo_64", "--quant_algo", "awq"],
     "gptq": ["int4_wo_64", "--quant_algo", "gptq"],
     "autoround": ["int4_wo_64", "--quant_algo", "autoround"],
+    "qronos": ["int4_wo_64", "--quant_algo", "qronos"],
+    "gptaq": ["int4_wo_64", "--quant_algo", "gptaq"],
     "yaqa": ["int4_wo_64", "--quant_algo", "yaqa"],
 }
 DATA = ["--num_calib_data", "16", "--seq_len", "256", "--device", "cpu"]

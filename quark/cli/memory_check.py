@@ -132,7 +132,7 @@ def _describe(measurement: Measurement) -> Run | None:
             model, tokens, min(tokens_of_chunk(length), tokens), length, len(shape.blocks)
         ),
         algorithms=steps,
-        proves=False,
+        proves=0,
         is_static=False,
         output=0,
         packed=0,

@@ -78,7 +78,7 @@ def written(load, source, target, name, algorithms, batches, **options):
     model = load(source)
     model = ModelQuantizer.freeze(ModelQuantizer(config).quantize_model(model, batches))
     value = perplexity(model, torch.arange(64).view(4, 16), batch_size=3)
-    ModelExporter(None, target).export_safetensors_model(model, max_shard_size="50KB")
+    ModelExporter(None, target).export_safetensors_model(model, max_shard_size="10KB")
     return contents(target), value
 
 

@@ -234,7 +234,7 @@ def _describe_run(
         model=shape,
         data=data,
         algorithms=[(o.name, partial(algorithm.work, o)) for algorithm, o in algorithms],
-        proves=any(algorithm.proves(options) for algorithm, options in algorithms),
+        proves=len({kind for a, options in algorithms for kind in a.proves(options)}),
         is_static=is_calibrated and needs_data(layer_configs(config)),
         output=stored * (len(request.exports) + request.params_save),
         packed=max(0, stored - (shape.size - shape.changed)),

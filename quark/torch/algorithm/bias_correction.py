@@ -28,7 +28,14 @@ from quark.torch.pipeline.input_hooks import InfiniteInput
 from quark.torch.pipeline.model_pass import run_data
 from quark.torch.pipeline.processes import State
 from quark.torch.pipeline.reducer import Reducer
-from quark.torch.pipeline.shapes import FLOAT32, FLOAT64, BlockShape, DataShape, Work
+from quark.torch.pipeline.shapes import (
+    FLOAT32,
+    FLOAT64,
+    PASS_READS,
+    BlockShape,
+    DataShape,
+    Work,
+)
 from quark.torch.quantization.config.algo import BiasCorrectionConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
@@ -186,7 +193,7 @@ def _output_change(
 def work(options: BiasCorrectionConfig, block: BlockShape, data: DataShape) -> Work:
     """Return the work for a block: a pass with each product twice, and changes of weights."""
     memory = FLOAT32 * block.elements + FLOAT64 * sum(x.outputs for x in block.layers)
-    return Work(memory, 2, 0.0, stores=3, reads=2, runs_model=True)
+    return Work(memory, 2, 0.0, stores=3, reads=PASS_READS, runs_model=True)
 
 
 ALGORITHM = Algorithm(check, apply, work=work, resolve=resolve)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from quark.torch.numerics.qdq import ColumnRounding
+from quark.torch.numerics.column_rounder import ColumnRounding
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from quark.torch.algorithm.layers import group_width, has_scales_per_row
+from quark.torch.numerics.column_rounder import ColumnRounding
 from quark.torch.numerics.granularity import join_rows
-from quark.torch.numerics.qdq import ColumnRounding
 from quark.torch.numerics.scales import round_scale
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from quark.torch.quantization.nn.quantizer import QuantizedTensor

@@ -26,7 +26,7 @@ from quark.torch.graph.structure import RESCALING, RescalingGroup
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.pipeline.accumulators import ChannelRange
 from quark.torch.pipeline.context import Algorithm, Context
-from quark.torch.pipeline.shapes import FLOAT32, BlockShape, DataShape, Work
+from quark.torch.pipeline.shapes import FLOAT32, PASS_READS, BlockShape, DataShape, Work
 from quark.torch.quantization.config.algo import SmoothQuantConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
 
@@ -111,7 +111,7 @@ def work(options: SmoothQuantConfig, block: BlockShape, data: DataShape) -> Work
     """Return the work for a block: ranges of channels, which are small, and a float32 weight."""
     memory = block.largest(lambda x: FLOAT32 * 3 * x.elements)
     flops = 4.0 * data.tokens * sum(block.input_widths)
-    return Work(memory, 1, flops, stores=3, reads=2, runs_model=True)
+    return Work(memory, 1, flops, stores=3, reads=PASS_READS + 1, runs_model=True)
 
 
 ALGORITHM = Algorithm(

@@ -25,7 +25,7 @@ from quark.torch.algorithm.layers import (
 )
 from quark.torch.algorithm.scale_refit import round_and_refit
 from quark.torch.graph.residency import resident
-from quark.torch.numerics.qdq import ColumnRounding
+from quark.torch.numerics.column_rounder import ColumnRounding
 from quark.torch.pipeline.accumulators import Gram
 from quark.torch.pipeline.allocator import return_free_memory
 from quark.torch.pipeline.block import Block

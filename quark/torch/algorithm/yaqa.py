@@ -28,7 +28,7 @@ from quark.torch.algorithm.weight_rounding import (
     select_block_layers,
 )
 from quark.torch.algorithm.weight_rounding import resolve as select_layers
-from quark.torch.numerics.qdq import ColumnRounding
+from quark.torch.numerics.column_rounder import ColumnRounding
 from quark.torch.pipeline.accumulators import Sum
 from quark.torch.pipeline.activation_store import ActivationStore
 from quark.torch.pipeline.backward import check_logits, run_blocks_backward
@@ -287,7 +287,7 @@ def work(options: YaqaConfig, block: BlockShape, data: DataShape) -> Work:
         passes=own.passes + 4,
         flops=own.flops + sum(2.0 * data.tokens * n * n + 2.0 * n**3 for n in rows),
         stores=max(own.stores, data.blocks + 3),
-        reads=3,
+        reads=4 + own.reads,  # the loss is tried, stacks are found, all runs forward and backward
         held=sums,
     )
 

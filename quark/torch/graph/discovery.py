@@ -62,8 +62,9 @@ def discover(
             (``ROTATION``).
 
     Raises:
-        ValueError: The pass used no parameter of the model.
+        ValueError: The pass used no parameter of the model, or the model is packed.
     """
+    _check_unpacked(model)
     run = _make_runner(model, inputs)
     with eval_mode(model), torch.no_grad():
         with record_shared_inputs(model) as shared:
@@ -101,6 +102,20 @@ def discover(
         down_projections=rotation.down_projections,
         units=tuple(find_units(model, record)),
     )
+
+
+def _check_unpacked(model: nn.Module) -> None:
+    """Refuse a model whose weights are codes, which can be neither rescaled nor rotated.
+
+    Raises:
+        ValueError: The message names the first such layer.
+    """
+    for name, module in model.named_modules():
+        if hasattr(module, "unpack_parameter"):
+            raise ValueError(
+                f"The structure of a packed model cannot be found: {name} holds codes. Load the "
+                "checkpoint in float, by import_model_from_safetensors(…, dequantize=True)."
+            )
 
 
 def _find_groups(

@@ -11,6 +11,8 @@ import torch
 from quark.torch.numerics.formats import Format
 from quark.torch.numerics.rounding import RoundType, round_to_steps_
 
+_MANTISSA = 7  # bits of mantissa of bfloat16
+
 
 def encode(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Return the codes of float32 values that lie on the grid of ``fmt``, as int32.
@@ -40,6 +42,72 @@ def round_to_codes(x: torch.Tensor, fmt: Format, mode: RoundType) -> torch.Tenso
     codes = step.view(torch.int32).sub_(smallest).bitwise_right_shift_(23 - fmt.mantissa_bits)
     codes = _with_sign(codes, steps.view(torch.int32), fmt)  # its bit is clear in the sum
     return codes.add_(steps.abs_().to(torch.int32))
+
+
+def round_bfloat16_to_codes(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Return the codes of bfloat16 values under scales that are powers of two, as int16.
+
+    These are the codes of ``round_to_codes(x.float() / scale, fmt, RoundType.half_even)``, from the
+    bits alone: bits of positive floats are in the order of the floats, and a division by a power of
+    two subtracts from the exponent. Passes over int16 take half the time of those over float32.
+
+    Example, fp4 under the scale 2: -5.5 has the bits 1 10000001 0110000, and the smallest normal
+    number 1 * 2 has 0 10000000 0000000. The difference without the sign, 1 0110000, is 2^1 * 1.375,
+    and rounds to 1 1 at one bit of mantissa: 2^1 * 1.5 = 3, with the sign code 1101.
+
+    Args:
+        x: Bits of finite or infinite values, int16, any shape.
+        scale: float32, broadcasts over ``x``, within ``countable_scales(fmt)``.
+        fmt: A signed float format with at most 8 bits.
+    """
+    dropped = _MANTISSA - fmt.mantissa_bits  # bits, of which rounding leaves none
+    # Steps are counted from where code 0 would lie, plus a half that rounds ties down.
+    shift = (1 << dropped + fmt.mantissa_bits) + (1 << dropped - 1) - 1
+    start = ((scale.view(torch.int32) >> 23) + fmt.min_exponent << _MANTISSA) - shift
+    steps = x.bitwise_and(0x7FFF).sub_(start.to(torch.int16))
+    steps.clamp_(max=_steps_above_normal(fmt.max_value, fmt) + shift)
+    codes = (steps >> dropped).bitwise_and_(1)  # of a tie, the even code
+    codes.add_(steps).bitwise_right_shift_(dropped)
+    torch.maximum(codes, _count_subnormal_steps(steps, fmt, shift), out=codes)
+    return codes.sub_(x >> 15, alpha=1 << (fmt.bits - 1))  # all bits of x >> 15 are the sign
+
+
+def countable_scales(fmt: Format) -> tuple[float, float]:
+    """Return the least and the largest scale that ``round_bfloat16_to_codes`` takes.
+
+    Under them no boundary between codes is a subnormal bfloat16, and infinity exceeds all codes.
+    """
+    least = 2.0 ** (fmt.mantissa_bits + 1 - fmt.min_exponent - 126)
+    return least, 2.0 ** (127 - fmt.max_exponent)
+
+
+def _count_subnormal_steps(steps: torch.Tensor, fmt: Format, shift: int) -> torch.Tensor:
+    """Return how many boundaries between subnormal codes lie below values, int16.
+
+    Example, fp4 has the codes 0, 1, 2 for 0, 0.5, 1: the boundaries are 0.25, which rounds to the
+    even code 0, and 0.75, which rounds to the even code 2.
+
+    Args:
+        steps: Bits of the values minus those of the smallest normal number, plus ``shift``.
+        fmt: The format.
+        shift: See ``steps``.
+    """
+    unit = 2.0 ** (fmt.min_exponent - fmt.mantissa_bits)
+    # The most steps that do not count: a tie below an even code is the first that does.
+    most = [
+        _steps_above_normal((code + 0.5) * unit, fmt) - code % 2 + shift
+        for code in range(1 << fmt.mantissa_bits)
+    ]
+    count = steps.clamp(most[0], most[0] + 1)
+    for last in most[1:]:
+        count.add_(steps.clamp(last, last + 1))
+    return count.sub_(sum(most))
+
+
+def _steps_above_normal(value: float, fmt: Format) -> int:
+    """Return the bits of a value of bfloat16 minus those of the smallest normal number."""
+    bits = torch.tensor([value, 2.0**fmt.min_exponent], dtype=torch.bfloat16).view(torch.int16)
+    return int(bits[0]) - int(bits[1])
 
 
 def _with_sign(codes: torch.Tensor, bits: torch.Tensor, fmt: Format) -> torch.Tensor:

@@ -5,18 +5,23 @@ float64. For integers, values are multiplied by the reciprocal of the scale, as 
 ``torch.fake_quantize_per_tensor_affine``. For floats, values are divided by the scale, as the
 formats document. The two methods round one in eight exact ties differently. Scales that are powers
 of two divide: that is exact, and their reciprocal could overflow. On a CPU, tensors are processed
-in pieces that fit the cache.
+in pieces that fit the cache, and bfloat16 under powers of two as integers, with the same codes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
-from quark.torch.numerics.codec import decode, round_to_codes
+from quark.torch.numerics.codec import (
+    countable_scales,
+    decode,
+    round_bfloat16_to_codes,
+    round_to_codes,
+)
 from quark.torch.numerics.granularity import join_rows, row_pieces
 from quark.torch.numerics.rounding import RoundType, round_, round_to_grid_
 from quark.torch.numerics.scales import block_range, largest_value, qparams_from_range
@@ -44,6 +49,8 @@ def quantize(
     fmt = scheme.fmt
     if not fmt.scaled:
         return _cast(x, fmt.code_dtype)
+    if scale is not None and _is_counted(x, scale, scheme):
+        return _map(_count_codes, x.detach().view(torch.int16), scale, None, scheme, torch.uint8)
     return _map(_to_codes, x, scale, zero_point, scheme, fmt.code_dtype)
 
 
@@ -199,76 +206,6 @@ class Factors(NamedTuple):
         return Factors(self.scale[:, rows], self.inverse[:, rows], zeros)
 
 
-class ColumnRounding(Protocol):
-    """Rounds a matrix one column at a time."""
-
-    def __call__(self, x: torch.Tensor, column: int) -> torch.Tensor:
-        """Return the rounded values of a column in float32.
-
-        Args:
-            x: (rows,) values.
-            column: Index of the column.
-        """
-        ...
-
-    def select_rows(self, rows: torch.Tensor) -> ColumnRounding:
-        """Return the rounding of some rows, (rows,) int64, of every column."""
-        ...
-
-
-class ColumnRounder:
-    """Rounds columns under given scales; see ``ColumnRounding``.
-
-    Args:
-        factors: Scales and zero points of every value, (columns, rows).
-        scheme: How the matrix is quantized.
-    """
-
-    def __init__(self, factors: Factors, scheme: Scheme) -> None:
-        self._factors, self._scheme = factors, scheme
-        self._columns = factors.split_columns()
-
-    @classmethod
-    def from_scale(
-        cls,
-        scale: torch.Tensor,
-        zero_point: torch.Tensor | None,
-        scheme: Scheme,
-        shape: tuple[int, ...],
-        to_matrix: Callable[[torch.Tensor], torch.Tensor],
-    ) -> ColumnRounder:
-        """Return the rounding of a weight as a matrix, under given scales.
-
-        Args:
-            scale: One per block.
-            zero_point: Like ``scale``, or None.
-            scheme: How the weight is quantized.
-            shape: Shape of the weight.
-            to_matrix: Returns a tensor of this shape as a matrix (rows, columns).
-        """
-        blocks = scheme.blocks(shape)
-
-        def columns_first(x: torch.Tensor) -> torch.Tensor:
-            """One number per block to one per value, (columns, rows)."""
-            whole = blocks.spread(x.float()).expand(blocks.view)
-            return to_matrix(blocks.join(whole).reshape(shape)).T.contiguous()
-
-        zeros = None
-        if zero_point is not None and not (scheme.symmetric and scheme.fmt.signed):
-            zeros = columns_first(zero_point)
-        return cls(
-            Factors(columns_first(scale), columns_first(scale.float().reciprocal()), zeros), scheme
-        )
-
-    def __call__(self, x: torch.Tensor, column: int) -> torch.Tensor:
-        """Return the rounded values of a column."""
-        return round_trip(x.clone(), self._columns[column], self._scheme)
-
-    def select_rows(self, rows: torch.Tensor) -> ColumnRounder:
-        """Return the rounding of some rows of every column."""
-        return ColumnRounder(self._factors.select_rows(rows), self._scheme)
-
-
 # The functions below process one piece in float32 or float64, and may overwrite it.
 _Piece = Callable[[torch.Tensor, Factors, Scheme], torch.Tensor]
 
@@ -297,9 +234,28 @@ def _rescale(x: torch.Tensor, by: Factors, scheme: Scheme) -> torch.Tensor:
 
 
 def _to_codes(x: torch.Tensor, by: Factors, scheme: Scheme) -> torch.Tensor:
-    if scheme.fmt.is_encoded:
-        return round_to_codes(_divide(x, by, scheme), scheme.fmt, scheme.rounding)
+    fmt = scheme.fmt
+    if fmt.is_encoded:
+        return round_to_codes(_divide(x, by, scheme), fmt, scheme.rounding)
+    if fmt.native is not None and scheme.rounding is RoundType.half_even:
+        return _divide(x, by, scheme).clamp_(-fmt.max_value, fmt.max_value)  # the cast rounds
     return _round(x, by, scheme)
+
+
+def _is_counted(x: torch.Tensor, scale: torch.Tensor, scheme: Scheme) -> bool:
+    """Whether ``round_bfloat16_to_codes`` gives the codes: the same, in half the time on a CPU."""
+    fmt = scheme.fmt
+    is_narrow = x.dtype == torch.bfloat16 and fmt.is_encoded and fmt.signed and fmt.bits <= 8
+    if not is_narrow or not scheme.scales_by_powers or scheme.rounding is not RoundType.half_even:
+        return False
+    if x.device.type != "cpu" or not x.numel():
+        return False
+    (least, most), (lo, hi) = countable_scales(fmt), scale.aminmax()
+    return bool(least <= lo) and bool(hi <= most)
+
+
+def _count_codes(x: torch.Tensor, by: Factors, scheme: Scheme) -> torch.Tensor:
+    return round_bfloat16_to_codes(x, by.scale, scheme.fmt)
 
 
 def _from_codes(x: torch.Tensor, by: Factors, scheme: Scheme) -> torch.Tensor:
@@ -353,10 +309,14 @@ def _map(
         out = torch.empty(shape, dtype=dtype, device=x.device)
     views = blocks.split(x), out.view(blocks.view)
     for src, dst, by in _pieces(*views, Factors(scales, scales.reciprocal(), zeros)):
-        # Work in place in the result if it is wide enough: one buffer less in the cache.
-        work = dst if dst.dtype == wide else torch.empty(src.shape, dtype=wide, device=src.device)
-        if work.data_ptr() != src.data_ptr():
-            _load(src, work)
+        if piece is _count_codes:  # overwrites nothing
+            work = src
+        else:
+            # Work in place in the result if it is wide enough: one buffer less in the cache.
+            fits = dst.dtype == wide
+            work = dst if fits else torch.empty(src.shape, dtype=wide, device=src.device)
+            if work.data_ptr() != src.data_ptr():
+                _load(src, work)
         done = piece(work, by, scheme)
         if done.data_ptr() != dst.data_ptr():
             _store(done, dst)
@@ -378,7 +338,7 @@ def _store(done: torch.Tensor, dst: torch.Tensor) -> None:
     """Copy a float32 result, or flags, to ``dst``."""
     if dst.dtype == torch.float16:
         done.clamp_(-FLOAT16_MAX, FLOAT16_MAX)  # rounding up may exceed the range
-    elif dst.dtype == torch.uint8:
+    elif dst.dtype == torch.uint8 and done.is_floating_point():
         done = done.to(torch.int32)  # torch converts float32 to uint8 directly one value at a time
     dst.copy_(done)
 

@@ -6,13 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from quark.torch.numerics.qdq import (
-    ColumnRounder,
-    ColumnRounding,
-    dequantize,
-    fake_quantize_,
-    quantize,
-)
+from quark.torch.numerics.column_rounder import ColumnRounder, ColumnRounding
+from quark.torch.numerics.qdq import dequantize, fake_quantize_, quantize
 from quark.torch.numerics.scheme import Scheme
 
 

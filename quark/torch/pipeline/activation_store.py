@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import torch
 
+from quark.torch.pipeline.temporary_directory import TemporaryDirectory
+
 LIMIT = 1 << 30  # bytes held in memory
 _CHUNK = 1 << 20  # bytes that are written at once
 _directory: ContextVar[Path | None] = ContextVar("directory", default=None)
@@ -118,7 +120,7 @@ class ActivationStore:
         self.devices: dict[int, torch.device] = {}
         self._places: dict[int, torch.Tensor | _File] = {}  # reserved
         self._size = 0
-        self._directory: tempfile.TemporaryDirectory[str] | None = None
+        self._directory: TemporaryDirectory | None = None
 
     def __enter__(self) -> ActivationStore:
         return self
@@ -187,10 +189,8 @@ class ActivationStore:
             self._size += size
             return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
         if self._directory is None:
-            self._directory = tempfile.TemporaryDirectory(
-                prefix="quark-activations-", dir=_directory.get(), ignore_cleanup_errors=True
-            )
-        file = _File(str(Path(self._directory.name) / str(index)), shape, strides, dtype)
+            self._directory = TemporaryDirectory("quark-activations-", _directory.get())
+        file = _File(str(self._directory.path / str(index)), shape, strides, dtype)
         file.allocate()
         return file
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from quark.torch.pipeline.shapes import (
     FLOAT32,
+    PASS_READS,
     BlockShape,
     DataShape,
     ModelShape,
@@ -50,7 +51,7 @@ class Run(NamedTuple):
         model: The model.
         data: The calibration data; no tokens without any.
         algorithms: Name of each algorithm and what it takes for a block, in order.
-        proves: Whether rescalings or rotations are proved.
+        proves: How many kinds of structure are proved: rescalings, rotations.
         is_static: Whether ranges of activations are found by running the data.
         output: Bytes of the checkpoints.
         packed: Bytes of the tensors that one of them holds and the model does not.
@@ -70,7 +71,7 @@ class Run(NamedTuple):
     model: ModelShape
     data: DataShape
     algorithms: Sequence[tuple[str, StepWork]]
-    proves: bool
+    proves: int
     is_static: bool
     output: int
     packed: int
@@ -112,9 +113,8 @@ def list_steps(run: Run, limit: int, streams: bool) -> list[Step]:
     if run.is_static:
         stores = _held(data.hidden_states, 3, limit) if streams else 0
         memory = _pass_memory(run, not streams)
-        steps.append(
-            Step("ranges of activations", memory, stores, _model_flops(model, data), passes=1.0)
-        )
+        flops = _model_flops(model, data)
+        steps.append(Step("ranges of activations", memory, stores, flops, 0.0, PASS_READS, 1.0))
     steps.append(Step("rounding", 8 * element + leaving, solver_flops=quantize, reads=reads))
     steps += [evaluation] if evaluation else []
     packed = max((b.elements for b in model.blocks), default=0) if streams else run.packed
@@ -175,8 +175,7 @@ def _structure(run: Run) -> Step:
     if run.proves:
         weights = [sum(x.elements for x in block.layers) for block in model.blocks]
         memory = FLOAT32 * max(model.around + 4 * model.around_largest, 3 * max(weights, default=0))
-    reads = 2 + run.proves  # to trace the model, and to divide it into stacks
-    return Step("structure", memory, solver_flops=64.0 * model.size, reads=reads)
+    return Step("structure", memory, solver_flops=64.0 * model.size, reads=1 + run.proves)
 
 
 def _evaluation(run: Run, streams: bool, limit: int) -> Step | None:
@@ -194,7 +193,8 @@ def _evaluation(run: Run, streams: bool, limit: int) -> Step | None:
     unpacked = 2 * FLOAT32 * run.model.largest_weight if run.unpacks else 0
     memory = max(head, _pass_memory(run._replace(data=data), False) + unpacked)
     stores = _held(data.hidden_states, 3, limit) if streams else 0
-    return Step("evaluation", memory, stores, _model_flops(run.model, data))
+    flops = _model_flops(run.model, data)
+    return Step("evaluation", memory, stores, flops, reads=PASS_READS)
 
 
 def _pass_memory(run: Run, uses_head: bool) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable, Mapping
 from itertools import count
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from quark.torch.files import check_space, size_of
+from quark.torch.pipeline.temporary_directory import TemporaryDirectory
 
 
 class _Place(NamedTuple):
@@ -31,10 +31,8 @@ class Scratch:
     def __init__(self, directory: str | Path | None = None) -> None:
         self._temporary = None
         if directory is None:
-            self._temporary = tempfile.TemporaryDirectory(
-                prefix="quark-weights-", ignore_cleanup_errors=True
-            )
-        self.directory = Path(directory or self._temporary.name)  # type: ignore[union-attr]
+            self._temporary = TemporaryDirectory("quark-weights-")
+        self.directory = Path(directory or self._temporary.path)  # type: ignore[union-attr]
         self._places: dict[str, _Place] = {}
         self._own: set[Path] = set()
         self._numbers = count()

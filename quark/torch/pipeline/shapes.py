@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 FLOAT32, FLOAT64 = 4, 8  # bytes
+PASS_READS = 3  # of a block in a pass over the model: to find blocks, then stacks, and to run it
 
 
 class LayerShape(NamedTuple):
@@ -122,7 +123,8 @@ class Work(NamedTuple):
         flops: Arithmetic beside these passes.
         stores: Copies of the hidden states that are held meanwhile.
         changes: Whether values of weights change.
-        reads: Times that the block is brought into memory, if it is not there.
+        reads: Times that the block is brought into memory, if it is not there: for most, once to
+            find the stacks of blocks that run one after the other, and once to run it.
         held: Bytes of statistics that stay in stores until the end of the algorithm, up to the
             limit of activations.
         is_local: Whether it needs one block at a time. Otherwise the model must be in memory.
@@ -135,7 +137,7 @@ class Work(NamedTuple):
     flops: float = 0.0
     stores: int = 0
     changes: bool = True
-    reads: int = 1
+    reads: int = 2
     held: int = 0
     is_local: bool = True
     runs_model: bool = False

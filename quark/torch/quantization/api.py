@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from quark.torch.export.checkpoint.prequantized import keep_prequantized_layers
+from quark.torch.export.checkpoint.prequantized import announce_kept, keep_prequantized_layers
 from quark.torch.export.containers.base import ExportSettings
 from quark.torch.export.containers.safetensors import CopiedFiles
 from quark.torch.export.file_to_file import quantize_files
@@ -187,6 +187,7 @@ class ModelQuantizer:
         with self._activations(model), joined():
             plan = check(model, self.config, dataloader, statistics)
             check_processes(model, plan)
+            announce_kept(model, plan.layers, plan.config)
             if journal is not None:
                 digest = plan.data_digest
                 is_asked = processes().is_first  # the digests of a model take time

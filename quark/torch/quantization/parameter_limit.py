@@ -35,7 +35,7 @@ def limit_parameters(model: nn.Module, plan: Plan) -> None:
         model=shape,
         data=_describe(model, plan.batches, shape),
         algorithms=[(o.name, partial(algorithm.work, o)) for algorithm, o in plan.algorithms],
-        proves=any(algorithm.proves(options) for algorithm, options in plan.algorithms),
+        proves=len({kind for a, options in plan.algorithms for kind in a.proves(options)}),
         is_static=needs_data(plan.layers.values()),
         output=0,
         packed=0,

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from quark.torch.export.recognition import load_checkpoint
 from quark.torch.graph.discovery import discover
 
 
@@ -212,6 +213,14 @@ def test_a_function_that_does_not_run_the_model_is_refused(net):
     model = net(CASES["relu"][0], **CASES["relu"][1])
     with pytest.raises(ValueError, match=r"No parameter of Net was used\. Give"):
         discover(model, lambda: None)
+
+
+def test_a_packed_model_is_refused(build, quantize, export, batches):
+    directory = export(quantize(build(), "int4_wo_32"))
+    for bound in (None, 1 << 40):
+        model = load_checkpoint(directory, max_memory=bound)
+        with pytest.raises(ValueError, match=r"q_proj holds codes\. Load .*dequantize=True"):
+            discover(model, batches[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -7,10 +7,18 @@ import numpy as np
 import pytest
 import torch
 
-from quark.torch.numerics.codec import decode, encode, round_to_codes
+from quark.torch.numerics.codec import (
+    countable_scales,
+    decode,
+    encode,
+    round_bfloat16_to_codes,
+    round_to_codes,
+)
 from quark.torch.numerics.formats import Dtype
+from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.qdq import dequantize, fake_quantize, quantize
 from quark.torch.numerics.rounding import RoundType, round_to_grid_
+from quark.torch.numerics.scale_formats import E8M0
 from quark.torch.numerics.scheme import Scheme
 
 CASTS = {
@@ -139,3 +147,39 @@ def test_codes_of_rounded_values(name, mode):
     values = torch.cat([values, values.nextafter(ONE), values.nextafter(-ONE)])
     expected = encode(round_to_grid_(values.clone(), fmt, mode), fmt)
     assert torch.equal(round_to_codes(values.clone(), fmt, mode), expected)
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_bits_of_bfloat16_give_the_codes_of_ml_dtypes(name):
+    fmt = Dtype[name].value
+    bits_of_all = torch.arange(-32768, 32768).to(torch.int16)
+    x = bits_of_all[bits_of_all.view(torch.bfloat16).isfinite()]
+    least, most = countable_scales(fmt)
+    for scale in (least, 2.0**-7, 1.0, 2.0**90, most):
+        wide = x.view(torch.bfloat16).double().numpy() / scale
+        bounded = np.clip(wide, -fmt.max_value, fmt.max_value)
+        expected = bounded.astype(CASTS[name]).view(np.uint8).astype(np.int16)
+        codes = round_bfloat16_to_codes(x, torch.tensor([scale]), fmt)
+        assert torch.equal(codes, torch.from_numpy(expected)), scale
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_infinity_in_bfloat16_saturates(name):
+    fmt = Dtype[name].value
+    x = torch.tensor([float("inf"), float("-inf")], dtype=torch.bfloat16).view(torch.int16)
+    scale = torch.tensor([countable_scales(fmt)[1]])
+    values = decode(round_bfloat16_to_codes(x, scale, fmt), fmt)
+    assert values.tolist() == [fmt.max_value, -fmt.max_value]
+
+
+@pytest.mark.parametrize("exponent", [-126, -60, 0, 60, 126])
+@pytest.mark.parametrize("name", CASTS)
+def test_codes_of_bfloat16_are_those_of_float32(name, exponent):
+    scheme = Scheme(Dtype[name].value, QSchemeType.per_group, 1, 32, scale=E8M0)
+    x = torch.randn(6, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
+    scale = 2.0 ** torch.arange(-9, 9).reshape(6, 3)
+    scale = (scale * 2.0**exponent).clamp(2.0**-127, 2.0**127)
+    x = (x.double() * 2.0**exponent).bfloat16()
+    codes = quantize(x, scale, None, scheme)
+    assert codes.dtype == torch.uint8
+    assert torch.equal(codes, quantize(x.float(), scale, None, scheme))

@@ -198,3 +198,15 @@ def test_unknown_method(name, way):
     said = r"pack_method='sorted' is unknown: give one of \['order', 'reorder'\]"
     with pytest.raises(ValueError, match=said):
         way(torch.zeros(1, dtype=torch.int32), Dtype[name].value, "sorted")
+
+
+@each_method
+@pytest.mark.parametrize("start", [0, 1, 2, 3])
+def test_codes_at_odd_places_of_memory(start, method):
+    fmt = Dtype.fp4.value
+    memory = torch.arange(64, dtype=torch.uint8) % 16
+    codes = memory[start : start + 24].view(3, 8)
+    expected = [by_hand(row, fmt, method) for row in codes.tolist()]
+    assert pack(codes, fmt, method).tolist() == expected
+    across = pack(codes.T, fmt, method, axis=0)
+    assert across.T.tolist() == expected

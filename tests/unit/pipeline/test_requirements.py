@@ -15,6 +15,9 @@ from quark.torch.pipeline import run_steps
 from quark.torch.pipeline.requirements import least_bound, require
 from quark.torch.pipeline.run_steps import Run
 from quark.torch.pipeline.shapes import BlockShape, DataShape, LayerShape, ModelShape
+from quark.torch.quantization.algorithms import find_algorithms
+from quark.torch.quantization.calibration import needs_data
+from quark.torch.quantization.config.algo import RotationConfig, RoundingConfig
 from quark.torch.quantization.config.algo_lookup import make_algo_configs
 from quark.torch.quantization.model_shape import measure_model
 from tests.configurations import quantized
@@ -35,7 +38,7 @@ def request_of(algorithm="gptq", blocks=8, tokens=4096, **changes):
     data = DataShape(tokens, 128, 128, 1024, 4, 1000, blocks)
     (options,) = make_algo_configs([algorithm], {})
     work = partial(load_algorithm(algorithm).work, options)
-    return Run(model, data, [(algorithm, work)], False, False, 0, 0, **changes)
+    return Run(model, data, [(algorithm, work)], 0, False, 0, 0)._replace(**changes)
 
 
 class TestMemory:
@@ -177,17 +180,43 @@ def test_arithmetic_is_that_of_a_forward_pass(build, config_of):
     assert planned == pytest.approx(counter.get_total_flops(), rel=0.1)
 
 
-@pytest.mark.parametrize("name", ["gptq", "qronos", "awq"])
+READ = {  # name -> scheme, algorithms
+    "rtn": ("uint4_wo_32", []),
+    "fp8": ("fp8", []),
+    "gptq": ("uint4_wo_32", ["gptq"]),
+    "qronos": ("uint4_wo_32", ["qronos"]),
+    "yaqa": ("uint4_wo_32", ["yaqa"]),
+    "awq": ("uint4_wo_32", ["awq"]),
+    "awq and gptq": ("uint4_wo_32", ["awq", "gptq"]),
+    "smooth": ("int8", ["smooth"]),
+    "quarot": ("uint4_wo_32", ["quarot"]),
+    "quarot of values": ("uint4_wo_32", [RotationConfig(r1=False, r2=True, r4=False)]),
+    "quarot of inputs": ("uint4_wo_32", [RotationConfig(r1=False, r2=False, r4=True)]),
+}
+
+
+@pytest.mark.parametrize("name", READ)
 def test_reads_are_those_that_run(name, build, batches, config_of, tmp_path):
     build("llama", torch.bfloat16).save_pretrained(tmp_path / "float")
     model = stream_model(tmp_path / "float", 1 << 40)
     residency, loaded = residency_of(model), Loads()
     residency.limit, read = 0, residency._read
     residency._read = lambda unit: (loaded.update([unit.name]), read(unit))
-    (options,) = make_algo_configs([name], {})
-    config = config_of("uint4_wo_32", algo_config=[options])
+    scheme, algorithms = READ[name]
+    if algorithms and isinstance(algorithms[0], str):
+        algorithms = make_algo_configs(algorithms, {})
+    config = config_of(scheme, algo_config=algorithms)
     export_safetensors(quantized(model, config, batches), tmp_path / "out")
-    request = request_of(name, rounds=name != "awq")._replace(proves=name == "awq")
-    planned = sum(step.reads for step in run_steps.list_steps(request, 0, True))
+    planned = sum(step.reads for step in run_steps.list_steps(_run_of(config), 0, True))
     # The first block is read once more, to know the stored tensors of a layer.
     assert loaded["model.layers.1"] == planned == loaded["model.layers.0"] - 1
+
+
+def _run_of(config):
+    chosen = find_algorithms(config)
+    return request_of(
+        is_static=needs_data([config.global_quant_config]),
+        proves=len({kind for algorithm, options in chosen for kind in algorithm.proves(options)}),
+        rounds=any(isinstance(options, RoundingConfig) for _, options in chosen),
+        algorithms=[(o.name, partial(algorithm.work, o)) for algorithm, o in chosen],
+    )

@@ -41,7 +41,14 @@ from quark.torch.graph.structure import RESCALING, ROTATION, ResidualStream
 from quark.torch.numerics.hadamard import hadamard, largest_order, random_hadamard
 from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.pipeline.processes import describe, processes
-from quark.torch.pipeline.shapes import FLOAT32, FLOAT64, BlockShape, DataShape, Work
+from quark.torch.pipeline.shapes import (
+    FLOAT32,
+    FLOAT64,
+    PASS_READS,
+    BlockShape,
+    DataShape,
+    Work,
+)
 from quark.torch.quantization.config.algo import RotationConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.nn.attention import key_routes
@@ -318,7 +325,8 @@ def work(options: RotationConfig, block: BlockShape, data: DataShape) -> Work:
     flops = sum(2.0 * x.elements * (x.inputs + x.outputs) for x in block.layers)
     if not options.trainable:
         observes = needs_data(options)
-        return Work(memory, float(observes), flops, runs_model=observes)
+        reads = _reads(options) + observes * (PASS_READS + 1)
+        return Work(memory, float(observes), flops, reads=reads, runs_model=observes)
     from quark.torch.algorithm.rotation.spinquant import STEPS
 
     logits = 6 * FLOAT32 * data.batch * data.labels
@@ -326,6 +334,15 @@ def work(options: RotationConfig, block: BlockShape, data: DataShape) -> Work:
     memory += logits + graph + 4 * FLOAT32 * block.elements
     passes = 5.0 * STEPS * data.batch / max(data.tokens, 1)
     return Work(memory, passes, (STEPS + 1) * flops, is_local=False)
+
+
+def _reads(options: RotationConfig) -> int:
+    """Return the times that a block is brought into memory for fixed rotations."""
+    in_stream = options.r1 and not options.online_r1_rotation
+    named = options.online_config is not None and options.online_config.online_rotation_layers
+    is_online = options.r4 or options.online_r1_rotation or bool(named)
+    # Each of two plans reads the gains of norms; weights are edited; inputs are rotated.
+    return 2 * in_stream + 1 + is_online
 
 
 ALGORITHM = Algorithm(

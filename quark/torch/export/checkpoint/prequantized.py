@@ -126,6 +126,28 @@ def remember_prequantized(model: nn.Module, reader: Any) -> None:
         vars(model)[ATTRIBUTE] = PrequantizedLayers(reader)
 
 
+def announce_kept(model: nn.Module, quantized: Collection[str], config: Any) -> None:
+    """Tell before the work which layers will keep codes, and which formats cannot hold them.
+
+    Args:
+        model: A float model.
+        quantized: Names of the layers that will be quantized.
+        config: How.
+    """
+    source: PrequantizedLayers | None = vars(model).get(ATTRIBUTE)
+    if source is None or not config.keep_prequantized_layers:
+        return
+    kept = source.find(model, quantized)
+    if kept:
+        logger.info(
+            "%d layers that stay in float, such as %s, will keep the codes of the source, which "
+            "custom_mode='quark' alone holds. For another format, set "
+            "Config(keep_prequantized_layers=False) now.",
+            len(kept),
+            next(iter(kept)),
+        )
+
+
 @torch.no_grad()
 def keep_prequantized_layers(model: nn.Module) -> None:
     """Give the float layers of a quantized model the codes that they have in its source, in place.

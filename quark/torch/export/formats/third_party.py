@@ -37,6 +37,7 @@ from quark.torch.quantization.config.match import config_for, literal
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.config.type import ScaleType
 from quark.torch.quantization.nn.layer import QuantizedLayer
+from quark.torch.quantization.nn.packed import PackedLayer
 from quark.torch.quantization.nn.tensor_layout import TensorLayout
 
 _SCALE_TYPES = {torch.float16: ScaleType.float16, torch.bfloat16: ScaleType.bfloat16}
@@ -102,6 +103,7 @@ class ThirdPartyFormat(QuarkFormat):
             raise ValueError(
                 f"custom_mode={self.name!r} cannot hold {described}. It holds {self.supported}. "
                 "Exclude such layers, quantize them otherwise, or use custom_mode='quark'."
+                f"{_kept_remedy(layers)}"
             )
         self.float_layers = float_layers
         self.has_act_order = any(map(has_act_order, layers.values()))
@@ -212,3 +214,16 @@ class ThirdPartyFormat(QuarkFormat):
 def _is_float_weight(entry: TensorHeader | None) -> bool:
     """Whether a tensor is stored in a float type wider than fp8 codes."""
     return entry is not None and entry.dtype.is_floating_point and entry.dtype.itemsize > 1
+
+
+def _kept_remedy(layers: Mapping[str, QuantizedLayer]) -> str:
+    """Return what to do about layers that keep the codes of a quantized source, if there are any.
+
+    Of the layers of a frozen model these alone are packed.
+    """
+    if {isinstance(layer, PackedLayer) for layer in layers.values()} != {True, False}:
+        return ""
+    return (
+        " Layers that keep the codes of the source stay in float if they are quantized with "
+        "Config(keep_prequantized_layers=False)."
+    )

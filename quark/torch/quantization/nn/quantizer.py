@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from quark.torch.numerics.code_recovery import recovers_codes
+from quark.torch.numerics.column_rounder import ColumnRounder, ColumnRounding
 from quark.torch.numerics.custom_operators import (
     dequantize,
     fake_quantize,
@@ -19,8 +20,6 @@ from quark.torch.numerics.custom_operators import (
 )
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.qdq import (
-    ColumnRounder,
-    ColumnRounding,
     dynamic_qparams,
     fake_quantize_,
     quantize,
