@@ -127,6 +127,7 @@ ROWS: dict[str, dict[str, list[dict[str, Any]]]] = {
         "learned R1 R2": [_LEARNED],
         "gptq": [_GPTQ],
         "rotation R1 R2, gptq": [_R1R2, _GPTQ],
+        "rotation R1 R2 R4, gptq": [_R1R2R4, _GPTQ],
         "rotation R1 R2 R4, yaqa": [_R1R2R4, _YAQA],
         "learned R1 R2, gptq": [_LEARNED, _GPTQ],
         "svdquant": [_SVDQUANT],
@@ -134,8 +135,10 @@ ROWS: dict[str, dict[str, list[dict[str, Any]]]] = {
     },
     "nvfp4": {
         "": [],
+        "gptq": [_GPTQ],
         "yaqa": [_YAQA],
         "awq, yaqa": [{"name": "awq"}, _YAQA],
+        "rotation R1 R2, gptq": [_R1R2, _GPTQ],
         "rotation R1 R2, yaqa": [_R1R2, _YAQA],
     },
     _W4A4: {

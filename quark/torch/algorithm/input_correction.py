@@ -5,10 +5,12 @@ error |W r - Q x|² over all tokens is |W* x - Q x|² plus a term that does not 
 W* = W + D, D = W C H⁻¹, C the sum of (r - x) xᵀ and H that of x xᵀ. So W* is rounded instead of W.
 GPTAQ (Li et al. 2025) and Qronos (Zhang et al. 2025) minimize the same error column by column.
 
-Two things keep the correction from fitting the calibration data alone. The inputs x are those
+Three things keep the correction from fitting the calibration data alone. The inputs x are those
 before the layer quantizes them: the noise of 4 bits makes the best W* smaller in every direction
-with little energy in this data, where other texts have more. And the weight goes only the share of
-the way that fits data which the correction has not seen: ``best_share``.
+with little energy in this data, where other texts have more. For the noise of earlier layers, H is
+damped so strongly that the correction keeps to directions with more energy than most. And the
+weight goes only the share of the way that fits data which the correction has not seen:
+``best_share``.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ from quark.torch.quantization.nn.experts import corresponding_experts
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 
 DAMPING = 0.01  # of the correction, and of the rounding where the options have no damping
+NOISY_DAMPING = 1.0  # of the correction, where inputs are rounded while data runs
 REFITS = 3  # of scales to rounded values, before the last rounding
 
 
@@ -139,7 +142,8 @@ def correct_weights_(
     parts = [_input_groups(fold) for fold in folds]
     # For each group of inputs, the inverse factors of each fold and of all data.
     groups = [[*own, _total(own)] for own in zip(*parts, strict=True)]
-    factors = [[inverse_factor(c.square, DAMPING) for c in group] for group in groups]
+    damping = NOISY_DAMPING if any(map(_rounds_input, layers)) else DAMPING
+    factors = [[inverse_factor(c.square, damping) for c in group] for group in groups]
     for layer in layers:
         matrix = weight_matrix(layer)
         gain = error = matrix.new_zeros(())
@@ -153,6 +157,12 @@ def correct_weights_(
             changes.append(change)
         share = best_share(gain, error).clamp(max=strength) if len(folds) > 1 else 0.0
         write_weight_matrix_(layer, matrix + share * join_rows(changes))
+
+
+def _rounds_input(layer: FakeQuantizedLayer) -> bool:
+    """Return whether the input of a layer is rounded while data runs; see ``quantize_inputs``."""
+    quantizer = layer.input_quantizer
+    return quantizer is not None and not quantizer.needs_data
 
 
 def correction(

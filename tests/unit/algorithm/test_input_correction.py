@@ -14,13 +14,13 @@ from quark.torch.quantization.preparation import replace_layers, select_layers
 INPUTS, OUTPUTS, TOKENS = 32, 8, 400
 
 
-def layer_and_data(kind=nn.Linear):
+def layer_and_data(kind=nn.Linear, name="int4_wo_32"):
     """A layer, inputs of the float model, and what became of them."""
     generator = torch.Generator().manual_seed(0)
     linear = nn.Linear(INPUTS, OUTPUTS) if kind is nn.Linear else Conv1D(OUTPUTS, INPUTS)
     nn.init.normal_(linear.weight.detach(), generator=generator)
     model = nn.Sequential(linear)
-    replace_layers(model, select_layers(model, Config(scheme("int4_wo_32"))))
+    replace_layers(model, select_layers(model, Config(scheme(name))))
     mix = torch.randn(INPUTS, INPUTS, generator=generator) / INPUTS**0.5
     r = torch.randn(TOKENS, INPUTS, generator=generator) @ mix
     x = r + 0.3 * torch.randn(TOKENS, INPUTS, generator=generator) @ mix
@@ -79,6 +79,19 @@ def test_the_share_is_the_one_that_fits_data_not_seen_best():
     best = min(grid, key=held_out_error)
     assert 0.1 < best < 0.9
     assert share == pytest.approx(best, abs=2e-3)
+
+
+@pytest.mark.parametrize(("name", "least", "most"), [("mxfp4", 0, 0.01), ("int4_wo_32", 0.1, 1)])
+def test_directions_with_little_energy_are_left_alone_where_inputs_are_rounded(name, least, most):
+    """The noise of rounding is there too; other texts may have their energy there."""
+    layer, _, _ = layer_and_data(name=name)
+    r = torch.randn(TOKENS, INPUTS, generator=torch.Generator().manual_seed(2))
+    r[:, INPUTS // 2 :] /= 32  # a thousandth of the energy
+    before = rows_of(layer)
+    correct_weights_([layer], [compare(r[::2], r[::2] / 2), compare(r[1::2], r[1::2] / 2)])
+    moved = ((rows_of(layer) - before).abs() / before.abs()).split(INPUTS // 2, dim=1)
+    assert moved[0].median() > 0.5  # of the 1 that undoes x = r / 2
+    assert least <= moved[1].median() <= most
 
 
 def test_what_one_part_of_the_data_alone_suggests_is_not_followed():

@@ -31,16 +31,20 @@ def test_a_recipe_is_its_scheme_with_its_algorithms(quantize, tmp_path):
 
 
 def test_groups_are_made_to_divide_the_model(quark, build, tmp_path):
-    sizes = {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 1}
-    build("llama", **sizes, intermediate_size=128).save_pretrained(tmp_path / "model")
+    """576 hidden values take groups of 64, and 1536 in the MLP those of 128: said before work."""
+    sizes = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3}
+    build("llama", **sizes, intermediate_size=1536).save_pretrained(tmp_path / "model")
     result = quark(
         *("quantize", "--model_dir", tmp_path / "model", "--output_dir", tmp_path / "out"),
         *("--recipe", "w4", "--plan", "--json", "--skip_evaluation"),
     )
     assert result.exit_code == 0, result.output
     kinds = {kind["name"]: kind["config"] for kind in json.loads(result.stdout)["layers"]}
-    assert kinds["model.layers.*.self_attn.q_proj"]["weight"]["group_size"] == 32
+    assert kinds["model.layers.*.self_attn.q_proj"]["weight"]["group_size"] == 64
     assert kinds["model.layers.*.mlp.down_proj"]["weight"]["group_size"] == 128
+    said = " ".join(result.stderr.split())
+    assert "groups of the recipe do not divide model.layers.*" in said
+    assert "the group size is 64 there" in said
 
 
 @pytest.mark.parametrize(
