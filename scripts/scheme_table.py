@@ -6,17 +6,32 @@ After a scheme was added or changed, run
 """
 
 import json
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
+import torch
+from torch import nn
+
 from quark.cli.schemes import TABLE
+from quark.torch.export.checkpoint.writer import collect, make_format
+from quark.torch.export.checkpoint_contents import summarize
+from quark.torch.export.formats.registry import FORMATS
+from quark.torch.quantization.api import ModelQuantizer
 from quark.torch.quantization.calibration import needs_data
+from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.description import describe, describe_layer
+from quark.torch.quantization.config.export import JsonExporterConfig
+from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.config.presets import (
     KV_CACHE_SCHEMES,
     kv_cache_scheme,
     scheme,
     scheme_names,
 )
+
+SIZE = 1024  # inputs and outputs of the layer whose bits are counted
 
 
 def table() -> str:
@@ -34,13 +49,48 @@ def layer_row(name: str) -> dict[str, Any]:
     """Return the row of a scheme of layers."""
     layer = scheme(name)
     words = describe_layer(layer)
+    model = quantized_model(layer)
+    tensors = collect(model, make_format(model, None, JsonExporterConfig(), "quark"))
+    summary = summarize(tensors, model.quant_config, "float32")
     return {
         "name": name,
         "weight": words.weight,
         "input": words.input,
         "output": words.output,
         "needs_data": needs_data([layer]),
+        "bits": summary.bits_per_weight,
+        "layouts": [*layouts(model)],
     }
+
+
+class Net(nn.Module):
+    """A model with one block of one layer: some layouts hold blocks alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = nn.Sequential(OrderedDict(proj=nn.Linear(SIZE, SIZE)))
+        self.layers = nn.ModuleList([block])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the output of the layer."""
+        result: torch.Tensor = self.layers[0](x)
+        return result
+
+
+def quantized_model(layer: QuantizationConfig) -> nn.Module:
+    """Return a model of one layer under a scheme."""
+    torch.manual_seed(0)
+    config = Config(global_quant_config=layer)
+    quantizer = ModelQuantizer(config)
+    return quantizer.freeze(quantizer.quantize_model(Net(), [torch.randn(8, SIZE)]))
+
+
+def layouts(model: nn.Module) -> Iterator[str]:
+    """Iterate over the layouts of safetensors that can hold a model."""
+    for mode in FORMATS:
+        with suppress(ValueError):
+            make_format(model, None, JsonExporterConfig(), mode)
+            yield mode
 
 
 def sort_key(name: str) -> tuple[bool, str, int]:

@@ -13,7 +13,7 @@ import typer
 from quark.cli import console, models
 from quark.cli.memory_check import Measurement, check_measurement
 from quark.cli.model_files import find_model
-from quark.cli.options import SEQ_LEN, Verbose, panel, verb
+from quark.cli.options import SEQ_LEN, Json, add_verb, panel, verb
 from quark.cli.outputs import check_directory, check_offload_directory, check_room
 from quark.cli.quantize.flags import CalibrationFlags, ModelFlags
 
@@ -68,13 +68,13 @@ class CollectRequest(DataFlags):
         ),
     ] = 2
     overwrite: Annotated[bool, _output(help="Replace an existing directory after success.")] = False
-    verbose: Verbose = False
+    as_json: Json = False
     given: frozenset[str] = frozenset()
 
 
 def register(app: typer.Typer) -> None:
     """Add the verb to the command line."""
-    app.command("collect", help=HELP)(verb(CollectRequest, _collect))
+    add_verb(app, "collect", verb(CollectRequest, _collect), HELP)
 
 
 def _collect(request: CollectRequest) -> None:
@@ -87,10 +87,12 @@ def _collect(request: CollectRequest) -> None:
     model = load_float_model(request, source)
     check_size = partial(check_room, "--output_dir", request.output_dir)
     statistics = collect(model, windows, request, request.probes, check_size)
-    write_statistics(statistics, request.output_dir, request.overwrite)
+    write_statistics(statistics, request.output_dir, request.overwrite, request.as_json)
 
 
-def write_statistics(statistics: Statistics, directory: Path, overwrite: bool) -> None:
+def write_statistics(
+    statistics: Statistics, directory: Path, overwrite: bool, as_json: bool
+) -> None:
     """Write statistics and print their size."""
     from quark.torch.statistics.files import save_statistics
 
@@ -102,7 +104,11 @@ def write_statistics(statistics: Statistics, directory: Path, overwrite: bool) -
         "tensors": str(len(statistics.inputs)),
         "size on disk": console.format_bytes(size),
     }
-    console.out.print("", console.facts(rows), "")
+    if as_json:
+        counts = {"layers": len(statistics.readers), "tensors": len(statistics.inputs)}
+        console.as_json({"output": str(directory), **counts, "bytes": size})
+    else:
+        console.out.print("", console.facts(rows), "")
 
 
 def find_float_model(request: ModelFlags) -> Path:

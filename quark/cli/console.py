@@ -10,6 +10,7 @@ import traceback
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -21,6 +22,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from quark.torch import progress
 from quark.torch.quantization.config.name_lookup import printable
 
 WIDTH = 120  # columns of an output that is not a terminal, unless COLUMNS is set
@@ -49,21 +51,60 @@ class _Console(Console):
 out = _Console(highlight=False, width=_width())
 err = _Console(stderr=True, highlight=False)
 
-_is_verbose = False
+_steps = logging.getLogger("quark.cli.steps")  # for the log file; the terminal shows steps anyway
 
 
-def set_verbose(wanted: bool) -> bool:
+class _Shown:
+    """What is shown on the terminal."""
+
+    is_verbose = False
+    is_quiet = False
+
+
+def set_verbose(wanted: bool) -> None:
     """Show the log of level info and tracebacks for the rest of the session (``--verbose``)."""
-    global _is_verbose
     if wanted:
-        _is_verbose = True
-        logging.getLogger("quark").setLevel(logging.INFO)
+        _Shown.is_verbose = True
         warnings.simplefilter("default")
-    return wanted
+
+
+def set_quiet(wanted: bool) -> None:
+    """Show warnings and errors only for the rest of the session (``--quiet``)."""
+    if wanted:
+        _Shown.is_quiet = out.quiet = True
+
+
+def show_json_only(wanted: bool) -> None:
+    """Print nothing but the JSON of ``as_json`` to the standard output."""
+    out.quiet = out.quiet or wanted
+
+
+def open_log_file(path: Path | None) -> None:
+    """Write the log to a file too for the rest of the session, behind what it holds.
+
+    Raises:
+        typer.BadParameter: It cannot be written.
+    """
+    if path is None:
+        return
+    try:
+        handler = logging.FileHandler(path, encoding="utf-8")
+    except OSError as error:
+        raise wrong("--log_file", f"{path} cannot be written: {error.strerror}.") from None
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s"))
+    logging.getLogger("quark").addHandler(handler)
+    _steps.info("quark %s", " ".join(sys.argv[1:]))
 
 
 class _Handler(logging.Handler):
     """Prints each record of the log of this package in one line."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether a record is shown."""
+        if record.name == _steps.name:
+            return False
+        is_progress = record.name == progress.logger.name and not _Shown.is_quiet
+        return record.levelno >= logging.WARNING or _Shown.is_verbose or is_progress
 
     def emit(self, record: logging.LogRecord) -> None:
         label = record.levelname.lower()
@@ -75,20 +116,21 @@ class _Handler(logging.Handler):
 @contextmanager
 def session() -> Iterator[None]:
     """Show warnings of this package, silence other libraries, and restore both afterwards."""
-    global _is_verbose
-    _is_verbose = False
+    _Shown.is_verbose = _Shown.is_quiet = out.quiet = False
     for name in ("TRANSFORMERS_VERBOSITY", "DATASETS_VERBOSITY", "HF_HUB_VERBOSITY"):
         os.environ.setdefault(name, "error")
     logger = logging.getLogger("quark")
     before = logger.handlers, logger.level
     logger.handlers = [_Handler()]
-    logger.setLevel(logging.WARNING)
+    logger.setLevel(logging.INFO)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.filterwarnings("default", module=r"quark\.")
         try:
             yield
         finally:
+            for handler in logger.handlers:
+                handler.close()
             logger.handlers, level = before
             logger.setLevel(level)
 
@@ -96,12 +138,13 @@ def session() -> Iterator[None]:
 def report(error: Exception) -> int:
     """Print an error in one line and return the exit code: 2 for a wrong call, else 1."""
     is_usage = hasattr(error, "format_message")  # errors of typer about arguments
-    if _is_verbose and not is_usage:
+    if _Shown.is_verbose and not is_usage:
         err.print(escape("".join(traceback.format_exception(error)).rstrip()), soft_wrap=True)
     text = error.format_message() if is_usage else str(error)  # type: ignore[attr-defined]
     text = " ".join(text.split()) or type(error).__name__
     if not isinstance(error, (ValueError, OSError)) and not is_usage:
         text = f"{type(error).__name__}: {text}"
+    _steps.error(text, exc_info=None if is_usage else error)
     context = getattr(error, "ctx", None)
     hint = f" [dim]({context.command_path} --help)[/]" if context is not None else ""
     err.print(f"[bold red]error:[/] {escape(text)}{hint}", soft_wrap=True)
@@ -122,11 +165,15 @@ def stage(text: str, spinner: bool = False) -> Iterator[None]:
         spinner: Whether to show a spinner, for steps without a progress bar.
     """
     start = time.monotonic()
-    if err.is_terminal and not spinner:
+    is_live = err.is_terminal and not _Shown.is_quiet
+    if is_live and not spinner:
         err.print(f"  [dim]{text} …[/]", end="\r")  # a progress bar overwrites this line
-    with err.status(text) if spinner and err.is_terminal else nullcontext():
+    with err.status(text) if spinner and is_live else nullcontext():
         yield
-    err.print(f"  [dim]{text:<40} {time.monotonic() - start:6.1f} s[/]")
+    seconds = time.monotonic() - start
+    _steps.info("%s: %.1f s", text, seconds)
+    if not _Shown.is_quiet:
+        err.print(f"  [dim]{text:<40} {seconds:6.1f} s[/]")
 
 
 def table(title: str | None = None) -> Table:

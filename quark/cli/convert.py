@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 
 from quark.cli import console, models
-from quark.cli.options import CheckDigests, TrustRemoteCode, Verbose, in_words, one_of, panel
+from quark.cli.options import CheckDigests, Json, TrustRemoteCode, add_verb, in_words, one_of, panel
 from quark.cli.outputs import check_directory
 from quark.torch.export.containers.registry import conversion_targets
 
@@ -58,7 +58,7 @@ Overwrite = Annotated[
 
 def register(app: typer.Typer) -> None:
     """Add the verb to the command line."""
-    app.command("convert", help=HELP)(convert)
+    add_verb(app, "convert", convert, HELP)
 
 
 def convert(
@@ -69,9 +69,10 @@ def convert(
     overwrite: Overwrite = False,
     trust_remote_code: TrustRemoteCode = False,
     check_digests: CheckDigests = False,
-    verbose: Verbose = False,
+    as_json: Json = False,
 ) -> None:
     """Convert a checkpoint and print the result."""
+    console.show_json_only(as_json)
     if not source.exists():
         raise console.wrong("IN", f"there is no {source}. Give a checkpoint's directory or file.")
     check_directory("OUT", target, overwrite)
@@ -86,3 +87,6 @@ def convert(
     if verdict is not None:
         rows["verified"] = escape(str(verdict))
     console.out.print("", console.facts(rows), "", sep="\n")
+    if as_json:
+        written = {"output": str(target), "format": to, "bytes": after, "original_bytes": before}
+        console.as_json({**written, "verified": None if verdict is None else str(verdict)})

@@ -30,7 +30,7 @@ from quark.cli.options import (
     Runtime,
     Tasks,
     TrustRemoteCode,
-    Verbose,
+    add_verb,
     panel,
 )
 
@@ -106,7 +106,7 @@ TaskLimit = Annotated[
 
 def register(app: typer.Typer) -> None:
     """Add the verb to the command line."""
-    app.command("evaluate", help=HELP)(evaluate)
+    add_verb(app, "evaluate", evaluate, HELP)
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,6 @@ def evaluate(
     trust_remote_code: TrustRemoteCode = False,
     check_digests: CheckDigests = False,
     as_json: Json = False,
-    verbose: Verbose = False,
 ) -> None:
     """Evaluate one or two models on the same windows and tasks."""
     models.check_runtime(runtime, max_memory)
@@ -238,12 +237,8 @@ def _as_records(rows: list[_Row]) -> dict[str, Any]:
 def _as_record(row: _Row) -> dict[str, Any]:
     """Return a row as plain JSON types."""
     data = asdict(row)
-    figures = data.pop("figures")
-    tasks = {
-        task: {metric: score._asdict() for metric, score in metrics.items()}
-        for task, metrics in row.figures.scores.items()
-    }
-    return {**data, "perplexity": figures["perplexity"], "tasks": tasks}
+    del data["figures"]
+    return data | row.figures.to_dict()
 
 
 def _print_rows(rows: list[_Row], caption: str) -> None:

@@ -14,7 +14,6 @@ from quark.cli import (
     collect,
     console,
     convert,
-    demo,
     evaluate,
     merge,
     process_group,
@@ -22,6 +21,8 @@ from quark.cli import (
     report,
     schemes,
 )
+from quark.cli.compare import command as compare
+from quark.cli.demo import command as demo
 from quark.cli.inspect import command as inspect
 from quark.cli.quantize import command as quantize
 from quark.cli.search import command as search
@@ -127,6 +128,7 @@ for command in (
     search,
     convert,
     evaluate,
+    compare,
     inspect,
     report,
     schemes,

@@ -9,7 +9,7 @@ import typer
 
 from quark.cli import console
 from quark.cli.collect import read_statistics, write_statistics
-from quark.cli.options import Verbose, panel
+from quark.cli.options import Json, add_verb, panel
 from quark.cli.outputs import check_directory, check_room
 
 HELP = """
@@ -35,11 +35,11 @@ Overwrite = Annotated[
 
 def register(app: typer.Typer) -> None:
     """Add the verb to the command line."""
-    app.command("merge", help=HELP)(merge)
+    add_verb(app, "merge", merge, HELP)
 
 
 def merge(
-    parts: Parts, output_dir: Target, overwrite: Overwrite = False, verbose: Verbose = False
+    parts: Parts, output_dir: Target, overwrite: Overwrite = False, as_json: Json = False
 ) -> None:
     """Merge statistics, write them and print their size."""
     from quark.torch.statistics.merging import merge_statistics
@@ -53,4 +53,4 @@ def merge(
             merged = merge_statistics(statistics)
         except ValueError as error:
             raise console.wrong("IN", str(error)) from None
-    write_statistics(merged, output_dir, overwrite)
+    write_statistics(merged, output_dir, overwrite, as_json)

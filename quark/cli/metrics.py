@@ -34,6 +34,14 @@ class Figures:
     perplexity: float
     scores: dict[str, dict[str, Score]] = field(default_factory=dict)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the metrics as plain JSON types."""
+        tasks = {
+            task: {metric: score._asdict() for metric, score in metrics.items()}
+            for task, metrics in self.scores.items()
+        }
+        return {"perplexity": self.perplexity, "tasks": tasks}
+
 
 @dataclass
 class Measures:

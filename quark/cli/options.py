@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import MISSING, fields
 from inspect import Parameter, Signature
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 import typer
 from typer.core import TyperCommand
+from typer.models import OptionInfo
 
-from quark.cli.console import set_verbose, wrong
+from quark.cli.console import open_log_file, set_quiet, set_verbose, wrong
 
 SEQ_LEN = 512
 EVAL_WINDOWS = 16
@@ -23,18 +26,26 @@ DataType = Literal["auto", "float16", "bfloat16", "float32"]
 T = TypeVar("T")
 
 
-def one_of(flag: str, names: Callable[[], Iterable[str]]) -> Callable[[str], str]:
+def one_of(
+    flag: str,
+    names: Callable[[], Iterable[str]],
+    elsewhere: Mapping[str, Iterable[str]] | None = None,
+) -> Callable[[str], str]:
     """Return a parser for typer of a flag whose value is a name in a table.
 
     Args:
         flag: The flag, for messages.
         names: Function that returns the names. Case is ignored, and "-" equals "_".
+        elsewhere: Other flag -> names that it takes, to which a message refers.
     """
 
     def parse(value: str) -> str:
         from quark.torch.quantization.config.name_lookup import unknown
 
         known = {_plain(name): name for name in names()}
+        for other, others in (elsewhere or {}).items():
+            if _plain(value) in map(_plain, others) and _plain(value) not in known:
+                raise wrong(flag, f"{value!r} is a value of {other}: give {other} {value}.")
         if _plain(value) not in known:
             message = unknown(value, known.values(), flag).removeprefix(f"{flag}: ")
             raise wrong(flag, message)
@@ -124,7 +135,6 @@ PlanOnly = Annotated[
         "too little.",
     ),
 ]
-PlanJson = Annotated[bool, _model("--json", help="With --plan: print JSON instead of tables.")]
 TrustRemoteCode = Annotated[
     bool,
     _model(
@@ -172,16 +182,66 @@ ChatTemplate = Annotated[
     ),
 ]
 Json = Annotated[bool, _other("--json", help="Print JSON instead of tables.")]
-Verbose = Annotated[
-    bool,
-    _other(
-        "--verbose",
-        "-v",
-        callback=set_verbose,
-        is_eager=True,
-        help="Show the log, and a traceback on errors.",
+
+
+def _shared_flag(
+    kind: Any, name: str, act: Callable[[Any], None], *names: str, **settings: Any
+) -> Parameter:
+    """Return a parameter whose value is not passed on: ``act`` takes it before any other flag."""
+    flag = _other(f"--{name}", *names, callback=act, is_eager=True, **settings)
+    default = False if kind is bool else None
+    return Parameter(
+        name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, flag]
+    )
+
+
+_SHARED_FLAGS = (
+    _shared_flag(
+        bool, "verbose", set_verbose, "-v", help="Show the log, and a traceback on errors."
     ),
-]
+    _shared_flag(
+        bool,
+        "quiet",
+        set_quiet,
+        "-q",
+        help="Print warnings and errors only; with --json, the JSON too.",
+    ),
+    _shared_flag(
+        Path | None,
+        "log_file",
+        open_log_file,
+        metavar="FILE",
+        help="File to write the log to: steps with their times, progress, warnings and errors.",
+    ),
+)
+
+
+def add_verb(
+    app: typer.Typer,
+    name: str,
+    function: Callable[..., None],
+    help: str,
+    cls: type[TyperCommand] | None = None,
+) -> None:
+    """Add a verb to the command line, with the flags that every verb has.
+
+    Args:
+        app: The command line.
+        name: Name of the verb.
+        function: What it does; its parameters are the other flags.
+        help: Text of its help.
+        cls: Class of the command.
+    """
+    signature = inspect.signature(function, eval_str=True)
+
+    def command(**values: Any) -> None:
+        function(**{name: values[name] for name in signature.parameters})
+
+    own = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in signature.parameters.values()]
+    command.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[*own, *_SHARED_FLAGS]
+    )
+    app.command(name, cls=cls, help=help)(command)
 
 
 def verb(flags: type[T], run: Callable[[T], None]) -> Callable[..., None]:
@@ -215,7 +275,7 @@ def _named(flag: Any, name: str) -> Any:
     """Return an annotation whose option is spelled like a field, unless it has a spelling."""
     kind, option = get_args(flag)
     option = copy(option)
-    if option.default is ...:
+    if isinstance(option, OptionInfo) and option.default is ...:
         option.default = f"--{name}"
     return Annotated[kind, option]
 

@@ -18,7 +18,8 @@ def check_directory(flag: str, directory: Path, overwrite: bool) -> None:
     try:
         check_vacant(directory, overwrite)
     except OSError as error:
-        raise wrong(flag, str(error)) from None
+        message = str(error).replace("pass overwrite=True", "give --overwrite")
+        raise wrong(flag, message) from None
 
 
 def check_room(flag: str, directory: Path, needed: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from quark.cli import console
-from quark.cli.options import Json
+from quark.cli.options import Json, add_verb
 
 HELP = """
 List the recipes of [cyan]quark quantize --recipe[/cyan].
@@ -23,7 +23,7 @@ order.
 
 def register(app: typer.Typer) -> None:
     """Add the verb to the command line."""
-    app.command("recipes", help=HELP)(recipes)
+    add_verb(app, "recipes", recipes, HELP)
 
 
 def recipes(as_json: Json = False) -> None:

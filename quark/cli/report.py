@@ -20,7 +20,7 @@ from quark.cli.options import (
     Json,
     MaxMemory,
     TrustRemoteCode,
-    Verbose,
+    add_verb,
     panel,
 )
 from quark.cli.outputs import check_file
@@ -70,7 +70,7 @@ Overwrite = Annotated[bool, _output("--overwrite", help="Replace existing files.
 
 def register(app: typer.Typer) -> None:
     """Add the verb to the command line."""
-    app.command("report", help=HELP)(report)
+    add_verb(app, "report", report, HELP)
 
 
 def report(
@@ -87,7 +87,6 @@ def report(
     trust_remote_code: TrustRemoteCode = False,
     check_digests: CheckDigests = False,
     as_json: Json = False,
-    verbose: Verbose = False,
 ) -> None:
     """Measure a checkpoint, and write the page or print the numbers."""
     if not directory.exists():

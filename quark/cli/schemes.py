@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
 from quark.cli import console
-from quark.cli.options import Json
+from quark.cli.options import Json, add_verb
 
 HELP = """
 List the schemes of [cyan]--quant_scheme[/cyan] and [cyan]--kv_cache_dtype[/cyan].
 
-The columns show the formats of weights, inputs and outputs of every layer.
-[cyan]data[/cyan] marks schemes that need calibration text for static ranges. Names that
-end in a group size accept any other group size: [cyan]int4_wo_16[/cyan]. The long names of
-MX schemes in version 0.8 are accepted too: [cyan]w_mx_fp4_per_group_sym[/cyan] is
-[cyan]w_mxfp4[/cyan]. Names of compressed-tensors too: [cyan]W4A16[/cyan],
-[cyan]W4A16_ASYM[/cyan], [cyan]W8A16[/cyan], [cyan]W3A16[/cyan], [cyan]W2A16[/cyan],
-[cyan]W8A8[/cyan] (int8), [cyan]FP8_DYNAMIC[/cyan], [cyan]NVFP4A16[/cyan], [cyan]MXFP4A16[/cyan].
+Without [cyan]--all[/cyan], the schemes that most models are quantized with.
+[cyan]bits[/cyan] are those of a stored weight with its scales and zero points.
+[cyan]data[/cyan] marks schemes that need calibration text for static ranges.
+[cyan]also as[/cyan] names the layouts of [cyan]--custom_mode[/cyan] that hold a scheme.
+
+Names that end in a group size accept any other group size: [cyan]int4_wo_16[/cyan].
+The long names of MX schemes in version 0.8 are accepted too:
+[cyan]w_mx_fp4_per_group_sym[/cyan] is [cyan]w_mxfp4[/cyan]. So are names of compressed-tensors:
+[cyan]W4A16[/cyan], [cyan]W4A16_ASYM[/cyan], [cyan]W8A16[/cyan], [cyan]W3A16[/cyan],
+[cyan]W2A16[/cyan], [cyan]W8A8[/cyan] (int8), [cyan]FP8_DYNAMIC[/cyan], [cyan]NVFP4A16[/cyan],
+[cyan]MXFP4A16[/cyan].
 
 [bold]Examples[/bold]
 
     [cyan]quark schemes[/cyan]
+
+    [cyan]quark schemes --all[/cyan]
 
     [cyan]quark schemes --json[/cyan]
 """
@@ -33,20 +39,38 @@ MX schemes in version 0.8 are accepted too: [cyan]w_mx_fp4_per_group_sym[/cyan] 
 
 # Written by scripts/scheme_table.py: making the rows takes torch, which starts slowly.
 TABLE = Path(__file__).with_name("schemes.json")
+OWN_LAYOUT = "quark"  # which holds every scheme
+# The schemes of most models, from many bits to few.
+COMMON = (
+    *("int8_wo", "int8", "ptpc_int8"),
+    *("fp8", "ptpc_fp8", "mxfp8", "mxfp6_e2m3"),
+    *("uint4_wo_32", "int4_wo_128", "uint4_wo_128", "nvfp4", "mxfp4"),
+    *("int3_wo_128", "int2_wo_64"),
+)
+ShowAll = Annotated[bool, typer.Option("--all", rich_help_panel="Other", help="List every scheme.")]
 
 
 def register(app: typer.Typer) -> None:
     """Add the verb to the command line."""
-    app.command("schemes", help=HELP)(schemes)
+    add_verb(app, "schemes", schemes, HELP)
 
 
-def schemes(as_json: Json = False) -> None:
-    """Print all schemes of layers and of the key-value cache."""
+def schemes(show_all: ShowAll = False, as_json: Json = False) -> None:
+    """Print the schemes of layers and of the key-value cache."""
     tables = json.loads(TABLE.read_text("utf-8"))
     if as_json:
         console.as_json(tables)
         return
     layers, caches = tables["quant_scheme"], tables["kv_cache_dtype"]
+    if not show_all:
+        known = {row["name"]: row for row in layers}
+        console.out.print("", _current_table([known[name] for name in COMMON]))
+        names = ", ".join(row["name"] for row in caches)
+        console.say(
+            f"[bold]--kv_cache_dtype[/]: {names}\n\n"
+            f"{len(layers) - len(COMMON)} other schemes: [cyan]quark schemes --all[/]\n"
+        )
+        return
     console.out.print("", _current_table([row for row in layers if not _is_earlier(row["name"])]))
     console.out.print(_earlier_table([row for row in layers if _is_earlier(row["name"])]))
     table = console.table("--kv_cache_dtype")
@@ -60,10 +84,18 @@ def schemes(as_json: Json = False) -> None:
 def _current_table(rows: list[dict[str, Any]]) -> Table:
     table = console.table("--quant_scheme")
     table.add_column("name", no_wrap=True)
-    for column in ("weights", "inputs", "data"):
+    table.add_column("bits", justify="right")
+    for column in ("weights", "inputs", "data", "also as"):
         table.add_column(column)
     for row in rows:
-        table.add_row(row["name"], row["weight"], row["input"], "yes" if row["needs_data"] else "")
+        table.add_row(
+            row["name"],
+            f"{row['bits']:.2f}",
+            row["weight"],
+            row["input"],
+            "yes" if row["needs_data"] else "",
+            ", ".join(name for name in row["layouts"] if name != OWN_LAYOUT),
+        )
     return table
 
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from quark.torch.progress import bytes_progress
+
 DIGESTS = "SHA256SUMS"
 CHUNK = 1 << 22  # bytes that are read at once
 _LINE = re.compile(r"([0-9a-f]{64}) [ *]([^\x00-\x1f\\]+)")
@@ -102,20 +104,10 @@ def _names(directory: Path) -> list[str]:
 
 def _digests(directory: Path, names: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Iterate over names with their digests; the progress of large files is shown."""
-    from tqdm import tqdm
-
     sizes = {name: (directory / name).stat().st_size for name in names}
-    with tqdm(
-        total=sum(sizes.values()),
-        desc="computing digests",
-        unit="B",
-        unit_scale=True,
-        delay=1.0,
-        disable=None,
-        leave=False,
-    ) as progress:
+    with bytes_progress(sum(sizes.values()), "computing digests") as progress:
         for name in sizes:
-            yield name, file_digest(directory / name, progress.update)
+            yield name, file_digest(directory / name, progress)
 
 
 def _read(path: Path) -> dict[str, str]:

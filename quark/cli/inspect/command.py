@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from quark.cli import console, models
 from quark.cli.inspect.structure import as_dict, find_structure, show
-from quark.cli.options import Json, Verbose, in_words, panel
+from quark.cli.options import Json, add_verb, in_words, panel
 from quark.torch.export.formats.registry import READ_FORMATS
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ Check = Annotated[
 
 def register(app: typer.Typer) -> None:
     """Add the verb to the command line."""
-    app.command("inspect", help=HELP)(inspect)
+    add_verb(app, "inspect", inspect, HELP)
 
 
 def inspect(
@@ -74,7 +74,6 @@ def inspect(
     structure: Structure = False,
     check: Check = False,
     as_json: Json = False,
-    verbose: Verbose = False,
 ) -> None:
     """Print the summary of a checkpoint, the structure of a model, or the state of its files."""
     if check:

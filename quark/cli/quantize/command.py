@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from quark.cli.options import ManyValues, verb
+from quark.cli.options import ManyValues, add_verb, verb
 from quark.cli.process_group import process_group
 from quark.cli.quantize.request import Request
 
@@ -60,7 +60,7 @@ class _Command(ManyValues):
 
 def register(app: typer.Typer) -> None:
     """Add the verb to the command line."""
-    app.command("quantize", cls=_Command, help=HELP)(verb(Request, _quantize))
+    add_verb(app, "quantize", verb(Request, _quantize), HELP, _Command)
 
 
 def _quantize(request: Request) -> None:

@@ -356,7 +356,8 @@ def layer_scheme(flag: str, name: str, group_size: int | None = None) -> Quantiz
     try:
         return presets.scheme(name, group_size or presets.GROUP_SIZE)
     except ValueError as error:
-        check_name(flag, name, presets.scheme_names())
+        aliases = map(str.upper, presets.ALIASES)
+        check_name(flag, name, [*presets.scheme_names(), *aliases])
         raise wrong(flag, str(error)) from None
 
 
@@ -378,4 +379,4 @@ def check_name(flag: str, name: str, names: Iterable[str]) -> None:
         return
     near = nearest(name, names, 1)
     hint = f"Did you mean {near[0]!r}? " if near else ""
-    raise wrong(flag, f"{name!r} is unknown. {hint}'quark schemes' lists all names.")
+    raise wrong(flag, f"{name!r} is unknown. {hint}'quark schemes --all' lists all names.")

@@ -18,9 +18,9 @@ from quark.cli.options import (
     DataTypeFlag,
     DeviceFlag,
     IncludePath,
+    Json,
     MaxMemory,
     NumFewshot,
-    PlanJson,
     PlanOnly,
     Tasks,
     TrustRemoteCode,
@@ -60,7 +60,7 @@ class ModelFlags:
     device: DeviceFlag = "auto"
     max_memory: MaxMemory = None
     plan: PlanOnly = False
-    json: PlanJson = False
+    json: Json = False
     model_attn_implementation: Annotated[
         Literal["eager", "sdpa", "flash_attention_2"] | None,
         _model(
@@ -265,7 +265,7 @@ class OutputFlags:
         list[str],
         _output(
             metavar="FORMAT",
-            parser=one_of("--model_export", CONTAINERS.keys),
+            parser=one_of("--model_export", CONTAINERS.keys, {"--custom_mode": FORMATS}),
             help=f"Kind of files: {in_words(CONTAINERS)}; hf_format is safetensors, quark_format "
             "the native format. Repeatable.",
         ),
@@ -274,7 +274,7 @@ class OutputFlags:
         str,
         _output(
             metavar="NAME",
-            parser=one_of("--custom_mode", FORMATS.keys),
+            parser=one_of("--custom_mode", FORMATS.keys, {"--model_export": CONTAINERS}),
             help=f"Tool whose layout is written: {in_words(FORMATS)}.",
         ),
     ] = "quark"

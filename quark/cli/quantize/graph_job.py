@@ -32,7 +32,7 @@ _SAMPLES = ".safetensors"
 # Flags that graphs have a use for, beside those of schemes and algorithms.
 _USED = {
     *("model_dir", "output_dir", "overwrite", "dataset", "num_calib_data", "batch_size"),
-    *("offload_dir", "device", "skip_evaluation", "trust_remote_code"),
+    *("offload_dir", "device", "skip_evaluation", "trust_remote_code", "json"),
     *(field.name for field in fields(GraphFlags)),
 }
 
@@ -71,11 +71,11 @@ def run_graph(request: Request) -> None:
     name = f"{request.model_dir.stem.rpartition(':')[2]}_quantized.pth"
     with fresh_directory(request.output_dir, request.overwrite, len(archive)) as directory:
         (directory / name).write_bytes(archive)
-    rows = {
-        "output": escape(str(request.output_dir / name)),
-        "time": f"{time.monotonic() - start:.1f} s",
-    }
+    written, seconds = str(request.output_dir / name), time.monotonic() - start
+    rows = {"output": escape(written), "time": f"{seconds:.1f} s"}
     console.out.print("", console.facts(rows))
+    if request.json:
+        console.as_json({"output": written, "seconds": seconds})
 
 
 def _check(request: Request) -> None:

@@ -59,6 +59,7 @@ def run(request: Request) -> None:
         ValueError: The configuration does not fit the model. Nothing is written.
     """
     check_flags(request)
+    console.show_json_only(request.json)
     if request.is_graph:
         return run_graph(request)
     directory = find_model(request.model_dir, "--model_dir", request.revision)
@@ -117,8 +118,7 @@ def _quantize(request: Request, described: dict[str, Any]) -> None:
         return
     is_calibrated = needs_data(config, statistics is not None)
     kind = kind_of_dataset(request, outline) if is_calibrated else None
-    if not request.json:
-        show_plan(request, config, described, source, describe(request, kind, length), outline)
+    show_plan(request, config, described, source, describe(request, kind, length), outline)
     plan = None
     if _has_plan(request, described):
         plan = make_plan(request, config, device, length, is_calibrated)
@@ -159,8 +159,7 @@ def _quantize_files(
     if outline is not None:
         _check_cache(outline, config)
     calibration = describe(request, None, length)
-    if not request.json:
-        show_plan(request, config, described, source, calibration, outline, "file2file")
+    show_plan(request, config, described, source, calibration, outline, "file2file")
     device = models.pick_device(request.device)
     plan = None
     if _has_plan(request, described):
@@ -227,6 +226,8 @@ def _evaluate_unchanged(request: Request, described: dict[str, Any]) -> None:
     if figures is not None:
         console.out.print("", console.facts({"perplexity": f"{figures.perplexity:.2f}"}))
     _report_figures(request, figures)
+    if request.json:
+        console.as_json({} if figures is None else figures.to_dict())
 
 
 def _has_plan(request: Request, described: dict[str, Any]) -> bool:
@@ -252,9 +253,8 @@ def _stops_at(request: Request, plan: RunPlan | None) -> bool:
             "plans are made from GGUF files, and from safetensors of models that Transformers "
             f"knows; {request.model_dir} has none. Leave it out.",
         )
-    if not request.json:
-        show_requirements(plan)
-    elif rank() == 0:
+    show_requirements(plan)
+    if request.json and rank() == 0:
         console.as_json(plan.to_dict())
     if plan.problems:
         raise typer.Exit(1)

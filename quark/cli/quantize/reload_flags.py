@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from quark.cli.options import Verbose, panel
+from quark.cli.options import panel
 
 _reload = panel("Quantized models")
 
@@ -31,4 +31,3 @@ class ReloadFlags:
     safetensors_path: Annotated[
         Path | None, _reload(metavar="FILE", help="Safetensors file of --params_save.")
     ] = None
-    verbose: Verbose = False

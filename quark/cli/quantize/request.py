@@ -189,8 +189,6 @@ def check_flags(request: Request) -> None:
     for field in fields(GraphFlags):
         if field.name in request.given and not request.is_graph:
             raise wrong(f"--{field.name}", "is for graphs (.pt2). Leave it out.")
-    if request.json and not request.plan:
-        raise wrong("--json", "needs --plan.")
     if request.plan and not request.quantizes:
         raise wrong("--plan", "only a run that quantizes has a plan. Leave it out.")
     if request.quantizes:

@@ -233,6 +233,32 @@ def show_outcome(request: Request, outcome: Outcome, plan: RunPlan | None) -> No
         for container in containers:
             console.show_code(container.load_code(request.output_dir))
     console.out.print()
+    if request.json:
+        console.as_json(_describe_outcome(request, outcome, plan))
+
+
+def _describe_outcome(request: Request, outcome: Outcome, plan: RunPlan | None) -> dict[str, Any]:
+    """Return the figures of a finished run as plain JSON types."""
+    from quark.torch.export.containers.base import get_container
+    from quark.torch.export.recognition import read_contents
+    from quark.torch.pipeline.machine import peak_memory
+
+    data: dict[str, Any] = {"quark": __version__, "output": str(request.output_dir)}
+    if request.exports:
+        data["bytes"] = models.weight_bytes(request.output_dir)
+        data["original_bytes"] = models.weight_bytes(request.model_dir)
+    if any(get_container(name).is_read for name in request.exports):
+        summary = read_contents(request.output_dir).summary
+        data |= {"layers": len(summary.layers), "bits_per_weight": summary.bits_per_weight}
+    data |= {
+        "float_layers": outcome.left,
+        "calibration_seconds": outcome.seconds,
+        "seconds": time.monotonic() - outcome.start,
+        "peak_memory": peak_memory(),
+        "plan": None if plan is None else plan.to_dict(),
+        "original_perplexity": outcome.before,
+    }
+    return data | ({} if outcome.after is None else outcome.after.to_dict())
 
 
 def _compare(request: Request, outcome: Outcome, plan: RunPlan) -> dict[str, str]:

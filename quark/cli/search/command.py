@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -22,11 +22,11 @@ from quark.cli.collect import (
     read_windows,
 )
 from quark.cli.memory_check import check_measurement
-from quark.cli.options import EVAL_WINDOWS, ManyValues, Verbose, panel, verb
+from quark.cli.options import EVAL_WINDOWS, Json, ManyValues, add_verb, panel, verb
 from quark.cli.outputs import check_file, check_offload_directory
 from quark.cli.quantize.config import check_algorithms, layer_scheme
 from quark.cli.quantize.request import split_names
-from quark.cli.search.measurement import ORIGINAL, Measure
+from quark.cli.search.measurement import ORIGINAL, Measure, measure_result
 from quark.cli.search.tables import print_result
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class SearchRequest(DataFlags):
         int, _evaluation(metavar="N", min=1, help="Maximum number of evaluation windows.")
     ] = EVAL_WINDOWS
     skip_evaluation: Annotated[bool, _evaluation(help="Measure nothing.")] = False
-    verbose: Verbose = False
+    as_json: Json = False
     given: frozenset[str] = frozenset()
 
 
@@ -140,7 +140,7 @@ class _Command(ManyValues):
 
 def register(app: typer.Typer) -> None:
     """Add the verb to the command line."""
-    app.command("search", cls=_Command, help=HELP)(verb(SearchRequest, _search_formats))
+    add_verb(app, "search", verb(SearchRequest, _search_formats), HELP, _Command)
 
 
 def _search_formats(request: SearchRequest) -> None:
@@ -171,7 +171,11 @@ def _search_formats(request: SearchRequest) -> None:
     _write_files(
         request, replace(measure.configure(chosen), algo_config=algorithms), mixture, chosen
     )
-    print_result(mixture, chosen, measure)
+    result = measure_result(mixture, chosen, measure)
+    if request.as_json:
+        console.as_json({"output": str(request.output), "layers": chosen, **asdict(result)})
+        return
+    print_result(mixture, chosen, result)
     _print_next_step(request)
 
 

@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from quark.torch.pipeline.statistics import Statistics
     from quark.torch.quantization.config.config import Config
     from quark.torch.quantization.nn.router_choices import RouterChoices
+    from quark.torch.search.mixtures import Mixture
 
 ORIGINAL, MIXTURE = "the original", "the mixture"  # titles of measurements
+TOLERANCE = 0.005  # relative difference of sizes that count as equal
 
 
 @dataclass(frozen=True)
@@ -52,3 +54,52 @@ class Measure:
             self.choices[title].record(self.model),
         ):
             return perplexity(self.model, self.windows, progress=title)
+
+
+@dataclass(frozen=True)
+class Size:
+    """The mixture, or one format for all layers.
+
+    Attributes:
+        name: Name of the format, or ``mixed``.
+        bits_per_weight: Bits of a weight, scales included.
+        loss: Predicted loss, nats per token.
+        perplexity: Measured perplexity, None if it was not measured.
+    """
+
+    name: str
+    bits_per_weight: float
+    loss: float
+    perplexity: float | None
+
+
+@dataclass(frozen=True)
+class Result:
+    """A mixture beside one format for all layers.
+
+    Attributes:
+        sizes: These, the smallest first.
+        original_perplexity: Perplexity of the float model, None without text.
+        routers: Share of the experts that routers of the mixture choose like the original, by
+            layer; empty without experts.
+    """
+
+    sizes: list[Size]
+    original_perplexity: float | None
+    routers: Mapping[str, float]
+
+
+def measure_result(mixture: Mixture, chosen: Mapping[str, str], measure: Measure) -> Result:
+    """Measure a mixture, and the largest format for all layers that is not larger."""
+    original = measure.perplexity(ORIGINAL)
+    mixed, rows = mixture.cost(chosen), mixture.uniform()
+    fitting = [name for name, (bits, _) in rows.items() if bits <= mixed[0] * (1 + TOLERANCE)]
+    rival = max(fitting, key=lambda name: rows[name][0], default=None)
+    measured = {"mixed": measure.perplexity(MIXTURE, chosen)}
+    if rival is not None:
+        measured[rival] = measure.perplexity(rival, dict.fromkeys(chosen, rival))
+    ordered = sorted({**rows, "mixed": mixed}.items(), key=lambda row: row[1])
+    sizes = [Size(name, bits, loss, measured.get(name)) for name, (bits, loss) in ordered]
+    choices = [measure.choices[title] for title in (ORIGINAL, MIXTURE) if title in measure.choices]
+    routers = choices[0].agreement(choices[1]) if len(choices) == 2 else {}
+    return Result(sizes, original, routers)

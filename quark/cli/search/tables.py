@@ -9,27 +9,24 @@ from rich.markup import escape
 from rich.table import Table
 
 from quark.cli import console
-from quark.cli.search.measurement import MIXTURE, ORIGINAL, Measure
+from quark.cli.search.measurement import Result
 
 if TYPE_CHECKING:
     from quark.torch.search.mixtures import Mixture
 
-TOLERANCE = 0.005  # relative difference of sizes that count as equal
 
-
-def print_result(mixture: Mixture, chosen: Mapping[str, str], measure: Measure) -> None:
+def print_result(mixture: Mixture, chosen: Mapping[str, str], result: Result) -> None:
     """Print the format of each layer, and the loss compared with one format for all."""
     from quark.torch.quantization.nn.router_choices import describe_agreement
 
-    console.out.print("", _layer_table(mixture, chosen), _size_table(mixture, chosen, measure))
+    console.out.print("", _layer_table(mixture, chosen), _size_table(result))
     console.out.print(
         "  Losses are predicted, in thousandths of a nat per token. Perplexities are measured with "
         "rounding to the nearest.\n",
         style="dim",
     )
-    choices = [measure.choices[title] for title in (ORIGINAL, MIXTURE) if title in measure.choices]
-    if len(choices) == 2 and (shares := choices[0].agreement(choices[1])):
-        console.say(escape(describe_agreement(shares)))
+    if result.routers:
+        console.say(escape(describe_agreement(result.routers)))
 
 
 def _layer_table(mixture: Mixture, chosen: Mapping[str, str]) -> Table:
@@ -51,31 +48,22 @@ def _layer_table(mixture: Mixture, chosen: Mapping[str, str]) -> Table:
     return table
 
 
-def _size_table(mixture: Mixture, chosen: Mapping[str, str], measure: Measure) -> Table:
-    """Return a table of the mixture and of each format for all layers.
-
-    Perplexities are measured for the mixture and for the largest format that is not larger.
-    """
+def _size_table(result: Result) -> Table:
+    """Return a table of the mixture and of each format for all layers."""
     table = console.table()
     table.add_column("", no_wrap=True)
     for column in ("bits/weight", "loss", "perplexity", "change"):
         table.add_column(column, justify="right", no_wrap=True)
-    reference = measure.perplexity(ORIGINAL)
-    mixed, rows = mixture.cost(chosen), mixture.uniform()
-    fitting = [name for name, (bits, _) in rows.items() if bits <= mixed[0] * (1 + TOLERANCE)]
-    rival = max(fitting, key=lambda name: rows[name][0], default=None)
-    measured = {"mixed": measure.perplexity(MIXTURE, chosen)}
-    if rival is not None:
-        measured[rival] = measure.perplexity(rival, dict.fromkeys(chosen, rival))
-    for name, (bits, loss) in sorted({**rows, "mixed": mixed}.items(), key=lambda row: row[1]):
-        value = measured.get(name)
+    reference = result.original_perplexity
+    for row in result.sizes:
+        value = row.perplexity
         change = (
             "" if value is None or reference is None else console.format_change(value, reference)
         )
         table.add_row(
-            name,
-            console.format_bits(bits),
-            f"{1000 * loss:.2f}",
+            row.name,
+            console.format_bits(row.bits_per_weight),
+            f"{1000 * row.loss:.2f}",
             "" if value is None else f"{value:.2f}",
             change,
         )

@@ -7,10 +7,9 @@ The steps are separate, so that two models or toolkits can be evaluated on the s
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from importlib import import_module
 from itertools import chain
 from typing import Any, Protocol
 
@@ -26,6 +25,7 @@ from quark.torch.pipeline.activation_store import activation_limit
 from quark.torch.pipeline.batches import run_batch
 from quark.torch.pipeline.model_pass import run_data
 from quark.torch.pipeline.shapes import windows_at_once
+from quark.torch.progress import show_progress
 from quark.torch.quantization.config.resolution import output_head
 from quark.torch.quantization.nn.expert_tokens import unchanged_token_counts
 
@@ -110,10 +110,38 @@ def perplexity(
     batch_size: int = BATCH_SIZE,
     progress: str | None = None,
     context: int = 1,
-    receive: Receive | None = None,
-    observe: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> float:
     """Return the perplexity: exp of the mean negative log-likelihood of tokens given those before.
+
+    Args:
+        model: Model that takes token identifiers (batch, length) and returns logits
+            (batch, length, vocabulary): a tensor, the first of a tuple, or an attribute or item
+            named ``logits``.
+        windows: Token identifiers, (windows, length) integers, as `token_windows` returns them.
+        batch_size: Number of windows per forward pass; see `window_losses`.
+        progress: Title of a progress bar; see `window_losses`.
+        context: Number of tokens at the beginning of each window that are read but not scored.
+
+    Returns:
+        The perplexity: at least 1, the size of the vocabulary for uniform logits, infinite if
+        float64 overflows.
+
+    Raises:
+        ValueError, FloatingPointError: As `window_losses`.
+    """
+    return float(window_losses(model, windows, batch_size, progress, context).mean().exp())
+
+
+def window_losses(
+    model: nn.Module,
+    windows: torch.Tensor,
+    batch_size: int = BATCH_SIZE,
+    progress: str | None = None,
+    context: int = 1,
+    receive: Receive | None = None,
+    observe: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> torch.Tensor:
+    """Return the mean negative log-likelihood of the tokens of each window, given those before.
 
     Each window is scored on its own, and its first token is not scored. Logarithms are computed in
     float32 and summed in float64 for any type of model. The output head runs on a part of a batch
@@ -121,9 +149,7 @@ def perplexity(
     and every module returns to its own mode afterwards.
 
     Args:
-        model: Model that takes token identifiers (batch, length) and returns logits
-            (batch, length, vocabulary): a tensor, the first of a tuple, or an attribute or item
-            named ``logits``.
+        model: As for `perplexity`.
         windows: Token identifiers, (windows, length) integers, as `token_windows` returns them.
         batch_size: Number of windows per forward pass. For a model that is larger than memory, it
             is the largest number: a bound of memory may leave less.
@@ -135,8 +161,7 @@ def perplexity(
             output head for each part of it.
 
     Returns:
-        The perplexity: at least 1, the size of the vocabulary for uniform logits, infinite if
-        float64 overflows.
+        Nats per token, (windows,) float64.
 
     Raises:
         ValueError: The windows are empty, too short or not integers, or ``batch_size`` or
@@ -147,9 +172,9 @@ def perplexity(
     _check_decoder(model)
     batch_size = _fitting_batch_size(model, batch_size, windows.shape[1])
     batches = torch.split(windows.to(torch.int64), batch_size)
-    total = torch.zeros((), dtype=torch.float64)
+    sums = torch.zeros(len(windows), dtype=torch.float64)
 
-    def add_losses(index: int, losses: torch.Tensor) -> None:
+    def keep_losses(index: int, losses: torch.Tensor) -> None:
         if not losses.isfinite().all():
             bad = int((~losses.isfinite()).nonzero()[0])
             raise FloatingPointError(
@@ -157,12 +182,11 @@ def perplexity(
                 f"log-likelihood of {float(losses[bad])}; look for nan, inf or overflow in the "
                 "model's logits"
             )
-        total.add_(losses.sum())
+        sums[index * batch_size :][: len(losses)] = losses
 
     compute = _compute_losses(model, context, receive)
-    _run(model, batches, progress, observe, compute, add_losses)
-    scored = len(windows) * (windows.shape[1] - context)
-    return float(torch.exp(total / scored))
+    _run(model, batches, progress, observe, compute, keep_losses)
+    return sums / (windows.shape[1] - context)
 
 
 def check_room(model: nn.Module, windows: torch.Tensor, batch_size: int = BATCH_SIZE) -> None:
@@ -302,19 +326,10 @@ def _run(
     options = {"use_cache": False} if _takes_use_cache(model) else {}
     device = _input_device(model, default=batches[0].device)
     with torch.inference_mode(), eval_mode(model), observe(), float_products():
-        for index in _indices(len(batches), progress):
+        numbers = range(len(batches))
+        for index in numbers if progress is None else show_progress(numbers, progress):
             tokens = batches[index]
             receive(index, compute(partial(model, tokens.to(device), **options), tokens))
-
-
-def _indices(count: int, progress: str | None) -> Iterator[int]:
-    """Iterate over the numbers of batches, with a progress bar if it has a title."""
-    if progress is None:
-        return iter(range(count))
-    bar = import_module("tqdm").tqdm(
-        range(count), desc=progress, delay=1.0, disable=None, leave=False
-    )
-    return iter(bar)
 
 
 def _window_losses(

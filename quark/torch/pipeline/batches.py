@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.torch import progress
 from quark.torch.graph.float_products import float_products
 from quark.torch.graph.residency import residency_of
 from quark.torch.pipeline.processes import processes
@@ -216,17 +217,11 @@ def padding_mask(batch: Any, name: str = "attention_mask") -> torch.Tensor | Non
 
 
 def show_progress(items: Any, what: str) -> Any:
-    """Wrap an iterable with a progress bar that appears on a terminal after a second.
+    """Show the progress of an iteration; only the first of several processes does.
 
-    Only the first of several processes shows it.
+    See ``quark.torch.progress``.
     """
-    if not processes().is_first:
-        return items
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return items
-    return tqdm(items, desc=what, delay=1.0, disable=None, leave=False)
+    return progress.show_progress(items, what) if processes().is_first else items
 
 
 def _to(value: Any, device: torch.device) -> Any:

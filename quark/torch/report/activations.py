@@ -1,25 +1,20 @@
-"""Measurements on data: inputs of layers, and predictions compared with the original model."""
+"""Measurements on data: inputs of layers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
-from quark.torch.evaluation.output_head import Receive
-from quark.torch.evaluation.perplexity import perplexity
 from quark.torch.pipeline.activation_store import ActivationStore
 from quark.torch.quantization.nn.packed import PackedLayer
-from quark.torch.quantization.nn.router_choices import RouterChoices
 from quark.torch.report.weights import Histogram, Values, histogram, values_of
 
 SAMPLE = 512  # tokens whose inputs to a layer are stored
-POSITIONS = 64  # positions of a window at which predictions are compared
 CHANNELS = 5  # channels with the largest ranges that are listed for a layer
 
 
@@ -59,25 +54,6 @@ class Inputs:
     clipped: float | None = None
 
 
-@dataclass(frozen=True)
-class Predictions:
-    """Predictions of a quantized model compared with those of the original.
-
-    Attributes:
-        perplexity: Perplexity of the quantized model.
-        original: Perplexity of the original, None without one.
-        kl: Mean over positions of KL(original ‖ quantized), nats.
-        agreement: Share of positions where the top-1 predictions agree.
-        positions: Number of positions that were compared.
-    """
-
-    perplexity: float
-    original: float | None = None
-    kl: float | None = None
-    agreement: float | None = None
-    positions: int = 0
-
-
 @dataclass
 class InputRecord:
     """Record of the inputs of a layer.
@@ -104,85 +80,6 @@ class InputRecord:
         if len(self.places) < calls:
             self.places.append(len(store))
             store[len(store)] = x[:: max(1, len(x) // share)][:share]
-
-
-class Reference:
-    """Predictions of the original model, stored to compare others with.
-
-    Args:
-        store: Store for log-probabilities.
-
-    Attributes:
-        perplexity: Perplexity of the original; None if it did not run.
-        agreement: Result of ``RouterChoices.agreement`` with the model that was compared last.
-    """
-
-    def __init__(self, store: ActivationStore) -> None:
-        self.perplexity: float | None = None
-        self.agreement: dict[str, float] = {}
-        self._choices = RouterChoices()
-        self._store = store
-        self._count, self._divergence, self._same = 0, 0.0, 0
-
-    def run(self, model: nn.Module, windows: torch.Tensor, batch_size: int) -> None:
-        """Run the original on windows of tokens."""
-        take = _at_some_positions(windows.shape[1], self._keep)
-        with self._choices.record(model):
-            self.perplexity = perplexity(model, windows, batch_size, "original", receive=take)
-
-    def compare(
-        self,
-        model: nn.Module,
-        windows: torch.Tensor,
-        batch_size: int,
-        observe: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    ) -> Predictions:
-        """Run the quantized model on the same windows and compare its predictions."""
-        parts = iter(range(len(self._store)))
-        take = _at_some_positions(windows.shape[1], partial(self._compare, parts))
-        choices = RouterChoices()
-        with choices.record(model):
-            value = perplexity(
-                model, windows, batch_size, "quantized", receive=take, observe=observe
-            )
-        self.agreement = self._choices.agreement(choices)
-        if self.perplexity is None:
-            return Predictions(value)
-        mean, same = self._divergence / self._count, self._same / self._count
-        return Predictions(value, self.perplexity, mean, same, self._count)
-
-    def _keep(self, log_probs: torch.Tensor) -> None:
-        self._store[len(self._store)] = log_probs
-
-    def _compare(self, parts: Iterator[int], log_probs: torch.Tensor) -> None:
-        index = next(parts, None)
-        if index is None:
-            return
-        expected = self._store[index].to(log_probs.device)
-        total = (expected.exp() * (expected - log_probs)).sum(-1).double().sum()
-        self._divergence += float(total)
-        self._same += int((expected.argmax(-1) == log_probs.argmax(-1)).sum())
-        self._count += len(log_probs)
-
-
-def _at_some_positions(length: int, take: Callable[[torch.Tensor], None]) -> Receive:
-    """Pass log-probabilities at some positions of windows to a function.
-
-    Args:
-        length: Tokens of a window.
-        take: Receives them part by part, (positions, vocabulary) float32.
-
-    Returns:
-        A function that receives the logits of parts; see ``OutputHead.run``.
-    """
-    step = max(1, length // POSITIONS)
-
-    def receive(first: int, logits: torch.Tensor) -> None:
-        some = logits[:, -first % step :: step].flatten(0, 1)
-        if len(some):
-            take(some.float().log_softmax(-1))
-
-    return receive
 
 
 @contextmanager

@@ -6,10 +6,10 @@ import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from quark.torch.evaluation.predictions import Predictions
 from quark.torch.quantization.config.algo import ALGO_CONFIGS, RoundingConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.config.type import QSchemeType
-from quark.torch.report.activations import Predictions
 from quark.torch.report.layer import Layer
 from quark.torch.report.storage import FloatPart
 
@@ -81,11 +81,9 @@ def verdict(
     elif predictions.original is None or predictions.agreement is None:
         said.append("The original was not measured: give --original to compare with it.")
     else:
-        change = predictions.perplexity / predictions.original - 1
-        grade = next((words for most, words in _GRADES if change < most), "a severe loss")
         said.append(
-            f"Perplexity changes by {change:+.1%}: {grade}. The top-1 predictions agree on "
-            f"{predictions.agreement:.1%} of tokens."
+            f"Perplexity changes by {_describe_change(predictions)}. The top-1 predictions agree "
+            f"on {predictions.agreement:.1%} of tokens."
         )
     moved = sum(x.error is not None and x.error.change == "other" for x in layers)
     if moved:
@@ -94,6 +92,21 @@ def verdict(
             "rotated, or come from another model."
         )
     return said
+
+
+def _describe_change(predictions: Predictions) -> str:
+    """Return the change of the perplexity in words, with all grades within two standard errors."""
+    change, error = predictions.change, predictions.change_error
+    assert change is not None
+    if error is None:
+        return f"{change:+.1%}: {_grade(change)}, in one window of text"
+    least, most = _grade(change - 2 * error), _grade(change + 2 * error)
+    words = least if least == most else f"{least} or {most}, which a larger --limit can tell apart"
+    return f"{change:+.1%} ± {error:.1%}: {words}"
+
+
+def _grade(change: float) -> str:
+    return next((words for most, words in _GRADES if change < most), "a severe loss")
 
 
 def worst_layers(

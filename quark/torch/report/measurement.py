@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from quark import __version__
+from quark.torch.evaluation.predictions import Predictions, Reference
 from quark.torch.export.checkpoint.reader import Loading
 from quark.torch.export.checkpoint.streamed_model import stream_loading
 from quark.torch.export.checkpoint_contents import weight_bytes
@@ -36,8 +37,6 @@ from quark.torch.quantization.nn.packed import PackedLayer
 from quark.torch.quantization.nn.router_choices import describe_agreement
 from quark.torch.report.activations import (
     InputRecord,
-    Predictions,
-    Reference,
     inputs_of,
     output_error,
     recording_inputs,

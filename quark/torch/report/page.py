@@ -1,12 +1,10 @@
-"""A report as one HTML page that needs no network: numbers, charts, and what draws them."""
+"""Reports and comparisons as HTML pages that need no network: numbers, charts, what draws them."""
 
 from __future__ import annotations
 
-from importlib.resources import files
 from importlib.util import find_spec
 from typing import Any
 
-TEMPLATE = "page.html.jinja"
 PACKAGES = ("jinja2", "plotly")
 
 
@@ -33,18 +31,37 @@ def page(report: dict[str, Any]) -> str:
     Raises:
         ImportError: plotly or jinja2 is missing.
     """
+    return _render("page.html.jinja", report, floats=_floats(report))
+
+
+def comparison_page(comparison: dict[str, Any]) -> str:
+    """Return a page that shows models side by side.
+
+    Args:
+        comparison: What ``Comparison.to_dict`` returns, which the page holds as well.
+
+    Raises:
+        ImportError: plotly or jinja2 is missing.
+    """
+    return _render("comparison.html.jinja", comparison)
+
+
+def _render(template: str, report: dict[str, Any], **more: Any) -> str:
     check_installed()
-    from jinja2 import Environment, StrictUndefined
+    from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
     from plotly.offline import get_plotlyjs
 
     environment = Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
+        loader=PackageLoader("quark.torch.report", ""),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
     )
     environment.filters |= {"percent": _percent, "decimals": _decimals}
-    source = files("quark.torch.report").joinpath(TEMPLATE).read_text(encoding="utf-8")
-    template = environment.from_string(source)
-    return template.render(report=report, plotly=Markup(get_plotlyjs()), floats=_floats(report))
+    page = environment.get_template(template)
+    return page.render(report=report, plotly=Markup(get_plotlyjs()), **more)
 
 
 def _floats(report: dict[str, Any]) -> list[dict[str, Any]]:

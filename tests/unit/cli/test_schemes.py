@@ -16,3 +16,21 @@ def test_the_table_is_that_of_the_schemes(request):
     rows = json.loads(written)
     assert {row["name"] for row in rows["quant_scheme"]} == set(scheme_names())
     assert [row["name"] for row in rows["kv_cache_dtype"]] == list(KV_CACHE_SCHEMES)
+
+
+def test_the_short_list_and_all(quark):
+    short, everything = quark("schemes").stdout, quark("schemes", "--all").stdout
+    assert set(schemes.COMMON) <= set(scheme_names())
+    shown = {line.split()[0] for line in short.splitlines() if line.strip()}
+    assert set(schemes.COMMON) <= shown
+    assert "int4_fp8" not in short
+    assert set(scheme_names()) <= {x.split()[0] for x in everything.splitlines() if x.strip()}
+    row = next(line for line in short.splitlines() if line.split()[:1] == ["uint4_wo_128"])
+    assert row.split()[1] == "4.28"
+    assert row.rstrip().endswith("awq, gptq,")
+    rows = {
+        row["name"]: row for row in json.loads(quark("schemes", "--json").stdout)["quant_scheme"]
+    }
+    assert rows["ptpc_fp8"]["bits"] == 8 + 32 / 1024
+    assert rows["fp8"]["layouts"] == ["quark", "compressed-tensors", "fp8"]
+    assert f"{len(scheme_names()) - len(schemes.COMMON)} other schemes" in short

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from quark.torch.evaluation.predictions import Predictions
 from quark.torch.quantization.config.description import LayerDescription
 from quark.torch.quantization.config.presets import scheme
-from quark.torch.report.activations import Channel, Inputs, Predictions
+from quark.torch.report.activations import Channel, Inputs
 from quark.torch.report.advice import ranked, verdict, worst_layers
 from quark.torch.report.layer import Layer
 from quark.torch.report.storage import FloatPart, kind_of, kinds
@@ -86,12 +87,20 @@ def test_the_best_measure_there_is_ranks():
 
 
 @pytest.mark.parametrize(
-    ("perplexity", "grade"),
-    [(9.9, "hardly"), (10.05, "hardly"), (10.2, "small"), (10.5, "noticeable"), (12, "severe")],
+    ("perplexity", "error", "grade"),
+    [
+        (9.9, 0.001, "-1.0% ± 0.1%: hardly measurable."),
+        (10.05, 0.001, "+0.5% ± 0.1%: hardly measurable."),
+        (10.2, 0.001, "+2.0% ± 0.1%: a small loss."),
+        (10.2, 0.01, "+2.0% ± 1.0%: hardly measurable or a noticeable loss, which a larger"),
+        (10.5, 0.001, "a noticeable loss."),
+        (12, 0.001, "a severe loss."),
+        (12, None, "+20.0%: a severe loss, in one window of text."),
+    ],
 )
-def test_the_verdict(perplexity, grade):
+def test_the_verdict(perplexity, error, grade):
     floats = [FloatPart("norm", "norm", 8000, 16000, "")]
-    predictions = Predictions(perplexity, 10.0, 0.1, 0.9, 10)
+    predictions = Predictions(perplexity, 0.1, 10.0, error, 0.1, 0.01, 0.9, 10)
     said = verdict(10_000, 40_000, predictions, [layer(bits=4.25)], floats)
     assert said[0] == "The model is 4.0 times smaller than the original."
     assert said[1].startswith("1 layers with 50% of the parameters are quantized, to 4.25 bits")

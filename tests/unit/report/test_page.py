@@ -57,8 +57,11 @@ REPORT = {
     "text": {"source": "text.txt", "windows": 2, "tokens": 8},
     "predictions": {
         "perplexity": 11.0,
+        "error": 0.2,
         "original": 10.0,
+        "change_error": 0.004,
         "kl": 0.0456,
+        "kl_error": 0.0012,
         "agreement": 0.875,
         "positions": 16,
     },

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from quark.torch.files import parse_json, read_json
+from quark.torch.progress import show_progress
 
 STEM = "model"  # of the names of files, as Transformers reads them
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -203,7 +204,5 @@ def _indexed_files(index: Path) -> list[str]:
 
 
 def _progress(items: Any, what: str) -> Any:
-    from tqdm import tqdm
-
     items = list(items)
-    return tqdm(items, desc=what, delay=1.0, disable=None, leave=False) if len(items) > 1 else items
+    return show_progress(items, what) if len(items) > 1 else items

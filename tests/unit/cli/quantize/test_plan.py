@@ -115,7 +115,6 @@ def test_a_run_is_refused_before_work(refused, huge_dir, room, tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--json", "--quant_scheme", "int8"], "--json: needs --plan"),
         (["--plan", "--skip_quantization"], "--plan: only a run that quantizes"),
     ],
 )

@@ -14,53 +14,24 @@ from typing import TYPE_CHECKING, Any
 from rich.live import Live
 from rich.table import Table
 
-from quark.cli import console, models
-from quark.cli.options import SEQ_LEN
+from quark.cli import console
+from quark.cli.demo.material import ORIGINAL, Material
 from quark.cli.quantize.config import layer_scheme
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-ORIGINAL = "original"
-WINDOWS = 8  # windows of text, for calibration and for evaluation
-
 
 @dataclass
-class _Row:
+class Row:
     """The figures of one scheme; None for those that are not known yet."""
 
     scheme: str
     bits: float | None = None
-    size: str = ""
+    bytes: int | None = None
     perplexity: float | None = None
-    seconds: str = ""
-
-
-@dataclass(frozen=True)
-class Material:
-    """The model and the text that all schemes share."""
-
-    model: nn.Module
-    tokenizer: Any
-    calibration: list[torch.Tensor]
-    evaluation: torch.Tensor
-
-
-def demo_material() -> Material:
-    """Return the shipped model and its text."""
-    import torch
-
-    from quark.demo.text import model_directory
-
-    torch.set_num_threads(1)  # with so small a model, threads mostly wait
-    tokenizer = models.load_tokenizer(model_directory(), "model")
-    text = [
-        models.text_windows(None, "text", tokenizer, SEQ_LEN, WINDOWS, held_out)
-        for held_out in (False, True)
-    ]
-    model = models.load_model(model_directory())
-    return Material(model, tokenizer, [text[0]], text[1])
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -69,17 +40,26 @@ class Comparison:
 
     Attributes:
         logits: Logits of the exported scheme for a window of text.
-        losses: Scheme with quantized weights -> bits per weight, and increase of perplexity in
-            percent.
+        rows: Figures of the original and of each scheme.
     """
 
     logits: torch.Tensor
-    losses: dict[str, tuple[float, float]]
+    rows: list[Row]
+
+    @property
+    def losses(self) -> dict[str, tuple[float, float]]:
+        """Scheme with quantized weights -> bits per weight, increase of perplexity in percent."""
+        original, *rows = self.rows
+        return {
+            row.scheme: (row.bits, 100 * (row.perplexity / original.perplexity - 1))
+            for row in rows
+            if row.bits is not None and row.perplexity and original.perplexity
+        }
 
 
 def compare(names: list[str], exported: str, material: Material, directory: Path) -> Comparison:
     """Fill the table, and export one scheme."""
-    original, *rows = [_Row(name) for name in (ORIGINAL, *names)]
+    original, *rows = [Row(name) for name in (ORIGINAL, *names)]
     sample: torch.Tensor | None = None
     with _live_table([original, *rows]) as show:
         show()
@@ -90,28 +70,25 @@ def compare(names: list[str], exported: str, material: Material, directory: Path
             show()
             if row.scheme == exported:
                 _export(model, material.tokenizer, directory)
-                sample = logits(model, material)
+                sample = material.logits(model)
             row.perplexity = _perplexity(model, material)
         show()
-    assert sample is not None and original.perplexity is not None
-    losses = {
-        row.scheme: (row.bits, 100 * (row.perplexity / original.perplexity - 1))
-        for row in rows
-        if row.bits is not None and row.perplexity is not None
-    }
-    return Comparison(sample, losses)
+    assert sample is not None
+    return Comparison(sample, [original, *rows])
 
 
-def _measure_original(row: _Row, material: Material) -> None:
+def _measure_original(row: Row, material: Material) -> None:
     from quark.torch.export.checkpoint_contents import summarize
 
-    summary = summarize(material.model.state_dict())
+    # A tensor that two modules share is stored once.
+    tensors = {t.data_ptr(): (name, t) for name, t in material.model.state_dict().items()}
+    summary = summarize(dict(tensors.values()))
     row.bits = summary.bits_per_parameter
-    row.size = console.format_bytes(summary.bytes)
+    row.bytes = summary.bytes
     row.perplexity = _perplexity(copy.deepcopy(material.model), material)
 
 
-def _quantize(row: _Row, material: Material) -> nn.Module:
+def _quantize(row: Row, material: Material) -> nn.Module:
     """Fill a row, and return a copy of the model quantized by its scheme."""
     from quark.torch.export.checkpoint.writer import collect, make_format
     from quark.torch.export.checkpoint_contents import summarize
@@ -125,10 +102,10 @@ def _quantize(row: _Row, material: Material) -> nn.Module:
     start = time.monotonic()
     model = ModelQuantizer(config).quantize_model(model, material.calibration)
     model = ModelQuantizer.freeze(model)
-    row.seconds = f"{time.monotonic() - start:.1f} s"
+    row.seconds = time.monotonic() - start
     stored = collect(model, make_format(model, None, JsonExporterConfig(), "quark"))
     summary = summarize(stored, config, type_name(next(material.model.parameters()).dtype))
-    row.bits, row.size = summary.bits_per_weight, console.format_bytes(summary.bytes)
+    row.bits, row.bytes = summary.bits_per_weight, summary.bytes
     return model
 
 
@@ -148,17 +125,8 @@ def _export(model: nn.Module, tokenizer: Any, directory: Path) -> None:
     export_safetensors(model, directory, tokenizer=tokenizer)
 
 
-def logits(model: nn.Module, material: Material) -> torch.Tensor:
-    """Return the logits of a model for the first window of text, (1, length, vocabulary)."""
-    import torch
-
-    with torch.inference_mode():
-        result: torch.Tensor = model(material.evaluation[:1]).logits
-    return result
-
-
 @contextmanager
-def _live_table(rows: list[_Row]) -> Iterator[Callable[[], None]]:
+def _live_table(rows: list[Row]) -> Iterator[Callable[[], None]]:
     """Yield a function that shows the current rows: in place, or line after line."""
     if console.out.is_terminal:
         with (
@@ -196,7 +164,7 @@ class _NonTerminal:
         return getattr(self._stream, name)
 
 
-def _table(rows: list[_Row]) -> Table:
+def _table(rows: list[Row]) -> Table:
     table = console.table()
     table.add_column("scheme", no_wrap=True)
     for column in ("bits/weight", "size", "perplexity", "change", "quantized in"):
@@ -207,6 +175,10 @@ def _table(rows: list[_Row]) -> Table:
         if row.perplexity is not None and reference is not None and row.scheme != ORIGINAL:
             change = console.format_change(row.perplexity, reference)
         perplexity = "" if row.perplexity is None else f"{row.perplexity:.2f}"
-        bits = console.format_bits(row.bits) if row.size else ""
-        table.add_row(row.scheme, bits, row.size, perplexity, change, row.seconds)
+        bits = size = seconds = ""
+        if row.bytes is not None:
+            bits, size = console.format_bits(row.bits), console.format_bytes(row.bytes)
+        if row.seconds is not None:
+            seconds = f"{row.seconds:.1f} s"
+        table.add_row(row.scheme, bits, size, perplexity, change, seconds)
     return table

@@ -7,12 +7,13 @@ import re
 import pytest
 from rich.console import Console
 
-from quark.cli import comparison, console
+from quark.cli import console
+from quark.cli.demo import material
 
 
 @pytest.fixture(autouse=True)
 def little_text(monkeypatch):
-    monkeypatch.setattr(comparison, "WINDOWS", 1)
+    monkeypatch.setattr(material, "WINDOWS", 1)
 
 
 def test_the_table_and_the_checkpoint(quark, tmp_path):
@@ -66,8 +67,8 @@ def test_refusals(flags, said, refused):
 
 
 def test_every_scheme_by_default_is_known():
-    from quark.cli.demo import EXPORTED, SCHEMES
     from quark.torch.quantization.config.presets import scheme_names
 
-    assert {EXPORTED, *SCHEMES} <= set(scheme_names())
-    assert EXPORTED in SCHEMES
+    for shown in (material.SHIPPED, material.REAL):
+        assert set(shown.schemes) <= set(scheme_names())
+        assert shown.exported in shown.schemes

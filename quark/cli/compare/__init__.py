@@ -1,0 +1,1 @@
+"""`quark compare`: flags, measurement and tables."""

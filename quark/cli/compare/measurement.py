@@ -1,0 +1,133 @@
+"""The measurement of models one after the other."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quark.cli import console, models
+from quark.cli.metrics import Measures
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from quark.torch.evaluation.predictions import Predictions, Reference
+    from quark.torch.evaluation.tasks import Tasks
+    from quark.torch.report.comparison import ComparedModel, Comparison
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is measured of each model.
+
+    Attributes:
+        load: Returns the model of a directory.
+        windows: Token identifiers, (windows, length).
+        source: Name of their text.
+        batch_size: Windows that run together.
+        tokenizer: Tokenizer of all models.
+        prompt: Tokens to continue, (1, length); None for no continuation.
+        new_tokens: Largest length of a continuation.
+        tasks: Tasks of lm-evaluation-harness, None for none.
+        layers: Whether the weights of each layer are compared.
+        trust_remote_code: Whether Python code of a model may run.
+        max_memory: Bytes that this process may take; None for what there is.
+    """
+
+    load: Callable[[Path], nn.Module]
+    windows: torch.Tensor
+    source: str
+    batch_size: int
+    tokenizer: Any
+    prompt: torch.Tensor | None
+    new_tokens: int
+    tasks: Tasks | None
+    layers: bool
+    trust_remote_code: bool
+    max_memory: int | None
+
+    @property
+    def prompt_text(self) -> str:
+        """The text to continue, "" for none."""
+        if self.prompt is None:
+            return ""
+        text: str = self.tokenizer.decode(self.prompt[0], skip_special_tokens=True)
+        return text
+
+
+def measure_models(directories: list[Path], plan: Plan) -> Comparison:
+    """Measure models; the first is the one that the others are compared with."""
+    from quark.torch.evaluation.predictions import Reference
+    from quark.torch.pipeline.activation_store import ActivationStore
+    from quark.torch.report.comparison import Comparison
+    from quark.torch.report.measurement import Text
+
+    with ActivationStore() as store:
+        reference = Reference(store)
+        measured = [_measure(path, directories[0], plan, reference) for path in directories]
+    return Comparison(Text(plan.source, *plan.windows.shape), plan.prompt_text, measured)
+
+
+def _measure(directory: Path, original: Path, plan: Plan, reference: Reference) -> ComparedModel:
+    from quark.torch.export.recognition import read_contents, recognize_container
+    from quark.torch.pipeline.allocator import return_free_memory
+    from quark.torch.report.comparison import ComparedModel, continue_text, weight_errors
+
+    is_original, name = directory == original, directory.name
+    with console.stage(f"loading {name}", spinner=True):
+        model = plan.load(directory)
+    start = time.monotonic()
+    with console.stage(f"predictions of {name}"):
+        predictions = _predict(model, name, plan, reference)
+    seconds = time.monotonic() - start
+    continuation = None
+    if plan.prompt is not None:
+        with console.stage(f"continuation of {name}", spinner=True):
+            continuation = continue_text(model, plan.tokenizer, plan.prompt, plan.new_tokens)
+    measures = Measures(
+        plan.windows, plan.tokenizer, tasks=plan.tasks, task_batch=str(plan.batch_size)
+    )
+    scores = measures.scores(model, f"tasks of {name}")
+    del model
+    gc.collect()  # modules and what loads their parameters refer to each other
+    return_free_memory()
+    errors: dict[str, float | None] = {}
+    if plan.layers and not is_original and recognize_container(directory).is_quantized(directory):
+        with console.stage(f"weights of {name}"):
+            errors = weight_errors(directory, original, plan.trust_remote_code, plan.max_memory)
+    summary = read_contents(directory).summary
+    schemes = [scheme.scheme for scheme in summary.schemes()]
+    return ComparedModel(
+        directory=str(directory),
+        schemes="; ".join(dict.fromkeys(map(_describe_scheme, schemes))),
+        bytes=models.weight_bytes(directory),
+        bits_per_weight=summary.bits_per_weight,
+        predictions=predictions,
+        seconds=seconds,
+        routers={} if is_original else reference.agreement,
+        continuation=continuation,
+        tasks={
+            task: {metric: (score.value, score.error) for metric, score in metrics.items()}
+            for task, metrics in scores.items()
+        },
+        weight_errors=errors,
+    )
+
+
+def _predict(model: nn.Module, name: str, plan: Plan, reference: Reference) -> Predictions:
+    """Run the text; the first model becomes the reference of the others."""
+    if reference.predictions is not None:
+        return reference.compare(model, plan.windows, plan.batch_size, title=name)
+    reference.run(model, plan.windows, plan.batch_size, title=name)
+    assert reference.predictions is not None
+    return reference.predictions
+
+
+def _describe_scheme(scheme: Any) -> str:
+    tensors = {"weight": scheme.weight, "input": scheme.input, "cache": scheme.kv_cache}
+    return ", ".join(f"{name} {words}" for name, words in tensors.items() if words)

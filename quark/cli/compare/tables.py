@@ -1,0 +1,110 @@
+"""The tables that ``quark compare`` prints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+from rich.table import Table
+
+from quark.cli import console
+from quark.cli.metrics import show_scores
+
+if TYPE_CHECKING:
+    from quark.torch.report.comparison import ComparedModel, Comparison
+
+LAYERS = 10  # layers with the largest errors that are printed; the page has all
+NATS = 1000  # divergences are printed in thousandths of a nat
+
+
+def print_comparison(comparison: Comparison, output: Path | None) -> None:
+    """Print the figures of all models, their continuations, and the layers with large errors."""
+    from quark.torch.evaluation.tasks import Score
+
+    text, rows = comparison.text, comparison.models
+    console.out.print("", _figure_table(rows))
+    console.out.print(
+        f"  {text.windows} windows of {text.tokens} tokens: {escape(text.source)}. KL: thousandths "
+        "of a nat per token. ± is the standard error.\n",
+        style="dim",
+    )
+    if rows[0].tasks:
+        show_scores(
+            {
+                row.directory: {
+                    task: {metric: Score(*score) for metric, score in metrics.items()}
+                    for task, metrics in row.tasks.items()
+                }
+                for row in rows
+            }
+        )
+    if comparison.prompt:
+        console.say(f"All models continue: [bold]{escape(_one_line(comparison.prompt))}[/]\n")
+        written = {row.directory: row.continuation for row in rows}
+        console.out.print(
+            console.facts(
+                {escape(k): escape(_one_line(c.text)) for k, c in written.items() if c is not None}
+            )
+        )
+    if any(row.weight_errors for row in rows):
+        console.out.print("", _layer_table(rows))
+    if output is not None:
+        numbers = output.with_suffix(".json")
+        console.say(f"Page: {escape(str(output))}   Numbers: {escape(str(numbers))}")
+    console.out.print()
+
+
+def _figure_table(rows: list[ComparedModel]) -> Table:
+    table = console.table()
+    table.add_column("model", overflow="fold")
+    columns = ["size", "bits/weight", "perplexity", "change", "KL", "same top-1"]
+    speaks = rows[0].continuation is not None
+    for column in [*columns, *(["tokens/s"] if speaks else [])]:
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        found = row.predictions
+        cells = [
+            console.format_bytes(row.bytes),
+            console.format_bits(row.bits_per_weight),
+            f"{found.perplexity:.2f}",
+            "" if found.change is None else _with_error(found.change, found.change_error, "+.2%"),
+            "" if found.kl is None else _with_error(NATS * found.kl, _times(found.kl_error), ".1f"),
+            "" if found.agreement is None else f"{found.agreement:.1%}",
+        ]
+        if speaks:
+            spoken = row.continuation
+            cells.append("" if spoken is None else f"{spoken.tokens_per_second:.1f}")
+        table.add_row(escape(row.directory), *cells)
+    return table
+
+
+def _times(error: float | None) -> float | None:
+    return None if error is None else NATS * error
+
+
+def _with_error(value: float, error: float | None, style: str) -> str:
+    shown = f"{value:{style}}"
+    return shown if error is None else f"{shown} ± {error:{style.lstrip('+')}}"
+
+
+def _layer_table(rows: list[ComparedModel]) -> Table:
+    """Return the layers with the largest errors of weights, a column for each model."""
+    known = [row for row in rows if row.weight_errors]
+    worst: dict[str, float] = {}
+    for row in known:
+        for name, error in row.weight_errors.items():
+            worst[name] = max(worst.get(name, 0.0), error or 0.0)
+    table = console.table(f"Errors of weights, the {min(LAYERS, len(worst))} largest")
+    table.add_column("layer", overflow="fold")
+    for row in known:
+        table.add_column(escape(Path(row.directory).name), justify="right")
+    for name in sorted(worst, key=lambda name: -worst[name])[:LAYERS]:
+        errors = (row.weight_errors.get(name) for row in known)
+        cells = ("–" if error is None else f"{error:.2%}" for error in errors)
+        table.add_row(escape(name), *cells)
+    return table
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,1 @@
+"""`quark demo`: a model under several schemes, side by side."""

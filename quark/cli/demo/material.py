@@ -1,0 +1,118 @@
+"""The model and the text that all schemes of a demonstration share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quark.cli import console, models
+from quark.cli.options import SEQ_LEN
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+ORIGINAL = "original"
+WINDOWS = 8  # windows of text, for calibration and for evaluation
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """What a demonstration shows.
+
+    Attributes:
+        schemes: Schemes to compare.
+        exported: Scheme whose result is exported.
+        prompt: Text that the models continue, or a question.
+        is_question: Whether the prompt is a question for a chat.
+        new_tokens: Maximum length of the answer.
+        size_hint: What is said of the size of the model.
+        dtype: Type that the model is loaded in, ``auto`` for the stored one.
+    """
+
+    schemes: Sequence[str]
+    exported: str
+    prompt: str
+    is_question: bool
+    new_tokens: int
+    size_hint: str
+    dtype: str
+
+
+SHIPPED = Demonstration(
+    (
+        *("fp8", "ptpc_fp8", "int8", "ptpc_int8", "int4_wo_32", "int4_wo_128"),
+        *("uint4_wo_128", "int3_wo_128", "int2_wo_32"),
+    ),
+    "uint4_wo_128",
+    "Raise an exception if",
+    False,
+    24,
+    "Larger models lose much less than this small one.",
+    "auto",
+)
+REAL = Demonstration(
+    ("ptpc_fp8", "ptpc_int8", "uint4_wo_32", "int4_wo_64", "mxfp4"),
+    "uint4_wo_32",
+    "What is the capital of France? Answer in one sentence.",
+    True,
+    32,
+    "Algorithms such as --quant_algo gptq win back most of the loss.",
+    "bfloat16",  # its file is a quantized one
+)
+
+
+@dataclass(frozen=True)
+class Material:
+    """The model and the text that all schemes share."""
+
+    model: nn.Module
+    tokenizer: Any
+    calibration: list[torch.Tensor]
+    evaluation: torch.Tensor
+
+    def logits(self, model: nn.Module) -> torch.Tensor:
+        """Return the logits of a model for the first window of text, (1, length, vocabulary)."""
+        import torch
+
+        with torch.inference_mode():
+            result: torch.Tensor = model(self.evaluation[:1]).logits
+        return result
+
+
+def shipped_model() -> Path:
+    """Return the directory of the model of this package."""
+    from quark.demo.text import model_directory
+
+    return model_directory()
+
+
+def real_model() -> Path:
+    """Return the file of the real model.
+
+    Raises:
+        typer.BadParameter: Its package is not installed.
+    """
+    from quark.demo.real import real_model_file
+
+    try:
+        return real_model_file()
+    except FileNotFoundError as error:
+        raise console.wrong("--real", f"{error}.") from None
+
+
+def load_material(source: Path, dtype: str) -> Material:
+    """Return a model and its text.
+
+    Args:
+        source: Directory or file of the model.
+        dtype: Type of its parameters, or ``auto``.
+    """
+    tokenizer = models.load_tokenizer(source, "model")
+    text = [
+        models.text_windows(None, "text", tokenizer, SEQ_LEN, WINDOWS, held_out)
+        for held_out in (False, True)
+    ]
+    return Material(models.load_model(source, dtype, in_float=True), tokenizer, [text[0]], text[1])

@@ -1,0 +1,190 @@
+"""Predictions of models on the same windows of text, compared with those of an original.
+
+All figures have standard errors over windows. The change of the perplexity is paired: its error is
+that of the differences between both models, window by window::
+
+    windows            1      2      3
+    original        2.10   3.40   2.70    nats per token
+    quantized       2.13   3.44   2.73
+    difference      0.03   0.04   0.03    mean 0.033 ± 0.003, while each model has ± 0.38
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from quark.torch.evaluation.perplexity import window_losses
+from quark.torch.pipeline.activation_store import ActivationStore
+from quark.torch.quantization.nn.router_choices import RouterChoices
+
+POSITIONS = 64  # positions of a window at which predictions are compared
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Predictions of a model, compared with those of the original.
+
+    Attributes:
+        perplexity: Perplexity of the model.
+        error: Standard error of ``perplexity``; None with one window, like the errors below.
+        original: Perplexity of the original, None without one.
+        change_error: Standard error of ``perplexity / original``, paired over windows.
+        kl: Mean over positions of KL(original ‖ model), nats.
+        kl_error: Standard error of ``kl``.
+        agreement: Share of positions where the top-1 predictions agree.
+        positions: Number of positions that were compared.
+    """
+
+    perplexity: float
+    error: float | None = None
+    original: float | None = None
+    change_error: float | None = None
+    kl: float | None = None
+    kl_error: float | None = None
+    agreement: float | None = None
+    positions: int = 0
+
+    @property
+    def change(self) -> float | None:
+        """Relative change of the perplexity, None without an original."""
+        return None if self.original is None else self.perplexity / self.original - 1
+
+
+def standard_error(values: torch.Tensor) -> float | None:
+    """Return the standard error of the mean of independent values, (count,); None of one value."""
+    return float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
+class Reference:
+    """Predictions of the original model, stored to compare others with.
+
+    Args:
+        store: Store for log-probabilities.
+
+    Attributes:
+        predictions: Predictions of the original; None if it did not run.
+        agreement: Result of ``RouterChoices.agreement`` with the model that was compared last.
+    """
+
+    def __init__(self, store: ActivationStore) -> None:
+        self.predictions: Predictions | None = None
+        self.agreement: dict[str, float] = {}
+        self._losses = torch.zeros(0)
+        self._choices = RouterChoices()
+        self._store = store
+
+    def run(
+        self,
+        model: nn.Module,
+        windows: torch.Tensor,
+        batch_size: int,
+        title: str = "original",
+    ) -> None:
+        """Run the original on windows of tokens, (windows, length).
+
+        Args:
+            model: The original.
+            windows: Token identifiers.
+            batch_size: Windows that run together.
+            title: Title of the progress bar.
+        """
+        take = _Sample(windows.shape[1], self._keep)
+        with self._choices.record(model):
+            self._losses = window_losses(model, windows, batch_size, title, receive=take)
+        self.predictions = _of_losses(self._losses)
+
+    def compare(
+        self,
+        model: nn.Module,
+        windows: torch.Tensor,
+        batch_size: int,
+        observe: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        title: str = "quantized",
+    ) -> Predictions:
+        """Run a model on the same windows, in the same batches, and compare its predictions."""
+        divergences = _Divergences(self._store, len(windows))
+        take = _Sample(windows.shape[1], divergences.add)
+        choices = RouterChoices()
+        with choices.record(model):
+            losses = window_losses(model, windows, batch_size, title, receive=take, observe=observe)
+        self.agreement = self._choices.agreement(choices)
+        result = _of_losses(losses)
+        if self.predictions is None:
+            return result
+        original = self.predictions.perplexity
+        error = standard_error(losses - self._losses)
+        kl = divergences.sums / divergences.counts
+        return replace(
+            result,
+            original=original,
+            change_error=None if error is None else error * result.perplexity / original,
+            kl=float(kl.mean()),
+            kl_error=standard_error(kl),
+            agreement=float(divergences.same.sum() / divergences.counts.sum()),
+            positions=int(divergences.counts.sum()),
+        )
+
+    def _keep(self, first: int, log_probs: torch.Tensor) -> None:
+        self._store[len(self._store)] = log_probs
+
+
+def _of_losses(losses: torch.Tensor) -> Predictions:
+    perplexity, error = float(losses.mean().exp()), standard_error(losses)
+    return Predictions(perplexity, None if error is None else error * perplexity)
+
+
+class _Divergences:
+    """Divergences of a model from stored predictions, summed over the positions of windows.
+
+    Args:
+        store: Log-probabilities of the original, part by part; those of another model come in the
+            same parts. It may be empty.
+        windows: Number of windows.
+    """
+
+    def __init__(self, store: ActivationStore, windows: int) -> None:
+        self._store = store
+        self._parts: Iterator[int] = iter(range(len(store)))
+        self.sums, self.counts, self.same = torch.zeros(3, windows, dtype=torch.float64)
+
+    def add(self, first: int, log_probs: torch.Tensor) -> None:
+        """Add positions of windows from ``first`` on, (windows, positions, vocabulary) float32."""
+        index = next(self._parts, None)
+        if index is None:
+            return
+        expected = self._store[index].to(log_probs.device)
+        part = slice(first, first + len(log_probs))
+        totals = (expected.exp() * (expected - log_probs)).sum(-1)
+        self.sums[part] += totals.cpu().double().sum(-1)  # float64 is not on every device
+        is_same = expected.argmax(-1) == log_probs.argmax(-1)
+        self.same[part] += is_same.sum(-1).cpu()
+        self.counts[part] += log_probs.shape[1]
+
+
+class _Sample:
+    """Receives the logits of parts of batches, and passes on log-probabilities at some positions.
+
+    Args:
+        length: Tokens of a window.
+        take: Receives the number of the first window of a part, and log-probabilities,
+            (windows, positions, vocabulary) float32.
+    """
+
+    def __init__(self, length: int, take: Callable[[int, torch.Tensor], None]) -> None:
+        self._step = max(1, length // POSITIONS)
+        self._take = take
+        self._begin = self._end = 0  # windows of the current batch
+
+    def __call__(self, first: int, logits: torch.Tensor) -> None:
+        if first == 0:
+            self._begin, self._end = self._end, self._end + len(logits)
+        some = logits[:, -first % self._step :: self._step]
+        if some.shape[1]:
+            self._take(self._begin, some.float().log_softmax(-1))

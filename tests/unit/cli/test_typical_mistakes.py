@@ -1,0 +1,58 @@
+"""Ten typical mistakes: each ends in a sentence that says what to type."""
+
+import pytest
+
+QUANTIZE = ["quantize", "--model_dir", "MODEL", "--output_dir", "OUT"]
+
+
+@pytest.fixture
+def mistake(quark, model_dir, tmp_path, monkeypatch):
+    """Call the command line in a directory with a MODEL, and an output that EXISTS."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "EXISTS").mkdir()
+    (tmp_path / "EXISTS" / "file").touch()
+    (tmp_path / "MODEL").symlink_to(model_dir)
+
+    def mistake(*call):
+        result = quark(*call)
+        assert result.exit_code == 2, result.output
+        return result.stderr
+
+    return mistake
+
+
+@pytest.mark.parametrize(
+    ("call", "advice"),
+    [
+        (["quantise"], "Did you mean 'quantize'?"),
+        ([*QUANTIZE, "--quant_scheme", "fp9"], "Did you mean 'fp8'?"),
+        ([*QUANTIZE, "--quant_scheme", "w4a17"], "Did you mean 'W4A16'?"),
+        ([*QUANTIZE, "--quant_scheme", "fp8", "--quant_algo", "awk"], "Did you mean 'awq'?"),
+        (
+            [*QUANTIZE, "--quant_scheme", "int4_wo_32", "--custom_mode", "gguf"],
+            "give --model_export gguf",
+        ),
+        (
+            [*QUANTIZE, "--quant_scheme", "uint4_wo_32", "--model_export", "awq"],
+            "give --custom_mode awq",
+        ),
+        (
+            ["quantize", "--model_dir", "gone", "--output_dir", "OUT", "--quant_scheme", "fp8"],
+            "download one with 'hf download OWNER/NAME --local-dir DIRECTORY'",
+        ),
+        (
+            ["quantize", "--model_dir", "MODEL", "--output_dir", "EXISTS", "--quant_scheme", "fp8"],
+            "Choose another directory, or",
+        ),
+        ([*QUANTIZE, "--quant_scheme", "fp8", "--seq_len", 9999], "more than the 64 tokens"),
+        (
+            [*QUANTIZE, "--quant_scheme", "int4_wo_32", "--max_memory", "1MB"],
+            "Give --max_memory ",
+        ),
+        ([*QUANTIZE, "--quant_scheme", "fp8", "--device", "gpu"], "Give cpu, cuda or auto"),
+        (["convert", "MODEL", "EXISTS", "--to", "gguf"], "give --overwrite"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_advice(call, advice, mistake):
+    assert advice in " ".join(mistake(*call).split())
