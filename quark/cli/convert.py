@@ -9,6 +9,7 @@ import typer
 from rich.markup import escape
 
 from quark.cli import console, models
+from quark.cli.model_files import find_model
 from quark.cli.options import CheckDigests, Json, TrustRemoteCode, add_verb, in_words, one_of, panel
 from quark.cli.outputs import check_directory
 from quark.torch.export.containers.registry import conversion_targets
@@ -31,7 +32,8 @@ version, MXFP4 of gpt-oss, the native format, or a GGUF file with Q4_0, Q4_1 or 
 
 _output = panel("Output")
 Source = Annotated[
-    Path, typer.Argument(metavar="IN", help="Directory of a checkpoint, or a GGUF file.")
+    Path,
+    typer.Argument(metavar="IN", help="Directory of a checkpoint, a GGUF file, or OWNER/NAME."),
 ]
 Target = Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write.")]
 To = Annotated[
@@ -73,6 +75,7 @@ def convert(
 ) -> None:
     """Convert a checkpoint and print the result."""
     console.show_json_only(as_json)
+    source = find_model(source, "IN")
     if not source.exists():
         raise console.wrong("IN", f"there is no {source}. Give a checkpoint's directory or file.")
     check_directory("OUT", target, overwrite)

@@ -16,6 +16,7 @@ from rich.markup import escape
 from quark.cli import console, models
 from quark.cli.memory_check import Measurement, check_measurement
 from quark.cli.metrics import Figures, Measures, find_tasks, show_scores
+from quark.cli.model_files import find_model
 from quark.cli.options import (
     EVAL_WINDOWS,
     SEQ_LEN,
@@ -63,10 +64,12 @@ both models are also scored in tasks of lm-evaluation-harness.
 
 _text, _model = panel("Text"), panel("Model")
 
-ModelDir = Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Directory of the model.")]
+ModelDir = Annotated[
+    Path, typer.Argument(metavar="MODEL_DIR", help="Directory of the model, or OWNER/NAME.")
+]
 Original = Annotated[
     Path | None,
-    _model("--original", metavar="DIR", help="Directory of the original float model."),
+    _model("--original", metavar="DIR", help="The original float model, likewise."),
 ]
 Dataset = Annotated[
     str | None,
@@ -142,6 +145,9 @@ def evaluate(
 ) -> None:
     """Evaluate one or two models on the same windows and tasks."""
     models.check_runtime(runtime, max_memory)
+    names = [str(path) for path in (original, model_dir) if path is not None]
+    model_dir = find_model(model_dir, "MODEL_DIR")
+    original = None if original is None else find_model(original, "--original")
     described = models.read_config(model_dir, "MODEL_DIR")
     if original is not None:
         models.read_config(original, "--original")
@@ -176,7 +182,10 @@ def evaluate(
     load = partial(models.load_model, dtype=data_type, runtime=runtime, **place)
     if max_memory is not None:
         _check_room(directories, load, measures)
-    rows = [_measure(directory, load, measures) for directory in directories]
+    rows = [
+        _measure(name, directory, load, measures)
+        for name, directory in zip(names, directories, strict=True)
+    ]
     _show(rows, windows.shape, dataset or models.EVALUATION, as_json)
 
 
@@ -212,19 +221,22 @@ def _free_models() -> None:
     return_free_memory()
 
 
-def _measure(directory: Path, load: Callable[[Path], nn.Module], measures: Measures) -> _Row:
+def _measure(
+    name: str, directory: Path, load: Callable[[Path], nn.Module], measures: Measures
+) -> _Row:
     from quark.torch.export.recognition import read_contents
 
-    with console.stage(f"loading {directory.name}", spinner=True):
+    title = Path(name).name
+    with console.stage(f"loading {title}", spinner=True):
         model = load(directory)
     start = time.monotonic()
-    figures = measures.figures(model, directory.name)
+    figures = measures.figures(model, title)
     seconds = time.monotonic() - start
     del model
     _free_models()
     summary = read_contents(directory).summary
     size = models.weight_bytes(directory)
-    return _Row(str(directory), figures, size, summary.bits_per_weight, seconds)
+    return _Row(name, figures, size, summary.bits_per_weight, seconds)
 
 
 def _as_records(rows: list[_Row]) -> dict[str, Any]:

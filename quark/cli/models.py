@@ -303,11 +303,11 @@ def check_text(source: str | None, flag: str) -> None:
     Raises:
         typer.BadParameter: It cannot.
     """
-    from quark.torch.evaluation.datasets import check_named
+    from quark.torch.evaluation.datasets import check_named, split_shares
 
     try:
-        if source is not None:
-            check_named(source)
+        for name, _ in [] if source is None else split_shares(source):
+            check_named(name)
     except (ImportError, OSError, ValueError) as error:
         raise wrong(flag, str(error)) from None
 
@@ -318,8 +318,8 @@ def text_windows(
     """Return windows of tokens.
 
     Args:
-        source: File or dataset; None for the text of this package, or held-out docstrings of the
-            standard library.
+        source: File or dataset, or several with their shares of the windows; None for the text of
+            this package, or held-out docstrings of the standard library.
         flag: Flag of the source, for the error.
         tokenizer: Tokenizer of the model.
         length: Tokens per window.
@@ -333,25 +333,47 @@ def text_windows(
     Raises:
         typer.BadParameter: The text does not exist, or is too short.
     """
+    import torch
+
+    from quark.torch.evaluation.datasets import split_shares
+
+    try:
+        shares = [(source, 1.0)] if source is None else split_shares(source)
+        if len(shares) > 1 and not limit:
+            raise ValueError(f"{source} mixes sources, so the number of windows cannot be 0 (all)")
+        counts = [round(limit * share) for _, share in shares]
+        counts[0] += limit - sum(counts)
+        if len(shares) > 1 and min(counts) < 1:
+            raise ValueError(f"{limit} windows are too few for the shares of {source}")
+        parts = [
+            _windows_of(name, tokenizer, length, count, held_out)
+            for (name, _), count in zip(shares, counts, strict=True)
+        ]
+    except (ImportError, OSError, ValueError) as error:
+        raise wrong(flag, str(error)) from None
+    return torch.cat(parts)
+
+
+def _windows_of(
+    source: str | None, tokenizer: Any, length: int, limit: int, held_out: bool
+) -> torch.Tensor:
+    """Return windows of one text; see ``text_windows``."""
     from quark.demo.text import calibration_documents, evaluation_documents
     from quark.torch.evaluation.datasets import named_documents
     from quark.torch.evaluation.perplexity import token_windows
     from quark.torch.evaluation.samples import kind_of_source
 
-    try:
-        if source is not None:
-            if kind := kind_of_source(source):
-                raise ValueError(
-                    f"{source} holds {kind}, not text: 'quark quantize' calibrates with it as "
-                    "--dataset."
-                )
-            documents = named_documents(source, held_out)
-        else:
-            enough = CHARACTERS_PER_TOKEN * length * limit
-            documents = evaluation_documents() if held_out else calibration_documents(enough)
-        return token_windows(documents, tokenizer, length, limit or None)
-    except (ImportError, OSError, ValueError) as error:
-        raise wrong(flag, str(error)) from None
+    if source is not None:
+        if kind := kind_of_source(source):
+            raise ValueError(
+                f"{source} holds {kind}, not text: 'quark quantize' calibrates with it as "
+                "--dataset."
+            )
+        documents = named_documents(source, held_out)
+    else:
+        enough = CHARACTERS_PER_TOKEN * length * limit
+        documents = evaluation_documents() if held_out else calibration_documents(enough)
+    return token_windows(documents, tokenizer, length, limit or None)
 
 
 def weight_bytes(path: Path) -> int:

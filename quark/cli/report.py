@@ -12,6 +12,7 @@ from rich.markup import escape
 from quark.cli import console, models
 from quark.cli.evaluate import BatchSize, Limit, Original, SeqLen
 from quark.cli.memory_check import Measurement, check_measurement
+from quark.cli.model_files import find_model
 from quark.cli.options import (
     EVAL_WINDOWS,
     SEQ_LEN,
@@ -46,7 +47,8 @@ and predictions.
 
 _output, _text = panel("Output"), panel("Text")
 Directory = Annotated[
-    Path, typer.Argument(metavar="DIR", help="Directory of the checkpoint, or a GGUF file.")
+    Path,
+    typer.Argument(metavar="DIR", help="Directory of the checkpoint, a GGUF file, or OWNER/NAME."),
 ]
 Dataset = Annotated[
     str | None,
@@ -89,12 +91,14 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Measure a checkpoint, and write the page or print the numbers."""
+    if not as_json:
+        _check_output(output, overwrite)
+    directory = find_model(directory, "DIR")
     if not directory.exists():
         raise console.wrong("DIR", f"there is no {directory}. Give a checkpoint's directory.")
     if original is not None:
+        original = find_model(original, "--original")
         models.read_config(original, "--original")
-    if not as_json:
-        _check_output(output, overwrite)
     target = models.pick_device(device)
     models.check_model(directory, trust_remote_code, check_digests)
     if original is not None:

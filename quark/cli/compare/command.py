@@ -14,6 +14,7 @@ from quark.cli.compare.measurement import Plan, measure_models
 from quark.cli.compare.tables import print_comparison
 from quark.cli.memory_check import Measurement, check_measurement
 from quark.cli.metrics import find_tasks
+from quark.cli.model_files import find_model
 from quark.cli.options import (
     EVAL_WINDOWS,
     SEQ_LEN,
@@ -71,11 +72,11 @@ class CompareRequest:
 
     original: Annotated[
         Path,
-        typer.Argument(metavar="ORIGINAL", help="Directory of the model to compare with."),
+        typer.Argument(
+            metavar="ORIGINAL", help="The model to compare with: a directory, or OWNER/NAME."
+        ),
     ]
-    others: Annotated[
-        list[Path], typer.Argument(metavar="MODEL …", help="Directories of other models.")
-    ]
+    others: Annotated[list[Path], typer.Argument(metavar="MODEL …", help="Other models.")]
     dataset: Annotated[
         str | None,
         _text(
@@ -136,8 +137,14 @@ def register(app: typer.Typer) -> None:
 
 
 def _compare_models(request: CompareRequest) -> None:
+    _check_flags(request, [request.original, *request.others])
+    names = [str(request.original), *map(str, request.others)]
+    request = replace(
+        request,
+        original=find_model(request.original, "ORIGINAL"),
+        others=[find_model(path, "MODEL") for path in request.others],
+    )
     directories = [request.original, *request.others]
-    _check_flags(request, directories)
     described = models.read_config(request.original, "ORIGINAL")
     for directory in request.others:
         _check_vocabulary(described, models.read_config(directory, "MODEL"), directory)
@@ -161,7 +168,7 @@ def _compare_models(request: CompareRequest) -> None:
         runtime=request.runtime,
     )
     comparison = measure_models(
-        directories,
+        dict(zip(names, directories, strict=True)),
         Plan(
             load=load,
             windows=windows,

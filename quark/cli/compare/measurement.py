@@ -60,8 +60,13 @@ class Plan:
         return text
 
 
-def measure_models(directories: list[Path], plan: Plan) -> Comparison:
-    """Measure models; the first is the one that the others are compared with."""
+def measure_models(directories: dict[str, Path], plan: Plan) -> Comparison:
+    """Measure models; the first is the one that the others are compared with.
+
+    Args:
+        directories: Name of a model -> its directory or file.
+        plan: What is measured.
+    """
     from quark.torch.evaluation.predictions import Reference
     from quark.torch.pipeline.activation_store import ActivationStore
     from quark.torch.report.comparison import Comparison
@@ -69,16 +74,21 @@ def measure_models(directories: list[Path], plan: Plan) -> Comparison:
 
     with ActivationStore() as store:
         reference = Reference(store)
-        measured = [_measure(path, directories[0], plan, reference) for path in directories]
+        original = next(iter(directories.values()))
+        measured = [
+            _measure(name, path, original, plan, reference) for name, path in directories.items()
+        ]
     return Comparison(Text(plan.source, *plan.windows.shape), plan.prompt_text, measured)
 
 
-def _measure(directory: Path, original: Path, plan: Plan, reference: Reference) -> ComparedModel:
+def _measure(
+    label: str, directory: Path, original: Path, plan: Plan, reference: Reference
+) -> ComparedModel:
     from quark.torch.export.recognition import read_contents, recognize_container
     from quark.torch.pipeline.allocator import return_free_memory
     from quark.torch.report.comparison import ComparedModel, continue_text, weight_errors
 
-    is_original, name = directory == original, directory.name
+    is_original, name = directory == original, Path(label).name
     with console.stage(f"loading {name}", spinner=True):
         model = plan.load(directory)
     start = time.monotonic()
@@ -103,7 +113,7 @@ def _measure(directory: Path, original: Path, plan: Plan, reference: Reference) 
     summary = read_contents(directory).summary
     schemes = [scheme.scheme for scheme in summary.schemes()]
     return ComparedModel(
-        directory=str(directory),
+        directory=label,
         schemes="; ".join(dict.fromkeys(map(_describe_scheme, schemes))),
         bytes=models.weight_bytes(directory),
         bits_per_weight=summary.bits_per_weight,

@@ -131,8 +131,18 @@ def _license(source: Path) -> dict[str, Any]:
 
 
 def place_name(source: str | None) -> str:
-    """Return the name of a file or directory without its path, and names of data sets whole."""
-    return Path(source).name if source and Path(source).exists() else source or ""
+    """Return the name of a file or directory without its path, and names of data sets whole.
+
+    Example: ``pileval:0.7,texts/my.txt:0.3`` is ``pileval:0.7,my.txt:0.3``.
+    """
+    from quark.torch.evaluation.datasets import split_shares
+
+    if not source:
+        return ""
+    shares = split_shares(source)
+    if len(shares) > 1:
+        return ",".join(f"{place_name(name)}:{share:g}" for name, share in shares)
+    return Path(source).name if Path(source).exists() else source
 
 
 def _cell(text: str) -> str:

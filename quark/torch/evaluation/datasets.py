@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,7 +36,32 @@ NAMED_SETS = {
     _ULTRACHAT: NamedSet(_ULTRACHAT, "train_sft[:20000]", "test_sft[:2000]", "messages"),
     "HelpSteer": NamedSet("nvidia/HelpSteer", "train", "validation", "response"),
 }
+_SHARE = re.compile(r"(.+):(\d*\.\d+|1(?:\.0*)?)")
 _NOT_TEXT = {"ScienceQA": "questions about pictures"}
+
+
+def split_shares(source: str) -> list[tuple[str, float]]:
+    """Return the parts of a mixture such as ``pileval:0.7,my.txt:0.3``, with their shares.
+
+    Args:
+        source: A mixture, or one source, whose share is 1. An existing file or directory is one
+            source, whatever its name.
+
+    Raises:
+        ValueError: A part of a mixture has no share, or the shares do not add up to 1.
+    """
+    parts = source.split(",")
+    matches = [_SHARE.fullmatch(part.strip()) for part in parts]
+    if Path(source).exists() or not any(matches):
+        return [(source, 1.0)]
+    shares = [(m[1], float(m[2])) for m in matches if m is not None]
+    total = sum(share for _, share in shares)
+    if len(shares) < len(parts) or abs(total - 1) > 1e-6 or min(s for _, s in shares) <= 0:
+        raise ValueError(
+            f"{source} mixes sources: expected NAME:SHARE for each, with commas, and shares that "
+            "add up to 1, such as pileval:0.7,my.txt:0.3"
+        )
+    return shares
 
 
 def check_named(name: str) -> None:

@@ -33,7 +33,7 @@ class ComparedModel:
     """One model of a comparison.
 
     Attributes:
-        directory: Its path.
+        directory: Its path, or its name on the Hub.
         schemes: Quantized tensors of its layers in words; "" for a float model.
         bytes: Bytes on disk of its tensors.
         bits_per_weight: Bits of a quantized weight, scales included; None for a float model.

@@ -3,6 +3,8 @@
 import json
 
 import pytest
+import torch
+import typer
 
 from quark.torch.pipeline.memory_limit import MemoryLimit
 
@@ -122,3 +124,20 @@ def test_too_little_memory_is_refused_before_work(quark, quantize, model_dir, te
 
 def test_without_tokenizer(refused, bert_dir):
     assert "has no tokenizer" in refused("evaluate", bert_dir)
+
+
+def test_sources_are_mixed_by_their_shares(model_dir, text, tmp_path):
+    from quark.cli.models import load_tokenizer, text_windows
+
+    other = tmp_path / "other.txt"
+    other.write_text("Another text altogether, of no use. " * 60, encoding="utf-8")
+    tokenizer = load_tokenizer(model_dir, "model")
+
+    def windows(source, limit):
+        return text_windows(source, "--dataset", tokenizer, 16, limit, True)
+
+    mixed = windows(f"{text}:0.7,{other}:0.3", 10)
+    assert torch.equal(mixed, torch.cat([windows(str(text), 7), windows(str(other), 3)]))
+    for source, limit in ((f"{text}:0.7,{other}:0.3", 0), (f"{text}:0.9,{other}:0.1", 2)):
+        with pytest.raises(typer.BadParameter, match=r"mixes sources|too few"):
+            windows(source, limit)

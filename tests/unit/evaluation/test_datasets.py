@@ -3,7 +3,7 @@
 import datasets
 import pytest
 
-from quark.torch.evaluation.datasets import NAMED_SETS, named_documents
+from quark.torch.evaluation.datasets import NAMED_SETS, named_documents, split_shares
 from quark.torch.evaluation.documents import load_documents
 
 RECORDS = {
@@ -91,3 +91,29 @@ def test_a_directory_of_files(suffix, tmp_path, monkeypatch):
     else:
         table.to_parquet(folder / "a.parquet")
     assert load_documents(str(folder)) == ["first", "second"]
+
+
+@pytest.mark.parametrize(
+    ("source", "shares"),
+    [
+        ("my.txt", [("my.txt", 1.0)]),
+        ("Salesforce/wikitext:wikitext-2-raw-v1", [("Salesforce/wikitext:wikitext-2-raw-v1", 1.0)]),
+        ("pileval:0.7,my.txt:0.3", [("pileval", 0.7), ("my.txt", 0.3)]),
+        ("a:.25, b/c:d:0.75", [("a", 0.25), ("b/c:d", 0.75)]),
+        ("a:1.0", [("a", 1.0)]),
+    ],
+)
+def test_shares_of_a_mixture(source, shares):
+    assert split_shares(source) == shares
+
+
+@pytest.mark.parametrize("source", ["a:0.7,b:0.2", "a:0.7,b", "a:0.0,b:1.0", "a:0.6,b:0.6"])
+def test_wrong_shares(source):
+    with pytest.raises(ValueError, match="shares that add up to 1"):
+        split_shares(source)
+
+
+def test_a_file_is_one_source(tmp_path):
+    path = tmp_path / "a:0.5,b"
+    path.touch()
+    assert split_shares(str(path)) == [(str(path), 1.0)]

@@ -6,7 +6,7 @@ import shutil
 import pytest
 from huggingface_hub import metadata_load
 
-from quark.cli.quantize.card import original_name
+from quark.cli.quantize.card import original_name, place_name
 from quark.torch.digests import DIGESTS
 
 
@@ -111,3 +111,9 @@ def test_original_name(tmp_path):
     assert original_name(cached) == "org/a-model"
     assert original_name(tmp_path / "b.gguf") == "b"
     assert original_name(tmp_path) == tmp_path.name
+
+
+def test_places_are_left_out_of_mixtures(text):
+    assert place_name(f"pileval:0.7,{text}:0.3") == f"pileval:0.7,{text.name}:0.3"
+    assert place_name(str(text)) == text.name
+    assert place_name("a/b:c") == "a/b:c"

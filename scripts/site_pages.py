@@ -1,0 +1,82 @@
+"""Pages of the site that are not in ``docs``: README and others, and the reference.
+
+    pip install -e ".[site]"
+    mkdocs build
+
+The reference is made from the command line and from docstrings. `mkdocs.yml` names this file.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+# File -> page.
+COPIED = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "benchmarks/README.md": "benchmarks.md",
+}
+COMMANDS, PYTHON = "reference-commands.md", "reference-python.md"
+LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(#[^)]*)?\)")
+INTRODUCTION = """# Python
+
+These names are imported from `quark.torch`. [Command line](command-line.md) and
+[algorithms](algorithms.md) explain the options.
+
+"""
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages; called by mkdocs."""
+    from mkdocs.structure.files import File
+
+    texts = {page: (ROOT / name).read_text(encoding="utf-8") for name, page in COPIED.items()}
+    texts |= {COMMANDS: commands_page(), PYTHON: python_page()}
+    for page, text in texts.items():
+        files.append(File.generated(config, page, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Lead links between files to their pages; called by mkdocs."""
+    source = next((k for k, v in COPIED.items() if v == page.file.src_uri), None)
+    folder = Path(source).parent if source else Path("docs")
+    return LINK.sub(lambda match: f"]({target(folder, match[1])}{match[2] or ''})", markdown)
+
+
+def target(folder: Path, link: str) -> str:
+    """Return the link of a page, for a link from a file of a folder.
+
+    Files that have no page, such as folders of code, lead to the page about the code.
+    """
+    if not link:
+        return ""
+    path = (ROOT / folder / link).resolve()
+    name = path.relative_to(ROOT).as_posix()
+    if name in COPIED:
+        return COPIED[name]
+    is_page = path.parent == ROOT / "docs" and path.is_file()
+    return path.name if is_page else COPIED["CONTRIBUTING.md"]
+
+
+def commands_page() -> str:
+    """Return the help of all commands."""
+    import typer
+    from typer.cli import get_docs_for_click
+
+    from quark.cli.main import app
+
+    program = typer.main.get_command(app)
+    context = typer.Context(program, info_name="quark")
+    text: str = get_docs_for_click(obj=program, ctx=context, name="quark", title="Commands")
+    return re.sub(r"\[/?(?:cyan|bold|yellow|dim)\]", "", text)
+
+
+def python_page() -> str:
+    """Return the reference of all public names of ``quark.torch``."""
+    from quark.torch import _NAMES
+
+    names = sorted(f"quark.torch.{module}.{name}" for name, module in _NAMES.items())
+    return INTRODUCTION + "\n".join(f"::: {name}\n" for name in names)
