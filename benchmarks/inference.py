@@ -1,7 +1,8 @@
 """Speed, memory and load time of quantized models, beside float models and other software.
 
 The model is a Llama with random weights. ``decode`` is one token after 128, ``prefill`` reads 128
-tokens. In each process the work alternates with that of the float models, and figures are medians.
+tokens. In each process the work alternates with that of the float models, and figures are medians:
+tokens per CPU second, with ``--device cuda`` per second of the clock.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,6 +65,7 @@ def write_models(folder: str, size: str, schemes: list[str]) -> None:
 def steps(model: Any) -> tuple[Callable[[], object], Callable[[], object]]:
     """Return functions that compute one token after 128, and read 128 tokens."""
     ids = torch.randint(0, VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(1))
+    ids = ids.to(model.device)
     with torch.no_grad():
         cache = model(ids, use_cache=True).past_key_values
 
@@ -79,22 +82,29 @@ def steps(model: Any) -> tuple[Callable[[], object], Callable[[], object]]:
     return decode, prefill
 
 
-def time_models(models: dict[str, Any], rounds: int) -> Figures:
-    """Return tokens per CPU second of each model, in alternation."""
+def device_seconds() -> float:
+    """Return the time when the GPU has done its work."""
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def time_models(models: dict[str, Any], rounds: int, device: str = "cpu") -> Figures:
+    """Return tokens per second of each model, in alternation."""
+    clock = cpu_seconds if device == "cpu" else device_seconds
     work = {name: steps(model) for name, model in models.items()}
-    decode = alternate({name: run for name, (run, _) in work.items()}, rounds)
-    prefill = alternate({name: run for name, (_, run) in work.items()}, max(2, rounds // 2))
+    decode = alternate({name: run for name, (run, _) in work.items()}, rounds, clock)
+    prefill = alternate({name: run for name, (_, run) in work.items()}, max(2, rounds // 2), clock)
     return {
         name: {"decode": 3 / decode[name], "prefill": TOKENS / prefill[name]} for name in models
     }
 
 
-def float_models(folder: str) -> dict[str, Any]:
+def float_models(folder: str, device: str = "cpu") -> dict[str, Any]:
     """Return the float model in two types."""
     from transformers import AutoModelForCausalLM
 
-    load = AutoModelForCausalLM.from_pretrained
-    return {name: load(f"{folder}/float", dtype=dtype).eval() for name, dtype in FLOATS.items()}
+    load, path = AutoModelForCausalLM.from_pretrained, f"{folder}/float"
+    return {name: load(path, dtype=t).eval().to(device) for name, t in FLOATS.items()}
 
 
 def weight_bytes(model: Any) -> int:
@@ -111,16 +121,18 @@ def weight_bytes(model: Any) -> int:
     return total
 
 
-def measure_scheme(folder: str, scheme: str, rounds: int) -> Figures:
+def measure_scheme(folder: str, scheme: str, rounds: int, device: str = "cpu") -> Figures:
     """Measure the runtimes of a scheme beside the float models."""
+    from quark.torch import set_runtime
     from quark.torch.export.recognition import load_checkpoint
 
-    models, load_seconds = float_models(folder), {}
+    models, load_seconds = float_models(folder, device), {}
     for runtime in RUNTIMES:
         start = cpu_seconds()
-        models[runtime] = load_checkpoint(f"{folder}/{scheme}", runtime=runtime).eval()
+        model = load_checkpoint(f"{folder}/{scheme}").eval().to(device)
+        models[runtime] = set_runtime(model, runtime)
         load_seconds[runtime] = cpu_seconds() - start
-    figures = time_models(models, rounds)
+    figures = time_models(models, rounds, device)
     for name, model in models.items():
         figures[name]["mb"] = weight_bytes(model) / 1e6
         if name in load_seconds:
@@ -170,6 +182,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a model of 82 million parameters")
     parser.add_argument("--schemes", default=",".join(SCHEMES))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="cpu", help="cpu, or a GPU such as cuda")
     parser.add_argument("--peer", choices=["torchao"], action="append", default=[])
     flags = parser.parse_args()
     schemes = flags.schemes.split(",")
@@ -181,7 +194,15 @@ def main() -> None:
         in_fresh_process("inference.py", "write", folder, size, schemes)
         for scheme in schemes:
             say(scheme)
-            measured = in_fresh_process("inference.py", "scheme", folder, scheme, flags.rounds)
+            measured = in_fresh_process(
+                "inference.py",
+                "scheme",
+                folder,
+                scheme,
+                flags.rounds,
+                flags.device,
+                device=flags.device,
+            )
             rows += rows_of(scheme, measured)
         for peer in flags.peer:
             from peers import environment

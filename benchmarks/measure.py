@@ -91,26 +91,36 @@ def _status(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
-def alternate(work: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Run A B … A B … after a round to warm up; return the median CPU seconds of each."""
+def alternate(
+    work: dict[str, Callable[[], object]],
+    rounds: int,
+    clock: Callable[[], float] = cpu_seconds,
+) -> dict[str, float]:
+    """Run A B … A B … after a round to warm up; return the median seconds of each by a clock."""
     seconds: dict[str, list[float]] = {name: [] for name in work}
     for i in range(rounds + 1):
         for name, run in work.items():
-            start = cpu_seconds()
+            start = clock()
             run()
             if i:
-                seconds[name].append(cpu_seconds() - start)
+                seconds[name].append(clock() - start)
     return {name: median(values) for name, values in seconds.items()}
 
 
-def in_fresh_process(script: str, *arguments: Any, python: str | Path = sys.executable) -> Any:
+def in_fresh_process(
+    script: str, *arguments: Any, python: str | Path = sys.executable, device: str = "cpu"
+) -> Any:
     """Run a script of this folder on one thread and return the JSON of its last line.
+
+    GPUs are hidden from it, unless ``device`` is one.
 
     Raises:
         RuntimeError: It failed; the end of its output is in the message.
     """
     command = [str(python), str(Path(__file__).parent / script), *map(json.dumps, arguments)]
     environment = os.environ | ONE_THREAD
+    if device != "cpu":
+        environment |= {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0")}
     if str(python) != sys.executable:
         environment.pop("PYTHONPATH", None)  # packages of this environment, such as this one
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

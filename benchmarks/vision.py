@@ -79,6 +79,7 @@ class Way:
     Attributes:
         is_timed: Whether ONNX Runtime is timed on it: it has integer kernels for it.
         is_fused: Whether values before activations such as PReLU are not quantized.
+        has_float_outputs: Whether the values that the graph returns are not quantized.
     """
 
     weight: QuantizationSpec
@@ -88,6 +89,7 @@ class Way:
     epochs: int = 0
     is_timed: bool = False
     is_fused: bool = False
+    has_float_outputs: bool = False
 
     def config(self) -> Config:
         """Return the configuration of graph mode."""
@@ -101,7 +103,9 @@ class Way:
             layer,
             quant_mode="fx_graph_mode",  # type: ignore[arg-type]
             exclude=[],
-            pass_options=PassOptions(fused_activations=self.is_fused),
+            pass_options=PassOptions(
+                fused_activations=self.is_fused, float_outputs=self.has_float_outputs
+            ),
             algo_config=list(self.algorithms) or None,
             log_severity_level=3,  # type: ignore[arg-type]
         )
@@ -139,10 +143,18 @@ def _ways() -> dict[str, Way]:
         "int8 per tensor, trained": Way(tensor, uint8, (), bias, 1),
         "int8 per channel": Way(channel, uint8, (), bias, is_timed=True),
         "int8 per channel, MSE": Way(channel_mse, mse, (), bias),
+        "int8 per channel, MSE of weights": Way(channel_mse, uint8, (), bias),
+        "int8 per channel, MSE of weights, GPTQ": Way(channel_mse, uint8, (gptq,), bias),
         "int8 per channel, bias correction": Way(channel, uint8, (correction,), bias),
         "int8 per channel, GPTQ": Way(channel, uint8, (gptq,), bias),
         "int8 per channel, MSE, GPTQ": Way(channel_mse, mse, (gptq,), bias),
         "int8 per channel, fused": Way(channel, uint8, (), bias, is_timed=True, is_fused=True),
+        "int8 per channel, MSE of weights, GPTQ, float outputs": Way(
+            channel_mse, uint8, (gptq,), bias, has_float_outputs=True
+        ),
+        "int8 per channel, fused, MSE of weights, GPTQ, float outputs": Way(
+            channel_mse, uint8, (gptq,), bias, is_fused=True, has_float_outputs=True
+        ),
         "int8 per channel, fused, MSE, GPTQ": Way(channel_mse, mse, (gptq,), bias, is_fused=True),
         "int4 per channel": Way(int4, uint8),
         "int4 per channel, MSE": Way(int4_mse, uint8),

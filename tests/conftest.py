@@ -1,6 +1,7 @@
 """Small random models, and what tests do with them again and again."""
 
 import gc
+import os
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
@@ -8,6 +9,9 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read once, when Triton is imported
 
 _LLAMA = {
     "vocab_size": 64,
@@ -55,13 +59,14 @@ def pytest_collection_finish():
 
 
 def pytest_runtest_setup(item):
-    """Skip nightly tests and those of clients that are not there; with ``-m client`` these fail."""
+    """Skip nightly tests and those of software that is not there; if asked for, these fail."""
     if item.get_closest_marker("nightly") and "nightly" not in item.config.option.markexpr:
         pytest.skip("a nightly test: pytest -m nightly")
-    for marker in item.iter_markers("client"):
-        [package] = marker.args
+    packages = [("client", marker.args[0]) for marker in item.iter_markers("client")]
+    packages += [("triton", "triton") for _ in item.iter_markers("triton")]
+    for name, package in packages:
         if find_spec(package) is None:
-            end = pytest.fail if item.config.option.markexpr == "client" else pytest.skip
+            end = pytest.fail if item.config.option.markexpr == name else pytest.skip
             end(f"{package} is not installed")
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quark.cli import console, models
+from quark.cli import accelerators, console, models
 from quark.cli.memory_check import Measurement, check_measurement
 from quark.cli.model_files import find_model
 from quark.cli.options import SEQ_LEN, Json, add_verb, panel, verb
@@ -122,7 +122,7 @@ def find_float_model(request: ModelFlags) -> Path:
     directory = find_model(request.model_dir, "--model_dir", request.revision)
     described = models.read_config(directory, "--model_dir")
     models.describe_source(directory, described, "--model_dir")
-    models.pick_device(request.device)
+    accelerators.pick_device(request.device)
     models.check_model(directory, request.trust_remote_code, request.check_digests)
     return directory
 
@@ -142,7 +142,7 @@ def describe_collection(request: DataFlags, source: Path, probes: int) -> Measur
         collected=request.num_calib_data,
         probe=request.batch_size if probes else 0,
         dtype=request.data_type,
-        device=models.pick_device(request.device),
+        device=accelerators.pick_device(request.device),
         max_memory=request.max_memory,
         trust_remote_code=request.trust_remote_code,
         offload_dir=request.offload_dir,
@@ -151,7 +151,7 @@ def describe_collection(request: DataFlags, source: Path, probes: int) -> Measur
 
 def load_float_model(request: ModelFlags, directory: Path) -> nn.Module:
     """Load the model of a directory in float."""
-    device = models.pick_device(request.device)
+    device = accelerators.pick_device(request.device)
     with console.stage("loading the model", spinner=True):
         return models.load_model(
             directory,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from quark.cli import console, models
+from quark.cli import accelerators, console, models
 from quark.cli.memory_check import Measurement, check_measurement
 from quark.cli.metrics import Figures, Measures, find_tasks, show_scores
 from quark.cli.model_files import find_model
@@ -152,13 +152,10 @@ def evaluate(
     if original is not None:
         models.read_config(original, "--original")
     length = models.window_length(described, seq_len, SEQ_LEN)
-    target = models.pick_device(device)
+    target = accelerators.pick_device(device)
     directories = [model_dir] if original is None else [original, model_dir]
-    place: Any = {
-        "device": target,
-        "trust_remote_code": trust_remote_code,
-        "max_memory": max_memory,
-    }
+    place: Any = {"device": target, "trust_remote_code": trust_remote_code}
+    place |= {"max_memory": max_memory}
     work: Any = {
         "length": length,
         "evaluated": max(limit, EVAL_WINDOWS),

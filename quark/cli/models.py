@@ -51,49 +51,6 @@ def read_config(directory: Path, flag: str) -> dict[str, Any]:
         raise wrong(flag, f"{error} The directory of a model has a config.json.") from None
 
 
-def pick_device(name: str) -> str:
-    """Return the name of a device that torch can use.
-
-    Args:
-        name: Name of a device, or ``auto``: the accelerator of this machine, if it has one that
-            computes in float64, else the CPU.
-
-    Raises:
-        typer.BadParameter: There is no such device.
-    """
-    import torch
-
-    if name == "auto":
-        is_there = torch.accelerator.is_available()
-        accelerator = torch.accelerator.current_accelerator() if is_there else None
-        return accelerator.type if accelerator and _has_float64(accelerator) else "cpu"
-    try:
-        device = torch.device(name)
-        module = torch.get_device_module(device)
-    except RuntimeError:
-        raise wrong("--device", f"{name} is no device of torch. Give cpu, cuda or auto.") from None
-    if device.type != "cpu" and not module.is_available():
-        raise wrong("--device", "this machine has no GPU that torch can use. Give cpu or auto.")
-    count = module.device_count()
-    if (device.index or 0) >= count:
-        kind = device.type
-        raise wrong(
-            "--device", f"there is no {name}. Give {kind}:0 to {kind}:{count - 1}, or auto."
-        )
-    return name
-
-
-def _has_float64(device: torch.device) -> bool:
-    """Whether a device computes in float64, which some algorithms need."""
-    import torch
-
-    try:
-        torch.zeros((), dtype=torch.float64, device=device)
-    except (RuntimeError, TypeError):
-        return False
-    return True
-
-
 def load_model(
     directory: Path,
     dtype: str = "auto",

@@ -105,7 +105,8 @@ DeviceFlag = Annotated[
     _model(
         "--device",
         metavar="DEVICE",
-        help="cpu, a device of torch such as cuda or cuda:1, or auto (a GPU if available).",
+        help="cpu, a device of torch such as cuda or cuda:1, or auto (a GPU if available). "
+        "'quark quantize' also takes GPUs that share the work: cuda:0,cuda:1, or all.",
     ),
 ]
 MaxMemory = Annotated[

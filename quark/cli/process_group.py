@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from quark.cli import console, models
+from quark.cli import accelerators, console
 
 if TYPE_CHECKING:
     import torch
@@ -51,17 +51,22 @@ def process_group(device: str) -> Iterator[None]:
     import torch.distributed
 
     dist: Any = torch.distributed  # not all of its public names are typed
-    kind = torch.device(models.pick_device(device))
+    _leave_others_free()
+    kind = _kind_of(accelerators.pick_devices(device))
     _store, number, count = next(dist.rendezvous("env://"))
     console.out.quiet = console.err.quiet = number > 0
     try:
-        backend = "gloo"
+        options: dict[str, Any] = {"backend": "gloo"}
         if kind.type != "cpu":
-            _choose_accelerator(kind)
-            backend = f"cpu:gloo,{kind.type}:{dist.get_default_backend_for_device(kind.type)}"
+            backend = dist.get_default_backend_for_device(kind.type)
+            # With the device, the backend connects now: what fails does so before the work.
+            options = {
+                "backend": f"cpu:gloo,{kind.type}:{backend}",
+                "device_id": _choose_accelerator(kind),
+            }
         store = dist.PrefixStore("quark", _store)
         dist.init_process_group(
-            backend, timeout=TIMEOUT, store=store, rank=number, world_size=count
+            **options, timeout=TIMEOUT, store=store, rank=number, world_size=count
         )
         yield
     finally:
@@ -83,15 +88,51 @@ def wait_for_all() -> None:
             pass
 
 
-def _choose_accelerator(device: torch.device) -> None:
-    """Make the accelerator of this process the current one of its type."""
+def _kind_of(names: list[str]) -> torch.device:
+    """Return the type of the devices of all processes, without a number.
+
+    Raises:
+        typer.BadParameter: Several devices are named.
+    """
+    import torch
+
+    device = torch.device(names[0])
+    if len(names) > 1:
+        raise _takes_its_own(device)
+    return device
+
+
+def _takes_its_own(device: torch.device) -> Exception:
+    """Return the error for devices that are named where each process takes one."""
+    text = f"each process takes a device of its own. Give {device.type}."
+    return console.wrong("--device", text)
+
+
+def _leave_others_free() -> None:
+    """Make the accelerator of this process the current one before anything is on another one.
+
+    What a process asks of an accelerator takes some of its memory for as long as the process runs.
+    """
+    import torch
+
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if kind is not None:
+        module = torch.get_device_module(kind)
+        module.set_device(_local_rank() % module.device_count())
+
+
+def _local_rank() -> int:
+    """Return the number of this process on its machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _choose_accelerator(device: torch.device) -> torch.device:
+    """Return the accelerator of this process, which becomes the current one of its type."""
     import torch
 
     if device.index is not None:
-        raise console.wrong(
-            "--device", f"each process takes a device of its own. Give {device.type}."
-        )
-    own, module = int(os.environ.get("LOCAL_RANK", "0")), torch.get_device_module(device)
+        raise _takes_its_own(device)
+    own, module = _local_rank(), torch.get_device_module(device)
     if own >= module.device_count():
         raise console.wrong(
             "--nproc_per_node",
@@ -99,6 +140,7 @@ def _choose_accelerator(device: torch.device) -> None:
             "process for each, or give --device cpu.",
         )
     module.set_device(own)
+    return torch.device(device.type, own)
 
 
 def tells_errors() -> bool:

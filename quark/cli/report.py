@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from quark.cli import console, models
+from quark.cli import accelerators, console, models
 from quark.cli.evaluate import BatchSize, Limit, Original, SeqLen
 from quark.cli.memory_check import Measurement, check_measurement
 from quark.cli.model_files import find_model
@@ -99,7 +99,7 @@ def report(
     if original is not None:
         original = find_model(original, "--original")
         models.read_config(original, "--original")
-    target = models.pick_device(device)
+    target = accelerators.pick_device(device)
     models.check_model(directory, trust_remote_code, check_digests)
     if original is not None:
         models.check_model(original, trust_remote_code)

@@ -1,11 +1,12 @@
 """An accelerator for machines without one: a device type of torch, written in Python.
 
 Its tensors lie in main memory, and operations run on the CPU, so results are those of the CPU. It
-is as strict as an accelerator: an operation that mixes its tensors with those of the CPU, or of its
-other device, is refused. It counts what costs time on an accelerator: launches of operations, and
-synchronizations, where the CPU waits for the device.
+is as strict as an accelerator: an operation that mixes its tensors with those of the CPU, or of
+another one of its devices, is refused. It counts what costs time on an accelerator: launches of
+operations, and synchronizations, where the CPU waits for the device.
 """
 
+import threading
 from collections import Counter
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -22,7 +23,7 @@ except (ImportError, AttributeError):  # before torch 2.10
     register_backend = None
 
 TYPE = "standin"
-COUNT = 2  # devices
+COUNT = 3  # devices
 
 # The CPU waits for their results: the size of the output, or a value for Python, depends on them.
 READS = {
@@ -65,9 +66,26 @@ class Counts(NamedTuple):
 
     launches: Counter
     synchronizations: Counter
+    places: Counter  # the same by number of the device
+
+    def launch(self, name, device):
+        with _lock:
+            self.launches[name] += 1
+            self.places[device.index, "launches"] += 1
+
+    def synchronize(self, name, device):
+        with _lock:
+            self.synchronizations[name] += 1
+            self.places[device.index, "synchronizations"] += 1
+
+    def by_device(self):
+        """Return launches and synchronizations by number of the device."""
+        kinds = ("launches", "synchronizations")
+        return {n: tuple(self.places[n, k] for k in kinds) for n, _ in self.places}
 
 
-_counts = Counts(Counter(), Counter())
+_lock = threading.Lock()
+_counts = Counts(Counter(), Counter(), Counter())
 
 
 @contextmanager
@@ -134,7 +152,7 @@ class DeviceTensor(torch.Tensor):
         return self.detach().cpu().numpy()
 
     def tolist(self):
-        _counts.synchronizations["tolist"] += 1
+        _counts.synchronize("tolist", self.device)
         return self.host.tolist()
 
 
@@ -209,8 +227,13 @@ def _output_device(name, args, kwargs, ours):
         return args[0].device
     if kwargs.get("device") is not None:
         device = torch.device(kwargs["device"])
-        return torch.device(TYPE, device.index or 0) if device.type == TYPE else device
+        return _numbered(device) if device.type == TYPE else device
     return ours[0].device
+
+
+def _numbered(device):
+    """Return a device with its number: without one, it is the current device of the thread."""
+    return torch.device(TYPE, _module.current_device() if device.index is None else device.index)
 
 
 def _count(operation, name, args, kwargs, device):
@@ -219,16 +242,18 @@ def _count(operation, name, args, kwargs, device):
     alias = returns[0].alias_info if returns else None
     if name in EMPTY or (alias is not None and not alias.is_write):
         return
-    _counts.launches[name] += 1
     source = args[1] if name == "aten::copy_" else args[0] if args else None
-    crosses = name in COPIES and source.device != device
+    place = device if device.type == TYPE else source.device
+    _counts.launch(name, place)
+    # Between two of the devices nothing waits.
+    crosses = name in COPIES and source.device.type != device.type
     by_mask = name in INDEXING and any(
         isinstance(i, DeviceTensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1]
     )
     if by_mask and name != "aten::index" and args[2].dim() == 0:
         by_mask = False  # as masked_fill_
     if name in READS or by_mask or (crosses and not kwargs.get("non_blocking", False)):
-        _counts.synchronizations[f"{name} to {device}" if crosses else name] += 1
+        _counts.synchronize(f"{name} to {device}" if crosses else name, place)
 
 
 class _Construction(TorchFunctionMode):
@@ -251,6 +276,7 @@ class _Module:
 
     is_in_use = False
     free = 1 << 40  # bytes
+    current = threading.local()
 
     def is_initialized(self):
         return True
@@ -262,13 +288,17 @@ class _Module:
         return COUNT
 
     def current_device(self):
-        return 0
+        return getattr(self.current, "index", 0)
 
     def set_device(self, device):
-        pass
+        self.current.index = (
+            torch.device(TYPE, device).index
+            if isinstance(device, int)
+            else (torch.device(device).index)
+        )
 
     def synchronize(self, device=None):
-        _counts.synchronizations["synchronize"] += 1
+        _counts.synchronize("synchronize", _numbered(torch.device(device or TYPE)))
 
     def empty_cache(self):
         pass
@@ -312,9 +342,27 @@ def stand_in():
     """Make the device available while the context is open."""
     _register()
     with ExitStack() as stack:
-        stack.enter_context(_Construction())
-        # Threads of torch's gradients know one device of a type written in Python.
-        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(_known_to_thread())
+        stack.callback(setattr, threading.Thread, "run", threading.Thread.run)
+        threading.Thread.run = _known(threading.Thread.run)
         _Module.is_in_use = True
         stack.callback(setattr, _Module, "is_in_use", False)
         yield
+
+
+@contextmanager
+def _known_to_thread():
+    """Let this thread work with the device; torch has these settings for each thread."""
+    # Threads of torch's gradients know one device of a type written in Python.
+    with _Construction(), torch.autograd.set_multithreading_enabled(False):
+        yield
+
+
+def _known(run):
+    """Return the function of threads that work with the device too."""
+
+    def run_knowing(thread):
+        with _known_to_thread():
+            run(thread)
+
+    return run_knowing

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quark.cli import console, models
+from quark.cli import accelerators, console, models
 from quark.cli.compare.measurement import Plan, measure_models
 from quark.cli.compare.tables import print_comparison
 from quark.cli.memory_check import Measurement, check_measurement
@@ -149,7 +149,7 @@ def _compare_models(request: CompareRequest) -> None:
     for directory in request.others:
         _check_vocabulary(described, models.read_config(directory, "MODEL"), directory)
     length = models.window_length(described, request.seq_len, SEQ_LEN)
-    device = models.pick_device(request.device)
+    device = accelerators.pick_device(request.device)
     _check_models(request, directories, length, device)
     with console.stage("reading text"):
         tokenizer = models.load_tokenizer(request.original, "ORIGINAL", request.trust_remote_code)

@@ -15,7 +15,10 @@ from quark.cli.console import wrong
 
 logger = logging.getLogger(__name__)
 
-_ONE_DEVICE = "one device is used. If its memory is too small, give --device cpu"
+_ONE_DEVICE = (
+    "--device names the devices, such as cuda:0,cuda:1 or all. A model that is too large for one "
+    "is brought to it block by block"
+)
 _WHOLE_MODEL = "the whole model is held in memory; the checkpoint is the same"
 _AT_PROJECTIONS = "attention is computed in float. Use --kv_cache_dtype for keys and values."
 _KERNELS = (

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quark.cli import console, models
+from quark.cli import accelerators, console
 from quark.cli.quantize.card import CardFacts
 from quark.cli.quantize.output import export_settings
 from quark.cli.quantize.request import Request
@@ -115,7 +115,7 @@ def quantize_files(
             settings,
             request.overwrite,
             trust_remote_code=request.trust_remote_code,
-            devices=[torch.device(models.pick_device(request.device))],
+            devices=[torch.device(name) for name in accelerators.pick_devices(request.device)],
         )
     outcome.seconds = time.monotonic() - start
     outcome.count_layers(model)

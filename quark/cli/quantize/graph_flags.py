@@ -34,6 +34,9 @@ class GraphFlags:
         bool,
         _graph(help="Quantize behind activations such as PReLU and GELU alone, not before them."),
     ] = False
+    float_outputs: Annotated[
+        bool, _graph(help="Leave the values that the graph returns in float.")
+    ] = False
     shift_limits: Annotated[
         str | None,
         _graph(

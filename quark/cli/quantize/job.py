@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.markup import escape
 
-from quark.cli import console, models
+from quark.cli import accelerators, console, models
 from quark.cli.collect import read_optional_statistics
 from quark.cli.metrics import Figures, Measures, prepare_measures, show_scores, write_metrics
 from quark.cli.model_files import find_model
@@ -105,7 +105,7 @@ def _quantize(request: Request, described: dict[str, Any]) -> None:
     source = models.describe_source(request.model_dir, described, "--model_dir")
     config = make_config(request, str(described.get("model_type", "")))
     statistics = read_optional_statistics(request.statistics, request.check_digests)
-    device = models.pick_device(request.device)
+    devices = accelerators.pick_devices(request.device)
     length = models.window_length(described, request.seq_len, SEQ_LEN)
     is_known = is_known_architecture(request, described)
     outline = read_outline(request.model_dir, request.trust_remote_code) if is_known else None
@@ -121,19 +121,19 @@ def _quantize(request: Request, described: dict[str, Any]) -> None:
     show_plan(request, config, described, source, describe(request, kind, length), outline)
     plan = None
     if _has_plan(request, described):
-        plan = make_plan(request, config, device, length, is_calibrated)
+        plan = make_plan(request, config, devices, length, is_calibrated)
     if _stops_at(request, plan):
         return
     tokenizer = _find_text(request, is_calibrated and kind is None)
     with open_journal(request, config) as journal:
         announce = note_output(request, journal)
-        model = _load(request, request.model_dir, device, in_float=True)
+        model = _load(request, request.model_dir, devices[0], in_float=True)
         check_writable(request, model, config)
         with console.stage("reading data"):
             calibration = read_batches(request, kind, tokenizer, length) if is_calibrated else None
             measures = prepare_measures(request, described, tokenizer) if rank() == 0 else None
         steps = journal if config.algo_config else None  # of which it knows the blocks
-        quantizer = ModelQuantizer(config, offload_dir=request.offload_dir, journal=steps)
+        quantizer = ModelQuantizer(config, False, request.offload_dir, steps, devices)
         outcome = _quantize_and_evaluate(
             request, model, quantizer, calibration, measures, statistics
         )
@@ -160,10 +160,10 @@ def _quantize_files(
         _check_cache(outline, config)
     calibration = describe(request, None, length)
     show_plan(request, config, described, source, calibration, outline, "file2file")
-    device = models.pick_device(request.device)
+    devices = accelerators.pick_devices(request.device)
     plan = None
     if _has_plan(request, described):
-        plan = make_plan(request, config, device, length, False, through_files=True)
+        plan = make_plan(request, config, devices, length, False, through_files=True)
     if _stops_at(request, plan):
         return
     with open_journal(request, config) as journal:
@@ -175,7 +175,7 @@ def _quantize_files(
         card = _card(request, config, outline, calibration, None)
         outcome = quantize_files(request, described, config, tokenizer, card, announce)
         if measures is not None:
-            model = _load(request, request.output_dir, models.pick_device(request.device))
+            model = _load(request, request.output_dir, devices[0])
             outcome.after = measures.figures(model, "the quantized model")
     show_outcome(request, outcome, plan)
     _report_figures(request, outcome.after)
@@ -212,7 +212,7 @@ def _evaluate_unchanged(request: Request, described: dict[str, Any]) -> None:
     """Evaluate a float or already quantized model, and write it if requested."""
     if request.model_reload:
         described = models.read_config(request.reload_dir, "--import_model_dir")
-    device = models.pick_device(request.device)
+    device = accelerators.pick_device(request.device)
     tokenizer = _find_text(request, is_calibrated=False)
     if request.params_load:
         model = _load_params(request, device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -70,6 +71,7 @@ class RunPlan(NamedTuple):
         return {
             "memory": needs.memory,
             "device_memory": needs.device_memory,
+            "devices": needs.devices,
             "least_max_memory": self.least,
             "streamed": needs.is_streamed,
             "output": needs.output,
@@ -92,7 +94,7 @@ class RunPlan(NamedTuple):
 def make_plan(
     request: Request,
     config: Config,
-    device: str,
+    devices: Sequence[str],
     length: int,
     is_calibrated: bool,
     through_files: bool = False,
@@ -102,7 +104,7 @@ def make_plan(
     Args:
         request: The flags.
         config: The configuration.
-        device: Device of the model.
+        devices: Device of the model, or several that share the work.
         length: Tokens per window of calibration data.
         is_calibrated: Whether calibration data runs.
         through_files: Whether tensors go from files to files.
@@ -125,7 +127,7 @@ def make_plan(
     fill_with_placeholders(model)
     with selected(model, config) as selection:
         layers = selection[1]
-        run = _describe_run(request, config, model, selection, device, length, is_calibrated)
+        run = _describe_run(request, config, model, selection, devices, length, is_calibrated)
         kept = find_kept(model, files, layers) if config.keep_prequantized_layers else {}
         own = {name: layer.quant_config for name, layer in kept.items()}
         kinds = list_selected(model, config, layers, own)
@@ -139,15 +141,15 @@ def make_plan(
     )
     taken = taken_memory() + TOKENIZER * tokenizer
     bound, free = request.max_memory, free_memory()
-    if bound is None and exceeds_memory(size, device):
+    if bound is None and exceeds_memory(size, devices[0]):
         bound = taken + free
     needs, least = require(run, taken, bound), least_bound(run, taken)
     problems = [
         *_find_memory_problems(request, run, needs, least, taken + free),
-        *_find_device_problems(needs, device),
+        *_find_device_problems(needs, devices),
         *_find_disk_problems(request, needs),
     ]
-    return RunPlan(needs, least, _probe_machine(request, model, device), kinds, problems)
+    return RunPlan(needs, least, _probe_machine(request, model, devices[0]), kinds, problems)
 
 
 def _probe_machine(request: Request, model: nn.Module, device: str) -> Machine:
@@ -208,7 +210,7 @@ def _describe_run(
     config: Config,
     model: nn.Module,
     selection: tuple[Config, Layers],
-    device: str,
+    devices: Sequence[str],
     length: int,
     is_calibrated: bool,
 ) -> Run:
@@ -241,7 +243,8 @@ def _describe_run(
         evaluated_window=window,
         processes=int(os.environ.get("WORLD_SIZE", "1")),
         rounds=any(isinstance(options, RoundingConfig) for _, options in algorithms),
-        on_device=device != "cpu",
+        on_device=devices[0] != "cpu",
+        devices=len(devices),
     )
 
 
@@ -308,22 +311,21 @@ def _find_memory_problems(
     return problems
 
 
-def _find_device_problems(needs: Requirements, device: str) -> list[Problem]:
+def _find_device_problems(needs: Requirements, devices: Sequence[str]) -> list[Problem]:
     import torch
 
     from quark.torch.pipeline.memory_limit import free_on_device
 
-    free = free_on_device(torch.device(device))
-    if free is None or needs.device_memory <= free:
-        return []
-    return [
-        Problem(
-            "--device",
-            f"the run takes {format_bytes(needs.device_memory)} of {device}, which has "
-            f"{format_bytes(free)} free. Give --max_memory, or --device cpu.",
-            False,
-        )
-    ]
+    problems = []
+    for device in devices:
+        free = free_on_device(torch.device(device))
+        if free is not None and needs.device_memory > free:
+            text = (
+                f"the run takes {format_bytes(needs.device_memory)} of {device}, which has "
+                f"{format_bytes(free)} free. Give --max_memory, or --device cpu."
+            )
+            problems.append(Problem("--device", text, False))
+    return problems
 
 
 def _find_disk_problems(request: Request, needs: Requirements) -> list[Problem]:

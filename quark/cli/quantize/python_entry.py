@@ -29,8 +29,7 @@ def build_graph(entry: str, trusts_code: bool, batch: Mapping[str, Any] | None) 
 
     Raises:
         typer.BadParameter: Code may not run, there is no such function, it fails, or it returns
-            something else; or there is no example.
-        ValueError: The model cannot be exported as a graph.
+            something else; there is no example; or the model cannot be exported as a graph.
     """
     from quark.torch.quantization.graph_mode.tracing import trace_graph
 
@@ -39,7 +38,10 @@ def build_graph(entry: str, trusts_code: bool, batch: Mapping[str, Any] | None) 
     model, args = _call(entry)
     if args is None:
         args = _arguments(model, batch)
-    return trace_graph(model.eval(), args)
+    try:
+        return trace_graph(model.eval(), args)
+    except ValueError as error:
+        raise wrong(_FLAG, str(error)) from error
 
 
 def _call(entry: str) -> tuple[nn.Module, tuple[Any, ...] | None]:

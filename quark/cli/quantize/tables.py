@@ -147,15 +147,18 @@ def show_requirements(plan: RunPlan) -> None:
     size = console.format_bytes
     how = "read in parts" if needs.is_streamed else "in memory"
     weights, activations = needs.spilled
+    is_shared = needs.devices > 1
+    each = f" on each of {needs.devices}, which share the samples" if is_shared else ""
+    sender = "GPU to others" if is_shared else "process"
     rows = {
         "memory": f"{size(needs.memory)}  (interpreter {size(needs.interpreter)}, "
         f"parameters {size(needs.parameters)} {how})",
         "  least": f"{size(plan.least)}  (--max_memory)",
-        "  GPU": size(needs.device_memory) if needs.device_memory else "",
+        "  GPU": f"{size(needs.device_memory)}{each}" if needs.device_memory else "",
         "disk": f"{size(needs.output)} output",
         "  temporary": f"{size(weights)} changed weights, {size(activations)} activations",
         "read": f"{size(needs.read)} of the model",
-        "network": f"{size(needs.network)} sent by each process" if needs.network else "",
+        "network": f"{size(needs.network)} sent by each {sender}" if needs.network else "",
         "data": f"{needs.passes:.1f} passes",
         "arithmetic": f"{needs.flops / 1e12:.3g} TFLOP",
         "time": f"about {console.format_seconds(plan.seconds)}  "

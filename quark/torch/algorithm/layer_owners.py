@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 from quark.torch.graph.parameter_writes import write_
+from quark.torch.pipeline.kept_records import Records, kept_records
 from quark.torch.pipeline.processes import Processes, State, describe, processes
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from quark.torch.quantization.nn.layer import PARAMETERS
@@ -42,8 +41,9 @@ def change_layers(
         [name for name, owner in zip(names, numbers, strict=True) if owner == group.rank]
         for names, numbers in zip(groups, owners, strict=True)
     ]
-    with _kept_records(group) as records:
+    with kept_records(not group.is_first) as records:
         for names in filter(None, parts):
+            group.check_others()
             change(names)
     if group.count > 1:
         owned = {
@@ -91,7 +91,7 @@ def _share(
     group: Processes,
     layers: Layers,
     owned: Mapping[str, int],
-    records: list[tuple[int, str]],
+    records: Records,
 ) -> None:
     """Give every process the state of the layers of all owners."""
     own = {
@@ -126,30 +126,3 @@ def _set_state(layer: FakeQuantizedLayer, state: State) -> None:
     for quantizer in layer.parameter_quantizers().values():
         for part in PARTS:
             setattr(quantizer, part, next(scales))
-
-
-class _Records(logging.Handler):
-    """Keeps the records of the log of this package."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[tuple[int, str]] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep a record."""
-        self.records.append((record.levelno, record.getMessage()))
-
-
-@contextmanager
-def _kept_records(group: Processes) -> Iterator[list[tuple[int, str]]]:
-    """Keep what is logged inside the context, for the first process, which logs for all."""
-    handler: Any = _Records()
-    if group.is_first:
-        yield []
-        return
-    handlers, propagates = logger.handlers, logger.propagate
-    logger.handlers, logger.propagate = [handler], False
-    try:
-        yield handler.records
-    finally:
-        logger.handlers, logger.propagate = handlers, propagates

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from quark.torch.export.checkpoint.architecture import model_class, read_config
+from quark.torch.graph.trace import iter_tensors
+from quark.torch.quantization.graph_mode.inputs import example_arguments
 
 ROWS, TOKENS = 2, 16  # of the random text that predictions are compared on
 SEED = 0
@@ -109,6 +111,32 @@ def verify_own(
     ids = random_text(model)
     expected = _log_probabilities(model, ids)
     return _compare(expected, _log_probabilities(load(), ids), Verdict(OWN, 0.0, 0.0, size, note))
+
+
+@torch.no_grad()
+def verify_graph_tensors(model: fx.GraphModule, loaded: fx.GraphModule, size: int) -> Verdict:
+    """Compare the outputs of a graph that was read from a checkpoint with those of ``model``.
+
+    Args:
+        model: The graph that was written.
+        loaded: The same graph with the tensors of the checkpoint.
+        size: Bytes of the files with weights.
+
+    Raises:
+        ValueError: The outputs differ in a bit.
+    """
+    args, kwargs = example_arguments(model, None)
+    pairs = list(
+        zip(
+            iter_tensors(model(*args, **kwargs)), iter_tensors(loaded(*args, **kwargs)), strict=True
+        )
+    )
+    agrees = all(torch.equal(ours, theirs) for ours, theirs in pairs)
+    errors = [float((theirs.double() - ours.double()).abs().max()) for ours, theirs in pairs]
+    spreads = [float(ours.double().std(correction=0)) for ours, _ in pairs]
+    verdict = Verdict(OWN, max(errors), max(spreads), size, compared="outputs")
+    check_agreement(agrees, verdict)
+    return verdict
 
 
 def _compare(expected: torch.Tensor, actual: torch.Tensor, verdict: Verdict) -> Verdict:

@@ -14,6 +14,7 @@ from quark.torch.graph.float_products import float_products
 from quark.torch.numerics.finite import is_finite
 from quark.torch.pipeline.activation_store import ActivationStore
 from quark.torch.pipeline.capture import BlockArguments, StopForward
+from quark.torch.pipeline.processes import processes
 from quark.torch.pipeline.reducer import Reducer
 from quark.torch.quantization.nn.expert_tokens import count_tokens
 from quark.torch.quantization.nn.padding import padding, without_padding
@@ -194,6 +195,7 @@ class Block:
         kwargs: dict[str, Any],
         parameters: Mapping[str, torch.Tensor] | None = None,
     ) -> torch.Tensor:
+        processes().check_others()
         self.mask = self._arguments.masks[index]
         try:
             encoder = self._arguments.encoder_masks[index]

@@ -54,6 +54,18 @@ def make_repeatable(source: Iterable[Any] | None) -> Iterable[Any]:
     return source if _has_length(source) else list(source)
 
 
+def hold_in_memory(source: Iterable[Any] | None) -> Iterable[Any] | None:
+    """Return a data source as a list, which several threads can read; None for none.
+
+    A source that may give its items in another order is read once, so all threads have the same.
+
+    Raises:
+        TypeError: As in ``make_repeatable``.
+        ValueError: Likewise.
+    """
+    return None if source is None else list(make_repeatable(source))
+
+
 def _is_iterable(source: Any) -> bool:
     return hasattr(source, "__iter__") or hasattr(source, "__getitem__")
 

@@ -16,6 +16,7 @@ others read them, so all see one file system.
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import re
@@ -98,6 +99,14 @@ class Journal:
         for path in self._blocks.iterdir():
             if not _NAME.fullmatch(path.name):  # a process was killed while it wrote the file
                 path.unlink()
+
+    def for_this_thread(self) -> Journal:
+        """Return the journal of this thread: each counts its passes, the first one has the lock."""
+        if processes().is_first:
+            return self
+        own = copy.copy(self)
+        own._lock = None
+        return own
 
     @property
     def finished(self) -> int:

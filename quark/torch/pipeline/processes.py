@@ -1,14 +1,15 @@
 """The processes that quantize one model together, under ``torch.distributed``.
 
 Every process has the whole model and runs a part of the data. Inside of ``joined`` the processes
-exchange sums and rounded layers; elsewhere each process works alone.
+exchange sums and rounded layers; elsewhere each process works alone. Several devices of one process
+are such processes too: a thread works for each of them (``device_threads``).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -33,16 +34,18 @@ class Processes:
     Args:
         rank: Number of this process.
         count: Number of processes.
+
+    Attributes:
+        is_first: Whether this process is the one that logs and writes.
+        are_threads: Whether they are threads of one process, each with a device of its own.
     """
+
+    are_threads = False
 
     def __init__(self, rank: int = 0, count: int = 1) -> None:
         self.rank, self.count = rank, count
+        self.is_first = rank == 0
         self._is_sending = False
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this process is the one that logs and writes."""
-        return self.rank == 0
 
     def exchange(self, value: Any) -> list[Any]:
         """Return the values of all processes, in the order of their numbers.
@@ -66,6 +69,13 @@ class Processes:
         if self.count > 1 and not self._is_sending and not isinstance(error, ProcessFailure):
             with suppress(ProcessFailure):  # the others may have failed too
                 self._exchange({"error": f"{type(error).__name__}: {error}"})
+
+    def check_others(self) -> None:
+        """Raise if another process is known to have failed, so that long work ends soon.
+
+        Raises:
+            ProcessFailure: It has. Processes of ``torch.distributed`` learn that in exchanges only.
+        """
 
     def send(self, state: State, header: Header, source: int, target: int) -> State:
         """Return the tensors of process ``source`` in process ``target``.
@@ -158,34 +168,43 @@ def processes() -> Processes:
 def joined() -> Iterator[Processes]:
     """Let the processes of ``torch.distributed`` work together inside the context.
 
-    Without an initialized process group, this process works alone.
+    Without an initialized process group, this process works alone. A thread of a device works with
+    those of the other devices already.
 
     Raises:
         ProcessFailure: Another process failed inside the context.
     """
+    if processes().are_threads:
+        yield processes()
+        return
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         yield ALONE
         return
     group = Processes(dist.get_rank(), dist.get_world_size())
-    token = _processes.set(group)
-    try:
-        yield group
-        group.exchange(None)
-    except Exception as error:
-        group.report(error)
-        raise
-    finally:
-        _processes.reset(token)
+    with working_in(group):
+        try:
+            yield group
+            group.exchange(None)
+        except Exception as error:
+            group.report(error)
+            raise
 
 
 @contextmanager
-def alone() -> Iterator[None]:
-    """Let this process run all data itself inside the context."""
-    token = _processes.set(ALONE)
+def working_in(group: Processes) -> Iterator[None]:
+    """Let this thread work as one of the processes of a group inside the context."""
+    token = _processes.set(group)
     try:
         yield
     finally:
         _processes.reset(token)
+
+
+def alone() -> AbstractContextManager[None]:
+    """Return a context in which this process runs all data itself."""
+    own = Processes()
+    own.is_first = processes().is_first
+    return working_in(own)
 
 
 def describe(state: State) -> Header:

@@ -48,7 +48,8 @@ class Requirements(NamedTuple):
 
     Attributes:
         memory: Bytes of main memory at the peak, the interpreter included.
-        device_memory: Bytes of a device at the peak; 0 for a model in main memory.
+        device_memory: Bytes of each device at the peak; 0 for a model in main memory.
+        devices: Number of devices that share the work.
         interpreter: Bytes of the interpreter with its imports.
         parameters: Bytes of parameters in memory.
         kept: Bytes of values before they were changed, to restore the model after a failure.
@@ -56,12 +57,13 @@ class Requirements(NamedTuple):
         output: Bytes of the checkpoints.
         spilled: Bytes of temporary files: values of weights, and activations.
         read: Bytes of parameters that are read.
-        network: Bytes that each process sends.
+        network: Bytes that each process or device sends to others.
         is_streamed: Whether parameters are read when they are used.
     """
 
     memory: int
     device_memory: int
+    devices: int
     interpreter: int
     parameters: int
     kept: int
@@ -121,9 +123,13 @@ def require(run: Run, interpreter: int, bound: int | None = None) -> Requirement
     changed = model.changed if changes else 0
     kept = min(changed, LIMIT) if free is None else 0
     working = max(step.memory for step in steps)
+    reads = sum(step.reads for step in steps) if is_partial else 1
+    if free is not None:  # each device reads; those of a model in memory get copies
+        reads *= run.devices
     if run.on_device:
-        # Parameters are read to main memory first: all, or two units, of which one waits.
-        loaded = 2 * model.largest_unit if is_partial else model.size
+        # Parameters are read to main memory first: all, or two units for each device, of which one
+        # waits. The activations of all devices share the limit.
+        loaded = 2 * model.largest_unit * run.devices if is_partial else model.size
         main = loaded + int(HEAP * (kept + max(step.stores for step in steps)))
         device = DEVICE_CONTEXT + parameters + int(HEAP * working)
     else:
@@ -132,16 +138,19 @@ def require(run: Run, interpreter: int, bound: int | None = None) -> Requirement
     return Requirements(
         memory=interpreter + LATER_IMPORTS + main,
         device_memory=device,
+        devices=run.devices,
         interpreter=interpreter,
         parameters=parameters,
         kept=kept,
         steps=steps,
         output=run.output,
         spilled=(
-            changed - kept if free is None else is_partial * (model.changed + model.largest_unit),
+            changed - kept
+            if free is None
+            else is_partial * run.devices * (model.changed + model.largest_unit),
             spilled_activations(run, limit),
         ),
-        read=model.read_size * (sum(step.reads for step in steps) if is_partial else 1),
+        read=model.read_size * reads,
         network=_network(run),
         is_streamed=free is not None,
     )
@@ -179,6 +188,7 @@ def _require_files(run: Run, interpreter: int) -> Requirements:
     needs = Requirements(
         memory=memory,
         device_memory=0,
+        devices=1,
         interpreter=interpreter,
         parameters=0,
         kept=0,
@@ -218,15 +228,16 @@ def least_bound(run: Run, interpreter: int) -> int:
 
 
 def _network(run: Run) -> int:
-    """Return the bytes that each of several processes sends.
+    """Return the bytes that each of several processes or devices sends.
 
     Each sends its part of the statistics of all inputs up the tree, and the blocks that it solved
     to all others.
     """
-    if run.processes == 1 or not run.algorithms:
+    count = run.processes * run.devices
+    if count == 1 or not run.algorithms:
         return 0
     grams = sum(block.grams for block in run.model.blocks)
-    return grams + run.model.changed * (run.processes - 1) // run.processes
+    return grams + run.model.changed * (count - 1) // count
 
 
 def _work(work: Callable[[BlockShape, DataShape], Work], run: Run) -> Work:

@@ -58,6 +58,7 @@ class Run(NamedTuple):
         evaluated_batch: Most tokens of a batch of it.
         evaluated_window: Tokens of a window of it.
         processes: Number of processes that share the work.
+        devices: Number of devices of this process that share it.
         on_device: Whether the model runs on a device with memory of its own.
         through_files: Whether tensors go from files to files, without a model in memory.
         threads: Number of threads that do so.
@@ -77,6 +78,7 @@ class Run(NamedTuple):
     evaluated_batch: int = 0
     evaluated_window: int = 1
     processes: int = 1
+    devices: int = 1
     on_device: bool = False
     through_files: bool = False
     threads: int = 1

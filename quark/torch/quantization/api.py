@@ -20,10 +20,16 @@ from quark.torch.export.file_to_file import quantize_files
 from quark.torch.graph.float_products import widens_products
 from quark.torch.graph.parameter_writes import Recorder, announce_write, record_writes
 from quark.torch.graph.residency import iterate_parts, residency_of
-from quark.torch.pipeline.activation_store import activation_limit, offload_directory
+from quark.torch.pipeline.activation_store import (
+    activation_limit,
+    current_limit,
+    offload_directory,
+)
+from quark.torch.pipeline.data_source import hold_in_memory
 from quark.torch.pipeline.journal import Journal
 from quark.torch.pipeline.model_state import restored_on_failure
 from quark.torch.pipeline.processes import joined, processes
+from quark.torch.pipeline.replicas import check_devices, run_on_replicas
 from quark.torch.pipeline.run_request import describe_run
 from quark.torch.pipeline.statistics import Statistics
 from quark.torch.quantization.algorithms import apply_algorithms
@@ -60,6 +66,10 @@ class ModelQuantizer:
             temporary files.
         journal: Where blocks go to that algorithms have finished, and from where a run goes on
             that was killed; None for nowhere. See ``Journal``.
+        devices: Accelerators of one type that share the work, such as ``["cuda:0", "cuda:1"]``:
+            each runs a part of the data and rounds a part of the layers. The model lies on one or
+            several of them; the others get copies, or read a model larger than memory block by
+            block too. None, or one, to work only where the model lies.
     """
 
     def __init__(
@@ -68,13 +78,17 @@ class ModelQuantizer:
         multi_device: bool = False,
         offload_dir: str | Path | None = None,
         journal: Journal | None = None,
+        devices: Sequence[str | torch.device] | None = None,
     ) -> None:
         if not isinstance(config, Config):
             raise TypeError(f"ModelQuantizer takes a Config, got {type(config).__name__}.")
+        if isinstance(devices, (str, torch.device)):
+            raise TypeError(f"devices: give a list, such as [{str(devices)!r}].")
         self.config = config
         self.multi_device = multi_device
         self.offload_dir = offload_dir
         self.journal = journal
+        self.devices = [torch.device(device) for device in devices or ()]
 
     def quantize_model(
         self,
@@ -97,8 +111,8 @@ class ModelQuantizer:
 
         Raises:
             TypeError: The model is compiled, parallel or has adapters.
-            ValueError: The configuration does not fit, data is missing, a value is not finite, or
-                the journal is that of another run.
+            ValueError: The configuration or ``devices`` do not fit, data is missing, a value is not
+                finite, or the journal is that of another run.
             OSError: The disk is too full for activations or the journal, or there is no
                 ``offload_dir``.
             ProcessFailure: Another process of the process group failed.
@@ -110,7 +124,8 @@ class ModelQuantizer:
         In an initialized process group of ``torch.distributed``, all processes call this function
         with the same model, configuration and data, and all with a journal or none. Each runs a
         part of the data and rounds a part of the layers, and all get the same model, with the same
-        bits as one process alone.
+        bits as one process alone. So it is with several ``devices``, each of which a thread works
+        for; batches are then held in memory.
         """
         check_mode(model, self.config)
         if self.config.quant_mode is QuantizationMode.fx_graph_mode:
@@ -122,8 +137,9 @@ class ModelQuantizer:
         self, graph: Any, dataloader: Iterable[Any] | None, statistics: Statistics | None
     ) -> GraphModule:
         """Return a quantized copy of an exported graph."""
-        for name, value in {"statistics": statistics, "journal": self.journal}.items():
-            if value is not None:
+        unused = {"statistics": statistics, "journal": self.journal, "devices": self.devices}
+        for name, value in unused.items():
+            if value:
                 raise ValueError(f"{name}: graphs are quantized without it. Pass a dataloader.")
         _log_to_terminal(self.config.log_severity_level)
         with self._activations(graph):
@@ -148,14 +164,34 @@ class ModelQuantizer:
         """
         _log_to_terminal(self.config.log_severity_level)
         check_plain(model)
+        if len(self.devices) < 2:
+            return self._quantize(model, dataloader, statistics, record)
+        check_devices(self.devices, model)
+        data = hold_in_memory(dataloader)
+
+        def quantize(own: nn.Module) -> None:
+            self._quantize(own, data, statistics, record if own is model else _forget)
+
+        run_on_replicas(model, self.devices, quantize)
+        return model
+
+    def _quantize(
+        self,
+        model: Model,
+        dataloader: Iterable[Any] | None,
+        statistics: Statistics | None,
+        record: Recorder,
+    ) -> Model:
+        """Quantize a model as one of the processes, or threads of devices, that there are."""
+        journal = None if self.journal is None else self.journal.for_this_thread()
         with self._activations(model), joined():
             plan = check(model, self.config, dataloader, statistics)
             check_processes(model, plan)
-            if self.journal is not None:
+            if journal is not None:
                 digest = plan.data_digest
                 is_asked = processes().is_first  # the digests of a model take time
                 request = describe_run(model, plan.config, digest, statistics) if is_asked else {}
-                self.journal.begin(request)
+                journal.begin(request)
             limit_parameters(model, plan)
             structure = discover_structure(model, plan)
             prepare(model, plan)
@@ -163,7 +199,7 @@ class ModelQuantizer:
             with all_experts_observed(model) if every else nullcontext():
                 if structure is not None:
                     with record_writes(record):
-                        apply_algorithms(model, plan, structure, self.journal)
+                        apply_algorithms(model, plan, structure, journal)
                 calibrate(model, plan)
             share_token_counts(model)
             mark_as_quantized(model, plan.config)
@@ -178,8 +214,9 @@ class ModelQuantizer:
     def _activations(self, model: nn.Module) -> Iterator[None]:
         """Set where activations go that do not fit into memory, and how much fits."""
         residency = residency_of(model)
-        limit = None if residency is None else residency.activation_limit
-        with offload_directory(self.offload_dir), activation_limit(limit):
+        limit = current_limit() if residency is None else residency.activation_limit
+        threads = processes().count  # of devices: processes are not joined yet
+        with offload_directory(self.offload_dir), activation_limit(limit // threads):
             yield
 
     def direct_quantize_checkpoint(
@@ -285,6 +322,10 @@ class ModelQuantizer:
                     _freeze(layer, owners)
         keep_prequantized_layers(model)
         return model
+
+
+def _forget(parameter: nn.Parameter) -> None:
+    """Take the place of a recorder of a copy of a model, which nothing restores."""
 
 
 def _devices(legacy: tuple[str | torch.device, ...], device: Any) -> list[torch.device]:

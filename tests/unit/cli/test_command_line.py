@@ -168,7 +168,7 @@ def test_control_c_leaves_nothing(tmp_path):
 def test_schemes_are_listed(quark):
     from quark.torch.quantization.config.presets import KV_CACHE_SCHEMES, scheme_names
 
-    shown = quark("schemes").stdout
+    shown = quark("schemes", "--all").stdout
     names = [*scheme_names(), *KV_CACHE_SCHEMES]
     assert [name for name in names if f" {name} " not in shown] == []
     assert "uint4 per group 32 asym" in shown

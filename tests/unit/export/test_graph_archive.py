@@ -15,25 +15,19 @@ from quark.torch.export.graph_archive import graph_archive, load_graph_archive
 from quark.torch.quantization.config.config import (
     BFP16Spec,
     QuantizationConfig,
-    Uint8PerTensorSpec,
 )
 from quark.torch.quantization.config.type import QuantizationMode
 from tests.unit.quantization.graph_mode.networks import (
     EVERYTHING,
+    UINT8,
     export,
+    frozen_graph,
     graph_config,
     images,
     network,
 )
 
 GRAPH = QuantizationMode.fx_graph_mode
-UINT8 = Uint8PerTensorSpec(
-    observer_method="min_max",
-    symmetric=False,
-    scale_type="float",
-    round_method="half_even",
-    is_dynamic=False,
-).to_quantization_spec()
 BFP16 = BFP16Spec(ch_axis=1).to_quantization_spec()
 LAYERS = {
     "int8": EVERYTHING,
@@ -43,8 +37,7 @@ LAYERS = {
 
 
 def frozen(name="unet", layer=EVERYTHING, **options):
-    quantizer = ModelQuantizer(graph_config(layer))
-    return quantizer.freeze(quantizer.quantize_model(export(network(name), **options), images()))
+    return frozen_graph(export(network(name), **options), layer)
 
 
 def operators(graph):

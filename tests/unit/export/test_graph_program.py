@@ -7,25 +7,22 @@ from quark.torch import ModelQuantizer
 from quark.torch.export import export_program
 from quark.torch.quantization.config.config import (
     BFP16Spec,
-    Int8PerChannelSpec,
     QuantizationConfig,
-    Uint8PerTensorSpec,
 )
-from quark.torch.quantization.config.spec import QuantizationSpec
 from tests.unit.quantization.graph_mode.networks import (
+    CHANNELS,
     EVERYTHING,
     INT8,
+    INT32,
     NETWORKS,
+    UINT8,
     export,
+    frozen_graph,
     graph_config,
     images,
     network,
 )
 
-STATIC = {"scale_type": "float", "round_method": "half_even", "is_dynamic": False}
-UINT8 = Uint8PerTensorSpec("min_max", symmetric=False, **STATIC).to_quantization_spec()
-CHANNELS = Int8PerChannelSpec(ch_axis=0, symmetric=True, **STATIC).to_quantization_spec()
-INT32 = QuantizationSpec("int32", symmetric=True, qscheme="per_tensor", is_dynamic=False)
 INT4 = replace(CHANNELS, dtype="int4")
 INT16 = replace(INT8, dtype="int16")
 LAYERS = {
@@ -37,10 +34,8 @@ LAYERS = {
 
 
 def frozen(model, layer=EVERYTHING, **options):
-    quantizer = ModelQuantizer(graph_config(layer))
-    graph = export(model, images(1)[0].to(next(model.parameters()).dtype), **options)
     data = [x.to(next(model.parameters()).dtype) for x in images(3)]
-    return quantizer.freeze(quantizer.quantize_model(graph, data))
+    return frozen_graph(export(model, data[0], **options), layer, data)
 
 
 def calls(program):

@@ -20,8 +20,10 @@ from quark.torch.export.checkpoint.files import TensorHeader
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.quantization.config.config import LAYER_TYPES, Config
 from quark.torch.quantization.config.match import literal
-from quark.torch.quantization.graph_mode.edges import EDGES, edge_quantizers
+from quark.torch.quantization.graph_mode.edges import EDGES, edge_quantizers, reset_edges
+from quark.torch.quantization.graph_mode.passes.graph_edits import copy_graph
 from quark.torch.quantization.graph_mode.quantization import build_graph, is_exported
+from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from quark.torch.quantization.nn.layer import QuantizedLayer
 from quark.torch.quantization.nn.quantizer import PARTS, TensorQuantizer
 
@@ -100,6 +102,44 @@ def build_for_load(
             f"The quantized graph has other operators than this one gives: {_SAME}, exported by "
             "the same version of torch."
         )
+    _prepare_edges(graph, entries)
+    graph.quant_config = config  # type: ignore[assignment]
+    return graph
+
+
+def copy_for_load(
+    model: fx.GraphModule, entries: Mapping[str, TensorHeader]
+) -> fx.GraphModule | None:
+    """Return a copy of a frozen graph that is ready for its own tensors, to verify them.
+
+    Args:
+        model: The graph. It is not changed.
+        entries: Headers of the tensors.
+
+    Returns:
+        A graph with float layers and empty scales of edges; None if a checkpoint was loaded into
+        the given one, whose layers are packed.
+
+    Raises:
+        ValueError: An edge has no scale or zero point, or one of a wrong type.
+    """
+    graph = copy_graph(model)
+    for layer in list(graph.modules()):
+        if isinstance(layer, FakeQuantizedLayer):
+            layer.to_float()
+        elif isinstance(layer, QuantizedLayer):
+            return None
+    reset_edges(graph)
+    _prepare_edges(graph, entries)
+    return graph
+
+
+def _prepare_edges(graph: fx.GraphModule, entries: Mapping[str, TensorHeader]) -> None:
+    """Give the edges of a graph empty scales as a checkpoint has them.
+
+    Raises:
+        ValueError: One is missing, or of a wrong type.
+    """
     for name, quantizer in edge_quantizers(graph).items():
         for part in PARTS:
             header = entries.get(f"{EDGES}.{name}.{part}")
@@ -107,8 +147,6 @@ def build_for_load(
                 setattr(quantizer, part, _empty_part(f"{EDGES}.{name}.{part}", header, quantizer))
         _check_complete(name, quantizer)
         quantizer.end_training()
-    graph.quant_config = config  # type: ignore[assignment]
-    return graph
 
 
 def _empty_part(name: str, header: TensorHeader, quantizer: TensorQuantizer) -> torch.Tensor:

@@ -49,6 +49,10 @@ class PrequantizedLayers:
             if isinstance(layer, PackedLayer) and _is_storable(layer)
         }
 
+    def __deepcopy__(self, memo: Any) -> PrequantizedLayers:
+        """Return the same object: copies of a model have one source."""
+        return self
+
     def find(self, model: nn.Module, changed: Collection[str] = ()) -> dict[str, PackedLayer]:
         """Return the layers that a model has in float, by name, without values.
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from quark.torch.export.checkpoint.config_json import CONFIG
 from quark.torch.export.checkpoint.files import NATIVE, NativeReader
+from quark.torch.export.checkpoint.graphs import is_quantized_graph
 from quark.torch.export.checkpoint.writer import collect, make_format, write_model_files
 from quark.torch.export.checks import check_written
 from quark.torch.export.containers.base import ExportSettings
@@ -46,4 +47,6 @@ class Native(TensorDirectory):
         self, path: Path, model: nn.Module, trust_remote_code: bool = False, inputs: Any = None
     ) -> Verdict:
         """Compare predictions with those of the model that this package reads."""
+        if is_quantized_graph(model):
+            return self.verify_graph(path, cast(fx.GraphModule, model))
         return verify_own(model, self.size(path), self.loader(path, trust_remote_code))

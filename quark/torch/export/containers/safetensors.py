@@ -7,10 +7,10 @@ import shutil
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from quark.torch.export.checkpoint.architecture import empty_model, read_config
 from quark.torch.export.checkpoint.config_json import (
@@ -21,7 +21,8 @@ from quark.torch.export.checkpoint.config_json import (
 )
 from quark.torch.export.checkpoint.files import NATIVE, CheckpointReader
 from quark.torch.export.checkpoint.float_source import read_generation_config
-from quark.torch.export.checkpoint.reader import Loading, Reader, prepare_load
+from quark.torch.export.checkpoint.graphs import copy_for_load, is_quantized_graph
+from quark.torch.export.checkpoint.reader import Loading, Reader, load, prepare_load
 from quark.torch.export.checkpoint.shards import ShardWriter
 from quark.torch.export.checkpoint.streamed_writer import StreamedState
 from quark.torch.export.checkpoint.writer import collect, make_format, write_model_files
@@ -32,7 +33,11 @@ from quark.torch.export.containers.registry import SAFETENSORS
 from quark.torch.export.formats.base import ExportFormat, format_class
 from quark.torch.export.formats.registry import READ_FORMATS
 from quark.torch.export.recognition import recognize_format
-from quark.torch.export.verification import Verdict, verify_predictions
+from quark.torch.export.verification import (
+    Verdict,
+    verify_graph_tensors,
+    verify_predictions,
+)
 from quark.torch.files import Target, size_of
 from quark.torch.graph.residency import residency_of
 from quark.torch.pipeline.batches import show_progress
@@ -71,6 +76,22 @@ class TensorDirectory(Container):
         model = empty_model(config, entries, path, trust_remote_code=trust_remote_code, **options)
         read_generation_config(model, path, trust_remote_code)
         return model
+
+    def verify_graph(self, path: Path, model: fx.GraphModule) -> Verdict:
+        """Read the tensors of a graph into a copy of it, and compare the outputs.
+
+        Raises:
+            ValueError: The outputs differ, or the graph itself was loaded from a checkpoint.
+        """
+        reader = self.reader(path)
+        graph = copy_for_load(model, reader.entries)
+        if graph is None:
+            raise ValueError(
+                "A graph that was loaded from a checkpoint is not verified again: export it "
+                "without verification."
+            )
+        load(graph, recognize_format(read_config_json(path), str(path / CONFIG)), reader)
+        return verify_graph_tensors(model, graph, self.size(path))
 
     def contents(self, path: Path) -> Contents:
         """Return what a directory holds, quantized or not; see ``Container.contents``.
@@ -154,6 +175,8 @@ class Safetensors(TensorDirectory):
         self, path: Path, model: nn.Module, trust_remote_code: bool = False, inputs: Any = None
     ) -> Verdict:
         """Compare predictions with those of Transformers, or of this package where it fails."""
+        if is_quantized_graph(model):
+            return self.verify_graph(path, cast(fx.GraphModule, model))
         return verify_predictions(
             path,
             model,

@@ -20,6 +20,8 @@ class PassOptions:
         fused_activations: Whether a layer or sum that nothing reads but an activation such as PReLU
             or GELU is quantized behind the activation alone, as it always is before ReLU. For
             devices that compute both in one operation. It rewrites nothing.
+        float_outputs: Whether values that the graph returns stay in float. No output is cut then
+            that is beyond those of the calibration data. It rewrites nothing.
 
     Raises:
         ValueError: ``largest_pool`` is less than 2.
@@ -29,6 +31,7 @@ class PassOptions:
     largest_pool: int | None = None
     channel_caps: bool = False
     fused_activations: bool = False
+    float_outputs: bool = False
 
     def __post_init__(self) -> None:
         if self.largest_pool is not None and self.largest_pool < 2:

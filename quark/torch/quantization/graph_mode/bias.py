@@ -76,3 +76,4 @@ def _set_scale(bias: TensorQuantizer, scale: torch.Tensor) -> None:
     bias.spec = spec.for_parameter()
     bias.scheme = bias.spec.scheme
     bias.scale, bias.zero_point = scale, None
+    bias.is_derived = True  # while training too: a range of its own would have no headroom

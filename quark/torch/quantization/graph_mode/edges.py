@@ -148,6 +148,7 @@ def plan_edges(
     configs: Mapping[fx.Node, QuantizationConfig],
     movements: set[fx.Node],
     fused: Collection[str] = CLAMPS,
+    in_float: Collection[fx.Node] = (),
 ) -> Edges:
     """Return the quantizers that a graph gets.
 
@@ -155,11 +156,13 @@ def plan_edges(
         configs: Configuration of layers and operators, in the order of the graph.
         movements: Nodes whose operators only move values.
         fused: Names of activations that are computed together with the product before them.
+        in_float: Nodes whose results stay in float; what they move stays so too.
     """
     edges = Edges()
     activation_of = dict(_fused_activations(configs, movements, fused))
     for node, config in configs.items():
-        if config.input_tensors is not None:
+        is_moved_in_float = node in in_float and node in movements
+        if config.input_tensors is not None and not is_moved_in_float:
             for value in float_inputs(node):
                 if activation_of.get(value) is not node and _fits(value, config.input_tensors):
                     readers = edges.readers.setdefault(
@@ -167,7 +170,8 @@ def plan_edges(
                     )
                     if readers is not None:
                         readers.add(node)
-        if config.output_tensors is not None and node not in activation_of:
+        is_quantized = node not in activation_of and node not in in_float
+        if config.output_tensors is not None and is_quantized:
             for value in results(node):
                 if not value.users or not _fits(value, config.output_tensors):
                     continue
@@ -180,6 +184,18 @@ def plan_edges(
             if all(_limits_range(origin.value, key.value) for origin in origins):
                 edges.capped |= origins
     return edges
+
+
+def returned_values(graph: fx.GraphModule, movements: set[fx.Node]) -> set[fx.Node]:
+    """Return the nodes whose results a graph returns, also after operators that move them."""
+    values: set[fx.Node] = set()
+    pending = list(graph.graph.output_node().all_input_nodes)
+    while pending:
+        node = pending.pop()
+        values.add(node)
+        if node in movements or node.target is operator.getitem:
+            pending += node.all_input_nodes
+    return values
 
 
 def insert_edges(graph: fx.GraphModule, edges: Edges, trains: bool = True) -> None:
@@ -221,6 +237,18 @@ def edge_quantizers(graph: nn.Module) -> dict[str, TensorQuantizer]:
     holder = getattr(graph, EDGES, None)
     children = holder.named_children() if isinstance(holder, nn.Module) else ()
     return {name: q for name, q in children if isinstance(q, TensorQuantizer)}
+
+
+def reset_edges(graph: fx.GraphModule) -> None:
+    """Give the edges of a graph quantizers without scales, in place; their ranges do not train."""
+    new = {q: TensorQuantizer(q.spec) for q in edge_quantizers(graph).values()}
+    holder = getattr(graph, EDGES, nn.Module())
+    for name, module in list(holder.named_children()):
+        if isinstance(module, MovedQuantizer):
+            module._source = (new[module.source],)
+        elif isinstance(module, TensorQuantizer):
+            setattr(holder, name, new[module])
+    graph.eval()
 
 
 def edge_quantizer(graph: fx.GraphModule, node: Any) -> TensorQuantizer | None:

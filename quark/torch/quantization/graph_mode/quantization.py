@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_unflatten
 
@@ -27,6 +28,7 @@ from quark.torch.quantization.checks import check_data, check_processes
 from quark.torch.quantization.config.algo import CLEConfig
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.graph import PassOptions
+from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.config.type import QuantizationMode
 from quark.torch.quantization.graph_mode.bias import set_bias_scales
 from quark.torch.quantization.graph_mode.edges import (
@@ -34,6 +36,7 @@ from quark.torch.quantization.graph_mode.edges import (
     edge_quantizers,
     insert_edges,
     plan_edges,
+    returned_values,
 )
 from quark.torch.quantization.graph_mode.float_graph import independent_copy, rewrite
 from quark.torch.quantization.graph_mode.inputs import example_inputs, fit_batches
@@ -167,7 +170,7 @@ def build_graph(graph: fx.GraphModule, config: Config) -> fx.GraphModule:
     config = graph_config(config, model)
     layers = configure_layers(model, config)
     nodes = configure_nodes(model, config, layers)
-    insert_edges(model, plan_edges(nodes, movements, _fused(config)), trains=False)
+    insert_edges(model, _plan_edges(model, config, nodes, movements), trains=False)
     return model
 
 
@@ -176,10 +179,14 @@ def _with_layers(
 ) -> tuple[fx.GraphModule, set[fx.Node]]:
     """Return a rewritten graph with layers, and its nodes that only move values."""
     samples = two_samples(graph, inputs)
-    used = inputs if samples is None else samples
-    rewritten = rewrite(graph, used, _pass_options(config), has_random=samples is not None)
-    model = raise_layers(rewritten)
-    return model, find_movements(model, used)
+    options = _pass_options(config)
+    if samples is None:
+        model = raise_layers(rewrite(graph, inputs, options))
+        return model, find_movements(model, inputs)
+    model = raise_layers(rewrite(graph, samples, options, has_random=True))
+    # The samples of a batch do not depend on each other: one shows what each operator does.
+    first = [x[:1] if isinstance(x, torch.Tensor) else x for x in samples]
+    return model, find_movements(model, first)
 
 
 def _set_dependent_scales(graph: fx.GraphModule, config: Config) -> None:
@@ -203,13 +210,9 @@ def _check(
     layers = configure_layers(model, config)
     nodes = configure_nodes(model, config, layers)
     if config.shift_limits is not None:
-        if config.pass_options is not None and config.pass_options.fused_activations:
-            raise ValueError(
-                "shift_limits: with fused_activations=True the values before activations have no "
-                "scale, so their shifts are unknown. Leave one of the two out."
-            )
+        _check_shift_options(config)
         check_shift_specs(nodes, model)
-    edges = plan_edges(nodes, movements, _fused(config))
+    edges = _plan_edges(model, config, nodes, movements)
     has_data = next(flatten_batches(data), None) is not None
     check_algorithms(config, algorithms, layers, data if has_data else None, None)
     if edges.needs_data and not has_data:
@@ -234,10 +237,31 @@ def _pass_options(config: Config) -> PassOptions:
     return replace(options, channel_caps=options.channel_caps or equalizes)
 
 
-def _fused(config: Config) -> set[str]:
-    """Return the names of activations that are computed together with the product before them."""
-    is_wide = config.pass_options is not None and config.pass_options.fused_activations
-    return ACTIVATIONS if is_wide else CLAMPS
+def _check_shift_options(config: Config) -> None:
+    """Raise ValueError if an option leaves values in float whose shifts are limited."""
+    options = config.pass_options or PassOptions()
+    for name, values in (
+        ("fused_activations", "before activations"),
+        ("float_outputs", "returned"),
+    ):
+        if getattr(options, name):
+            raise ValueError(
+                f"shift_limits: with {name}=True the values {values} have no scale, so their "
+                "shifts are unknown. Leave one of the two out."
+            )
+
+
+def _plan_edges(
+    model: fx.GraphModule,
+    config: Config,
+    nodes: Mapping[fx.Node, QuantizationConfig],
+    movements: set[fx.Node],
+) -> Edges:
+    """Return the quantizers that a graph gets, given the configurations of its nodes."""
+    options = config.pass_options or PassOptions()
+    fused = ACTIVATIONS if options.fused_activations else CLAMPS
+    in_float = returned_values(model, movements) if options.float_outputs else ()
+    return plan_edges(nodes, movements, fused, in_float)
 
 
 def _discover(model: fx.GraphModule, plan: Plan, inputs: Sequence[Any]) -> Structure | None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import logging
+import sys
 import traceback
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,8 @@ import torch
 from torch import fx, nn
 
 from quark.torch.graph.eval_mode import eval_mode
+
+logger = logging.getLogger(__name__)
 
 _PACKAGES = (Path(torch.__file__).parent, Path(__file__).parents[3])
 
@@ -34,17 +40,21 @@ def trace_graph(
     """
     if not isinstance(args, tuple):
         raise TypeError(f"args: expected a tuple of arguments, got a {type(args).__name__}.")
+    printed = io.StringIO()  # torch prints the graph so far if it fails
     try:
-        with eval_mode(model):
+        with eval_mode(model), redirect_stderr(printed):
             program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes)
-            return program.module()
+            graph = program.module()
     except Exception as error:  # anything that a model can raise
+        logger.debug("%s", printed.getvalue())
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(
             f"{type(model).__name__} cannot be exported as a graph{_place(error)}: "
             f"{type(error).__name__}: {reason} See torch.export.export; models whose control flow "
             "depends on values are quantized with quant_mode=eager_mode."
         ) from error
+    sys.stderr.write(printed.getvalue())
+    return graph
 
 
 def _place(error: BaseException) -> str:

@@ -46,6 +46,8 @@ class FollowingRange(nn.Module):
         range_lo: Average of the smallest values of an activation, float32; None before training.
         range_hi: Average of the largest values, likewise.
         is_fixed: Whether the range stays as it is, in training mode too.
+        is_derived: Whether the scale is derived from those of other tensors, so that it never
+            follows its own.
         last_update: Number of updates after which the range of an activation stays as it is; None
             for no limit.
         averaging_constant: Weight of a new tensor in the averages.
@@ -66,14 +68,15 @@ class FollowingRange(nn.Module):
         self.range_hi: torch.Tensor | None = None
         # A tensor: torch.compile traces a model again for each value of a number of a module.
         self._count: torch.Tensor | None = None
-        self.is_fixed = False
+        self.is_fixed = self.is_derived = False
         self.last_update: int | None = None
         self.averaging_constant = AVERAGING_CONSTANT
 
     @property
     def is_following(self) -> bool:
         """Whether the range follows tensors."""
-        return self.training and self._was_set_to_train and not self.is_fixed
+        follows = not (self.is_fixed or self.is_derived)
+        return self.training and self._was_set_to_train and follows
 
     @property
     def updates(self) -> int:

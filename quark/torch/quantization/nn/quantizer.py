@@ -238,7 +238,8 @@ class TensorQuantizer(FollowingRange):
             if x.numel():
                 self.observer(without_padding(x) if self._has_scales_by_channel(x) else x)
             return x
-        if (self.is_following or self.has_updates) and not (self.is_fixed or is_recomputing()):
+        has_own_range = not (self.is_fixed or self.is_derived)
+        if has_own_range and (self.is_following or self.has_updates) and not is_recomputing():
             self.follow(x.detach())
         return self.fake_quantized(x)
 

@@ -11,10 +11,17 @@ from torch import nn
 
 from quark.torch.quantization.nn.packed import PackedLayer
 from quark.torch.quantization.nn.packed_parameter import PackedParameter, is_exporting
-from quark.torch.quantization.nn.products import compiled_inputs
+from quark.torch.quantization.nn.products import compiled_inputs, triton_inputs
+from quark.torch.quantization.nn.products.method import Use
 from quark.torch.quantization.nn.products.product import PackedProduct, make_product
 
 RUNTIMES = ("exact", "auto", "fast", "compiled", "unpacked")
+
+# Type of a device -> what fake-quantizes inputs in one pass there, and the runtimes that use it.
+ONE_PASS = {
+    "cpu": (compiled_inputs.fake_quantize, {"compiled"}),
+    "cuda": (triton_inputs.fake_quantize, {"auto", "fast", "compiled"}),
+}
 
 
 class RuntimeLayer(PackedLayer):
@@ -71,9 +78,7 @@ class RuntimeLayer(PackedLayer):
             if state.order is not None or state.spec.quantizes_codes or state.scheme.block:
                 return
             state, values = state.transposed, values.T
-        compiles = self.runtime == "compiled"
-        rounds_inputs = compiles or self.runtime == "fast"
-        product = make_product(state, values, rounds_inputs, compiles)
+        product = make_product(state, values, self._use)
         stored = self._stored("weight")
         if product is None or stored is None:
             return
@@ -84,6 +89,15 @@ class RuntimeLayer(PackedLayer):
             del self._codes["weight"]
         else:
             self.packed_product = None  # codes that cannot be restored stay, and are unpacked
+
+    @property
+    def _use(self) -> Use:
+        """How this layer uses the product of its weight."""
+        quantizer, compiles = self._quantizer("input_tensors"), self.runtime == "compiled"
+        inputs, scale = None, None
+        if quantizer is not None:
+            inputs, (scale, _, _) = quantizer.scheme, self._scales("input_tensors", quantizer)
+        return Use(self.value_dtype, inputs, scale, compiles or self.runtime == "fast", compiles)
 
     def _codes_of(self, product: PackedProduct) -> torch.Tensor:
         """Return the codes of the weight as the checkpoint stores them."""
@@ -116,7 +130,8 @@ class RuntimeLayer(PackedLayer):
         if product is None or needs_gradient or not input.is_floating_point():
             return super().forward(input, *args, **kwargs)
         prepared = self.prepared_input(input)
-        y = product.multiply(self.rounded_input(prepared))
+        x = prepared if product.method.quantizes_inputs else self.rounded_input(prepared)
+        y = product.multiply(x)
         bias = self.value("bias", y.dtype)
         y = self.add_branch(y if bias is None else y + bias, prepared)
         return self.quantized_output(y) if self.quantizes_output else y
@@ -126,9 +141,11 @@ class RuntimeLayer(PackedLayer):
         quantizer = self._quantizer(name)
         needs_gradient = x.requires_grad and torch.is_grad_enabled()
         is_traced = torch.compiler.is_compiling()
-        if quantizer is not None and self.runtime == "compiled" and not needs_gradient | is_traced:
+        in_one_pass, runtimes = ONE_PASS.get(x.device.type, (None, ()))
+        is_plain = self.runtime not in runtimes or needs_gradient or is_traced
+        if quantizer is not None and in_one_pass is not None and not is_plain:
             scales = self._scales(name, quantizer)
-            y = compiled_inputs.fake_quantize(x, *scales[:2], quantizer.scheme, scales[2])
+            y = in_one_pass(x, *scales[:2], quantizer.scheme, scales[2])
             if y is not None:
                 return y
         return super().quantize_activation(name, x)

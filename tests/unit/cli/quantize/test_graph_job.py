@@ -136,6 +136,11 @@ def fails():
     raise OSError("no weights")
 def other():
     return 3
+class Branches(torch.nn.Module):
+    def forward(self, x):
+        if x.sum() > 0:
+            return x * 2
+        return x
 number = 4
 """
 
@@ -168,6 +173,7 @@ def test_a_function_builds_the_model(files, quark, entry, tmp_path, function):
 FUNCTIONS = {
     "my_nets:fails": "failed: OSError: no weights",
     "my_nets:other": "returned a int. Return an nn.Module",
+    "my_nets:Branches": "my_nets.py:15, 'if x.sum() > 0:'",
     "my_nets:missing": "has no attribute 'missing'",
     "my_nets:number": "is a int. Give a function",
     "my_absent:unet": "there is no module my_absent",

@@ -10,13 +10,12 @@ from torch import nn
 
 from quark.torch import (
     ModelExporter,
-    ModelQuantizer,
     export_safetensors,
     import_model_from_safetensors,
     load_params,
     save_params,
 )
-from quark.torch.export import ModelImporter, export_program
+from quark.torch.export import ModelImporter, export_program, verify
 from quark.torch.quantization.config.config import (
     BFP16Spec,
     CLEConfig,
@@ -28,9 +27,11 @@ from quark.torch.quantization.config.config import (
 from tests.unit.quantization.graph_mode.networks import (
     EVERYTHING,
     INT8,
+    INT32,
     NETWORKS,
+    UINT8,
     export,
-    graph_config,
+    frozen_graph,
     images,
     network,
 )
@@ -38,8 +39,6 @@ from tests.unit.quantization.graph_mode.networks import (
 GRAPH = "fx_graph_mode"
 BFP16 = BFP16Spec(ch_axis=1).to_quantization_spec()
 INT4 = QuantizationSpec("int4", qscheme="per_channel", ch_axis=0, symmetric=True, is_dynamic=False)
-UINT8 = replace(INT8, dtype="uint8", symmetric=False)
-INT32 = replace(INT8, dtype="int32")
 LAYERS = {
     "int8": (EVERYTHING, {}),
     "uint8": (replace(EVERYTHING, input_tensors=UINT8, output_tensors=UINT8, weight=INT4), {}),
@@ -51,8 +50,7 @@ LAYERS = {
 
 
 def frozen(name="resnet", layer=EVERYTHING, **options):
-    quantizer = ModelQuantizer(graph_config(layer, **options))
-    return quantizer.freeze(quantizer.quantize_model(export(network(name)), images()).eval())
+    return frozen_graph(export(network(name)), layer, **options)
 
 
 def write_native(model, path):
@@ -176,3 +174,36 @@ def test_edges_with_other_tensors_are_refused(tmp_path):
         changed = {**tensors, f"edge_quantizers.{name}": tensor}
         save_file({n: t for n, t in changed.items() if t is not None}, file)
         refused(tmp_path / "d", graph, message)
+
+
+@pytest.mark.parametrize("case", ["int8", "uint8", "bfp16", "int32 bias, excluded", "trained"])
+def test_what_is_written_is_verified_by_running(tmp_path, case):
+    layer, options = LAYERS[case]
+    model, (x,) = frozen("resnet", layer, **options), images(1)
+    expected = model(x)
+    for write in ("export_safetensors_model", "export_quark_model"):
+        exporter = ModelExporter(None, tmp_path / write, verify=True)
+        getattr(exporter, write)(model)
+        verdict = exporter.verdict
+        assert (verdict.reader, verdict.difference) == ("this package", 0) and verdict.spread > 0
+        assert torch.equal(model(x), expected) and model.stem.frozen
+
+
+@pytest.mark.parametrize("name", ["stem.weight", "edge_quantizers.x.scale", "head.bias"])
+def test_tensors_that_say_something_else_are_noticed(tmp_path, name):
+    model = frozen()
+    export_safetensors(model, tmp_path / "d")
+    file = tmp_path / "d" / "model.safetensors"
+    stored = load_file(file)
+    stored[name] = stored[name] * 2 if stored[name].dim() == 0 else stored[name].flip(0)
+    save_file(stored, file)
+    with pytest.raises(ValueError, match="does not compute what the model in memory does"):
+        verify(tmp_path / "d", model)
+
+
+def test_a_graph_that_was_loaded_is_not_verified_again(tmp_path):
+    export_safetensors(frozen(), tmp_path / "first")
+    loaded = import_model_from_safetensors(other_weights("resnet"), tmp_path / "first")
+    with pytest.raises(ValueError, match="loaded from a checkpoint is not verified"):
+        ModelExporter(None, tmp_path / "out", verify=True).export_safetensors_model(loaded)
+    assert not (tmp_path / "out").exists()

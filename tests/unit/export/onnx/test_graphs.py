@@ -6,23 +6,23 @@ import pytest
 import torch
 from torch import fx, nn
 
-from quark.torch import ModelExporter, ModelQuantizer, export_onnx
+from quark.torch import ModelExporter, export_onnx
 from quark.torch.export.onnx.runtime import OnnxSession
 from quark.torch.quantization.config.config import (
     BFP16Spec,
     FP8E4M3PerTensorSpec,
-    Int8PerChannelSpec,
     QuantizationConfig,
-    Uint8PerTensorSpec,
 )
-from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.graph_mode.edges import edge_modules
 from tests.unit.quantization.graph_mode.networks import (
+    CHANNELS,
     EVERYTHING,
     INT8,
+    INT32,
     NETWORKS,
+    UINT8,
     export,
-    graph_config,
+    frozen_graph,
     images,
     network,
 )
@@ -30,10 +30,6 @@ from tests.unit.quantization.graph_mode.networks import (
 onnx = pytest.importorskip("onnx")
 ort = pytest.importorskip("onnxruntime")
 
-STATIC = {"scale_type": "float", "round_method": "half_even", "is_dynamic": False}
-UINT8 = Uint8PerTensorSpec("min_max", symmetric=False, **STATIC).to_quantization_spec()
-CHANNELS = Int8PerChannelSpec(ch_axis=0, symmetric=True, **STATIC).to_quantization_spec()
-INT32 = QuantizationSpec("int32", symmetric=True, qscheme="per_tensor", is_dynamic=False)
 LAYERS = {
     "int8": replace(EVERYTHING, bias=INT32),
     "uint8": QuantizationConfig(UINT8, UINT8, CHANNELS, INT32),
@@ -42,9 +38,7 @@ LAYERS = {
 
 def frozen(model, layer=LAYERS["int8"], data=None, **options):
     data = images(8) if data is None else data
-    quantizer = ModelQuantizer(graph_config(layer))
-    graph = export(model.eval(), data[0], **options)
-    return quantizer.freeze(quantizer.quantize_model(graph, data))
+    return frozen_graph(export(model.eval(), data[0], **options), layer, data)
 
 
 def write(model, path, x, **options):

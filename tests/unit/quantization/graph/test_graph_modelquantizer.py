@@ -1,4 +1,5 @@
 import copy
+import sys
 from dataclasses import replace
 
 import pytest
@@ -83,9 +84,18 @@ class Branches(nn.Module):
         return x
 
 
-def test_models_that_cannot_be_traced_are_refused_with_the_place():
+class Prints(nn.Conv2d):
+    def forward(self, x):
+        print("traced", file=sys.stderr)
+        return super().forward(x)
+
+
+def test_models_that_cannot_be_traced_are_refused_with_the_place(capsys):
     with pytest.raises(ValueError, match=r"Branches cannot be .*test_graph_modelq.*'if x.sum\(\)"):
         FxGraphQuantizer(CONFIG).quantize_model(Branches(), tuple(images(1)))
+    assert not capsys.readouterr().err  # not the graph so far, which torch prints
+    FxGraphQuantizer(CONFIG).quantize_model(Prints(3, 4, 3), tuple(images(1)), calibdata=images(1))
+    assert "traced" in capsys.readouterr().err
 
 
 def test_what_is_no_model_is_refused():

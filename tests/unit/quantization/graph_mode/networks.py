@@ -3,17 +3,23 @@
 import torch
 from torch import nn
 
-from quark.torch.quantization.config.config import Config, Int8PerTensorSpec, QuantizationConfig
+from quark.torch import ModelQuantizer
+from quark.torch.quantization.config.config import (
+    Config,
+    Int8PerChannelSpec,
+    Int8PerTensorSpec,
+    QuantizationConfig,
+    QuantizationSpec,
+    Uint8PerTensorSpec,
+)
 from quark.torch.quantization.graph_mode.edges import MovedQuantizer, edge_quantizers
 from quark.torch.quantization.nn.quantizer import TensorQuantizer
 
-INT8 = Int8PerTensorSpec(
-    observer_method="min_max",
-    symmetric=True,
-    scale_type="float",
-    round_method="half_even",
-    is_dynamic=False,
-).to_quantization_spec()
+STATIC = {"scale_type": "float", "round_method": "half_even", "is_dynamic": False}
+INT8 = Int8PerTensorSpec("min_max", symmetric=True, **STATIC).to_quantization_spec()
+UINT8 = Uint8PerTensorSpec("min_max", symmetric=False, **STATIC).to_quantization_spec()
+CHANNELS = Int8PerChannelSpec(ch_axis=0, symmetric=True, **STATIC).to_quantization_spec()
+INT32 = QuantizationSpec("int32", symmetric=True, qscheme="per_tensor", is_dynamic=False)
 EVERYTHING = QuantizationConfig(input_tensors=INT8, output_tensors=INT8, weight=INT8)
 
 
@@ -147,6 +153,13 @@ def images(count=3, shape=SHAPE):
 def export(model, *args, **options):
     """The graph of a model for images, or for the given arguments."""
     return torch.export.export(model, args or (images(1)[0],), **options).module()
+
+
+def frozen_graph(graph, layer=EVERYTHING, data=None, **options):
+    """A graph that was quantized with data, and frozen."""
+    quantizer = ModelQuantizer(graph_config(layer, **options))
+    quantized = quantizer.quantize_model(graph, images() if data is None else data)
+    return quantizer.freeze(quantized.eval())
 
 
 def edges(graph):

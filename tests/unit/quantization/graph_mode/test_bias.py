@@ -5,13 +5,16 @@ import torch
 from torch import nn
 
 from quark.torch import ModelQuantizer
-from quark.torch.quantization.config.config import GPTQConfig, Int8PerChannelSpec, QuantizationSpec
-from tests.unit.quantization.graph_mode.networks import EVERYTHING, INT8, export, graph_config
-
-INT32 = QuantizationSpec(dtype="int32", qscheme="per_tensor", symmetric=True, is_dynamic=False)
-CHANNELS = Int8PerChannelSpec(
-    symmetric=True, scale_type="float", round_method="half_even", is_dynamic=False, ch_axis=0
-).to_quantization_spec()
+from quark.torch.quantization.config.config import GPTQConfig
+from quark.torch.training import follow_ranges, freeze_ranges
+from tests.unit.quantization.graph_mode.networks import (
+    CHANNELS,
+    EVERYTHING,
+    INT8,
+    INT32,
+    export,
+    graph_config,
+)
 
 
 class Layers(nn.Module):
@@ -73,3 +76,26 @@ def test_other_biases_keep_their_own_scale():
     config = graph_config(replace(EVERYTHING, bias=INT8))
     other = ModelQuantizer(config).quantize_model(export(Layers().eval(), *data), data)
     assert torch.allclose(other.conv.bias_quantizer.scale, largest / 127.5)
+
+
+@pytest.mark.parametrize("weight", [INT8, CHANNELS], ids=["tensor", "channel"])
+@pytest.mark.parametrize("changes", [(), (freeze_ranges,), (freeze_ranges, follow_ranges)])
+def test_int32_biases_train_under_the_scale_of_products(weight, changes):
+    graph = quantize(weight=weight).train()
+    x, layer = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(1)), graph.conv
+    scale, before = layer.bias_quantizer.scale.clone(), layer.bias.detach().clone()
+    optimizer = torch.optim.SGD(graph.parameters(), 0.1)
+    for change in (None, *changes):
+        if change is not None:
+            change(graph)
+        optimizer.zero_grad()
+        graph(x).square().mean().backward()
+        assert (layer.bias.grad != 0).all()
+        optimizer.step()
+        assert torch.equal(layer.bias_quantizer.scale, scale)
+    trained = layer.bias.detach().clone()
+    assert (trained != before).all()
+    frozen = ModelQuantizer.freeze(graph.eval())
+    product = layer.weight_quantizer.scale * frozen.edge_quantizers.x.scale
+    assert torch.equal(layer.bias_quantizer.scale, product)
+    assert ((layer.bias - trained).abs() <= product / 2 * 1.001).all()

@@ -248,6 +248,32 @@ def test_activations_are_fused_if_asked_for(is_fused):
     assert edges(build_graph(export(model, images(1, SHAPE)[0]), config)) == edges(quantized)
 
 
+OUTPUTS = {
+    "layer": (lambda m, x: m.conv2(m.conv1(x)), {"x", "conv1"}),
+    "moved": (lambda m, x: m.conv2(x).flatten(1), {"x"}),
+    "relu": (lambda m, x: m.conv2(x).relu(), {"x"}),
+    "pool": (lambda m, x: F.max_pool2d(m.conv2(x), 2), {"x"}),
+    "two": (lambda m, x: (m.conv1(x), m.conv2(m.conv1(x)) + 1), {"x", "conv1_1", "conv2"}),
+    "read": (lambda m, x: (y := m.conv1(x), m.conv2(y)), {"x", "conv1"}),
+    "split": (lambda m, x: tuple(m.conv2(x).split(2, 1)), {"x"}),
+}
+
+
+@pytest.mark.parametrize("case", OUTPUTS)
+def test_outputs_stay_in_float_if_asked_for(case):
+    function, expected = OUTPUTS[case]
+    model = Wrapped(function)
+    quantized = quantize(model, pass_options=PassOptions(float_outputs=True))
+    assert set(edges(quantized)) == expected
+    every = quantize(model)
+    assert set(edges(every)) > expected
+    if case == "layer":  # 288 values
+        (x,) = images(1, SHAPE)
+        assert quantized(x).unique().numel() > 256 >= every(x).unique().numel()
+    config = quantized.quant_config
+    assert edges(build_graph(export(model, images(1, SHAPE)[0]), config)) == edges(quantized)
+
+
 def test_values_without_the_axis_of_the_blocks_stay_in_float():
     model = Wrapped(lambda m, x: m.conv2(F.prelu(m.conv1(x), m.slope)))
     model.slope = nn.Parameter(torch.tensor([0.1, 0.2, 0.3, 0.4]))

@@ -12,12 +12,9 @@ from quark.torch.quantization.config.config import (
     QuantizationConfig,
     RotationConfig,
     SVDQuantConfig,
-    Uint8PerTensorSpec,
 )
 from quark.torch.quantization.graph_mode.edges import CappedQuantizer
-from tests.unit.quantization.graph_mode.networks import INT8, export, graph_config
-
-UINT8 = Uint8PerTensorSpec().to_quantization_spec()
+from tests.unit.quantization.graph_mode.networks import INT8, UINT8, export, graph_config
 
 ALGORITHMS = {
     "plain": [],

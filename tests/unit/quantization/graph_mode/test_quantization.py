@@ -145,3 +145,19 @@ def test_graphs_of_fixed_batches_run_on_whole_batches():
     with torch.no_grad():
         assert torch.equal(one(data[0]), other(data[0]))
         assert (one(data[0]) - model(data[0])).norm() < 0.05 * model(data[0]).norm()
+
+
+def test_proofs_take_two_samples_of_a_batch(monkeypatch):
+    """One alone, both together, both before and after the rewrites, and one for movements."""
+    run, samples = fx.Interpreter.run, []
+
+    def record(self, *args, **options):
+        samples.append(len(args[0]))
+        return run(self, *args, **options)
+
+    monkeypatch.setattr(fx.Interpreter, "run", record)
+    batch = torch.export.Dim("batch")
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval()
+    graph = export(model, torch.randn(8, 3, 8, 8), dynamic_shapes=({0: batch},))
+    quantize(graph, [torch.randn(8, 3, 8, 8)])
+    assert sorted(samples) == [1, 1, 2, 2, 2]

@@ -235,7 +235,8 @@ def test_limits_are_pairs_and_belong_to_graph_mode():
         ModelQuantizer(Config(POWERS, shift_limits=ShiftLimits())).quantize_model(network("unet"))
 
 
-def test_values_without_a_scale_before_activations_are_refused():
-    options = {"pass_options": PassOptions(fused_activations=True)}
-    with pytest.raises(ValueError, match="shift_limits: with fused_activations=True"):
+@pytest.mark.parametrize("name", ["fused_activations", "float_outputs"])
+def test_values_without_a_scale_are_refused(name):
+    options = {"pass_options": PassOptions(**{name: True})}
+    with pytest.raises(ValueError, match=f"shift_limits: with {name}=True"):
         quantize(network("unet"), ShiftLimits(), **options)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -56,8 +57,7 @@ def tensors(graph: GraphModule) -> dict[str, torch.Tensor]:
 
 def get_member(graph: GraphModule, name: str) -> Any:
     """Return a member of a graph by its dotted name."""
-    owner, _, leaf = name.rpartition(".")
-    return getattr(graph.get_submodule(owner), leaf)
+    return attrgetter(name)(graph)
 
 
 def read_tensor(graph: GraphModule, node: Any) -> torch.Tensor | None:
@@ -70,7 +70,9 @@ def read_tensor(graph: GraphModule, node: Any) -> torch.Tensor | None:
 
 def readers(graph: GraphModule, tensor: torch.Tensor) -> list[Node]:
     """Return the nodes that compute with a tensor of the graph, under any of its names."""
-    sources = [n for n in graph.graph.nodes if read_tensor(graph, n) is tensor]
+    shapes = (tuple(tensor.shape), None)  # a look at the shape is faster than at the tensor
+    nodes = (n for n in graph.graph.find_nodes(op="get_attr") if shape_of(n) in shapes)
+    sources = [n for n in nodes if read_tensor(graph, n) is tensor]
     return list(dict.fromkeys(user for source in sources for user in source.users))
 
 
@@ -159,7 +161,10 @@ def insert_tensor(graph: GraphModule, before: Node, name: str, value: torch.Tens
     with graph.graph.inserting_before(before):
         node = graph.graph.get_attr(name)
     mode = next(v.fake_mode for n in graph.graph.nodes if hasattr(v := fake_value(n), "fake_mode"))
-    node.meta["val"] = mode.from_tensor(value.detach())
+    with mode:
+        node.meta["val"] = torch.empty_strided(
+            value.shape, value.stride(), dtype=value.dtype, device=value.device
+        )
     return node
 
 
@@ -173,7 +178,11 @@ def unused_name(graph: GraphModule, name: str) -> str:
 
 
 def _has_submodule(graph: GraphModule, name: str) -> bool:
-    return name in dict(graph.named_modules())
+    try:
+        graph.get_submodule(name)
+    except AttributeError:
+        return False
+    return True
 
 
 def _has_member(graph: GraphModule, name: str) -> bool:

@@ -62,9 +62,9 @@ class Layer(NamedTuple):
 
     def scale_outputs(self, factors: torch.Tensor) -> torch.Tensor:
         """Return the float64 weight of a layer whose outputs are multiplied by (out,) factors."""
-        weight = self.weight.detach().double()
+        weight = self.weight.detach().to(torch.float64, copy=True)
         if not self.is_transposed:
-            return weight * _along(factors, weight, 0)
+            return weight.mul_(_along(factors, weight, 0))
         # (in, out / g, …) -> (g, in / g, out / g, …): channel j of group i is i · out / g + j.
         grouped = weight.view(self.groups, -1, *weight.shape[1:])
         return (grouped * _along(factors.view(self.groups, 1, -1), grouped, 0)).flatten(0, 1)

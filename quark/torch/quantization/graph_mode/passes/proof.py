@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx._pytree import tree_flatten_spec
 from torch.linalg import vector_norm
@@ -40,7 +41,8 @@ class Proof:
         graph: The original graph.
         example_inputs: Arguments of the graph: a tensor, a tuple, or a mapping of
             arguments by name.
-        has_random: Whether random samples are among the example inputs already.
+        has_random: Whether the example inputs are those of ``two_samples``: the graph has run on
+            them, and random samples are among them.
 
     Raises:
         ValueError: The graph does not run on the inputs.
@@ -48,6 +50,9 @@ class Proof:
 
     def __init__(self, graph: GraphModule, example_inputs: Any, has_random: bool = False) -> None:
         example = flatten_inputs(graph, example_inputs)
+        self._inputs = [example]
+        if has_random:
+            return
         try:
             run(graph, example, ())
         except Exception as error:  # anything that a model can raise
@@ -56,8 +61,7 @@ class Proof:
                 f"{type(error).__name__}: {error}. Give inputs like those that it was exported "
                 "with."
             ) from error
-        self._inputs = [example]
-        random = [] if has_random else _randomize(example)
+        random = _randomize(example)
         if random and _runs(graph, random):
             self._inputs.append(random)
 
@@ -167,15 +171,21 @@ def run(graph: GraphModule, inputs: list[Any], nodes: Collection[str]) -> Values
 
 
 class _Recorder(Interpreter):
+    """Runs a graph and keeps the values of some nodes: copies, if operations write to tensors."""
+
     def __init__(self, graph: GraphModule, nodes: Collection[str]) -> None:
         super().__init__(graph)
         self._nodes = set(nodes)
+        self._writes = any(
+            isinstance(n.target, OpOverload) and n.target._schema.is_mutable
+            for n in graph.graph.nodes
+        )
         self.values: dict[str, Any] = {}
 
     def run_node(self, n: Node) -> Any:
         value = super().run_node(n)
         if n.name in self._nodes:
-            self.values[n.name] = _copy(value)  # a later operation may write to it
+            self.values[n.name] = _copy(value) if self._writes else value
         return value
 
 
@@ -237,9 +247,11 @@ def describe_difference(
         x, y = (torch.view_as_real(t) if t.is_complex() else t for t in (x, y))
         eps = torch.finfo(x.dtype).eps if x.is_floating_point() else 0.0
         x, y = (t if t.dtype in (torch.float32, torch.float64) else t.double() for t in (x, y))
-        # Infinite values, such as those of masks, must be the same.
-        change = vector_norm(torch.where(x == y, 0.0, y - x), dtype=torch.float64)
-        size = vector_norm(x.nan_to_num(posinf=0.0, neginf=0.0), dtype=torch.float64)
+        change, size = (vector_norm(t, dtype=torch.float64) for t in (y - x, x))
+        if not (change + size).isfinite():
+            # Infinite values, such as those of masks, must be the same.
+            change = vector_norm(torch.where(x == y, 0.0, y - x), dtype=torch.float64)
+            size = vector_norm(x.nan_to_num(posinf=0.0, neginf=0.0), dtype=torch.float64)
         if not change <= max(_TOLERANCE, _ROUNDING * eps) * size:
             return f"changes by {float(change):.2e}, where its norm is {float(size):.2e}"
     return None

@@ -30,7 +30,7 @@ class Arrangement:
         outputs: Rows of the weight.
         inputs: Columns of the weight.
         group: Columns that share a scale in a row; it divides ``inputs``.
-        rows: Rows of a panel, a multiple of 32. The last panel is padded with zeros.
+        rows: Rows of a panel, a multiple of 32 or 1. The last panel is padded with zeros.
         half: 0 for elements of a panel in the order (row, column). Else the order is (half, column,
             row of the half), for two halves of so many rows.
     """
@@ -55,6 +55,11 @@ class Arrangement:
     def of_columns(cls, outputs: int, inputs: int, group: int, half: int) -> Arrangement:
         """Return an arrangement with the columns of two halves of ``half`` rows."""
         return cls(outputs, inputs, group, 2 * half, half)
+
+    @classmethod
+    def of_single_rows(cls, outputs: int, inputs: int, group: int) -> Arrangement:
+        """Return an arrangement with a row as a panel, so that runs are columns of it."""
+        return cls(outputs, inputs, group, 1)
 
     @property
     def panels(self) -> int:
@@ -104,6 +109,11 @@ def plane_widths(fmt: Format) -> list[int]:
     return [width for width in PLANES if fmt.bits & width]
 
 
+def count_runs(fmt: Format) -> int:
+    """Return the number of runs of a panel: the slots of the narrowest plane."""
+    return 8 // min(plane_widths(fmt))
+
+
 def pack_planes(bits: torch.Tensor, fmt: Format) -> Parts:
     """Return the planes of codes.
 
@@ -121,6 +131,17 @@ def pack_planes(bits: torch.Tensor, fmt: Format) -> Parts:
         parts[f"plane_{width}"] = plane
         bits = bits >> width if width < 8 else bits
     return parts
+
+
+def unpack_planes(parts: Parts, fmt: Format) -> torch.Tensor:
+    """Return codes as unsigned bits, uint8 (panels, elements): undo ``pack_planes``."""
+    planes, below = [], 0
+    for width in plane_widths(fmt):
+        plane, mask = parts[f"plane_{width}"], (1 << width) - 1
+        slots = [(plane >> shift) & mask for shift in range(0, 8, width)]
+        planes.append(torch.cat(slots, 1) << below)
+        below += width
+    return torch.stack(planes).sum(0, dtype=torch.uint8)
 
 
 def compact(factors: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,7 @@ from quark.torch.numerics.formats import Format
 from quark.torch.quantization.nn.products.arrangement import (
     Arrangement,
     Parts,
+    count_runs,
     pack_planes,
     plane_widths,
 )
@@ -132,11 +133,6 @@ def one_state() -> Iterator[None]:
     is_off = torch.autocast("cpu", enabled=False)
     with torch.inference_mode(False), torch.no_grad(), is_off:
         yield
-
-
-def count_runs(fmt: Format) -> int:
-    """Return the number of runs of rows in a panel."""
-    return 8 // min(plane_widths(fmt))
 
 
 def _chunks(to: Arrangement) -> Iterator[slice]:

@@ -43,15 +43,8 @@ def fake_quantize(
         scheme: How the tensor is quantized.
         tensor_scale: Tensor scale of two-level scales, or None.
     """
-    if x.device.type != "cpu" or not 1 < x.numel() <= MOST_ELEMENTS:
-        return None
-    is_simple = scheme.fmt.scaled and not scheme.fmt.block and scheme.fmt.bits <= 24
-    if not is_simple or (scale is not None and scale.numel() != 1):
-        return None
-    blocks = scheme.blocks(x.shape)
-    shape = (1, *blocks.view)[-2:]  # blocks, elements of a block
-    ends_inside = blocks.reduced == (len(blocks.view) - 1,)
-    if blocks.padded != blocks.shape or not ends_inside or len(blocks.view) > 2 or shape[1] == 1:
+    shape = block_rows(x, scheme, scale)
+    if shape is None or x.device.type != "cpu" or x.numel() > MOST_ELEMENTS:
         return None
     given = (scale, zero_point, tensor_scale)
     has = tuple(t is not None for t in given)
@@ -63,6 +56,23 @@ def fake_quantize(
         rows.copy_(x.reshape(shape))
         numbers = [None if t is None else t.detach().clone().reshape(()) for t in given]
         return function(rows, *numbers).view(x.shape)
+
+
+def block_rows(
+    x: torch.Tensor, scheme: Scheme, scale: torch.Tensor | None
+) -> tuple[int, int] | None:
+    """Return the number of blocks and of their elements, if elements of a block are neighbors.
+
+    None also stands for schemes with shared microexponents, and for several given scales.
+    """
+    is_simple = scheme.fmt.scaled and not scheme.fmt.block and scheme.fmt.bits <= 24
+    if not is_simple or x.numel() <= 1 or (scale is not None and scale.numel() != 1):
+        return None
+    blocks = scheme.blocks(x.shape)
+    rows, columns = (1, *blocks.view)[-2:]
+    ends_inside = blocks.reduced == (len(blocks.view) - 1,)
+    is_whole = blocks.padded == blocks.shape and len(blocks.view) <= 2
+    return (rows, columns) if is_whole and ends_inside and columns > 1 else None
 
 
 @lru_cache(maxsize=256)
@@ -89,8 +99,10 @@ def _function(
     problem = "its values for a sample differ from those of the plain path"
     try:
         function = compiled.compile_function(_make(scheme))
-        samples = _samples(dtype, is_one_block)
-        if all(_equal(function(x, *numbers), _plain(x, scheme, *numbers)) for x in samples):
+        samples = sample_inputs(dtype, is_one_block)
+        if all(
+            equal_bits(function(x, *numbers), plain_values(x, scheme, *numbers)) for x in samples
+        ):
             return function
     except Exception as error:  # compilers, caches and code generators fail in many ways
         problem = str(error).strip().split("\n")[0] or type(error).__name__
@@ -120,7 +132,7 @@ def _make(scheme: Scheme) -> Callable[..., torch.Tensor]:
     return fake_quantize_rows
 
 
-def _plain(
+def plain_values(
     x: torch.Tensor,
     scheme: Scheme,
     scale: torch.Tensor | None,
@@ -128,14 +140,20 @@ def _plain(
     tensor_scale: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return what the plain path gives for rows that are the blocks."""
+    rows = scheme_of_rows(scheme, scale)
+    if scale is None:
+        scale, zero_point = qdq.dynamic_qparams(x, rows, tensor_scale)
+    return qdq.fake_quantize(x, scale, zero_point, rows)
+
+
+def scheme_of_rows(scheme: Scheme, scale: torch.Tensor | None) -> Scheme:
+    """Return the scheme of a matrix with blocks as rows; a given scale is that of the matrix."""
     if scale is not None:
-        per_tensor = replace(scheme, qscheme=QSchemeType.per_tensor, per_token=False)
-        return qdq.fake_quantize(x, scale, zero_point, per_tensor)
-    rows = replace(scheme, qscheme=QSchemeType.per_channel, axis=0, per_token=False, block=None)
-    return qdq.fake_quantize(x, *qdq.dynamic_qparams(x, rows, tensor_scale), rows)
+        return replace(scheme, qscheme=QSchemeType.per_tensor, per_token=False)
+    return replace(scheme, qscheme=QSchemeType.per_channel, axis=0, per_token=False, block=None)
 
 
-def _samples(dtype: torch.dtype, is_one_block: bool) -> list[torch.Tensor]:
+def sample_inputs(dtype: torch.dtype, is_one_block: bool) -> list[torch.Tensor]:
     """Return ordinary values, zeros, ties, all magnitudes, infinity and NaN, (blocks, elements).
 
     Torch compiles a function for one block, and another one for several.
@@ -154,7 +172,7 @@ def _samples(dtype: torch.dtype, is_one_block: bool) -> list[torch.Tensor]:
     return [rows.reshape(1, -1) for rows in torch.split(x[:12], 3)] if is_one_block else [x]
 
 
-def _equal(y: torch.Tensor, expected: torch.Tensor) -> bool:
+def equal_bits(y: torch.Tensor, expected: torch.Tensor) -> bool:
     """Whether all values are equal in bits, or NaN in both."""
     nan = y.isnan() & expected.isnan()
     words = torch.int32 if y.dtype == torch.float32 else torch.int16

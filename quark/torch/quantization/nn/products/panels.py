@@ -132,7 +132,11 @@ class Panels:
 
     def codes(self, parts: Parts) -> torch.Tensor:
         """Return the codes (outputs, inputs): the inverse of ``pack``."""
-        bits = self.arrangement.restore(torch.stack([b.clone() for b in self._bits(parts)]))
+        bits = torch.stack([b.clone() for b in self._bits(parts)])
+        return self.codes_of_bits(self.arrangement.restore(bits))
+
+    def codes_of_bits(self, bits: torch.Tensor) -> torch.Tensor:
+        """Return the codes of stored bits, uint8 of any shape."""
         if self.offset:
             return (bits.to(torch.int16) - self.offset).to(self.fmt.code_dtype)
         return bits.contiguous().view(self.fmt.code_dtype)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +13,10 @@ from quark.torch.numerics.qdq import FLOAT16_MAX
 from quark.torch.quantization.nn.products import compiled
 from quark.torch.quantization.nn.products.arrangement import Arrangement, Parts
 from quark.torch.quantization.nn.products.kernels import KERNELS, is_proved, takes_zero_points
+from quark.torch.quantization.nn.products.method import Method, Use
 from quark.torch.quantization.nn.products.panels import Panels
+from quark.torch.quantization.nn.products.scaled_method import scaled_methods
+from quark.torch.quantization.nn.products.triton_method import triton_methods
 from quark.torch.quantization.nn.quantizer import QuantizedTensor
 
 FEW_ROWS = 32  # rows up to which a kernel is faster than unpacked panels
@@ -22,8 +24,8 @@ _SMALLEST_GROUP = 8  # below, scales take more memory than codes
 
 
 @dataclass(frozen=True)
-class Method:
-    """How a packed weight multiplies.
+class PanelMethod(Method):
+    """Panels that are unpacked one after the other on a CPU; few rows may have a faster way.
 
     Attributes:
         panels: Order and format of the codes.
@@ -32,7 +34,6 @@ class Method:
         compiles: Whether panels are multiplied and decoded by compiled functions.
     """
 
-    panels: Panels
     kernel: tuple[str, str] | None
     rounds_inputs: bool
     compiles: bool = False
@@ -42,24 +43,17 @@ class Method:
         """Name of the product of few rows; see ``describe_runtime``."""
         return self.kernel[1] if self.kernel else "compiled" if self.compiles else "panels"
 
-    def multiply(self, parts: Parts, x: torch.Tensor) -> torch.Tensor:
-        """Return the product of ``x`` (…, inputs) and the weight: (…, outputs), type of ``x``."""
-        to = self.panels.arrangement
-        rows = x.reshape(-1, to.inputs)
-        if "order" in parts:
-            rows = rows.index_select(1, parts["order"])
+    def multiply_rows(self, parts: Parts, x: torch.Tensor) -> torch.Tensor:
+        """Return the product of ``x`` (rows, inputs) and the codes, (rows, padded outputs)."""
         takes_kernel = self.rounds_inputs or x.dtype == torch.bfloat16
-        if self.kernel and takes_kernel and 0 < len(rows) <= FEW_ROWS:
-            y = KERNELS[self.kernel].multiply(self.panels, parts, rows.bfloat16())
-        elif (product := self._compiled(parts)) and 0 < len(rows) <= compiled.FEW_ROWS:
-            y = product.multiply(self.panels, parts, rows)
-        elif product:
-            y = self._multiply_decoded(product, parts, rows)
-        else:
-            y = self._multiply_panels(parts, rows)
-        if "unit" in parts:
-            y = y * parts["unit"]
-        return y[:, : to.outputs].to(x.dtype).reshape(*x.shape[:-1], to.outputs)
+        if self.kernel and takes_kernel and 0 < len(x) <= FEW_ROWS:
+            return KERNELS[self.kernel].multiply(self.panels, parts, x.bfloat16())
+        product = self._compiled(parts)
+        if product is None:
+            return self._multiply_panels(parts, x)
+        if 0 < len(x) <= compiled.FEW_ROWS:
+            return product.multiply(self.panels, parts, x)
+        return self._multiply_decoded(product, parts, x)
 
     def _multiply_panels(self, parts: Parts, x: torch.Tensor) -> torch.Tensor:
         to = self.panels.arrangement
@@ -99,20 +93,14 @@ class Method:
             columns.copy_(product_of_chunk.view(len(x), runs, count, rows).transpose(1, 2))
         return y.flatten(1)
 
-    def values(self, parts: Parts) -> torch.Tensor:
-        """Return the values of the weight in float32, (outputs, inputs)."""
+    def decode(self, parts: Parts) -> torch.Tensor:
+        """Return the values of the codes in float32, (outputs, inputs), in their order."""
         panels = torch.stack([panel.clone() for panel in self.panels.decode(parts)])
-        values = self.panels.arrangement.restore(panels)
-        if "unit" in parts:
-            values = values * parts["unit"]
-        if "order" not in parts:
-            return values.contiguous()
-        return torch.empty_like(values).index_copy_(1, parts["order"], values)
+        return self.panels.arrangement.restore(panels)
 
-    @property
-    def key(self) -> str:
-        """A digest, equal for equal methods, in every process."""
-        return hashlib.sha256(repr(self).encode()).hexdigest()[:32]
+    def codes(self, parts: Parts) -> torch.Tensor:
+        """Return the codes of the weight, (outputs, inputs), in their order."""
+        return self.panels.codes(parts)
 
 
 def multiplied_type(dtype: torch.dtype) -> torch.dtype:
@@ -154,7 +142,7 @@ class PackedProduct:
 
     def codes(self) -> torch.Tensor:
         """Return the codes of the weight, (outputs, inputs), in the order of the groups."""
-        return self.method.panels.codes(self.parts)
+        return self.method.codes(self.parts)
 
     @property
     def nbytes(self) -> int:
@@ -208,9 +196,7 @@ def _method(key: str) -> Method:
     return _METHODS[key]
 
 
-def make_product(
-    state: QuantizedTensor, values: torch.Tensor, rounds_inputs: bool, compiles: bool = False
-) -> PackedProduct | None:
+def make_product(state: QuantizedTensor, values: torch.Tensor, use: Use) -> PackedProduct | None:
     """Return the product for a weight, or None if it has to be unpacked as a whole.
 
     It is proved: its values are the given ones, bit for bit, and so are its codes.
@@ -218,44 +204,41 @@ def make_product(
     Args:
         state: Codes (outputs, inputs) and scales.
         values: Their values in float32, in the order of the inputs.
-        rounds_inputs: See ``Method``.
-        compiles: See ``Method``.
+        use: How the layer uses its product.
     """
     unit = state.scale if state.spec.quantizes_codes else None
     state = state.last_stage
     group = _group(state)
-    if values.device.type != "cpu" or not group or (unit is not None and unit.numel() != 1):
+    device = values.device.type
+    if device not in METHODS or not group or (unit is not None and unit.numel() != 1):
         return None
-    for method, parts in _candidates(state, group, rounds_inputs, compiles):
+    for method, parts in METHODS[device](state, group, use):
         if state.order is not None:
             parts["order"] = state.order
         if unit is not None:
             parts["unit"] = unit.float().reshape(())
         is_right = torch.equal(method.values(parts), values)
-        codes = method.panels.codes(parts).view(torch.uint8)
+        codes = method.codes(parts).view(torch.uint8)
         if (
             is_right
             and state.codes is not None
             and torch.equal(codes, state.codes.view(torch.uint8))
         ):
-            return PackedProduct(_compile(method, parts) if compiles else method, parts)
+            return PackedProduct(_compile(method, parts) if use.compiles else method, parts)
     return None
 
 
 def _compile(method: Method, parts: Parts) -> Method:
     """Return a method with compiled functions if it has no kernel and they are right."""
-    if method.kernel is not None:
+    if not isinstance(method, PanelMethod) or method.kernel is not None:
         return method
-    in_order = {name: part for name, part in parts.items() if name not in ("order", "unit")}
     product = compiled.compiled(method.panels, parts)
-    if product and compiled.is_right(product, method.panels, parts, method.values(in_order)):
+    if product and compiled.is_right(product, method.panels, parts, method.decode(parts)):
         return replace(method, compiles=True)
     return method
 
 
-def _candidates(
-    state: QuantizedTensor, group: int, rounds_inputs: bool, compiles: bool
-) -> Iterator[tuple[Method, Parts]]:
+def _panel_methods(state: QuantizedTensor, group: int, use: Use) -> Iterator[tuple[Method, Parts]]:
     """Iterate over the methods for a weight, the fastest first, with its tensors."""
     fmt = state.scheme.fmt
     assert state.codes is not None
@@ -270,11 +253,24 @@ def _candidates(
             has_zeros = panels.zero_point or "zero_point" in parts
             if takes_zero_points(kernel) or not has_zeros:
                 parts["factors"] = kernel.factors(panels, parts)
-                yield Method(panels, (device, name), rounds_inputs), parts
+                yield PanelMethod(panels, (device, name), use.rounds_inputs), parts
                 break
-    to = Arrangement.of_rows(outputs, inputs, group, 2 if compiles else 1)
+    to = Arrangement.of_rows(outputs, inputs, group, 2 if use.compiles else 1)
     panels, parts = Panels.pack(state, to)
-    yield Method(panels, None, rounds_inputs), parts
+    yield PanelMethod(panels, None, use.rounds_inputs), parts
+
+
+def _gpu_methods(state: QuantizedTensor, group: int, use: Use) -> Iterator[tuple[Method, Parts]]:
+    """Iterate over the methods for a weight on a GPU, the fastest first, with its tensors."""
+    yield from scaled_methods(state, group, use)
+    yield from triton_methods(state, group, use)
+
+
+# Type of a device -> methods for a weight on it. GPUs of AMD are "cuda" too.
+METHODS: dict[str, Callable[[QuantizedTensor, int, Use], Iterator[tuple[Method, Parts]]]] = {
+    "cpu": _panel_methods,
+    "cuda": _gpu_methods,
+}
 
 
 def _group(state: QuantizedTensor) -> int:

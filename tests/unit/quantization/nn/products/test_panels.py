@@ -5,7 +5,13 @@ import torch
 
 from quark.torch.numerics.formats import Dtype
 from quark.torch.numerics.qdq import dequantize
-from quark.torch.quantization.nn.products.arrangement import Arrangement, compact, plane_widths
+from quark.torch.quantization.nn.products.arrangement import (
+    Arrangement,
+    compact,
+    pack_planes,
+    plane_widths,
+    unpack_planes,
+)
 from quark.torch.quantization.nn.products.panels import Panels
 from quark.torch.quantization.nn.quantizer import QuantizedTensor
 
@@ -68,6 +74,14 @@ def test_planes_take_the_bits_of_the_codes(dtype):
     _, parts = Panels.pack(weight(dtype, True), ORDERS[1])
     planes = [parts[f"plane_{width}"] for width in plane_widths(dtype.value)]
     assert 8 * sum(p.numel() for p in planes) == dtype.value.bits * 96 * 64  # 70 rows in 3 panels
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=lambda d: d.name)
+def test_planes_are_unpacked(dtype):
+    bits = torch.arange(3 * 64).remainder(1 << dtype.value.bits).byte().view(3, 64)
+    parts = pack_planes(bits, dtype.value)
+    assert len(parts) == len(plane_widths(dtype.value))
+    assert torch.equal(unpack_planes(parts, dtype.value), bits)
 
 
 def test_bytes_hold_runs_of_elements():
