@@ -18,7 +18,15 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
-LAYOUTS = ("quark", "awq", "gptq", "compressed-tensors", "fp8")  # of safetensors
+LAYOUTS = (
+    "quark",
+    "awq",
+    "gptq",
+    "compressed-tensors",
+    "fp8",
+    "modelopt",
+    "mxfp8",
+)  # of safetensors
 MODEL = "params"  # name of the files of save_params
 GRAPH = "fx_graph_mode"
 
@@ -45,6 +53,7 @@ def build_model(kind: str) -> Any:
     """Return a small quantized Llama that files of a kind can hold."""
     from quark.torch import ModelQuantizer
     from quark.torch.quantization.config.config import Config, QuantizationConfig
+    from quark.torch.quantization.config.presets import scheme
     from quark.torch.quantization.config.spec import QuantizationSpec
 
     weight = QuantizationSpec(
@@ -66,6 +75,8 @@ def build_model(kind: str) -> Any:
         inputs = QuantizationSpec("fp8_e4m3", **groups, is_dynamic=True)
         weight = QuantizationSpec("fp8_e4m3", **blocks, is_dynamic=False)
         layer = QuantizationConfig(inputs, weight=weight)
+    elif kind in ("modelopt", "mxfp8"):
+        layer = scheme({"modelopt": "nvfp4_weight_only"}.get(kind, kind))
     model = build_float(2048 if kind == "gguf" else 64)  # tokens of the tokenizer
     config = Config(layer, exclude=["lm_head"])
     return ModelQuantizer.freeze(ModelQuantizer(config).quantize_model(model))

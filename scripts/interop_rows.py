@@ -98,7 +98,14 @@ TABLE: tuple[tuple[str, str, Expected, tuple[str, ...]], ...] = (
     ("transformers", "gguf", CLOSE, GGUF_OFFSETS),  # offsets are rounded to float16
     ("llama.cpp", "gguf", CLOSE, (*GGUF, *GGUF_OFFSETS)),  # it rounds inputs to 8 bits
     (CT, CT, SAME, ("int8", W8A8, "fp8", "int8_wo", "int8_wo_128", "fp8_wo", *GROUPS_OF_4[:3])),
-    (CT, CT, SAME, ("int4_wo_per_channel", "ptpc_fp8")),
+    (
+        CT,
+        CT,
+        SAME,
+        ("int4_wo_per_channel", "ptpc_fp8", "int5_wo_128", "int6_wo_128", "int7_wo_128"),
+    ),
+    (CT, CT, CLOSE, ("w_int4_per_group_a_int8_per_token_dynamic",)),
+    (CT, CT, LACKS, ("mxfp6_e2m3", "mxfp8", "w_mxfp8")),
     (CT, CT, CLOSE, ("ptpc_int8",)),  # the largest value of a token is a tie
     (CT, CT, LACKS, ("uint4_wo_128", "mxfp4_weight_only", "nvfp4_weight_only", "nvfp4")),
     ("gptqmodel", "awq", CLOSE, GROUPS_OF_4),
@@ -125,7 +132,9 @@ TABLE: tuple[tuple[str, str, Expected, tuple[str, ...]], ...] = (
     ("vllm", CT, ALIGNED_CLOSE, INT8_PER_TOKEN),
     ("vllm", CT, ALIGNED_TIES, ("int8" + CACHE, "fp8" + CACHE)),
     ("vllm", CT, OTHER_INPUTS, ("mxfp4_weight_only",)),
-    ("vllm", CT, LACKS, ("nvfp4_weight_only", "fp8_wo")),
+    ("vllm", CT, LACKS, ("nvfp4_weight_only", "fp8_wo", "int5_wo_128", "int6_wo_128", "mxfp8")),
+    ("vllm", CT, LACKS, ("int7_wo_128", "w_int4_per_group_a_int8_per_token_dynamic")),
+    ("vllm", "modelopt", LACKS, ("fp8", "nvfp4", "nvfp4_weight_only", "mxfp8")),
     ("vllm", "fp8", ALIGNED_TIES, ("fp8", "fp8" + CACHE)),
     (AS_IT_IS, "quark", LACKS, ("int8", W8A8, "ptpc_int8", "ptpc_fp8", "fp8", *GROUPS_OF_4)),
     (AS_IT_IS, "quark", LACKS, ("mxfp4", "nvfp4", "mxfp8")),

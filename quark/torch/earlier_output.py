@@ -40,6 +40,7 @@ _WEIGHTS = {
         "model.safetensors",
         "model-?????-of-?????.safetensors",
         "model.safetensors.index.json",
+        "hf_quant_config.json",
     ),
     "model_state_dict.pth": ("model_state_dict.pth",),
     "*_quantized.pth": ("*_quantized.pth",),

@@ -10,7 +10,7 @@ from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.presets import ALIASES, scheme
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
-from tests.configurations import config, groups
+from tests.configurations import config, groups, preset
 
 # Widths that the kernels of the clients take.
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2}
@@ -41,6 +41,16 @@ def test_fp8_blocks_on_a_cpu(build, quantize, export, load):
     )
     model = quantize(build(), config(weight, inputs, PARTLY))
     loaded = load(export(model, custom_mode="fp8"))
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, FakeQuantizedLayer)}
+    assert len(layers) == 13
+    for name, layer in layers.items():
+        assert loaded.get_submodule(name).weight.equal(layer.weight), name
+
+
+def test_mxfp8_on_a_cpu(build, quantize, export, load):
+    """Transformers multiplies weights by their exponents there, and leaves inputs in float."""
+    model = quantize(build(), preset("mxfp8", exclude=PARTLY))
+    loaded = load(export(model, custom_mode="mxfp8"))
     layers = {n: m for n, m in model.named_modules() if isinstance(m, FakeQuantizedLayer)}
     assert len(layers) == 13
     for name, layer in layers.items():

@@ -12,7 +12,7 @@ from quark.torch.export.recognition import open_checkpoint
 from tests.configurations import config, half_groups
 
 pytestmark = pytest.mark.smoke
-SCHEMES = ("int4_wo_32", "fp8", "int8")  # every format holds one of them
+SCHEMES = ("int4_wo_32", "fp8", "mxfp8")  # every format holds one of them
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from quark.torch.numerics.finite import has_nan, is_finite
+from quark.torch.numerics.formats import Format
 from quark.torch.numerics.qdq import dequantize
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.match import assign
@@ -28,7 +29,7 @@ def check_state(state: QuantizedTensor, what: str) -> None:
 
     Raises:
         ValueError: A scale is NaN, infinite or negative, or 0 where codes are not; a zero point is
-            no code; a code is NaN.
+            no code; a code is NaN, or outside of its format.
     """
     codes, scale, offset = state.codes, state.scale, state.zero_point
     for name, found in (("scale", scale), ("scale_2", state.scale_2)):
@@ -48,6 +49,8 @@ def check_state(state: QuantizedTensor, what: str) -> None:
         _check_offset(state, offset, what)
     if codes is not None and has_nan(codes):
         raise ValueError(f"its {what} has NaN among its codes.")
+    if codes is not None:
+        _check_codes(codes, state.spec.coded.fmt, what)
     lost = codes is not None and scale is not None and bool((scale == 0).any())
     if lost and not state.spec.quantizes_codes:
         assert scale is not None and codes is not None
@@ -57,6 +60,18 @@ def check_state(state: QuantizedTensor, what: str) -> None:
                 f"{int((where != 0).sum())} codes of its {what} have the scale 0 and lose their "
                 "value: give scale_type float32, or check the layer for vanishing values."
             )
+
+
+def _check_codes(codes: torch.Tensor, fmt: Format, what: str) -> None:
+    """Check integer codes that a file stored in a wider type than they need."""
+    if fmt.is_float or fmt.bits == 8 * codes.dtype.itemsize or not codes.numel():
+        return
+    least, most = int(codes.min()), int(codes.max())
+    if not (fmt.qmin <= least and most <= fmt.qmax):
+        raise ValueError(
+            f"codes of its {what} reach from {least} to {most}, those of {fmt.name} only from "
+            f"{fmt.qmin} to {fmt.qmax}: the checkpoint is damaged."
+        )
 
 
 def _check_offset(state: QuantizedTensor, offset: torch.Tensor, what: str) -> None:

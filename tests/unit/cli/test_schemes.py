@@ -32,5 +32,5 @@ def test_the_short_list_and_all(quark):
         row["name"]: row for row in json.loads(quark("schemes", "--json").stdout)["quant_scheme"]
     }
     assert rows["ptpc_fp8"]["bits"] == 8 + 32 / 1024
-    assert rows["fp8"]["layouts"] == ["quark", "compressed-tensors", "fp8"]
+    assert rows["fp8"]["layouts"] == ["quark", "compressed-tensors", "fp8", "modelopt"]
     assert f"{len(scheme_names()) - len(schemes.COMMON)} other schemes" in short

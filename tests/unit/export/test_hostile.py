@@ -15,15 +15,16 @@ from quark.torch.export.formats.registry import FORMATS
 from quark.torch.export.gguf.reader import GgufFile
 from quark.torch.export.recognition import open_checkpoint
 from quark.torch.quantization.config.config import Config, QuantizationConfig
+from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.config.spec import QuantizationSpec
 
 LAYER = "model.layers.1.self_attn.k_proj"
 WEIGHT = QuantizationSpec(
     "uint4", qscheme="per_group", ch_axis=-1, group_size=32, symmetric=False, is_dynamic=False
 )
-FP8 = QuantizationSpec("fp8_e4m3", qscheme="per_tensor", is_dynamic=False)
 MODES = tuple(FORMATS)
-SCALES = {"awq": "scales", "gptq": "scales"}
+SCHEMES = {"fp8": "fp8", "modelopt": "fp8", "mxfp8": "mxfp8"}  # others hold integers
+SCALES = {"awq": "scales", "gptq": "scales", "mxfp8": "weight_scale_inv"}
 CODES = {"awq": "qweight", "gptq": "qweight", "compressed-tensors": "weight_packed"}
 
 
@@ -34,8 +35,7 @@ def sound(build, quantize, tmp_path_factory):
 
     def sound(mode):
         if mode not in made:
-            inputs = FP8 if mode == "fp8" else None
-            layer = QuantizationConfig(weight=FP8 if inputs else WEIGHT, input_tensors=inputs)
+            layer = scheme(SCHEMES[mode]) if mode in SCHEMES else QuantizationConfig(weight=WEIGHT)
             size = {"vocab_size": 2048} if mode == "gguf" else {}
             model = quantize(build(**size), Config(layer, exclude=["lm_head"]))
             exporter = ModelExporter(tmp_path_factory.mktemp("sound") / mode)

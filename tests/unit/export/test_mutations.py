@@ -29,8 +29,12 @@ def survives(action, what):
 def models(build, quantize):
     """Small models by the format that they are written in."""
     int4 = quantize(build(num_hidden_layers=1), "uint4_wo_32")
-    fp8 = quantize(build(num_hidden_layers=1), Config(scheme("fp8"), exclude=["lm_head"]))
-    return {name: fp8 if name == "fp8" else int4 for name in FORMATS}
+    others = {"fp8": "fp8", "modelopt": "nvfp4", "mxfp8": "mxfp8"}
+    made = {
+        name: quantize(build(num_hidden_layers=1), Config(scheme(of), exclude=["lm_head"]))
+        for name, of in others.items()
+    }
+    return {name: made.get(name, int4) for name in FORMATS}
 
 
 @pytest.mark.parametrize("mode", FORMATS)

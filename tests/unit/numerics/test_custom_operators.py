@@ -66,7 +66,7 @@ class TestText:
     @pytest.mark.parametrize(
         ("text", "problem"),
         [
-            ('{"fmt": "int5"}', "int5"),
+            ('{"fmt": "int9"}', "int9"),
             ('{"fmt": "int8", "qscheme": "per_row"}', "per_row"),
             ('{"fmt": "int8", "scale": {"dtype": "load"}}', "is not a type of torch"),
             ('{"fmt": "int8", "size": 3}', "size"),

@@ -56,6 +56,9 @@ PACKED = {
     "bfp16": torch.int8,
     "int8": torch.int8,
     "uint8": torch.uint8,
+    "int7": torch.uint8,
+    "int6": torch.uint8,
+    "int5": torch.uint8,
     "int4": torch.int32,
     "uint4": torch.int32,
     "int3": torch.uint8,
@@ -177,7 +180,7 @@ def test_found_by_name_in_any_case(dtype, spelling):
     assert Dtype(spelling(dtype.name)) is dtype
 
 
-@pytest.mark.parametrize("name", ["int5", "", "torch.int8", "fp8"])
+@pytest.mark.parametrize("name", ["int9", "", "torch.int8", "fp8"])
 def test_unknown_name(name):
     with pytest.raises(ValueError, match="is not a valid Dtype"):
         Dtype.from_str(name)

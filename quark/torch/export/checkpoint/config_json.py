@@ -1,6 +1,7 @@
 """``config.json`` of a checkpoint, with the settings that older tools wrote to other files.
 
-AutoGPTQ wrote its settings to ``quantize_config.json`` alone, AutoAWQ to ``quant_config.json``.
+AutoGPTQ wrote its settings to ``quantize_config.json`` alone, AutoAWQ to ``quant_config.json``,
+ModelOpt to ``hf_quant_config.json``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from quark.torch.files import read_json
+from quark.torch.files import read_json, write_json
 
 Model = TypeVar("Model")
 
@@ -19,9 +20,17 @@ CONFIG, SECTION = "config.json", "quantization_config"
 # in which 16-bit floats were multiplied if it is not their own.
 _NOTES = {"calibration_sha256": "[0-9a-f]{64}", "calibration_products": "float32"}
 # File with settings -> quant_method, which the file does not name.
-_SETTINGS_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+SETTINGS_FILES = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+}
 _NAMES = {"w_bit": "bits", "q_group_size": "group_size"}  # of AutoAWQ -> here
-_COMPARED = ("quant_method", "bits", "group_size", "sym", "zero_point", "checkpoint_format")
+_COMPARED = (
+    *("quant_method", "bits", "group_size", "sym", "zero_point", "checkpoint_format"),
+    *("quant_algo", "ignore"),
+)
+_FP8_CACHE = {"dynamic": False, "num_bits": 8, "type": "float"}  # of ModelOpt
 
 
 def read_config_json(directory: str | Path) -> dict[str, Any]:
@@ -36,10 +45,12 @@ def read_config_json(directory: str | Path) -> dict[str, Any]:
     """
     path = Path(directory) / CONFIG
     config = _read_object(path)
-    for name, method in _SETTINGS_FILES.items():
+    for name, method in SETTINGS_FILES.items():
         if not (path.parent / name).is_file():
             continue
         settings = _read_object(path.parent / name)
+        if method == "modelopt":
+            settings = _modelopt_settings(settings, path.parent / name)
         settings = {_NAMES.get(k, k): value for k, value in settings.items() if value is not None}
         section = config.get(SECTION)
         if section is None:
@@ -47,6 +58,40 @@ def read_config_json(directory: str | Path) -> dict[str, Any]:
         elif isinstance(section, dict):
             _check_agreement(section, settings, path.parent, name)
     return config
+
+
+def _modelopt_settings(data: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return the settings of ``hf_quant_config.json`` under the names of ``config.json``."""
+    given = data.get("quantization")
+    if not isinstance(given, dict):
+        raise ValueError(f"{path} does not describe a quantization: expected an object.")
+    cache = given.get("kv_cache_quant_algo")
+    return {
+        "group_size": given.get("group_size"),
+        "ignore": given.get("exclude_modules"),
+        "kv_cache_scheme": dict(_FP8_CACHE) if cache == "FP8" else cache,
+        "quant_algo": given.get("quant_algo"),
+    }
+
+
+def write_settings_file(section: Mapping[str, Any], directory: Path) -> None:
+    """Write the file with settings that some readers of a format expect beside ``config.json``.
+
+    Args:
+        section: ``quantization_config``.
+        directory: Directory of the checkpoint.
+    """
+    if section.get("quant_method") != "modelopt":
+        return
+    groups = [group["weights"].get("group_size") for group in section["config_groups"].values()]
+    settings = {
+        "exclude_modules": section["ignore"],
+        "group_size": groups[0],
+        "kv_cache_quant_algo": "FP8" if section["kv_cache_scheme"] else None,
+        "quant_algo": section["quant_algo"],
+    }
+    content = {"producer": section["producer"], "quantization": settings}
+    write_json(directory / "hf_quant_config.json", content)
 
 
 def calibration_notes(config: Mapping[str, Any]) -> dict[str, str]:

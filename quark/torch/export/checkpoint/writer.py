@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from quark import __version__
-from quark.torch.export.checkpoint.config_json import notes_of
+from quark.torch.export.checkpoint.config_json import notes_of, write_settings_file
 from quark.torch.export.checkpoint.graphs import (
     GRAPH,
     edge_tensors,
@@ -343,6 +343,7 @@ def write_model_files(
         written.save_pretrained(directory)
         if getattr(model, "generation_config", None) is not None:
             model.generation_config.save_pretrained(directory)  # type: ignore[union-attr, operator]
+    write_settings_file(section, directory)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
 

@@ -16,6 +16,7 @@ from quark.torch.export.checkpoint.architecture import empty_model, read_config
 from quark.torch.export.checkpoint.config_json import (
     CONFIG,
     SECTION,
+    SETTINGS_FILES,
     calibration_notes,
     read_config_json,
 )
@@ -43,7 +44,7 @@ from quark.torch.graph.residency import residency_of
 from quark.torch.pipeline.batches import show_progress
 
 _COPIED = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")  # not weights
-_NOT_COPIED = ("config.json", "quantize_config.json", "quant_config.json")
+_NOT_COPIED = (CONFIG, *SETTINGS_FILES)
 
 
 class TensorDirectory(Container):

@@ -22,6 +22,7 @@ from quark.torch.export.formats.config_section import (
     with_weight_fields,
 )
 from quark.torch.export.formats.layer_checks import (
+    check_name_parts,
     integer_weight_problem,
     weight_group_size,
     weight_only_problem,
@@ -73,14 +74,7 @@ class AwqFormat(ThirdPartyFormat):
         self.group_size = self.common_scheme(
             {name: weight_group_size(weight_spec(layer)) for name, layer in layers.items()}
         )
-        # AutoAWQ excludes layers by substring: "mlp.gate" would also exclude "mlp.gate_proj".
-        for name in layers:
-            part = next((part for part in float_layers if part in name), None)
-            if part:
-                raise ValueError(
-                    f"custom_mode='awq' leaves out layers by parts of names, and {part}, in "
-                    f"float, is part of {name}: exclude both, or use custom_mode='quark'."
-                )
+        check_name_parts(self.name, layers, float_layers)
 
     def layer_problem(self, name: str, layer: QuantizedLayer) -> str | None:
         """Return why the format cannot hold a layer, or None."""

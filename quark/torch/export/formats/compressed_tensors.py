@@ -1,19 +1,23 @@
 """The format of compressed-tensors: ``quant_method`` "compressed-tensors".
 
 Each group of layers has a format. ``pack-quantized``: ``weight_packed`` int32, ``weight_scale``,
-``weight_zero_point`` and ``weight_shape``. ``int-quantized`` and ``float-quantized``: ``weight``
-int8 or float8. ``mxfp4-pack-quantized`` and ``nvfp4-pack-quantized``: ``weight_packed`` uint8. The
-tensor scale of NVFP4 is stored as its reciprocal, ``weight_global_scale``.
+``weight_zero_point`` and ``weight_shape``. ``int-quantized``, ``float-quantized`` and
+``mxfp8-quantized``: ``weight`` int8 or float8. ``mxfp4-pack-quantized``, ``mxfp6-pack-quantized``
+and ``nvfp4-pack-quantized``: ``weight_packed`` uint8. The tensor scale of NVFP4 is stored as its
+reciprocal, ``weight_global_scale``. Rotations of inputs are ``transform_config`` (``transforms``).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
+from quark.torch.export.formats.base import ExportFormat
 from quark.torch.export.formats.compressed_tensors_args import (
     INT,
     PACKED,
@@ -21,15 +25,21 @@ from quark.torch.export.formats.compressed_tensors_args import (
     format_name,
     layer_scheme,
     spec_to_args,
+    to_pattern,
 )
 from quark.torch.export.formats.config_section import read_names
 from quark.torch.export.formats.kv_cache import STATIC_FP8, is_static_fp8, kv_cache_config
 from quark.torch.export.formats.layer_checks import weight_shape, weight_spec
 from quark.torch.export.formats.layouts.compressed_tensors import CompressedTensorsLayout
 from quark.torch.export.formats.third_party import ThirdPartyFormat
+from quark.torch.export.formats.transforms import (
+    ROTATION,
+    InputTransform,
+    TransformReader,
+    TransformWriter,
+    read_transforms,
+)
 from quark.torch.quantization.config.config import Config, QuantizationConfig
-from quark.torch.quantization.config.export import JsonExporterConfig
-from quark.torch.quantization.config.match import literal
 from quark.torch.quantization.nn.layer import QuantizedLayer
 from quark.torch.quantization.nn.tensor_layout import TensorLayout
 
@@ -37,14 +47,14 @@ MIXED = "mixed-precision"  # format of a checkpoint whose groups differ
 
 
 class CompressedTensorsFormat(ThirdPartyFormat):
-    """Integer, fp8, MXFP4 and NVFP4 checkpoints for vLLM and Transformers."""
+    """Integer, fp8, MX and NVFP4 checkpoints for vLLM and Transformers."""
 
     name = "compressed-tensors"
     transformers_packages: ClassVar = {"compressed_tensors": "compressed-tensors"}
     supported = (
-        "Linear layers with integer weights per channel or per group of inputs (inputs in float or "
-        "int8), int8 weights and inputs (symmetric weights per tensor or per channel), fp8_e4m3 "
-        "weights (inputs in float or fp8_e4m3), MXFP4 and NVFP4"
+        "Linear layers with integer weights of 2 to 8 bits per channel or per group of inputs "
+        "(inputs in float, signed integers, or, below 8 bits, fp8_e4m3), fp8_e4m3 weights (inputs "
+        "in float or fp8_e4m3), MXFP4, MXFP6 (E2M3), MXFP8 (E4M3) and NVFP4"
     )
     tensor_names: ClassVar = {
         "weight_scale_2": "weight_global_scale",
@@ -53,16 +63,25 @@ class CompressedTensorsFormat(ThirdPartyFormat):
     }
     redundant_tensors = ("weight_shape",)
     supports_kv_cache = True
+    supports_rotation = True
+    transforms: Sequence[InputTransform] = ()
+    quantized: Collection[str] = ()
 
-    def __init__(self, config: Config, options: JsonExporterConfig) -> None:
-        super().__init__(config, options)
-        layers = (config.global_quant_config, *config.layer_quant_config.values())
-        self.packed_layout = CompressedTensorsLayout(all(format_name(c) != INT for c in layers))
+    @classmethod
+    def from_section(cls, section: dict[str, Any]) -> ExportFormat:
+        """Return the format that reads a checkpoint with this section.
 
-    @property
-    def layout(self) -> TensorLayout:
-        """Layout of the tensors."""
-        return self.with_act_order(self.packed_layout)
+        Raises:
+            ValueError: The section has a key or a value that is not supported.
+        """
+        fmt = super().from_section(section)
+        assert isinstance(fmt, cls)
+        fmt.transforms = read_transforms(section)
+        return fmt
+
+    def layout_of(self, config: QuantizationConfig) -> TensorLayout:
+        """Return the layout of the tensors of a layer with this configuration."""
+        return self.with_act_order(CompressedTensorsLayout(format_name(config) != INT))
 
     def check_writable(
         self, layers: Mapping[str, QuantizedLayer], float_layers: Sequence[str]
@@ -73,6 +92,7 @@ class CompressedTensorsFormat(ThirdPartyFormat):
             ValueError: The format cannot hold a layer.
         """
         super().check_writable(layers, float_layers)
+        self.rotations = TransformWriter()
         self.groups: list[tuple[dict[str, Any], list[str]]] = []  # scheme, names of layers
         for name, layer in layers.items():
             scheme = layer_scheme(layer.quant_config)
@@ -81,15 +101,6 @@ class CompressedTensorsFormat(ThirdPartyFormat):
                 self.groups.append((scheme, [name]))
             else:
                 names.append(name)
-        self.packed_layout = CompressedTensorsLayout(
-            all(s["format"] != INT for s, _ in self.groups)
-        )
-        formats_of_int8 = {s["format"] for s, _ in self.groups if s["weights"]["num_bits"] == 8}
-        if {PACKED, INT} <= formats_of_int8:
-            raise ValueError(
-                "custom_mode='compressed-tensors' cannot hold int8 weights with and without "
-                "quantized inputs in one checkpoint: exclude some, or use custom_mode='quark'."
-            )
 
     def layer_problem(self, name: str, layer: QuantizedLayer) -> str | None:
         """Return why the format cannot hold a layer, or None."""
@@ -115,12 +126,44 @@ class CompressedTensorsFormat(ThirdPartyFormat):
         for name, tensor in tensors.items():
             if name.endswith("_global_scale"):
                 tensors[name] = tensor.reciprocal()
+        rotation = tensors.pop(ROTATION, None)
+        if rotation is not None:
+            tensors |= [self.rotations.add(rotation)]
         fmt = format_name(layer.quant_config)
         if fmt is not None and "pack" in fmt:
             tensors["weight_packed"] = tensors.pop("weight")
         if fmt == PACKED:
             tensors["weight_shape"] = torch.tensor(weight_shape(layer))
         return tensors
+
+    def stored_name(self, key: str) -> str:
+        """Return the full name in the checkpoint; the layers of rotations are recorded."""
+        self.rotations.name(key)
+        return super().stored_name(key)
+
+    def stored_layers(
+        self, layers: dict[str, QuantizationConfig], reader: Any
+    ) -> dict[str, QuantizationConfig]:
+        """Return the layers stored in codes.
+
+        Raises:
+            ValueError: No layer is stored in codes, or the groups of inputs are not sound.
+        """
+        stored = super().stored_layers(layers, reader)
+        self.quantized = stored
+        return stored
+
+    def layer_reader(self, reader: Any, model: nn.Module) -> Any:
+        """Return a reader with the rotations of inputs as layers have them.
+
+        Raises:
+            ValueError: A rotation is missing, does not fit, or belongs to a layer in float.
+        """
+        if not self.transforms:
+            return reader
+        made = TransformReader(reader, model, self.transforms, self.quantized)
+        self.config = replace(self.config, algo_config=list(made.algorithms))
+        return made
 
     def state_name(self, key: str) -> str:
         """Return the name in the model's state of the tensor stored as ``key``."""
@@ -146,6 +189,7 @@ class CompressedTensorsFormat(ThirdPartyFormat):
             "kv_cache_scheme": kv_cache,
             "quant_method": self.name,
             "quantization_status": "compressed",
+            **self.rotations.section(),
         }
 
     @classmethod
@@ -173,7 +217,7 @@ class CompressedTensorsFormat(ThirdPartyFormat):
                 if target == "Linear":
                     default = layer
                 else:
-                    layers[_to_pattern(target)] = layer
+                    layers[to_pattern(target)] = layer
         kv_cache = args_to_spec(section.get("kv_cache_scheme"), True, None)
         if kv_cache is not None and not is_static_fp8(kv_cache):
             raise ValueError(
@@ -182,7 +226,7 @@ class CompressedTensorsFormat(ThirdPartyFormat):
             )
         return Config(
             default,
-            exclude=[_to_pattern(name) for name in read_names(section, "ignore")],
+            exclude=[to_pattern(name) for name in read_names(section, "ignore")],
             layer_quant_config=layers,
             kv_cache_quant_config=kv_cache_config(kv_cache),
         )
@@ -199,34 +243,7 @@ def _read_groups(section: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _check_dense(section: dict[str, Any]) -> None:
-    """Check that weights are dense and that inputs are not transformed."""
+    """Check that weights are dense."""
     sparsity = section.get("sparsity_config") or {}
     if sparsity.get("format", "dense") != "dense":
         raise ValueError("compressed-tensors: sparse weights (sparsity_config) are not supported.")
-    if (section.get("transform_config") or {}).get("config_groups"):
-        raise ValueError(
-            "compressed-tensors: transforms of inputs (transform_config) are not supported."
-        )
-
-
-def _to_pattern(name: str) -> str:
-    """Return the pattern of ``Config`` for a name or a simple regular expression.
-
-    Expressions may have ``.*`` between literal parts: ``re:.*down_proj$`` becomes ``*down_proj``,
-    ``re:.*mlp.*`` becomes ``*mlp*``.
-
-    Raises:
-        ValueError: The expression has other operators.
-    """
-    if not name.startswith("re:"):
-        return literal(name)
-    parts = name[3:].removeprefix("^").split(".*")
-    plain = [re.sub(r"\\?([.\-])", r"\1", part) for part in parts]
-    ends = plain[-1].endswith("$")
-    plain[-1] = plain[-1].removesuffix("$")
-    if any(re.search(r"[^\w.\-]", part) for part in plain):
-        raise ValueError(
-            f"compressed-tensors: the expression {name!r} is not supported: list the layers by "
-            "their full names in config.json."
-        )
-    return "*".join(plain) + ("" if ends or not plain[-1] else "*")

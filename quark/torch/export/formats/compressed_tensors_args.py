@@ -5,18 +5,38 @@ QuantizationArgs describe one tensor, a QuantizationScheme the weight and the in
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from quark.torch.export.formats.layer_checks import integer_weight_problem
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.scale_formats import E8M0
 from quark.torch.quantization.config.config import QuantizationConfig
+from quark.torch.quantization.config.match import literal
 from quark.torch.quantization.config.spec import MX_BLOCK, QuantizationSpec
 from quark.torch.quantization.config.type import Dtype
 
 NVFP4_BLOCK = 16
 PER = QSchemeType
 PACKED, INT, FLOAT = "pack-quantized", "int-quantized", "float-quantized"
+# Kind of number -> format of a weight, and the kinds that inputs may have.
+_FLOAT_FORMATS = {
+    "float": FLOAT,
+    "mxfp4": f"mxfp4-{PACKED}",
+    "mxfp6": f"mxfp6-{PACKED}",
+    "mxfp8": "mxfp8-quantized",
+    "nvfp4": f"nvfp4-{PACKED}",
+}
+_INPUTS = {
+    "float": ("float",),
+    "mxfp4": ("mxfp4", "mxfp8"),
+    "mxfp6": ("mxfp6", "mxfp8"),
+    "mxfp8": ("mxfp8",),
+    "nvfp4": ("nvfp4",),
+}
+_MX_ELEMENTS = {4: Dtype.fp4, 6: Dtype.fp6_e2m3, 8: Dtype.fp8_e4m3}  # by their bits
+_MX_KINDS = {element.value: f"mxfp{bits}" for bits, element in _MX_ELEMENTS.items()}
+_MX_SCALES = ("torch.uint8", "uint8")  # types of stored exponents
 _STRATEGIES = {PER.per_tensor: "tensor", PER.per_channel: "channel", PER.per_block: "block"}
 
 
@@ -30,14 +50,21 @@ def format_name(config: QuantizationConfig) -> str | None:
     if weight.scheme.qscheme is PER.per_channel and weight.scheme.axis not in (0, -2):
         return None
     if kind == "int":
-        is_int8 = weight.dtype is Dtype.int8 and weight.scheme.symmetric
-        if input_kind == "int" and is_int8 and weight.qscheme is not PER.per_group:
-            return INT
-        packs = input_kind is None or (input_kind == "int" and weight.fmt.bits < 8)
-        return PACKED if packs and not integer_weight_problem(weight, range(2, 9)) else None
-    if kind == "float":
-        return FLOAT if input_kind in (None, "float") else None
-    return f"{kind}-{PACKED}" if input_kind in (None, kind) else None
+        return _integer_format(weight, input_kind)
+    return _FLOAT_FORMATS[kind] if input_kind in (None, *_INPUTS[kind]) else None
+
+
+def _integer_format(weight: QuantizationSpec, input_kind: str | None) -> str | None:
+    """Return the format of an integer weight, or None.
+
+    Signed codes beside integer inputs are stored a byte each, all others in words.
+    """
+    scheme, bits = weight.scheme, weight.fmt.bits
+    if input_kind == "int" and weight.fmt.signed and scheme.symmetric:
+        in_rows = scheme.axis in (-1, 1) or scheme.qscheme is not PER.per_group
+        return INT if in_rows and scheme.qscheme is not PER.per_block else None
+    packs = input_kind is None or (input_kind in ("int", "float") and bits < 8)
+    return PACKED if packs and not integer_weight_problem(weight, range(2, 9)) else None
 
 
 def layer_scheme(config: QuantizationConfig) -> dict[str, Any]:
@@ -53,13 +80,16 @@ def layer_scheme(config: QuantizationConfig) -> dict[str, Any]:
 
 
 def _number_kind(spec: QuantizationSpec) -> str | None:
-    """Return "int", "float" (fp8_e4m3), "mxfp4" or "nvfp4", None for other number formats."""
+    """Return "int", "float" (fp8_e4m3) or a key of ``_INPUTS``, None for other number formats."""
     scheme, second = spec.scheme, spec.second_stage
-    if spec.fmt == Dtype.fp4.value and scheme.axis in (-1, 1):
-        if second is not None and second.is_scale_quant and scheme.group == NVFP4_BLOCK:
-            return "nvfp4" if second.dtype is Dtype.fp8_e4m3 else None
-        return "mxfp4" if scheme.scale == E8M0 and scheme.group == MX_BLOCK else None
-    if second is not None or scheme.scale == E8M0 or scheme.float_zero_point:
+    in_rows = scheme.axis in (-1, 1)
+    if scheme.scale == E8M0:
+        is_mx = in_rows and scheme.group == MX_BLOCK and second is None
+        return _MX_KINDS.get(spec.fmt) if is_mx else None
+    if spec.dtype is Dtype.fp4 and second is not None and second.is_scale_quant and in_rows:
+        is_nvfp4 = scheme.group == NVFP4_BLOCK and second.dtype is Dtype.fp8_e4m3
+        return "nvfp4" if is_nvfp4 else None
+    if second is not None or scheme.float_zero_point:
         return None
     if spec.dtype is Dtype.fp8_e4m3:
         grouped = scheme.qscheme is PER.per_group and not spec.is_dynamic
@@ -70,7 +100,7 @@ def _number_kind(spec: QuantizationSpec) -> str | None:
 def _input_number_kind(spec: QuantizationSpec) -> str | None:
     """Return ``_number_kind`` of an input, None also for what QuantizationArgs cannot express."""
     kind, per_channel = _number_kind(spec), spec.scheme.qscheme is PER.per_channel
-    if (kind == "int" and spec.dtype is not Dtype.int8) or (per_channel and not spec.is_dynamic):
+    if (kind == "int" and not spec.fmt.signed) or (per_channel and not spec.is_dynamic):
         return None
     return kind
 
@@ -91,7 +121,7 @@ def spec_to_args(spec: QuantizationSpec, is_input: bool) -> dict[str, Any]:
         args["strategy"] = "token" if scheme.per_token and is_input else _strategy(spec)
     if scheme.qscheme is PER.per_block:
         args["block_structure"] = list(scheme.block or ())
-    if kind == "mxfp4":
+    if scheme.scale == E8M0:
         args["scale_dtype"] = "torch.uint8"
     if kind == "nvfp4":
         args |= {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"}
@@ -121,9 +151,12 @@ def args_to_spec(
         return None
     bits, is_int = args.get("num_bits", 8), args.get("type", "int") == "int"
     strategy, group = args.get("strategy") or "tensor", args.get("group_size")
-    if (bits, is_int) == (4, False):
-        return _fp4_spec(strategy, is_input)
-    name = {True: f"int{bits}", False: "fp8_e4m3"}[is_int]
+    if (bits, is_int, strategy, group) == (4, False, "tensor_group", NVFP4_BLOCK):
+        return _nvfp4_spec(is_input)
+    is_mx = bits in (4, 6) or (bits == 8 and args.get("scale_dtype") in _MX_SCALES)
+    if is_mx and not is_int and (strategy, group) == ("group", MX_BLOCK):
+        return _mx_spec(bits, bool(args.get("dynamic")))
+    name = f"int{bits}" if is_int else f"fp{bits}_e4m3"
     if is_int and not is_input and fmt == PACKED:
         name = f"uint{bits}"
     granularity = {
@@ -147,12 +180,50 @@ def args_to_spec(
     )
 
 
-def _fp4_spec(strategy: str, is_input: bool) -> QuantizationSpec:
-    """Return the specification of NVFP4 (strategy "tensor_group") or MXFP4."""
-    blocks = {"qscheme": PER.per_group, "ch_axis": -1, "is_dynamic": is_input}
-    if strategy != "tensor_group":
-        return QuantizationSpec(Dtype.fp4, group_size=MX_BLOCK, scale_format="e8m0", **blocks)  # type: ignore[arg-type]
-    scales = QuantizationSpec(
-        Dtype.fp8_e4m3, qscheme=PER.per_tensor, is_dynamic=False, is_scale_quant=True
+def _mx_spec(bits: int, is_dynamic: bool) -> QuantizationSpec:
+    """Return the specification of blocks with shared exponents."""
+    return QuantizationSpec(
+        _MX_ELEMENTS[bits],
+        qscheme=PER.per_group,
+        ch_axis=-1,
+        group_size=MX_BLOCK,
+        scale_format="e8m0",
+        is_dynamic=is_dynamic,
     )
-    return QuantizationSpec(Dtype.fp4, group_size=NVFP4_BLOCK, second_stage=scales, **blocks)  # type: ignore[arg-type]
+
+
+def _nvfp4_spec(is_input: bool) -> QuantizationSpec:
+    """Return the specification of NVFP4."""
+    return QuantizationSpec(
+        Dtype.fp4,
+        qscheme=PER.per_group,
+        ch_axis=-1,
+        group_size=NVFP4_BLOCK,
+        is_dynamic=is_input,
+        second_stage=QuantizationSpec(
+            Dtype.fp8_e4m3, qscheme=PER.per_tensor, is_dynamic=False, is_scale_quant=True
+        ),
+    )
+
+
+def to_pattern(name: str) -> str:
+    """Return the pattern of ``Config`` for a name or a simple regular expression.
+
+    Expressions may have ``.*`` between literal parts: ``re:.*down_proj$`` becomes ``*down_proj``,
+    ``re:.*mlp.*`` becomes ``*mlp*``.
+
+    Raises:
+        ValueError: The expression has other operators.
+    """
+    if not name.startswith("re:"):
+        return literal(name)
+    parts = name[3:].removeprefix("^").split(".*")
+    plain = [re.sub(r"\\?([.\-])", r"\1", part) for part in parts]
+    ends = plain[-1].endswith("$")
+    plain[-1] = plain[-1].removesuffix("$")
+    if any(re.search(r"[^\w.\-]", part) for part in plain):
+        raise ValueError(
+            f"compressed-tensors: the expression {name!r} is not supported: list the layers by "
+            "their full names in config.json."
+        )
+    return "*".join(plain) + ("" if ends or not plain[-1] else "*")

@@ -25,7 +25,7 @@ from quark.torch.export.formats.config_section import read_choice, read_names
 from quark.torch.export.formats.kv_cache import STATIC_FP8, kv_cache_config
 from quark.torch.export.formats.layer_checks import weight_spec
 from quark.torch.export.formats.layouts.packed import PackedLayout
-from quark.torch.export.formats.stacked_experts import StackedTensor, UnstackedReader
+from quark.torch.export.formats.stacked_experts import FP8_STACKS, UnstackedReader
 from quark.torch.export.formats.third_party import ThirdPartyFormat
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.quantization.config.config import Config, QuantizationConfig
@@ -102,12 +102,7 @@ class Fp8Format(ThirdPartyFormat):
 
     def layer_reader(self, reader: Any, model: nn.Module) -> Any:
         """Return a reader with codes and float32 scales of each layer."""
-        kinds = {
-            "": StackedTensor("weight", is_transposed=True),
-            "_scale_inv": StackedTensor(BLOCK_SCALE, is_transposed=True),
-            "_bias": StackedTensor("bias"),
-        }
-        return _WideScales(UnstackedReader(reader, model, kinds))
+        return _WideScales(UnstackedReader(reader, model, FP8_STACKS))
 
     def config_section(self) -> dict[str, Any]:
         """Return the section that vLLM and Transformers read."""

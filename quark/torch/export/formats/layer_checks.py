@@ -33,17 +33,20 @@ def describe_problems(problems: Mapping[str, str | None]) -> str:
     )
 
 
-def common_problem(layer: QuantizedLayer, classes: tuple[type[nn.Module], ...]) -> str | None:
+def common_problem(
+    layer: QuantizedLayer, classes: tuple[type[nn.Module], ...], holds_rotation: bool = False
+) -> str | None:
     """Return why a format of another tool cannot hold a layer, whatever its number format.
 
     Args:
         layer: A quantized layer.
         classes: Supported float classes.
+        holds_rotation: Whether the format can hold a rotation of inputs.
     """
     if layer.float_class not in classes:
         supported = " or ".join(cls.__name__ for cls in classes)
         return f"it is a {layer.float_class.__name__}, not a {supported}"
-    if layer.input_rotation is not None:
+    if layer.input_rotation is not None and not holds_rotation:
         return "its input is rotated"
     if layer.low_rank_up is not None:
         return "it has a low-rank branch"
@@ -54,6 +57,28 @@ def common_problem(layer: QuantizedLayer, classes: tuple[type[nn.Module], ...]) 
     if layer.quant_config.bias is not None:
         return "its bias is quantized"
     return None
+
+
+def check_name_parts(mode: str, layers: Collection[str], float_layers: Collection[str]) -> None:
+    """Check that a format that excludes layers by parts of names can exclude all float layers.
+
+    Example: "mlp.gate" would also exclude "mlp.gate_proj".
+
+    Args:
+        mode: Name of the format.
+        layers: Names of the quantized layers.
+        float_layers: Names of the layers in float.
+
+    Raises:
+        ValueError: The name of a float layer is part of the name of a quantized layer.
+    """
+    for name in layers:
+        part = next((part for part in float_layers if part in name), None)
+        if part:
+            raise ValueError(
+                f"custom_mode={mode!r} leaves out layers by parts of names, and {part}, in "
+                f"float, is part of {name}: exclude both, or use custom_mode='quark'."
+            )
 
 
 def weight_spec(layer: QuantizedLayer) -> QuantizationSpec:

@@ -73,6 +73,10 @@ class QuarkFormat(ExportFormat):
             return EarlierValueLayout() if earlier else ValueLayout()
         return EarlierPackedLayout(pack_method) if earlier else PackedLayout(pack_method)
 
+    def layout_of(self, config: QuantizationConfig) -> TensorLayout:
+        """Return the layout of the tensors of a layer with this configuration."""
+        return self.layout
+
     def stored_layers(
         self, layers: dict[str, QuantizationConfig], reader: Any
     ) -> dict[str, QuantizationConfig]:
@@ -92,6 +96,7 @@ class QuarkFormat(ExportFormat):
     ) -> dict[str, torch.Tensor]:
         """Return the stored weight, bias, scales, zero points and rotation of a layer."""
         tensors: dict[str, torch.Tensor] = {}
+        layout = self.layout_of(layer.quant_config)
         if layer.input_rotation is not None:
             tensors["input_rotation"] = layer.input_rotation.clone()  # layers may share one
         for name in (PRESCALE, *LOW_RANK):
@@ -100,7 +105,7 @@ class QuarkFormat(ExportFormat):
                 tensors[name] = added.detach()
         for name, short in SHORT_NAMES.items():
             state = layer.quantized_tensor(name)
-            needs_value = state is None or name in scales or self.layout.stores_values
+            needs_value = state is None or name in scales or layout.stores_values
             value = layer.value(name) if needs_value else None
             value = None if value is None else value.detach()
             if state is None:
@@ -114,7 +119,7 @@ class QuarkFormat(ExportFormat):
                 state = state._replace(scale=scales[name], codes=codes)
             check_state(state, name.removesuffix("_tensors"))
             _check_channels(layer, name, state)
-            for part, tensor in self.layout.pack(state, value).items():
+            for part, tensor in layout.pack(state, value).items():
                 tensors[f"{short}_{part}" if part else name] = tensor
         return tensors
 
@@ -140,7 +145,7 @@ class QuarkFormat(ExportFormat):
 
     def prepare_for_load(self, module: nn.Module, layer: QuantizationConfig) -> nn.Module:
         """Replace a float layer in place by an empty one that accepts the stored tensors."""
-        return operator(type(module)).packed.from_module(module, layer, self.layout)
+        return operator(type(module)).packed.from_module(module, layer, self.layout_of(layer))
 
     def state_name(self, key: str) -> str:
         """Return ``….weight_quantizer.scale`` for ``….weight_scale``, and so on."""

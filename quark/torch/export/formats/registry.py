@@ -12,6 +12,8 @@ READ_FORMATS: dict[str, str] = {
     "gptq": "quark.torch.export.formats.gptq:GptqFormat",
     "compressed-tensors": "quark.torch.export.formats.compressed_tensors:CompressedTensorsFormat",
     "fp8": "quark.torch.export.formats.fp8:Fp8Format",
+    "modelopt": "quark.torch.export.formats.modelopt:ModelOptFormat",
+    "mxfp8": "quark.torch.export.formats.mxfp8:Mxfp8Format",
     "mxfp4": "quark.torch.export.formats.mxfp4:Mxfp4Format",
 }
 _NOT_WRITTEN = ("mxfp4",)

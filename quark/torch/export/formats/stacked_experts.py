@@ -32,6 +32,14 @@ class StackedTensor(NamedTuple):
     is_transposed: bool = False
 
 
+# Experts in fp8, as Transformers stores them.
+FP8_STACKS = {
+    "": StackedTensor("weight", is_transposed=True),
+    "_scale_inv": StackedTensor("weight_scale_inv", is_transposed=True),
+    "_bias": StackedTensor("bias"),
+}
+
+
 class UnstackedReader:
     """Tensors of another reader, with a tensor for each expert instead of stacked ones.
 

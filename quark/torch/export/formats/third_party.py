@@ -54,6 +54,7 @@ class ThirdPartyFormat(QuarkFormat):
         tensor_names: Last part of a tensor's name in Quark's format -> in this format.
         redundant_tensors: Last parts of names that are stored but not needed to load.
         supports_kv_cache: Whether it can hold scales of an fp8 key-value cache.
+        supports_rotation: Whether it can hold rotations of inputs.
         supports_act_order: Whether it can hold groups of inputs in any order.
         float_layers: Names of layers in float.
         has_kv_cache: Whether the checkpoint has scales of a key-value cache.
@@ -67,6 +68,7 @@ class ThirdPartyFormat(QuarkFormat):
     tensor_names: ClassVar[dict[str, str]] = {}
     redundant_tensors: ClassVar[tuple[str, ...]] = ()
     supports_kv_cache: ClassVar[bool] = False
+    supports_rotation: ClassVar[bool] = False
     supports_act_order: ClassVar[bool] = False
     float_layers: Sequence[str] = ()
     has_kv_cache: bool = False
@@ -109,7 +111,7 @@ class ThirdPartyFormat(QuarkFormat):
 
     def _common_problem(self, name: str, layer: QuantizedLayer) -> str | None:
         """Return why no format of another tool can hold a layer, or None."""
-        problem = common_problem(layer, (nn.Linear,))
+        problem = common_problem(layer, (nn.Linear,), self.supports_rotation)
         output = layer.quant_config.output_tensors
         is_cache = self.supports_kv_cache and name.rpartition(".")[2] in SCALE_NAMES
         if problem is None and output is not None and not (is_cache and is_static_fp8(output)):

@@ -13,6 +13,7 @@ from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.presets import scheme
 
 IDS = torch.arange(20).reshape(2, 10)
+OTHERS = {"fp8": "fp8", "modelopt": "fp8", "mxfp8": "mxfp8"}  # schemes of formats without integers
 KINDS = [("hf_format", mode) for mode in FORMATS]
 KINDS += [("quark_format", "quark"), ("gguf", "quark")]
 
@@ -44,7 +45,7 @@ def run(line):
 def test_hints_load_the_model(models, tmp_path, container, mode):
     if container == "gguf":
         pytest.importorskip("gguf")
-    model = models("fp8" if mode == "fp8" else "uint4_wo_32")
+    model = models(OTHERS.get(mode, "uint4_wo_32"))
     settings = ExportSettings(custom_mode=mode, tokenizer_path=model_directory())
     ModelExporter(tmp_path / "out").export(container, model, settings)
     loaded = run(get_container(container).load_code(tmp_path / "out"))

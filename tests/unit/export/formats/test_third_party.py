@@ -53,7 +53,11 @@ CASES = {
     "gptq in part": ("gptq", config(groups("uint4", False), exclude=PARTLY)),
     "ct int4": (CT, config(groups("int4"))),
     "ct uint4": (CT, config(groups("uint4", False))),
-    "ct int3": (CT, config(groups("int3"))),
+    **{f"ct {dtype}": (CT, config(groups(dtype))) for dtype in ("int3", "int5", "int6", "int7")},
+    "ct int7 asymmetric": (CT, config(groups("int7", False))),
+    "ct int4 with int8 inputs": (CT, preset("w_int4_per_group_a_int8_per_token_dynamic")),
+    "ct uint4 with int8 inputs": (CT, preset("w_uint4_per_token_a_int8_per_channel")),
+    "ct int4 with fp8 inputs": (CT, preset("w_int4_per_group_a_fp8_per_token_dynamic")),
     "ct int8 weights": (CT, config(groups("int8", size=None))),
     "ct int4 per channel": (CT, config(groups("int4", False, size=None))),
     "ct int8": (CT, preset("int8")),
@@ -71,12 +75,24 @@ CASES = {
     "ct fp8 blocks": (CT, BLOCKS),
     "ct mxfp4": (CT, preset("mxfp4")),
     "ct mxfp4 weights": (CT, preset("mxfp4_weight_only")),
+    "ct mxfp6": (CT, preset("mxfp6_e2m3")),
+    "ct mxfp8": (CT, preset("mxfp8")),
+    "ct mxfp4 with mxfp8 inputs": (CT, preset("w_mxfp4_a_mxfp8")),
     "ct several": (CT, INT4_FP8),
+    "ct int8 of two kinds": (CT, preset("int8", layer_quant_config={"*down_proj": EIGHT_BITS})),
+    "modelopt fp8": ("modelopt", preset("fp8", **WITH_CACHE)),
+    "modelopt nvfp4": ("modelopt", preset("nvfp4", **WITH_CACHE)),
+    "modelopt nvfp4 weights": ("modelopt", preset("nvfp4_weight_only")),
+    "modelopt mxfp8": ("modelopt", preset("mxfp8")),
+    "mxfp8": ("mxfp8", preset("mxfp8")),
     "fp8": ("fp8", preset("fp8")),
     "fp8 dynamic": ("fp8", DYNAMIC),
     "fp8 with cache": ("fp8", preset("fp8", **WITH_CACHE)),
     "fp8 blocks": ("fp8", BLOCKS),
 }
+
+PACKED_ROWS = ["ct int4", "ct uint4", *(f"ct int{bits}" for bits in (3, 5, 6, 7))]
+PACKED_ROWS += ["ct int7 asymmetric", "ct int8 weights"]
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +243,7 @@ class TestBits:
         scale, group = tensors[f"{LAYER}.scales"].T, tensors[f"{LAYER}.g_idx"].long()
         assert ((codes - zeros[:, group]) * scale[:, group]).equal(layer.weight)
 
-    @pytest.mark.parametrize("case", ["ct int4", "ct uint4", "ct int3", "ct int8 weights"])
+    @pytest.mark.parametrize("case", PACKED_ROWS)
     def test_packed_rows(self, made, case):
         model, path = made(case)
         tensors, weights = stored_of(path), section_of(path)["config_groups"]["group_0"]["weights"]
@@ -338,7 +354,11 @@ class TestSectionsThatAreNotRead:
             ("gptq int4", {"dynamic": {"+:.*": {"bits": 8}}}, "dynamic="),
             ("gptq int4", {"modules_in_block_to_quantize": [[3]]}, "is not a list of names"),
             ("ct int4", {"sparsity_config": {"format": "sparse-24"}}, "sparse weights"),
-            ("ct int4", {"transform_config": {"config_groups": {"a": 1}}}, "transforms of inputs"),
+            (
+                "ct int4",
+                {"transform_config": {"config_groups": {"a": 1}}},
+                "must map names to groups",
+            ),
             ("ct int4", {"config_groups": {"a": 1}}, "config_groups must map names"),
             ("fp8 blocks", {"weight_block_size": [32]}, "not a pair of positive integers"),
             ("fp8", {"fmt": "e5m2"}, "fmt='e5m2'"),

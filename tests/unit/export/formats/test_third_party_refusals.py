@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from quark.torch import ModelExporter
+from quark.torch.export.conversion import convert
 from quark.torch.quantization.config.config import (
     QuantizationConfig,
 )
@@ -73,8 +75,13 @@ def test_values_instead_of_codes(build, quantize, export):
         export(model, custom_mode="awq", pack_method="order")
 
 
-def test_int8_weights_of_two_kinds(build, quantize, export):
-    wide = QuantizationConfig(weight=groups("int8", size=None))
-    model = quantize(build(), preset("int8", layer_quant_config={"*down_proj": wide}))
-    with pytest.raises(ValueError, match="with and without quantized inputs"):
-        export(model, custom_mode=CT)
+def test_codes_outside_of_their_format(build, quantize, export, tmp_path):
+    """int4 codes that are stored as bytes can be any byte: words would lose their high bits."""
+    model = quantize(build(), preset("w_int4_per_group_a_int8_per_token_dynamic"))
+    path = export(model, custom_mode=CT)
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = 100
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"up_proj .*codes of its weight reach .* to 100, those"):
+        convert(path, tmp_path / "out", "quark")
+    assert not (tmp_path / "out").exists()

@@ -70,6 +70,9 @@ GROUPED = {
     "int4_wo": ("int4", True, False),
     "int4_wa": ("int4", True, True),
     "uint4_wo": ("uint4", False, False),
+    "int5_wo": ("int5", True, False),
+    "int6_wo": ("int6", True, False),
+    "int7_wo": ("int7", True, False),
     "int8_wo": ("int8", True, False),
 }
 EARLIER = [name for name in scheme_names() if name.startswith("w_")]

@@ -24,37 +24,32 @@ from quark.torch.quantization.nn.tensor_layout import DeclaredParts, StoredParts
 
 
 class CompressedTensorsLayout(PackedLayout):
-    """Integer weights in dense 32-bit words, other tensors as in ``PackedLayout``.
+    """Integer weights in dense 32-bit words or in bytes, other tensors as in ``PackedLayout``.
 
     Scales are [1] per tensor, [N, 1] per channel, and the grid of blocks otherwise. Symmetric
     schemes store no zero points.
 
     Args:
-        packs_int8: Whether 8-bit integer weights are packed in words too (pack-quantized), or are
-            stored as int8 (int-quantized).
+        uses_words: Whether integer weights are packed in words (pack-quantized), or each code is
+            an int8, whatever its width (int-quantized).
     """
 
-    def __init__(self, packs_int8: bool) -> None:
+    def __init__(self, uses_words: bool) -> None:
         super().__init__("order")
-        self.packs_int8 = packs_int8
-
-    def uses_words(self, spec: QuantizationSpec) -> bool:
-        """Whether a weight of this specification is packed in 32-bit words."""
-        return spec.scheme.has_zero_point and (self.packs_int8 or spec.fmt.bits != 8)
+        self.uses_words = uses_words
 
     def declare(
         self, spec: QuantizationSpec, shape: tuple[int, ...], is_stored: bool
     ) -> DeclaredParts:
         """Return shape and type of each tensor stored for a tensor of shape ``shape``."""
-        if is_stored and self.uses_words(spec):
+        if is_stored and spec.scheme.has_zero_point:
             (outputs, inputs), bits = shape, spec.fmt.bits
-            groups = prod(spec.scheme.scale_shape(shape)) // outputs
-            stored: DeclaredParts = {
-                "": ((outputs, -(-inputs * bits // 32)), torch.int32),
-                "scale": ((outputs, groups), stored_dtype(spec.scheme)),
-            }
+            grid = _integer_grid(spec, shape)
+            words: DeclaredParts = {"": ((outputs, -(-inputs * bits // 32)), torch.int32)}
+            stored = words if self.uses_words else {"": (shape, torch.int8)}
+            stored["scale"] = grid, stored_dtype(spec.scheme)
             if not spec.scheme.symmetric:
-                stored["zero_point"] = (-(-outputs * bits // 32), groups), torch.int32
+                stored["zero_point"] = (-(-outputs * bits // 32), grid[-1]), torch.int32
             return stored
         stored = super().declare(spec, shape, is_stored)
         if spec.scheme.symmetric:
@@ -66,17 +61,11 @@ class CompressedTensorsLayout(PackedLayout):
 
     def pack(self, state: QuantizedTensor, value: torch.Tensor | None) -> StoredParts:
         """Return the stored tensors that ``declare`` describes; ``value`` is not used."""
-        if state.codes is not None and self.uses_words(state.spec):
-            bits, state = state.scheme.fmt.bits, to_unsigned(state)
-            assert state.codes is not None and state.scale is not None
-            assert state.zero_point is not None
-            outputs = len(state.codes)
-            zeros = pack_words(state.zero_point.reshape(outputs, -1).T.contiguous(), bits)
-            stored = {
-                "": pack_words(state.codes, bits).contiguous(),
-                "scale": state.scale.reshape(outputs, -1),
-                "zero_point": zeros.T.contiguous(),
-            }
+        if state.codes is not None and state.scheme.has_zero_point:
+            assert state.scale is not None
+            grid = _integer_grid(state.spec, tuple(state.codes.shape))
+            stored = _words(state) if self.uses_words else {"": state.codes.to(torch.int8)}
+            stored["scale"] = state.scale.reshape(grid)
         else:
             stored = super().pack(state, value)
             stored = {p: t.reshape(_full_rank(t.shape)) if p else t for p, t in stored.items()}
@@ -91,12 +80,14 @@ class CompressedTensorsLayout(PackedLayout):
         grid = spec.scheme.scale_shape(shape) if shape else ()
         scale = stored.get("scale")
         zeros = stored.get("zero_point")
-        if "" in stored and self.uses_words(spec):
+        if "" in stored and spec.scheme.has_zero_point:
             assert scale is not None
-            bits = spec.fmt.bits
-            codes = unpack_words(stored[""], bits, shape[1])
+            codes, bits = stored[""], spec.fmt.bits
+            if self.uses_words:
+                codes = unpack_words(codes, bits, shape[1])
             if zeros is None:
-                zeros = torch.full_like(scale, 1 << (bits - 1), dtype=torch.int32)
+                middle = 0 if spec.fmt.signed else 1 << (bits - 1)
+                zeros = torch.full_like(scale, middle, dtype=torch.int32)
             else:
                 zeros = unpack_words(zeros.T, bits, shape[0]).T
             return QuantizedTensor(spec, codes, scale.reshape(grid), zeros.reshape(grid))
@@ -109,6 +100,23 @@ class CompressedTensorsLayout(PackedLayout):
         if "scale_2" in parts:
             parts["scale_2"] = parts["scale_2"].reshape(())
         return super().unpack(spec, shape, parts)
+
+
+def _words(state: QuantizedTensor) -> StoredParts:
+    """Return codes and zero points of an integer weight in words."""
+    bits, state = state.scheme.fmt.bits, to_unsigned(state)
+    assert state.codes is not None and state.zero_point is not None
+    zeros = state.zero_point.reshape(len(state.codes), -1).T.contiguous()
+    return {
+        "": pack_words(state.codes, bits).contiguous(),
+        "zero_point": pack_words(zeros, bits).T.contiguous(),
+    }
+
+
+def _integer_grid(spec: QuantizationSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the stored shape of the scales of an integer weight."""
+    grid = spec.scheme.scale_shape(shape)
+    return (shape[0], prod(grid) // shape[0]) if grid else (1,)
 
 
 def _full_rank(shape: tuple[int, ...]) -> tuple[int, ...]:

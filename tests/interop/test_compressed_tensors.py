@@ -1,0 +1,131 @@
+"""Checkpoints for compressed-tensors, opened and computed by compressed-tensors itself."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from quark.torch import ModelImporter
+from quark.torch.quantization.config.algo import OnlineRotationConfig, RotationConfig
+from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
+from tests.configurations import config, groups, preset
+from tests.interop.test_other_tools import load  # noqa: F401 - a fixture
+
+pytestmark = pytest.mark.client("compressed_tensors")
+CT = "compressed-tensors"
+INT8 = preset("int8").global_quant_config
+MIXED = {"*down_proj": INT8, "*q_proj": preset("mxfp8").global_quant_config}
+WEIGHTS = {
+    **{f"int{bits}": config(groups(f"int{bits}")) for bits in range(2, 9)},
+    **{f"int{bits} per channel": config(groups(f"int{bits}", size=None)) for bits in (5, 7)},
+    "W4A8": preset("w_int4_per_group_a_int8_per_token_dynamic"),
+    "W4AFP8": preset("w_int4_per_group_a_fp8_per_token_dynamic"),
+    "MXFP4": preset("mxfp4"),
+    "MXFP6": preset("mxfp6_e2m3"),
+    "MXFP8": preset("mxfp8"),
+    "MXFP4 with MXFP8 inputs": preset("w_mxfp4_a_mxfp8"),
+    "several": preset("int4_wo_32", layer_quant_config=MIXED),
+}
+
+
+def decompressed(path):
+    """Weights of a checkpoint by the compressors of compressed-tensors, by layer."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    section = json.loads((path / "config.json").read_text())["quantization_config"]
+    tensors = load_file(path / "model.safetensors")
+    layers = {n.rpartition(".")[0] for n in tensors if n.endswith(".weight_scale")}
+    weights = {}
+    for scheme in QuantizationConfig(**section).config_groups.values():
+        names = layers if scheme.targets == ["Linear"] else scheme.targets
+        compressor = BaseCompressor.get_value_from_registry(scheme.format)
+        for name in names:
+            parts = {k.removeprefix(f"{name}."): t for k, t in tensors.items() if name in k}
+            weights[name] = compressor.decompress(parts, scheme)["weight"]
+    return weights
+
+
+@pytest.mark.parametrize("case", WEIGHTS)
+def test_weights(build, quantize, export, case):
+    model = quantize(build(), WEIGHTS[case])
+    weights = decompressed(export(model, custom_mode=CT))
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, FakeQuantizedLayer)}
+    assert weights.keys() == layers.keys() and len(layers) == 14
+    for name, layer in layers.items():
+        assert weights[name].float().equal(layer.weight), name
+
+
+@pytest.mark.parametrize("case", ["int5", "int6", "int7", "MXFP6"])
+def test_same_outputs(build, quantize, export, load, logits, case):  # noqa: F811
+    """Weights in blocks with exponents become bfloat16 there."""
+    dtype = torch.bfloat16 if case.startswith("MX") else torch.float32
+    model = quantize(build(dtype=dtype), WEIGHTS[case])
+    assert logits(load(export(model, custom_mode=CT))).equal(logits(model))
+
+
+@pytest.mark.parametrize("case", ["W4A8", "MXFP8", "several"])
+def test_close_outputs(build, quantize, export, load, logits, case):  # noqa: F811
+    """Inputs are rounded by other rules: ties at the largest value, exponents of MXFP8."""
+    model = quantize(build(dtype=torch.bfloat16), WEIGHTS[case])
+    theirs, ours = (logits(m).float() for m in (load(export(model, custom_mode=CT)), model))
+    assert (theirs - ours).abs().median() < 0.05 * ours.std()
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("count", [64, 20])
+def test_words(bits, count):
+    """Their words are ours, for codes at both ends of the range too."""
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    from quark.torch.export.formats.layouts.dense_words import pack_words
+
+    half = 1 << (bits - 1)
+    codes = torch.randint(-half, half, (7, count), dtype=torch.int8)
+    codes[0, :2] = torch.tensor([-half, half - 1])
+    assert pack_to_int32(codes, bits).equal(pack_words((codes + half).to(torch.uint8), bits))
+
+
+@pytest.mark.parametrize("case", ["W4A8", "MXFP6", "MXFP8", "several"])
+def test_what_they_write(build, quantize, export, load, logits, tmp_path, case):  # noqa: F811
+    """Their own ``save_pretrained`` of such a model is read here."""
+    model = quantize(build(), WEIGHTS[case])
+    theirs = load(export(model, custom_mode=CT))
+    theirs.save_pretrained(tmp_path / "theirs")
+    back = ModelImporter(tmp_path / "theirs", "safetensors").import_model_info(build(device="meta"))
+    assert logits(back).equal(logits(model))
+
+
+ROTATED = RotationConfig(
+    r2=True,
+    rotation_size=32,
+    online_config=OnlineRotationConfig(online_rotation_layers=["*_proj"]),
+)
+
+
+@pytest.mark.parametrize("is_random", [False, True])
+@pytest.mark.parametrize("name", ["int4_wo_32", "w_int4_per_group_a_int8_per_token_dynamic"])
+def test_rotations(build, quantize, export, logits, name, is_random):
+    """Transformers loads codes and scales, compressed-tensors adds the transforms.
+
+    Rotations of the residual stream and of values are in the weights.
+    """
+    from compressed_tensors.transform import TransformConfig, apply_transform_config
+    from transformers import AutoModelForCausalLM
+
+    options = replace(ROTATED, random_r1=is_random)
+    model = quantize(build(), preset(name, options))
+    path = export(model, custom_mode=CT)
+    section = json.loads((path / "config.json").read_text())["quantization_config"]
+    loaded = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    assert (logits(loaded) - logits(model)).abs().median() > 0.1  # it ignores transforms
+    apply_transform_config(loaded, TransformConfig(**section["transform_config"]))
+    stored = {k: t for k, t in load_file(path / "model.safetensors").items() if "_input." in k}
+    keys = loaded.load_state_dict(stored, strict=False)
+    assert len(stored) == 14 and not keys.unexpected_keys
+    difference = (logits(loaded) - logits(model)).abs()
+    if name == "int4_wo_32":
+        assert difference.max() < 1e-4
+    assert difference.median() < 0.01 * logits(model).std()
