@@ -152,10 +152,9 @@ def evaluate(
     if original is not None:
         models.read_config(original, "--original")
     length = models.window_length(described, seq_len, SEQ_LEN)
-    target = accelerators.pick_device(device)
     directories = [model_dir] if original is None else [original, model_dir]
-    place: Any = {"device": target, "trust_remote_code": trust_remote_code}
-    place |= {"max_memory": max_memory}
+    place: Any = {"device": accelerators.pick_device(device), "max_memory": max_memory}
+    place["trust_remote_code"] = trust_remote_code
     work: Any = {
         "length": length,
         "evaluated": max(limit, EVAL_WINDOWS),

@@ -7,7 +7,7 @@ import pytest
 import typer
 
 import quark as package
-from quark.cli import comparison
+from quark.cli.demo import material
 from quark.cli.main import app
 
 pytestmark = pytest.mark.smoke
@@ -24,7 +24,7 @@ def test_every_module_is_imported():
 
 def test_every_verb(quark, model_dir, text, tmp_path, monkeypatch):
     """One after the other, each with what the ones before it wrote."""
-    monkeypatch.setattr(comparison, "WINDOWS", 1)
+    monkeypatch.setattr(material, "WINDOWS", 1)
     data = ("--dataset", text, "--num_calib_data", 2, "--seq_len", 16)
     model, out, statistics = ("--model_dir", model_dir), tmp_path / "out", tmp_path / "statistics"
     calls = {
@@ -43,6 +43,7 @@ def test_every_verb(quark, model_dir, text, tmp_path, monkeypatch):
         "inspect": (out,),
         "convert": (out, tmp_path / "gptq", "--to", "gptq"),
         "evaluate": (out, "--original", model_dir, "--dataset", text, "--limit", 2),
+        "compare": (model_dir, out, "--dataset", text, "--limit", 2, "--new_tokens", 2),
         "report": (out, "--original", model_dir, "--output", tmp_path / "report.html"),
         "demo": ("--schemes", "int8_wo"),
     }
