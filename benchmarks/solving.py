@@ -1,10 +1,11 @@
 """GPTQ and AWQ on two blocks of a random Llama, beside the arithmetic that they cannot do without.
 
-    python benchmarks/solving.py '"gptq"' 1024
+    python benchmarks/solving.py '["gptq", "awq"]' 1024 '"bfloat16"'
 
 The limit of GPTQ is two forward passes, half of the products x xᵀ of each distinct input, one
 factorization for each, and the products of the solver, O · I² for a weight of (O, I). All parts are
-measured in this process, in the sizes of the model, in turns with the algorithm.
+measured in this process, in the sizes of the model, in turns with the algorithms. Sums, factors and
+products of the solver are in float32 whatever the type of the model.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import copy
 import json
 import logging
 import sys
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +23,8 @@ from measure import alternate
 
 WINDOWS, LENGTH, BLOCKS = 16, 512, 2
 ROWS = 2048  # tokens whose products are summed at a time
-ROUNDS = 2
+ROUNDS, LARGE_ROUNDS = 2, 1  # after one to warm up; of models from LARGE on
+LARGE = 2048
 
 
 def model_of(hidden: int) -> Any:
@@ -39,39 +43,46 @@ def model_of(hidden: int) -> Any:
     return LlamaForCausalLM(config).eval()
 
 
-def solving(algorithm: str, hidden: int) -> dict[str, Any]:
-    """Return CPU seconds of an algorithm, of forward passes and of the limit of GPTQ."""
-    from quark.torch import LLMTemplate, ModelQuantizer
-
+def solving(algorithms: Sequence[str], hidden: int, dtype: str = "float32") -> list[dict[str, Any]]:
+    """Return CPU seconds of algorithms, of forward passes and of the limit of GPTQ."""
     torch.set_num_threads(1)
     logging.getLogger("quark").setLevel(logging.ERROR)
-    model = model_of(hidden)
+    model = model_of(hidden).to(getattr(torch, dtype))
     generator = torch.Generator().manual_seed(1)
     data = [torch.randint(1000, (4, LENGTH), generator=generator) for _ in range(WINDOWS // 4)]
-    config = LLMTemplate.get("llama").get_config("int4_wo_128", algorithm=algorithm)
 
     @torch.no_grad()
     def forward() -> None:
         for batch in data:
             model(batch)
 
-    def quantize() -> None:
-        ModelQuantizer(config).quantize_model(copy.deepcopy(model), data)
-
     parts = {"forward": forward, "gram": lambda: sums(model), "factor": lambda: factors(model)}
-    parts |= {"solver": lambda: products(model), algorithm: quantize}
-    seconds = alternate(parts, ROUNDS)
+    parts |= {"solver": lambda: products(model)}
+    parts |= {name: partial(quantize, model, data, name) for name in algorithms}
+    seconds = alternate(parts, LARGE_ROUNDS if hidden >= LARGE else ROUNDS)
     rest = seconds["gram"] / 2 + seconds["factor"] + seconds["solver"]
     limit = 2 * seconds["forward"] + rest
-    return {
-        "algorithm": algorithm,
-        "hidden": hidden,
-        "forward_s": seconds["forward"],
-        "limit_s": limit,
-        "seconds": seconds[algorithm],
-        "forwards": seconds[algorithm] / seconds["forward"],
-        "ratio": seconds[algorithm] / limit,
-    }
+    return [
+        {
+            "algorithm": name,
+            "hidden": hidden,
+            "dtype": dtype,
+            "forward_s": seconds["forward"],
+            "limit_s": limit,
+            "seconds": seconds[name],
+            "forwards": seconds[name] / seconds["forward"],
+            "ratio": seconds[name] / limit,
+        }
+        for name in algorithms
+    ]
+
+
+def quantize(model: Any, data: list[torch.Tensor], algorithm: str) -> None:
+    """Quantize a copy of the model to int4 in groups of 128."""
+    from quark.torch import LLMTemplate, ModelQuantizer
+
+    config = LLMTemplate.get("llama").get_config("int4_wo_128", algorithm=algorithm)
+    ModelQuantizer(config).quantize_model(copy.deepcopy(model), data)
 
 
 def widths(model: Any) -> list[int]:

@@ -115,9 +115,9 @@ def solving(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Time GPTQ and AWQ beside the arithmetic that they need at least."""
     results = []
     for hidden in HIDDEN[: 1 if options.quick else None]:
-        for algorithm in ("gptq", "awq"):
-            say(f"solving: {algorithm}, hidden size {hidden}")
-            results.append(in_fresh_process("solving.py", algorithm, hidden))
+        for dtype in ("float32", "bfloat16"):
+            say(f"solving: hidden size {hidden}, {dtype}")
+            results += in_fresh_process("solving.py", ["gptq", "awq"], hidden, dtype)
     return results
 
 
@@ -222,6 +222,7 @@ COLUMNS = {
     "solving": {
         "algorithm": "algorithm",
         "hidden": "hidden size",
+        "dtype": "type",
         "forward_s": "forward, s",
         "limit_s": "limit of gptq, s",
         "seconds": "s",

@@ -22,7 +22,8 @@ _ONE_DEVICE = (
 _WHOLE_MODEL = "the whole model is held in memory; the checkpoint is the same"
 _AT_PROJECTIONS = "attention is computed in float. Use --kv_cache_dtype for keys and values."
 _KERNELS = (
-    "models are evaluated exactly here. Use quark evaluate --runtime fast, or serve the checkpoint."
+    "models are evaluated exactly here. Use quark evaluate --runtime fast, or compiled for formats "
+    "without a kernel, or serve the checkpoint."
 )
 
 # Flag -> why it has no effect.

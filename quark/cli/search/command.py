@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from quark.torch.search.mixtures import Mixture
 
 FORMATS = ("int2_wo_64", "int3_wo_128", "int4_wo_128", "int4_wo_32", "int8_wo")
-PROBES = 8  # batches on which sensitivities are measured
+PROBES = 2  # batches on which sensitivities are measured
 GRID = 64  # steps of size that the bisection distinguishes
 
 HELP = f"""

@@ -71,9 +71,9 @@ def _with_best_factors(
         return None
     gram_blocks = [_diagonal_blocks(own, width) for own in gram.view(-1, *gram.shape[-2:])]
 
-    def fake_quantize(rows: torch.Tensor, ranges: torch.Tensor) -> torch.Tensor:
+    def fake_quantize_(rows: torch.Tensor, ranges: torch.Tensor) -> torch.Tensor:
         values = (layer.from_matrix(rows), layer.from_matrix(ranges))
-        return layer.to_matrix(quantizer.fake_quantize_copy(*values))
+        return layer.to_matrix(quantizer.fake_quantize_(*values))
 
     chunk = min(CHUNK, CACHED) if matrix.device.type == "cpu" else CHUNK
     step = max(1, chunk // matrix.shape[1]) if rounds_rows_apart(layer) else len(matrix)
@@ -81,7 +81,7 @@ def _with_best_factors(
     for start in range(0, len(matrix), step):
         rows = matrix[start : start + step]
         result[start : start + step] = _scale_ranges(
-            rows, width, gram_blocks, factors, fake_quantize
+            rows, width, gram_blocks, factors, fake_quantize_
         )
     return layer.from_matrix(result)
 
@@ -91,7 +91,7 @@ def _scale_ranges(
     width: int,
     gram_blocks: Sequence[torch.Tensor],
     factors: Sequence[float],
-    fake_quantize: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    fake_quantize_: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """Return rows of a weight, (rows, inputs), with the best range of each group.
 
@@ -102,18 +102,19 @@ def _scale_ranges(
         width: Adjacent weights that share a scale.
         gram_blocks: (groups, width, width) for each group of inputs, which meets as many rows.
         factors: Factors of ranges to try beside 1.
-        fake_quantize: Rounds rows under the scales of others.
+        fake_quantize_: Rounds rows under the scales of others; may write to the rows.
     """
     groups = rows.reshape(len(rows), -1, width)  # (rows, groups, width)
     amax = groups.abs().amax(-1, keepdim=True)
 
     def error(values: torch.Tensor, ranges: torch.Tensor) -> torch.Tensor:
-        rounded = fake_quantize(values.flatten(1), ranges.flatten(1))
-        change = rounded.reshape(groups.shape) - groups
+        """Return the errors of the groups; the values are overwritten."""
+        rounded = fake_quantize_(values.flatten(1), ranges.flatten(1))
+        change = rounded.reshape(groups.shape).sub_(groups)
         parts = zip(change.chunk(len(gram_blocks)), gram_blocks, strict=True)
         return torch.cat([_squared_errors(part, own) for part, own in parts]).unsqueeze(-1)
 
-    best, lowest = torch.ones_like(amax), error(groups, groups)
+    best, lowest = torch.ones_like(amax), error(groups.clone(), groups)
     candidate = torch.empty_like(groups)
     for factor in factors:
         if factor < 1:
@@ -121,7 +122,7 @@ def _scale_ranges(
             torch.clamp(groups, -bound, bound, out=candidate)
         else:
             torch.mul(groups, factor, out=candidate)
-        loss = error(candidate if factor < 1 else groups, candidate)
+        loss = error(candidate if factor < 1 else groups.clone(), candidate)
         better = loss < lowest
         best = torch.where(better, factor, best)
         lowest = torch.where(better, loss, lowest)

@@ -84,7 +84,8 @@ def round_columns(
     # Example of an order: columns 0 and 1 form group 0, columns 2 and 3 form group 1, and the
     # diagonal of H is (1, 5, 9, 2) -> order (2, 1, 3, 0). Column 2 is rounded first, by the scale
     # of group 1. Its error goes into columns 1, 3, 0. All scales are final before the first step.
-    remaining = weight.T[order].contiguous()  # (inputs, outputs): a column is contiguous
+    # (inputs, outputs): a column is contiguous. Whole rows are picked faster than columns.
+    remaining = weight.T.contiguous().index_select(0, order)
     rounded, errors = torch.empty_like(remaining), torch.empty_like(remaining)
     columns = _Columns(remaining, rounded, errors, factor.diagonal().unbind(), order.tolist())
     _round_range(columns, factor, rounding, 0, len(remaining))

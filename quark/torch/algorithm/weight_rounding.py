@@ -281,7 +281,7 @@ def _order_columns(
     order = torch.arange(len(hessian), device=hessian.device)
     if by_magnitude:
         order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
-    ordered = hessian[order][:, order] if by_magnitude else hessian
+    ordered = hessian.index_select(0, order).index_select(1, order) if by_magnitude else hessian
     return order, inverse_factor(ordered, damping)
 
 

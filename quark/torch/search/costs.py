@@ -37,7 +37,7 @@ from quark.torch.quantization.preparation import (
     restore_layers,
     select_layers,
 )
-from quark.torch.statistics.collection import round_to_nearest, weight_error
+from quark.torch.statistics.sensitivities import round_to_nearest, weight_error
 
 
 class Cost(NamedTuple):

@@ -146,7 +146,8 @@ def measure_costs(
     check_formats(formats)
     if not statistics.sensitivities:
         raise ValueError(
-            "These statistics were collected without sensitivities (probes=0): collect them anew."
+            "These statistics were collected without sensitivities (probes=0): collect them with "
+            "probes=2 (quark collect --probes 2)."
         )
     statistics.check(model)
     patterns = resolve_exclude(list(exclude), model)

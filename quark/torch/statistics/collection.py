@@ -21,22 +21,16 @@ import torch
 from torch import nn
 
 from quark.torch.algorithm.layer_inputs import collect_grams, first_readers
-from quark.torch.algorithm.layers import block_layers, output_error, to_matrix
+from quark.torch.algorithm.layers import block_layers, to_matrix
 from quark.torch.graph.discovery import discover
 from quark.torch.graph.eval_mode import eval_mode
-from quark.torch.graph.residency import residency_of, resident
+from quark.torch.graph.residency import residency_of
 from quark.torch.graph.structure import Structure
 from quark.torch.pipeline.accumulators import Gram, TokenSample
-from quark.torch.pipeline.activation_store import (
-    ActivationStore,
-    activation_limit,
-    offload_directory,
-)
+from quark.torch.pipeline.activation_store import activation_limit, offload_directory
 from quark.torch.pipeline.batches import (
     flatten_batches,
-    padding_mask,
     run_batch,
-    show_progress,
     take_excerpt,
 )
 from quark.torch.pipeline.block import Block
@@ -46,7 +40,6 @@ from quark.torch.pipeline.data_source import check_batches, make_repeatable
 from quark.torch.pipeline.input_hooks import Accumulator, accumulate_inputs
 from quark.torch.pipeline.runner import run_blocks
 from quark.torch.pipeline.statistics import (
-    Probe,
     Statistics,
     data_digest,
     model_digests,
@@ -68,8 +61,8 @@ from quark.torch.quantization.preparation import (
     replace_layers,
     restore_layers,
 )
+from quark.torch.statistics.sensitivities import PROBES, measure_probes
 
-PROBES = 8  # default number of model calls on which sensitivities are measured
 COARSE_GROUP = 64  # group size of the coarse rounding
 _RANGE = 2 * BINS * 8  # bytes of a histogram
 TOKENS = 512  # size of the sample of inputs of each layer
@@ -85,15 +78,15 @@ def collect_statistics(
     """Collect the statistics of a float model that algorithms and searches need.
 
     Data runs through each decoder block once. Then the first calls of the model are repeated for
-    each layer. Main memory holds 4 · inputs² bytes of sums and up to 2048 · inputs bytes of tokens
-    for each tensor that linear layers of decoder blocks read, 32 kB for each range, and 8 bytes for
-    each channel.
+    each layer, from its block on. Main memory holds 4 · inputs² bytes of sums and up to 2048 ·
+    inputs bytes of tokens for each tensor that linear layers of decoder blocks read, 32 kB for each
+    range, and 8 bytes for each channel.
 
     Args:
         model: A float model, on any device. It is unchanged afterwards.
         dataloader: Batches for the model: tensors, mappings of arguments, or lists of these.
-        probes: Number of model calls on which sensitivities are measured. A search for mixed
-            precision needs sensitivities; 0 skips them.
+        probes: Number of model calls on which sensitivities are measured. Only a search for mixed
+            precision needs them; 0 measures none.
         offload_dir: Directory for activations that do not fit into memory; None for that of
             temporary files.
         check_size: Called before the data runs, with the bytes that ``save_statistics`` will write
@@ -123,7 +116,10 @@ def collect_statistics(
                 inputs = _observe(model, structure, Chunks(batches), check_size)
                 units = _group_units(model, names)
                 calls = list(islice(flatten_batches(batches), probes))
-                measured = _measure_probes(model, units, calls, inputs) if calls else {}
+                grams = {name: inputs.grams[first] for name, first in inputs.readers.items()}
+                measured = (
+                    measure_probes(model, structure.blocks, units, calls, grams) if calls else {}
+                )
         finally:
             restore_layers(model)
     ranges = {key: tensor for key, tensor in inputs.ranges.items() if not tensor.is_empty}
@@ -275,100 +271,3 @@ def _group_units(model: nn.Module, names: Sequence[str]) -> tuple[tuple[str, ...
     for name in names:
         units.setdefault(stacks.get(name, name), []).append(name)
     return tuple(tuple(unit) for unit in units.values())
-
-
-@torch.no_grad()
-def _measure_probes(
-    model: nn.Module,
-    units: Sequence[Sequence[str]],
-    calls: Sequence[Any],
-    activations: _Activations,
-) -> dict[str, Probe]:
-    """Return the effect of rounding each unit alone, by layer."""
-    probes: dict[str, Probe] = {}
-    with ActivationStore() as expected:
-        for index, call in enumerate(calls):
-            expected[index] = _predict(model, call)
-        for unit in show_progress(units, "sensitivities"):
-            layers = {name: _get_layer(model, name) for name in unit}
-            with resident(model, *unit):
-                compute_weight_scales(layers, Config())
-                error = sum(
-                    weight_error(
-                        layer, round_to_nearest(layer), activations.grams[activations.readers[name]]
-                    )
-                    for name, layer in layers.items()
-                )
-            with _enable_weight_quantizers(layers.values()):
-                divergence, tokens = _measure_divergence(model, calls, expected)
-            probes |= dict.fromkeys(unit, Probe(divergence, tokens, error))
-    return probes
-
-
-def _get_layer(model: nn.Module, name: str) -> FakeQuantizedLayer:
-    layer = model.get_submodule(name)
-    assert isinstance(layer, FakeQuantizedLayer)
-    return layer
-
-
-def round_to_nearest(layer: FakeQuantizedLayer) -> torch.Tensor:
-    """Return the weight of a layer with final scales, rounded to the nearest values."""
-    assert layer.weight_quantizer is not None
-    return layer.weight_quantizer.freeze_(layer.weight.detach().clone())
-
-
-def weight_error(layer: FakeQuantizedLayer, weight: torch.Tensor, gram: Gram) -> float:
-    """Return the squared error of the outputs of a layer under another weight, over all tokens."""
-    if gram.total is None:
-        return 0.0
-    change = weight.float() - layer.weight.detach().float()
-    rows = to_matrix(change, layer.input_axis)
-    return float(output_error(rows, gram.total.to(rows.device)))
-
-
-@contextmanager
-def _enable_weight_quantizers(layers: Iterable[FakeQuantizedLayer]) -> Iterator[None]:
-    """Switch on the quantizers of weights inside the context."""
-    quantizers = [q for layer in layers if (q := layer.weight_quantizer) is not None]
-    for quantizer in quantizers:
-        quantizer.enabled = True
-    try:
-        yield
-    finally:
-        for quantizer in quantizers:
-            quantizer.enabled = False
-
-
-def _measure_divergence(
-    model: nn.Module, calls: Sequence[Any], expected: ActivationStore
-) -> tuple[float, int]:
-    """Return the sum over tokens of KL(expected ‖ actual) in nats, and the number of tokens."""
-    total, tokens = 0.0, 0
-    for index, call in enumerate(calls):
-        reference, actual = expected[index], _predict(model, call)
-        total += float((reference.exp() * (reference - actual)).sum(dtype=torch.float64))
-        tokens += len(actual)
-    return total, tokens
-
-
-def _predict(model: nn.Module, call: Any) -> torch.Tensor:
-    """Return the log-probabilities of a call, (tokens, classes) float32, without padding.
-
-    Raises:
-        ValueError: The model returns no logits.
-    """
-    outputs: list[Any] = []
-    handle = model.register_forward_hook(lambda module, args, output: outputs.append(output))
-    try:
-        run_batch(model, call)
-    finally:
-        handle.remove()
-    output = outputs[0][0] if isinstance(outputs[0], tuple) else outputs[0]
-    logits = getattr(output, "logits", output)
-    if not isinstance(logits, torch.Tensor):
-        raise ValueError(
-            f"{type(model).__name__} returned {type(output).__name__} without logits, which "
-            "sensitivities are measured on. Pass probes=0, or a model with a head."
-        )
-    rows, mask = logits.flatten(0, -2), padding_mask(call)
-    return (rows if mask is None else rows[mask.flatten().to(rows.device)]).float().log_softmax(-1)

@@ -32,8 +32,8 @@ def collected(build):
     def collected(name):
         makes = MIXTURE if name == "mixtral" else {}
         model = build(name, **makes)
-        parts = [collect_statistics(model, part) for part in PARTS]
-        return parts, collect_statistics(model, BATCHES)
+        parts = [collect_statistics(model, part, probes=8) for part in PARTS]
+        return parts, collect_statistics(model, BATCHES, probes=8)
 
     return cache(collected)
 

@@ -268,11 +268,19 @@ class TensorQuantizer(FollowingRange):
             x: The values.
             ranges: Values in the shape of ``x``; None for ``x`` itself.
         """
-        ranges = x if ranges is None else ranges
+        return self.fake_quantize_(x.clone(), x if ranges is None else ranges)
+
+    def fake_quantize_(self, x: torch.Tensor, ranges: torch.Tensor) -> torch.Tensor:
+        """Replace the values of ``x`` as ``fake_quantize_copy`` does, in place, and return it.
+
+        Args:
+            x: The values.
+            ranges: Values in the shape of ``x``; may be ``x`` itself.
+        """
         other = TensorQuantizer(self.spec)
         other.observer(ranges)
         other.compute_scales(ranges, is_finite=True)
-        return other.freeze_(x.clone())
+        return other.freeze_(x)
 
     def column_rounder(
         self, shape: tuple[int, ...], to_matrix: Callable[[torch.Tensor], torch.Tensor]

@@ -1,0 +1,264 @@
+"""Sensitivities: what the predictions of a model lose if the weights of one unit are rounded.
+
+A unit is a layer, or all experts of a layer. A call that measures a unit begins at the block of the
+unit: earlier blocks return what they returned in the unchanged model, and do not compute.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from quark.torch.algorithm.layers import output_error, to_matrix
+from quark.torch.graph.block_selection import is_inside
+from quark.torch.graph.replay import replace_forwards
+from quark.torch.graph.residency import resident
+from quark.torch.pipeline.accumulators import Gram
+from quark.torch.pipeline.activation_store import ActivationStore, current_limit
+from quark.torch.pipeline.batches import padding_mask, run_batch, show_progress, take_excerpt
+from quark.torch.pipeline.statistics import Probe
+from quark.torch.quantization.calibration import compute_weight_scales
+from quark.torch.quantization.config.config import Config
+from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
+
+logger = logging.getLogger(__name__)
+
+PROBES = 2  # default number of model calls on which sensitivities are measured
+LONG = 10.0  # seconds from which on the time is told
+_OTHER_TOKENS = 8  # of an excerpt that is shorter than another
+
+
+@torch.no_grad()
+def measure_probes(
+    model: nn.Module,
+    blocks: Sequence[str],
+    units: Sequence[Sequence[str]],
+    calls: Sequence[Any],
+    grams: Mapping[str, Gram],
+) -> dict[str, Probe]:
+    """Return the effect of rounding each unit alone, by layer.
+
+    Args:
+        model: The model, whose layers have quantizers of weights that are switched off.
+        blocks: Its blocks in the order of execution.
+        units: Layers that are rounded together, all of one block, in the order of blocks.
+        calls: Data of the calls that are measured.
+        grams: Sums over the inputs of each layer, by name.
+    """
+    probes: dict[str, Probe] = {}
+    with ActivationStore() as expected, _BlockOutputs(model, blocks) as outputs:
+        outputs.prove(calls[0])
+        for index, call in enumerate(calls):
+            expected[index] = outputs.record(call)
+
+        def run(block: str, index: int) -> torch.Tensor:
+            with outputs.beginning_at(block, index):
+                return predict(model, calls[index])
+
+        start = time.monotonic()
+        for number, unit in enumerate(show_progress(units, "sensitivities")):
+            layers = {name: _get_layer(model, name) for name in unit}
+            with resident(model, *unit):
+                compute_weight_scales(layers, Config())
+                error = sum(
+                    weight_error(layer, round_to_nearest(layer), grams[name])
+                    for name, layer in layers.items()
+                )
+            with _enable_weight_quantizers(layers.values()):
+                block = _block_of(unit[0], blocks)
+                divergence, tokens = _measure_divergence(partial(run, block), expected)
+            probes |= dict.fromkeys(unit, Probe(divergence, tokens, error))
+            if number == 0:
+                _tell_time(time.monotonic() - start, units, blocks)
+    return probes
+
+
+def _tell_time(first: float, units: Sequence[Sequence[str]], blocks: Sequence[str]) -> None:
+    """Tell the time that all units will take, given that of the first one."""
+    # Example: 4 blocks of 7 layers. A layer of the first block runs all 4, one of the last block 1:
+    # 28 layers take as long as 7 · (4 + 3 + 2 + 1) / 4 = 17.5 times the first one.
+    begins = [len(blocks) - _place(_block_of(unit[0], blocks), blocks) for unit in units]
+    seconds = first * sum(begins) / begins[0]
+    if seconds >= LONG:
+        logger.info("The sensitivities of %d layers take about %.0f s.", len(units), seconds)
+
+
+def _block_of(layer: str, blocks: Sequence[str]) -> str:
+    """Return the block that holds a layer, "" if none does."""
+    return next((block for block in blocks if is_inside(layer, block)), "")
+
+
+def _place(block: str, blocks: Sequence[str]) -> int:
+    return list(blocks).index(block) if block else 0
+
+
+class _BlockOutputs:
+    """What the blocks of a model returned for some calls, so that a call can begin at a block.
+
+    Args:
+        model: The model.
+        blocks: Its blocks in the order of execution.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
+        self._model, self._blocks = model, blocks
+        self._store = ActivationStore(current_limit())
+        self._forms: list[dict[str, Any]] = []  # of each call: block -> output, slots for tensors
+        self._entrances: set[str] = set()  # blocks that a call can begin at
+
+    def __enter__(self) -> _BlockOutputs:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._store.clear()
+
+    def record(self, call: Any) -> torch.Tensor:
+        """Run a call, record what each block returns, and return the predictions of the call."""
+        forms: dict[str, Any] = {}
+
+        def keep(name: str, module: nn.Module, args: Any, output: Any) -> None:
+            if _is_plain(output):
+                forms[name] = self._put(output)
+
+        with ExitStack() as stack:
+            for name in self._blocks:
+                module = self._model.get_submodule(name)
+                stack.callback(module.register_forward_hook(partial(keep, name)).remove)
+            predictions = predict(self._model, call)
+        self._forms.append(forms)
+        return predictions
+
+    def prove(self, call: Any) -> None:
+        """Find the blocks that calls can begin at, by an excerpt of a call.
+
+        Blocks may read more of earlier ones than what these return, such as keys and values. Then a
+        call that begins there has other predictions, or none, and all blocks run instead.
+        """
+        excerpt = take_excerpt(call)
+        predictions, forms = self.record(excerpt), self._forms.pop()
+        # What blocks keep is of other tokens from here on, so that nobody can read it unnoticed. A
+        # call refreshes what its blocks keep: the last block is first, as the earlier ones do not.
+        others = predict(self._model, take_excerpt(call, _OTHER_TOKENS))
+        if torch.equal(others, predictions):
+            return
+        for block in reversed(self._blocks[1:]):
+            try:
+                with self._skip(forms, block):
+                    if torch.equal(predict(self._model, excerpt), predictions):
+                        self._entrances.add(block)
+            except Exception as error:  # anything that a model can raise
+                logger.debug("Calls cannot begin at %s: %s", block, error)
+
+    def beginning_at(self, block: str, index: int) -> AbstractContextManager[None]:
+        """Let a recorded call begin at a block while the context is open, if it can."""
+        return self._skip(self._forms[index], block if block in self._entrances else "")
+
+    def _skip(self, forms: Mapping[str, Any], block: str) -> AbstractContextManager[None]:
+        """Let blocks before ``block`` return what is recorded; none if it is ""."""
+        earlier = self._blocks[: self._blocks.index(block)] if block else ()
+
+        def forward(name: str, *args: Any, **kwargs: Any) -> Any:
+            return self._get(forms[name])
+
+        return replace_forwards(
+            self._model, {n: partial(forward, n) for n in earlier if n in forms}
+        )
+
+    def _put(self, output: Any) -> Any:
+        """Store the tensors of an output; return it with their numbers in their places."""
+        if isinstance(output, tuple):
+            return tuple(map(self._put, output))
+        if output is None:
+            return None
+        number = len(self._store)
+        self._store[number] = output
+        return number
+
+    def _get(self, form: Any) -> Any:
+        """Return an output; a copy, because models may write to it in place."""
+        if isinstance(form, tuple):
+            return tuple(map(self._get, form))
+        return None if form is None else self._store[form].clone()
+
+
+def _is_plain(output: Any) -> bool:
+    """Whether an output is a tensor, or a tuple of tensors and None."""
+    if type(output) is tuple:
+        return all(map(_is_plain, output))
+    return output is None or isinstance(output, torch.Tensor)
+
+
+def _get_layer(model: nn.Module, name: str) -> FakeQuantizedLayer:
+    layer = model.get_submodule(name)
+    assert isinstance(layer, FakeQuantizedLayer)
+    return layer
+
+
+def round_to_nearest(layer: FakeQuantizedLayer) -> torch.Tensor:
+    """Return the weight of a layer with final scales, rounded to the nearest values."""
+    assert layer.weight_quantizer is not None
+    return layer.weight_quantizer.freeze_(layer.weight.detach().clone())
+
+
+def weight_error(layer: FakeQuantizedLayer, weight: torch.Tensor, gram: Gram) -> float:
+    """Return the squared error of the outputs of a layer under another weight, over all tokens."""
+    if gram.total is None:
+        return 0.0
+    change = weight.float() - layer.weight.detach().float()
+    rows = to_matrix(change, layer.input_axis)
+    return float(output_error(rows, gram.total.to(rows.device)))
+
+
+@contextmanager
+def _enable_weight_quantizers(layers: Iterable[FakeQuantizedLayer]) -> Iterator[None]:
+    """Switch on the quantizers of weights inside the context."""
+    quantizers = [q for layer in layers if (q := layer.weight_quantizer) is not None]
+    for quantizer in quantizers:
+        quantizer.enabled = True
+    try:
+        yield
+    finally:
+        for quantizer in quantizers:
+            quantizer.enabled = False
+
+
+def _measure_divergence(
+    run: Callable[[int], torch.Tensor], expected: ActivationStore
+) -> tuple[float, int]:
+    """Return the sum over tokens of KL(expected ‖ actual) in nats, and the number of tokens."""
+    total, tokens = 0.0, 0
+    for index in range(len(expected)):
+        reference, actual = expected[index], run(index)
+        total += float((reference.exp() * (reference - actual)).sum(dtype=torch.float64))
+        tokens += len(actual)
+    return total, tokens
+
+
+def predict(model: nn.Module, call: Any) -> torch.Tensor:
+    """Return the log-probabilities of a call, (tokens, classes) float32, without padding.
+
+    Raises:
+        ValueError: The model returns no logits.
+    """
+    outputs: list[Any] = []
+    handle = model.register_forward_hook(lambda module, args, output: outputs.append(output))
+    try:
+        run_batch(model, call)
+    finally:
+        handle.remove()
+    output = outputs[0][0] if isinstance(outputs[0], tuple) else outputs[0]
+    logits = getattr(output, "logits", output)
+    if not isinstance(logits, torch.Tensor):
+        raise ValueError(
+            f"{type(model).__name__} returned {type(output).__name__} without logits, which "
+            "sensitivities are measured on. Pass probes=0, or a model with a head."
+        )
+    rows, mask = logits.flatten(0, -2), padding_mask(call)
+    return (rows if mask is None else rows[mask.flatten().to(rows.device)]).float().log_softmax(-1)
