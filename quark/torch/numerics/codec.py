@@ -6,6 +6,8 @@ is 1 10 1 = 13. The subnormal 0.5 is 0 00 1 = 1.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from quark.torch.numerics.formats import Format
@@ -44,7 +46,9 @@ def round_to_codes(x: torch.Tensor, fmt: Format, mode: RoundType) -> torch.Tenso
     return codes.add_(steps.abs_().to(torch.int32))
 
 
-def round_bfloat16_to_codes(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
+def round_bfloat16_to_codes(
+    x: torch.Tensor, scale: torch.Tensor, fmt: Format, scratch: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return the codes of bfloat16 values under scales that are powers of two, as int16.
 
     These are the codes of ``round_to_codes(x.float() / scale, fmt, RoundType.half_even)``, from the
@@ -59,17 +63,23 @@ def round_bfloat16_to_codes(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -
         x: Bits of finite or infinite values, int16, any shape.
         scale: float32, broadcasts over ``x``, within ``countable_scales(fmt)``.
         fmt: A signed float format with at most 8 bits.
+        scratch: int16 (3, n) for at most n elements, overwritten: the result is a part of it. It
+            saves new memory for each piece of a tensor. None for new memory.
     """
+    scratch = x.new_empty(3, x.numel()) if scratch is None else scratch
+    steps, codes, count = (part[: x.numel()].view(x.shape) for part in scratch.unbind())
     dropped = _MANTISSA - fmt.mantissa_bits  # bits, of which rounding leaves none
     # Steps are counted from where code 0 would lie, plus a half that rounds ties down.
     shift = (1 << dropped + fmt.mantissa_bits) + (1 << dropped - 1) - 1
     start = ((scale.view(torch.int32) >> 23) + fmt.min_exponent << _MANTISSA) - shift
-    steps = x.bitwise_and(0x7FFF).sub_(start.to(torch.int16))
+    torch.bitwise_and(x, 0x7FFF, out=steps).sub_(start.to(torch.int16))
     steps.clamp_(max=_steps_above_normal(fmt.max_value, fmt) + shift)
-    codes = (steps >> dropped).bitwise_and_(1)  # of a tie, the even code
+    _count_subnormal_steps(steps, fmt, shift, codes, out=count)
+    torch.bitwise_right_shift(steps, dropped, out=codes).bitwise_and_(1)  # of a tie, the even code
     codes.add_(steps).bitwise_right_shift_(dropped)
-    torch.maximum(codes, _count_subnormal_steps(steps, fmt, shift), out=codes)
-    return codes.sub_(x >> 15, alpha=1 << (fmt.bits - 1))  # all bits of x >> 15 are the sign
+    torch.maximum(codes, count, out=codes)
+    torch.bitwise_right_shift(x, 15, out=steps)  # all bits are the sign
+    return codes.sub_(steps, alpha=1 << (fmt.bits - 1))
 
 
 def countable_scales(fmt: Format) -> tuple[float, float]:
@@ -81,8 +91,10 @@ def countable_scales(fmt: Format) -> tuple[float, float]:
     return least, 2.0 ** (127 - fmt.max_exponent)
 
 
-def _count_subnormal_steps(steps: torch.Tensor, fmt: Format, shift: int) -> torch.Tensor:
-    """Return how many boundaries between subnormal codes lie below values, int16.
+def _count_subnormal_steps(
+    steps: torch.Tensor, fmt: Format, shift: int, scratch: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Write to ``out`` how many boundaries between subnormal codes lie below values, int16.
 
     Example, fp4 has the codes 0, 1, 2 for 0, 0.5, 1: the boundaries are 0.25, which rounds to the
     even code 0, and 0.75, which rounds to the even code 2.
@@ -91,6 +103,8 @@ def _count_subnormal_steps(steps: torch.Tensor, fmt: Format, shift: int) -> torc
         steps: Bits of the values minus those of the smallest normal number, plus ``shift``.
         fmt: The format.
         shift: See ``steps``.
+        scratch: int16 in the shape of ``steps``, overwritten.
+        out: Likewise.
     """
     unit = 2.0 ** (fmt.min_exponent - fmt.mantissa_bits)
     # The most steps that do not count: a tie below an even code is the first that does.
@@ -98,12 +112,13 @@ def _count_subnormal_steps(steps: torch.Tensor, fmt: Format, shift: int) -> torc
         _steps_above_normal((code + 0.5) * unit, fmt) - code % 2 + shift
         for code in range(1 << fmt.mantissa_bits)
     ]
-    count = steps.clamp(most[0], most[0] + 1)
+    torch.clamp(steps, most[0], most[0] + 1, out=out)
     for last in most[1:]:
-        count.add_(steps.clamp(last, last + 1))
-    return count.sub_(sum(most))
+        out.add_(torch.clamp(steps, last, last + 1, out=scratch))
+    out.sub_(sum(most))
 
 
+@cache
 def _steps_above_normal(value: float, fmt: Format) -> int:
     """Return the bits of a value of bfloat16 minus those of the smallest normal number."""
     bits = torch.tensor([value, 2.0**fmt.min_exponent], dtype=torch.bfloat16).view(torch.int16)

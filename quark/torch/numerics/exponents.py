@@ -25,10 +25,14 @@ def exponent_of(x: torch.Tensor) -> torch.Tensor:
 
 def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
     """Return 2^exponent in float32, exactly, for exponents from -149 to 127."""
-    # Below 2^-126 the exponent bits end: 2^-130 = 2^-126 (from bits) * 2^-4 (from exp2).
-    normal = (exponent.clamp(min=-126) + 127) << 23
-    rest = exponent.clamp(max=-126) + 126
-    return normal.view(torch.float32) * torch.exp2(rest.float())
+    # Below 2^-126 the exponent bits end, so half of the exponent at a time: 2^-130 = 2^-65 * 2^-65.
+    half = exponent >> 1
+    return _normal_power(half) * _normal_power(exponent - half)
+
+
+def _normal_power(exponent: torch.Tensor) -> torch.Tensor:
+    """Return 2^exponent in float32 from its bits, for exponents of normal numbers."""
+    return (exponent.to(torch.int32) + 127 << 23).view(torch.float32)
 
 
 def shared_exponent(amax: torch.Tensor, fmt: Format, mode: str) -> torch.Tensor:

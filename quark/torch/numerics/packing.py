@@ -11,6 +11,8 @@ takes several elements, lowest bits first. Examples::
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
 from functools import reduce
 
 import torch
@@ -51,8 +53,16 @@ def pack(
     if fmt.word_codes == 1:
         return codes.contiguous()
     axis %= codes.dim()
-    pieces = row_pieces(codes, PIECE) if axis else [codes]
+    pieces = _pieces(codes, 1 if axis else fmt.word_codes)
     return join_rows([_packed(piece, fmt, shifts, axis) for piece in pieces])
+
+
+def _pieces(codes: torch.Tensor, multiple: int) -> list[torch.Tensor]:
+    """Split codes along the first axis into pieces of a multiple of rows, which fit a CPU cache."""
+    if codes.device.type != "cpu" or codes.numel() <= PIECE:
+        return [codes]
+    rows = PIECE * codes.shape[0] // codes.numel()
+    return list(torch.split(codes, max(multiple, rows - rows % multiple)))
 
 
 def _packed(codes: torch.Tensor, fmt: Format, shifts: list[int], axis: int) -> torch.Tensor:
@@ -64,16 +74,36 @@ def _packed(codes: torch.Tensor, fmt: Format, shifts: list[int], axis: int) -> t
     is_byte = fmt.word_codes * fmt.bits == 8 and fmt.storage_dtype == torch.uint8
     if is_byte and fmt.word_codes == 2 and codes.stride(axis + 1) == 1 and _is_even(codes):
         return _packed_pairs(codes.view(torch.int16).squeeze(-1) & (mask << 8 | mask), shifts)
-    dtype = torch.uint8 if is_byte else _word_dtype(fmt)  # passes over bytes take a quarter
-    placed = (
-        codes.select(axis + 1, i).to(dtype).bitwise_and(mask).bitwise_left_shift_(shift)
-        for i, shift in enumerate(shifts)
-    )
-    word = reduce(torch.Tensor.bitwise_or_, placed)
+    dtype = torch.uint8 if is_byte else _word_dtype(fmt)
+    parts = {shift: codes.select(axis + 1, i) for i, shift in enumerate(shifts)}
+    if dtype.itemsize > 1 and codes.element_size() == 1 and 8 % fmt.bits == 0:
+        # Passes over bytes take a quarter.
+        parts = _bytes({shift: part.view(torch.uint8) for shift, part in parts.items()}, mask)
+        mask = 0xFF
+    word = _joined(parts, mask, dtype)
     if fmt.storage_dtype == dtype:
         return word.contiguous()
-    parts = [(word >> (8 * i) & 0xFF).to(fmt.storage_dtype) for i in range(_elements(fmt))]
-    return torch.stack(parts, axis + 1).flatten(axis, axis + 1)
+    elements = [(word >> (8 * i) & 0xFF).to(fmt.storage_dtype) for i in range(_elements(fmt))]
+    return torch.stack(elements, axis + 1).flatten(axis, axis + 1)
+
+
+def _joined(parts: Mapping[int, torch.Tensor], mask: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return words of the codes that begin at given bits."""
+    placed = (
+        part.to(dtype).bitwise_and(mask).bitwise_left_shift_(shift) for shift, part in parts.items()
+    )
+    return reduce(torch.Tensor.bitwise_or_, placed)
+
+
+def _bytes(parts: Mapping[int, torch.Tensor], mask: int) -> dict[int, torch.Tensor]:
+    """Return the bytes of words, by the bits that they begin at, of codes that divide a byte.
+
+    Example: codes that begin at the bits 0, 4, 8 and 12 become bytes that begin at 0 and 8.
+    """
+    by_byte: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
+    for shift, part in parts.items():
+        by_byte[shift - shift % 8][shift % 8] = part
+    return {start: _joined(inside, mask, torch.uint8) for start, inside in by_byte.items()}
 
 
 def _is_even(codes: torch.Tensor) -> bool:

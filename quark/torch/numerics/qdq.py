@@ -50,7 +50,7 @@ def quantize(
     if not fmt.scaled:
         return _cast(x, fmt.code_dtype)
     if scale is not None and _is_counted(x, scale, scheme):
-        return _map(_count_codes, x.detach().view(torch.int16), scale, None, scheme, torch.uint8)
+        return _count_codes(x.detach(), scale, scheme)
     return _map(_to_codes, x, scale, zero_point, scheme, fmt.code_dtype)
 
 
@@ -254,8 +254,18 @@ def _is_counted(x: torch.Tensor, scale: torch.Tensor, scheme: Scheme) -> bool:
     return bool(least <= lo) and bool(hi <= most)
 
 
-def _count_codes(x: torch.Tensor, by: Factors, scheme: Scheme) -> torch.Tensor:
-    return round_bfloat16_to_codes(x, by.scale, scheme.fmt)
+def _count_codes(x: torch.Tensor, scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    """Return the codes of a bfloat16 tensor by ``round_bfloat16_to_codes``."""
+    blocks = scheme.blocks(x.shape)
+    out = torch.empty(blocks.padded, dtype=scheme.fmt.code_dtype)
+    scales = blocks.spread(scale.float())
+    views = blocks.split(x.view(torch.int16)), out.view(blocks.view)
+    scratch = torch.empty(3, 0, dtype=torch.int16)
+    for src, dst, by in _pieces(*views, Factors(scales, scales, None), CHUNK // 2):
+        if not scratch.numel():  # the first piece is the largest
+            scratch = torch.empty(3, src.numel(), dtype=torch.int16)
+        dst.copy_(round_bfloat16_to_codes(src, by.scale, scheme.fmt, scratch))
+    return blocks.join(out).reshape(x.shape)
 
 
 def _from_codes(x: torch.Tensor, by: Factors, scheme: Scheme) -> torch.Tensor:
@@ -308,15 +318,14 @@ def _map(
         shape = x.shape if blocks.padded == blocks.shape else blocks.padded
         out = torch.empty(shape, dtype=dtype, device=x.device)
     views = blocks.split(x), out.view(blocks.view)
-    for src, dst, by in _pieces(*views, Factors(scales, scales.reciprocal(), zeros)):
-        if piece is _count_codes:  # overwrites nothing
-            work = src
-        else:
-            # Work in place in the result if it is wide enough: one buffer less in the cache.
-            fits = dst.dtype == wide
-            work = dst if fits else torch.empty(src.shape, dtype=wide, device=src.device)
-            if work.data_ptr() != src.data_ptr():
-                _load(src, work)
+    buffer: torch.Tensor | None = None  # for all pieces: new memory would take time for each
+    for src, dst, by in _pieces(*views, Factors(scales, scales.reciprocal(), zeros), CHUNK):
+        # Work in place in the result if it is wide enough: one buffer less in the cache.
+        if dst.dtype != wide and buffer is None:  # the first piece is the largest
+            buffer = torch.empty(src.numel(), dtype=wide, device=src.device)
+        work = dst if buffer is None else buffer[: src.numel()].view(src.shape)
+        if work.data_ptr() != src.data_ptr():
+            _load(src, work)
         done = piece(work, by, scheme)
         if done.data_ptr() != dst.data_ptr():
             _store(done, dst)
@@ -344,10 +353,10 @@ def _store(done: torch.Tensor, dst: torch.Tensor) -> None:
 
 
 def _pieces(
-    src: torch.Tensor, dst: torch.Tensor, by: Factors
+    src: torch.Tensor, dst: torch.Tensor, by: Factors, elements: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, Factors]]:
-    """Split along the first axis into pieces of about ``CHUNK`` elements (one piece on a GPU)."""
-    rows = max(1, CHUNK * src.shape[0] // max(1, src.numel()))
+    """Split along the first axis into pieces of about ``elements`` elements (one on a GPU)."""
+    rows = max(1, elements * src.shape[0] // max(1, src.numel()))
     if src.device.type != "cpu" or rows >= src.shape[0]:
         yield src, dst, by
         return

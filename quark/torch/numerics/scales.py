@@ -51,8 +51,12 @@ def _extremes(view: torch.Tensor, reduced: tuple[int, ...]) -> tuple[torch.Tenso
         return view.amin(reduced), view.amax(reduced)
     # CPUs reduce rows of float32 fastest, in pieces that stay in the cache.
     ends = []
-    for piece in torch.split(view, max(1, _PIECE * len(view) // view.numel())):
-        wide = piece.float()
+    pieces = torch.split(view, max(1, _PIECE * len(view) // view.numel()))
+    buffer = torch.empty(0 if view.dtype == torch.float32 else pieces[0].numel())
+    for piece in pieces:
+        wide = piece
+        if buffer.numel():  # the same for all pieces: new memory would take time for each
+            wide = buffer[: piece.numel()].view(piece.shape).copy_(piece)
         ends.append((wide.amin(reduced), wide.amax(reduced)))
     lo, hi = zip(*ends, strict=True)
     return torch.cat(lo), torch.cat(hi)

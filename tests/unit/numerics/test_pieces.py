@@ -69,3 +69,14 @@ def test_codes_are_decoded_in_any_order_of_memory(name):
     codes = torch.arange(1 << fmt.bits, dtype=torch.uint8).reshape(-1, 4)
     assert torch.equal(decode(codes.t(), fmt), decode(codes, fmt).t())
     assert torch.equal(decode(codes[:, 1], fmt), decode(codes, fmt)[:, 1])
+
+
+@pytest.mark.parametrize("name", ["fp4", "fp6_e2m3", "fp8_e4m3"])
+def test_codes_of_bfloat16_in_pieces_are_those_at_once(name, monkeypatch):
+    scheme = Scheme(Dtype[name].value, GROUP, axis=-1, group=32, scale=E8M0)
+    x = (torch.randn(7, 96) * torch.logspace(-3, 3, 7).unsqueeze(1)).bfloat16()
+    scale, _ = dynamic_qparams(x, scheme)
+    whole = qdq.quantize(x, scale, None, scheme)
+    monkeypatch.setattr(qdq, "CHUNK", 2 * 3 * 96)  # the last piece is smaller
+    assert torch.equal(qdq.quantize(x, scale, None, scheme), whole)
+    assert torch.equal(qdq.quantize(x.float(), scale, None, scheme), whole)

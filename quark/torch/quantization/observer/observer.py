@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from quark.torch.numerics.finite import is_finite
 from quark.torch.numerics.scale_formats import POF2
 from quark.torch.numerics.scales import (
     BFLOAT16_MAX,
@@ -136,7 +137,7 @@ class MinMaxObserver(ObserverBase):
         """
         if self.lo is None or self.hi is None:
             raise RuntimeError("No data was observed, so there is no range to derive a scale from.")
-        if not bool((torch.isfinite(self.lo) & torch.isfinite(self.hi)).all()):
+        if not (is_finite(self.lo) and is_finite(self.hi)):
             raise FloatingPointError("NaN or infinite values were observed.")
         return self.qparams()
 
