@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -149,6 +151,8 @@ def main(
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # replace characters that the terminal cannot show
             stream.reconfigure(errors="replace")
+    # At the end, the interpreter would go through all objects of modules once more to free them.
+    atexit.register(gc.freeze)
     app(args=args, default_map=defaults)
 
 
