@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from quark.torch.quantization.model_shape import LayerKind, Layers
 
 TOKENIZER = 8  # memory that a tokenizer takes, in sizes of its file
+READING, READING_GGUF = 10, 72  # the same while it is read, from tokenizer.json and a GGUF header
 PROBE, GLANCE = 0.25, 0.02  # seconds of each part of the probe: for --plan, and before a run
 
 
@@ -138,6 +139,7 @@ def make_plan(
         model=run.model._replace(converted=converted, stored=_stored_bytes(request)),
         through_files=through_files,
         threads=torch.get_num_threads(),
+        tokenizer=_reading_bytes(request, tokenizer),
     )
     taken = taken_memory() + TOKENIZER * tokenizer
     bound, free = request.max_memory, free_memory()
@@ -179,6 +181,12 @@ def _open_source(request: Request) -> tuple[nn.Module, Reader, int]:
     dtype = None if data_type == "auto" else getattr(torch, data_type)
     model, values = open_gguf_in_float(source, dtype)
     return model, values, values.header_bytes
+
+
+def _reading_bytes(request: Request, tokenizer: int) -> int:
+    """Return the bytes that reading a tokenizer again takes, where a GGUF file will hold it."""
+    times = READING_GGUF if request.model_dir.is_file() else READING
+    return times * tokenizer if "gguf" in request.exports else 0
 
 
 def _converted_bytes(model: nn.Module, files: Reader) -> int:

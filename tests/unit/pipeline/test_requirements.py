@@ -106,6 +106,24 @@ class TestMemory:
         assert many.memory > 2 * 4 * 1024 * 4096
         assert (many.passes, many.read) == (0, request_of(blocks=60).model.size)
 
+    def test_a_forward_pass_ends_before_rounding_begins(self):
+        def memory(batch):
+            run = request_of("gptq")
+            needs = require(run._replace(data=run.data._replace(batch=batch)), 0)
+            return next(step.memory for step in needs.steps if step.name == "gptq")
+
+        sums, solving = 2 * block().grams, 4 * (4 * 4096**2 + 10 * 4096 * 1024)
+        assert memory(1) == memory(128) == sums + solving
+        assert memory(1 << 14) > sums + solving
+
+    @pytest.mark.parametrize("bound", [None, 2000 * MIB])
+    def test_a_tokenizer_is_read_once_more_for_a_file_that_holds_it(self, bound):
+        needs = require(request_of(tokenizer=900 * MIB), 0, bound)
+        assert needs.memory > 900 * MIB + needs.parameters
+        small = require(request_of(tokenizer=1), 0, bound)
+        assert small.memory == require(request_of(), 0, bound).memory
+        assert small.read == require(request_of(), 0, bound).read
+
     def test_a_device_takes_what_the_model_takes(self):
         request = request_of(on_device=True)
         needs = require(request, 400 * MIB)
