@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quark.cli import console
 from quark.cli.console import format_bytes
-from quark.cli.options import EVAL_WINDOWS
+from quark.cli.options import counted_windows
 from quark.cli.quantize.config import layer_configs
 from quark.cli.quantize.request import Request
 
@@ -118,8 +118,7 @@ def make_plan(
     from quark.torch.export.checkpoint.float_source import fill_with_placeholders
     from quark.torch.export.checkpoint.prequantized import find_kept, saved_bytes
     from quark.torch.export.recognition import exceeds_memory
-    from quark.torch.pipeline.machine import taken_memory
-    from quark.torch.pipeline.memory_limit import free_memory
+    from quark.torch.pipeline.memory_limit import free_memory, taken_memory
     from quark.torch.pipeline.requirements import least_bound, require
     from quark.torch.quantization.model_shape import list_selected, selected
 
@@ -236,7 +235,7 @@ def _describe_run(
     algorithms = find_algorithms(config)
     options = JsonExporterConfig(weight_format=request.export_weight_format)
     stored = selected_size(model, resolved, layers, options)
-    windows = EVAL_WINDOWS if request.num_eval_data is None else request.num_eval_data
+    windows = counted_windows(request.num_eval_data or 0)
     window = request.eval_seq_len or length
     return Run(
         model=shape,
@@ -246,7 +245,7 @@ def _describe_run(
         is_static=is_calibrated and needs_data(layer_configs(config)),
         output=stored * (len(request.exports) + request.params_save),
         packed=max(0, stored - (shape.size - shape.changed)),
-        evaluated=0 if request.skip_evaluation else max(windows, EVAL_WINDOWS) * window,
+        evaluated=0 if request.skip_evaluation else windows * window,
         evaluated_batch=request.evaluation_batch * window,
         evaluated_window=window,
         processes=int(os.environ.get("WORLD_SIZE", "1")),

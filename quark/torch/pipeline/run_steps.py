@@ -191,8 +191,9 @@ def _evaluation(run: Run, streams: bool, limit: int) -> Step | None:
     if streams:
         batch = window * windows_at_once(batch // window, window, _widest(run), limit)
     data = run.data._replace(tokens=run.evaluated, batch=batch, length=window)
-    # Logits of a part of the batch, their copy in float32, and two more for the likelihood.
-    parts = (data.itemsize + 3 * FLOAT32) * min(_ROWS, data.batch) * data.labels
+    # Logits of a part of the batch, in float32 too, and two copies for the likelihood.
+    own = data.itemsize if data.itemsize < FLOAT32 else 0
+    parts = (own + 3 * FLOAT32) * min(_ROWS, data.batch) * data.labels
     reordered = data.itemsize * run.model.around_largest if data.itemsize < FLOAT32 else 0
     head = parts + reordered + 3 * FLOAT32 * data.batch * data.hidden
     unpacked = 2 * FLOAT32 * run.model.largest_weight if run.unpacks else 0

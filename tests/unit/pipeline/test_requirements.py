@@ -98,6 +98,17 @@ class TestMemory:
         assert many > 15 * one
         assert memory(64, 4000 * MIB) < 1000 * MIB  # fewer windows at once under a bound
 
+    def test_an_evaluation_in_float32_makes_no_copy_in_float32(self):
+        def memory(itemsize):
+            run = request_of(evaluated=2048, evaluated_batch=2048, evaluated_window=2048)
+            data = run.data._replace(labels=128_000, itemsize=itemsize)
+            steps = require(run._replace(data=data), 0).steps
+            return next(s.memory for s in steps if s.name == "evaluation")
+
+        logits = 256 * 128_000
+        assert 3 * 4 * logits < memory(4) < 3.3 * 4 * logits
+        assert memory(2) - memory(4) >= 2 * logits
+
     def test_from_files_to_files_it_is_that_of_the_largest_layers(self):
         few, many = (
             require(request_of(blocks=n, through_files=True, threads=2), 0) for n in (20, 60)
