@@ -18,7 +18,7 @@ from quark.torch.export.formats.registry import FORMATS
 from tests.configurations import config, half_groups, preset, quantized
 from tests.device.stand_in import TYPE
 
-SCHEMES = ("int4_wo_32", "fp8", "int8")  # every format holds one of them
+SCHEMES = ("int4_wo_32", "fp8", "int8", "mxfp8")  # every format holds one of them
 
 
 @pytest.fixture

@@ -10,11 +10,12 @@ from quark.torch.export.formats.registry import FORMATS
 from quark.torch.quantization import Config, Int8PerTensorSpec, QuantizationConfig
 
 FLAGS = ("--quant_scheme", "int4_wo_32")
+SCHEMES = {"modelopt": "nvfp4_weight_only", "mxfp8": "mxfp8"}  # of formats without int4
 
 
 @pytest.mark.parametrize("mode", [name for name in FORMATS if name not in ("quark", "fp8")])
 def test_layouts_of_other_tools(quantize, quark, mode):
-    path, said = quantize(*FLAGS, "--custom_mode", mode)
+    path, said = quantize("--quant_scheme", SCHEMES.get(mode, "int4_wo_32"), "--custom_mode", mode)
     section = json.loads((path / "config.json").read_text())["quantization_config"]
     assert section["quant_method"] == mode
     assert f"hf_format as {mode}" in " ".join(said.split()) and "size on disk" in said

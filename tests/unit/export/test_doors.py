@@ -10,7 +10,7 @@ import pytest
 import torch
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-ROUNDS = 8  # of each door: 13 doors, 104 rounds
+ROUNDS = 8  # of each door: 15 doors, 120 rounds
 WITH_TENSORS = [
     "float",
     "report",
@@ -19,6 +19,8 @@ WITH_TENSORS = [
     "gptq",
     "compressed-tensors",
     "fp8",
+    "modelopt",
+    "mxfp8",
     "native",
     "importer",
     "importer of native",
@@ -50,6 +52,8 @@ MORE = [
     *("fp8 fast", "fp8 blocks fast", "native fast"),
     *("quark to files", "awq to files", "compressed-tensors to files", "fp8 to files"),
     "fp8 blocks to files",
+    *(f"modelopt {way}" for way in ("in parts", "in float", "fast", "to files")),
+    *(f"mxfp8 {way}" for way in ("in parts", "in float", "fast", "to files")),
 ]
 
 
