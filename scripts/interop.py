@@ -100,6 +100,13 @@ CLIENTS = {
         (("install", "numpy", "llama-cpp-python==0.3.36"),),
         {"CMAKE_ARGS": "-DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_EXAMPLES=OFF"},
     ),
+    "modelopt": Client(
+        (
+            ("install", "numpy", "scipy", "pydantic", "omegaconf", "ninja", "pulp"),
+            ("install", "--no-deps", "nvidia-modelopt==0.47.0", "onnx_graphsurgeon"),
+            ("install", "--no-deps", "nvidia-ml-py"),
+        )
+    ),
     "onnxruntime": Client((("install", "numpy", "onnxruntime==1.31.1"),)),
     "openvino": Client((("install", "numpy", "openvino==2026.4.1"),)),
     "triton": Client((("install", "--no-deps", "triton==3.9.0"),)),
