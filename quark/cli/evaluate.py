@@ -32,6 +32,7 @@ from quark.cli.options import (
     Tasks,
     TrustRemoteCode,
     add_verb,
+    counted_windows,
     panel,
 )
 
@@ -157,7 +158,7 @@ def evaluate(
     place["trust_remote_code"] = trust_remote_code
     work: Any = {
         "length": length,
-        "evaluated": max(limit, EVAL_WINDOWS),
+        "evaluated": counted_windows(limit),
         "evaluated_batch": batch_size,
     }
     for directory in directories:

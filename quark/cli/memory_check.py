@@ -67,8 +67,7 @@ def check_measurement(measurement: Measurement) -> None:
         typer.BadParameter: It cannot stay below ``--max_memory``, or a disk has too little room.
     """
     from quark.torch.export.recognition import exceeds_memory
-    from quark.torch.pipeline.machine import taken_memory
-    from quark.torch.pipeline.memory_limit import free_memory
+    from quark.torch.pipeline.memory_limit import free_memory, taken_memory
     from quark.torch.pipeline.requirements import least_bound, require
 
     run = _describe(measurement)

@@ -26,6 +26,11 @@ DataType = Literal["auto", "float16", "bfloat16", "float32"]
 T = TypeVar("T")
 
 
+def counted_windows(limit: int) -> int:
+    """Return how many windows an estimate of memory counts: all of a text count as the default."""
+    return limit if limit > 0 else EVAL_WINDOWS
+
+
 def one_of(
     flag: str,
     names: Callable[[], Iterable[str]],

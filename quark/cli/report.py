@@ -22,6 +22,7 @@ from quark.cli.options import (
     MaxMemory,
     TrustRemoteCode,
     add_verb,
+    counted_windows,
     panel,
 )
 from quark.cli.outputs import check_file
@@ -110,7 +111,7 @@ def report(
     }
     work = Measurement(source=directory, length=seq_len or SEQ_LEN, keeps_codes=True, **place)
     if dataset is not None:
-        work = replace(work, evaluated=max(limit, EVAL_WINDOWS), evaluated_batch=batch_size)
+        work = replace(work, evaluated=counted_windows(limit), evaluated_batch=batch_size)
     _check_memory(replace(work, measures_layers=True), original)
     windows = None
     if dataset is not None:

@@ -30,6 +30,7 @@ from quark.cli.options import (
     Tasks,
     TrustRemoteCode,
     add_verb,
+    counted_windows,
     panel,
     verb,
 )
@@ -242,7 +243,7 @@ def _check_models(
     measurement = Measurement(
         source=request.original,
         length=length,
-        evaluated=max(request.limit, EVAL_WINDOWS),
+        evaluated=counted_windows(request.limit),
         evaluated_batch=request.batch_size,
         measures_layers=request.layers,
         keeps_codes=True,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quark.cli import console
 from quark.cli.console import format_bytes
-from quark.cli.options import EVAL_WINDOWS
+from quark.cli.options import counted_windows
 from quark.cli.quantize.config import layer_configs
 from quark.cli.quantize.request import Request
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from quark.torch.quantization.model_shape import LayerKind, Layers
 
 TOKENIZER = 8  # memory that a tokenizer takes, in sizes of its file
+READING, READING_GGUF = 10, 72  # the same while it is read, from tokenizer.json and a GGUF header
 PROBE, GLANCE = 0.25, 0.02  # seconds of each part of the probe: for --plan, and before a run
 
 
@@ -117,8 +118,7 @@ def make_plan(
     from quark.torch.export.checkpoint.float_source import fill_with_placeholders
     from quark.torch.export.checkpoint.prequantized import find_kept, saved_bytes
     from quark.torch.export.recognition import exceeds_memory
-    from quark.torch.pipeline.machine import taken_memory
-    from quark.torch.pipeline.memory_limit import free_memory
+    from quark.torch.pipeline.memory_limit import free_memory, taken_memory
     from quark.torch.pipeline.requirements import least_bound, require
     from quark.torch.quantization.model_shape import list_selected, selected
 
@@ -138,6 +138,7 @@ def make_plan(
         model=run.model._replace(converted=converted, stored=_stored_bytes(request)),
         through_files=through_files,
         threads=torch.get_num_threads(),
+        tokenizer=_reading_bytes(request, tokenizer),
     )
     taken = taken_memory() + TOKENIZER * tokenizer
     bound, free = request.max_memory, free_memory()
@@ -179,6 +180,12 @@ def _open_source(request: Request) -> tuple[nn.Module, Reader, int]:
     dtype = None if data_type == "auto" else getattr(torch, data_type)
     model, values = open_gguf_in_float(source, dtype)
     return model, values, values.header_bytes
+
+
+def _reading_bytes(request: Request, tokenizer: int) -> int:
+    """Return the bytes that reading a tokenizer again takes, where a GGUF file will hold it."""
+    times = READING_GGUF if request.model_dir.is_file() else READING
+    return times * tokenizer if "gguf" in request.exports else 0
 
 
 def _converted_bytes(model: nn.Module, files: Reader) -> int:
@@ -228,7 +235,7 @@ def _describe_run(
     algorithms = find_algorithms(config)
     options = JsonExporterConfig(weight_format=request.export_weight_format)
     stored = selected_size(model, resolved, layers, options)
-    windows = EVAL_WINDOWS if request.num_eval_data is None else request.num_eval_data
+    windows = counted_windows(request.num_eval_data or 0)
     window = request.eval_seq_len or length
     return Run(
         model=shape,
@@ -238,7 +245,7 @@ def _describe_run(
         is_static=is_calibrated and needs_data(layer_configs(config)),
         output=stored * (len(request.exports) + request.params_save),
         packed=max(0, stored - (shape.size - shape.changed)),
-        evaluated=0 if request.skip_evaluation else max(windows, EVAL_WINDOWS) * window,
+        evaluated=0 if request.skip_evaluation else windows * window,
         evaluated_batch=request.evaluation_batch * window,
         evaluated_window=window,
         processes=int(os.environ.get("WORLD_SIZE", "1")),

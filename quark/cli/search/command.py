@@ -22,7 +22,7 @@ from quark.cli.collect import (
     read_windows,
 )
 from quark.cli.memory_check import check_measurement
-from quark.cli.options import EVAL_WINDOWS, Json, ManyValues, add_verb, panel, verb
+from quark.cli.options import EVAL_WINDOWS, Json, ManyValues, add_verb, counted_windows, panel, verb
 from quark.cli.outputs import check_file, check_offload_directory
 from quark.cli.quantize.config import check_algorithms, layer_scheme
 from quark.cli.quantize.request import split_names
@@ -211,7 +211,7 @@ def _check_memory(request: SearchRequest, source: Path) -> None:
     run = describe_collection(request, source, PROBES)
     if request.statistics is not None:
         run = replace(run, collected=0)
-    windows = 0 if request.skip_evaluation else request.num_eval_data
+    windows = 0 if request.skip_evaluation else counted_windows(request.num_eval_data)
     check_measurement(replace(run, evaluated=windows, evaluated_batch=BATCH_SIZE))
 
 

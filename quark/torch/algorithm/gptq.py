@@ -56,8 +56,8 @@ def work(options: GPTQConfig, block: BlockShape, data: DataShape) -> Work:
     """Return the work for a block: a pass per set of layers for statistics, and one behind it."""
     sets = len(block.input_widths) if options.true_sequential else 1
     flops = gram_flops(block, data) + solver_flops(block)
-    memory = 2 * block.grams + block.pooling + solver_memory(block)
-    return Work(memory, sets + 1, flops, stores=3)
+    solving = block.pooling + solver_memory(block)
+    return Work(2 * block.grams, sets + 1, flops, stores=3, solving=solving)
 
 
 ALGORITHM = Algorithm(check, apply, resolve=resolve, work=work)

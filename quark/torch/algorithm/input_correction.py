@@ -118,12 +118,13 @@ def correction_work(block: BlockShape, data: DataShape) -> Work:
     each input, sums of (r - x) xᵀ and of x xᵀ in two folds beside that of x xᵀ; and the weights as
     they were.
     """
-    memory = 4 * block.grams + block.pooling + block.changed + solver_memory(block)
+    memory = 4 * block.grams + block.changed
     # Two folds and their total: sums in both kinds, and the factors.
-    memory += block.largest(lambda x: FLOAT32 * 15 * x.inputs**2)
+    corrections = block.largest(lambda x: FLOAT32 * 15 * x.inputs**2)
+    solving = block.pooling + solver_memory(block) + corrections
     sets = len({layer.inputs for layer in block.layers}) + 1
     flops = 3 * gram_flops(block, data) + (REFITS + 1) * solver_flops(block)
-    return Work(memory, 1.2 * sets + 1, flops, stores=5)
+    return Work(memory, 1.2 * sets + 1, flops, stores=5, solving=solving)
 
 
 @torch.no_grad()

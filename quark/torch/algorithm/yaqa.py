@@ -282,8 +282,10 @@ def work(options: YaqaConfig, block: BlockShape, data: DataShape) -> Work:
     factor = FLOAT32 * 6 * max(rows, default=0) ** 2
     graph = FLOAT32 * data.batch * (16 * data.hidden + 4 * sum(x.outputs for x in block.layers))
     loss = (data.itemsize + 3 * FLOAT32) * data.batch * data.labels
+    memory = max(own.memory, sums + max(graph, loss))
     return own._replace(
-        memory=max(own.memory + factor, sums + max(graph, loss)),
+        memory=memory,
+        solving=max(own.memory + own.solving + factor - memory, 0),
         passes=own.passes + 4,
         flops=own.flops + sum(2.0 * data.tokens * n * n + 2.0 * n**3 for n in rows),
         stores=max(own.stores, data.blocks + 3),

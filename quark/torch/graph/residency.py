@@ -43,6 +43,9 @@ class Residency(Protocol):
     def parts(self) -> list[Part]:
         """Return the parts of the model, in its order."""
 
+    def release(self) -> None:
+        """Release what is not in use; see ``release``."""
+
 
 def residency_of(model: nn.Module) -> Any | None:
     """Return what loads the parameters of a model; None if all of them are in memory."""
@@ -63,6 +66,16 @@ def resident(model: nn.Module, *names: str) -> Iterator[None]:
     else:
         with residency.use(names):
             yield
+
+
+def release(model: nn.Module) -> None:
+    """Release the values of all parameters that are not in use; they come back when they are.
+
+    It makes room for what needs much memory and no parameters. A model in memory keeps its values.
+    """
+    residency: Residency | None = residency_of(model)
+    if residency is not None:
+        residency.release()
 
 
 def iterate_parts(model: nn.Module, modules: Collection[str] | None = None) -> Iterator[Part]:

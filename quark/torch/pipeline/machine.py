@@ -19,11 +19,6 @@ _SIDE = 512  # rows and columns of the matrices of the probe
 _PIECE = 8 << 20  # bytes that are read and written at once
 
 
-def taken_memory() -> int:
-    """Return the bytes of main memory that this process takes now."""
-    return int(psutil.Process().memory_info().rss)
-
-
 def peak_memory() -> int | None:
     """Return the most bytes of main memory that this process has taken; None if unknown."""
     status = Path("/proc/self/status")

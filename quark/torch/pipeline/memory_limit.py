@@ -7,6 +7,8 @@ from typing import NamedTuple
 import psutil
 import torch
 
+from quark.torch.pipeline.allocator import return_free_memory
+
 WEIGHTS, ACTIVATIONS = 2, 4  # parts of what is left that parameters and activations may take
 
 
@@ -22,6 +24,12 @@ class MemoryLimit(NamedTuple):
     weights: int
     activations: int
     room: int | None
+
+
+def taken_memory() -> int:
+    """Return the bytes of main memory that this process takes now, after it returns what it can."""
+    return_free_memory()
+    return int(psutil.Process().memory_info().rss)
 
 
 def free_memory(device: torch.device | str = "cpu") -> int:
@@ -53,7 +61,7 @@ def divide_memory(bound: int | None = None, device: torch.device | str = "cpu") 
     Raises:
         ValueError: The process has taken more than that.
     """
-    taken = psutil.Process().memory_info().rss
+    taken = taken_memory()
     left = psutil.virtual_memory().available if bound is None else bound - taken
     if left <= 0:
         raise ValueError(

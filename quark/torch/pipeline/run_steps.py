@@ -66,6 +66,8 @@ class Run(NamedTuple):
         rounds: Whether an algorithm rounds all layers, so that they need no scales afterwards.
         quantizes: Whether the model is quantized and written. Otherwise it is only measured.
         unpacks: Whether its weights are packed, and unpacked for each use.
+        tokenizer: Bytes that reading the tokenizer takes once more, for a file that holds it; 0 if
+            none does.
     """
 
     model: ModelShape
@@ -86,6 +88,7 @@ class Run(NamedTuple):
     rounds: bool = False
     quantizes: bool = True
     unpacks: bool = False
+    tokenizer: int = 0
 
 
 def list_steps(run: Run, limit: int, streams: bool) -> list[Step]:
@@ -117,6 +120,8 @@ def list_steps(run: Run, limit: int, streams: bool) -> list[Step]:
         steps.append(Step("ranges of activations", memory, stores, flops, 0.0, PASS_READS, 1.0))
     steps.append(Step("rounding", 8 * element + leaving, solver_flops=quantize, reads=reads))
     steps += [evaluation] if evaluation else []
+    if run.tokenizer:
+        steps.append(Step("reading the tokenizer", run.tokenizer, reads=0))
     packed = max((b.elements for b in model.blocks), default=0) if streams else run.packed
     steps.append(Step("writing", 8 * element + packed, solver_flops=quantize))
     return steps
@@ -156,7 +161,7 @@ def _algorithm(
     passed = sum(w.passes * _pass_flops(b, data) for w, b in zip(per_block, blocks, strict=False))
     return Step(
         name,
-        max(w.memory for w in per_block) + max(_pass_memory(run, head), leaving),
+        max(w.memory + max(_pass_memory(run, head) + leaving, w.solving) for w in per_block),
         _held(data.hidden_states, stores, limit) + held,
         passed,
         sum(w.flops for w in per_block),
@@ -186,8 +191,9 @@ def _evaluation(run: Run, streams: bool, limit: int) -> Step | None:
     if streams:
         batch = window * windows_at_once(batch // window, window, _widest(run), limit)
     data = run.data._replace(tokens=run.evaluated, batch=batch, length=window)
-    # Logits of a part of the batch, their copy in float32, and two more for the likelihood.
-    parts = (data.itemsize + 3 * FLOAT32) * min(_ROWS, data.batch) * data.labels
+    # Logits of a part of the batch, in float32 too, and two copies for the likelihood.
+    own = data.itemsize if data.itemsize < FLOAT32 else 0
+    parts = (own + 3 * FLOAT32) * min(_ROWS, data.batch) * data.labels
     reordered = data.itemsize * run.model.around_largest if data.itemsize < FLOAT32 else 0
     head = parts + reordered + 3 * FLOAT32 * data.batch * data.hidden
     unpacked = 2 * FLOAT32 * run.model.largest_weight if run.unpacks else 0

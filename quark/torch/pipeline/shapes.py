@@ -130,6 +130,7 @@ class Work(NamedTuple):
         is_local: Whether it needs one block at a time. Otherwise the model must be in memory.
         runs_model: Whether a model in memory runs whole, output head included. One that is read in
             parts runs up to the last block.
+        solving: Bytes beside ``memory`` that rounding takes, when no forward pass runs.
     """
 
     memory: int = 0
@@ -141,6 +142,7 @@ class Work(NamedTuple):
     held: int = 0
     is_local: bool = True
     runs_model: bool = False
+    solving: int = 0
 
 
 class ModelShape(NamedTuple):

@@ -7,6 +7,7 @@ import psutil
 import pytest
 
 from quark.torch.export.checkpoint.files import CheckpointReader
+from quark.torch.pipeline.memory_limit import taken_memory
 
 
 @pytest.fixture
@@ -34,10 +35,20 @@ def verbs(model_dir, text, tmp_path, quantize, request):
 @pytest.mark.parametrize("verb", ["evaluate", "report", "collect", "search"], indirect=True)
 def test_a_bound_that_is_too_low(verb, verbs, refused, monkeypatch, tmp_path):
     monkeypatch.setattr(CheckpointReader, "tensor", None)  # no value is read
-    bound = psutil.Process().memory_info().rss // 10**6
+    bound = taken_memory() // 10**6
     message = refused(verb, *verbs[verb], "--max_memory", f"{bound}MB")
     assert "cannot be kept to" in message and "Give --max_memory" in message
     assert not list(tmp_path.glob("made*"))
+
+
+@pytest.mark.parametrize(("limit", "counted"), [(2, 2), (40, 40), (0, 16)])
+def test_the_windows_that_are_asked_for_count(limit, counted, quark, model_dir, text, monkeypatch):
+    """All windows of a text count as the default."""
+    seen = []
+    monkeypatch.setattr("quark.cli.evaluate.check_measurement", seen.append)
+    monkeypatch.setattr("quark.cli.models.load_model", None)  # ends the run
+    quark("evaluate", model_dir, "--dataset", text, "--limit", limit, "--seq_len", 16)
+    assert [measurement.evaluated for measurement in seen] == [counted]
 
 
 @pytest.mark.parametrize("verb", ["report", "collect"], indirect=True)

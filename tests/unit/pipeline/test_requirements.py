@@ -98,6 +98,17 @@ class TestMemory:
         assert many > 15 * one
         assert memory(64, 4000 * MIB) < 1000 * MIB  # fewer windows at once under a bound
 
+    def test_an_evaluation_in_float32_makes_no_copy_in_float32(self):
+        def memory(itemsize):
+            run = request_of(evaluated=2048, evaluated_batch=2048, evaluated_window=2048)
+            data = run.data._replace(labels=128_000, itemsize=itemsize)
+            steps = require(run._replace(data=data), 0).steps
+            return next(s.memory for s in steps if s.name == "evaluation")
+
+        logits = 256 * 128_000
+        assert 3 * 4 * logits < memory(4) < 3.3 * 4 * logits
+        assert memory(2) - memory(4) >= 2 * logits
+
     def test_from_files_to_files_it_is_that_of_the_largest_layers(self):
         few, many = (
             require(request_of(blocks=n, through_files=True, threads=2), 0) for n in (20, 60)
@@ -105,6 +116,24 @@ class TestMemory:
         assert few.memory == many.memory
         assert many.memory > 2 * 4 * 1024 * 4096
         assert (many.passes, many.read) == (0, request_of(blocks=60).model.size)
+
+    def test_a_forward_pass_ends_before_rounding_begins(self):
+        def memory(batch):
+            run = request_of("gptq")
+            needs = require(run._replace(data=run.data._replace(batch=batch)), 0)
+            return next(step.memory for step in needs.steps if step.name == "gptq")
+
+        sums, solving = 2 * block().grams, 4 * (4 * 4096**2 + 10 * 4096 * 1024)
+        assert memory(1) == memory(128) == sums + solving
+        assert memory(1 << 14) > sums + solving
+
+    @pytest.mark.parametrize("bound", [None, 2000 * MIB])
+    def test_a_tokenizer_is_read_once_more_for_a_file_that_holds_it(self, bound):
+        needs = require(request_of(tokenizer=900 * MIB), 0, bound)
+        assert needs.memory > 900 * MIB + needs.parameters
+        small = require(request_of(tokenizer=1), 0, bound)
+        assert small.memory == require(request_of(), 0, bound).memory
+        assert small.read == require(request_of(), 0, bound).read
 
     def test_a_device_takes_what_the_model_takes(self):
         request = request_of(on_device=True)

@@ -18,7 +18,7 @@ from quark.torch.export.checkpoint.writer import (
 from quark.torch.export.checks import check_configured, check_float
 from quark.torch.export.expert_tokens import report_experts
 from quark.torch.export.formats.base import ExportFormat
-from quark.torch.graph.residency import Part, iterate_parts, residency_of, resident
+from quark.torch.graph.residency import Part, iterate_parts, release, resident
 from quark.torch.quantization.nn.layer import QuantizedLayer
 
 Parts = dict[str, dict[str, torch.Tensor]]  # layer -> stored tensors by names relative to it
@@ -39,8 +39,7 @@ class StreamedState:
     """
 
     def __init__(self, model: nn.Module, fmt: ExportFormat) -> None:
-        residency: Any = residency_of(model)
-        residency.release()  # what shares memory now is tied
+        release(model)  # what shares memory now is tied
         self.model, self.fmt = model, fmt
         self.layers = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLayer)}
         self.scales = merged_scales(self.layers, fmt.options)

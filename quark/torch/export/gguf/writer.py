@@ -29,7 +29,7 @@ from quark.torch.export.gguf.reader import GgufFile
 from quark.torch.export.gguf.rope import FACTORS, frequency_factors, interleaved_rows
 from quark.torch.export.gguf.tokenizer import add_tokens, load_tokenizer
 from quark.torch.files import Target
-from quark.torch.graph.residency import residency_of, resident
+from quark.torch.graph.residency import release, residency_of, resident
 from quark.torch.quantization.nn.layer import QuantizedLayer
 
 QUANTIZATION_VERSION = 2
@@ -56,7 +56,7 @@ def write_gguf(
     used = [kind for shape, kind in tensors.outline.values() if len(shape) > 1]
     # The type of the file is that of its matrices: a quantized one, if there is any.
     most = max(_FILE_TYPES, key=lambda kind: (kind.startswith("Q") and kind in used, kind in used))
-    tokenizer = load_tokenizer(tokenizer_path)
+    tokenizer = _load_tokenizer(model, tokenizer_path)
     with target(tensors.size) as directory:
         writer = gguf.GGUFWriter(directory / f"{model_type}.gguf", architecture.name)
         add_metadata(writer, config, model_type, architecture.rms)
@@ -94,13 +94,22 @@ def check_header(model: nn.Module, tokenizer_path: str | Path) -> None:
     names = tensor_names(architecture, config)
     for place in _places(model):
         names(place.key)
-    tokenizer = load_tokenizer(tokenizer_path)
+    tokenizer = _load_tokenizer(model, tokenizer_path)
     add_tokens(
         gguf.GGUFWriter(None, architecture.name),
         tokenizer,
         config.vocab_size,
         _stored_pre_tokenizer(tokenizer_path),
     )
+
+
+def _load_tokenizer(model: nn.Module, path: str | Path) -> Any:
+    """Return the tokenizer, and make room first.
+
+    Transformers takes 100 times the header of a GGUF file to read it: 170 MB for 49000 tokens.
+    """
+    release(model)
+    return load_tokenizer(path)
 
 
 def _stored_pre_tokenizer(tokenizer_path: str | Path) -> str | None:

@@ -74,6 +74,16 @@ def test_is_made_from_headers_alone(plan_of, huge_dir, room, tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_gguf_file_takes_the_memory_of_reading_the_tokenizer_again(plan_of, model_dir):
+    def reading(*exports):
+        plan = plan_of("int4_wo_32", *exports)
+        return [s["memory"] for s in plan["steps"] if s["name"] == "reading the tokenizer"]
+
+    size = (model_dir / "tokenizer.json").stat().st_size
+    assert reading("--model_export", "hf_format", "--model_export", "gguf") == [10 * size]
+    assert reading("--model_export", "hf_format") == []
+
+
 def test_layers_are_chosen_once(plan_of, mixtral_dir, monkeypatch):
     """That takes seconds where a model has thousands of experts."""
     assign, calls = preparation.assign, []

@@ -6,6 +6,7 @@ from quark.demo.text import model_directory
 from quark.torch import ModelExporter
 from quark.torch.export.checkpoint.streamed_model import stream_model
 from quark.torch.export.containers.base import ExportSettings
+from quark.torch.export.gguf import writer
 from quark.torch.export.gguf.reader import GgufFile
 from quark.torch.export.writability import check_exports
 from quark.torch.graph.residency import residency_of
@@ -33,6 +34,30 @@ def test_same_bytes_as_in_memory(kind, scheme, build, config_of, quantize, tmp_p
     parts = written(streamed, tmp_path / "parts")
     assert parts == written(quantize(model, config, None), tmp_path / "whole")
     assert len(units) == len(set(units)) > 3  # each part is read once
+
+
+def test_nothing_is_resident_while_the_tokenizer_is_read(
+    build, config_of, quantize, tmp_path, monkeypatch
+):
+    def values():  # bytes of the parameters that are in memory
+        return sum(p.untyped_storage().nbytes() for p in streamed.parameters() if p.numel() > 1)
+
+    build(vocab_size=VOCABULARY).save_pretrained(tmp_path / "float")
+    streamed = quantize(stream_model(tmp_path / "float"), config_of("int4_wo_32"), None)
+    residency = residency_of(streamed)
+    load, taken = writer.load_tokenizer, []
+    monkeypatch.setattr(
+        writer, "load_tokenizer", lambda path: (taken.append(values()), load(path))[1]
+    )
+    with residency.use([""]):
+        assert values() > 500_000  # the limit lets all parts stay
+    exports = {"gguf": ExportSettings(tokenizer_path=model_directory())}
+    check_exports(streamed, None, tmp_path / "out", exports)
+    with residency.use([""]):
+        pass
+    written(streamed, tmp_path / "parts")
+    assert len(taken) > 1
+    assert max(taken) < 1000
 
 
 @pytest.mark.parametrize("container", ["onnx", "quark_format"])
