@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quark.cli.console import format_bits, stage, wrong
-from quark.cli.imports import collection_paused
 from quark.cli.model_files import find_gguf
 
 if TYPE_CHECKING:
@@ -140,7 +139,6 @@ def describe_source(directory: Path, described: dict[str, Any], flag: str) -> st
     return ", ".join(filter(None, weights)) or "weights in float"
 
 
-@collection_paused()
 def check_model(directory: Path, trust_remote_code: bool = False, digests: bool = False) -> None:
     """Check the headers of a model against its configuration, before any other work.
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quark.cli import accelerators, console
-from quark.cli.imports import collection_paused
 from quark.cli.quantize.card import CardFacts
 from quark.cli.quantize.output import export_settings
 from quark.cli.quantize.request import Request
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from quark.torch.quantization.config.config import Config
 
 
-@collection_paused()
 def is_known_architecture(request: Request, described: dict[str, Any]) -> bool:
     """Whether Transformers can build the model of a request.
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from quark.cli.console import wrong
-from quark.cli.imports import collection_paused
 from quark.cli.models import read_config
 from quark.cli.outputs import check_directory, check_offload_directory
 from quark.cli.quantize.compatibility import CompatibilityFlags, check_compatibility
@@ -179,7 +178,6 @@ def _check_target(flag: str, given: Path, sources: list[Path], overwrite: bool) 
     check_directory(flag, given, overwrite)
 
 
-@collection_paused()
 def check_flags(request: Request) -> None:
     """Check that flags do not contradict each other.
 
