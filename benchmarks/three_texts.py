@@ -200,7 +200,7 @@ def is_reference(row: Row, other: Row) -> bool:
 
 
 def kept() -> dict[str, Any]:
-    """Return what was measured for each model that has a name."""
+    """Return the measurements by name of the model."""
     return json.loads(KEPT.read_text("utf-8")) if KEPT.is_file() else {}
 
 

@@ -126,7 +126,7 @@ class Attention(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what each token reads, (images, tokens, width)."""
+        """Return the outputs of attention, (images, tokens, width)."""
         heads = self.qkv(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(heads[0], heads[1], heads[2])
         z: torch.Tensor = self.out(y.transpose(1, 2).flatten(2))

@@ -128,7 +128,7 @@ def find_float_model(request: ModelFlags) -> Path:
 
 
 def describe_collection(request: DataFlags, source: Path, probes: int) -> Measurement:
-    """Return what a collection of statistics runs a model for.
+    """Return the work of a collection of statistics, to estimate its memory.
 
     Args:
         request: Flags of calibration and model.

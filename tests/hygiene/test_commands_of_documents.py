@@ -17,6 +17,7 @@ FOREIGN = ("…", "...", "|", "$(", "<")  # what is left out, or another program
 START = re.compile(r"^(?:torchrun (?:--\S+ \S+ )*-m )?quark ")
 VALUE = re.compile(r"--(quant_scheme|quant_algo|pre_quantization_optimization) ([\w,]+)")
 MADE_UP = {"my_scheme"}
+UsageError = typer.BadParameter.__base__  # typer has no name for it
 
 
 def commands(text):
@@ -57,8 +58,8 @@ def refusal(arguments):
             return unknown_names(context.params)
     except typer.Exit:
         return ""  # --help
-    except Exception as error:
-        return error.format_message() if hasattr(error, "format_message") else repr(error)
+    except UsageError as error:
+        return error.format_message()
 
 
 def unknown_names(values):

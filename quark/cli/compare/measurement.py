@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is measured of each model.
+    """The measurements of each model.
 
     Attributes:
         load: Returns the model of a directory.
@@ -31,9 +31,9 @@ class Plan:
         source: Name of their text.
         batch_size: Windows that run together.
         tokenizer: Tokenizer of all models.
-        prompt: Tokens to continue, (1, length); None for no continuation.
+        prompt: Tokens to continue, (1, length), or None.
         new_tokens: Largest length of a continuation.
-        tasks: Tasks of lm-evaluation-harness, None for none.
+        tasks: Tasks of lm-evaluation-harness, or None.
         layers: Whether the weights of each layer are compared.
         trust_remote_code: Whether Python code of a model may run.
         max_memory: Bytes that this process may take; None for what there is.
@@ -65,7 +65,7 @@ def measure_models(directories: dict[str, Path], plan: Plan) -> Comparison:
 
     Args:
         directories: Name of a model -> its directory or file.
-        plan: What is measured.
+        plan: The measurements.
     """
     from quark.torch.evaluation.predictions import Reference
     from quark.torch.pipeline.activation_store import ActivationStore

@@ -29,10 +29,10 @@ class Scratch:
     """
 
     def __init__(self, directory: str | Path | None = None) -> None:
-        self._temporary = None
         if directory is None:
-            self._temporary = TemporaryDirectory("quark-weights-")
-        self.directory = Path(directory or self._temporary.path)  # type: ignore[union-attr]
+            self._temporary = TemporaryDirectory("quark-weights-")  # removed with this object
+            directory = self._temporary.path
+        self.directory = Path(directory)
         self._places: dict[str, _Place] = {}
         self._own: set[Path] = set()
         self._numbers = count()

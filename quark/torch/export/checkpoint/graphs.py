@@ -103,7 +103,7 @@ def build_for_load(
             "the same version of torch."
         )
     _prepare_edges(graph, entries)
-    graph.quant_config = config  # type: ignore[assignment]
+    graph.quant_config = config  # type: ignore[assignment]  # modules declare tensors alone
     return graph
 
 

@@ -195,6 +195,7 @@ def is_proved(device: torch.device, codes: torch.dtype, dtype: torch.dtype, has_
         errors = [_error(device, codes, dtype, n) for n in ((1, _SAMPLE) if has_rows else (1,))]
         problem = "" if max(errors) <= _TOLERANCE else f"the error of a sample is {max(errors):.2g}"
     except (AttributeError, NotImplementedError, RuntimeError, ValueError) as error:
+        # Older versions of torch lack the function; devices refuse in these ways.
         problem = str(error).strip().split("\n")[0] or type(error).__name__
     if problem:
         logger.info("Products of fp8 codes are not used on %s: %s.", device, problem)
