@@ -93,14 +93,16 @@ def real_model() -> Path:
     """Return the file of the real model.
 
     Raises:
-        typer.BadParameter: Its package is not installed.
+        typer.BadParameter: Its package, or the one that reads its file, is not installed.
     """
     from quark.demo.real import real_model_file
+    from quark.torch.export.gguf.architectures import import_gguf
 
     try:
+        import_gguf()
         return real_model_file()
-    except FileNotFoundError as error:
-        raise console.wrong("--real", f"{error}.") from None
+    except (FileNotFoundError, ImportError) as error:
+        raise console.wrong("--real", f"{str(error).removesuffix('.')}.") from None
 
 
 def load_material(source: Path, dtype: str) -> Material:
