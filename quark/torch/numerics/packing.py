@@ -76,8 +76,9 @@ def _packed(codes: torch.Tensor, fmt: Format, shifts: list[int], axis: int) -> t
         return _packed_pairs(codes.view(torch.int16).squeeze(-1) & (mask << 8 | mask), shifts)
     dtype = torch.uint8 if is_byte else _word_dtype(fmt)
     parts = {shift: codes.select(axis + 1, i) for i, shift in enumerate(shifts)}
-    if dtype.itemsize > 1 and codes.element_size() == 1 and 8 % fmt.bits == 0:
-        # Passes over bytes take a quarter.
+    is_on_cpu = codes.device.type == "cpu"
+    if is_on_cpu and dtype.itemsize > 1 and codes.element_size() == 1 and 8 % fmt.bits == 0:
+        # Passes over bytes take a quarter; on a GPU, the launches count.
         parts = _bytes({shift: part.view(torch.uint8) for shift, part in parts.items()}, mask)
         mask = 0xFF
     word = _joined(parts, mask, dtype)
