@@ -12,7 +12,6 @@ from typing import Protocol
 
 import torch
 
-from quark.torch.numerics.finite import is_finite
 from quark.torch.numerics.scale_formats import POF2
 from quark.torch.numerics.scales import (
     BFLOAT16_MAX,
@@ -137,7 +136,7 @@ class MinMaxObserver(ObserverBase):
         """
         if self.lo is None or self.hi is None:
             raise RuntimeError("No data was observed, so there is no range to derive a scale from.")
-        if not (is_finite(self.lo) and is_finite(self.hi)):
+        if not bool((torch.isfinite(self.lo) & torch.isfinite(self.hi)).all()):
             raise FloatingPointError("NaN or infinite values were observed.")
         return self.qparams()
 
