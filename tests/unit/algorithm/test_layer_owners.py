@@ -1,6 +1,7 @@
 """Layers are dealt out by cost, and every process gets all results and messages."""
 
 import logging
+from copy import deepcopy
 
 import pytest
 import torch
@@ -44,10 +45,9 @@ def test_a_group_is_divided_where_that_is_faster(costs, extras, expected, loads)
     assert sums == loads
 
 
-def changed(widths):
-    """Change the layers of a model, each in one process; return them and who changed which."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(width, 4) for width in widths))
+def changed(model):
+    """Change the layers of a copy, each in one process; return them and who changed which."""
+    model = deepcopy(model)
     settings = config(spec("int8", "per_channel", True), exclude=())
     replace_layers(model, select_layers(model, settings))
     layers, mine = dict(quantized_layers(model)), []
@@ -69,9 +69,11 @@ def changed(widths):
 
 
 def test_every_process_has_all_results(caplog):
-    expected, order, frozen = changed([4, 8, 6])
+    torch.manual_seed(0)  # not in the threads: they share the generator
+    model = nn.Sequential(*(nn.Linear(width, 4) for width in (4, 8, 6)))
+    expected, order, frozen = changed(model)
     assert order == ["0", "1", "2"] and frozen == [True] * 3
-    for state, _, frozen in (results := run(2, lambda: changed([4, 8, 6]))):
+    for state, _, frozen in (results := run(2, lambda: changed(model))):
         assert frozen == [True] * 3 and state.keys() == expected.keys()
         assert all(torch.equal(state[name], expected[name]) for name in expected)
     assert [mine for _, mine, _ in results] == [["1"], ["0", "2"]]  # the largest first
