@@ -2,7 +2,14 @@
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+)
 
 from quark.demo.text import model_directory
 
@@ -49,6 +56,16 @@ def llama_dir(tmp_path_factory):
         initializer_range=0.1,
     )
     LlamaForCausalLM(config).save_pretrained(path)
+    AutoTokenizer.from_pretrained(model_directory()).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def one_block(tmp_path_factory):
+    """The shipped model with its first block alone, and its tokenizer."""
+    path = tmp_path_factory.mktemp("one_block") / "MODEL"
+    model = AutoModelForCausalLM.from_pretrained(model_directory(), num_hidden_layers=1)
+    model.save_pretrained(path)
     AutoTokenizer.from_pretrained(model_directory()).save_pretrained(path)
     return path
 
