@@ -261,10 +261,12 @@ def check_text(source: str | None, flag: str) -> None:
         typer.BadParameter: It cannot.
     """
     from quark.torch.evaluation.datasets import check_named, split_shares
+    from quark.torch.evaluation.samples import kind_of_source
 
     try:
         for name, _ in [] if source is None else split_shares(source):
-            check_named(name)
+            if kind_of_source(name) != "messages":  # which need no library
+                check_named(name)
     except (ImportError, OSError, ValueError) as error:
         raise wrong(flag, str(error)) from None
 
@@ -316,17 +318,22 @@ def _windows_of(
 ) -> torch.Tensor:
     """Return windows of one text; see ``text_windows``."""
     from quark.demo.text import calibration_documents, evaluation_documents
+    from quark.torch.evaluation.chats import renderer_of
     from quark.torch.evaluation.datasets import named_documents
     from quark.torch.evaluation.perplexity import token_windows
-    from quark.torch.evaluation.samples import kind_of_source
+    from quark.torch.evaluation.samples import kind_of_source, read_conversations
 
     if source is not None:
-        if kind := kind_of_source(source):
+        kind = kind_of_source(source)
+        if kind == "messages":
+            documents = read_conversations(source, tokenizer)
+        elif kind is not None:
             raise ValueError(
                 f"{source} holds {kind}, not text: 'quark quantize' calibrates with it as "
                 "--dataset."
             )
-        documents = named_documents(source, held_out)
+        else:
+            documents = named_documents(source, held_out, renderer_of(tokenizer))
     else:
         enough = CHARACTERS_PER_TOKEN * length * limit
         documents = evaluation_documents() if held_out else calibration_documents(enough)

@@ -10,6 +10,7 @@ import typer
 from rich.markup import escape
 
 from quark.cli import accelerators, console, models
+from quark.cli.coverage import scripts_of
 from quark.cli.evaluate import BatchSize, Limit, Original, SeqLen
 from quark.cli.memory_check import Measurement, check_measurement
 from quark.cli.model_files import find_model
@@ -113,16 +114,15 @@ def report(
     if dataset is not None:
         work = replace(work, evaluated=counted_windows(limit), evaluated_batch=batch_size)
     _check_memory(replace(work, measures_layers=True), original)
-    windows = None
+    windows, scripts = None, dict[str, float]()
     if dataset is not None:
         source, flag = (directory, "DIR") if original is None else (original, "--original")
-        windows = _read_windows(source, flag, dataset, seq_len, limit, trust_remote_code)
+        windows, scripts = _read_windows(source, flag, dataset, seq_len, limit, trust_remote_code)
     from quark.torch.report.measurement import measure
 
     with console.stage("measuring layers"):
-        numbers = measure(
-            directory, original, windows, dataset or "", batch_size, **place
-        ).to_dict()
+        report = measure(directory, original, windows, dataset or "", batch_size, **place)
+        numbers = report.with_scripts(scripts).to_dict()
     if as_json:
         console.as_json(numbers)
         return
@@ -164,12 +164,16 @@ def _read_windows(
     seq_len: int | None,
     limit: int,
     trust_remote_code: bool,
-) -> torch.Tensor:
-    """Return windows of tokens; configuration and tokenizer are those in ``source``."""
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Return windows of tokens, and the shares of their scripts.
+
+    Configuration and tokenizer are those in ``source``.
+    """
     length = models.window_length(models.read_config(source, flag), seq_len, SEQ_LEN)
     with console.stage("reading text"):
         tokenizer = models.load_tokenizer(source, flag, trust_remote_code)
-        return models.text_windows(dataset, "--dataset", tokenizer, length, limit, True)
+        windows = models.text_windows(dataset, "--dataset", tokenizer, length, limit, True)
+        return windows, scripts_of(tokenizer, [windows])
 
 
 def _print_summary(numbers: dict[str, Any], output: Path) -> None:

@@ -27,6 +27,7 @@ class CardFacts:
         rows: Scheme, algorithms and layers in float, in words, by title.
         calibration: Calibration data in words, or why none was needed.
         digest: Digest of the calibration data; "" without.
+        letters: Shares of scripts in the calibration text, in words; "" if there is no text.
         before: Perplexity of the original, or None.
         after: Perplexity of the quantized model, or None.
     """
@@ -35,11 +36,13 @@ class CardFacts:
     rows: Mapping[str, str]
     calibration: str
     digest: str = ""
+    letters: str = ""
     before: float | None = None
     after: float | None = None
 
     def add(self, outcome: Outcome) -> None:
         """Add the figures of a finished run."""
+        self.letters = outcome.coverage.rows().get("letters calibrated", "")
         self.before = outcome.before
         self.after = None if outcome.after is None else outcome.after.perplexity
 
@@ -85,6 +88,7 @@ class CardFacts:
         rows["scheme"] = place_name(rows["scheme"])
         data = self.request.dataset or ""
         rows["calibration"] = self.calibration.replace(data, place_name(data))
+        rows["letters calibrated"] = self.letters
         rows["digest of the data"] = f"`{self.digest[:16]}`" if self.digest else ""
         if any(get_container(name).is_read for name in self.request.exports):
             summary = read_contents(directory).summary

@@ -12,6 +12,7 @@ from rich.markup import escape
 
 from quark.cli import accelerators, console, models
 from quark.cli.collect import read_optional_statistics
+from quark.cli.coverage import Coverage, scripts_of
 from quark.cli.metrics import Figures, Measures, prepare_measures, show_scores, write_metrics
 from quark.cli.model_files import find_model
 from quark.cli.options import SEQ_LEN
@@ -25,6 +26,7 @@ from quark.cli.quantize.file_job import (
     quantize_files,
 )
 from quark.cli.quantize.graph_job import run_graph
+from quark.cli.quantize.model_checks import check_cache, check_shared_inputs
 from quark.cli.quantize.outline import (
     describe_float_layers,
     predicts_text,
@@ -100,6 +102,7 @@ def _check_params(request: Request) -> None:
 
 
 def _quantize(request: Request, described: dict[str, Any]) -> None:
+    from quark.torch.export.checkpoint.config_json import keep_notes
     from quark.torch.quantization.api import ModelQuantizer
 
     source = models.describe_source(request.model_dir, described, "--model_dir")
@@ -132,6 +135,7 @@ def _quantize(request: Request, described: dict[str, Any]) -> None:
         with console.stage("reading data"):
             calibration = read_batches(request, kind, tokenizer, length) if is_calibrated else None
             measures = prepare_measures(request, described, tokenizer) if rank() == 0 else None
+        coverage = _measure_coverage(tokenizer, calibration, measures)
         steps = journal if config.algo_config else None  # of which it knows the blocks
         quantizer = ModelQuantizer(config, False, request.offload_dir, steps, devices)
         outcome = _quantize_and_evaluate(
@@ -140,7 +144,9 @@ def _quantize(request: Request, described: dict[str, Any]) -> None:
         if rank() > 0:
             return
         card = _card(request, config, outline, describe(request, kind, length), calibration)
+        outcome.coverage = coverage
         card.add(outcome)
+        keep_notes(model, coverage.notes())
         model_type = str(described.get("model_type", "model"))
         write(request, model, tokenizer, model_type, announce, card)
     show_outcome(request, outcome, plan)
@@ -157,7 +163,7 @@ def _quantize_files(
 ) -> None:
     """Quantize the files of the model, and evaluate what was written if that is requested."""
     if outline is not None:
-        _check_cache(outline, config)
+        check_cache(outline, config)
     calibration = describe(request, None, length)
     show_plan(request, config, described, source, calibration, outline, "file2file")
     devices = accelerators.pick_devices(request.device)
@@ -331,6 +337,16 @@ def _without_perplexity(request: Request, outline: nn.Module | None) -> Request:
     return replace(request, skip_evaluation=True)
 
 
+def _measure_coverage(
+    tokenizer: Any, calibration: list[Any] | None, measures: Measures | None
+) -> Coverage:
+    """Return the scripts of the texts of a run, and warn if calibration lacks some."""
+    windows = None if measures is None else [measures.windows]
+    coverage = Coverage(scripts_of(tokenizer, calibration), scripts_of(tokenizer, windows))
+    coverage.warn()
+    return coverage
+
+
 def _quantize_and_evaluate(
     request: Request,
     model: nn.Module,
@@ -343,9 +359,9 @@ def _quantize_and_evaluate(
     from quark.torch.evaluation.samples import complete_batches
     from quark.torch.export.expert_tokens import expert_tokens
 
-    _check_cache(model, quantizer.config)
+    check_cache(model, quantizer.config)
     if request.weight_matrix_merge:
-        _check_shared_inputs(model)
+        check_shared_inputs(model)
     outcome = Outcome()
     if measures is not None:
         outcome.before = measures.perplexity(model, "perplexity of the original")
@@ -362,30 +378,6 @@ def _quantize_and_evaluate(
     if measures is not None:
         outcome.after = measures.figures(model, "the quantized model")
     return outcome
-
-
-def _check_cache(model: nn.Module, config: Config) -> None:
-    from quark.torch.quantization.config.match import matches
-
-    patterns = list(config.kv_cache_quant_config)
-    names = [name for name, _ in model.named_modules()]
-    if patterns and not any(matches(name, patterns) for name in names):
-        raise console.wrong(
-            "--kv_cache_dtype",
-            f"{type(model).__name__} has no layers that match {' or '.join(patterns)}. Leave it "
-            "out, or give a Config that names the layers with --config.",
-        )
-
-
-def _check_shared_inputs(model: nn.Module) -> None:
-    import torch
-
-    from quark.torch.graph.shared_inputs import same_input_groups
-    from quark.torch.pipeline.batches import run_batch
-
-    batch = torch.ones(1, 8, dtype=torch.int64)
-    if not same_input_groups(model, lambda: run_batch(model, batch)):
-        raise console.wrong("--weight_matrix_merge", "no layers of this model share an input.")
 
 
 def _report_figures(request: Request, figures: Figures | None) -> None:

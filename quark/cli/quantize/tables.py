@@ -11,6 +11,7 @@ from rich.markup import escape
 
 from quark import __version__
 from quark.cli import console, models
+from quark.cli.coverage import Coverage
 from quark.cli.metrics import Figures
 from quark.cli.quantize.config import needs_data
 from quark.cli.quantize.outline import (
@@ -42,6 +43,7 @@ class Outcome:
     before: float | None = None
     after: Figures | None = None
     experts: ExpertTokens | None = None
+    coverage: Coverage = field(default_factory=Coverage)
 
     def count_layers(self, model: Any) -> None:
         """Set the figures about the layers of a quantized model."""
@@ -222,6 +224,7 @@ def show_outcome(request: Request, outcome: Outcome, plan: RunPlan | None) -> No
         rows |= _compare(request, outcome, plan)
     if outcome.experts is not None:
         rows["tokens per expert"] = str(outcome.experts)
+    rows |= outcome.coverage.rows()
     if outcome.shared:
         rows["shared scales"] = f"{outcome.shared} groups of layers"
     if outcome.before is not None and outcome.after is not None:
@@ -260,6 +263,8 @@ def _describe_outcome(request: Request, outcome: Outcome, plan: RunPlan | None) 
         "peak_memory": peak_memory(),
         "plan": None if plan is None else plan.to_dict(),
         "original_perplexity": outcome.before,
+        "calibration_scripts": outcome.coverage.calibration,
+        "evaluation_scripts": outcome.coverage.evaluation,
     }
     return data | ({} if outcome.after is None else outcome.after.to_dict())
 

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from quark.torch.evaluation.chats import RenderChat, join_messages
 from quark.torch.evaluation.documents import check_source, load_documents
 
 _PILE = "mit-han-lab/pile-val-backup"
@@ -84,7 +85,7 @@ def _check_text(name: str) -> None:
         )
 
 
-def named_documents(name: str, held_out: bool) -> list[str]:
+def named_documents(name: str, held_out: bool, render: RenderChat = join_messages) -> list[str]:
     """Return the documents of a file, a directory or a dataset.
 
     Args:
@@ -92,6 +93,7 @@ def named_documents(name: str, held_out: bool) -> list[str]:
             comes before a dataset of the same name.
         held_out: Whether to return the evaluation split of a named dataset; else the calibration
             split.
+        render: Returns the text of a chat, which is a list of messages.
 
     Raises:
         FileNotFoundError: No file, directory or reachable dataset has this name.
@@ -100,8 +102,8 @@ def named_documents(name: str, held_out: bool) -> list[str]:
     """
     _check_text(name)
     if name not in NAMED_SETS or Path(name).exists():
-        return load_documents(name)
+        return load_documents(name, render=render)
     chosen = NAMED_SETS[name]
     split = chosen.evaluation if held_out else chosen.calibration
-    documents = load_documents(chosen.source, split, chosen.field)
+    documents = load_documents(chosen.source, split, chosen.field, render)
     return ["\n\n".join(documents)] if chosen.is_one_text else documents

@@ -6,12 +6,17 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
+from quark.torch.evaluation.chats import RenderChat, join_messages
+
 DATASET_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")  # [owner/]name[:configuration]
 FILE_READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
 def load_documents(
-    source: str | Path, split: str | None = None, text_field: str = "text"
+    source: str | Path,
+    split: str | None = None,
+    text_field: str = "text",
+    render: RenderChat = join_messages,
 ) -> list[str]:
     """Read documents from a file, or from a dataset through the ``datasets`` library.
 
@@ -32,10 +37,10 @@ def load_documents(
         split: Split of the dataset, such as ``test`` or ``train[:1000]``. Optional for datasets
             with one split; not allowed for files.
         text_field: Field that holds the text.
+        render: Returns the text of a chat, which is a list of messages.
 
     Returns:
-        The documents in order. A record without text is an empty document. A chat (a list of
-        messages) is the text of its messages, separated by blank lines.
+        The documents in order. A record without text is an empty document.
 
     Raises:
         FileNotFoundError: No file, directory or reachable dataset has this name.
@@ -44,10 +49,10 @@ def load_documents(
     """
     path = Path(source)
     if path.is_file():
-        documents = _read_file(path, split, text_field)
+        documents = _read_file(path, split, text_field, render)
     elif path.is_dir() or _is_dataset_name(source):
         records = _dataset_records(str(source), split)
-        documents = [_record_text(record, text_field, source) for record in records]
+        documents = [_record_text(record, text_field, source, render) for record in records]
     else:
         raise FileNotFoundError(f"there is no file or directory {source}")
     if not any(document.strip() for document in documents):
@@ -86,7 +91,7 @@ def _is_dataset_name(source: str | Path) -> bool:
     return DATASET_NAME.fullmatch(source) is not None
 
 
-def _read_file(path: Path, split: str | None, text_field: str) -> list[str]:
+def _read_file(path: Path, split: str | None, text_field: str, render: RenderChat) -> list[str]:
     if split is not None:
         raise ValueError(f"{path} is one file and has no split {split!r}; leave split out")
     kind = path.suffix.lower()
@@ -106,7 +111,7 @@ def _read_file(path: Path, split: str | None, text_field: str) -> list[str]:
         )
     except (ValueError, datasets.exceptions.DatasetGenerationError) as error:
         raise ValueError(f"{path} cannot be read as {kind}: {error}") from error
-    return [_record_text(record, text_field, path) for record in records]
+    return [_record_text(record, text_field, path, render) for record in records]
 
 
 def _dataset_records(source: str, split: str | None) -> Iterable[Mapping[str, Any]]:
@@ -142,13 +147,15 @@ def _choose_split(splits: Iterable[str], split: str | None, source: str) -> str:
     return split
 
 
-def _record_text(record: Mapping[str, Any], text_field: str, source: str | Path) -> str:
+def _record_text(
+    record: Mapping[str, Any], text_field: str, source: str | Path, render: RenderChat
+) -> str:
     if text_field not in record:
         fields = ", ".join(record)
         raise ValueError(f"{source} has no field {text_field!r}; its fields are {fields}")
     text = record[text_field]
     if isinstance(text, list) and all(isinstance(part, Mapping) for part in text):  # a chat
-        text = "\n\n".join(str(part.get("content") or "") for part in text)
+        text = render(text)
     if text is not None and not isinstance(text, str):
         raise ValueError(f"{text_field!r} of {source} holds {type(text).__name__}, expected text")
     return text or ""

@@ -24,6 +24,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
+from quark.torch.evaluation.chats import render_chat
 from quark.torch.evaluation.media import AUDIO, IMAGES, media_files, read_audio, read_image
 
 Kind = Literal["images", "audio", "messages"]
@@ -86,6 +87,34 @@ def read_samples(source: str | Path, limit: int | None = None) -> list[Sample]:
     else:
         samples = [Sample(None, [], [file]) for file in media_files(path, AUDIO)]
     return samples[:limit]
+
+
+def read_conversations(source: str | Path, tokenizer: Any) -> list[str]:
+    """Return the conversations of a ``.jsonl`` of messages as texts, by the chat template.
+
+    Args:
+        source: The file.
+        tokenizer: Tokenizer of a model that reads text.
+
+    Raises:
+        ValueError: A line is no conversation or names images or audio, or there is no template.
+    """
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ValueError(_no_template(tokenizer))
+    samples = read_samples(source)
+    if any(sample.images or sample.sounds for sample in samples):
+        raise ValueError(
+            f"{source} names images or audio: only 'quark quantize' reads these, as --dataset, "
+            "for a model that takes them"
+        )
+    return [render_chat(tokenizer, sample.messages or []) for sample in samples]
+
+
+def _no_template(reader: Any) -> str:
+    return (
+        f"{type(reader).__name__} has no chat template, which messages need. Give "
+        "texts, images or audio, or add a template to the directory of the model"
+    )
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Any]]:
@@ -213,10 +242,7 @@ def _text(sample: Sample, processor: Any) -> str | None:
         messages = [{"role": "user", "content": [*parts, request]}]
     if messages is not None:
         if template is None:
-            raise ValueError(
-                f"{type(processor).__name__} has no chat template, which messages need. Give "
-                "texts, images or audio, or add a template to the directory of the model"
-            )
+            raise ValueError(_no_template(processor))
         if hasattr(processor, "apply_chat_template"):
             return str(processor.apply_chat_template(messages, tokenize=False))
     if tokenizer is None or "image" not in kinds:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +18,8 @@ from torch import nn
 
 from quark import __version__
 from quark.torch.evaluation.predictions import Predictions, Reference
+from quark.torch.evaluation.scripts import describe_uncovered, read_shares
+from quark.torch.export.checkpoint.config_json import notes_of
 from quark.torch.export.checkpoint.reader import Loading
 from quark.torch.export.checkpoint.streamed_model import stream_loading
 from quark.torch.export.checkpoint_contents import weight_bytes
@@ -58,11 +60,21 @@ SHOWN = 400  # layers with the largest errors, whose histograms are kept
 
 @dataclass(frozen=True)
 class Text:
-    """Text that the model was run on: its source, number of windows, and tokens of a window."""
+    """Text that the model was run on.
+
+    Attributes:
+        source: Its name.
+        windows: Number of windows.
+        tokens: Tokens of a window.
+        scripts: Script to its share of the letters; empty if it is not known.
+        calibrated: The same of the text that the checkpoint was calibrated on.
+    """
 
     source: str
     windows: int
     tokens: int
+    scripts: Mapping[str, float] = field(default_factory=dict)
+    calibrated: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -105,6 +117,18 @@ class Report:
     floats: list[FloatPart]
     experts: dict[str, list[int]]
     routers: dict[str, float]
+
+    def with_scripts(self, scripts: Mapping[str, float]) -> Report:
+        """Return the report with the scripts of its text, and which of them calibration lacked.
+
+        Args:
+            scripts: Result of ``script_shares`` for the text that the model was run on.
+        """
+        if self.text is None:
+            return self
+        said = describe_uncovered(self.text.calibrated, scripts)
+        text = replace(self.text, scripts=dict(scripts))
+        return replace(self, text=text, verdict=[*self.verdict, *([said] if said else [])])
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain JSON types."""
@@ -172,7 +196,7 @@ def measure(
         method=loading.fmt.name if container.has_formats else container.name,
         original="" if original is None else str(original),
         original_bytes=None if weights is None else weights.bytes,
-        text=None if windows is None else Text(source, *windows.shape),
+        text=None if windows is None else _describe_text(source, windows, model),
         predictions=predictions,
         experts=_experts(model, records),
         routers=reference.agreement,
@@ -216,6 +240,12 @@ class _Windows(NamedTuple):
         calls = -(-len(self.windows) // self.batch_size)
         observe = partial(recording_inputs, layers, records, self.samples, calls)
         return records, reference.compare(model, self.windows, self.batch_size, observe)
+
+
+def _describe_text(source: str, windows: torch.Tensor, model: nn.Module) -> Text:
+    notes = notes_of(getattr(model, "config", None))
+    calibrated = read_shares(notes.get("calibration_scripts", ""))
+    return Text(source, len(windows), windows.shape[1], calibrated=calibrated)
 
 
 def _report(loading: Loading, layers: list[Layer], **known: Any) -> Report:

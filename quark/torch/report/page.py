@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any
 
+from quark.torch.evaluation.scripts import describe_scripts
+
 PACKAGES = ("jinja2", "plotly")
 
 
@@ -59,7 +61,11 @@ def _render(template: str, report: dict[str, Any], **more: Any) -> str:
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    environment.filters |= {"percent": _percent, "decimals": _decimals}
+    environment.filters |= {
+        "percent": _percent,
+        "decimals": _decimals,
+        "scripts": describe_scripts,
+    }
     page = environment.get_template(template)
     return page.render(report=report, plotly=Markup(get_plotlyjs()), **more)
 

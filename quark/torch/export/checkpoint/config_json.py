@@ -16,9 +16,13 @@ from quark.torch.files import read_json, write_json
 Model = TypeVar("Model")
 
 CONFIG, SECTION = "config.json", "quantization_config"
-# Notes of the calibration beside the section -> their values: the digest of the data, and the type
-# in which 16-bit floats were multiplied if it is not their own.
-_NOTES = {"calibration_sha256": "[0-9a-f]{64}", "calibration_products": "float32"}
+# Notes of the calibration beside the section -> their values: the digest of the data, the type in
+# which 16-bit floats were multiplied if it is not their own, and the shares of scripts in its text.
+_NOTES = {
+    "calibration_sha256": "[0-9a-f]{64}",
+    "calibration_products": "float32",
+    "calibration_scripts": r"[A-Z][a-z]+ [01]\.\d{4}(, [A-Z][a-z]+ [01]\.\d{4})*",
+}
 # File with settings -> quant_method, which the file does not name.
 SETTINGS_FILES = {
     "quantize_config.json": "gptq",

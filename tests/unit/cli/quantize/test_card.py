@@ -39,6 +39,7 @@ def test_card(quantize, model_dir, text):
         "algorithms": "gptq",
         "in float": "the output head",
         "calibration": table["calibration"],
+        "letters calibrated": "Latin 100.0 %",
         "layers": "14 quantized",
         "bits per weight": next(x for x in printed.splitlines() if "bits per" in x).split()[-1],
         "size": table["size"],
