@@ -17,6 +17,7 @@ COPIED = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "benchmarks/README.md": "benchmarks.md",
+    "examples/README.md": "examples.md",
 }
 COMMANDS, PYTHON = "reference-commands.md", "reference-python.md"
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(#[^)]*)?\)")
