@@ -227,7 +227,10 @@ def _check_containers(request: Request) -> None:
 
 
 def _check_scheme(request: Request) -> None:
-    if sum(getattr(request, name) is not None for name in SOURCES) != 1:
+    given = [f"--{name}" for name in SOURCES if getattr(request, name) is not None]
+    if len(given) > 1:
+        raise wrong(given[0], f"conflicts with {given[1]}: give one of them.")
+    if not given:
         raise wrong(
             "--quant_scheme",
             "give a scheme ('quark schemes' lists them), or --recipe NAME, or --config FILE: "

@@ -276,7 +276,10 @@ def recognize_format(config_json: dict[str, Any], where: str) -> ExportFormat:
     """
     section = config_json.get(SECTION)
     if not isinstance(section, dict):
-        raise ValueError(f"{where} has no {SECTION}: this is not a quantized checkpoint.")
+        raise ValueError(
+            f"{where} has no {SECTION}: this is not a quantized checkpoint. "
+            "Quantize the model first ('quark quantize')."
+        )
     method = section.get("quant_method", "quark")
     if not isinstance(method, str) or method not in READ_FORMATS:
         raise ValueError(

@@ -26,6 +26,15 @@ def mistake(quark, model_dir, tmp_path, monkeypatch):
     [
         (["quantise"], "Did you mean 'quantize'?"),
         ([*QUANTIZE, "--quant_scheme", "fp9"], "Did you mean 'fp8'?"),
+        ([*QUANTIZE, "--quant_scheme", "int4"], "Did you mean 'int4_wo_128'?"),
+        (
+            [*QUANTIZE, "--quant_scheme", "AWQ"],
+            "such as --quant_scheme int4_wo_128 --quant_algo awq",
+        ),
+        (
+            [*QUANTIZE, "--quant_scheme", "fp8", "--config", "mixed.json"],
+            "conflicts with --config: give one of them",
+        ),
         ([*QUANTIZE, "--quant_scheme", "w4a17"], "Did you mean 'W4A16'?"),
         ([*QUANTIZE, "--quant_scheme", "fp8", "--quant_algo", "awk"], "Did you mean 'awq'?"),
         (
@@ -56,3 +65,8 @@ def mistake(quark, model_dir, tmp_path, monkeypatch):
 )
 def test_advice(call, advice, mistake):
     assert advice in " ".join(mistake(*call).split())
+
+
+def test_advice_for_a_float_model(quark, model_dir):
+    for call in (["report", model_dir, "--json"], ["convert", model_dir, "OUT", "--to", "awq"]):
+        assert "Quantize the model first ('quark quantize')" in quark(*call).stderr
