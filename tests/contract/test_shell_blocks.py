@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -76,7 +77,7 @@ def place(tmp_path, one_block):
 
 def run(commands, folder):
     """Run commands in bash, until one fails."""
-    paths = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])  # noqa: PTH120
+    paths = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "PATH": paths, "OMP_NUM_THREADS": "1"}
     command = [shutil.which("bash"), "-euo", "pipefail", "-xc", commands]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
