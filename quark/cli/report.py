@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 
 from quark.cli import accelerators, console, models
+from quark.cli.collect import read_statistics
 from quark.cli.evaluate import BatchSize, Limit, Original, SeqLen
 from quark.cli.memory_check import Measurement, check_measurement
 from quark.cli.model_files import find_model
@@ -26,9 +27,6 @@ from quark.cli.options import (
     panel,
 )
 from quark.cli.outputs import check_file
-
-if TYPE_CHECKING:
-    import torch
 
 HELP = """
 Report the effect of quantization on each layer, as an HTML page and as JSON.
@@ -60,6 +58,15 @@ Dataset = Annotated[
         "directory, wikitext, pileval, cnn_dailymail, or another dataset of the Hub.",
     ),
 ]
+Statistics = Annotated[
+    Path | None,
+    _text(
+        "--statistics",
+        metavar="DIR",
+        help="Statistics of the original from 'quark collect': the report then shows inputs that "
+        "the calibration text hardly had.",
+    ),
+]
 Output = Annotated[
     Path,
     _output(
@@ -83,6 +90,7 @@ def report(
     seq_len: SeqLen = None,
     limit: Limit = EVAL_WINDOWS,
     batch_size: BatchSize = 8,
+    statistics: Statistics = None,
     output: Output = Path("report.html"),
     overwrite: Overwrite = False,
     device: DeviceFlag = "auto",
@@ -94,6 +102,9 @@ def report(
     """Measure a checkpoint, and write the page or print the numbers."""
     if not as_json:
         _check_output(output, overwrite)
+    if statistics is not None and (original is None or dataset is None):
+        raise console.wrong("--statistics", "it needs --original and --dataset: give both.")
+    collected = None if statistics is None else read_statistics(statistics, "--statistics")
     directory = find_model(directory, "DIR")
     if not directory.exists():
         raise console.wrong("DIR", f"there is no {directory}. Give a checkpoint's directory.")
@@ -113,16 +124,20 @@ def report(
     if dataset is not None:
         work = replace(work, evaluated=counted_windows(limit), evaluated_batch=batch_size)
     _check_memory(replace(work, measures_layers=True), original)
-    windows = None
+    windows = tokenizer = None
     if dataset is not None:
         source, flag = (directory, "DIR") if original is None else (original, "--original")
-        windows = _read_windows(source, flag, dataset, seq_len, limit, trust_remote_code)
+        tokenizer = models.load_tokenizer(source, flag, trust_remote_code)
+        length = models.window_length(models.read_config(source, flag), seq_len, SEQ_LEN)
+        with console.stage("reading text"):
+            windows = models.text_windows(dataset, "--dataset", tokenizer, length, limit, True)
     from quark.torch.report.measurement import measure
 
+    decode = None if tokenizer is None else tokenizer.decode
+    known: Any = {"statistics": collected, "decode": decode}
     with console.stage("measuring layers"):
-        numbers = measure(
-            directory, original, windows, dataset or "", batch_size, **place
-        ).to_dict()
+        report = measure(directory, original, windows, dataset or "", batch_size, **place, **known)
+    numbers = report.to_dict()
     if as_json:
         console.as_json(numbers)
         return
@@ -155,21 +170,6 @@ def _check_output(output: Path, overwrite: bool) -> None:
     for path in (output, output.with_suffix(".json")):
         check_file("--output", path, overwrite)
     check_installed()
-
-
-def _read_windows(
-    source: Path,
-    flag: str,
-    dataset: str,
-    seq_len: int | None,
-    limit: int,
-    trust_remote_code: bool,
-) -> torch.Tensor:
-    """Return windows of tokens; configuration and tokenizer are those in ``source``."""
-    length = models.window_length(models.read_config(source, flag), seq_len, SEQ_LEN)
-    with console.stage("reading text"):
-        tokenizer = models.load_tokenizer(source, flag, trust_remote_code)
-        return models.text_windows(dataset, "--dataset", tokenizer, length, limit, True)
 
 
 def _print_summary(numbers: dict[str, Any], output: Path) -> None:

@@ -30,6 +30,7 @@ from quark.torch.export.recognition import (
 from quark.torch.graph.residency import resident
 from quark.torch.pipeline.activation_store import ActivationStore
 from quark.torch.pipeline.batches import show_progress
+from quark.torch.pipeline.statistics import Statistics
 from quark.torch.quantization.config.description import describe_layer
 from quark.torch.quantization.config.match import matches
 from quark.torch.quantization.nn.experts import corresponding_experts
@@ -46,6 +47,13 @@ from quark.torch.report.advice import Worst, ranked, verdict, worst_layers
 from quark.torch.report.layer import Layer
 from quark.torch.report.original_weights import OriginalWeights
 from quark.torch.report.storage import FloatPart, Kind, float_parts, kind_of, kinds
+from quark.torch.report.unseen_inputs import (
+    Decode,
+    TokenInputs,
+    UnseenInputs,
+    describe_unseen_inputs,
+    find_unseen_inputs,
+)
 from quark.torch.report.weights import (
     compare,
     histogram,
@@ -87,6 +95,7 @@ class Report:
         experts: Tokens that reached each expert, by layer of experts; none without data.
         routers: Share of the experts that the routers of the original choose too, mean over
             tokens, by layer of experts; none without data or original.
+        unseen: Inputs that calibration hardly saw; None without its statistics.
     """
 
     directory: str
@@ -105,6 +114,7 @@ class Report:
     floats: list[FloatPart]
     experts: dict[str, list[int]]
     routers: dict[str, float]
+    unseen: UnseenInputs | None
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain JSON types."""
@@ -126,6 +136,8 @@ def measure(
     device: str = "cpu",
     trust_remote_code: bool = False,
     max_memory: int | None = None,
+    statistics: Statistics | None = None,
+    decode: Decode | None = None,
 ) -> Report:
     """Measure a quantized checkpoint, and compare it with the original if that is given.
 
@@ -139,11 +151,17 @@ def measure(
         trust_remote_code: Passed to Transformers.
         max_memory: Bytes that this process may take; see ``load_checkpoint``. Windows then run one
             by one.
+        statistics: Statistics of the original in its calibration text, which the inputs in
+            ``windows`` are compared with; None to leave this out.
+        decode: Returns the text of token identifiers, for the tokens that are listed.
 
     Raises:
         FileNotFoundError: Files are missing.
-        ValueError: A checkpoint is damaged or not quantized, or the original is another model.
+        ValueError: A checkpoint is damaged or not quantized; the original is another model, also
+            than that of the statistics; or there are statistics without original or windows.
     """
+    if statistics is not None and (original is None or windows is None):
+        raise ValueError("Statistics need the original and windows of text: give both.")
     container = recognize_container(directory)
     with naming(Path(directory)):
         loading = container.open(Path(directory), trust_remote_code)
@@ -156,9 +174,10 @@ def measure(
         # As many windows as fit may differ between both models.
         text = None if windows is None else _Windows(windows, 1 if streams else batch_size, samples)
         reference, predictions, records = Reference(logits), None, dict[str, InputRecord]()
+        unseen = None
         if text is not None and original is not None:
             given = load_in_float(original, "auto", trust_remote_code, False, max_memory, device)
-            reference.run(given, text.windows, text.batch_size)
+            unseen = text.run_original(given, reference, statistics, decode)
             del given
         model = _load(loading, streams, max_memory, device)
         if text is not None:
@@ -176,6 +195,7 @@ def measure(
         predictions=predictions,
         experts=_experts(model, records),
         routers=reference.agreement,
+        unseen=unseen,
     )
 
 
@@ -208,6 +228,25 @@ class _Windows(NamedTuple):
     batch_size: int
     samples: ActivationStore
 
+    def run_original(
+        self,
+        model: nn.Module,
+        reference: Reference,
+        statistics: Statistics | None,
+        decode: Decode | None,
+    ) -> UnseenInputs | None:
+        """Run the original; return its inputs that calibration hardly saw, given its statistics."""
+        if statistics is None:
+            reference.run(model, self.windows, self.batch_size)
+            return None
+        statistics.check(model)
+        firsts = list(dict.fromkeys(statistics.readers.values()))
+        with ActivationStore() as store:
+            inputs = TokenInputs(firsts, self.windows, store)
+            observe = partial(inputs.record, model)
+            reference.run(model, self.windows, self.batch_size, observe=observe)
+            return find_unseen_inputs(inputs, statistics, decode)
+
     def compare(
         self, model: nn.Module, layers: Mapping[str, PackedLayer], reference: Reference
     ) -> tuple[dict[str, InputRecord], Predictions]:
@@ -232,6 +271,7 @@ def _report(loading: Loading, layers: list[Layer], **known: Any) -> Report:
         verdict=[
             *verdict(total, known["original_bytes"], known["predictions"], layers, floats),
             *([describe_agreement(known["routers"])] if known["routers"] else []),
+            *([describe_unseen_inputs(known["unseen"])] if known["unseen"] else []),
         ],
         worst=worst_layers(layers, configs, algorithms),
         kinds=kinds(layers, floats, total),
