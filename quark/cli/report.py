@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -27,6 +27,11 @@ from quark.cli.options import (
     panel,
 )
 from quark.cli.outputs import check_file
+
+if TYPE_CHECKING:
+    import torch
+
+    from quark.torch.report.unseen_inputs import Decode
 
 HELP = """
 Report the effect of quantization on each layer, as an HTML page and as JSON.
@@ -115,37 +120,29 @@ def report(
     models.check_model(directory, trust_remote_code, check_digests)
     if original is not None:
         models.check_model(original, trust_remote_code)
-    place: Any = {
-        "device": target,
-        "trust_remote_code": trust_remote_code,
-        "max_memory": max_memory,
-    }
+    place: Any = {"device": target, "trust_remote_code": trust_remote_code}
+    place["max_memory"] = max_memory
     work = Measurement(source=directory, length=seq_len or SEQ_LEN, keeps_codes=True, **place)
     if dataset is not None:
         work = replace(work, evaluated=counted_windows(limit), evaluated_batch=batch_size)
     _check_memory(replace(work, measures_layers=True), original)
-    windows = tokenizer = None
+    windows = decode = None
     if dataset is not None:
         source, flag = (directory, "DIR") if original is None else (original, "--original")
-        tokenizer = models.load_tokenizer(source, flag, trust_remote_code)
-        length = models.window_length(models.read_config(source, flag), seq_len, SEQ_LEN)
-        with console.stage("reading text"):
-            windows = models.text_windows(dataset, "--dataset", tokenizer, length, limit, True)
+        windows, decode = _read_windows(source, flag, dataset, seq_len, limit, trust_remote_code)
     from quark.torch.report.measurement import measure
+    from quark.torch.report.unseen_inputs import CalibrationText
 
-    decode = None if tokenizer is None else tokenizer.decode
-    known: Any = {"statistics": collected, "decode": decode}
+    if collected is not None:
+        place["calibration"] = CalibrationText(collected, decode)
+
     with console.stage("measuring layers"):
-        report = measure(directory, original, windows, dataset or "", batch_size, **place, **known)
-    numbers = report.to_dict()
+        found = measure(directory, original, windows, dataset or "", batch_size, **place)
+    numbers = found.to_dict()
     if as_json:
         console.as_json(numbers)
         return
-    from quark.torch.files import write_json, write_text
-    from quark.torch.report.page import page
-
-    write_text(output, page(numbers))
-    write_json(output.with_suffix(".json"), numbers)
+    _write(numbers, output)
     _print_summary(numbers, output)
 
 
@@ -170,6 +167,31 @@ def _check_output(output: Path, overwrite: bool) -> None:
     for path in (output, output.with_suffix(".json")):
         check_file("--output", path, overwrite)
     check_installed()
+
+
+def _read_windows(
+    source: Path,
+    flag: str,
+    dataset: str,
+    seq_len: int | None,
+    limit: int,
+    trust_remote_code: bool,
+) -> tuple[torch.Tensor, Decode]:
+    """Return windows of tokens, and what decodes them; both as the files in ``source`` say."""
+    length = models.window_length(models.read_config(source, flag), seq_len, SEQ_LEN)
+    with console.stage("reading text"):
+        tokenizer = models.load_tokenizer(source, flag, trust_remote_code)
+        windows = models.text_windows(dataset, "--dataset", tokenizer, length, limit, True)
+    return windows, tokenizer.decode
+
+
+def _write(numbers: dict[str, Any], output: Path) -> None:
+    """Write the page, and the numbers beside it."""
+    from quark.torch.files import write_json, write_text
+    from quark.torch.report.page import page
+
+    write_text(output, page(numbers))
+    write_json(output.with_suffix(".json"), numbers)
 
 
 def _print_summary(numbers: dict[str, Any], output: Path) -> None:

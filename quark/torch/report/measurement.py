@@ -21,6 +21,7 @@ from quark.torch.evaluation.predictions import Predictions, Reference
 from quark.torch.export.checkpoint.reader import Loading
 from quark.torch.export.checkpoint.streamed_model import stream_loading
 from quark.torch.export.checkpoint_contents import weight_bytes
+from quark.torch.export.containers.base import Container
 from quark.torch.export.recognition import (
     exceeds_memory,
     load_in_float,
@@ -30,7 +31,6 @@ from quark.torch.export.recognition import (
 from quark.torch.graph.residency import resident
 from quark.torch.pipeline.activation_store import ActivationStore
 from quark.torch.pipeline.batches import show_progress
-from quark.torch.pipeline.statistics import Statistics
 from quark.torch.quantization.config.description import describe_layer
 from quark.torch.quantization.config.match import matches
 from quark.torch.quantization.nn.experts import corresponding_experts
@@ -48,7 +48,7 @@ from quark.torch.report.layer import Layer
 from quark.torch.report.original_weights import OriginalWeights
 from quark.torch.report.storage import FloatPart, Kind, float_parts, kind_of, kinds
 from quark.torch.report.unseen_inputs import (
-    Decode,
+    CalibrationText,
     TokenInputs,
     UnseenInputs,
     describe_unseen_inputs,
@@ -136,8 +136,7 @@ def measure(
     device: str = "cpu",
     trust_remote_code: bool = False,
     max_memory: int | None = None,
-    statistics: Statistics | None = None,
-    decode: Decode | None = None,
+    calibration: CalibrationText | None = None,
 ) -> Report:
     """Measure a quantized checkpoint, and compare it with the original if that is given.
 
@@ -149,22 +148,16 @@ def measure(
         batch_size: Windows that run together.
         device: Where the models run.
         trust_remote_code: Passed to Transformers.
-        max_memory: Bytes that this process may take; see ``load_checkpoint``. Windows then run one
-            by one.
-        statistics: Statistics of the original in its calibration text, which the inputs in
-            ``windows`` are compared with; None to leave this out.
-        decode: Returns the text of token identifiers, for the tokens that are listed.
+        max_memory: Bytes that this process may take; windows then run one by one.
+        calibration: Calibration text, whose inputs those of ``windows`` are compared with.
 
     Raises:
         FileNotFoundError: Files are missing.
-        ValueError: A checkpoint is damaged or not quantized; the original is another model, also
-            than that of the statistics; or there are statistics without original or windows.
+        ValueError: A checkpoint is damaged or not quantized; the original or that of the
+            calibration text is another model; or ``calibration`` lacks original or windows.
     """
-    if statistics is not None and (original is None or windows is None):
-        raise ValueError("Statistics need the original and windows of text: give both.")
-    container = recognize_container(directory)
-    with naming(Path(directory)):
-        loading = container.open(Path(directory), trust_remote_code)
+    _check_calibration(calibration, original, windows)
+    container, loading = _open(Path(directory), trust_remote_code)
     layers = _packed(loading.model)
     weights = _original_weights(original, layers, trust_remote_code)
     sizes = [container.size(Path(directory)), 0 if weights is None else weights.bytes]
@@ -173,20 +166,17 @@ def measure(
         logits, samples = (stack.enter_context(ActivationStore()) for _ in range(2))
         # As many windows as fit may differ between both models.
         text = None if windows is None else _Windows(windows, 1 if streams else batch_size, samples)
-        reference, predictions, records = Reference(logits), None, dict[str, InputRecord]()
-        unseen = None
+        reference, unseen = Reference(logits), None
         if text is not None and original is not None:
             given = load_in_float(original, "auto", trust_remote_code, False, max_memory, device)
-            unseen = text.run_original(given, reference, statistics, decode)
+            unseen = text.run_original(given, reference, calibration)
             del given
         model = _load(loading, streams, max_memory, device)
-        if text is not None:
-            records, predictions = text.compare(model, layers, reference)
-        make = _Maker.of(loading, model, records, samples)
-        made = {name: make(name, weight) for name, weight in _pairs(layers, weights)}
+        records, predictions = ({}, None) if text is None else text.compare(model, reference)
+        measured = _Maker.of(loading, model, records, samples).measure(_pairs(layers, weights))
     return _report(
         loading,
-        [made[name] for name in layers],
+        [measured[name] for name in layers],
         directory=str(directory),
         method=loading.fmt.name if container.has_formats else container.name,
         original="" if original is None else str(original),
@@ -197,6 +187,19 @@ def measure(
         routers=reference.agreement,
         unseen=unseen,
     )
+
+
+def _check_calibration(
+    calibration: CalibrationText | None, original: str | Path | None, windows: torch.Tensor | None
+) -> None:
+    if calibration is not None and (original is None or windows is None):
+        raise ValueError("calibration needs the original and windows of text: give both.")
+
+
+def _open(path: Path, trust_remote_code: bool) -> tuple[Container, Loading]:
+    container = recognize_container(path)
+    with naming(path):
+        return container, container.open(path, trust_remote_code)
 
 
 def _original_weights(
@@ -229,28 +232,24 @@ class _Windows(NamedTuple):
     samples: ActivationStore
 
     def run_original(
-        self,
-        model: nn.Module,
-        reference: Reference,
-        statistics: Statistics | None,
-        decode: Decode | None,
+        self, model: nn.Module, reference: Reference, calibration: CalibrationText | None
     ) -> UnseenInputs | None:
-        """Run the original; return its inputs that calibration hardly saw, given its statistics."""
-        if statistics is None:
+        """Run the original; return its inputs that the calibration text hardly had."""
+        if calibration is None:
             reference.run(model, self.windows, self.batch_size)
             return None
-        statistics.check(model)
-        firsts = list(dict.fromkeys(statistics.readers.values()))
+        calibration.statistics.check(model)
         with ActivationStore() as store:
-            inputs = TokenInputs(firsts, self.windows, store)
+            inputs = TokenInputs([*calibration.statistics.inputs], self.windows, store)
             observe = partial(inputs.record, model)
             reference.run(model, self.windows, self.batch_size, observe=observe)
-            return find_unseen_inputs(inputs, statistics, decode)
+            return find_unseen_inputs(inputs, calibration)
 
     def compare(
-        self, model: nn.Module, layers: Mapping[str, PackedLayer], reference: Reference
+        self, model: nn.Module, reference: Reference
     ) -> tuple[dict[str, InputRecord], Predictions]:
         """Run a quantized model; return records of the inputs of layers, and its predictions."""
+        layers = _packed(model)
         records = {name: InputRecord() for name, layer in layers.items() if layer.is_linear}
         calls = -(-len(self.windows) // self.batch_size)
         observe = partial(recording_inputs, layers, records, self.samples, calls)
@@ -331,6 +330,10 @@ class _Maker:
         sizes = weight_bytes(loading.reader.entries, layers)
         caches = loading.fmt.config.kv_cache_patterns
         return cls(model, layers, sizes, records, samples, caches)
+
+    def measure(self, pairs: Iterator[tuple[str, torch.Tensor | None]]) -> dict[str, Layer]:
+        """Return the figures of layers, given with their weights in the original."""
+        return {name: self(name, weight) for name, weight in pairs}
 
     @torch.inference_mode()
     def __call__(self, name: str, original: torch.Tensor | None) -> Layer:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -70,6 +70,18 @@ class UnseenInputs:
     calibration: float
     layers: dict[str, tuple[float, float]]
     tokens: list[UnseenToken]
+
+
+class CalibrationText(NamedTuple):
+    """A calibration text.
+
+    Attributes:
+        statistics: Statistics of the float model in it.
+        decode: Returns the text of token identifiers; None to list the identifiers themselves.
+    """
+
+    statistics: Statistics
+    decode: Decode | None = None
 
 
 class TokenInputs:
@@ -144,19 +156,17 @@ def unseen_energy(gram: torch.Tensor, *samples: torch.Tensor) -> list[torch.Tens
     return energies
 
 
-def find_unseen_inputs(
-    inputs: TokenInputs, statistics: Statistics, decode: Decode | None = None
-) -> UnseenInputs | None:
+def find_unseen_inputs(inputs: TokenInputs, calibration: CalibrationText) -> UnseenInputs | None:
     """Compare inputs of layers with those in a calibration text.
 
     Args:
         inputs: Inputs of the float model in a text.
-        statistics: Statistics of the same model in the calibration text.
-        decode: Returns the text of token identifiers; None for the identifiers themselves.
+        calibration: The calibration text, with statistics of the same model.
 
     Returns:
         The shares; None if calibration reached no layer that reads every token.
     """
+    statistics, decode = calibration
     layers: dict[str, tuple[float, float]] = {}
     ratios = torch.zeros(len(inputs.tokens), dtype=torch.float64)
     for name in show_progress(inputs.layers, "inputs"):
@@ -164,14 +174,14 @@ def find_unseen_inputs(
         if gram is None or sample is None or not gram.any():
             continue
         ours, theirs = unseen_energy(gram, inputs[name], sample.float())
-        share, usual = (float(part / whole) for part, whole in (ours.sum(1), theirs.sum(1)))
-        layers[name] = share, usual
-        ratios += ours[0] / ours[1].clamp(min=torch.finfo(torch.float64).tiny) / usual
+        shares = [float(part / whole) for part, whole in (ours.sum(1), theirs.sum(1))]
+        layers[name] = shares[0], shares[1]
+        ratios += ours[0] / ours[1].clamp(min=torch.finfo(torch.float64).tiny) / shares[1]
     if not layers:
         return None
-    text, calibration = torch.tensor(list(layers.values())).median(0).values.tolist()
+    text, usual = torch.tensor(list(layers.values())).median(0).values.tolist()
     tokens = _list_tokens(inputs, ratios / len(layers), decode)
-    return UnseenInputs(text, calibration, layers, tokens)
+    return UnseenInputs(text, usual, layers, tokens)
 
 
 def _list_tokens(

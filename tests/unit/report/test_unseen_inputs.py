@@ -6,7 +6,12 @@ import torch
 from quark.torch.evaluation.predictions import Reference
 from quark.torch.pipeline.activation_store import ActivationStore
 from quark.torch.report.measurement import measure
-from quark.torch.report.unseen_inputs import TokenInputs, find_unseen_inputs, unseen_energy
+from quark.torch.report.unseen_inputs import (
+    CalibrationText,
+    TokenInputs,
+    find_unseen_inputs,
+    unseen_energy,
+)
 from quark.torch.statistics.collection import collect_statistics
 from tests.unit.report.test_measurement import quantized  # noqa: F401  a fixture
 
@@ -19,6 +24,10 @@ def text():
     windows = KNOWN[:3].clone()
     windows[1, 4:12] = NEW
     return windows
+
+
+def last(tokens):
+    return str(tokens[-1])
 
 
 def test_the_share_of_each_eigenvector():
@@ -40,7 +49,7 @@ def test_new_tokens_are_found(build, batch_size):
     with ActivationStore() as logits, ActivationStore() as store:
         inputs = TokenInputs(list(statistics.inputs), windows, store)
         Reference(logits).run(model, windows, batch_size, observe=lambda: inputs.record(model))
-        unseen = find_unseen_inputs(inputs, statistics, lambda tokens: str(tokens[-1]))
+        unseen = find_unseen_inputs(inputs, CalibrationText(statistics, last))
         assert inputs.layers == list(statistics.inputs)
     assert {(t.window, t.position) for t in unseen.tokens[:8]} == {(1, i) for i in range(4, 12)}
     assert {int(t.text) for t in unseen.tokens[:8]} == set(NEW.tolist())
@@ -57,7 +66,7 @@ def test_the_text_of_calibration_is_seen(build):
         inputs = TokenInputs(list(statistics.inputs), KNOWN, store)
         with inputs.record(model), torch.no_grad():
             model(KNOWN)
-        unseen = find_unseen_inputs(inputs, statistics)
+        unseen = find_unseen_inputs(inputs, CalibrationText(statistics))
     for share, usual in unseen.layers.values():
         assert share == pytest.approx(usual, rel=1e-4)
 
@@ -65,7 +74,7 @@ def test_the_text_of_calibration_is_seen(build):
 def test_a_report_compares_the_original(quantized, build):  # noqa: F811
     original, path, _ = quantized("int4_wo_32")
     statistics = collect_statistics(build("llama"), [KNOWN], probes=0)
-    report = measure(path, original, text(), statistics=statistics)
+    report = measure(path, original, text(), calibration=CalibrationText(statistics))
     assert report.unseen.text > 1.2 * report.unseen.calibration
     assert any("calibration hardly saw" in sentence for sentence in report.verdict)
     assert report.to_dict()["unseen"]["tokens"][0]["text"].split()[-1] in map(str, NEW.tolist())
@@ -79,6 +88,6 @@ def test_statistics_of_another_model_are_refused(quantized, build):  # noqa: F81
         other.lm_head.weight.mul_(2)
     statistics = collect_statistics(other, [KNOWN], probes=0)
     with pytest.raises(ValueError, match="statistics are of another model"):
-        measure(path, original, text(), statistics=statistics)
+        measure(path, original, text(), calibration=CalibrationText(statistics))
     with pytest.raises(ValueError, match="give both"):
-        measure(path, original, statistics=statistics)
+        measure(path, original, calibration=CalibrationText(statistics))
