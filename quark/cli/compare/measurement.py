@@ -70,7 +70,7 @@ def measure_models(directories: dict[str, Path], plan: Plan) -> Comparison:
     from quark.torch.evaluation.predictions import Reference
     from quark.torch.pipeline.activation_store import ActivationStore
     from quark.torch.report.comparison import Comparison
-    from quark.torch.report.measurement import Text
+    from quark.torch.report.text import Text
 
     with ActivationStore() as store:
         reference = Reference(store)

@@ -12,7 +12,8 @@ import torch
 
 from quark import __version__
 from quark.torch.evaluation.predictions import Predictions
-from quark.torch.report.measurement import Text, measure
+from quark.torch.report.measurement import measure
+from quark.torch.report.text import Text
 
 
 @dataclass(frozen=True)
