@@ -223,7 +223,7 @@ def _round(x: torch.Tensor, by: Factors, scheme: Scheme) -> torch.Tensor:
     if fmt.is_float:
         return round_to_grid_(x, fmt, mode)
     if by.zero_point is None:
-        x = round_(x, mode).add_(0.0)  # integers have no -0
+        x = round_(x, mode)
     elif scheme.float_zero_point:
         x = round_(x.add_(by.zero_point), mode)
     else:
@@ -276,7 +276,10 @@ def _from_codes(x: torch.Tensor, by: Factors, scheme: Scheme) -> torch.Tensor:
 
 def round_trip(x: torch.Tensor, by: Factors, scheme: Scheme) -> torch.Tensor:
     """Return values quantized and dequantized; float32 ``x`` may be overwritten."""
-    return _rescale(_round(x, by, scheme), by, scheme)
+    x = _round(x, by, scheme)
+    if by.zero_point is None and not scheme.fmt.is_float:
+        x = x.add_(0.0)  # integers have no -0
+    return _rescale(x, by, scheme)
 
 
 def _is_inside(x: torch.Tensor, by: Factors, scheme: Scheme) -> torch.Tensor:
