@@ -149,10 +149,12 @@ class ModelExporter:
         dynamic_shapes: Mapping[str, Mapping[int, str]] | None = None,
         matmul_nbits: bool = False,
         max_file_size: int = MAX_FILE_SIZE,
+        use_cache: bool = False,
     ) -> None:
         """Write ``quark_model.onnx``: QuantizeLinear and DequantizeLinear, weights as codes.
 
-        Needs the package onnxscript. Caches of keys and values are left out of the graph.
+        Needs the package onnxscript. Caches of keys and values are left out of the graph, unless
+        ``use_cache`` is set.
 
         Args:
             model: A frozen model, or one that was imported. It is not changed.
@@ -172,6 +174,10 @@ class ModelExporter:
             matmul_nbits: Whether linear layers of which only the weight is quantized, to integers
                 of up to 8 bits, become the MatMulNBits of ONNX Runtime.
             max_file_size: Bytes above which weights go to ``quark_model.onnx.data``.
+            use_cache: Whether a decoder of Transformers gets the inputs ``past_key_values.0.key``,
+                ``past_key_values.0.value``, … (batch, heads, earlier tokens, size), and the outputs
+                ``present.0.key``, … with the new tokens behind. ``input_args`` are those of a call
+                without a cache, with at least 5 tokens.
 
         Raises:
             FileExistsError: The directory is in use and ``overwrite`` is off.
@@ -188,6 +194,7 @@ class ModelExporter:
             dynamic_shapes,
             matmul_nbits,
             max_file_size,
+            use_cache,
         )
         self.export("onnx", model, ExportSettings(inputs=input_args, graph=options))
 
