@@ -153,8 +153,7 @@ class ModelExporter:
     ) -> None:
         """Write ``quark_model.onnx``: QuantizeLinear and DequantizeLinear, weights as codes.
 
-        Needs the package onnxscript. Caches of keys and values are left out of the graph, unless
-        ``use_cache`` is set.
+        Needs the package onnxscript.
 
         Args:
             model: A frozen model, or one that was imported. It is not changed.
@@ -174,10 +173,8 @@ class ModelExporter:
             matmul_nbits: Whether linear layers of which only the weight is quantized, to integers
                 of up to 8 bits, become the MatMulNBits of ONNX Runtime.
             max_file_size: Bytes above which weights go to ``quark_model.onnx.data``.
-            use_cache: Whether a decoder of Transformers gets the inputs ``past_key_values.0.key``,
-                ``past_key_values.0.value``, … (batch, heads, earlier tokens, size), and the outputs
-                ``present.0.key``, … with the new tokens behind. ``input_args`` are those of a call
-                without a cache, with at least 5 tokens.
+            use_cache: Whether keys and values of earlier tokens are inputs and outputs of a decoder
+                (see ``docs/onnx.md``). ``input_args`` are still those of a call without a cache.
 
         Raises:
             FileExistsError: The directory is in use and ``overwrite`` is off.
