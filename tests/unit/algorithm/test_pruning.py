@@ -173,8 +173,9 @@ def test_models_lose_less_than_by_magnitude():
     assert loss_of("sparsegpt") < loss_of("wanda") < loss_of("magnitude")
 
 
-@pytest.mark.parametrize("name", PRUNING)
-@pytest.mark.parametrize("model", ["gpt2", "mixtral", "opt"])
+@pytest.mark.parametrize(
+    ("model", "name"), [("gpt2", "wanda"), ("mixtral", "sparsegpt"), ("opt", "sparsegpt")]
+)
 def test_architectures(model, name):
     layers = weights_of(quantized(varied(model), "int4_wo_32", PRUNING[name](), GPTQConfig()))
     for layer, weight in layers.items():
@@ -205,7 +206,13 @@ ROUNDING = {
 }
 
 
-@pytest.mark.parametrize("rounding", ROUNDING)
+SLOW = ("yaqa", "autoround", "gptaq", "awq and gptq")
+
+
+@pytest.mark.parametrize(
+    "rounding",
+    [pytest.param(n, marks=pytest.mark.nightly if n in SLOW else ()) for n in ROUNDING],
+)
 def test_what_follows_keeps_the_zeros(rounding, export):
     scheme = "int8" if "smooth" in rounding else "uint4_wo_32"
     model = quantized(varied("llama"), scheme, WandaConfig(), *ROUNDING[rounding])

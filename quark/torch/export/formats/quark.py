@@ -184,13 +184,12 @@ def _with_stated_symmetry(config: Config) -> Config:
         weight, inputs = layer.weight, layer.input_tensors
         if weight is None or weight.qscheme is not QSchemeType.per_block:
             return layer
-        specs = {"weight": weight, "input_tensors": inputs}
-        open_specs = {
-            name: replace(spec, symmetric=True)
-            for name, spec in specs.items()
-            if spec is not None and spec.fmt.is_float and spec.symmetric is None
-        }
-        return replace(layer, **open_specs)
+        return replace(layer, weight=symmetric(weight), input_tensors=symmetric(inputs))
+
+    def symmetric(spec: QuantizationSpec | None) -> QuantizationSpec | None:
+        if spec is None or not spec.fmt.is_float or spec.symmetric is not None:
+            return spec
+        return replace(spec, symmetric=True)
 
     layers = {name: stated(layer) for name, layer in config.layer_quant_config.items()}
     types = {kind: stated(layer) for kind, layer in config.layer_type_quant_config.items()}
