@@ -12,6 +12,7 @@ import torch
 from quark.torch import ModelQuantizer, export_onnx
 from quark.torch.export import export_program
 from quark.torch.quantization.config.config import (
+    CLEConfig,
     Int8PerChannelSpec,
     QuantizationConfig,
     Uint8PerTensorSpec,
@@ -36,9 +37,11 @@ CHANNELS = Int8PerChannelSpec(
 INT32 = QuantizationSpec("int32", symmetric=True, qscheme="per_tensor", is_dynamic=False)
 
 
-def frozen(name, edges, weight=INT8):
-    quantizer = ModelQuantizer(graph_config(QuantizationConfig(edges, edges, weight, INT32)))
-    return quantizer.freeze(quantizer.quantize_model(export(network(name)), images(8)))
+def frozen(name, edges, weight=INT8, gain=1, **options):
+    layer = QuantizationConfig(edges, edges, weight, INT32)
+    quantizer = ModelQuantizer(graph_config(layer, **options))
+    data = [gain * x for x in images(8)]
+    return quantizer.freeze(quantizer.quantize_model(export(network(name)), data))
 
 
 def check_codes(model, x, y):
@@ -91,9 +94,12 @@ def test_openvino(tmp_path, name):
 
 
 @pytest.mark.client("openvino")
-@pytest.mark.parametrize("weight", [INT8, CHANNELS], ids=["per tensor", "per channel"])
-@pytest.mark.parametrize("edges", [INT8, UINT8], ids=["int8", "uint8"])
-@pytest.mark.parametrize("name", ["resnet", "unet"])
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    ("edges", "weight"),
+    [(INT8, INT8), (UINT8, INT8), (UINT8, CHANNELS)],
+    ids=["int8", "uint8", "uint8, channels"],
+)
 def test_openvino_program(name, edges, weight):
     model, x = frozen(name, edges, weight), images(9)[8]
     check_codes(model, x, run_openvino_program(model, x))
@@ -109,10 +115,17 @@ def test_xnnpack(name):
 
 @pytest.mark.client("executorch")
 @pytest.mark.client("openvino")
-@pytest.mark.parametrize("name", ["resnet", "mobilenet", "unet"])
+@pytest.mark.parametrize("name", ["resnet", "mobilenet", "unet", "mobilenet with caps"])
 def test_one_graph_has_the_same_codes_everywhere(run_onnx, tmp_path, name):
-    """ONNX Runtime, OpenVINO and XNNPACK, each by its own way out of the same frozen graph."""
-    model, x = frozen(name, INT8), images(9)[8]
+    """ONNX Runtime, OpenVINO and XNNPACK, each by its own way out of the same frozen graph.
+
+    Caps are those of ReLU6 after equalization, one for each channel.
+    """
+    if name == "mobilenet with caps":
+        model, x = frozen("mobilenet", INT8, gain=3, algo_config=[CLEConfig()]), 3 * images(9)[8]
+        assert any("minimum" in str(node.target) for node in model.graph.nodes)
+    else:
+        model, x = frozen(name, INT8), images(9)[8]
     export_onnx(model, tmp_path / "d", x)
     y = {
         "onnxruntime": run_onnx(tmp_path / "d", x)[0],

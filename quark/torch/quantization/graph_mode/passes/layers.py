@@ -93,7 +93,7 @@ def _multiply_rows(weight: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     """
     result = torch.empty_like(weight)
     rows = max(1, _CACHED // max(1, weight[0].numel()))
-    parts = (tensor.split(rows) for tensor in (result, weight, factors))
+    parts = (torch.split(tensor, rows) for tensor in (result, weight, factors))
     for out, values, scales in zip(*parts, strict=True):
         out.copy_(values.double() * _along(scales, values, 0))
     return result
