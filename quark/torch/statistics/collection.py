@@ -98,8 +98,7 @@ def collect_statistics(
         ValueError: There is no data, the model is a graph or has no linear layers in decoder
             blocks, or an input or output of one is NaN or infinite.
     """
-    if isinstance(model, GraphModule) or not any(map(_is_linear_layer, model.modules())):
-        raise ValueError(_describe_refusal(model))
+    _check_network(model)
     batches = make_repeatable(dataloader)
     if not check_batches(model, batches):
         raise ValueError("The dataloader is empty: statistics need at least a batch.")
@@ -145,8 +144,10 @@ def _prepared(model: nn.Module, offload_dir: str | Path | None) -> Iterator[None
         yield
 
 
-def _is_linear_layer(module: nn.Module) -> bool:
-    return is_linear(type(module))
+def _check_network(model: nn.Module) -> None:
+    """Raise ValueError if a model cannot have statistics: a graph, or one without linear layers."""
+    if isinstance(model, GraphModule) or not any(is_linear(type(m)) for m in model.modules()):
+        raise ValueError(_describe_refusal(model))
 
 
 def _describe_refusal(model: nn.Module) -> str:
