@@ -250,15 +250,31 @@ def round_scale(
 
 
 def round_zero_point(zero_point: torch.Tensor, scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    """Return float zero points for which the smallest values are stored exactly; see ``Scheme``.
+    """Return float zero points whose minima are stored in super-blocks; others do not change.
 
-    Only scales in super-blocks round their minima: others have zero points of any value.
+    Args:
+        zero_point: Float zero points.
+        scale: Scales as they are stored.
+        scheme: How the tensor is quantized.
     """
     if not scheme.scale.span:
         return zero_point
     minimum = ((zero_point - scheme.fmt.qmin) * scale).clamp(min=0)
     minimum = round_to_super_blocks(minimum, scheme.scale, scheme.axis, least=0)
     return scheme.fmt.qmin + minimum / scale
+
+
+def round_qparams(
+    scale: torch.Tensor, zero_point: torch.Tensor | None, scheme: Scheme
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return any scales and float zero points in super-blocks; others do not change."""
+    if not scheme.scale.span:
+        return scale, zero_point
+    rounded = round_scale(scale, scheme.scale, None, scheme.axis)
+    if zero_point is None or scheme.symmetric:
+        return rounded, zero_point
+    moved = scheme.fmt.qmin + (zero_point - scheme.fmt.qmin) * scale / rounded  # the same minimum
+    return rounded, round_zero_point(moved, rounded, scheme)
 
 
 def scale_limits(dtype: torch.dtype) -> tuple[float, float]:
