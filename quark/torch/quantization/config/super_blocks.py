@@ -21,9 +21,10 @@ def super_block_problem(spec: Any) -> str | None:
         return f"{given} is for groups of integers: give an integer dtype and qscheme='per_group'."
     if spec.is_dynamic or spec.range_training or spec.second_stage is not None:
         return f"{given} is for static scales of one stage that are not trained."
-    if spec.symmetric is False and (to.fmt.signed or not spec.scheme.float_zero_point):
+    signed = spec.fmt.signed or to.fmt.signed
+    if spec.symmetric is False and (signed or not spec.scheme.float_zero_point):
         return (
-            f"{given} with symmetric=False needs zero_point_type='float32' and unsigned integers, "
-            "such as uint6x8."
+            f"{given} with symmetric=False needs zero_point_type='float32', an unsigned dtype, and "
+            "unsigned integers such as those of uint6x8."
         )
     return None

@@ -14,7 +14,7 @@ from quark.torch.export.gguf.blocks import block_spec, pack_blocks, unpack_block
 from quark.torch.export.recognition import load_in_float, open_checkpoint
 from quark.torch.quantization.config.config import QuantizationConfig
 from quark.torch.quantization.nn.packed import PackedLayer
-from tests.configurations import config, half_groups
+from tests.configurations import config, half_groups, preset
 
 gguf = pytest.importorskip("gguf")
 VOCABULARY = 2048  # of the tokenizer
@@ -23,6 +23,8 @@ VOCABULARY = 2048  # of the tokenizer
 KINDS = {
     "Q4_0": half_groups("int4"),
     "Q4_1": half_groups("uint4", False),
+    "Q5_0": half_groups("int5"),
+    "Q5_1": half_groups("uint5", False),
     "Q8_0": half_groups("int8"),
 }
 
@@ -79,7 +81,7 @@ class TestBlocks:
         assert found.zero_point_type.name == "int32"
         assert pack_blocks(unpack_blocks(blocks, found, kind), kind).equal(blocks)
 
-    @pytest.mark.parametrize(("kind", "shape"), [("Q6_K", (2, 210)), ("Q4_0", (1, 2, 18))])
+    @pytest.mark.parametrize(("kind", "shape"), [("IQ4_NL", (2, 18)), ("Q4_0", (1, 2, 18))])
     def test_other_types(self, kind, shape):
         with pytest.raises(ValueError, match=f"layer is {kind} with {len(shape)} axes"):
             block_spec(kind, torch.zeros(shape, dtype=torch.uint8), "layer")
@@ -92,6 +94,17 @@ class TestModel:
         model, path = made(config(KINDS[kind]), dtype=dtype)
         loaded = open_checkpoint(path).fill()
         assert loaded.dtype == dtype
+        assert logits(loaded).equal(logits(model))
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("name", ["q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "w_mxfp4"])
+    def test_the_same_bits_of_super_blocks_and_mx(self, made, logits, name, dtype):
+        sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+        model, path = made(preset(name), dtype=dtype, **sizes)
+        kinds = {t.name: t.tensor_type.name for t in gguf.GGUFReader(path).tensors}
+        assert kinds["blk.0.ffn_down.weight"] == {"w_mxfp4": "MXFP4"}.get(name, name.upper())
+        loaded = open_checkpoint(path).fill()
+        assert isinstance(loaded.model.layers[0].mlp.down_proj, PackedLayer)
         assert logits(loaded).equal(logits(model))
 
     @pytest.mark.parametrize(
