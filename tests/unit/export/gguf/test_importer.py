@@ -11,7 +11,7 @@ from quark.demo.text import model_directory
 from quark.torch import ModelExporter
 from quark.torch.export import convert
 from quark.torch.export.gguf.blocks import block_spec, pack_blocks, unpack_blocks
-from quark.torch.export.recognition import load_in_float, open_checkpoint
+from quark.torch.export.recognition import load_checkpoint, load_in_float, open_checkpoint
 from quark.torch.quantization.config.config import QuantizationConfig
 from quark.torch.quantization.nn.packed import PackedLayer
 from tests.configurations import config, half_groups, preset
@@ -146,6 +146,18 @@ class TestModel:
         assert logits(loaded).equal(logits(expected))
         convert(tmp_path / "other", tmp_path / "out", "quark")
         assert logits(open_checkpoint(tmp_path / "out").fill()).equal(logits(expected))
+
+    @pytest.mark.parametrize(("name", "part"), [("q4_1", 2), ("q4_k", 2), ("q4_k", 0)])
+    def test_numbers_that_are_not_finite_are_refused(self, made, name, part):
+        """A block of these types begins with its scale and its minimum."""
+        _, path = made(preset(name), hidden_size=256, intermediate_size=256, num_hidden_layers=1)
+        (tensor,) = (t for t in gguf.GGUFReader(path).tensors if t.name == "blk.0.ffn_down.weight")
+        data = bytearray(path.read_bytes())
+        data[tensor.data_offset + part : tensor.data_offset + part + 2] = b"\x00\x7e"
+        path.write_bytes(data)
+        what = "zero points are not finite" if part else "scales of its weight are not sound"
+        with pytest.raises(ValueError, match=rf"layers\.0\.mlp\.down_proj\.weight.*{what}"):
+            load_checkpoint(path)
 
     def test_tensors_are_read_one_by_one(self, made):
         reader = open_checkpoint(made(config(KINDS["Q4_1"]))[1]).reader

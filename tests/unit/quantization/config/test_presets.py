@@ -8,13 +8,8 @@ import torch
 from torch import nn
 
 from quark.torch.numerics.formats import Dtype
-from quark.torch.numerics.scale_formats import (
-    E5M3,
-    E8M0,
-    FLOAT32,
-    SUPER_BLOCKS,
-    ScaleFormat,
-)
+from quark.torch.numerics.scale_formats import E5M3, E8M0, FLOAT32, ScaleFormat
+from quark.torch.quantization.config.block_schemes import BLOCK_SCHEMES
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.presets import (
     GROUP_SIZES,
@@ -39,16 +34,6 @@ def dynamic(described):
 # Names of current versions: what is documented of weight and input. A tensor is
 # (format, granularity, symmetric, dynamic).
 CURRENT = {
-    "q4_0": (("int4", "per_group", True, False), None),
-    "q4_1": (("uint4", "per_group", False, False), None),
-    "q5_0": (("int5", "per_group", True, False), None),
-    "q5_1": (("uint5", "per_group", False, False), None),
-    "q8_0": (("int8", "per_group", True, False), None),
-    "q2_k": (("uint2", "per_group", False, False), None),
-    "q3_k": (("int3", "per_group", True, False), None),
-    "q4_k": (("uint4", "per_group", False, False), None),
-    "q5_k": (("uint5", "per_group", False, False), None),
-    "q6_k": (("int6", "per_group", True, False), None),
     "int8": (("int8", "per_tensor", True, False), ("int8", "per_tensor", True, False)),
     "int8_wo": (("int8", "per_channel", True, False), None),
     "ptpc_int8": (("int8", "per_channel", True, False), ("int8", "per_channel", True, True)),
@@ -112,13 +97,6 @@ def described(spec):
 E4M3_TWO_LEVEL = ScaleFormat(torch.float8_e4m3fn, Dtype.fp8_e4m3.value, two_level=True)
 E5M3_TWO_LEVEL = ScaleFormat(torch.uint8, Dtype.fp8_e5m3.value, two_level=True)
 BLOCKS = {
-    "q4_0": (32, ScaleFormat(torch.float16)),
-    "q8_0": (32, ScaleFormat(torch.float16)),
-    "q2_k": (16, SUPER_BLOCKS["uint4x16"]),
-    "q3_k": (16, SUPER_BLOCKS["int6x16"]),
-    "q4_k": (32, SUPER_BLOCKS["uint6x8"]),
-    "q5_k": (32, SUPER_BLOCKS["uint6x8"]),
-    "q6_k": (16, SUPER_BLOCKS["int8x16"]),
     "mxfp4": (32, E8M0),
     "mxfp4_weight_only": (32, E8M0),
     "mxfp6_e3m2": (32, E8M0),
@@ -183,7 +161,7 @@ def test_codes_of_int4_fp8_are_quantized_again():
 
 def test_every_name_is_in_a_table():
     grouped = [f"{prefix}_{size}" for prefix in GROUPED for size in (32, 64, 128)]
-    others = ["bfloat16", "float16"]
+    others = ["bfloat16", "float16", *BLOCK_SCHEMES]
     assert sorted(scheme_names()) == sorted([*CURRENT, *grouped, *others, *EARLIER])
     assert len(set(scheme_names())) == len(scheme_names())
 
