@@ -104,8 +104,8 @@ def _pack_q4_0(codes: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor) ->
 
 
 def _pack_q4_1(codes: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor) -> Packed:
-    # scale * (code - zero) = scale * code + minimum
-    return [scale, -scale * zeros], _join_nibbles(codes)
+    # scale * (code - zero) = scale * code + minimum. A minimum of zero is +0, as ggml writes it.
+    return [scale, 0 - scale * zeros], _join_nibbles(codes)
 
 
 def _pack_q8_0(codes: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor) -> Packed:
