@@ -11,7 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quark.torch import Journal, ModelExporter, ModelQuantizer
+from quark.torch import (
+    Journal,
+    ModelExporter,
+    ModelQuantizer,
+    import_model_from_safetensors,
+)
 from quark.torch.export import convert
 from quark.torch.export.containers.base import ExportSettings
 from quark.torch.export.file_to_file import quantize_files
@@ -77,6 +82,12 @@ def tensors_of(directory):
     for file in sorted(directory.glob("*.safetensors")):
         digests |= {name: digest(tensor) for name, tensor in load_file(file).items()}
     return digests
+
+
+def values_of(directory):
+    """Return the digest of each parameter and buffer of a checkpoint in float."""
+    model = import_model_from_safetensors(None, directory, dequantize=True)
+    return {name: digest(tensor) for name, tensor in model.state_dict().items()}
 
 
 def files_of(directory):
