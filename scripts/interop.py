@@ -285,7 +285,8 @@ def judge(row: Row, material: Material, answer: dict[str, Any]) -> tuple[bool, l
 
 def as_dict(row: Row, holds: bool, cells: list[str]) -> dict[str, str]:
     """Return the result of a row for the file of results."""
-    named = dict(zip(COLUMNS, [row.scheme, row.layout, row.client, *cells], strict=False))
+    given = zip(COLUMNS, [row.scheme, row.layout, row.client, *cells], strict=False)
+    named = {name: cell for name, cell in given if cell}
     note = cells[-1]
     result = "refused" if note.startswith("refused") else "as expected" if holds else note
     return {**named, "result": result}
