@@ -5,13 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from compressed_tensors.compressors.mxfp6.helpers import pack_fp6_to_uint8
-from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8
-from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-from compressed_tensors.quantization import QuantizationArgs
-from compressed_tensors.quantization.lifecycle.forward import fake_quantize as their_fake_quantize
-from compressed_tensors.quantization.utils import generate_mx_scales
-from compressed_tensors.transform.utils.hadamard import deterministic_hadamard_matrix
 
 from quark.conformance.comparison import Comparison, compare
 from quark.conformance.definitions import block_exponents, nearest
@@ -25,7 +18,6 @@ from quark.torch.numerics.packing import pack
 from quark.torch.numerics.qdq import fake_quantize, quantize
 from quark.torch.numerics.scheme import Scheme
 
-PACK = {"fp4": pack_fp4_to_uint8, "fp6_e2m3": pack_fp6_to_uint8}
 MX_BITS = {"fp4": 4, "fp6_e2m3": 6}
 
 
@@ -35,13 +27,19 @@ def compare_all(every: int) -> Iterator[Comparison]:
     Args:
         every: Take one value of so many.
     """
+    from compressed_tensors.compressors.mxfp6.helpers import pack_fp6_to_uint8
+    from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+    from compressed_tensors.quantization.utils import generate_mx_scales
+    from compressed_tensors.transform.utils.hadamard import deterministic_hadamard_matrix
+
     for bits in range(2, 9):
         generator = torch.Generator().manual_seed(bits)
         half = 1 << (bits - 1)
         codes = torch.randint(-half, half, (64, 60), dtype=torch.int8, generator=generator)
         ours = pack_words((codes + half).to(torch.uint8), bits)
         yield compare(f"int{bits}", "words without gaps", ours, pack_to_int32(codes, bits))
-    for name, pack_values in PACK.items():
+    for name, pack_values in (("fp4", pack_fp4_to_uint8), ("fp6_e2m3", pack_fp6_to_uint8)):
         fmt = Dtype[name].value
         values = rounded(usual_values(64, 64), fmt)
         ours = pack(quantize(values, torch.ones(()), None, Scheme(fmt)), fmt)
@@ -64,10 +62,13 @@ def compare_all(every: int) -> Iterator[Comparison]:
 
 def _values(every: int) -> Iterator[Comparison]:
     """Compare values quantized under given scales."""
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle import forward
+
     x = half_values(every)
     args = QuantizationArgs(num_bits=8, type="float", symmetric=True, strategy="tensor")
     fmt, one = Dtype.fp8_e4m3.value, torch.ones(())
-    theirs = their_fake_quantize(x, one, None, args)
+    theirs = forward.fake_quantize(x, one, None, args)
     yield compare("fp8_e4m3", "fake_quantize", rounded(x, fmt), nearest(x, fmt), theirs, x)
     x, fmt = usual_values(256, 64), Dtype.int8.value
     args = QuantizationArgs(num_bits=8, type="int", symmetric=True, strategy="tensor")
@@ -75,5 +76,5 @@ def _values(every: int) -> Iterator[Comparison]:
         factor = torch.tensor(scale)
         ours = fake_quantize(x, factor, None, Scheme(fmt))
         wanted = nearest(x * factor.reciprocal(), fmt).float() * factor
-        theirs = their_fake_quantize(x, factor, None, args)
+        theirs = forward.fake_quantize(x, factor, None, args)
         yield compare("int8", f"fake_quantize, scale {scale}", ours, wanted, theirs + 0.0, x)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from gguf import GGMLQuantizationType, quants
 
 from quark.conformance.comparison import Comparison, compare
 from quark.conformance.samples import usual_values
@@ -21,6 +20,8 @@ def compare_all(every: int) -> Iterator[Comparison]:
     Args:
         every: Not used: the blocks are few.
     """
+    from gguf import GGMLQuantizationType, quants
+
     for kind, name in FORMATS.items():
         x = _multiples() if kind == "Q4_1" else usual_values(256, 128)
         number = GGMLQuantizationType[kind]

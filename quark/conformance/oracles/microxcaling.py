@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mx.mx_ops import _quantize_mx
-
 from quark.conformance.comparison import Comparison, compare
 from quark.conformance.definitions import blocks
 from quark.conformance.results import in_blocks, mx_scheme
@@ -28,6 +26,8 @@ def compare_all(every: int) -> Iterator[Comparison]:
     Args:
         every: Take one value of so many.
     """
+    from mx.mx_ops import _quantize_mx
+
     x = block_values(every)
     for name, element in ELEMENTS.items():
         fmt = Dtype[name].value

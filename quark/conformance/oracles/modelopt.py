@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from modelopt.torch.quantization.qtensor import MXFP8QTensor, NVFP4QTensor
 
 from quark.conformance.comparison import Comparison, compare
 from quark.conformance.definitions import nearest, two_level_blocks
@@ -24,6 +23,8 @@ def compare_all(every: int) -> Iterator[Comparison]:
     Args:
         every: Take one value of so many.
     """
+    from modelopt.torch.quantization.qtensor import MXFP8QTensor, NVFP4QTensor
+
     x = usual_values(512, 64)
     tensor, scale, tensor_scale = NVFP4QTensor.quantize(x.clone(), 16)
     values = tensor.dequantize(

@@ -7,16 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from onnx import TensorProto, helper, numpy_helper
-from onnx.backend.test.case.node import (
-    _NodeTestCases,
-    cast,
-    dequantizelinear,
-    dynamicquantizelinear,
-    matmulinteger,
-    qlinearmatmul,
-    quantizelinear,
-)
 
 from quark.conformance.comparison import Comparison, compare
 from quark.conformance.definitions import nearest
@@ -33,15 +23,6 @@ FORMATS = {
     **{name: name for name in ("int2", "uint2", "int4", "uint4", "int8", "uint8")},
     **{name: name for name in ("int16", "uint16")},
 }
-# Importing a module collects its tests in ``_NodeTestCases``; collecting all takes five seconds.
-COLLECTED = (
-    cast,
-    dequantizelinear,
-    dynamicquantizelinear,
-    matmulinteger,
-    qlinearmatmul,
-    quantizelinear,
-)
 Arrays = list[Any]
 # Name of the format, result here, and the definition where it is not the test's output.
 Results = tuple[str, torch.Tensor] | tuple[str, torch.Tensor, torch.Tensor]
@@ -53,7 +34,9 @@ def compare_all(every: int) -> Iterator[Comparison]:
     Args:
         every: Not used: the tests are few.
     """
-    for case in _NodeTestCases:
+    from onnx import helper
+
+    for case in _collect():
         call, *rest = case.model.graph.node
         if rest or call.op_type not in OPERATORS:
             continue
@@ -70,8 +53,25 @@ def compare_all(every: int) -> Iterator[Comparison]:
             yield compare(name, case.name.removeprefix("test_"), *tensors)
 
 
+def _collect() -> list[Any]:
+    """Return the tests of the operators. Collecting those of all operators takes five seconds."""
+    from onnx.backend.test.case import node
+    from onnx.backend.test.case.node import (  # noqa: F401  # importing a module collects its tests
+        cast,
+        dequantizelinear,
+        dynamicquantizelinear,
+        matmulinteger,
+        qlinearmatmul,
+        quantizelinear,
+    )
+
+    return list(node._NodeTestCases)
+
+
 def _array(given: Any) -> Any:
     """Return a tensor of a test as an array; types that numpy lacks are protocol buffers."""
+    from onnx import TensorProto, numpy_helper
+
     is_buffer = isinstance(given, TensorProto)
     return numpy_helper.to_array(given) if is_buffer else np.asarray(given)
 

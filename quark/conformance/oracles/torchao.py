@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torchao.prototype.mx_formats.config import ScaleCalculationMode
-from torchao.prototype.mx_formats.mx_tensor import MXTensor
-from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
 
 from quark.conformance.comparison import Comparison, compare
 from quark.conformance.definitions import blocks, two_level_blocks
@@ -23,11 +20,7 @@ ELEMENTS = {
     "fp6_e2m3": "fp6_e2m3",
     "fp4": torch.float4_e2m1fn_x2,
 }
-MODES = {
-    "even": ScaleCalculationMode.EVEN,
-    "floor": ScaleCalculationMode.FLOOR,
-    "ceil": ScaleCalculationMode.CEIL,
-}
+MODES = ("even", "floor", "ceil")
 
 
 def compare_all(every: int) -> Iterator[Comparison]:
@@ -36,10 +29,15 @@ def compare_all(every: int) -> Iterator[Comparison]:
     Args:
         every: Take one value of so many.
     """
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
+
     x = block_values(every)
     for name, element in ELEMENTS.items():
         fmt = Dtype[name].value
-        for mode, theirs in MODES.items():
+        for mode in MODES:
+            theirs = ScaleCalculationMode[mode.upper()]
             tensor = MXTensor.to_mx(x, element, BLOCK, scaling_mode=theirs)
             wanted = blocks(x, fmt, mode, largest_value(x.dtype))
             ours = in_blocks(x, mx_scheme(fmt, mode))
