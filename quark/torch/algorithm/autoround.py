@@ -107,6 +107,7 @@ class LearnedWeight:
         ends = 0 if is_fixed or not ranges else 1 if is_symmetric else 2
         scale = stage.scale.float()
         self.offset = torch.zeros_like(stage.values, requires_grad=True)
+        self._zeros = stage.values == 0 if layer.keeps_zeros else None
         self.factors = scale.new_ones(ends, *scale.shape).requires_grad_()
 
     def value(self) -> torch.Tensor:
@@ -171,13 +172,16 @@ class LearnedWeight:
         one would be rounded in smaller steps than its own, so values are rounded here.
         """
         fmt = self._scheme.fmt
+        offset = self.offset
+        if self._zeros is not None:  # zeros stay zero
+            offset = offset.masked_fill(self._zeros, 0.0)
         if not fmt.is_float:
-            return steps + self.offset
+            return steps + offset
         # Example: fp4_e2m1 has steps of 1 from 2 to 4 and of 0.5 from 1 to 2. The value 2.2 with
         # the offset -0.5 becomes 1.7, which rounds to 2 in steps of 1, not to 1.5.
         exponent = exponent_of(steps.detach()).clamp(fmt.min_exponent, fmt.max_exponent)
         spacing = power_of_two(exponent - fmt.mantissa_bits)
-        exact = steps / spacing + self.offset
+        exact = steps / spacing + offset
         rounded = round_(exact.detach().clone(), self._scheme.rounding)
         return _straight_through(exact, rounded) * spacing
 

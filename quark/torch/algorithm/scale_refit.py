@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from quark.torch.algorithm.layers import group_width, has_scales_per_row
-from quark.torch.numerics.column_rounder import ColumnRounding
+from quark.torch.numerics.column_rounder import ColumnRounding, ZeroKeepingRounder
 from quark.torch.numerics.granularity import join_rows
 from quark.torch.numerics.scales import round_scale
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
@@ -89,8 +89,10 @@ def round_and_refit(
     assert quantizer is not None
     refits = not quantizer.spec.quantizes_codes and can_refit(layer, weight)
     rounded = weight
+    zeros = weight == 0 if layer.keeps_zeros else None
     for attempt in attempts if refits else attempts[-1:]:
-        rounded = attempt(quantizer.column_rounder(tuple(layer.weight.shape), layer.to_matrix))
+        rounding = quantizer.column_rounder(tuple(layer.weight.shape), layer.to_matrix)
+        rounded = attempt(rounding if zeros is None else ZeroKeepingRounder(rounding, zeros))
         if refits:
             rounded = _refit_(layer, rounded, weight, hessian)
     return rounded

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-ROUNDS = 8  # of each door: 16 doors, 128 rounds
+ROUNDS = 8  # of each door: 17 doors, 136 rounds
 WITH_TENSORS = [
     "float",
     "report",
@@ -22,6 +22,7 @@ WITH_TENSORS = [
     "modelopt",
     "mxfp8",
     "transforms",
+    "mxfp4",
     "native",
     "importer",
     "importer of native",
@@ -56,6 +57,7 @@ MORE = [
     *(f"modelopt {way}" for way in ("in parts", "in float", "fast", "to files")),
     *(f"mxfp8 {way}" for way in ("in parts", "in float", "fast", "to files")),
     *(f"transforms {way}" for way in ("in parts", "in float", "fast", "to files")),
+    *(f"mxfp4 {way}" for way in ("in parts", "in float", "fast", "to files")),
 ]
 
 
