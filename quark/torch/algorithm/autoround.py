@@ -23,7 +23,7 @@ from quark.torch.numerics.exponents import exponent_of, power_of_two
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.qdq import fake_quantize
 from quark.torch.numerics.rounding import round_
-from quark.torch.numerics.scales import round_scale
+from quark.torch.numerics.scales import round_scale, round_zero_point
 from quark.torch.pipeline.accumulators import Sum
 from quark.torch.pipeline.block import Block, constant
 from quark.torch.pipeline.chunks import Chunks
@@ -155,14 +155,16 @@ class LearnedWeight:
         new_scale = self._round_scale(scale * (below + share * (above - below)))
         new_zero = zero + (zero - fmt.qmin) * (below * scale / new_scale - 1)
         if self._scheme.float_zero_point:
-            return new_scale, new_zero
+            rounded = round_zero_point(new_zero.detach(), new_scale.detach(), self._scheme)
+            return new_scale, _straight_through(new_zero, rounded)
         rounded = new_zero.detach().round().clamp(fmt.qmin, fmt.qmax)
         return new_scale, _straight_through(new_zero, rounded)
 
     def _round_scale(self, scale: torch.Tensor) -> torch.Tensor:
         """Round scales to their format."""
         tensor_scale = self._stage.tensor_scale
-        rounded = round_scale(scale.detach(), self._scheme.scale, tensor_scale)
+        to, axis = self._scheme.scale, self._scheme.axis
+        rounded = round_scale(scale.detach(), to, tensor_scale, axis)
         return _straight_through(scale, rounded)
 
     def _add_offset(self, steps: torch.Tensor) -> torch.Tensor:
