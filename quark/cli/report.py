@@ -25,7 +25,7 @@ from quark.cli.options import (
     counted_windows,
     panel,
 )
-from quark.cli.outputs import check_file
+from quark.cli.outputs import check_page
 
 if TYPE_CHECKING:
     import torch
@@ -93,7 +93,7 @@ def report(
 ) -> None:
     """Measure a checkpoint, and write the page or print the numbers."""
     if not as_json:
-        _check_output(output, overwrite)
+        check_page(output, overwrite)
     directory = find_model(directory, "DIR")
     if not directory.exists():
         raise console.wrong("DIR", f"there is no {directory}. Give a checkpoint's directory.")
@@ -139,22 +139,6 @@ def _check_memory(measurement: Measurement, original: Path | None) -> None:
     check_measurement(measurement)
     if original is not None and measurement.evaluated:
         check_measurement(replace(measurement, source=original, keeps_codes=False))
-
-
-def _check_output(output: Path, overwrite: bool) -> None:
-    """Check that the page can be made and written.
-
-    Raises:
-        ImportError: A package is missing.
-        typer.BadParameter: A file exists, or the directory does not.
-    """
-    from quark.torch.report.page import check_installed
-
-    if output.suffix == ".json":
-        raise console.wrong("--output", f"{output} would hold the numbers. Name an .html file.")
-    for path in (output, output.with_suffix(".json")):
-        check_file("--output", path, overwrite)
-    check_installed()
 
 
 def _read_windows(

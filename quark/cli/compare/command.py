@@ -34,7 +34,7 @@ from quark.cli.options import (
     panel,
     verb,
 )
-from quark.cli.outputs import check_file
+from quark.cli.outputs import check_page
 
 if TYPE_CHECKING:
     import torch
@@ -198,7 +198,6 @@ def _check_flags(request: CompareRequest, directories: list[Path]) -> None:
 
     Raises:
         typer.BadParameter: Flags contradict each other, or a file cannot be written.
-        ImportError: What pages are made with is missing.
     """
     same = [path for path in request.others if directories.count(path) > 1]
     if same:
@@ -207,15 +206,7 @@ def _check_flags(request: CompareRequest, directories: list[Path]) -> None:
     if request.prompt is not None and not request.prompt.strip():
         raise console.wrong("--prompt", "it is empty. Leave it out, or give a text to continue.")
     if request.output is not None:
-        from quark.torch.report.page import check_installed
-
-        if request.output.suffix == ".json":
-            raise console.wrong(
-                "--output", f"{request.output} would hold the numbers. Name an .html file."
-            )
-        for path in (request.output, request.output.with_suffix(".json")):
-            check_file("--output", path, request.overwrite)
-        check_installed()
+        check_page(request.output, request.overwrite)
 
 
 def _check_vocabulary(described: dict[str, Any], other: dict[str, Any], directory: Path) -> None:

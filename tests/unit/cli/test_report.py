@@ -1,7 +1,6 @@
 """``quark report``: the page and its numbers beside it, or the numbers alone."""
 
 import json
-import sys
 
 import pytest
 
@@ -9,7 +8,6 @@ FLAGS = ["--seq_len", 32, "--limit", 3]
 
 
 def test_page_and_numbers(quark, quantize, model_dir, text, tmp_path):
-    pytest.importorskip("plotly")
     path, _ = quantize("--quant_scheme", "int4_wo_32")
     page = tmp_path / "found.html"
     flags = ["--original", model_dir, "--dataset", text, *FLAGS]
@@ -79,15 +77,6 @@ def test_gguf(quark, quantize, model_dir, tmp_path):
     assert errors[0] == pytest.approx(errors[1], rel=1e-3)  # scales of GGUF are float16
 
 
-def test_numbers_need_no_plotly(quark, quantize, refused, monkeypatch, tmp_path):
-    path, _ = quantize("--quant_scheme", "int8_wo")
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    assert quark("report", path, "--json").exit_code == 0
-    said = refused("report", path, "--output", tmp_path / "a.html", code=1)
-    assert "pip install jinja2 plotly" in said
-    assert "--json" in said
-
-
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -99,14 +88,12 @@ def test_numbers_need_no_plotly(quark, quantize, refused, monkeypatch, tmp_path)
     ids=["original", "folder", "name", "text"],
 )
 def test_wrong_flags(flags, said, quantize, refused, monkeypatch, tmp_path):
-    pytest.importorskip("plotly")
     path, _ = quantize("--quant_scheme", "int8_wo")
     monkeypatch.chdir(tmp_path)
     assert said in refused("report", path, *flags)
 
 
 def test_files_are_replaced_only_on_request(quark, quantize, refused, tmp_path):
-    pytest.importorskip("plotly")
     path, _ = quantize("--quant_scheme", "int8_wo")
     page = tmp_path / "a.html"
     page.write_text("kept")

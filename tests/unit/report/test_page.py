@@ -1,16 +1,19 @@
 """The page of a report: whole, alone, the same numbers, and nothing but text from names."""
 
 import copy
+import gzip
 import json
 import re
-import sys
+from base64 import b64decode
+from dataclasses import asdict
 from html.parser import HTMLParser
+from importlib.resources import files
 
 import pytest
+import torch
 
-pytest.importorskip("plotly")
-
-from quark.torch.report.page import check_installed, page
+from quark.torch.report.page import PLOTLY, page
+from quark.torch.report.weights import histogram
 
 HOSTILE = "model.<script>alert(1)</script>.\"'&</td>q_proj"
 LOADING = {"src", "href", "srcset", "action", "data", "poster", "background"}
@@ -88,6 +91,7 @@ class Read(HTMLParser):
         self.tags, self.tables, self.data, self._table, self._place = [], {}, "", None, None
         self.feed(text)
         self.close()
+        self.data = gzip.decompress(b64decode(self.data)).decode()
 
     def handle_starttag(self, tag, attrs):
         attributes = dict(attrs)
@@ -158,7 +162,52 @@ def test_names_are_text():
     assert scripts == [3, 3]
 
 
-def test_what_is_missing_is_said(monkeypatch):
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    with pytest.raises(ImportError, match=r"needs plotly: pip install jinja2 plotly"):
-        check_installed()
+def many_layers(count):
+    """Layers of a large model, with histograms of normal weights and codes of 4 bits."""
+    draw = torch.Generator().manual_seed(0)
+
+    def numbers(*names):
+        return dict(zip(names, torch.rand(len(names), generator=draw).tolist(), strict=True))
+
+    def counts():
+        weight = torch.randn(100_000, generator=draw)
+        return asdict(histogram(weight, weight.mul(3).round().clamp(-8, 7) / 3))
+
+    values, inputs = ("rms", "largest", "peak"), layer("")["inputs"]
+    return [
+        layer(
+            f"model.layers.{index // 7}.mlp.projection_{index % 7}",
+            values=numbers(*values),
+            original=numbers(*values),
+            error={"change": "rounded", **numbers("relative", "sqnr")},
+            inputs={**inputs, **numbers("error", "clipped"), "histogram": counts()},
+            output_error=numbers("error")["error"],
+            histogram=counts(),
+        )
+        for index in range(count)
+    ]
+
+
+@pytest.mark.parametrize("count", [2, 36 * 7], ids=["small", "36 blocks"])
+def test_a_page_is_smaller_than_a_megabyte(count):
+    assert len(page({**REPORT, "layers": many_layers(count)}).encode()) < 1_000_000
+
+
+def test_the_charts_are_in_the_bundle():
+    """And the bundle has its version and licence with it."""
+    folder = files("quark.torch.report")
+    bundle = gzip.decompress(folder.joinpath(PLOTLY).read_bytes()).decode()
+    assert f"plotly.js (basic - minified) v{re.search(r'basic-(.*).min.js', PLOTLY)[1]}" in bundle
+    assert folder.joinpath("plotly/LICENSE").read_text(encoding="utf-8").startswith("MIT License")
+    templates = [folder.joinpath(f"{name}.html.jinja") for name in ("page", "comparison")]
+    scripts = "".join(path.read_text(encoding="utf-8") for path in templates)
+    types = set(re.findall(r'\btype: "(\w+)"', scripts))
+    drawn = types - {"data", "category", "log"}  # of error bars and of axes
+    assert drawn == {"scatter", "bar"}
+    assert drawn <= set(re.findall(r'moduleType:"trace",name:"(\w+)"', bundle))
+    assert bundle in [gzip.decompress(b64decode(text)).decode() for text in held(page(REPORT))]
+
+
+def held(text):
+    """The compressed elements of a page."""
+    return re.findall(r'<script type="application/gzip" id="\w+">(.*?)</script>', text)

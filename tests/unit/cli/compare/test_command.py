@@ -76,7 +76,6 @@ def test_no_continuation(quark, pair, model_dir, text):
 
 
 def test_page_and_numbers(quark, pair, model_dir, text, tmp_path):
-    pytest.importorskip("plotly")
     page = tmp_path / "c.html"
     flags = ["--layers", "--dataset", text, *FLAGS, "--output", page, "--json"]
     result = quark("compare", model_dir, *pair, *flags)
