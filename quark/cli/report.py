@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -26,9 +26,7 @@ from quark.cli.options import (
     panel,
 )
 from quark.cli.outputs import check_page
-
-if TYPE_CHECKING:
-    import torch
+from quark.cli.prompts import NEW_TOKENS, NewTokens, PromptText, check_prompt, read_prompt
 
 HELP = """
 Report the effect of quantization on each layer, as an HTML page and as JSON.
@@ -83,6 +81,8 @@ def report(
     seq_len: SeqLen = None,
     limit: Limit = EVAL_WINDOWS,
     batch_size: BatchSize = 8,
+    prompt: PromptText = None,
+    new_tokens: NewTokens = NEW_TOKENS,
     output: Output = Path("report.html"),
     overwrite: Overwrite = False,
     device: DeviceFlag = "auto",
@@ -94,6 +94,9 @@ def report(
     """Measure a checkpoint, and write the page or print the numbers."""
     if not as_json:
         check_page(output, overwrite)
+    check_prompt(prompt)
+    if prompt is not None and dataset is None:
+        raise console.wrong("--prompt", "models run with --dataset only. Give a text, too.")
     directory = find_model(directory, "DIR")
     if not directory.exists():
         raise console.wrong("DIR", f"there is no {directory}. Give a checkpoint's directory.")
@@ -113,15 +116,19 @@ def report(
     if dataset is not None:
         work = replace(work, evaluated=counted_windows(limit), evaluated_batch=batch_size)
     _check_memory(replace(work, measures_layers=True), original)
-    windows = None
+    windows = asked = None
     if dataset is not None:
         source, flag = (directory, "DIR") if original is None else (original, "--original")
-        windows = _read_windows(source, flag, dataset, seq_len, limit, trust_remote_code)
+        with console.stage("reading text"):
+            length = models.window_length(models.read_config(source, flag), seq_len, SEQ_LEN)
+            tokenizer = models.load_tokenizer(source, flag, trust_remote_code)
+            windows = models.text_windows(dataset, "--dataset", tokenizer, length, limit, True)
+            asked = read_prompt(prompt, new_tokens, tokenizer, windows)
     from quark.torch.report.measurement import measure
 
     with console.stage("measuring layers"):
         numbers = measure(
-            directory, original, windows, dataset or "", batch_size, **place
+            directory, original, windows, dataset or "", batch_size, prompt=asked, **place
         ).to_dict()
     if as_json:
         console.as_json(numbers)
@@ -141,23 +148,8 @@ def _check_memory(measurement: Measurement, original: Path | None) -> None:
         check_measurement(replace(measurement, source=original, keeps_codes=False))
 
 
-def _read_windows(
-    source: Path,
-    flag: str,
-    dataset: str,
-    seq_len: int | None,
-    limit: int,
-    trust_remote_code: bool,
-) -> torch.Tensor:
-    """Return windows of tokens; configuration and tokenizer are those in ``source``."""
-    length = models.window_length(models.read_config(source, flag), seq_len, SEQ_LEN)
-    with console.stage("reading text"):
-        tokenizer = models.load_tokenizer(source, flag, trust_remote_code)
-        return models.text_windows(dataset, "--dataset", tokenizer, length, limit, True)
-
-
 def _print_summary(numbers: dict[str, Any], output: Path) -> None:
-    """Print the summary and the worst layers."""
+    """Print the summary, the worst layers, advice and continuations."""
     console.out.print()
     for sentence in numbers["verdict"]:
         console.say(sentence)
@@ -165,12 +157,24 @@ def _print_summary(numbers: dict[str, Any], output: Path) -> None:
         table = console.table("Worst layers")
         table.add_column("layer", overflow="fold")
         table.add_column(numbers["worst"][0]["measure"], justify="right", no_wrap=True)
-        table.add_column("first suggestion", overflow="fold")
         for row in numbers["worst"]:
             is_ratio = row["measure"] == "outliers"
             value = f"{row['value']:.1f} × rms" if is_ratio else f"{row['value']:.2%}"
-            table.add_row(escape(row["name"]), value, escape(row["tries"][0]))
+            table.add_row(escape(row["name"]), value)
         console.out.print(table)
+    _print_advice(numbers)
+    if numbers["continuations"]:
+        console.say(f"Continuations of: {escape(numbers['prompt'])}\n")
+        written = numbers["continuations"].items()
+        rows = {name: escape(" ".join(row["text"].split())) for name, row in written}
+        console.out.print(console.facts(rows), "", sep="\n")
     file = escape(str(output.with_suffix(".json")))
     console.say(f"Page: {escape(str(output))}   Numbers: {file}")
+    console.out.print()
+
+
+def _print_advice(numbers: dict[str, Any]) -> None:
+    for number, remedy in enumerate(numbers["advice"], 1):
+        console.say(f"{number}. {escape(remedy['text'])}")
+        console.show_code(remedy["flags"])
     console.out.print()

@@ -39,6 +39,7 @@ class Predictions:
         kl: Mean over positions of KL(original ‖ model), nats.
         kl_error: Standard error of ``kl``.
         agreement: Share of positions where the top-1 predictions agree.
+        agreement_error: Standard error of ``agreement``.
         positions: Number of positions that were compared.
     """
 
@@ -49,6 +50,7 @@ class Predictions:
     kl: float | None = None
     kl_error: float | None = None
     agreement: float | None = None
+    agreement_error: float | None = None
     positions: int = 0
 
     @property
@@ -128,6 +130,7 @@ class Reference:
             kl=float(kl.mean()),
             kl_error=standard_error(kl),
             agreement=float(divergences.same.sum() / divergences.counts.sum()),
+            agreement_error=standard_error(divergences.same / divergences.counts),
             positions=int(divergences.counts.sum()),
         )
 

@@ -42,9 +42,11 @@ from quark.torch.report.activations import (
     recording_inputs,
     sample_of,
 )
-from quark.torch.report.advice import Worst, ranked, verdict, worst_layers
+from quark.torch.report.advice import Worst, is_harmless, ranked, verdict, worst_layers
+from quark.torch.report.continuation import Continuation, Prompt
 from quark.torch.report.layer import Layer
 from quark.torch.report.original_weights import OriginalWeights
+from quark.torch.report.remedies import Remedy, remedies
 from quark.torch.report.storage import FloatPart, Kind, float_parts, kind_of, kinds
 from quark.torch.report.weights import (
     compare,
@@ -80,13 +82,18 @@ class Report:
         text: Text that the model was run on, None without data.
         predictions: Predictions on that text.
         verdict: Summary in sentences.
-        worst: The layers with the largest errors, and remedies.
+        advice: Changes that can lower the loss, the best first; none if the loss is known to be
+            hardly measurable.
+        worst: The layers with the largest errors.
         kinds: Totals of all layers of one kind.
         layers: The quantized layers in the order of the model.
         floats: Modules that are not quantized, with reasons.
         experts: Tokens that reached each expert, by layer of experts; none without data.
         routers: Share of the experts that the routers of the original choose too, mean over
             tokens, by layer of experts; none without data or original.
+        prompt: Text that the models continue, "" for none.
+        continuations: Text and speed of the continuation of each model: ``original`` and
+            ``quantized``.
     """
 
     directory: str
@@ -99,12 +106,15 @@ class Report:
     text: Text | None
     predictions: Predictions | None
     verdict: list[str]
+    advice: list[Remedy]
     worst: list[Worst]
     kinds: list[Kind]
     layers: list[Layer]
     floats: list[FloatPart]
     experts: dict[str, list[int]]
     routers: dict[str, float]
+    prompt: str
+    continuations: dict[str, Continuation]
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain JSON types."""
@@ -126,6 +136,7 @@ def measure(
     device: str = "cpu",
     trust_remote_code: bool = False,
     max_memory: int | None = None,
+    prompt: Prompt | None = None,
 ) -> Report:
     """Measure a quantized checkpoint, and compare it with the original if that is given.
 
@@ -138,7 +149,8 @@ def measure(
         device: Where the models run.
         trust_remote_code: Passed to Transformers.
         max_memory: Bytes that this process may take; see ``load_checkpoint``. Windows then run one
-            by one.
+            by one, and nothing is continued.
+        prompt: Text that both models continue; None for none. It needs ``windows``.
 
     Raises:
         FileNotFoundError: Files are missing.
@@ -154,15 +166,21 @@ def measure(
     with ExitStack() as stack:
         logits, samples = (stack.enter_context(ActivationStore()) for _ in range(2))
         # As many windows as fit may differ between both models.
+        prompt = None if streams or windows is None else prompt
+        written: dict[str, Continuation] = {}
         text = None if windows is None else _Windows(windows, 1 if streams else batch_size, samples)
         reference, predictions, records = Reference(logits), None, dict[str, InputRecord]()
         if text is not None and original is not None:
             given = load_in_float(original, "auto", trust_remote_code, False, max_memory, device)
             reference.run(given, text.windows, text.batch_size)
+            if prompt is not None:
+                written["original"] = prompt.answer(given)
             del given
         model = _load(loading, streams, max_memory, device)
         if text is not None:
             records, predictions = text.compare(model, layers, reference)
+        if prompt is not None:
+            written["quantized"] = prompt.answer(model)
         make = _Maker.of(loading, model, records, samples)
         made = {name: make(name, weight) for name, weight in _pairs(layers, weights)}
     return _report(
@@ -176,6 +194,8 @@ def measure(
         predictions=predictions,
         experts=_experts(model, records),
         routers=reference.agreement,
+        prompt="" if prompt is None else prompt.text,
+        continuations=written,
     )
 
 
@@ -233,7 +253,10 @@ def _report(loading: Loading, layers: list[Layer], **known: Any) -> Report:
             *verdict(total, known["original_bytes"], known["predictions"], layers, floats),
             *([describe_agreement(known["routers"])] if known["routers"] else []),
         ],
-        worst=worst_layers(layers, configs, algorithms),
+        advice=[]
+        if is_harmless(known["predictions"])
+        else remedies(layers, configs, algorithms, config.exclude),
+        worst=worst_layers(layers),
         kinds=kinds(layers, floats, total),
         layers=_with_few_histograms(layers),
         floats=floats,

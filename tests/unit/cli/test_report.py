@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 FLAGS = ["--seq_len", 32, "--limit", 3]
 
@@ -15,12 +16,18 @@ def test_page_and_numbers(quark, quantize, model_dir, text, tmp_path):
     assert result.exit_code == 0, result.output
     numbers = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
     printed = json.loads(quark("report", path, *flags, "--json").stdout)
+    for found in (numbers, printed):
+        speeds = [row.pop("tokens_per_second") for row in found["continuations"].values()]
+        assert min(speeds) > 0
     assert numbers == printed
     written = page.read_text(encoding="utf-8")
     assert all(layer["name"] in written for layer in numbers["layers"])
     shown = " ".join(result.stdout.split())
     assert all(sentence in shown for sentence in numbers["verdict"])
     assert numbers["worst"][0]["name"] in result.stdout
+    assert numbers["advice"][0]["flags"] == "--recipe w4"
+    assert shown.count("--recipe w4") == 1
+    assert sorted(numbers["continuations"]) == ["original", "quantized"]
     assert [f.name for f in tmp_path.iterdir() if "partial" in f.name] == []
 
 
@@ -31,6 +38,24 @@ def test_the_perplexities_are_those_of_evaluate(quark, quantize, model_dir, text
     original, quantized = json.loads(quark("evaluate", path, *flags).stdout)["models"]
     assert found["original"] == original["perplexity"]
     assert found["perplexity"] == pytest.approx(quantized["perplexity"], rel=1e-6)
+
+
+def test_both_models_continue_the_prompt(quark, quantize, model_dir, text):
+    path, _ = quantize("--quant_scheme", "int4_wo_32")
+    flags = ["--original", model_dir, "--dataset", text, *FLAGS, "--json"]
+    found = json.loads(
+        quark("report", path, *flags, "--prompt", "Return the", "--new_tokens", 5).stdout
+    )
+    assert found["prompt"].endswith("Return the")
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    tokens = tokenizer("Return the", return_tensors="pt")["input_ids"]
+    for name, directory in {"original": model_dir, "quantized": path}.items():
+        model = AutoModelForCausalLM.from_pretrained(directory)
+        written = model.generate(tokens, max_new_tokens=5, do_sample=False)[0, tokens.shape[1] :]
+        expected = tokenizer.decode(written, skip_special_tokens=True)
+        assert found["continuations"][name]["text"] == expected
+    silent = json.loads(quark("report", path, *flags, "--new_tokens", 0).stdout)
+    assert (silent["prompt"], silent["continuations"]) == ("", {})
 
 
 @pytest.mark.parametrize(
@@ -84,8 +109,10 @@ def test_gguf(quark, quantize, model_dir, tmp_path):
         (["--output", "gone/a.html"], "there is no directory gone"),
         (["--output", "a.json"], "Name an .html file"),
         (["--dataset", "gone.txt"], "gone.txt"),
+        (["--prompt", "Why?"], "Give a text, too"),
+        (["--prompt", " "], "it is empty"),
     ],
-    ids=["original", "folder", "name", "text"],
+    ids=["original", "folder", "name", "text", "prompt alone", "empty prompt"],
 )
 def test_wrong_flags(flags, said, quantize, refused, monkeypatch, tmp_path):
     path, _ = quantize("--quant_scheme", "int8_wo")

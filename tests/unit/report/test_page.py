@@ -66,10 +66,11 @@ REPORT = {
         "kl": 0.0456,
         "kl_error": 0.0012,
         "agreement": 0.875,
+        "agreement_error": 0.011,
         "positions": 16,
     },
     "verdict": ["The model is 4.0 times smaller."],
-    "worst": [{"name": "a.q_proj", "measure": "output error", "value": 0.0567, "tries": ["less"]}],
+    "worst": [{"name": "a.q_proj", "measure": "output error", "value": 0.0567}],
     "kinds": [{"name": "q_proj", "is_quantized": True, "layers": 2, "parameters": 128, "bytes": 9}],
     "layers": [layer("a.q_proj"), layer("b.q_proj", **UNKNOWN)],
     "floats": [
@@ -78,9 +79,23 @@ REPORT = {
     ],
     "experts": {"a.experts": [3, 4]},
     "routers": {"a.experts": 0.9375},
+    "advice": [{"text": "Use less.", "flags": "--less a.q_proj", "layers": ["a.q_proj"]}],
+    "prompt": "Once upon",
+    "continuations": {
+        "original": {"text": "a time", "tokens_per_second": 8.5},
+        "quantized": {"text": "a tree", "tokens_per_second": 9.5},
+    },
 }
 BARE = {**REPORT, "original": "", "original_bytes": None, "text": None, "predictions": None}
-BARE |= {"layers": [layer("b.q_proj", **UNKNOWN)], "experts": {}, "routers": {}, "worst": []}
+BARE |= {
+    "layers": [layer("b.q_proj", **UNKNOWN)],
+    "experts": {},
+    "routers": {},
+    "worst": [],
+    "advice": [],
+    "prompt": "",
+    "continuations": {},
+}
 
 
 class Read(HTMLParser):
@@ -130,9 +145,17 @@ def test_the_tables_show_the_numbers_of_the_report():
     assert {"12.34 %", "18.2", "5.67 %", "3.21 %", "4.50", "5.0", "0.123", "77"} <= set(first)
     assert unknown.count("–") >= 9
     (row,) = Read(page(REPORT)).tables["worst"][1:]
-    assert row == ["a.q_proj", "output error", "5.67 %", "less"]
+    assert row == ["a.q_proj", "output error", "5.67 %"]
     (row,) = Read(page(REPORT)).tables["floats"][1:]
     assert row == ["norm", "3", "12", "24 Bytes", "a norm"]
+
+
+def test_advice_and_continuations_are_shown():
+    written = page(REPORT)
+    assert "<li>Use less.<br><code>--less a.q_proj</code></li>" in written
+    assert "<dt>quantized</dt><dd>a tree</dd>" in written
+    assert "Advice" not in page(BARE)
+    assert "Continuations" not in page(BARE)
 
 
 @pytest.mark.parametrize("report", [REPORT, BARE], ids=["full", "bare"])
@@ -150,7 +173,10 @@ def test_names_are_text():
     report = copy.deepcopy(REPORT)
     report |= {"directory": HOSTILE, "model_type": HOSTILE, "verdict": [HOSTILE]}
     report["layers"] = [layer(HOSTILE)]
-    report["worst"] = [{**REPORT["worst"][0], "name": HOSTILE, "tries": [HOSTILE]}]
+    report["worst"] = [{**REPORT["worst"][0], "name": HOSTILE}]
+    report["advice"] = [{"text": HOSTILE, "flags": HOSTILE, "layers": [HOSTILE]}]
+    report |= {"prompt": HOSTILE}
+    report["continuations"] = {HOSTILE: {"text": HOSTILE, "tokens_per_second": 1.0}}
     report["floats"][0] |= {"name": HOSTILE, "kind": HOSTILE, "reason": HOSTILE}
     report["kinds"][0]["name"] = HOSTILE
     report["experts"] = {HOSTILE: [1]}
