@@ -316,6 +316,11 @@ class OutputFlags:
         ),
     ] = False
     overwrite: Annotated[bool, _output(help="Replace the output directory after success.")] = False
+    push_to_hub: Annotated[
+        str | None,
+        _output(metavar="NAME", help="Upload the result to this repository of the Hub."),
+    ] = None
+    private: Annotated[bool, _output(help="Create that repository as a private one.")] = False
     restart: Annotated[bool, _output(help="Throw away what an interrupted run has done.")] = False
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from quark.cli.console import wrong
+from quark.cli.hub import check_upload
 from quark.cli.models import read_config
 from quark.cli.outputs import check_directory, check_offload_directory
 from quark.cli.quantize.compatibility import CompatibilityFlags, check_compatibility
@@ -179,7 +180,7 @@ def _check_target(flag: str, given: Path, sources: list[Path], overwrite: bool) 
 
 
 def check_flags(request: Request) -> None:
-    """Check that flags do not contradict each other.
+    """Check that flags do not contradict each other, and that the result can be uploaded.
 
     Raises:
         typer.BadParameter: Two flags contradict each other, or a value is wrong.
@@ -197,6 +198,12 @@ def check_flags(request: Request) -> None:
         _check_reload(request)
     _check_containers(request)
     _check_evaluation(request)
+    if request.push_to_hub is not None and not request.exports:
+        raise wrong("--push_to_hub", "this run writes no checkpoint. Leave it out.")
+    if request.private and request.push_to_hub is None:
+        raise wrong("--private", "needs --push_to_hub.")
+    if request.push_to_hub is not None and not request.plan:
+        check_upload(request.push_to_hub)
 
 
 def _check_flow(request: Request) -> None:
