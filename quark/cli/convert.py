@@ -42,7 +42,7 @@ To = Annotated[
     _output(
         "--to",
         metavar="FORMAT",
-        parser=one_of("--to", conversion_targets),
+        **one_of("--to", conversion_targets),
         help=f"Format to write: {in_words(conversion_targets())}.",
     ),
 ]

@@ -139,7 +139,7 @@ def _cache_windows(request: Request, described: dict[str, Any], tokenizer: Any) 
 
 
 def question_limit(wanted: int | None) -> int | None:
-    """Return the maximum number of questions per task; None for all (-1 on the command line)."""
+    """Return the maximum number of questions per task; None for all (0 or -1 as a flag)."""
     return wanted if wanted is not None and wanted > 0 else None
 
 

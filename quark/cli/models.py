@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 CALIBRATION = "text of this package"
 EVALUATION = "held-out docstrings of the standard library"
 CHARACTERS_PER_TOKEN = 8  # of English text in any vocabulary, at most
+_LIBRARY = "transformers.modeling_utils"  # which imports what is slow to import
 logger = logging.getLogger("quark")
 FEW_BITS = 6  # per weight, of a quantized model: a further loss counts below
 UNBOUNDED = 1 << 20  # tokens, for models without a maximum length
@@ -139,6 +142,13 @@ def describe_source(directory: Path, described: dict[str, Any], flag: str) -> st
     return ", ".join(filter(None, weights)) or "weights in float"
 
 
+def load_libraries() -> None:
+    """Import PyTorch and Transformers as a step of its own, which takes seconds once."""
+    if _LIBRARY not in sys.modules:
+        with stage("loading PyTorch and Transformers", spinner=True):
+            import_module(_LIBRARY)
+
+
 def check_model(directory: Path, trust_remote_code: bool = False, digests: bool = False) -> None:
     """Check the headers of a model against its configuration, before any other work.
 
@@ -151,6 +161,7 @@ def check_model(directory: Path, trust_remote_code: bool = False, digests: bool 
         FileNotFoundError: A file is missing.
         ValueError: A file has changed, or tensors do not fit the model.
     """
+    load_libraries()
     from quark.torch.export.recognition import check_checkpoint
 
     _quiet_transformers()

@@ -298,8 +298,6 @@ def _check_evaluation(request: Request) -> None:
     for name in ("include_path", "num_fewshot", "apply_chat_template"):
         if request.tasks is None and name in request.given:
             raise wrong(f"--{name}", "needs --tasks.")
-    if request.num_eval_data == 0:
-        raise wrong("--num_eval_data", "expected a positive number, or -1 for all.")
     if not re.fullmatch(r"auto(:[1-9]\d*)?|[1-9]\d*", request.eval_batch_size):
         raise wrong(
             "--eval_batch_size", f"expected N, auto or auto:N, not {request.eval_batch_size}."

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from quark.torch.quantization.config.algo import ALGO_CONFIGS, RoundingConfig
+from quark.torch.quantization.config.description import describe_layer
 from quark.torch.quantization.config.layer import QuantizationConfig
-from quark.torch.quantization.config.presets import scheme_names
-from quark.torch.quantization.config.recipes import RECIPES, recipe_for
+from quark.torch.quantization.config.presets import scheme, scheme_names
+from quark.torch.quantization.config.recipes import RECIPES
 from quark.torch.quantization.config.type import QSchemeType
 from quark.torch.report.advice import WORST, ranked
 from quark.torch.report.layer import Layer
@@ -111,8 +112,26 @@ def remedies(
 
 def _lacks_recipe(case: _Case) -> bool:
     """Whether a recipe has algorithms for such a layer that were not used."""
-    name = recipe_for(case.config)
+    name = _recipe_for(case.config)
     return name is not None and not _algorithms(name) <= set(case.algorithms)
+
+
+def _recipe_for(config: QuantizationConfig) -> str | None:
+    """Return the recipe whose scheme is closest to the configuration of a layer.
+
+    The scheme has the same elements of weights and inputs: ``w4`` for ``uint4_wo_64``. Of several
+    recipes, the one with the same scheme comes first. None if no recipe has these elements.
+    """
+    schemes = {name: scheme(row[0]) for name, row in RECIPES.items()}
+    near = [name for name, other in schemes.items() if _elements(other) == _elements(config)]
+    words = describe_layer(config)
+    return min(near, key=lambda name: describe_layer(schemes[name]) != words, default=None)
+
+
+def _elements(config: QuantizationConfig) -> tuple[str, ...]:
+    """Return the formats of weights and inputs, signed and unsigned integers alike."""
+    specs = (config.weight, config.input_tensors)
+    return tuple("" if spec is None else spec.fmt.name.removeprefix("u") for spec in specs)
 
 
 def _algorithms(recipe: str) -> set[str]:
@@ -120,19 +139,18 @@ def _algorithms(recipe: str) -> set[str]:
 
 
 def _use_recipe(cases: Sequence[_Case]) -> tuple[str, str]:
-    name = recipe_for(cases[0].config)
+    name = _recipe_for(cases[0].config)
     assert name is not None
-    scheme, options = RECIPES[name]
+    formats, options = RECIPES[name]
     words = ", ".join(str(one["name"]) for one in options)
-    return f"Round with calibration data by the recipe {name}: {scheme} with {words}.", (
-        f"--recipe {name}"
-    )
+    text = f"Round with calibration data by the recipe {name}: {formats} with {words}."
+    return text, f"--recipe {name}"
 
 
 def _lacks_rounding(case: _Case) -> bool:
     return (
         case.is_narrow
-        and recipe_for(case.config) is None
+        and _recipe_for(case.config) is None
         and not any(map(_rounds, case.algorithms))
     )
 
@@ -225,8 +243,8 @@ def _small_groups(config: QuantizationConfig) -> str:
 
 
 def _use_smaller_groups(cases: Sequence[_Case]) -> tuple[str, str]:
-    scheme = _small_groups(cases[0].config)
-    return "Use smaller groups in the worst layers.", _schemes(cases, scheme)
+    name = _small_groups(cases[0].config)
+    return "Use smaller groups in the worst layers.", _schemes(cases, name)
 
 
 def _has_few_bits(case: _Case) -> bool:
@@ -255,9 +273,9 @@ def _rounds(algorithm: str) -> bool:
     return issubclass(ALGO_CONFIGS[algorithm], RoundingConfig)
 
 
-def _schemes(cases: Sequence[_Case], scheme: str) -> str:
+def _schemes(cases: Sequence[_Case], wanted: str) -> str:
     names = (shlex.quote(case.layer.name) for case in cases)
-    return " ".join(f"--layer_quant_scheme {name} {scheme}" for name in names)
+    return " ".join(f"--layer_quant_scheme {name} {wanted}" for name in names)
 
 
 _REMEDIES: tuple[

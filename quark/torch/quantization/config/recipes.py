@@ -6,10 +6,7 @@ from typing import Any
 
 from quark.torch.quantization.config.algo import AlgoConfig
 from quark.torch.quantization.config.algo_lookup import algo_config_from_dict
-from quark.torch.quantization.config.description import describe_layer
-from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.config.name_lookup import one_of
-from quark.torch.quantization.config.presets import scheme
 
 _AWQ = {"name": "awq"}
 _GPTQ = {"name": "gptq"}
@@ -39,23 +36,5 @@ def recipe(name: str) -> tuple[str, list[AlgoConfig]]:
     Raises:
         ValueError: No recipe has that name; the message names the nearest.
     """
-    name_of_scheme, algorithms = RECIPES[one_of(name, RECIPES, "recipe")]
-    return name_of_scheme, [algo_config_from_dict(options) for options in algorithms]
-
-
-def recipe_for(config: QuantizationConfig) -> str | None:
-    """Return the recipe whose scheme is closest to the configuration of a layer.
-
-    The scheme has the same elements of weights and inputs: ``w4`` for ``uint4_wo_64``. Of several
-    recipes, the one with the same scheme comes first. None if no recipe has these elements.
-    """
-    schemes = {name: scheme(row[0]) for name, row in RECIPES.items()}
-    near = [name for name, other in schemes.items() if _elements(other) == _elements(config)]
-    words = describe_layer(config)
-    return min(near, key=lambda name: describe_layer(schemes[name]) != words, default=None)
-
-
-def _elements(config: QuantizationConfig) -> tuple[str, ...]:
-    """Return the formats of weights and inputs, signed and unsigned integers alike."""
-    specs = (config.weight, config.input_tensors)
-    return tuple("" if spec is None else spec.fmt.name.removeprefix("u") for spec in specs)
+    scheme, algorithms = RECIPES[one_of(name, RECIPES, "recipe")]
+    return scheme, [algo_config_from_dict(options) for options in algorithms]
