@@ -10,6 +10,9 @@ Q8_0   34     float16 scale, 32 int8 codes                  scale * code
 
 Byte i of 4-bit codes holds element i in the low half and element i + 16 in the high half: byte 0
 has the elements 0 and 16, byte 15 the elements 15 and 31.
+
+The package gguf makes blocks of values, with scales of its own. Here blocks are made of codes and
+scales that exist, which come back unchanged.
 """
 
 from __future__ import annotations
