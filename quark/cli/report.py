@@ -95,6 +95,7 @@ def report(
     if not as_json:
         check_page(output, overwrite)
     check_prompt(prompt)
+    models.check_text(dataset, "--dataset")
     if prompt is not None and dataset is None:
         raise console.wrong("--prompt", "models run with --dataset only. Give a text, too.")
     directory = find_model(directory, "DIR")

@@ -211,6 +211,7 @@ def _check_flags(request: CompareRequest, directories: list[Path]) -> None:
             "--speed", "a model that is read in parts has the speed of the disk. Leave it out."
         )
     check_prompt(request.prompt)
+    models.check_text(request.dataset, "--dataset")
     if request.output is not None:
         check_page(request.output, request.overwrite)
 

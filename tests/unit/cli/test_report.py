@@ -109,14 +109,17 @@ def test_gguf(quark, quantize, model_dir, tmp_path):
         (["--output", "gone/a.html"], "there is no directory gone"),
         (["--output", "a.json"], "Name an .html file"),
         (["--dataset", "gone.txt"], "gone.txt"),
+        (["--dataset", "text.md"], "is of unknown type '.md'"),
         (["--prompt", "Why?"], "Give a text, too"),
         (["--prompt", " "], "it is empty"),
     ],
-    ids=["original", "folder", "name", "text", "prompt alone", "empty prompt"],
+    ids=["original", "folder", "name", "text", "type of text", "prompt alone", "empty prompt"],
 )
 def test_wrong_flags(flags, said, quantize, refused, monkeypatch, tmp_path):
     path, _ = quantize("--quant_scheme", "int8_wo")
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.md").touch()
+    monkeypatch.setattr("quark.cli.models.check_model", None)  # refused before any work
     assert said in refused("report", path, *flags)
 
 
