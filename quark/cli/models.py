@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 CALIBRATION = "text of this package"
 EVALUATION = "held-out docstrings of the standard library"
 CHARACTERS_PER_TOKEN = 8  # of English text in any vocabulary, at most
-_LIBRARY = "transformers.modeling_utils"  # which imports what is slow to import
 logger = logging.getLogger("quark")
 FEW_BITS = 6  # per weight, of a quantized model: a further loss counts below
 UNBOUNDED = 1 << 20  # tokens, for models without a maximum length
@@ -144,9 +142,9 @@ def describe_source(directory: Path, described: dict[str, Any], flag: str) -> st
 
 def load_libraries() -> None:
     """Import PyTorch and Transformers as a step of its own, which takes seconds once."""
-    if _LIBRARY not in sys.modules:
+    if "transformers.modeling_utils" not in sys.modules:
         with stage("loading PyTorch and Transformers", spinner=True):
-            import_module(_LIBRARY)
+            import transformers.modeling_utils  # noqa: F401 - which imports the slow parts
 
 
 def check_model(directory: Path, trust_remote_code: bool = False, digests: bool = False) -> None:

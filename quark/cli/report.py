@@ -98,21 +98,15 @@ def report(
     models.check_text(dataset, "--dataset")
     if prompt is not None and dataset is None:
         raise console.wrong("--prompt", "models run with --dataset only. Give a text, too.")
-    directory = find_model(directory, "DIR")
-    if not directory.exists():
-        raise console.wrong("DIR", f"there is no {directory}. Give a checkpoint's directory.")
-    if original is not None:
-        original = find_model(original, "--original")
-        models.read_config(original, "--original")
-    target = accelerators.pick_device(device)
-    models.check_model(directory, trust_remote_code, check_digests)
-    if original is not None:
-        models.check_model(original, trust_remote_code)
     place: Any = {
-        "device": target,
+        "device": accelerators.pick_device(device),
         "trust_remote_code": trust_remote_code,
         "max_memory": max_memory,
     }
+    directory, original = _find_models(directory, original)
+    models.check_model(directory, trust_remote_code, check_digests)
+    if original is not None:
+        models.check_model(original, trust_remote_code)
     work = Measurement(source=directory, length=seq_len or SEQ_LEN, keeps_codes=True, **place)
     if dataset is not None:
         work = replace(work, evaluated=counted_windows(limit), evaluated_batch=batch_size)
@@ -133,13 +127,32 @@ def report(
         ).to_dict()
     if as_json:
         console.as_json(numbers)
-        return
+    else:
+        _write(numbers, output)
+        _print_summary(numbers, output)
+
+
+def _find_models(directory: Path, original: Path | None) -> tuple[Path, Path | None]:
+    """Return where both models are; models on the Hub are downloaded.
+
+    Raises:
+        typer.BadParameter: One of them is nowhere.
+    """
+    directory = find_model(directory, "DIR")
+    if not directory.exists():
+        raise console.wrong("DIR", f"there is no {directory}. Give a checkpoint's directory.")
+    if original is not None:
+        original = find_model(original, "--original")
+        models.read_config(original, "--original")
+    return directory, original
+
+
+def _write(numbers: dict[str, Any], output: Path) -> None:
     from quark.torch.files import write_json, write_text
     from quark.torch.report.page import page
 
     write_text(output, page(numbers))
     write_json(output.with_suffix(".json"), numbers)
-    _print_summary(numbers, output)
 
 
 def _check_memory(measurement: Measurement, original: Path | None) -> None:

@@ -34,13 +34,15 @@ def test_links_to_files_are_names_of_files_on_the_index_page(root, index_page):
     assert not re.search(r"\(([^()]*) \(\1\)\)", index_page)  # no name twice
 
 
-def test_python_versions_agree(settings):
+def test_python_versions_agree(root, settings):
     project = settings["project"]
     oldest = re.fullmatch(r">=3\.(\d+)", project["requires-python"])[1]
     prefix = "Programming Language :: Python :: 3."
     versions = [c.removeprefix(prefix) for c in project["classifiers"] if c.startswith(prefix)]
     assert versions[0] == oldest
     assert [int(v) for v in versions] == sorted(map(int, versions))
+    workflow = (root / ".github/workflows/ci.yml").read_text(encoding="utf-8")
+    assert [v for v in versions if f'"3.{v}"' not in workflow] == []
 
 
 def test_all_is_the_union_of_the_features(settings):

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -166,23 +166,15 @@ def measure(
     with ExitStack() as stack:
         logits, samples = (stack.enter_context(ActivationStore()) for _ in range(2))
         # As many windows as fit may differ between both models.
-        prompt = None if streams or windows is None else prompt
-        written: dict[str, Continuation] = {}
-        text = None if windows is None else _Windows(windows, 1 if streams else batch_size, samples)
+        size, asked = (1, None) if streams else (batch_size, prompt)
+        text = None if windows is None else _Windows(windows, size, samples, asked)
         reference, predictions, records = Reference(logits), None, dict[str, InputRecord]()
         if text is not None and original is not None:
-            given = load_in_float(original, "auto", trust_remote_code, False, max_memory, device)
-            reference.run(given, text.windows, text.batch_size)
-            if prompt is not None:
-                written["original"] = prompt.answer(given)
-            del given
+            text.run(original, reference, trust_remote_code, max_memory, device)
         model = _load(loading, streams, max_memory, device)
         if text is not None:
             records, predictions = text.compare(model, layers, reference)
-        if prompt is not None:
-            written["quantized"] = prompt.answer(model)
-        make = _Maker.of(loading, model, records, samples)
-        made = {name: make(name, weight) for name, weight in _pairs(layers, weights)}
+        made = _Maker.of(loading, model, records, samples).measure(_pairs(layers, weights))
     return _report(
         loading,
         [made[name] for name in layers],
@@ -190,12 +182,10 @@ def measure(
         method=loading.fmt.name if container.has_formats else container.name,
         original="" if original is None else str(original),
         original_bytes=None if weights is None else weights.bytes,
-        text=None if windows is None else Text(source, *windows.shape),
         predictions=predictions,
         experts=_experts(model, records),
         routers=reference.agreement,
-        prompt="" if prompt is None else prompt.text,
-        continuations=written,
+        **_describe_text(text, source),
     )
 
 
@@ -215,18 +205,40 @@ def _load(loading: Loading, streams: bool, max_memory: int | None, device: str) 
     return loading.fill().to(device)
 
 
-class _Windows(NamedTuple):
+@dataclass(frozen=True)
+class _Windows:
     """Windows of tokens to run models on.
 
     Attributes:
         windows: Token identifiers, (windows, length).
         batch_size: Windows that run together.
         samples: Store for a sample of the inputs of layers.
+        prompt: Text that the models continue, or None.
+        written: Continuation of each model that ran.
     """
 
     windows: torch.Tensor
     batch_size: int
     samples: ActivationStore
+    prompt: Prompt | None
+    written: dict[str, Continuation] = field(default_factory=dict)
+
+    def run(
+        self,
+        original: str | Path,
+        reference: Reference,
+        trust_remote_code: bool,
+        max_memory: int | None,
+        device: str,
+    ) -> None:
+        """Load and run the original."""
+        model = load_in_float(original, "auto", trust_remote_code, False, max_memory, device)
+        reference.run(model, self.windows, self.batch_size)
+        self._continue("original", model)
+
+    def _continue(self, name: str, model: nn.Module) -> None:
+        if self.prompt is not None:
+            self.written[name] = self.prompt.answer(model)
 
     def compare(
         self, model: nn.Module, layers: Mapping[str, PackedLayer], reference: Reference
@@ -235,7 +247,20 @@ class _Windows(NamedTuple):
         records = {name: InputRecord() for name, layer in layers.items() if layer.is_linear}
         calls = -(-len(self.windows) // self.batch_size)
         observe = partial(recording_inputs, layers, records, self.samples, calls)
-        return records, reference.compare(model, self.windows, self.batch_size, observe)
+        predictions = reference.compare(model, self.windows, self.batch_size, observe)
+        self._continue("quantized", model)
+        return records, predictions
+
+
+def _describe_text(text: _Windows | None, source: str) -> dict[str, Any]:
+    """Return the fields of a report that describe a text and its continuations."""
+    if text is None:
+        return {"text": None, "prompt": "", "continuations": {}}
+    return {
+        "text": Text(source, *text.windows.shape),
+        "prompt": "" if text.prompt is None else text.prompt.text,
+        "continuations": text.written,
+    }
 
 
 def _report(loading: Loading, layers: list[Layer], **known: Any) -> Report:
@@ -316,10 +341,13 @@ class _Maker:
         return cls(model, layers, sizes, records, samples, caches)
 
     @torch.inference_mode()
-    def __call__(self, name: str, original: torch.Tensor | None) -> Layer:
-        """Return the figures of a layer, given its weight in the original if there is one."""
-        with resident(self.model, name):
-            return self._figures(name, original)
+    def measure(self, pairs: Iterator[tuple[str, torch.Tensor | None]]) -> dict[str, Layer]:
+        """Return the figures of layers, given their weights in the original, None without one."""
+        made = {}
+        for name, original in pairs:
+            with resident(self.model, name):
+                made[name] = self._figures(name, original)
+        return made
 
     def _figures(self, name: str, original: torch.Tensor | None) -> Layer:
         layer = self.layers[name]
