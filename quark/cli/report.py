@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.markup import escape
 
 from quark.cli import accelerators, console, models
+from quark.cli.collect import read_statistics
 from quark.cli.evaluate import BatchSize, Limit, Original, SeqLen
 from quark.cli.memory_check import Measurement, check_measurement
 from quark.cli.model_files import find_model
@@ -27,6 +28,13 @@ from quark.cli.options import (
 )
 from quark.cli.outputs import check_page
 from quark.cli.prompts import NEW_TOKENS, NewTokens, PromptText, check_prompt, read_prompt
+
+if TYPE_CHECKING:
+    import torch
+
+    from quark.torch.pipeline.statistics import Statistics
+    from quark.torch.report.continuation import Prompt
+    from quark.torch.report.unseen_inputs import Decode
 
 HELP = """
 Report the effect of quantization on each layer, as an HTML page and as JSON.
@@ -58,6 +66,15 @@ Dataset = Annotated[
         "directory, wikitext, pileval, cnn_dailymail, or another dataset of the Hub.",
     ),
 ]
+StatisticsFlag = Annotated[
+    Path | None,
+    _text(
+        "--statistics",
+        metavar="DIR",
+        help="Statistics of the original from 'quark collect': the report then shows inputs that "
+        "the calibration text hardly had.",
+    ),
+]
 Output = Annotated[
     Path,
     _output(
@@ -81,6 +98,7 @@ def report(
     seq_len: SeqLen = None,
     limit: Limit = EVAL_WINDOWS,
     batch_size: BatchSize = 8,
+    statistics: StatisticsFlag = None,
     prompt: PromptText = None,
     new_tokens: NewTokens = NEW_TOKENS,
     output: Output = Path("report.html"),
@@ -98,11 +116,11 @@ def report(
     models.check_text(dataset, "--dataset")
     if prompt is not None and dataset is None:
         raise console.wrong("--prompt", "models run with --dataset only. Give a text, too.")
-    place: Any = {
-        "device": accelerators.pick_device(device),
-        "trust_remote_code": trust_remote_code,
-        "max_memory": max_memory,
-    }
+    if statistics is not None and (original is None or dataset is None):
+        raise console.wrong("--statistics", "it needs --original and --dataset: give both.")
+    collected = None if statistics is None else read_statistics(statistics, "--statistics")
+    place: Any = {"device": accelerators.pick_device(device)}
+    place |= {"trust_remote_code": trust_remote_code, "max_memory": max_memory}
     directory, original = _find_models(directory, original)
     models.check_model(directory, trust_remote_code, check_digests)
     if original is not None:
@@ -111,25 +129,65 @@ def report(
     if dataset is not None:
         work = replace(work, evaluated=counted_windows(limit), evaluated_batch=batch_size)
     _check_memory(replace(work, measures_layers=True), original)
-    windows = asked = None
+    text = _Text(None, None, None)
     if dataset is not None:
         source, flag = (directory, "DIR") if original is None else (original, "--original")
+        length = models.window_length(models.read_config(source, flag), seq_len, SEQ_LEN)
         with console.stage("reading text"):
-            length = models.window_length(models.read_config(source, flag), seq_len, SEQ_LEN)
             tokenizer = models.load_tokenizer(source, flag, trust_remote_code)
             windows = models.text_windows(dataset, "--dataset", tokenizer, length, limit, True)
             asked = read_prompt(prompt, new_tokens, tokenizer, windows)
-    from quark.torch.report.measurement import measure
-
-    with console.stage("measuring layers"):
-        numbers = measure(
-            directory, original, windows, dataset or "", batch_size, prompt=asked, **place
-        ).to_dict()
+        text = _Text(windows, tokenizer.decode, asked)
+    numbers = _measure(directory, original, dataset or "", text, collected, batch_size, place)
     if as_json:
         console.as_json(numbers)
     else:
         _write(numbers, output)
         _print_summary(numbers, output)
+
+
+class _Text(NamedTuple):
+    """What the models run on; all None without a text.
+
+    Attributes:
+        windows: Token identifiers, (windows, length).
+        decode: Returns the text of tokens.
+        prompt: Text that the models continue; None for none.
+    """
+
+    windows: torch.Tensor | None
+    decode: Decode | None
+    prompt: Prompt | None
+
+
+def _measure(
+    directory: Path,
+    original: Path | None,
+    source: str,
+    text: _Text,
+    statistics: Statistics | None,
+    batch_size: int,
+    place: dict[str, Any],
+) -> dict[str, Any]:
+    """Return the numbers of a report."""
+    from quark.torch.report.measurement import measure
+    from quark.torch.report.unseen_inputs import CalibrationText
+
+    calibration = None
+    if statistics is not None:
+        calibration = CalibrationText(statistics, text.decode)
+    with console.stage("measuring layers"):
+        report = measure(
+            directory,
+            original,
+            text.windows,
+            source,
+            batch_size,
+            calibration=calibration,
+            prompt=text.prompt,
+            **place,
+        )
+    return report.to_dict()
 
 
 def _find_models(directory: Path, original: Path | None) -> tuple[Path, Path | None]:
@@ -147,19 +205,20 @@ def _find_models(directory: Path, original: Path | None) -> tuple[Path, Path | N
     return directory, original
 
 
-def _write(numbers: dict[str, Any], output: Path) -> None:
-    from quark.torch.files import write_json, write_text
-    from quark.torch.report.page import page
-
-    write_text(output, page(numbers))
-    write_json(output.with_suffix(".json"), numbers)
-
-
 def _check_memory(measurement: Measurement, original: Path | None) -> None:
     """Check that there is room for the checkpoint, and for the original if it runs on text."""
     check_measurement(measurement)
     if original is not None and measurement.evaluated:
         check_measurement(replace(measurement, source=original, keeps_codes=False))
+
+
+def _write(numbers: dict[str, Any], output: Path) -> None:
+    """Write the page, and the numbers beside it."""
+    from quark.torch.files import write_json, write_text
+    from quark.torch.report.page import page
+
+    write_text(output, page(numbers))
+    write_json(output.with_suffix(".json"), numbers)
 
 
 def _print_summary(numbers: dict[str, Any], output: Path) -> None:

@@ -64,7 +64,7 @@ def measure_models(directories: dict[str, Path], plan: Plan) -> Comparison:
     from quark.torch.evaluation.predictions import Reference
     from quark.torch.pipeline.activation_store import ActivationStore
     from quark.torch.report.comparison import Comparison
-    from quark.torch.report.measurement import Text
+    from quark.torch.report.contents import Text
 
     with ActivationStore() as store:
         reference = Reference(store)

@@ -9,8 +9,9 @@ from typing import Any
 
 from quark import __version__
 from quark.torch.evaluation.predictions import Predictions
+from quark.torch.report.contents import Text
 from quark.torch.report.continuation import Continuation
-from quark.torch.report.measurement import Text, measure
+from quark.torch.report.measurement import measure
 from quark.torch.report.speed import Speed
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark import __version__
 from quark.torch.evaluation.predictions import Predictions, Reference
 from quark.torch.export.checkpoint.reader import Loading
 from quark.torch.export.checkpoint.streamed_model import stream_loading
 from quark.torch.export.checkpoint_contents import weight_bytes
+from quark.torch.export.containers.base import Container
 from quark.torch.export.recognition import (
     exceeds_memory,
     load_in_float,
@@ -42,12 +42,20 @@ from quark.torch.report.activations import (
     recording_inputs,
     sample_of,
 )
-from quark.torch.report.advice import Worst, is_harmless, ranked, verdict, worst_layers
+from quark.torch.report.advice import is_harmless, ranked, verdict, worst_layers
+from quark.torch.report.contents import Report, Text
 from quark.torch.report.continuation import Continuation, Prompt
 from quark.torch.report.layer import Layer
 from quark.torch.report.original_weights import OriginalWeights
-from quark.torch.report.remedies import Remedy, remedies
-from quark.torch.report.storage import FloatPart, Kind, float_parts, kind_of, kinds
+from quark.torch.report.remedies import remedies
+from quark.torch.report.storage import float_parts, kind_of, kinds
+from quark.torch.report.unseen_inputs import (
+    CalibrationText,
+    TokenInputs,
+    UnseenInputs,
+    describe_unseen_inputs,
+    find_unseen_inputs,
+)
 from quark.torch.report.weights import (
     compare,
     histogram,
@@ -56,75 +64,6 @@ from quark.torch.report.weights import (
 )
 
 SHOWN = 400  # layers with the largest errors, whose histograms are kept
-
-
-@dataclass(frozen=True)
-class Text:
-    """Text that the model was run on: its source, number of windows, and tokens of a window."""
-
-    source: str
-    windows: int
-    tokens: int
-
-
-@dataclass(frozen=True)
-class Report:
-    """Measurements of a quantized checkpoint.
-
-    Attributes:
-        directory: Path of the checkpoint.
-        original: Path of the original, "" without one.
-        model_type: Architecture, as ``config.json`` names it.
-        method: Layout of the checkpoint.
-        algorithms: Algorithms that the checkpoint names.
-        bytes: Bytes of its tensors.
-        original_bytes: Bytes of the tensors of the original, None without one.
-        text: Text that the model was run on, None without data.
-        predictions: Predictions on that text.
-        verdict: Summary in sentences.
-        advice: Changes that can lower the loss, the best first; none if the loss is known to be
-            hardly measurable.
-        worst: The layers with the largest errors.
-        kinds: Totals of all layers of one kind.
-        layers: The quantized layers in the order of the model.
-        floats: Modules that are not quantized, with reasons.
-        experts: Tokens that reached each expert, by layer of experts; none without data.
-        routers: Share of the experts that the routers of the original choose too, mean over
-            tokens, by layer of experts; none without data or original.
-        prompt: Text that the models continue, "" for none.
-        continuations: Text and speed of the continuation of each model: ``original`` and
-            ``quantized``.
-    """
-
-    directory: str
-    original: str
-    model_type: str
-    method: str
-    algorithms: tuple[str, ...]
-    bytes: int
-    original_bytes: int | None
-    text: Text | None
-    predictions: Predictions | None
-    verdict: list[str]
-    advice: list[Remedy]
-    worst: list[Worst]
-    kinds: list[Kind]
-    layers: list[Layer]
-    floats: list[FloatPart]
-    experts: dict[str, list[int]]
-    routers: dict[str, float]
-    prompt: str
-    continuations: dict[str, Continuation]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain JSON types."""
-        found = {"quark": __version__, **asdict(self)}
-        for data, layer in zip(found["layers"], self.layers, strict=True):
-            data |= {"bits_per_weight": layer.bits_per_weight, "shape": list(layer.shape)}
-            for part in (p for p in ("values", "original") if data[p] is not None):
-                data[part]["peak"] = getattr(layer, part).peak
-        found["algorithms"] = list(self.algorithms)
-        return found
 
 
 def measure(
@@ -136,6 +75,7 @@ def measure(
     device: str = "cpu",
     trust_remote_code: bool = False,
     max_memory: int | None = None,
+    calibration: CalibrationText | None = None,
     prompt: Prompt | None = None,
 ) -> Report:
     """Measure a quantized checkpoint, and compare it with the original if that is given.
@@ -148,36 +88,34 @@ def measure(
         batch_size: Windows that run together.
         device: Where the models run.
         trust_remote_code: Passed to Transformers.
-        max_memory: Bytes that this process may take; see ``load_checkpoint``. Windows then run one
-            by one, and nothing is continued.
-        prompt: Text that both models continue; None for none. It needs ``windows``.
+        max_memory: Bytes that this process may take; windows then run one by one.
+        calibration: Calibration text, whose inputs those of ``windows`` are compared with.
+        prompt: Text that both models continue, unless they are read in parts. Needs ``windows``.
 
     Raises:
         FileNotFoundError: Files are missing.
-        ValueError: A checkpoint is damaged or not quantized, or the original is another model.
+        ValueError: A checkpoint is damaged or not quantized; the original or that of the
+            calibration text is another model; or ``calibration`` lacks original or windows.
     """
-    container = recognize_container(directory)
-    with naming(Path(directory)):
-        loading = container.open(Path(directory), trust_remote_code)
+    _check_calibration(calibration, original, windows)
+    container, loading = _open(Path(directory), trust_remote_code)
     layers = _packed(loading.model)
     weights = _original_weights(original, layers, trust_remote_code)
     sizes = [container.size(Path(directory)), 0 if weights is None else weights.bytes]
     streams = max_memory is not None or exceeds_memory(max(sizes), device)
     with ExitStack() as stack:
         logits, samples = (stack.enter_context(ActivationStore()) for _ in range(2))
-        # As many windows as fit may differ between both models.
-        size, asked = (1, None) if streams else (batch_size, prompt)
-        text = None if windows is None else _Windows(windows, size, samples, asked)
-        reference, predictions, records = Reference(logits), None, dict[str, InputRecord]()
+        text = _windows(windows, batch_size, prompt, samples, streams)
+        reference, unseen = Reference(logits), None
         if text is not None and original is not None:
-            text.run(original, reference, trust_remote_code, max_memory, device)
+            load = partial(load_in_float, original, "auto", trust_remote_code, False, max_memory)
+            unseen = text.run_original(load(device), reference, calibration)
         model = _load(loading, streams, max_memory, device)
-        if text is not None:
-            records, predictions = text.compare(model, layers, reference)
-        made = _Maker.of(loading, model, records, samples).measure(_pairs(layers, weights))
+        records, predictions = ({}, None) if text is None else text.compare(model, reference)
+        measured = _Maker.of(loading, model, records, samples).measure(_pairs(layers, weights))
     return _report(
         loading,
-        [made[name] for name in layers],
+        [measured[name] for name in layers],
         directory=str(directory),
         method=loading.fmt.name if container.has_formats else container.name,
         original="" if original is None else str(original),
@@ -185,8 +123,22 @@ def measure(
         predictions=predictions,
         experts=_experts(model, records),
         routers=reference.agreement,
+        unseen=unseen,
         **_describe_text(text, source),
     )
+
+
+def _check_calibration(
+    calibration: CalibrationText | None, original: str | Path | None, windows: torch.Tensor | None
+) -> None:
+    if calibration is not None and (original is None or windows is None):
+        raise ValueError("calibration needs the original and windows of text: give both.")
+
+
+def _open(path: Path, trust_remote_code: bool) -> tuple[Container, Loading]:
+    container = recognize_container(path)
+    with naming(path):
+        return container, container.open(path, trust_remote_code)
 
 
 def _original_weights(
@@ -223,33 +175,49 @@ class _Windows:
     prompt: Prompt | None
     written: dict[str, Continuation] = field(default_factory=dict)
 
-    def run(
-        self,
-        original: str | Path,
-        reference: Reference,
-        trust_remote_code: bool,
-        max_memory: int | None,
-        device: str,
-    ) -> None:
-        """Load and run the original."""
-        model = load_in_float(original, "auto", trust_remote_code, False, max_memory, device)
-        reference.run(model, self.windows, self.batch_size)
+    def run_original(
+        self, model: nn.Module, reference: Reference, calibration: CalibrationText | None
+    ) -> UnseenInputs | None:
+        """Run the original; return its inputs that the calibration text hardly had."""
         self._continue("original", model)
+        if calibration is None:
+            reference.run(model, self.windows, self.batch_size)
+            return None
+        calibration.statistics.check(model)
+        with ActivationStore() as store:
+            inputs = TokenInputs([*calibration.statistics.inputs], self.windows, store)
+            observe = partial(inputs.record, model)
+            reference.run(model, self.windows, self.batch_size, observe=observe)
+            return find_unseen_inputs(inputs, calibration)
+
+    def compare(
+        self, model: nn.Module, reference: Reference
+    ) -> tuple[dict[str, InputRecord], Predictions]:
+        """Run a quantized model; return records of the inputs of layers, and its predictions."""
+        layers = _packed(model)
+        records = {name: InputRecord() for name, layer in layers.items() if layer.is_linear}
+        calls = -(-len(self.windows) // self.batch_size)
+        observe = partial(recording_inputs, layers, records, self.samples, calls)
+        self._continue("quantized", model)
+        return records, reference.compare(model, self.windows, self.batch_size, observe)
 
     def _continue(self, name: str, model: nn.Module) -> None:
         if self.prompt is not None:
             self.written[name] = self.prompt.answer(model)
 
-    def compare(
-        self, model: nn.Module, layers: Mapping[str, PackedLayer], reference: Reference
-    ) -> tuple[dict[str, InputRecord], Predictions]:
-        """Run a quantized model; return records of the inputs of layers, and its predictions."""
-        records = {name: InputRecord() for name, layer in layers.items() if layer.is_linear}
-        calls = -(-len(self.windows) // self.batch_size)
-        observe = partial(recording_inputs, layers, records, self.samples, calls)
-        predictions = reference.compare(model, self.windows, self.batch_size, observe)
-        self._continue("quantized", model)
-        return records, predictions
+
+def _windows(
+    windows: torch.Tensor | None,
+    batch_size: int,
+    prompt: Prompt | None,
+    samples: ActivationStore,
+    streams: bool,
+) -> _Windows | None:
+    if windows is None:
+        return None
+    if streams:  # as many windows as fit may differ between both models
+        return _Windows(windows, 1, samples, None)
+    return _Windows(windows, batch_size, samples, prompt)
 
 
 def _describe_text(text: _Windows | None, source: str) -> dict[str, Any]:
@@ -277,6 +245,7 @@ def _report(loading: Loading, layers: list[Layer], **known: Any) -> Report:
         verdict=[
             *verdict(total, known["original_bytes"], known["predictions"], layers, floats),
             *([describe_agreement(known["routers"])] if known["routers"] else []),
+            *([describe_unseen_inputs(known["unseen"])] if known["unseen"] else []),
         ],
         advice=[]
         if is_harmless(known["predictions"])
@@ -340,14 +309,15 @@ class _Maker:
         caches = loading.fmt.config.kv_cache_patterns
         return cls(model, layers, sizes, records, samples, caches)
 
-    @torch.inference_mode()
     def measure(self, pairs: Iterator[tuple[str, torch.Tensor | None]]) -> dict[str, Layer]:
-        """Return the figures of layers, given their weights in the original, None without one."""
-        made = {}
-        for name, original in pairs:
-            with resident(self.model, name):
-                made[name] = self._figures(name, original)
-        return made
+        """Return the figures of layers, given with their weights in the original."""
+        return {name: self(name, weight) for name, weight in pairs}
+
+    @torch.inference_mode()
+    def __call__(self, name: str, original: torch.Tensor | None) -> Layer:
+        """Return the figures of a layer, given its weight in the original if there is one."""
+        with resident(self.model, name):
+            return self._figures(name, original)
 
     def _figures(self, name: str, original: torch.Tensor | None) -> Layer:
         layer = self.layers[name]
