@@ -58,7 +58,7 @@ def _extremes(view: torch.Tensor, reduced: tuple[int, ...]) -> tuple[torch.Tenso
     is_wide = view.dtype == torch.float32 and not is_short
     buffer = torch.empty(0 if is_wide else pieces[0].numel())
     for piece in pieces:
-        wide = piece.T if is_short else piece
+        wide = piece.movedim(-1, 0) if is_short else piece
         if not is_wide:  # one buffer for all pieces: new memory would take time for each
             wide = buffer[: piece.numel()].view(wide.shape).copy_(wide)
         axis = 0 if is_short else -1
