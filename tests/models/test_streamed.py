@@ -41,6 +41,7 @@ ALGORITHMS = {
     "rotation": [ROTATION],
     "online": [ONLINE, algo.GPTQConfig()],
     "svdquant": [algo.SVDQuantConfig(svd_rank=4, min_layer_size=0, use_gptq=True)],
+    "wanda, qronos": [algo.WandaConfig(), algo.QronosConfig()],
     "awq, gptq": [algo.AWQConfig(), algo.GPTQConfig()],
 }
 SLICE = [
@@ -50,6 +51,7 @@ SLICE = [
     ("opt", "fp8", "qronos"),
     ("mixtral", "mxfp4", "svdquant"),
     ("llama", "mxfp4", "online"),
+    ("mixtral", "fp8", "wanda, qronos"),
 ]
 
 
