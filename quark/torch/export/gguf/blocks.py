@@ -1,4 +1,8 @@
-"""Weights as blocks of ggml, and back; see ``block_types``."""
+"""Weights as blocks of ggml, and back; see ``block_types``.
+
+The package gguf makes blocks of values, with scales of its own. Here blocks are made of codes and
+scales that exist, which come back unchanged.
+"""
 
 from __future__ import annotations
 
