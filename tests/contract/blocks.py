@@ -34,9 +34,9 @@ NOT_RUN = {
     ("docs/other-models.md", "from diffusers"): (
         "needs diffusers; tests/unit/export/test_diffusers_loading.py"
     ),
-    ("docs/serving.md", "vllm serve"): "needs vLLM",
-    ("docs/serving.md", "python -m sglang"): "needs SGLang",
-    ("docs/serving.md", "llama-cli"): "needs llama.cpp",
+    ("docs/serve.md", "vllm serve"): "needs vLLM",
+    ("docs/serve.md", "python -m sglang"): "needs SGLang",
+    ("docs/serve.md", "llama-cli"): "needs llama.cpp",
     ("docs/training.md", "import torch"): "test_training_document.py runs it",
     ("docs/training.md", "import copy"): "test_training_document.py runs it",
 }  # fmt: skip

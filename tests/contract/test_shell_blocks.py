@@ -57,7 +57,7 @@ WRITTEN = {
     "docs/mixed-precision.md": ["STATISTICS", "INT4", "INT3", "FP8", "mixed.json", "OUT"],
     "docs/onnx.md": ["OUT/quark_model.onnx"],
     "docs/report.md": ["report.html", "numbers.json", "comparison.html"],
-    "docs/serving.md": ["INT4", "INT4-CT", "INT4-GGUF", "INT8-ONNX/quark_model.onnx"],
+    "docs/serve.md": ["INT4", "INT4-CT", "INT4-GGUF", "INT8-ONNX/quark_model.onnx"],
     "docs/tutorial.md": ["smol-int4", "smol-gptq", "report.html", "smol-gguf"],
     "examples/README.md": ["FP8-CACHE", "GPTQ"],
 }
