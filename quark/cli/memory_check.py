@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from quark.cli import console
 from quark.cli.console import format_bytes
 from quark.cli.outputs import check_room
-from quark.cli.quantize.plan import TOKENIZER, round_up
+from quark.cli.quantize.plan import round_up
+from quark.cli.tokenizer_memory import tokenizer_memory
 
 if TYPE_CHECKING:
     from torch import nn
@@ -73,8 +74,9 @@ def check_measurement(measurement: Measurement) -> None:
     run = _describe(measurement)
     if run is None:
         return
-    tokenizer = measurement.source / "tokenizer.json"
-    taken = taken_memory() + TOKENIZER * (tokenizer.stat().st_size if tokenizer.is_file() else 0)
+    tokenizer = tokenizer_memory(measurement.source)
+    run = run._replace(tokenizer_loading=tokenizer.loading)
+    taken = taken_memory() + tokenizer.kept
     bound, machine = measurement.max_memory, taken + free_memory()
     if bound is None and exceeds_memory(run.model.size, measurement.device):
         bound = machine

@@ -68,6 +68,7 @@ class Run(NamedTuple):
         unpacks: Whether its weights are packed, and unpacked for each use.
         tokenizer: Bytes that reading the tokenizer takes once more, for a file that holds it; 0 if
             none does.
+        tokenizer_loading: Bytes that loading the tokenizer takes, before the model is loaded.
     """
 
     model: ModelShape
@@ -89,6 +90,7 @@ class Run(NamedTuple):
     quantizes: bool = True
     unpacks: bool = False
     tokenizer: int = 0
+    tokenizer_loading: int = 0
 
 
 def list_steps(run: Run, limit: int, streams: bool) -> list[Step]:
