@@ -34,7 +34,10 @@ class Measurement:
         evaluated: Windows of an evaluation, 0 for none.
         evaluated_batch: Windows of a batch of it.
         collected: Windows of statistics, 0 for none.
-        probe: Windows of a call on which sensitivities are measured, 0 for none.
+        probe: Windows of a call on which sensitivities are measured.
+        probes: Number of these calls, 0 for none.
+        compares: Whether predictions are kept, to compare those of other models with.
+        samples_inputs: Whether inputs of layers are kept.
         measures_layers: Whether each layer is measured, in float32.
         keeps_codes: Whether a quantized model stays packed. Otherwise it is dequantized.
         dtype: Type of the parameters; ``auto`` for the stored one.
@@ -49,7 +52,10 @@ class Measurement:
     evaluated: int = 0
     evaluated_batch: int = 1
     collected: int = 0
-    probe: int = 0
+    probe: int = 1
+    probes: int = 0
+    compares: bool = False
+    samples_inputs: bool = False
     measures_layers: bool = False
     keeps_codes: bool = False
     dtype: str = "auto"
@@ -124,14 +130,16 @@ def _describe(measurement: Measurement) -> Run | None:
         shape = _packed_shape(shape, container.open(source, trusts))
     length = measurement.length
     tokens = measurement.collected * length
-    steps = list_work(shape, measurement.probe * length) if measurement.collected else []
+    probe, probes = measurement.probe * length, measurement.probes
+    steps = list_work(shape, probe, probes) if measurement.collected else []
     if measurement.measures_layers:
         steps.append(("layers", _layer_work))
+    data = describe_data(
+        model, tokens, min(tokens_of_chunk(length), tokens), length, len(shape.blocks)
+    )
     return Run(
         model=shape,
-        data=describe_data(
-            model, tokens, min(tokens_of_chunk(length), tokens), length, len(shape.blocks)
-        ),
+        data=data,
         algorithms=steps,
         proves=0,
         is_static=False,
@@ -140,10 +148,27 @@ def _describe(measurement: Measurement) -> Run | None:
         evaluated=measurement.evaluated * length,
         evaluated_batch=measurement.evaluated_batch * length,
         evaluated_window=length,
+        evaluation_results=_results(measurement, shape, data),
         on_device=measurement.device != "cpu",
         quantizes=False,
         unpacks=is_packed,
     )
+
+
+def _results(measurement: Measurement, shape: ModelShape, data: DataShape) -> tuple[int, ...]:
+    """Return the bytes of what an evaluation keeps: predictions, and inputs of layers."""
+    from quark.torch.evaluation.predictions import positions_of
+    from quark.torch.pipeline.shapes import FLOAT32
+    from quark.torch.report.activations import SAMPLE
+
+    windows = measurement.evaluated
+    results = []
+    if measurement.compares:
+        results.append(FLOAT32 * windows * positions_of(measurement.length) * data.labels)
+    if measurement.samples_inputs:
+        tokens = SAMPLE + windows  # at least one of each window
+        results.append(tokens * data.itemsize * sum(layer.inputs for layer in shape.layers))
+    return tuple(results)
 
 
 def _layer_work(block: BlockShape, data: DataShape) -> Work:

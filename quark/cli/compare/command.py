@@ -168,13 +168,17 @@ def _compare_models(request: CompareRequest) -> None:
         max_memory=request.max_memory,
         runtime=request.runtime,
     )
+    from quark.torch.pipeline.memory_limit import results_limit
+
+    streams = _is_streamed(request, directories, device)
     comparison = measure_models(
         dict(zip(names, directories, strict=True)),
         Plan(
             load=load,
             windows=windows,
             source=request.dataset or models.EVALUATION,
-            batch_size=1 if _is_streamed(request, directories, device) else request.batch_size,
+            batch_size=1 if streams else request.batch_size,
+            kept=results_limit(streams, request.max_memory, device),
             tokenizer=tokenizer,
             prompt=_prompt_tokens(request, tokenizer, windows),
             new_tokens=request.new_tokens,
@@ -245,6 +249,7 @@ def _check_models(
         length=length,
         evaluated=counted_windows(request.limit),
         evaluated_batch=request.batch_size,
+        compares=True,
         measures_layers=request.layers,
         keeps_codes=True,
         dtype=request.data_type,

@@ -30,6 +30,7 @@ class Plan:
         windows: Token identifiers, (windows, length).
         source: Name of their text.
         batch_size: Windows that run together.
+        kept: Bytes of the predictions of the first model that memory holds.
         tokenizer: Tokenizer of all models.
         prompt: Tokens to continue, (1, length), or None.
         new_tokens: Largest length of a continuation.
@@ -43,6 +44,7 @@ class Plan:
     windows: torch.Tensor
     source: str
     batch_size: int
+    kept: int
     tokenizer: Any
     prompt: torch.Tensor | None
     new_tokens: int
@@ -72,7 +74,7 @@ def measure_models(directories: dict[str, Path], plan: Plan) -> Comparison:
     from quark.torch.report.comparison import Comparison
     from quark.torch.report.measurement import Text
 
-    with ActivationStore() as store:
+    with ActivationStore(plan.kept) as store:
         reference = Reference(store)
         original = next(iter(directories.values()))
         measured = [

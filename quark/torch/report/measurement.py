@@ -30,6 +30,7 @@ from quark.torch.export.recognition import (
 from quark.torch.graph.residency import resident
 from quark.torch.pipeline.activation_store import ActivationStore
 from quark.torch.pipeline.batches import show_progress
+from quark.torch.pipeline.memory_limit import results_limit
 from quark.torch.quantization.config.description import describe_layer
 from quark.torch.quantization.config.match import matches
 from quark.torch.quantization.nn.experts import corresponding_experts
@@ -151,8 +152,9 @@ def measure(
     weights = _original_weights(original, layers, trust_remote_code)
     sizes = [container.size(Path(directory)), 0 if weights is None else weights.bytes]
     streams = max_memory is not None or exceeds_memory(max(sizes), device)
+    kept = results_limit(streams, max_memory, device)
     with ExitStack() as stack:
-        logits, samples = (stack.enter_context(ActivationStore()) for _ in range(2))
+        logits, samples = (stack.enter_context(ActivationStore(kept)) for _ in range(2))
         # As many windows as fit may differ between both models.
         text = None if windows is None else _Windows(windows, 1 if streams else batch_size, samples)
         reference, predictions, records = Reference(logits), None, dict[str, InputRecord]()
