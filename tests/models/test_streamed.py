@@ -35,12 +35,14 @@ ALGORITHMS = {
     "awq": [algo.AWQConfig()],
     "gptq": [algo.GPTQConfig()],
     "act order": [algo.GPTQConfig(desc_act=True)],
+    "gptaq": [algo.GPTAQConfig()],
     "qronos": [algo.QronosConfig()],
     "yaqa": [algo.YaqaConfig()],
     "autoround": [algo.AutoRoundConfig(iters=2)],
     "rotation": [ROTATION],
     "online": [ONLINE, algo.GPTQConfig()],
     "svdquant": [algo.SVDQuantConfig(svd_rank=4, min_layer_size=0, use_gptq=True)],
+    "cle, bias": [algo.CLEConfig(), algo.BiasCorrectionConfig()],
     "awq, gptq": [algo.AWQConfig(), algo.GPTQConfig()],
 }
 SLICE = [
@@ -48,6 +50,7 @@ SLICE = [
     ("llama", "fp8", "rotation"),
     ("mixtral", "int8", "smooth"),
     ("opt", "fp8", "qronos"),
+    ("opt", "int8", "cle, bias"),
     ("mixtral", "mxfp4", "svdquant"),
     ("llama", "mxfp4", "online"),
 ]
