@@ -12,7 +12,7 @@ from tests.models import test_streamed
 from tests.models.architectures import build, small_config
 from tests.models.test_streamed import contents, in_memory, streamed
 
-SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
+SIZES = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256, "num_hidden_layers": 1}
 QUICK = ("int4_fp8", "mxfp6_e3m2", "bfp16")
 NIGHTLY = pytest.mark.nightly
 
