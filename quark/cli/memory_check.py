@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from quark.torch.export.checkpoint.reader import Loading
     from quark.torch.pipeline.run_steps import Run
-    from quark.torch.pipeline.shapes import BlockShape, DataShape, ModelShape, Work
+    from quark.torch.pipeline.shapes import BlockShape, DataShape, LayerShape, ModelShape, Work
 
 logger = logging.getLogger("quark")
 
@@ -172,11 +172,18 @@ def _results(measurement: Measurement, shape: ModelShape, data: DataShape) -> tu
 
 
 def _layer_work(block: BlockShape, data: DataShape) -> Work:
-    """Return what the measurement of the layers of a block takes: copies of the largest weight."""
+    """Return what the measurement of the layers of a block takes.
+
+    These are copies of the largest weight, or the sums of x xᵀ of its inputs x and their factor.
+    """
     from quark.torch.pipeline.shapes import FLOAT32, Work
 
     copies = 8
-    return Work(block.largest(lambda layer: copies * FLOAT32 * layer.elements), changes=False)
+
+    def size(layer: LayerShape) -> int:
+        return FLOAT32 * max(copies * layer.elements, 2 * layer.inputs**2)
+
+    return Work(block.largest(size), changes=False)
 
 
 def _shape(model: nn.Module) -> ModelShape | None:

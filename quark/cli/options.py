@@ -77,12 +77,12 @@ def parse_size(given: Any) -> int:
     """Return a number of bytes: ``500MB``, ``1.5GiB``, ``8g`` or a plain number.
 
     Raises:
-        typer.BadParameter: It is none.
+        typer.BadParameter: It is none; the command line names the flag.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", str(given).strip().lower())
     unit = (_UNITS | _BINARY).get(match[2]) if match else None
     if match is None or unit is None or not float(match[1]):
-        raise wrong("--max_memory", f"expected a size such as 8GB or 500MiB, got {given!r}.")
+        raise typer.BadParameter(f"expected a size such as 8GB or 500MiB, got {given!r}.")
     return int(float(match[1]) * unit)
 
 

@@ -10,6 +10,7 @@ import typer
 from rich.markup import escape
 
 from quark.cli import accelerators, console, models
+from quark.cli.collect import read_statistics
 from quark.cli.evaluate import BatchSize, Limit, Original, SeqLen
 from quark.cli.memory_check import Measurement, check_measurement
 from quark.cli.model_files import find_model
@@ -29,6 +30,8 @@ from quark.cli.outputs import check_file
 
 if TYPE_CHECKING:
     import torch
+
+    from quark.torch.report.unseen_inputs import Decode
 
 HELP = """
 Report the effect of quantization on each layer, as an HTML page and as JSON.
@@ -60,6 +63,15 @@ Dataset = Annotated[
         "directory, wikitext, pileval, cnn_dailymail, or another dataset of the Hub.",
     ),
 ]
+Statistics = Annotated[
+    Path | None,
+    _text(
+        "--statistics",
+        metavar="DIR",
+        help="Statistics of the original from 'quark collect': the report then shows inputs that "
+        "the calibration text hardly had.",
+    ),
+]
 Output = Annotated[
     Path,
     _output(
@@ -83,6 +95,7 @@ def report(
     seq_len: SeqLen = None,
     limit: Limit = EVAL_WINDOWS,
     batch_size: BatchSize = 8,
+    statistics: Statistics = None,
     output: Output = Path("report.html"),
     overwrite: Overwrite = False,
     device: DeviceFlag = "auto",
@@ -94,6 +107,9 @@ def report(
     """Measure a checkpoint, and write the page or print the numbers."""
     if not as_json:
         _check_output(output, overwrite)
+    if statistics is not None and (original is None or dataset is None):
+        raise console.wrong("--statistics", "it needs --original and --dataset: give both.")
+    collected = None if statistics is None else read_statistics(statistics, "--statistics")
     directory = find_model(directory, "DIR")
     if not directory.exists():
         raise console.wrong("DIR", f"there is no {directory}. Give a checkpoint's directory.")
@@ -104,34 +120,30 @@ def report(
     models.check_model(directory, trust_remote_code, check_digests)
     if original is not None:
         models.check_model(original, trust_remote_code)
-    place: Any = {
-        "device": target,
-        "trust_remote_code": trust_remote_code,
-        "max_memory": max_memory,
-    }
+    place: Any = {"device": target, "trust_remote_code": trust_remote_code}
+    place["max_memory"] = max_memory
     work = Measurement(source=directory, length=seq_len or SEQ_LEN, keeps_codes=True, **place)
     if dataset is not None:
         work = replace(work, evaluated=counted_windows(limit), evaluated_batch=batch_size)
         work = replace(work, compares=original is not None, samples_inputs=True)
     _check_memory(replace(work, measures_layers=True), original)
-    windows = None
+    windows = decode = None
     if dataset is not None:
         source, flag = (directory, "DIR") if original is None else (original, "--original")
-        windows = _read_windows(source, flag, dataset, seq_len, limit, trust_remote_code)
+        windows, decode = _read_windows(source, flag, dataset, seq_len, limit, trust_remote_code)
     from quark.torch.report.measurement import measure
+    from quark.torch.report.unseen_inputs import CalibrationText
+
+    if collected is not None:
+        place["calibration"] = CalibrationText(collected, decode)
 
     with console.stage("measuring layers"):
-        numbers = measure(
-            directory, original, windows, dataset or "", batch_size, **place
-        ).to_dict()
+        found = measure(directory, original, windows, dataset or "", batch_size, **place)
+    numbers = found.to_dict()
     if as_json:
         console.as_json(numbers)
         return
-    from quark.torch.files import write_json, write_text
-    from quark.torch.report.page import page
-
-    write_text(output, page(numbers))
-    write_json(output.with_suffix(".json"), numbers)
+    _write(numbers, output)
     _print_summary(numbers, output)
 
 
@@ -165,12 +177,22 @@ def _read_windows(
     seq_len: int | None,
     limit: int,
     trust_remote_code: bool,
-) -> torch.Tensor:
-    """Return windows of tokens; configuration and tokenizer are those in ``source``."""
+) -> tuple[torch.Tensor, Decode]:
+    """Return windows of tokens, and what decodes them; both as the files in ``source`` say."""
     length = models.window_length(models.read_config(source, flag), seq_len, SEQ_LEN)
     with console.stage("reading text"):
         tokenizer = models.load_tokenizer(source, flag, trust_remote_code)
-        return models.text_windows(dataset, "--dataset", tokenizer, length, limit, True)
+        windows = models.text_windows(dataset, "--dataset", tokenizer, length, limit, True)
+    return windows, tokenizer.decode
+
+
+def _write(numbers: dict[str, Any], output: Path) -> None:
+    """Write the page, and the numbers beside it."""
+    from quark.torch.files import write_json, write_text
+    from quark.torch.report.page import page
+
+    write_text(output, page(numbers))
+    write_json(output.with_suffix(".json"), numbers)
 
 
 def _print_summary(numbers: dict[str, Any], output: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -21,10 +22,22 @@ from quark.cli.collect import (
     read_optional_statistics,
     read_windows,
 )
+from quark.cli.console import format_bytes
 from quark.cli.memory_check import check_measurement
-from quark.cli.options import EVAL_WINDOWS, Json, ManyValues, add_verb, counted_windows, panel, verb
+from quark.cli.options import (
+    EVAL_WINDOWS,
+    Json,
+    ManyValues,
+    add_verb,
+    counted_windows,
+    in_words,
+    panel,
+    parse_size,
+    verb,
+)
 from quark.cli.outputs import check_file, check_offload_directory
 from quark.cli.quantize.config import check_algorithms, layer_scheme
+from quark.cli.quantize.plan import round_up
 from quark.cli.quantize.request import split_names
 from quark.cli.search.measurement import ORIGINAL, Measure, measure_result
 from quark.cli.search.tables import print_result
@@ -36,9 +49,11 @@ if TYPE_CHECKING:
     from quark.torch.quantization.config.config import Config
     from quark.torch.quantization.config.layer import QuantizationConfig
     from quark.torch.search.mixtures import Mixture
+    from quark.torch.search.sizes import Size
 
 FORMATS = ("int2_wo_64", "int3_wo_128", "int4_wo_128", "int4_wo_32", "int8_wo")
 PROBES = 2  # batches on which sensitivities are measured
+TARGETS = ("target_bits", "target_size", "target_read", "max_perplexity_increase")
 GRID = 64  # steps of size that the bisection distinguishes
 
 HELP = f"""
@@ -74,6 +89,23 @@ class SearchRequest(DataFlags):
     target_bits: Annotated[
         float | None,
         _search(metavar="X", min=1.0, help="Maximum bits per weight, scales included."),
+    ] = None
+    target_size: Annotated[
+        int | None,
+        _search(
+            metavar="SIZE",
+            parser=parse_size,
+            help="Instead: maximum size of the checkpoint, such as 4GB, with what stays in float.",
+        ),
+    ] = None
+    target_read: Annotated[
+        int | None,
+        _search(
+            metavar="SIZE",
+            parser=parse_size,
+            help="Instead: maximum size of the weights that a token reads, which limits tokens per "
+            "second. Of experts, these are the ones that the router chooses.",
+        ),
     ] = None
     max_perplexity_increase: Annotated[
         float | None,
@@ -146,6 +178,7 @@ def register(app: typer.Typer) -> None:
 def _search_formats(request: SearchRequest) -> None:
     from quark.torch.quantization.config.algo import SolverConfig
     from quark.torch.search.mixtures import Mixture, measure_costs, mixed_config
+    from quark.torch.search.sizes import size_outside
 
     _check(request)
     formats = _parse_formats(request)
@@ -164,14 +197,15 @@ def _search_formats(request: SearchRequest) -> None:
         excluded = request.exclude_layers or ()
         solved = any(isinstance(options, SolverConfig) for options in algorithms)
         units = measure_costs(model, statistics, formats, excluded, request.together, solved)
-        mixture = Mixture(units)
+        mixture = Mixture(units, per_token=request.target_read is not None)
+        outside = size_outside(model, statistics, units)
     configure = partial(mixed_config, model, formats=formats)
     measure = Measure(model, statistics, evaluation, configure)
-    chosen = _choose(request, mixture, measure)
+    chosen = _choose(request, mixture, outside, measure)
     _write_files(
         request, replace(measure.configure(chosen), algo_config=algorithms), mixture, chosen
     )
-    result = measure_result(mixture, chosen, measure)
+    result = measure_result(mixture, chosen, outside, measure)
     if request.as_json:
         console.as_json({"output": str(request.output), "layers": chosen, **asdict(result)})
         return
@@ -185,8 +219,9 @@ def _check(request: SearchRequest) -> None:
     Raises:
         typer.BadParameter: Flags contradict each other, or a file cannot be written.
     """
-    if (request.target_bits is None) == (request.max_perplexity_increase is None):
-        raise console.wrong("--target_bits", "give either this or --max_perplexity_increase.")
+    if sum(getattr(request, name) is not None for name in TARGETS) != 1:
+        flags = [f"--{name}" for name in TARGETS]
+        raise console.wrong(flags[0], f"give one of {in_words(flags)}.")
     if request.max_perplexity_increase is not None and request.skip_evaluation:
         raise console.wrong(
             "--skip_evaluation",
@@ -264,10 +299,16 @@ def _read_evaluation_windows(request: SearchRequest, source: Path) -> torch.Tens
     return read_windows(held_out, source, held_out=True)
 
 
-def _choose(request: SearchRequest, mixture: Mixture, measure: Measure) -> dict[str, str]:
+def _choose(
+    request: SearchRequest, mixture: Mixture, outside: Size, measure: Measure
+) -> dict[str, str]:
     """Return the format of each layer: the best for a size, or the smallest within the limit."""
     if request.target_bits is not None:
         return mixture.choose(request.target_bits)
+    if request.target_size is not None:
+        return _choose_within("--target_size", mixture, request.target_size, outside.stored)
+    if request.target_read is not None:
+        return _choose_within("--target_read", mixture, request.target_read, outside.read)
     limit = request.max_perplexity_increase
     assert limit is not None
     original = measure.perplexity(ORIGINAL)
@@ -290,6 +331,23 @@ def _choose(request: SearchRequest, mixture: Mixture, measure: Measure) -> dict[
         middle = (low + high) // 2
         low, high = (low, middle) if is_within(middle) else (middle, high)
     return mixture.choose(steps[high])
+
+
+def _choose_within(flag: str, mixture: Mixture, size: int, outside: int) -> dict[str, str]:
+    """Return the best format of each layer for a size in bytes, with those outside of the layers.
+
+    Raises:
+        typer.BadParameter: Even the smallest formats take more.
+    """
+    least = outside + math.ceil(mixture.least * mixture.weights / 8)
+    if size < least:
+        raise console.wrong(
+            flag,
+            f"{format_bytes(size)} are less than {format_bytes(least)}, with the smallest formats "
+            f"and the {format_bytes(outside)} that stay in float. Give {flag} "
+            f"{round_up(least)}, or allow smaller formats.",
+        )
+    return mixture.choose((size - outside) * 8 / mixture.weights)
 
 
 def _write_files(

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from quark.torch.quantization.config.config import Config
     from quark.torch.quantization.nn.router_choices import RouterChoices
     from quark.torch.search.mixtures import Mixture
+    from quark.torch.search.sizes import Size
 
 ORIGINAL, MIXTURE = "the original", "the mixture"  # titles of measurements
 TOLERANCE = 0.005  # relative difference of sizes that count as equal
@@ -57,18 +58,23 @@ class Measure:
 
 
 @dataclass(frozen=True)
-class Size:
+class Row:
     """The mixture, or one format for all layers.
 
     Attributes:
         name: Name of the format, or ``mixed``.
-        bits_per_weight: Bits of a weight, scales included.
+        bits_per_weight: Bits of a weight, scales included; of a weight that a token reads if sizes
+            are those.
+        bytes: Size of the checkpoint.
+        bytes_per_token: Size of the weights that a token reads.
         loss: Predicted loss, nats per token.
         perplexity: Measured perplexity, None if it was not measured.
     """
 
     name: str
     bits_per_weight: float
+    bytes: int
+    bytes_per_token: int
     loss: float
     perplexity: float | None
 
@@ -84,13 +90,17 @@ class Result:
             layer; empty without experts.
     """
 
-    sizes: list[Size]
+    sizes: list[Row]
     original_perplexity: float | None
     routers: Mapping[str, float]
 
 
-def measure_result(mixture: Mixture, chosen: Mapping[str, str], measure: Measure) -> Result:
+def measure_result(
+    mixture: Mixture, chosen: Mapping[str, str], outside: Size, measure: Measure
+) -> Result:
     """Measure a mixture, and the largest format for all layers that is not larger."""
+    from quark.torch.search.sizes import size_of_mixture
+
     original = measure.perplexity(ORIGINAL)
     mixed, rows = mixture.cost(chosen), mixture.uniform()
     fitting = [name for name, (bits, _) in rows.items() if bits <= mixed[0] * (1 + TOLERANCE)]
@@ -99,7 +109,17 @@ def measure_result(mixture: Mixture, chosen: Mapping[str, str], measure: Measure
     if rival is not None:
         measured[rival] = measure.perplexity(rival, dict.fromkeys(chosen, rival))
     ordered = sorted({**rows, "mixed": mixed}.items(), key=lambda row: row[1])
-    sizes = [Size(name, bits, loss, measured.get(name)) for name, (bits, loss) in ordered]
+    formats = {name: dict.fromkeys(chosen, name) for name in rows} | {"mixed": chosen}
+    sizes = [
+        Row(
+            name,
+            bits,
+            *size_of_mixture(mixture.units, formats[name], outside),
+            loss,
+            measured.get(name),
+        )
+        for name, (bits, loss) in ordered
+    ]
     choices = [measure.choices[title] for title in (ORIGINAL, MIXTURE) if title in measure.choices]
     routers = choices[0].agreement(choices[1]) if len(choices) == 2 else {}
     return Result(sizes, original, routers)

@@ -52,7 +52,7 @@ def _size_table(result: Result) -> Table:
     """Return a table of the mixture and of each format for all layers."""
     table = console.table()
     table.add_column("", no_wrap=True)
-    for column in ("bits/weight", "loss", "perplexity", "change"):
+    for column in ("bits/weight", "size", "read per token", "loss", "perplexity", "change"):
         table.add_column(column, justify="right", no_wrap=True)
     reference = result.original_perplexity
     for row in result.sizes:
@@ -63,6 +63,8 @@ def _size_table(result: Result) -> Table:
         table.add_row(
             row.name,
             console.format_bits(row.bits_per_weight),
+            console.format_bytes(row.bytes),
+            console.format_bytes(row.bytes_per_token),
             f"{1000 * row.loss:.2f}",
             "" if value is None else f"{value:.2f}",
             change,

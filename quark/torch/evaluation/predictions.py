@@ -96,6 +96,7 @@ class Reference:
         windows: torch.Tensor,
         batch_size: int,
         title: str = "original",
+        observe: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         """Run the original on windows of tokens, (windows, length).
 
@@ -104,10 +105,13 @@ class Reference:
             windows: Token identifiers.
             batch_size: Windows that run together.
             title: Title of the progress bar.
+            observe: See ``window_losses``.
         """
         take = _Sample(windows.shape[1], self._keep)
         with self._choices.record(model):
-            self._losses = window_losses(model, windows, batch_size, title, receive=take)
+            self._losses = window_losses(
+                model, windows, batch_size, title, receive=take, observe=observe
+            )
         self.predictions = _of_losses(self._losses)
 
     def compare(

@@ -21,6 +21,7 @@ from quark.torch.evaluation.predictions import Predictions, Reference
 from quark.torch.export.checkpoint.reader import Loading
 from quark.torch.export.checkpoint.streamed_model import stream_loading
 from quark.torch.export.checkpoint_contents import weight_bytes
+from quark.torch.export.containers.base import Container
 from quark.torch.export.recognition import (
     exceeds_memory,
     load_in_float,
@@ -47,6 +48,13 @@ from quark.torch.report.advice import Worst, ranked, verdict, worst_layers
 from quark.torch.report.layer import Layer
 from quark.torch.report.original_weights import OriginalWeights
 from quark.torch.report.storage import FloatPart, Kind, float_parts, kind_of, kinds
+from quark.torch.report.unseen_inputs import (
+    CalibrationText,
+    TokenInputs,
+    UnseenInputs,
+    describe_unseen_inputs,
+    find_unseen_inputs,
+)
 from quark.torch.report.weights import (
     compare,
     histogram,
@@ -88,6 +96,7 @@ class Report:
         experts: Tokens that reached each expert, by layer of experts; none without data.
         routers: Share of the experts that the routers of the original choose too, mean over
             tokens, by layer of experts; none without data or original.
+        unseen: Inputs that calibration hardly saw; None without its statistics.
     """
 
     directory: str
@@ -106,6 +115,7 @@ class Report:
     floats: list[FloatPart]
     experts: dict[str, list[int]]
     routers: dict[str, float]
+    unseen: UnseenInputs | None
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain JSON types."""
@@ -127,6 +137,7 @@ def measure(
     device: str = "cpu",
     trust_remote_code: bool = False,
     max_memory: int | None = None,
+    calibration: CalibrationText | None = None,
 ) -> Report:
     """Measure a quantized checkpoint, and compare it with the original if that is given.
 
@@ -138,16 +149,16 @@ def measure(
         batch_size: Windows that run together.
         device: Where the models run.
         trust_remote_code: Passed to Transformers.
-        max_memory: Bytes that this process may take; see ``load_checkpoint``. Windows then run one
-            by one.
+        max_memory: Bytes that this process may take; windows then run one by one.
+        calibration: Calibration text, whose inputs those of ``windows`` are compared with.
 
     Raises:
         FileNotFoundError: Files are missing.
-        ValueError: A checkpoint is damaged or not quantized, or the original is another model.
+        ValueError: A checkpoint is damaged or not quantized; the original or that of the
+            calibration text is another model; or ``calibration`` lacks original or windows.
     """
-    container = recognize_container(directory)
-    with naming(Path(directory)):
-        loading = container.open(Path(directory), trust_remote_code)
+    _check_calibration(calibration, original, windows)
+    container, loading = _open(Path(directory), trust_remote_code)
     layers = _packed(loading.model)
     weights = _original_weights(original, layers, trust_remote_code)
     sizes = [container.size(Path(directory)), 0 if weights is None else weights.bytes]
@@ -157,19 +168,17 @@ def measure(
         logits, samples = (stack.enter_context(ActivationStore(kept)) for _ in range(2))
         # As many windows as fit may differ between both models.
         text = None if windows is None else _Windows(windows, 1 if streams else batch_size, samples)
-        reference, predictions, records = Reference(logits), None, dict[str, InputRecord]()
+        reference, unseen = Reference(logits), None
         if text is not None and original is not None:
             given = load_in_float(original, "auto", trust_remote_code, False, max_memory, device)
-            reference.run(given, text.windows, text.batch_size)
+            unseen = text.run_original(given, reference, calibration)
             del given
         model = _load(loading, streams, max_memory, device)
-        if text is not None:
-            records, predictions = text.compare(model, layers, reference)
-        make = _Maker.of(loading, model, records, samples)
-        made = {name: make(name, weight) for name, weight in _pairs(layers, weights)}
+        records, predictions = ({}, None) if text is None else text.compare(model, reference)
+        measured = _Maker.of(loading, model, records, samples).measure(_pairs(layers, weights))
     return _report(
         loading,
-        [made[name] for name in layers],
+        [measured[name] for name in layers],
         directory=str(directory),
         method=loading.fmt.name if container.has_formats else container.name,
         original="" if original is None else str(original),
@@ -178,7 +187,21 @@ def measure(
         predictions=predictions,
         experts=_experts(model, records),
         routers=reference.agreement,
+        unseen=unseen,
     )
+
+
+def _check_calibration(
+    calibration: CalibrationText | None, original: str | Path | None, windows: torch.Tensor | None
+) -> None:
+    if calibration is not None and (original is None or windows is None):
+        raise ValueError("calibration needs the original and windows of text: give both.")
+
+
+def _open(path: Path, trust_remote_code: bool) -> tuple[Container, Loading]:
+    container = recognize_container(path)
+    with naming(path):
+        return container, container.open(path, trust_remote_code)
 
 
 def _original_weights(
@@ -210,10 +233,25 @@ class _Windows(NamedTuple):
     batch_size: int
     samples: ActivationStore
 
+    def run_original(
+        self, model: nn.Module, reference: Reference, calibration: CalibrationText | None
+    ) -> UnseenInputs | None:
+        """Run the original; return its inputs that the calibration text hardly had."""
+        if calibration is None:
+            reference.run(model, self.windows, self.batch_size)
+            return None
+        calibration.statistics.check(model)
+        with ActivationStore() as store:
+            inputs = TokenInputs([*calibration.statistics.inputs], self.windows, store)
+            observe = partial(inputs.record, model)
+            reference.run(model, self.windows, self.batch_size, observe=observe)
+            return find_unseen_inputs(inputs, calibration)
+
     def compare(
-        self, model: nn.Module, layers: Mapping[str, PackedLayer], reference: Reference
+        self, model: nn.Module, reference: Reference
     ) -> tuple[dict[str, InputRecord], Predictions]:
         """Run a quantized model; return records of the inputs of layers, and its predictions."""
+        layers = _packed(model)
         records = {name: InputRecord() for name, layer in layers.items() if layer.is_linear}
         calls = -(-len(self.windows) // self.batch_size)
         observe = partial(recording_inputs, layers, records, self.samples, calls)
@@ -234,6 +272,7 @@ def _report(loading: Loading, layers: list[Layer], **known: Any) -> Report:
         verdict=[
             *verdict(total, known["original_bytes"], known["predictions"], layers, floats),
             *([describe_agreement(known["routers"])] if known["routers"] else []),
+            *([describe_unseen_inputs(known["unseen"])] if known["unseen"] else []),
         ],
         worst=worst_layers(layers, configs, algorithms),
         kinds=kinds(layers, floats, total),
@@ -293,6 +332,10 @@ class _Maker:
         sizes = weight_bytes(loading.reader.entries, layers)
         caches = loading.fmt.config.kv_cache_patterns
         return cls(model, layers, sizes, records, samples, caches)
+
+    def measure(self, pairs: Iterator[tuple[str, torch.Tensor | None]]) -> dict[str, Layer]:
+        """Return the figures of layers, given with their weights in the original."""
+        return {name: self(name, weight) for name, weight in pairs}
 
     @torch.inference_mode()
     def __call__(self, name: str, original: torch.Tensor | None) -> Layer:

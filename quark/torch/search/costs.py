@@ -9,7 +9,8 @@ measured once under coarse rounding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -50,6 +51,26 @@ class Cost(NamedTuple):
 
     bits: int
     loss: float
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Layers that get the same format, and the cost of each format.
+
+    Attributes:
+        layers: Their names.
+        weights: Number of their weights.
+        bits: Format to the stored bits of the weights: codes, scales, zero points. Formats that
+            do not fit each of the layers are left out.
+        losses: Format to the loss, in nats per token.
+        share: Share of the weights that a token reads: below 1 for experts.
+    """
+
+    layers: tuple[str, ...]
+    weights: int
+    bits: Mapping[str, int]
+    losses: Mapping[str, float]
+    share: float = 1.0
 
 
 def layer_costs(

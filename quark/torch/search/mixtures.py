@@ -10,7 +10,6 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -36,27 +35,10 @@ from quark.torch.quantization.preparation import (
     select_layers,
 )
 from quark.torch.search.allocation import Frontier
-from quark.torch.search.costs import Cost, layer_costs
+from quark.torch.search.costs import Cost, Unit, layer_costs
+from quark.torch.search.sizes import read_shares
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Unit:
-    """Layers that get the same format, and the cost of each format.
-
-    Attributes:
-        layers: Their names.
-        weights: Number of their weights.
-        bits: Format to the stored bits of the weights: codes, scales, zero points. Formats that
-            do not fit each of the layers are left out.
-        losses: Format to the loss, in nats per token.
-    """
-
-    layers: tuple[str, ...]
-    weights: int
-    bits: Mapping[str, int]
-    losses: Mapping[str, float]
 
 
 class Mixture:
@@ -64,15 +46,27 @@ class Mixture:
 
     Args:
         units: The result of ``measure_costs``.
+        per_token: Whether sizes are those of the weights that a token reads, instead of all; see
+            ``sizes``.
+
+    Attributes:
+        weights: Number of these weights.
     """
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    def __init__(self, units: Sequence[Unit], per_token: bool = False) -> None:
         self.units = units
-        self.weights = sum(unit.weights for unit in units)
+        self._shares = [unit.share if per_token else 1.0 for unit in units]
+        pairs = list(zip(units, self._shares, strict=True))
+        self.weights = sum(unit.weights * share for unit, share in pairs)
         self._frontier = Frontier(
-            [list(unit.bits.values()) for unit in units],
+            [[round(bits * share) for bits in unit.bits.values()] for unit, share in pairs],
             [list(unit.losses.values()) for unit in units],
         )
+
+    @property
+    def least(self) -> float:
+        """Bits per weight of the smallest formats."""
+        return self._frontier.least / self.weights
 
     def choose(self, bits_per_weight: float) -> dict[str, str]:
         """Return the format of each layer in the mixture with the least loss, by name of the layer.
@@ -83,12 +77,11 @@ class Mixture:
         Raises:
             ValueError: Even the smallest formats need more bits.
         """
-        least = self._frontier.least / self.weights
-        if bits_per_weight < least:
+        if bits_per_weight < self.least:
+            least = math.ceil(1000 * self.least) / 1000
             raise ValueError(
-                f"{bits_per_weight:g} bits per weight are less than "
-                f"{math.ceil(1000 * least) / 1000:g}, the size of the smallest formats with their "
-                "scales. Give a larger size, or allow smaller formats."
+                f"{bits_per_weight:g} bits per weight are less than {least:g}, the size of the "
+                "smallest formats with their scales. Give a larger size, or allow smaller formats."
             )
         chosen = self._frontier.choose(bits_per_weight * self.weights + 0.5)
         names = [list(unit.bits)[index] for unit, index in zip(self.units, chosen, strict=True)]
@@ -102,9 +95,9 @@ class Mixture:
             chosen: Format of each layer, by its name.
         """
         names = [chosen[unit.layers[0]] for unit in self.units]
-        pairs = list(zip(self.units, names, strict=True))
-        bits = sum(unit.bits[name] for unit, name in pairs)
-        return bits / self.weights, sum(unit.losses[name] for unit, name in pairs)
+        pairs = list(zip(self.units, names, self._shares, strict=True))
+        bits = sum(unit.bits[name] * share for unit, name, share in pairs)
+        return bits / self.weights, sum(unit.losses[name] for unit, name, _ in pairs)
 
     def points(self) -> list[tuple[float, float]]:
         """Return (bits per weight, loss) of all mixtures on the frontier, by size."""
@@ -166,7 +159,8 @@ def measure_costs(
             for name, config in show_progress(list(formats.items()), "formats")
         }
         sizes = {name: model.get_submodule(name).weight.numel() for name in layers}  # type: ignore[operator]
-    return [_make_unit(unit, sizes, costs) for unit in units]
+    shares = read_shares(statistics)
+    return [_make_unit(unit, sizes, costs, shares) for unit in units]
 
 
 def mixed_config(
@@ -288,15 +282,18 @@ def _make_unit(
     names: tuple[str, ...],
     sizes: Mapping[str, int],
     costs: Mapping[str, Mapping[str, Cost]],
+    shares: Mapping[str, float],
 ) -> Unit:
     fitting = {
         fmt: [of_layer[name] for name in names]
         for fmt, of_layer in costs.items()
         if names[0] in of_layer
     }
+    weights = sum(sizes[name] for name in names)
     return Unit(
         names,
-        sum(sizes[name] for name in names),
+        weights,
         {fmt: sum(cost.bits for cost in of_layers) for fmt, of_layers in fitting.items()},
         {fmt: sum(cost.loss for cost in of_layers) for fmt, of_layers in fitting.items()},
+        sum(sizes[name] * shares[name] for name in names) / weights,
     )

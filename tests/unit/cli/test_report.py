@@ -79,6 +79,23 @@ def test_gguf(quark, quantize, model_dir, tmp_path):
     assert errors[0] == pytest.approx(errors[1], rel=1e-3)  # scales of GGUF are float16
 
 
+def test_inputs_that_calibration_hardly_saw(quark, quantize, refused, model_dir, text, tmp_path):
+    path, _ = quantize("--quant_scheme", "int4_wo_32")
+    flags = ["--original", model_dir, "--dataset", text, *FLAGS]
+    other = tmp_path / "other.txt"
+    other.write_text("0123456789 " * 200, encoding="utf-8")
+    collected = tmp_path / "statistics"
+    made = ["--dataset", other, "--seq_len", 32, "--num_calib_data", 4, "--output_dir", collected]
+    assert quark("collect", "--model_dir", model_dir, *made).exit_code == 0
+    found = json.loads(quark("report", path, *flags, "--statistics", collected, "--json").stdout)
+    assert found["unseen"]["text"] > found["unseen"]["calibration"]
+    assert found["unseen"]["tokens"][0]["text"].split()[0].isalpha()  # words, not identifiers
+    message = refused("report", path, "--statistics", collected, "--json")
+    assert "it needs --original and --dataset" in message
+    message = refused("report", path, *flags, "--statistics", tmp_path / "gone", "--json")
+    assert "gone" in message
+
+
 def test_numbers_need_no_plotly(quark, quantize, refused, monkeypatch, tmp_path):
     path, _ = quantize("--quant_scheme", "int8_wo")
     monkeypatch.setitem(sys.modules, "plotly", None)

@@ -75,9 +75,16 @@ REPORT = {
     ],
     "experts": {"a.experts": [3, 4]},
     "routers": {"a.experts": 0.9375},
+    "unseen": {
+        "text": 0.054,
+        "calibration": 0.021,
+        "layers": {"a.q_proj": [0.0612, 0.0234]},
+        "tokens": [{"window": 1, "position": 6, "text": "of the", "ratio": 3.46}],
+    },
 }
 BARE = {**REPORT, "original": "", "original_bytes": None, "text": None, "predictions": None}
 BARE |= {"layers": [layer("b.q_proj", **UNKNOWN)], "experts": {}, "routers": {}, "worst": []}
+BARE["unseen"] = None
 
 
 class Read(HTMLParser):
@@ -151,11 +158,19 @@ def test_names_are_text():
     report["kinds"][0]["name"] = HOSTILE
     report["experts"] = {HOSTILE: [1]}
     report["routers"] = {HOSTILE: 0.5}
+    report["unseen"]["tokens"][0]["text"] = HOSTILE
     hostile, plain = Read(page(report)), Read(page(REPORT))
     assert json.loads(hostile.data) == report
     assert hostile.tables["layers"][1][0] == HOSTILE
     scripts = [[tag for tag, _ in found.tags].count("script") for found in (hostile, plain)]
     assert scripts == [3, 3]
+
+
+def test_unseen_inputs():
+    tables = Read(page(REPORT)).tables
+    assert tables["unseen"][1] == ["a.q_proj", "6.12 %", "2.34 %"]
+    assert tables["unseen-tokens"][1] == ["of the", "2", "7", "3.5"]
+    assert "unseen" not in Read(page(BARE)).tables
 
 
 def test_what_is_missing_is_said(monkeypatch):

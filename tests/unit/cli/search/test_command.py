@@ -164,8 +164,37 @@ def test_search_shows_each_layer_and_one_format_for_all(search, collected):
     assert sum(name.startswith("model.layers.") for name in rows) == 14
     assert {"int2_wo_32", "int4_wo_32", "int8_wo", "mixed"} <= set(rows)
     assert float(rows["mixed"][1]) <= 5.5
-    assert float(rows["mixed"][2]) <= float(rows["int4_wo_32"][2])
+    assert float(rows["mixed"][6]) <= float(rows["int4_wo_32"][6])  # losses, after two sizes
     assert rows["mixed"][-1] == "%"
+
+
+@pytest.mark.parametrize(("kind", "most"), [("size", 545_000), ("read", 283_000)])
+def test_search_for_a_size_in_bytes(kind, most, search, collected, quantize):
+    result, path = search(
+        "--statistics", collected, f"--target_{kind}", most, "--skip_evaluation", "--json"
+    )
+    assert result.exit_code == 0, result.output
+    rows = {row["name"]: row for row in json.loads(result.stdout)["sizes"]}
+    found = rows["mixed"]["bytes" if kind == "size" else "bytes_per_token"]
+    assert most - 2000 < found <= most
+    assert rows["int2_wo_32"]["loss"] > rows["mixed"]["loss"] > rows["int8_wo"]["loss"]
+    out, _ = quantize("--config", path, *DATA)
+    tensors = load_file(out / "model.safetensors")
+    stored = sum(tensor.nbytes for tensor in tensors.values())
+    assert stored == rows["mixed"]["bytes"]
+    table = tensors["model.embed_tokens.weight"].nbytes
+    assert stored - table == rows["mixed"]["bytes_per_token"]
+
+
+def test_a_size_in_bytes_that_is_too_small(search, collected):
+    result, _ = search("--statistics", collected, "--target_size", "20kB", "--skip_evaluation")
+    said = " ".join(result.output.split())
+    assert (
+        result.exit_code == 2 and "Invalid value for --target_size: 20.0 kB are less than" in said
+    )
+    least = said.split("Give --target_size ")[1].split(",")[0]
+    result, _ = search("--statistics", collected, "--target_size", least, "--skip_evaluation")
+    assert result.exit_code == 0, result.output
 
 
 def test_search_for_a_perplexity(search, collected):
@@ -186,6 +215,8 @@ def test_search_for_a_perplexity(search, collected):
     ("flags", "said"),
     [
         ((), "--max_perplexity_increase"),
+        (("--target_size", "many"), "a size such as 8GB or 500MiB, got 'many'"),
+        (("--target_size", "1MB", "--target_read", "1MB"), "give one of"),
         (("--target_bits", 4, "--max_perplexity_increase", 2), "--target_bits"),
         (("--max_perplexity_increase", 2, "--skip_evaluation"), "the perplexity is needed"),
         (("--target_bits", 4, "--formats", "int9"), "'int9' is unknown"),

@@ -1,0 +1,91 @@
+"""Sizes of mixtures in bytes, against tensors that are written and experts that are counted."""
+
+import itertools
+
+import pytest
+
+from quark.torch import collect_statistics
+from quark.torch.quantization.config.presets import scheme
+from quark.torch.search.mixtures import Mixture, measure_costs
+from quark.torch.search.sizes import read_shares, size_of_mixture, size_outside
+
+FORMATS = {name: scheme(name) for name in ("int2_wo_32", "int4_wo_32", "int8_wo")}
+EXPERTS, CHOSEN = 4, 2
+
+
+@pytest.fixture(scope="module")
+def experts(build, batches):
+    """A model of experts with its units and statistics."""
+    model = build("mixtral", num_local_experts=EXPERTS, num_experts_per_tok=CHOSEN)
+    statistics = collect_statistics(model, batches)
+    return model, measure_costs(model, statistics, FORMATS), statistics
+
+
+def test_a_token_reads_the_experts_that_it_passes(experts):
+    _, units, statistics = experts
+    shares = read_shares(statistics)
+    assert {shares[unit.layers[0]] for unit in units if len(unit.layers) > 1} == {CHOSEN / EXPERTS}
+    assert {shares[unit.layers[0]] for unit in units if len(unit.layers) == 1} == {1.0}
+    assert all(unit.share == shares[unit.layers[0]] for unit in units)
+
+
+def test_what_is_outside_of_units(experts, unchanged):
+    model, units, statistics = experts
+    with unchanged(model):
+        size = size_outside(model, statistics, units)
+        left = size_outside(model, statistics, [unit for unit in units if len(unit.layers) == 1])
+    inside = sum(unit.weights for unit in units)
+    total = sum(p.numel() for p in model.parameters())
+    assert size.stored == 4 * (total - inside)
+    assert size.read == size.stored - 4 * model.get_input_embeddings().weight.numel()
+    of_experts = 4 * sum(unit.weights for unit in units if len(unit.layers) > 1)
+    assert left.stored - size.stored == of_experts
+    assert left.read - size.read == of_experts * CHOSEN // EXPERTS
+
+
+def test_a_tied_table_is_stored_once_and_read(build, batches):
+    model = build("tied")
+    statistics = collect_statistics(model, batches)
+    size = size_outside(model, statistics, measure_costs(model, statistics, FORMATS))
+    table = model.get_input_embeddings().weight
+    assert size.stored == size.read and table.nbytes < size.stored < 2 * table.nbytes
+
+
+def test_small_formats_go_where_they_save_most(experts):
+    """Of equal losses, experts get the small format for files, and attention for tokens."""
+    _, units, _ = experts
+    equal = [
+        unit.__class__(
+            unit.layers, unit.weights, unit.bits, dict.fromkeys(unit.losses, 0.0), unit.share
+        )
+        for unit in units
+    ]
+    stored, read = Mixture(equal), Mixture(equal, per_token=True)
+    assert read.weights == sum(unit.weights * unit.share for unit in units) < stored.weights
+    chosen = dict.fromkeys((layer for unit in units for layer in unit.layers), "int4_wo_32")
+    assert stored.cost(chosen)[0] == pytest.approx(read.cost(chosen)[0])  # all weights alike
+    experts_small = {
+        name: "int2_wo_32" if "experts" in name else fmt for name, fmt in chosen.items()
+    }
+    assert stored.cost(experts_small)[0] < read.cost(experts_small)[0]
+
+
+@pytest.mark.parametrize("bits", [3.2, 4.0, 6.0])
+def test_mixtures_for_a_size_per_token_are_the_best(bits, experts):
+    model, every, statistics = experts
+    units = [*every[3:6], *every[-2:]]  # some of experts, some not
+    assert len({unit.share for unit in units}) == 2
+    mixture = Mixture(units, per_token=True)
+    tried = [
+        mixture.cost(
+            {n: name for unit, name in zip(units, names, strict=True) for n in unit.layers}
+        )
+        for names in itertools.product(FORMATS, repeat=len(units))
+    ]
+    chosen = mixture.choose(bits)
+    used, loss = mixture.cost(chosen)
+    assert used <= bits
+    assert loss == pytest.approx(min(found for size, found in tried if size <= bits))
+    outside = size_outside(model, statistics, units)
+    read = size_of_mixture(units, chosen, outside).read
+    assert read == pytest.approx(outside.read + used * mixture.weights / 8, abs=1)
