@@ -11,6 +11,8 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 LIMIT = 0.3  # CPU seconds above torch
 RUNS = 3
@@ -76,6 +78,15 @@ def test_no_module_loads_an_optional_library(trees):
     assert list(problems([report[others[-1]]], NEVER, limit=float("inf"))) == []
 
 
+# Runs a verb, and prints the names of the loaded modules to the standard error.
+VERB = """
+import sys
+from quark.cli.main import main
+try:
+    main(sys.argv[1:])
+finally:
+    print(*sys.modules, file=sys.stderr)
+"""
 LIGHT = [
     ["--help"],
     ["--version"],
@@ -89,18 +100,27 @@ LIGHT = [
 @pytest.mark.parametrize("arguments", LIGHT, ids=" ".join)
 def test_lists_and_help_start_without_torch(arguments):
     """Torch takes two seconds to import, which nobody should wait for to read a list."""
-    script = (
-        "import sys\nfrom quark.cli.main import main\n"
-        "try:\n    main(sys.argv[1:])\n"
-        "finally:\n    print(*sys.modules, file=sys.stderr)\n"
-    )
     done = subprocess.run(
-        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True
+        [sys.executable, "-c", VERB, *arguments], capture_output=True, text=True, check=True
     )
     loaded = set(done.stderr.split())
     assert "typer" in loaded
     assert done.stdout
     assert loaded & {"torch", "numpy", *NEVER} == set()
+
+
+def test_inspect_reads_headers_without_the_libraries_of_models(tmp_path):
+    """No model is built, so nothing that builds one is imported."""
+    save_file({"model.norm.weight": torch.ones(64)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    done = subprocess.run(
+        [sys.executable, "-c", VERB, "inspect", str(tmp_path), "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(done.stdout)["parameters"] == 64
+    assert set(done.stderr.split()) & {"accelerate", "sympy.core", *NEVER} == set()
 
 
 @pytest.mark.parametrize(

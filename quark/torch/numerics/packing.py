@@ -12,7 +12,7 @@ takes several elements, lowest bits first. Examples::
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator
 from functools import reduce
 
 import torch
@@ -75,36 +75,38 @@ def _packed(codes: torch.Tensor, fmt: Format, shifts: list[int], axis: int) -> t
     if is_byte and fmt.word_codes == 2 and codes.stride(axis + 1) == 1 and _is_even(codes):
         return _packed_pairs(codes.view(torch.int16).squeeze(-1) & (mask << 8 | mask), shifts)
     dtype = torch.uint8 if is_byte else _word_dtype(fmt)
-    parts = {shift: codes.select(axis + 1, i) for i, shift in enumerate(shifts)}
+    parts = [(shift, codes.select(axis + 1, i)) for i, shift in enumerate(shifts)]
     is_on_cpu = codes.device.type == "cpu"
     if is_on_cpu and dtype.itemsize > 1 and codes.element_size() == 1 and 8 % fmt.bits == 0:
         # Passes over bytes take a quarter; on a GPU, the launches count.
-        parts = _bytes({shift: part.view(torch.uint8) for shift, part in parts.items()}, mask)
-        mask = 0xFF
-    word = _joined(parts, mask, dtype)
+        word = _joined(_bytes(parts, mask), dtype)
+    else:
+        word = _joined(((at, part.to(dtype).bitwise_and(mask)) for at, part in parts), dtype)
     if fmt.storage_dtype == dtype:
         return word.contiguous()
     elements = [(word >> (8 * i) & 0xFF).to(fmt.storage_dtype) for i in range(_elements(fmt))]
     return torch.stack(elements, axis + 1).flatten(axis, axis + 1)
 
 
-def _joined(parts: Mapping[int, torch.Tensor], mask: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return words of the codes that begin at given bits."""
-    placed = (
-        part.to(dtype).bitwise_and(mask).bitwise_left_shift_(shift) for shift, part in parts.items()
-    )
+def _joined(parts: Iterable[tuple[int, torch.Tensor]], dtype: torch.dtype) -> torch.Tensor:
+    """Return words of unsigned bits, each with its place in the word; they may be overwritten."""
+    wide = ((at, part.to(dtype)) for at, part in parts)
+    placed = (part.bitwise_left_shift_(at) if at else part for at, part in wide)
     return reduce(torch.Tensor.bitwise_or_, placed)
 
 
-def _bytes(parts: Mapping[int, torch.Tensor], mask: int) -> dict[int, torch.Tensor]:
-    """Return the bytes of words, by the bits that they begin at, of codes that divide a byte.
+def _bytes(
+    parts: Iterable[tuple[int, torch.Tensor]], mask: int
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Iterate over the bytes of words, with their places, given codes that divide a byte.
 
     Example: codes that begin at the bits 0, 4, 8 and 12 become bytes that begin at 0 and 8.
     """
-    by_byte: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
-    for shift, part in parts.items():
-        by_byte[shift - shift % 8][shift % 8] = part
-    return {start: _joined(inside, mask, torch.uint8) for start, inside in by_byte.items()}
+    by_byte: dict[int, list[tuple[int, torch.Tensor]]] = defaultdict(list)
+    for at, part in parts:
+        by_byte[at - at % 8].append((at % 8, part.view(torch.uint8)))
+    for start, inside in by_byte.items():
+        yield start, _joined(((at, part.bitwise_and(mask)) for at, part in inside), torch.uint8)
 
 
 def _is_even(codes: torch.Tensor) -> bool:

@@ -51,7 +51,9 @@ def quantize(
         return _cast(x, fmt.code_dtype)
     if scale is not None and _is_counted(x, scale, scheme):
         return _count_codes(x.detach(), scale, scheme)
-    return _map(_to_codes, x, scale, zero_point, scheme, fmt.code_dtype)
+    # Codes of floats take two tensors beside the piece, so smaller pieces fit the cache.
+    size = CHUNK // 2 if fmt.is_encoded else CHUNK
+    return _map(_to_codes, x, scale, zero_point, scheme, fmt.code_dtype, size=size)
 
 
 def recover_codes(
@@ -221,7 +223,7 @@ def _round(x: torch.Tensor, by: Factors, scheme: Scheme) -> torch.Tensor:
     if fmt.is_float:
         return round_to_grid_(x, fmt, mode)
     if by.zero_point is None:
-        x = round_(x, mode).add_(0.0)  # integers have no -0
+        x = round_(x, mode)
     elif scheme.float_zero_point:
         x = round_(x.add_(by.zero_point), mode)
     else:
@@ -274,7 +276,10 @@ def _from_codes(x: torch.Tensor, by: Factors, scheme: Scheme) -> torch.Tensor:
 
 def round_trip(x: torch.Tensor, by: Factors, scheme: Scheme) -> torch.Tensor:
     """Return values quantized and dequantized; float32 ``x`` may be overwritten."""
-    return _rescale(_round(x, by, scheme), by, scheme)
+    x = _round(x, by, scheme)
+    if by.zero_point is None and not scheme.fmt.is_float:
+        x = x.add_(0.0)  # integers have no -0
+    return _rescale(x, by, scheme)
 
 
 def _is_inside(x: torch.Tensor, by: Factors, scheme: Scheme) -> torch.Tensor:
@@ -299,10 +304,12 @@ def _map(
     scheme: Scheme,
     dtype: torch.dtype,
     out: torch.Tensor | None = None,
+    size: int | None = None,
 ) -> torch.Tensor:
-    """Apply ``piece`` to the pieces of ``x`` and return the result in ``dtype`` and the shape of x.
+    """Apply ``piece`` to pieces of ``size`` elements, and return the result in the shape of ``x``.
 
-    ``out`` may be ``x`` itself. It is used only if its blocks can be viewed without a copy.
+    The default size is ``CHUNK``. The result has the type ``dtype``. ``out`` may be ``x`` itself.
+    It is used only if its blocks can be viewed without a copy.
     """
     if scale is None:
         raise ValueError(f"{scheme.fmt.name} needs a scale, but none was given.")
@@ -319,7 +326,7 @@ def _map(
         out = torch.empty(shape, dtype=dtype, device=x.device)
     views = blocks.split(x), out.view(blocks.view)
     buffer: torch.Tensor | None = None  # for all pieces: new memory would take time for each
-    for src, dst, by in _pieces(*views, Factors(scales, scales.reciprocal(), zeros), CHUNK):
+    for src, dst, by in _pieces(*views, Factors(scales, scales.reciprocal(), zeros), size or CHUNK):
         # Work in place in the result if it is wide enough: one buffer less in the cache.
         if dst.dtype != wide and buffer is None:  # the first piece is the largest
             buffer = torch.empty(src.numel(), dtype=wide, device=src.device)

@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from quark.torch.numerics import packing, qdq
+from quark.torch.numerics import packing, qdq, scales
 from quark.torch.numerics.codec import decode
 from quark.torch.numerics.formats import Dtype
 from quark.torch.numerics.granularity import QSchemeType, join_rows, row_pieces
@@ -80,3 +83,28 @@ def test_codes_of_bfloat16_in_pieces_are_those_at_once(name, monkeypatch):
     monkeypatch.setattr(qdq, "CHUNK", 2 * 3 * 96)  # the last piece is smaller
     assert torch.equal(qdq.quantize(x, scale, None, scheme), whole)
     assert torch.equal(qdq.quantize(x.float(), scale, None, scheme), whole)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.tuples(st.integers(1, 9), st.integers(1, 80)),
+    st.one_of(st.integers(1, 80), st.sampled_from([16, 31, 32, 33])),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.integers(1, 400),
+    st.integers(0, 2**31),
+)
+def test_ranges_and_codes_of_any_pieces_are_those_of_the_whole(shape, group, kind, piece, seed):
+    """Groups may be short, and the last one ragged; the last piece may be smaller."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(kind)
+    padded = F.pad(x, (0, -shape[1] % group)).unfold(1, group, group)
+    scheme = Scheme(Dtype.fp4.value, GROUP, axis=-1, group=group, scale=FLOAT32)
+    scale, _ = dynamic_qparams(x, scheme)
+    whole = qdq.quantize(x, scale, None, scheme)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scales, "_PIECE", piece)
+        patch.setattr(qdq, "CHUNK", piece)
+        lo, hi = block_range(x, scheme)
+        assert torch.equal(qdq.quantize(x, scale, None, scheme), whole)
+    assert lo.dtype == hi.dtype == torch.float32
+    assert lo.tolist() == [[min(values) for values in row] for row in padded.tolist()]
+    assert hi.tolist() == [[max(values) for values in row] for row in padded.tolist()]
