@@ -129,8 +129,7 @@ def make_plan(
         layers = selection[1]
         run = _describe_run(request, config, model, selection, devices, length, is_calibrated)
         kept = find_kept(model, files, layers) if config.keep_prequantized_layers else {}
-        own = {name: layer.quant_config for name, layer in kept.items()}
-        kinds = list_selected(model, config, layers, own)
+        kinds = list_selected(model, config, layers, {n: x.quant_config for n, x in kept.items()})
         saved = saved_bytes(model, kept) if request.export_weight_format != "fake_quantized" else 0
         run = run._replace(output=run.output - len(request.exports) * saved)
     converted = _converted_bytes(model, files)

@@ -7,7 +7,6 @@ loaded as a whole only to compare predictions, before the checkpoint is loaded.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -163,9 +162,8 @@ def measure(
     weights = _original_weights(original, layers, trust_remote_code)
     sizes = [container.size(Path(directory)), 0 if weights is None else weights.bytes]
     streams = max_memory is not None or exceeds_memory(max(sizes), device)
-    kept = results_limit(streams, max_memory, device)
-    with ExitStack() as stack:
-        logits, samples = (stack.enter_context(ActivationStore(kept)) for _ in range(2))
+    limit = results_limit(streams, max_memory, device)
+    with ActivationStore(limit) as logits, ActivationStore(limit) as samples:
         # As many windows as fit may differ between both models.
         text = None if windows is None else _Windows(windows, 1 if streams else batch_size, samples)
         reference, unseen = Reference(logits), None
