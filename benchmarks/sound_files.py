@@ -26,6 +26,7 @@ LAYOUTS = (
     "fp8",
     "modelopt",
     "mxfp8",
+    "mxfp4",
 )  # of safetensors
 MODEL = "params"  # name of the files of save_params
 GRAPH = "fx_graph_mode"
@@ -47,6 +48,15 @@ def build_float(vocabulary: int = 64, **sizes: int) -> Any:
 
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**SIZES | sizes, vocab_size=vocabulary)).eval()
+
+
+def build_experts() -> Any:
+    """Return a small gpt-oss in float32."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {**SIZES, "num_local_experts": 2, "num_experts_per_tok": 1, "vocab_size": 64}
+    return GptOssForCausalLM(GptOssConfig(**sizes)).eval()
 
 
 def build_model(kind: str) -> Any:
@@ -75,6 +85,9 @@ def build_model(kind: str) -> Any:
         inputs = QuantizationSpec("fp8_e4m3", **groups, is_dynamic=True)
         weight = QuantizationSpec("fp8_e4m3", **blocks, is_dynamic=False)
         layer = QuantizationConfig(inputs, weight=weight)
+    elif kind == "mxfp4":
+        experts = Config(layer_quant_config={"*.experts.*": scheme("mxfp4_weight_only")})
+        return ModelQuantizer.freeze(ModelQuantizer(experts).quantize_model(build_experts()))
     elif kind in ("modelopt", "mxfp8"):
         layer = scheme({"modelopt": "nvfp4_weight_only"}.get(kind, kind))
     model = build_float(2048 if kind == "gguf" else 64)  # tokens of the tokenizer

@@ -173,11 +173,18 @@ def amd_quark(model: torch.nn.Module, data: Material, path: Path) -> Ways:
         config = QConfig(
             global_quant_config=layer, quant_mode=QuantizationMode.fx_graph_mode, exclude=[]
         )
+        # It takes no axes of any size: smaller batches are filled with pictures of zeros.
         x = data.training.images[:BATCH]
-        axes = ({0: torch.export.Dim("batch")},)
-        graph = torch.export.export(model, (x,), dynamic_shapes=axes).module()
+        graph = torch.export.export(model, (x,)).module()
         quantizer = ModelQuantizer(config)
-        return quantizer.freeze(quantizer.quantize_model(graph, data.calibration))
+        frozen = quantizer.freeze(quantizer.quantize_model(graph, data.calibration))
+
+        def logits(images: torch.Tensor) -> torch.Tensor:
+            filled = torch.cat([images, torch.zeros_like(x)])[:BATCH]
+            result: torch.Tensor = frozen(filled)[: len(images)]
+            return result
+
+        return logits
 
     yield "int8 per tensor", lambda: run("min_max")
     yield "int8 per tensor, MSE", lambda: run("MSE")

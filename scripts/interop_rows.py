@@ -89,6 +89,8 @@ MX_WEIGHTS = ("mxfp4_weight_only", "w_mxfp6_e3m2", "w_mxfp6_e2m3", "w_mxfp8")
 MX_INPUTS = ("mxfp4", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4_mxfp6_e2m3", "mxfp4_fp8", "nvfp4")
 GGUF = ("int4_wo_32", "int4_wo_128", "int4_wo_per_channel", "int8_wo", "int8_wo_32")
 GGUF_OFFSETS = ("uint4_wo_32", "uint4_wo_128")
+GGUF_BLOCKS = ("q4_0", "q5_0", "q8_0", "q3_k", "q6_k")
+GGUF_MINIMA = ("q4_1", "q5_1", "q2_k", "q4_k", "q5_k")
 UNKNOWN_TO_VLLM = ("int8_wo", "fp8_wo", "int3_wo_128", "int4_wo_per_channel", "mx9", "int4_fp8")
 ONNX = ("int8_wo", "int8_wo_128", "int4_wo_32", "uint4_wo_128", "int3_wo_128", "fp8_wo")
 
@@ -96,7 +98,10 @@ TABLE: tuple[tuple[str, str, Expected, tuple[str, ...]], ...] = (
     ("transformers", "quark", SAME, (*ALL, W8A8, "fp8" + CACHE)),
     ("transformers", "gguf", SAME, GGUF),
     ("transformers", "gguf", CLOSE, GGUF_OFFSETS),  # offsets are rounded to float16
+    ("transformers", "gguf", SAME, GGUF_BLOCKS),
+    ("transformers", "gguf", CLOSE, GGUF_MINIMA),  # zero points are rounded to float32
     ("llama.cpp", "gguf", CLOSE, (*GGUF, *GGUF_OFFSETS)),  # it rounds inputs to 8 bits
+    ("llama.cpp", "gguf", CLOSE, (*GGUF_BLOCKS, *GGUF_MINIMA, "mxfp4_weight_only")),
     (CT, CT, SAME, ("int8", W8A8, "fp8", "int8_wo", "int8_wo_128", "fp8_wo", *GROUPS_OF_4[:3])),
     (
         CT,

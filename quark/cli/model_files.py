@@ -7,6 +7,8 @@ from pathlib import Path
 
 from quark.cli.console import stage, wrong
 
+GRAPH_SUFFIX = ".pt2"
+PYTHON_ENTRY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")  # module:function
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # Other containers of the same weights on the Hub.
 NOT_LOADED = ["original/*", "*.gguf", "*.onnx", "*.msgpack", "*.h5"]
@@ -21,9 +23,17 @@ def find_model(given: Path, flag: str, revision: str | None = None) -> Path:
         revision: Revision on the Hub.
 
     Raises:
-        typer.BadParameter: Neither a directory nor a model on the Hub has that name; or a directory
-            has several GGUF files.
+        typer.BadParameter: Neither a directory nor a model on the Hub has that name; a directory
+            has several GGUF files; or it is a graph, or a Python function that builds a model.
     """
+    is_entry = PYTHON_ENTRY.fullmatch(str(given)) is not None and not given.exists()
+    if given.suffix == GRAPH_SUFFIX or is_entry:
+        raise wrong(
+            flag,
+            f"{given} is a graph, or builds one: only 'quark quantize' takes graphs. It computes "
+            "ranges and applies algorithms with --dataset, without statistics. Give the directory "
+            "of a language model here.",
+        )
     if (file := find_gguf(given, flag)) is not None:
         return file
     if given.is_dir() or not HUB_NAME.fullmatch(given.as_posix()):

@@ -18,7 +18,9 @@ from quark.torch.quantization.config.algo import (
     QuaRotConfig,
     RotationConfig,
     SmoothQuantConfig,
+    SparseGPTConfig,
     SVDQuantConfig,
+    WandaConfig,
     YaqaConfig,
 )
 from quark.torch.quantization.config.kv_cache import with_kv_cache
@@ -50,12 +52,14 @@ ALGORITHMS = {
     "rotation": ("int8", RotationConfig(r2=True, r4=True)),
     "quarot and gptq": ("int4_wo_32", QuaRotConfig(), GPTQConfig()),
     "awq and gptq": ("int4_wo_32", AWQConfig(), GPTQConfig()),
+    "sparsegpt": ("int4_wo_32", SparseGPTConfig()),
+    "wanda and gptq": ("int4_wo_32", WandaConfig(), GPTQConfig()),
     "svdquant": ("mxfp4", SVDQuantConfig(svd_rank=4, min_layer_size=0)),
     # Gradients row by row, and steps of training: many operations.
     "yaqa": ("int4_wo_32", YaqaConfig()),
     "spinquant": ("int8", RotationConfig(r2=True, trainable=True)),
 }
-SLOW = {"spinquant", "awq and gptq"}
+SLOW = {"spinquant", "awq and gptq", "wanda and gptq"}
 
 
 @pytest.fixture

@@ -79,6 +79,7 @@ IMPORTED_BY_SERVERS = {
     "quark.torch.utils.pack": ["create_pack_method"],
     "quark.torch.export.nn.modules": ["QParamsLinear"],
     "quark.torch.export.nn.modules.qparamslinear": ["QParamsLinear"],
+    "quark.torch.export.nn.modules.realquantizer": ["get_real_quantizer"],
 }
 SPELLINGS = {
     "Config": "QConfig",

@@ -1,4 +1,7 @@
-"""Quantized graphs in OpenVINO, ExecuTorch with XNNPACK, and Inductor: the codes of the graph."""
+"""Quantized graphs: other software has the codes of the graph.
+
+ONNX Runtime, OpenVINO, ExecuTorch with XNNPACK, and Inductor run them.
+"""
 
 import platform
 import shutil
@@ -9,6 +12,7 @@ import torch
 from quark.torch import ModelQuantizer, export_onnx
 from quark.torch.export import export_program
 from quark.torch.quantization.config.config import (
+    CLEConfig,
     Int8PerChannelSpec,
     QuantizationConfig,
     Uint8PerTensorSpec,
@@ -33,9 +37,11 @@ CHANNELS = Int8PerChannelSpec(
 INT32 = QuantizationSpec("int32", symmetric=True, qscheme="per_tensor", is_dynamic=False)
 
 
-def frozen(name, edges, weight=INT8):
-    quantizer = ModelQuantizer(graph_config(QuantizationConfig(edges, edges, weight, INT32)))
-    return quantizer.freeze(quantizer.quantize_model(export(network(name)), images(8)))
+def frozen(name, edges, weight=INT8, gain=1, **options):
+    layer = QuantizationConfig(edges, edges, weight, INT32)
+    quantizer = ModelQuantizer(graph_config(layer, **options))
+    data = [gain * x for x in images(8)]
+    return quantizer.freeze(quantizer.quantize_model(export(network(name)), data))
 
 
 def check_codes(model, x, y):
@@ -44,6 +50,35 @@ def check_codes(model, x, y):
     with torch.no_grad():
         differences = ((model(x) - y) / step).abs()
     assert differences.max() < 1.5 and (differences > 0.5).sum() <= max(2, y.numel() // 100)
+
+
+def run_openvino(graph, x):
+    import openvino
+
+    compiled = openvino.compile_model(graph, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    return torch.from_numpy(compiled([x.numpy()])[0])
+
+
+def run_openvino_program(model, x):
+    import openvino
+
+    program = export_program(model, (x,), fold_quantize=False)
+    return run_openvino(openvino.convert_model(program, example_input=(x,)), x)
+
+
+def run_xnnpack(model, x):
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.exir import to_edge_transform_and_lower
+    from executorch.runtime import Runtime
+
+    program = export_program(model, (x,))
+    lowered = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()])
+    operators = [str(node.target) for node in lowered.exported_program().graph.nodes]
+    assert any("call_delegate" in operator for operator in operators)
+    assert not any("convolution" in operator for operator in operators)
+    content = lowered.to_executorch().buffer
+    loaded = Runtime.get().load_program(content)  # reads the content while it runs
+    return loaded.load_method("forward").execute([x])[0].clone()
 
 
 @pytest.mark.client("openvino")
@@ -55,28 +90,55 @@ def test_openvino(tmp_path, name):
     model, x = frozen(name, UINT8), images(9)[8]
     export_onnx(model, tmp_path / "d", x)
     graph = openvino.Core().read_model(tmp_path / "d/quark_model.onnx")
-    compiled = openvino.compile_model(graph, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-    check_codes(model, x, torch.from_numpy(compiled([x.numpy()])[0]))
+    check_codes(model, x, run_openvino(graph, x))
+
+
+@pytest.mark.client("openvino")
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    ("edges", "weight"),
+    [(INT8, INT8), (UINT8, INT8), (UINT8, CHANNELS)],
+    ids=["int8", "uint8", "uint8, channels"],
+)
+def test_openvino_program(name, edges, weight):
+    model, x = frozen(name, edges, weight), images(9)[8]
+    check_codes(model, x, run_openvino_program(model, x))
 
 
 @pytest.mark.client("executorch")
 @pytest.mark.parametrize("name", NETWORKS)
 def test_xnnpack(name):
     """With int8, the only activations that XNNPACK takes."""
-    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
-    from executorch.exir import to_edge_transform_and_lower
-    from executorch.runtime import Runtime
-
     model, x = frozen(name, INT8), images(9)[8]
-    program = export_program(model, (x,))
-    lowered = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()])
-    operators = [str(node.target) for node in lowered.exported_program().graph.nodes]
-    assert any("call_delegate" in operator for operator in operators)
-    assert not any("convolution" in operator for operator in operators)
-    content = lowered.to_executorch().buffer
-    loaded = Runtime.get().load_program(content)  # reads the content while it runs
-    method = loaded.load_method("forward")
-    check_codes(model, x, method.execute([x])[0].clone())
+    check_codes(model, x, run_xnnpack(model, x))
+
+
+@pytest.mark.client("executorch")
+@pytest.mark.client("openvino")
+@pytest.mark.parametrize("name", ["resnet", "mobilenet", "unet", "mobilenet with caps"])
+def test_one_graph_has_the_same_codes_everywhere(run_onnx, tmp_path, name):
+    """ONNX Runtime, OpenVINO and XNNPACK, each by its own way out of the same frozen graph.
+
+    Caps are those of ReLU6 after equalization, one for each channel.
+    """
+    if name == "mobilenet with caps":
+        model, x = frozen("mobilenet", INT8, gain=3, algo_config=[CLEConfig()]), 3 * images(9)[8]
+        assert any("minimum" in str(node.target) for node in model.graph.nodes)
+    else:
+        model, x = frozen(name, INT8), images(9)[8]
+    export_onnx(model, tmp_path / "d", x)
+    y = {
+        "onnxruntime": run_onnx(tmp_path / "d", x)[0],
+        "openvino": run_openvino_program(model, x),
+        "xnnpack": run_xnnpack(model, x),
+    }
+    step = next(reversed(edge_modules(model).values())).scale
+    codes = {software: (values / step).round() for software, values in y.items()}
+    assert codes["openvino"].unique().numel() > 5
+    for software, values in y.items():
+        check_codes(model, x, values)
+        differs = (codes[software] != codes["openvino"]).sum()
+        assert differs <= max(2, values.numel() // 100)
 
 
 @pytest.mark.nightly

@@ -43,6 +43,7 @@ ALGORITHMS = {
     "online": [ONLINE, algo.GPTQConfig()],
     "svdquant": [algo.SVDQuantConfig(svd_rank=4, min_layer_size=0, use_gptq=True)],
     "cle, bias": [algo.CLEConfig(), algo.BiasCorrectionConfig()],
+    "wanda, qronos": [algo.WandaConfig(), algo.QronosConfig()],
     "awq, gptq": [algo.AWQConfig(), algo.GPTQConfig()],
 }
 SLICE = [
@@ -53,6 +54,7 @@ SLICE = [
     ("opt", "int8", "cle, bias"),
     ("mixtral", "mxfp4", "svdquant"),
     ("llama", "mxfp4", "online"),
+    ("mixtral", "fp8", "wanda, qronos"),
 ]
 
 

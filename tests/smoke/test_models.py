@@ -13,6 +13,8 @@ pytestmark = pytest.mark.smoke
 OPTIONS = {
     "autoround": {"iters": 2},
     "rotation": {"r2": True, "r4": True},
+    "sparsegpt": {"mask_structure": "unstructured", "sparsity": 0.2},
+    "wanda": {"mask_structure": "unstructured", "sparsity": 0.2},
     "svdquant": {"svd_rank": 4, "min_layer_size": 0},
 }
 CHANGES = {"bias_correction": {"attention_bias": True}}  # of the model

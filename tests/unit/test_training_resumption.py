@@ -11,6 +11,7 @@ from quark.torch.quantization.config.config import (
     QuantizationSpec,
 )
 from quark.torch.quantization.config.presets import scheme
+from quark.torch.training import distillation_loss
 
 ROWS = torch.randint(3, 64, (10, 12), generator=torch.Generator().manual_seed(7))
 DATA = [{"input_ids": row, "labels": row} for row in ROWS]
@@ -27,7 +28,7 @@ def config_of(kind):
 def trainer(build, batches, tmp_path):
     from transformers import Trainer, TrainingArguments
 
-    def trainer(kind, **options):
+    def trainer(kind, make=Trainer, **options):
         model = ModelQuantizer(config_of(kind)).quantize_model(build(), batches)
         arguments = TrainingArguments(
             str(tmp_path / "run"),
@@ -38,12 +39,12 @@ def trainer(build, batches, tmp_path):
             disable_tqdm=True,
             **{"max_steps": 5, "save_strategy": "no", **options},
         )
-        return Trainer(model, arguments, train_dataset=DATA)
+        return make(model, arguments, train_dataset=DATA)
 
     return trainer
 
 
-@pytest.mark.parametrize("kind", ["int8", "lsq", "nvfp4"])
+@pytest.mark.parametrize("kind", ["int8", "lsq", "nvfp4", "int4_wo_32", "mxfp4"])
 def test_a_run_that_goes_on_has_the_bits_of_one_that_never_stopped(trainer, tmp_path, kind):
     whole = trainer(kind)
     whole.train()
@@ -61,6 +62,35 @@ def test_a_run_that_goes_on_has_the_bits_of_one_that_never_stopped(trainer, tmp_
         ModelQuantizer.freeze(each.model.eval())
     x = ROWS[:2]
     assert torch.equal(whole.model(x).logits, second.model(x).logits)
+
+
+@pytest.mark.parametrize("kind", ["int4_wo_32", "mxfp4"])
+def test_distillation_goes_on_from_every_checkpoint(trainer, build, tmp_path, kind):
+    """The loss of ``Trainer`` is overridden, as docs/training.md does; nothing else is."""
+    from transformers import Trainer
+
+    teacher = build().eval()
+
+    class Distiller(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, **options):
+            outputs = model(**inputs)
+            with torch.no_grad():
+                target = teacher(**inputs).logits
+            loss = distillation_loss(outputs.logits, target)
+            return (loss, outputs) if return_outputs else loss
+
+    whole = trainer(kind, Distiller, max_steps=3, save_strategy="steps", save_steps=1)
+    whole.train()
+    expected = whole.model.state_dict()
+    steps = [step for step in (1, 2) if (tmp_path / "run" / f"checkpoint-{step}").is_dir()]
+    assert steps == [1, 2]
+    for step in steps:
+        other = trainer(kind, Distiller, max_steps=3)
+        other.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{step}"))
+        state = other.model.state_dict()
+        assert [k for k in state if not torch.equal(state[k], expected[k])] == []
+    weights = dict(build().named_parameters())
+    assert any(not torch.equal(p, weights[n]) for n, p in whole.model.named_parameters())
 
 
 def test_only_models_that_train_are_saved(build, batches, tmp_path):

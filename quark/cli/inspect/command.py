@@ -11,7 +11,7 @@ from rich.markup import escape
 from quark.cli import console, models
 from quark.cli.inspect.structure import as_dict, find_structure, show
 from quark.cli.options import Json, add_verb, in_words, panel
-from quark.torch.export.formats.registry import READ_FORMATS
+from quark.torch.export.formats.registry import FORMATS
 
 if TYPE_CHECKING:
     from quark.torch.export.checkpoint_contents import Contents, Summary
@@ -22,7 +22,7 @@ Show how the layers of a checkpoint are quantized, and their size on disk.
 
 Only [cyan]config.json[/cyan] and the headers of tensor files are read, which takes about a second
 for a model of any size. The input is a float model, a checkpoint of Quark of any version, of
-another tool ({in_words([name for name in READ_FORMATS if name != "quark"])}), or a GGUF file.
+another tool ({in_words([name for name in FORMATS if name != "quark"])}), or a GGUF file.
 
 Bits per weight include everything that is stored for the weights of quantized layers: codes, scales
 and zero points.

@@ -54,19 +54,30 @@ def make_config(request: Request, model_type: str) -> Config:
     return config
 
 
-def fit_recipe(request: Request, config: Config, outline: nn.Module | None) -> Config:
-    """Return the configuration of a recipe with groups that divide the layers of the model.
+def fit_groups(request: Request, config: Config, outline: nn.Module | None) -> Config:
+    """Return the configuration with groups and super-blocks that divide the layers of the model.
 
-    A recipe names no group size, so a smaller one may take its place. The new sizes are printed.
+    Layers that super-blocks do not divide take another scheme. A recipe names no group size, so a
+    smaller one may take its place. The new schemes and sizes are printed.
 
     Args:
         request: The flags.
         config: The configuration.
         outline: The model on the meta device, or None.
     """
-    from quark.torch.quantization.group_fit import fit_group_sizes
+    from quark.torch.quantization.group_fit import fit_group_sizes, fit_super_blocks
 
-    if request.recipe is None or outline is None:
+    if outline is None:
+        return config
+    config, schemes = fit_super_blocks(outline, config)
+    for name in sorted(set(schemes.values())):
+        patterns = [pattern for pattern, chosen in schemes.items() if chosen == name]
+        logger.warning(
+            "Super-blocks of 256 inputs do not divide %s: the scheme is %s there.",
+            ", ".join(patterns),
+            name,
+        )
+    if request.recipe is None:
         return config
     config, sizes = fit_group_sizes(outline, config)
     for size in sorted(set(sizes.values()), reverse=True):

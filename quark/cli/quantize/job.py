@@ -17,7 +17,7 @@ from quark.cli.model_files import find_model
 from quark.cli.options import SEQ_LEN
 from quark.cli.process_group import rank, wait_for_all
 from quark.cli.quantize.card import CardFacts
-from quark.cli.quantize.config import fit_recipe, make_config, needs_data
+from quark.cli.quantize.config import fit_groups, make_config, needs_data
 from quark.cli.quantize.data import describe, kind_of_dataset, read_batches
 from quark.cli.quantize.file_job import (
     goes_through_files,
@@ -110,7 +110,7 @@ def _quantize(request: Request, described: dict[str, Any]) -> None:
     is_known = is_known_architecture(request, described)
     outline = read_outline(request.model_dir, request.trust_remote_code) if is_known else None
     request = _without_perplexity(request, outline)
-    config = fit_recipe(request, config, outline)
+    config = fit_groups(request, config, outline)
     if why_not_kept(request):
         config = replace(config, keep_prequantized_layers=False)
     if goes_through_files(request, described, config):

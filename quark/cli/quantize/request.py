@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from quark.cli.console import wrong
+from quark.cli.model_files import GRAPH_SUFFIX, PYTHON_ENTRY
 from quark.cli.models import read_config
 from quark.cli.outputs import check_directory, check_offload_directory
 from quark.cli.quantize.compatibility import CompatibilityFlags, check_compatibility
@@ -25,8 +26,6 @@ from quark.cli.quantize.reload_flags import ReloadFlags
 logger = logging.getLogger(__name__)
 
 SOURCES = ("quant_scheme", "recipe", "config")  # flags that give a configuration; one of them
-GRAPH_SUFFIX = ".pt2"
-_ENTRY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")  # module:function
 EVALUATION_BATCH = 8  # windows per batch where --eval_batch_size is auto
 
 
@@ -72,7 +71,7 @@ class Request(
     def entry(self) -> str | None:
         """The ``module:function`` that builds the model, or None."""
         given = str(self.model_dir)
-        is_entry = _ENTRY.fullmatch(given) is not None and not self.model_dir.exists()
+        is_entry = PYTHON_ENTRY.fullmatch(given) is not None and not self.model_dir.exists()
         return given if is_entry else None
 
     @property

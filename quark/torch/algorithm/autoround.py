@@ -23,7 +23,7 @@ from quark.torch.numerics.exponents import exponent_of, power_of_two
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.qdq import fake_quantize
 from quark.torch.numerics.rounding import round_
-from quark.torch.numerics.scales import round_scale
+from quark.torch.numerics.scales import round_scale, round_zero_point
 from quark.torch.pipeline.accumulators import Sum
 from quark.torch.pipeline.block import Block, constant
 from quark.torch.pipeline.chunks import Chunks
@@ -107,6 +107,7 @@ class LearnedWeight:
         ends = 0 if is_fixed or not ranges else 1 if is_symmetric else 2
         scale = stage.scale.float()
         self.offset = torch.zeros_like(stage.values, requires_grad=True)
+        self._zeros = stage.values == 0 if layer.keeps_zeros else None
         self.factors = scale.new_ones(ends, *scale.shape).requires_grad_()
 
     def value(self) -> torch.Tensor:
@@ -154,14 +155,16 @@ class LearnedWeight:
         new_scale = self._round_scale(scale * (below + share * (above - below)))
         new_zero = zero + (zero - fmt.qmin) * (below * scale / new_scale - 1)
         if self._scheme.float_zero_point:
-            return new_scale, new_zero
+            rounded = round_zero_point(new_zero.detach(), new_scale.detach(), self._scheme)
+            return new_scale, _straight_through(new_zero, rounded)
         rounded = new_zero.detach().round().clamp(fmt.qmin, fmt.qmax)
         return new_scale, _straight_through(new_zero, rounded)
 
     def _round_scale(self, scale: torch.Tensor) -> torch.Tensor:
         """Round scales to their format."""
         tensor_scale = self._stage.tensor_scale
-        rounded = round_scale(scale.detach(), self._scheme.scale, tensor_scale)
+        to, axis = self._scheme.scale, self._scheme.axis
+        rounded = round_scale(scale.detach(), to, tensor_scale, axis)
         return _straight_through(scale, rounded)
 
     def _add_offset(self, steps: torch.Tensor) -> torch.Tensor:
@@ -171,13 +174,16 @@ class LearnedWeight:
         one would be rounded in smaller steps than its own, so values are rounded here.
         """
         fmt = self._scheme.fmt
+        offset = self.offset
+        if self._zeros is not None:  # zeros stay zero
+            offset = offset.masked_fill(self._zeros, 0.0)
         if not fmt.is_float:
-            return steps + self.offset
+            return steps + offset
         # Example: fp4_e2m1 has steps of 1 from 2 to 4 and of 0.5 from 1 to 2. The value 2.2 with
         # the offset -0.5 becomes 1.7, which rounds to 2 in steps of 1, not to 1.5.
         exponent = exponent_of(steps.detach()).clamp(fmt.min_exponent, fmt.max_exponent)
         spacing = power_of_two(exponent - fmt.mantissa_bits)
-        exact = steps / spacing + self.offset
+        exact = steps / spacing + offset
         rounded = round_(exact.detach().clone(), self._scheme.rounding)
         return _straight_through(exact, rounded) * spacing
 

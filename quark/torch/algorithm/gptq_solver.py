@@ -88,7 +88,11 @@ def round_columns(
     remaining = weight.T.contiguous().index_select(0, order)
     rounded, errors = torch.empty_like(remaining), torch.empty_like(remaining)
     columns = _Columns(remaining, rounded, errors, factor.diagonal().unbind(), order.tolist())
-    _round_range(columns, factor, rounding, 0, len(remaining))
+
+    def round_leaf(start: int, end: int) -> None:
+        _round_leaf(columns, factor, rounding, start, end)
+
+    _visit_leaves(columns, factor, 0, len(remaining), LEAF, 1, round_leaf)
     position = torch.empty_like(order)  # inverse permutation: column -> step that rounded it
     position[order] = torch.arange(len(order), device=order.device)
     return rounded[position].T.contiguous(), errors[position].T
@@ -104,22 +108,87 @@ class _Columns(NamedTuple):
     indices: list[int]  # index of each column in the weight
 
 
-def _round_range(
-    columns: _Columns, factor: torch.Tensor, rounding: ColumnRounding, start: int, end: int
+def prune_columns(
+    weight: torch.Tensor,
+    factor: torch.Tensor,
+    width: int,
+    select: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Set weights to zero column by column; the columns that follow compensate for each error.
+
+    This is algorithm 1 of SparseGPT (Frantar and Alistarh 2023): the zeros of a block of columns
+    are chosen when its turn comes, by the error (w / U_ii)² that each of them would cause.
+
+    Args:
+        weight: (outputs, inputs) float32.
+        factor: ``inverse_factor`` of the Hessian.
+        width: Columns of a block.
+        select: Takes these errors, (outputs, up to ``width``), and returns which of the weights
+            become zero, in the same shape.
+    """
+    remaining = weight.T.contiguous()
+    pruned, errors = torch.empty_like(remaining), torch.empty_like(remaining)
+    diagonal = factor.diagonal()
+    columns = _Columns(remaining, pruned, errors, diagonal.unbind(), list(range(len(remaining))))
+
+    def prune_block(start: int, end: int) -> None:
+        scores = (remaining[start:end] / diagonal[start:end].unsqueeze(1)).square_()
+        zeros = select(scores.T).T.contiguous()
+
+        def prune(column: torch.Tensor, index: int) -> torch.Tensor:
+            return column.masked_fill(zeros[index - start], 0.0)
+
+        def prune_leaf(first: int, last: int) -> None:
+            _round_leaf(columns, factor, prune, first, last)
+
+        _visit_leaves(columns, factor, start, end, LEAF, 1, prune_leaf)
+
+    _visit_leaves(columns, factor, 0, len(remaining), width, width, prune_block)
+    return pruned.T.contiguous()
+
+
+def _visit_leaves(
+    columns: _Columns,
+    factor: torch.Tensor,
+    start: int,
+    end: int,
+    width: int,
+    step: int,
+    visit: Callable[[int, int], None],
 ) -> None:
-    """Round columns ``start`` to ``end``, which include the errors of all before ``start``.
+    """Change columns ``start`` to ``end``, which include the errors of all before ``start``.
 
     The right half receives the errors of the left half by one matrix product.
+
+    Args:
+        columns: The columns.
+        factor: See ``round_columns``.
+        start: First of the columns, a multiple of ``step``.
+        end: First column behind them.
+        width: Largest number of columns that ``visit`` changes at once.
+        step: Ranges begin at multiples of it.
+        visit: Changes the columns of a range, and computes their errors.
     """
-    remaining, rounded, errors, diagonal, indices = columns
-    if end - start > LEAF:
-        middle = (start + end) // 2
-        _round_range(columns, factor, rounding, start, middle)
-        remaining[middle:end].addmm_(
-            factor[start:middle, middle:end].T, errors[start:middle], alpha=-1
-        )
-        _round_range(columns, factor, rounding, middle, end)
+    if end - start <= width:
+        visit(start, end)
         return
+    remaining, _, errors, *_ = columns
+    # Example: columns 128 to 300 in blocks of 128 -> 128 to 256, and 256 to 300.
+    middle = -(-((start + end) // 2) // step) * step
+    _visit_leaves(columns, factor, start, middle, width, step, visit)
+    remaining[middle:end].addmm_(factor[start:middle, middle:end].T, errors[start:middle], alpha=-1)
+    _visit_leaves(columns, factor, middle, end, width, step, visit)
+
+
+def _round_leaf(
+    columns: _Columns,
+    factor: torch.Tensor,
+    rounding: Callable[[torch.Tensor, int], torch.Tensor],
+    start: int,
+    end: int,
+) -> None:
+    """Round columns ``start`` to ``end`` one by one; each changes the columns behind it."""
+    remaining, rounded, errors, diagonal, indices = columns
     for i in range(start, end):
         column, error = remaining[i], errors[i]
         rounded[i] = values = rounding(column, indices[i])

@@ -157,7 +157,10 @@ def correct_weights_(
                 error = error + output_error(suggested, judge.square)
             changes.append(change)
         share = best_share(gain, error).clamp(max=strength) if len(folds) > 1 else 0.0
-        write_weight_matrix_(layer, matrix + share * join_rows(changes))
+        changed = join_rows(changes)
+        if layer.keeps_zeros:
+            changed.masked_fill_(matrix == 0, 0.0)
+        write_weight_matrix_(layer, matrix + share * changed)
 
 
 def _rounds_input(layer: FakeQuantizedLayer) -> bool:

@@ -21,6 +21,8 @@ ALGORITHMS: dict[str, str] = {
     "quarot": "quark.torch.algorithm.rotation.rotate:ALGORITHM",
     "bias_correction": "quark.torch.algorithm.bias_correction:ALGORITHM",
     "svdquant": "quark.torch.algorithm.svdquant:ALGORITHM",
+    "sparsegpt": "quark.torch.algorithm.pruning:ALGORITHM",
+    "wanda": "quark.torch.algorithm.pruning:ALGORITHM",
     "gptq": "quark.torch.algorithm.gptq:ALGORITHM",
     "gptaq": "quark.torch.algorithm.qronos:ALGORITHM",
     "qronos": "quark.torch.algorithm.qronos:ALGORITHM",

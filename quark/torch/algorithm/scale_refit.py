@@ -12,9 +12,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from quark.torch.algorithm.layers import group_width, has_scales_per_row
-from quark.torch.numerics.column_rounder import ColumnRounding
+from quark.torch.numerics.column_rounder import ColumnRounding, ZeroKeepingRounder
 from quark.torch.numerics.granularity import join_rows
 from quark.torch.numerics.scales import round_scale
+from quark.torch.numerics.scheme import Scheme
+from quark.torch.numerics.super_blocks import minima
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from quark.torch.quantization.nn.quantizer import QuantizedTensor
 
@@ -74,7 +76,7 @@ def round_and_refit(
     """Round a weight repeatedly and refit the scales to the codes after each time.
 
     Scales that are powers of two or fp8 numbers, or that several rows share, are not refitted;
-    then only the last attempt runs.
+    then only the last attempt runs. Minima in super-blocks do not change.
 
     Args:
         layer: A layer with final scales, which are replaced by the refitted ones.
@@ -89,8 +91,10 @@ def round_and_refit(
     assert quantizer is not None
     refits = not quantizer.spec.quantizes_codes and can_refit(layer, weight)
     rounded = weight
+    zeros = weight == 0 if layer.keeps_zeros else None
     for attempt in attempts if refits else attempts[-1:]:
-        rounded = attempt(quantizer.column_rounder(tuple(layer.weight.shape), layer.to_matrix))
+        rounding = quantizer.column_rounder(tuple(layer.weight.shape), layer.to_matrix)
+        rounded = attempt(rounding if zeros is None else ZeroKeepingRounder(rounding, zeros))
         if refits:
             rounded = _refit_(layer, rounded, weight, hessian)
     return rounded
@@ -110,16 +114,41 @@ def _refit_(
     by_row = old if layer.input_axis or old.dim() < 2 else old.T
     scales = by_row.reshape(len(weight), -1).float()
     groups = rounded.reshape(*scales.shape, -1)
+    least = _stored_minima(scales, quantizer.zero_point, scheme, by_row is old)
+    if least is not None:  # values are products above the minima, which stay
+        groups = groups + least
+        weight = (weight.view_as(groups) + least).flatten(1)
     new = _best_by_group((groups / scales.unsqueeze(-1)).flatten(1), scales, weight, hessian)
     new = round_scale(new, scheme.scale)
-    values = (groups * (new.float() / scales).unsqueeze(-1)).flatten(1)
+    values = groups * (new.float() / scales).unsqueeze(-1)
+    if least is not None:
+        values -= least
+        zeros = (least.squeeze(-1) / new).reshape(by_row.shape)
+        quantizer.zero_point = zeros if by_row is old else zeros.T.contiguous()
     new = new.reshape(by_row.shape)
     quantizer.scale = new if by_row is old else new.T.contiguous()
     # `values` are off by a rounding error; quantizing them gives codes times scales exactly.
     state = QuantizedTensor.from_values(
-        quantizer.spec, layer.from_matrix(values), quantizer.scale, quantizer.zero_point
+        quantizer.spec, layer.from_matrix(values.flatten(1)), quantizer.scale, quantizer.zero_point
     )
     return layer.to_matrix(state.value(torch.float32))
+
+
+def _stored_minima(
+    scales: torch.Tensor, zero_point: torch.Tensor | None, scheme: Scheme, is_by_row: bool
+) -> torch.Tensor | None:
+    """Return minima that are stored apart from scales, (outputs, groups, 1); None if none are.
+
+    Args:
+        scales: (outputs, groups) float32.
+        zero_point: Zero points of the layer.
+        scheme: How its weight is quantized.
+        is_by_row: Whether the first axis of the zero points is that of the outputs.
+    """
+    if scheme.symmetric or zero_point is None or scheme.scale.fmt is None or not scheme.scale.span:
+        return None
+    by_row = zero_point if is_by_row else zero_point.T
+    return minima(scales, by_row.reshape_as(scales), scheme.scale.fmt).unsqueeze(-1)
 
 
 def _best_by_group(
@@ -141,6 +170,7 @@ def can_refit(layer: FakeQuantizedLayer, weight: torch.Tensor) -> bool:
     assert layer.weight_quantizer is not None
     scheme = layer.weight_quantizer.scheme
     scale = scheme.scale
-    is_free = not scheme.shares_exponents and not scale.power_of_two and scale.fmt is None
+    has_any_value = scale.fmt is None or scale.span > 0  # as good as any in super-blocks
+    is_free = not scheme.shares_exponents and not scale.power_of_two and has_any_value
     is_divisible = weight.shape[1] % group_width(scheme, weight.shape[1]) == 0
     return scheme.fmt.scaled and is_free and has_scales_per_row(layer) and is_divisible

@@ -1,4 +1,4 @@
-"""Steps that algorithms share which round weights block by block: GPTQ, Qronos, YAQA, AutoRound."""
+"""Steps that algorithms share which round or prune weights block by block, such as GPTQ."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ from quark.torch.pipeline.allocator import return_free_memory
 from quark.torch.pipeline.block import Block
 from quark.torch.pipeline.context import Context
 from quark.torch.pipeline.runner import run_blocks
-from quark.torch.quantization.config.algo import RoundingConfig
+from quark.torch.quantization.config.algo import BlockAlgoConfig
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 
 logger = logging.getLogger(__name__)
 
 
-def resolve(context: Context, options: RoundingConfig) -> Collection[str]:
+def resolve(context: Context, options: BlockAlgoConfig) -> Collection[str]:
     """Raise if the options select no layer; no input is rotated.
 
     Raises:
         ValueError: As in ``iterate_blocks``.
     """
-    _select_by_block(context, options)
+    select_by_block(context, options)
     return ()
 
 
 def iterate_blocks(
-    context: Context, options: RoundingConfig, compare: bool = False
+    context: Context, options: BlockAlgoConfig, compare: bool = False
 ) -> Iterator[tuple[Block, dict[str, FakeQuantizedLayer]]]:
     """Iterate over the units to be rounded, with their selected layers and their data.
 
@@ -63,7 +63,7 @@ def iterate_blocks(
     Raises:
         ValueError: The options select no layer.
     """
-    selected = _select_by_block(context, options)
+    selected = select_by_block(context, options)
     untie(context, (name for layers in selected.values() for name in layers))
     needed = needed_units(context, options)
 
@@ -83,7 +83,7 @@ def iterate_blocks(
             yield block, selected[block.name]
 
 
-def needed_units(context: Context, options: RoundingConfig) -> list[str]:
+def needed_units(context: Context, options: BlockAlgoConfig) -> list[str]:
     """Return the units that data runs through one by one: those to be rounded, and blocks before.
 
     Other units are left to the passes through the model.
@@ -91,7 +91,7 @@ def needed_units(context: Context, options: RoundingConfig) -> list[str]:
     Raises:
         ValueError: The options select no layer.
     """
-    selected = _select_by_block(context, options)
+    selected = select_by_block(context, options)
     units, blocks = list(context.structure.units), context.structure.blocks
     last = max(units.index(name) for name in selected)
     return [name for name in units[: last + 1] if name in selected or name in blocks]
@@ -114,10 +114,10 @@ def untie(context: Context, names: Iterable[str]) -> None:
             logger.info("%s shares its weight with another module: it gets its own.", name)
 
 
-def _select_by_block(
-    context: Context, options: RoundingConfig
+def select_by_block(
+    context: Context, options: BlockAlgoConfig
 ) -> dict[str, dict[str, FakeQuantizedLayer]]:
-    """Return the layers to be rounded by name of their unit, then by their own name.
+    """Return the layers that the options select, by name of their unit, then by their own name.
 
     Raises:
         ValueError: There are none.
@@ -137,7 +137,7 @@ def _select_by_block(
 
 
 def select_block_layers(
-    context: Context, block: str, options: RoundingConfig
+    context: Context, block: str, options: BlockAlgoConfig
 ) -> dict[str, FakeQuantizedLayer]:
     """Return the linear layers and convolutions of a block that the options select, by name."""
     if not block.startswith(options.model_decoder_layers):

@@ -149,10 +149,11 @@ class ModelExporter:
         dynamic_shapes: Mapping[str, Mapping[int, str]] | None = None,
         matmul_nbits: bool = False,
         max_file_size: int = MAX_FILE_SIZE,
+        use_cache: bool = False,
     ) -> None:
         """Write ``quark_model.onnx``: QuantizeLinear and DequantizeLinear, weights as codes.
 
-        Needs the package onnxscript. Caches of keys and values are left out of the graph.
+        Needs the package onnxscript.
 
         Args:
             model: A frozen model, or one that was imported. It is not changed.
@@ -172,6 +173,8 @@ class ModelExporter:
             matmul_nbits: Whether linear layers of which only the weight is quantized, to integers
                 of up to 8 bits, become the MatMulNBits of ONNX Runtime.
             max_file_size: Bytes above which weights go to ``quark_model.onnx.data``.
+            use_cache: Whether keys and values of earlier tokens are inputs and outputs of a decoder
+                (see ``docs/onnx.md``). ``input_args`` are still those of a call without a cache.
 
         Raises:
             FileExistsError: The directory is in use and ``overwrite`` is off.
@@ -188,6 +191,7 @@ class ModelExporter:
             dynamic_shapes,
             matmul_nbits,
             max_file_size,
+            use_cache,
         )
         self.export("onnx", model, ExportSettings(inputs=input_args, graph=options))
 

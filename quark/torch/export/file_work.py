@@ -98,7 +98,7 @@ class FileWork:
         parts_of = {name: kinds[self._kind(name)] for name in self.layers}
         state = {name: tensor.to("meta") for name, tensor in self.state.items()}
         self._units = self._divide(state, parts_of)
-        return original_names(self.model, state | self._named(parts_of))
+        return original_names(self.model, self.fmt.join(state | self._named(parts_of)))
 
     def _kind(self, name: str) -> Any:
         """Return a key that layers share whose stored tensors have equal shapes and types."""
@@ -134,9 +134,11 @@ class FileWork:
     def _divide(self, state: dict[str, torch.Tensor], parts_of: Parts) -> list[_Unit]:
         """Return the units of the work: a tensor, a group of layers, or a block of the model.
 
-        What Transformers splits or fuses on saving is converted together: in a block.
+        What Transformers splits or fuses on saving, or the format joins, is converted together: in
+        a block.
         """
-        joined = split_or_fused(self.model, [*state, *self._named(parts_of)])
+        every = [*state, *self._named(parts_of)]
+        joined = split_or_fused(self.model, every) | set(filter(self.fmt.is_joined, every))
         units: dict[Any, _Unit] = defaultdict(_Unit)
         for group in self.groups:
             names = self._named({name: parts_of[name] for name in group})
@@ -181,7 +183,7 @@ class FileWork:
             check_finite(name, tensor)
         for group in unit.groups:
             state |= self._named(self._done.pop(group, {}) or self._quantize(group))
-        return original_names(self.model, state)
+        return original_names(self.model, self.fmt.join(state))
 
     @torch.no_grad()
     def _quantize(self, group: tuple[str, ...]) -> Parts:

@@ -5,6 +5,9 @@ XNNPACK, OpenVINO. An edge and a convolution become
 
     quantize_per_tensor(x, 0.02, 0, -128, 127, int8) -> dequantize_per_tensor -> conv2d -> …
     dequantize_per_channel(codes, scales, zero_points, 0, -128, 127, int8) ↗
+
+OpenVINO reads no codes of weights. It gets values of weights, and a quantize_per_channel before the
+dequantize_per_channel.
 """
 
 from __future__ import annotations
@@ -39,18 +42,23 @@ _SUPPORTED = (
 
 
 def export_program(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    fold_quantize: bool = True,
 ) -> torch.export.ExportedProgram:
     """Return a frozen graph as a program with ``torch.ops.quantized_decomposed`` operators.
 
-    The program gives the bits of the graph in torch. Weights are codes. Biases are values: where
-    the graph has int32 biases, these are multiples of the scale of weight times input, so compilers
-    that compute the codes again get the same codes. Axes of any size stay so.
+    The program gives the bits of the graph in torch. Biases are values: where the graph has int32
+    biases, these are multiples of the scale of weight times input, so compilers that compute the
+    codes again get the same codes. Axes of any size stay so.
 
     Args:
         model: A frozen graph. It is not changed.
         args: Example of the arguments.
         kwargs: Example of keyword arguments.
+        fold_quantize: Whether weights are codes, as Inductor and XNNPACK take them. Otherwise they
+            are quantized values in float32, which the program quantizes, as OpenVINO takes them.
 
     Raises:
         ImportError: This version of torch does not have the operators.
@@ -65,7 +73,7 @@ def export_program(
     copied = copy.deepcopy(graph)
     _replace_edges(copied)
     for name, layer in graph_layers(copied).items():
-        copied.set_submodule(name, _Layer(layer))
+        copied.set_submodule(name, _Layer(layer, fold_quantize))
     kwargs = kwargs or {}
     shapes = dynamic_shapes(graph, kwargs)
     with torch.no_grad():
@@ -110,7 +118,7 @@ class _Layer(nn.Module):
     weight: Any
     bias: torch.Tensor | None
 
-    def __init__(self, layer: QuantizedLayer) -> None:
+    def __init__(self, layer: QuantizedLayer, fold_quantize: bool) -> None:
         super().__init__()
         self._product = layer.product
         state, weight = layer.quantized_tensor("weight"), layer.value("weight")
@@ -118,7 +126,7 @@ class _Layer(nn.Module):
         if state is None:
             self.register_buffer("weight", weight.detach())
         else:
-            self.weight = _Weight(state, weight.dtype)
+            self.weight = _Weight(state, weight.dtype, fold_quantize)
         bias = layer.value("bias")
         self.register_buffer("bias", None if bias is None else bias.detach())
 
@@ -129,37 +137,40 @@ class _Layer(nn.Module):
 
 
 class _Weight(nn.Module):
-    """The codes of a weight."""
+    """The codes of a weight, or its quantized values in float32, from which codes are computed."""
 
-    codes: torch.Tensor
-
-    def __init__(self, state: QuantizedTensor, dtype: torch.dtype) -> None:
+    def __init__(self, state: QuantizedTensor, dtype: torch.dtype, fold_quantize: bool) -> None:
         super().__init__()
         assert state.codes is not None and state.scale is not None
         scheme, scale, zeros = state.scheme, state.scale, state.zero_point
         self._dtype = dtype
-        self.register_buffer("codes", state.codes.to(_code_type(scheme)))
-        self._per_tensor = None
+        self._kind = "per_tensor" if scheme.qscheme is QSchemeType.per_tensor else "per_channel"
         if scheme.qscheme is QSchemeType.per_tensor:
-            self._per_tensor = _per_tensor(scale, zeros, scheme)
-            return
-        zeros = torch.zeros_like(scale) if zeros is None else zeros
-        self.register_buffer("scale", scale.float())
-        self.register_buffer("zero_point", zeros.to(torch.int64))
-        axis = scheme.axis % state.codes.dim()
-        self._per_channel = axis, *_limits(scheme)
+            self._arguments: tuple[Any, ...] = _per_tensor(scale, zeros, scheme)
+        else:
+            zeros = torch.zeros_like(scale) if zeros is None else zeros
+            self.register_buffer("scale", scale.float())
+            self.register_buffer("zero_point", zeros.to(torch.int64))
+            self._arguments = (scheme.axis % state.codes.dim(), *_limits(scheme))
+        codes = state.codes.to(_code_type(scheme))
+        if fold_quantize:
+            self.register_buffer("codes", codes)
+        else:
+            self.register_buffer("values", self._call("dequantize", codes))
 
     def forward(self) -> torch.Tensor:
         """Return the values."""
-        operators = torch.ops.quantized_decomposed
-        if self._per_tensor is not None:
-            y = operators.dequantize_per_tensor.default(self.codes, *self._per_tensor)
-        else:
-            y = operators.dequantize_per_channel.default(
-                self.codes, self.scale, self.zero_point, *self._per_channel
-            )
-        values: torch.Tensor = y if y.dtype == self._dtype else y.to(self._dtype)
-        return values
+        has_codes = "codes" in self._buffers
+        codes = self.codes if has_codes else self._call("quantize", self.values)
+        values = self._call("dequantize", codes)
+        return values if values.dtype == self._dtype else values.to(self._dtype)
+
+    def _call(self, name: str, x: Any) -> torch.Tensor:
+        """Call quantize or dequantize with the scales of the weight."""
+        operator = getattr(torch.ops.quantized_decomposed, f"{name}_{self._kind}")
+        scales = (self.scale, self.zero_point) if self._kind == "per_channel" else ()
+        result: torch.Tensor = operator.default(x, *scales, *self._arguments)
+        return result
 
 
 def _per_tensor(

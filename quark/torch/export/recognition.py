@@ -32,7 +32,7 @@ from quark.torch.export.checkpoint_contents import Contents
 from quark.torch.export.containers.base import Container, get_container
 from quark.torch.export.containers.registry import CONTAINERS, SAFETENSORS
 from quark.torch.export.formats.base import ExportFormat, format_class
-from quark.torch.export.formats.registry import READ_FORMATS
+from quark.torch.export.formats.registry import FORMATS
 from quark.torch.export.verification import Verdict
 from quark.torch.pipeline.memory_limit import free_memory
 from quark.torch.quantization.nn.runtime import check_runtime, set_runtime
@@ -137,7 +137,7 @@ def open_dequantized(
     Raises:
         FileNotFoundError: Files are missing.
         ValueError: A file is damaged or not understood, or the checkpoint is not quantized by a
-            method of ``READ_FORMATS``.
+            method of ``FORMATS``.
     """
     source = Path(source)
     with naming(source):
@@ -278,9 +278,9 @@ def recognize_format(config_json: dict[str, Any], where: str) -> ExportFormat:
     if not isinstance(section, dict):
         raise ValueError(f"{where} has no {SECTION}: this is not a quantized checkpoint.")
     method = section.get("quant_method", "quark")
-    if not isinstance(method, str) or method not in READ_FORMATS:
+    if not isinstance(method, str) or method not in FORMATS:
         raise ValueError(
-            f"{where}: quant_method={method!r} is unknown (known: {', '.join(READ_FORMATS)})."
+            f"{where}: quant_method={method!r} is unknown (known: {', '.join(FORMATS)})."
         )
     try:
         return format_class(method).from_section(section)

@@ -79,3 +79,24 @@ class ColumnRounder:
     def select_rows(self, rows: torch.Tensor) -> ColumnRounder:
         """Return the rounding of some rows of every column."""
         return ColumnRounder(self._factors.select_rows(rows), self._scheme)
+
+
+class ZeroKeepingRounder:
+    """Rounds columns of a pruned matrix, whose zeros stay zero; see ``ColumnRounding``.
+
+    Args:
+        rounding: Rounds the other values.
+        zeros: Which values are zero, (rows, columns) bool.
+    """
+
+    def __init__(self, rounding: ColumnRounding, zeros: torch.Tensor) -> None:
+        self._rounding, self._zeros = rounding, zeros
+        self._columns = zeros.T.contiguous().unbind()
+
+    def __call__(self, x: torch.Tensor, column: int) -> torch.Tensor:
+        """Return the rounded values of a column."""
+        return self._rounding(x, column).masked_fill(self._columns[column], 0.0)
+
+    def select_rows(self, rows: torch.Tensor) -> ZeroKeepingRounder:
+        """Return the rounding of some rows of every column."""
+        return ZeroKeepingRounder(self._rounding.select_rows(rows), self._zeros[rows])

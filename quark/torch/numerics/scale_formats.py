@@ -16,15 +16,18 @@ class ScaleFormat:
 
     Attributes:
         dtype: Type of a stored scale.
-        fmt: Float format that scales are rounded to if it is narrower than ``dtype``, or None.
+        fmt: Format that scales are rounded to if it is narrower than ``dtype``, or None.
         power_of_two: Whether scales are powers of two.
         two_level: Whether scales are rounded relative to a float32 tensor scale.
+        span: Neighbouring blocks whose scales are integers times one float16 number; 0 = none.
+            See ``super_blocks``.
     """
 
     dtype: torch.dtype = torch.float32
     fmt: Format | None = None
     power_of_two: bool = False
     two_level: bool = False
+    span: int = 0
 
     @property
     def held_dtype(self) -> torch.dtype:
@@ -57,5 +60,12 @@ class ScaleType(Enum):
         return named.get(self.value) or ScaleFormat(getattr(torch, self.value))
 
 
+# Scales in super-blocks: format of the integers x blocks that share a float16 number.
+SUPER_BLOCKS = {
+    "uint4x16": ScaleFormat(fmt=Dtype.uint4.value, span=16),
+    "int6x16": ScaleFormat(fmt=Dtype.int6.value, span=16),
+    "uint6x8": ScaleFormat(fmt=Dtype.uint6.value, span=8),
+    "int8x16": ScaleFormat(fmt=Dtype.int8.value, span=16),
+}
 # Names of ``scale_format`` in configurations.
-SCALE_FORMATS = {"float32": FLOAT32, "e8m0": E8M0, "e4m3": E4M3, "e5m3": E5M3}
+SCALE_FORMATS = {"float32": FLOAT32, "e8m0": E8M0, "e4m3": E4M3, "e5m3": E5M3, **SUPER_BLOCKS}

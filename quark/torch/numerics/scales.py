@@ -18,6 +18,7 @@ from quark.torch.numerics.formats import Format
 from quark.torch.numerics.rounding import RoundType, round_to_grid_
 from quark.torch.numerics.scale_formats import ScaleFormat
 from quark.torch.numerics.scheme import Scheme
+from quark.torch.numerics.super_blocks import round_to_super_blocks
 
 # Smallest scale of an integer format, 2^-23. float16 can represent it, and checkpoints of the
 # documented format have it for all-zero tensors.
@@ -117,12 +118,14 @@ def qparams_from_range(
     amax = torch.maximum(-lo, hi)
     if fmt.is_float:
         scale = torch.where(amax == 0, EPS, _divided(amax, fmt.max_value))
-        scale = round_scale(scale, scheme.scale, tensor_scale)
+        scale = round_scale(scale, scheme.scale, tensor_scale, scheme.axis)
         return scale.clamp(max=largest_scale(scheme, largest)), None
+    if scheme.scale.span and not scheme.symmetric:
+        lo = -round_to_super_blocks(-lo, scheme.scale, scheme.axis, least=0)
     steps = fmt.qmax - fmt.qmin
     reach = amax if scheme.symmetric else hi / 2 - lo / 2  # hi - lo may overflow
     scale = _divided(reach, steps / 2)
-    scale = round_scale(scale.clamp(min=EPS), scheme.scale, tensor_scale)
+    scale = round_scale(scale.clamp(min=EPS), scheme.scale, tensor_scale, scheme.axis)
     if scheme.symmetric:
         middle = (fmt.qmin + fmt.qmax + 1) // 2
         scale = scale.clamp(max=largest_scale(scheme, largest))
@@ -223,9 +226,21 @@ def represented_range(
 
 
 def round_scale(
-    scale: torch.Tensor, to: ScaleFormat, tensor_scale: torch.Tensor | None = None
+    scale: torch.Tensor,
+    to: ScaleFormat,
+    tensor_scale: torch.Tensor | None = None,
+    axis: int = -1,
 ) -> torch.Tensor:
-    """Round float32 scales to their stored format. No scale becomes zero or infinite."""
+    """Round float32 scales to their stored format. No scale becomes zero or infinite.
+
+    Args:
+        scale: The scales.
+        to: Their format.
+        tensor_scale: Tensor scale [] of two-level scales, or None.
+        axis: Axis of the blocks, for scales in super-blocks.
+    """
+    if to.span:
+        return round_to_super_blocks(scale, to, axis)
     if to.power_of_two:
         # The nearest exponent: up from the square root of two, whose mantissa is 0x3504F3. Adding
         # 0x7FFFFF - 0x3504F3 carries into the exponent exactly for larger mantissas.
@@ -237,6 +252,34 @@ def round_scale(
         return ratio.clamp_(min=_smallest(to.fmt)) * unit
     smallest, largest = scale_limits(to.dtype)
     return scale.clamp(smallest, largest).to(to.dtype)
+
+
+def round_zero_point(zero_point: torch.Tensor, scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    """Return float zero points whose minima are stored in super-blocks; others do not change.
+
+    Args:
+        zero_point: Float zero points.
+        scale: Scales as they are stored.
+        scheme: How the tensor is quantized.
+    """
+    if not scheme.scale.span:
+        return zero_point
+    minimum = ((zero_point - scheme.fmt.qmin) * scale).clamp(min=0)
+    minimum = round_to_super_blocks(minimum, scheme.scale, scheme.axis, least=0)
+    return scheme.fmt.qmin + minimum / scale
+
+
+def round_qparams(
+    scale: torch.Tensor, zero_point: torch.Tensor | None, scheme: Scheme
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return any scales and float zero points in super-blocks; others do not change."""
+    if not scheme.scale.span:
+        return scale, zero_point
+    rounded = round_scale(scale, scheme.scale, None, scheme.axis)
+    if zero_point is None or scheme.symmetric:
+        return rounded, zero_point
+    moved = scheme.fmt.qmin + (zero_point - scheme.fmt.qmin) * scale / rounded  # the same minimum
+    return rounded, round_zero_point(moved, rounded, scheme)
 
 
 def scale_limits(dtype: torch.dtype) -> tuple[float, float]:

@@ -26,6 +26,7 @@ from quark.torch.quantization.calibration import (
 from quark.torch.quantization.config.algo import (
     AlgoConfig,
     BiasCorrectionConfig,
+    PruningConfig,
     RotationConfig,
     RoundingConfig,
     SVDQuantConfig,
@@ -46,10 +47,10 @@ def find_algorithms(config: Config) -> list[tuple[Algorithm, AlgoConfig]]:
 
     Raises:
         ValueError: An algorithm is not available, follows one that rounds weights, or changes
-            weights behind one that divides them.
+            weights behind one that divides or prunes them.
     """
     algorithms: list[tuple[Algorithm, AlgoConfig]] = []
-    is_divided = False
+    is_divided, pruning = False, None
     for options in (step for given in config.algo_config or [] for step in given.steps()):
         before = algorithms[-1][1] if algorithms else None
         if is_divided and not isinstance(options, RoundingConfig | BiasCorrectionConfig):
@@ -58,6 +59,14 @@ def find_algorithms(config: Config) -> list[tuple[Algorithm, AlgoConfig]]:
                 f"parts that must change together. Put svdquant behind {options.name}."
             )
         is_divided |= isinstance(options, SVDQuantConfig)
+        if pruning is not None and isinstance(options, RotationConfig | SVDQuantConfig):
+            is_rotation = isinstance(options, RotationConfig)
+            raise ValueError(
+                f"algo_config: {options.name} follows {pruning}, and would replace its zeros by "
+                f"other values. {f'Put {options.name} first' if is_rotation else 'Leave one out'}."
+            )
+        if isinstance(options, PruningConfig):
+            pruning = options.name
         if isinstance(before, RoundingConfig):
             raise ValueError(
                 f"algo_config: {options.name} follows {before.name}, which rounds weights for "

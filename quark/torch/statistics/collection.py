@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
 from quark.torch.algorithm.layer_inputs import collect_grams, first_readers
 from quark.torch.algorithm.layers import block_layers, to_matrix
@@ -94,9 +95,10 @@ def collect_statistics(
 
     Raises:
         OSError: The disk is too full for activations, or there is no ``offload_dir``.
-        ValueError: There is no data, the model has no linear layers in decoder blocks, or an input
-            or output of one is NaN or infinite.
+        ValueError: There is no data, the model is a graph or has no linear layers in decoder
+            blocks, or an input or output of one is NaN or infinite.
     """
+    _check_network(model)
     batches = make_repeatable(dataloader)
     if not check_batches(model, batches):
         raise ValueError("The dataloader is empty: statistics need at least a batch.")
@@ -107,7 +109,7 @@ def collect_statistics(
         structure = discover(model, lambda: run_batch(model, take_excerpt(first)))
         names = list(_find_linear_layers(model, structure))
         if not names:
-            raise ValueError(f"{type(model).__name__} has no linear layers in decoder blocks.")
+            raise ValueError(_describe_refusal(model))
         replace_layers(
             model, {name: _make_coarse_config(model.get_submodule(name)) for name in names}
         )
@@ -140,6 +142,23 @@ def _prepared(model: nn.Module, offload_dir: str | Path | None) -> Iterator[None
         eval_mode(model),
     ):
         yield
+
+
+def _check_network(model: nn.Module) -> None:
+    """Raise ValueError if a model cannot have statistics: a graph, or one without linear layers."""
+    if isinstance(model, GraphModule) or not any(is_linear(type(m)) for m in model.modules()):
+        raise ValueError(_describe_refusal(model))
+
+
+def _describe_refusal(model: nn.Module) -> str:
+    """Return why a model has no statistics, and what works instead."""
+    is_graph = isinstance(model, GraphModule)
+    what = "is a graph" if is_graph else "has no linear layers in decoder blocks"
+    return (
+        f"{type(model).__name__} {what}: statistics are collected for linear layers in the decoder "
+        "blocks of a model alone. Convolutions and graphs need no statistics: pass the dataloader "
+        "to quantize_model, which computes ranges and applies every algorithm with it."
+    )
 
 
 def _find_linear_layers(model: nn.Module, structure: Structure) -> Iterator[str]:

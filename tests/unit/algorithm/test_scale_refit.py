@@ -9,6 +9,7 @@ from transformers.pytorch_utils import Conv1D
 
 from quark.torch.algorithm import scale_refit
 from quark.torch.algorithm.scale_refit import best_scales, round_and_refit
+from quark.torch.numerics.super_blocks import factors, minima
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.preparation import replace_layers, select_layers
@@ -86,6 +87,7 @@ def test_a_group_of_zeros_keeps_its_scale():
 
 
 FITTED = ("int4_wo_32", "uint4_wo_32", "int8_wo", "w_fp8_per_channel_sym", "w_uint4_per_group_asym")
+SUPER_BLOCKS = ("q2_k", "q3_k", "q4_k", "q6_k")
 FIXED = ("mxfp4_weight_only", "nvfp4_weight_only", "w_int8_per_tensor_sym", "int4_fp8", "w_mx6")
 
 
@@ -116,7 +118,7 @@ def turns(layer, kind):
 
 
 @pytest.mark.parametrize("kind", [nn.Linear, Conv1D], ids=["rows", "transposed"])
-@pytest.mark.parametrize("name", FITTED)
+@pytest.mark.parametrize("name", (*FITTED, *SUPER_BLOCKS))
 def test_scales_of_rows_and_groups_are_fitted(name, kind):
     layer = layer_of(scheme(name).weight, kind)
     before = layer.weight.detach().clone()
@@ -124,6 +126,20 @@ def test_scales_of_rows_and_groups_are_fitted(name, kind):
     assert turns(layer, kind) == (3, True)
     assert torch.equal(layer.quantized_tensor("weight").value(torch.float32), layer.weight)
     assert (layer.weight - before).square().sum() < (nearest - before).square().sum()
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Conv1D], ids=["rows", "transposed"])
+@pytest.mark.parametrize("name", SUPER_BLOCKS)
+def test_fitted_scales_are_in_super_blocks(name, kind):
+    layer = layer_of(scheme(name).weight, kind)
+    quantizer, to = layer.weight_quantizer, layer.weight_quantizer.scheme.scale
+    before = (quantizer.scale * quantizer.zero_point).clone()
+    turns(layer, kind)
+    scale, zero_point = quantizer.scale, quantizer.zero_point
+    torch.testing.assert_close(scale * zero_point, before)  # the minima do not change
+    by_row = (lambda x: x.T) if kind is Conv1D else (lambda x: x)
+    factors(by_row(scale), to.fmt, to.span)
+    factors(minima(by_row(scale), by_row(zero_point), to.fmt), to.fmt, to.span)
 
 
 @pytest.mark.parametrize("name", FIXED)

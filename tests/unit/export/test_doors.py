@@ -21,6 +21,7 @@ WITH_TENSORS = [
     "fp8",
     "modelopt",
     "mxfp8",
+    "mxfp4",
     "native",
     "importer",
     "importer of native",
@@ -54,6 +55,7 @@ MORE = [
     "fp8 blocks to files",
     *(f"modelopt {way}" for way in ("in parts", "in float", "fast", "to files")),
     *(f"mxfp8 {way}" for way in ("in parts", "in float", "fast", "to files")),
+    *(f"mxfp4 {way}" for way in ("in parts", "in float", "fast", "to files")),
 ]
 
 

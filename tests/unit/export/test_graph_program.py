@@ -57,11 +57,26 @@ def test_programs_have_the_bits_of_the_graph(name, layer):
     assert len(calls(program)) >= 4
 
 
+@pytest.mark.parametrize("layer", ["int8", "uint8, channels", "int16, int4 weights"])
+def test_weights_can_be_values_that_the_program_quantizes(layer):
+    model, (x,) = frozen(network("unet"), LAYERS[layer]), images(1)
+    program = export_program(model, (x,), fold_quantize=False)
+    assert torch.equal(program.module()(x), model(x))
+    weights = {n: b for n, b in program.named_buffers() if n.endswith("weight.values")}
+    assert weights and all(b.dtype == torch.float32 for b in weights.values())
+    assert not any(b.dtype == torch.int8 for b in program.buffers())
+    inputs = program.graph_signature.inputs_to_buffers
+    readers = [u for n in program.graph.nodes if inputs.get(n.name) in weights for u in n.users]
+    assert len(readers) == len(weights)
+    assert all("quantized_decomposed.quantize_per_" in str(n.target) for n in readers)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_programs_of_half_precision(dtype):
     model, x = frozen(network("resnet").to(dtype)), images(1)[0].to(dtype)
-    y = export_program(model, (x,)).module()(x)
-    assert y.dtype == dtype and torch.equal(y, model(x))
+    for fold_quantize in (True, False):
+        y = export_program(model, (x,), fold_quantize=fold_quantize).module()(x)
+        assert y.dtype == dtype and torch.equal(y, model(x))
 
 
 def test_readers_have_a_dequantize_of_their_own_and_weights_are_codes():

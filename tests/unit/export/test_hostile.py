@@ -26,6 +26,17 @@ MODES = tuple(FORMATS)
 SCHEMES = {"fp8": "fp8", "modelopt": "fp8", "mxfp8": "mxfp8"}  # others hold integers
 SCALES = {"awq": "scales", "gptq": "scales", "mxfp8": "weight_scale_inv"}
 CODES = {"awq": "qweight", "gptq": "qweight", "compressed-tensors": "weight_packed"}
+EXPERTS = "model.layers.1.mlp.experts.down_proj"  # stacked in MXFP4
+
+
+def codes_of(mode):
+    """Name of the codes of a layer."""
+    return f"{EXPERTS}_blocks" if mode == "mxfp4" else f"{LAYER}.{CODES.get(mode, 'weight')}"
+
+
+def scales_of(mode):
+    """Name of the scales of a layer."""
+    return f"{EXPERTS}_scales" if mode == "mxfp4" else f"{LAYER}.{SCALES.get(mode, 'weight_scale')}"
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +48,11 @@ def sound(build, quantize, tmp_path_factory):
         if mode not in made:
             layer = scheme(SCHEMES[mode]) if mode in SCHEMES else QuantizationConfig(weight=WEIGHT)
             size = {"vocab_size": 2048} if mode == "gguf" else {}
-            model = quantize(build(**size), Config(layer, exclude=["lm_head"]))
+            config = Config(layer, exclude=["lm_head"])
+            if mode == "mxfp4":
+                config = Config(layer_quant_config={"*.experts.*": scheme("mxfp4_weight_only")})
+                size = {"num_local_experts": 2, "num_experts_per_tok": 1}
+            model = quantize(build("gpt_oss" if mode == "mxfp4" else "llama", **size), config)
             exporter = ModelExporter(tmp_path_factory.mktemp("sound") / mode)
             if mode == "gguf":
                 exporter.export_gguf_model(model, model_directory(), "model")
@@ -117,7 +132,7 @@ class TestTensors:
     )
     @pytest.mark.parametrize("mode", MODES)
     def test_entries_of_the_header(self, sound, refused, mode, change):
-        name = f"{LAYER}.{CODES.get(mode, 'weight')}"
+        name = codes_of(mode)
         refused(edited(sound(mode), lambda h: change(h[name])), "is damaged|unknown type")
 
     def test_a_name_that_is_there_twice(self, sound, refused):
@@ -136,22 +151,22 @@ class TestTensors:
 
     @pytest.mark.parametrize("mode", MODES)
     def test_no_scales(self, sound, refused, mode):
-        last = SCALES.get(mode, "weight_scale")
+        layer = EXPERTS.replace(".down", ".0.down") if mode == "mxfp4" else LAYER
 
         def rename(header):
-            header[f"{LAYER}.other"] = header.pop(f"{LAYER}.{last}")
+            header[f"{LAYER}.other"] = header.pop(scales_of(mode))
 
-        refused(edited(sound(mode), rename), rf"does not fit .*{LAYER}\..* is missing")
+        refused(edited(sound(mode), rename), rf"does not fit .*{layer}\..* (is|are) missing")
 
     @pytest.mark.parametrize("mode", MODES)
     def test_codes_of_another_type_or_shape(self, sound, refused, mode):
-        name = f"{LAYER}.{CODES.get(mode, 'weight')}"
+        name = codes_of(mode)
 
         def turn(header):
             header[name]["shape"] = header[name]["shape"][::-1]
 
         def retype(header):
-            kind = {"I32": "U32", "F8_E4M3": "I8"}[header[name]["dtype"]]
+            kind = {"I32": "U32", "F8_E4M3": "I8", "U8": "I8"}[header[name]["dtype"]]
             header[name]["dtype"] = kind
 
         refused(edited(sound(mode), retype), "unknown type|expected torch")

@@ -34,6 +34,8 @@ def models(build, quantize):
         name: quantize(build(num_hidden_layers=1), Config(scheme(of), exclude=["lm_head"]))
         for name, of in others.items()
     }
+    experts = Config(layer_quant_config={"*.experts.*": scheme("mxfp4_weight_only")})
+    made["mxfp4"] = quantize(build("gpt_oss", num_hidden_layers=1, num_local_experts=4), experts)
     return {name: made.get(name, int4) for name in FORMATS}
 
 

@@ -34,6 +34,7 @@ ALGORITHMS = {
     "rotation": ("int4_wo_32", [ROTATION, algo.GPTQConfig()]),
     "smooth": ("int8", [algo.SmoothQuantConfig(), algo.GPTQConfig()]),
     "svdquant": ("mxfp4", [algo.SVDQuantConfig(svd_rank=4, min_layer_size=0)]),
+    "pruning": ("int4_wo_32", [algo.SparseGPTConfig(), algo.GPTQConfig()]),
     "two": ("uint4_wo_32", [algo.AWQConfig(), algo.QronosConfig()]),
 }
 BART = {
@@ -47,6 +48,7 @@ CASES = [
     *(("llama", name) for name in ("awq", "gptq", "autoround", "svdquant")),
     *(pytest.param("llama", n, marks=NIGHTLY) for n in ("auto", "qronos", "yaqa", "smooth", "two")),
     pytest.param("llama", "rotation", marks=NIGHTLY),
+    ("llama", "pruning"),
     ("mixtral", "qronos"),
     pytest.param("mixtral", "awq", marks=NIGHTLY),
     ("bart", "gptq"),
@@ -121,7 +123,7 @@ def test_the_bits_are_those_of_one_run(make, batches, config_of, tmp_path, kill_
     expected, written = run()
     assert written == []
     with Journal(tmp_path / "journal") as journal:
-        count = 3 if kind == "bart" or name == "two" else 1
+        count = 3 if kind == "bart" or name in ("two", "pruning") else 1
         assert run(journal, count)[0] is None
         assert journal.finished == count
     with Journal(tmp_path / "journal") as journal:

@@ -20,7 +20,9 @@ from quark.torch.quantization.config.algo import (
     QronosConfig,
     RotationConfig,
     SmoothQuantConfig,
+    SparseGPTConfig,
     SVDQuantConfig,
+    WandaConfig,
     YaqaConfig,
 )
 from quark.torch.quantization.config.presets import kv_cache_scheme
@@ -42,6 +44,8 @@ WAYS = {
     "autoround": ("int4_wo_32", AutoRoundConfig(iters=2, batch_size=2)),
     "smooth": ("int8", SmoothQuantConfig()),
     "autosmoothquant": ("int8", AutoSmoothQuantConfig()),
+    "sparsegpt": ("int4_wo_32", SparseGPTConfig(), GPTQConfig()),
+    "wanda": ("uint4_wo_32", WandaConfig(), AWQConfig()),
     "svdquant": ("int8", SVDQuantConfig(svd_rank=4, min_layer_size=0)),
     "all experts": ("fp8", GPTQConfig()),
     "online rotation": ("mxfp4", ONLINE),

@@ -1,4 +1,4 @@
-"""Group sizes that divide the weights of a model."""
+"""Groups and super-blocks that divide the weights of a model."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from quark.torch import ModelQuantizer
 from quark.torch.quantization.config.match import assign
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.config.resolution import resolve_names
-from quark.torch.quantization.group_fit import fit_group_sizes
+from quark.torch.quantization.group_fit import fit_group_sizes, fit_super_blocks
 from quark.torch.quantization.nn.operators import is_operator
 
 SIZES = {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 1}
@@ -72,3 +72,22 @@ def test_what_no_size_divides_is_left_to_the_refusal(build, config_of):
     assert "model.layers.*.self_attn.q_proj" not in changed
     with pytest.raises(ValueError, match="does not divide its 36"):
         ModelQuantizer(fitted).quantize_model(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [("q2_k", "q4_0"), ("q3_k", "q4_0"), ("q4_k", "q5_0"), ("q5_k", "q5_1"), ("q6_k", "q8_0")],
+)
+def test_layers_that_super_blocks_do_not_divide_take_another_scheme(build, config_of, name, other):
+    model = build("llama", **SIZES, intermediate_size=256)
+    config = config_of(name)
+    fitted, changed = fit_super_blocks(model, config)
+    assert set(changed.values()) == {other}
+    operators = {n: type(m) for n, m in model.named_modules() if is_operator(type(m))}
+    chosen = assign(operators, resolve_names(fitted, model))
+    for layer, own in chosen.items():
+        expected = name if layer.endswith("down_proj") else other  # it has 256 inputs
+        assert own.weight == scheme(expected).weight, layer
+    wide = build("llama", hidden_size=256, intermediate_size=512)
+    assert fit_super_blocks(wide, config) == (config, {})
+    assert fit_super_blocks(model, config_of("int4_wo_32")) == (config_of("int4_wo_32"), {})

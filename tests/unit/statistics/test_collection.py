@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from quark.torch import ModelQuantizer, save_statistics
 from quark.torch.quantization.config.algo import (
@@ -18,6 +19,9 @@ from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.nn.quantizer import TensorQuantizer
 from quark.torch.statistics import collection
 from quark.torch.statistics.collection import collect_statistics
+
+IMAGES = torch.ones(2, 3, 8, 8)
+CONVOLUTIONS = nn.Sequential(nn.Conv2d(3, 3, 3), nn.ReLU())
 
 
 @pytest.fixture(scope="module")
@@ -212,3 +216,17 @@ def test_no_room_is_noticed_before_the_data_runs(build, batches, unchanged, monk
     model = build()
     with unchanged(model), pytest.raises(OSError, match="bytes are too many"):
         collect_statistics(model, batches, check_size=refuse)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: torch.export.export(CONVOLUTIONS, (IMAGES,)).module(), "is a graph"),
+        (lambda: CONVOLUTIONS, "Sequential has no linear layers in decoder blocks"),
+        (lambda: nn.Sequential(*CONVOLUTIONS, nn.Flatten(), nn.Linear(108, 2)), "Sequential has"),
+    ],
+    ids=["graph", "convolutions", "linear layer at the end"],
+)
+def test_networks_without_decoder_blocks_are_refused(make, reason):
+    with pytest.raises(ValueError, match=f"{reason}.*pass the dataloader to quantize_model"):
+        collect_statistics(make(), [IMAGES])

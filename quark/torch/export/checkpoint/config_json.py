@@ -28,7 +28,7 @@ SETTINGS_FILES = {
 _NAMES = {"w_bit": "bits", "q_group_size": "group_size"}  # of AutoAWQ -> here
 _COMPARED = (
     *("quant_method", "bits", "group_size", "sym", "zero_point", "checkpoint_format"),
-    *("quant_algo", "ignore"),
+    *("quant_algo", "ignore", "quantized_layers"),
 )
 _FP8_CACHE = {"dynamic": False, "num_bits": 8, "type": "float"}  # of ModelOpt
 
@@ -71,6 +71,7 @@ def _modelopt_settings(data: dict[str, Any], path: Path) -> dict[str, Any]:
         "ignore": given.get("exclude_modules"),
         "kv_cache_scheme": dict(_FP8_CACHE) if cache == "FP8" else cache,
         "quant_algo": given.get("quant_algo"),
+        "quantized_layers": given.get("quantized_layers"),
     }
 
 
@@ -83,10 +84,11 @@ def write_settings_file(section: Mapping[str, Any], directory: Path) -> None:
     """
     if section.get("quant_method") != "modelopt":
         return
-    groups = [group["weights"].get("group_size") for group in section["config_groups"].values()]
+    layers = section.get("quantized_layers")
+    sizes = [group["weights"].get("group_size") for group in section["config_groups"].values()]
     settings = {
         "exclude_modules": section["ignore"],
-        "group_size": groups[0],
+        **({"quantized_layers": layers} if layers else {"group_size": sizes[0]}),
         "kv_cache_quant_algo": "FP8" if section["kv_cache_scheme"] else None,
         "quant_algo": section["quant_algo"],
     }

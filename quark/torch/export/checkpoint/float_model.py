@@ -34,7 +34,7 @@ def load_float_model(
 
     Args:
         directory: Directory of the model. Quantized models of methods that are not in
-            ``READ_FORMATS`` are loaded too.
+            ``FORMATS`` are loaded too.
         dtype: Type of the parameters; ``auto`` for the stored one.
         trust_remote_code: Whether Python code of the directory may run.
         options: Passed to Transformers, such as ``attn_implementation``.

@@ -26,7 +26,7 @@ def check_layer_scales(layer: PackedLayer, name: str) -> None:
     """Check that the scales of a packed layer are sound.
 
     Scales are finite and positive. Only integer weights may have scales that are zero or negative:
-    the blocks of GGUF files do.
+    the blocks of GGUF files do. Float zero points are finite.
 
     Args:
         layer: The layer.
@@ -58,6 +58,22 @@ def check_layer_scales(layer: PackedLayer, name: str) -> None:
                     f"its {tensor} are not sound, such as {worst}: the checkpoint is damaged. "
                     "Export it again."
                 )
+        _check_zero_point(quantizer.zero_point, f"{name}.{short}_zero_point")
+
+
+def _check_zero_point(zero_point: torch.Tensor | None, name: str) -> None:
+    """Check that float zero points are finite.
+
+    Raises:
+        ValueError: One is not. The message names it.
+    """
+    if zero_point is None or zero_point.is_meta or not zero_point.is_floating_point():
+        return
+    if not zero_point.isfinite().all():
+        raise ValueError(
+            f"{name}: {int((~zero_point.isfinite()).sum())} of {zero_point.numel()} zero points "
+            "are not finite: the checkpoint is damaged. Export it again."
+        )
 
 
 def _scale_values(scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:

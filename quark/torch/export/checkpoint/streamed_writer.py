@@ -56,7 +56,7 @@ class StreamedState:
                 kinds[kind] = {part: tensor.to("meta") for part, tensor in parts.items()}
         outline = {name: tensor.to("meta") for name, tensor in state.items()}
         parts_of = {name: kinds[kind] for name, kind in kind_of.items()}
-        self.outline = original_names(model, outline | self._named(parts_of))
+        self.outline = original_names(model, fmt.join(outline | self._named(parts_of)))
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Iterate over all tensors by their stored names; each part of the model is read once.
@@ -73,7 +73,7 @@ class StreamedState:
         state = {name: values[name] for name in self._float if name in names}
         check_float(state)
         inside = {n: self._parts_of(n) for n in self.layers if part.holds(n)}
-        return original_names(self.model, state | self._named(inside))
+        return original_names(self.model, self.fmt.join(state | self._named(inside)))
 
     def _parts_of(self, name: str) -> dict[str, torch.Tensor]:
         return layer_parts(name, self.layers[name], self.fmt, self.scales.get(name, {}))

@@ -112,6 +112,7 @@ def make_format(
     config = without_order(names, config)
     fmt = get_format(mode, _naming_all(model, config), options)
     saved = dict(zip(saved_names(model, layers), layers.values(), strict=True))
+    fmt.check_model(model)
     fmt.check_writable({**layers, **saved}, _left(model))
     return fmt
 
@@ -207,7 +208,7 @@ def collect(model: nn.Module, fmt: ExportFormat) -> dict[str, torch.Tensor]:
     for name, layer in layers.items():
         for part, tensor in layer_parts(name, layer, fmt, scales.get(name, {})).items():
             state[fmt.stored_name(f"{name}.{part}")] = tensor
-    return original_names(model, untie(model, state))
+    return original_names(model, fmt.join(untie(model, state)))
 
 
 def float_state(model: nn.Module) -> dict[str, torch.Tensor]:

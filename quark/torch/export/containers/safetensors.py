@@ -1,4 +1,4 @@
-"""Directories of Hugging Face: ``config.json`` and ``*.safetensors``, in ``READ_FORMATS``."""
+"""Directories of Hugging Face: ``config.json`` and ``*.safetensors``, in ``FORMATS``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from quark.torch.export.checks import check_written
 from quark.torch.export.containers.base import Container, ExportSettings
 from quark.torch.export.containers.registry import SAFETENSORS
 from quark.torch.export.formats.base import ExportFormat, format_class
-from quark.torch.export.formats.registry import READ_FORMATS
+from quark.torch.export.formats.registry import FORMATS
 from quark.torch.export.recognition import recognize_format
 from quark.torch.export.verification import (
     Verdict,
@@ -48,7 +48,7 @@ _NOT_COPIED = (CONFIG, *SETTINGS_FILES)
 
 
 class TensorDirectory(Container):
-    """A directory with a ``config.json`` and tensors in a format of ``READ_FORMATS``."""
+    """A directory with a ``config.json`` and tensors in a format of ``FORMATS``."""
 
     has_formats = True
     has_config_json = True
@@ -149,7 +149,7 @@ class Safetensors(TensorDirectory):
             return True
         section = read_config_json(path).get(SECTION)
         method = section.get("quant_method", "quark") if isinstance(section, dict) else None
-        return isinstance(method, str) and method not in READ_FORMATS
+        return isinstance(method, str) and method not in FORMATS
 
     def reader(self, path: Path) -> CheckpointReader:
         """Return the tensors of a directory."""
@@ -230,7 +230,7 @@ def _loading_class(path: Path) -> str:
 def _transformers_packages(config: dict[str, Any]) -> Mapping[str, str] | None:
     """Return the packages with which Transformers loads a checkpoint; None if it may not."""
     method = str((config.get(SECTION) or {}).get("quant_method"))
-    return format_class(method).transformers_packages if method in READ_FORMATS else None
+    return format_class(method).transformers_packages if method in FORMATS else None
 
 
 def _make_format(model: nn.Module, settings: ExportSettings) -> ExportFormat:

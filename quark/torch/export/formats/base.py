@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from quark.torch.export.checkpoint.files import Entry
-from quark.torch.export.formats.registry import FORMATS, READ_FORMATS, load_format
+from quark.torch.export.formats.registry import FORMATS, load_format
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.name_lookup import one_of
@@ -21,8 +21,9 @@ from quark.torch.quantization.nn.layer import QuantizedLayer
 class ExportFormat(ABC):
     """A checkpoint format: the layout of tensors, their names, and the section of config.json.
 
-    The same class writes and reads. Writing calls ``check_writable``, then ``layer_tensors`` and
-    ``stored_name`` for each layer, then ``config_section``. Reading calls ``from_section``,
+    The same class writes and reads. Writing calls ``check_model`` and ``check_writable``, then
+    ``layer_tensors`` and ``stored_name`` for each layer, ``join`` for the tensors of a block, then
+    ``config_section``. Reading calls ``from_section``,
     ``check_readable``, ``stored_layers``, ``prepare_for_load`` for each layer, then ``state_name``
     and ``convert_loaded`` for each tensor.
 
@@ -31,7 +32,7 @@ class ExportFormat(ABC):
         options: Options of the export.
 
     Attributes:
-        name: Name in ``READ_FORMATS``.
+        name: Name in ``FORMATS``.
         transformers_packages: Modules -> distributions that Transformers needs to load it; None if
             not every machine can load it. ``{}``: Transformers alone loads it.
         stores_rotated_keys: Whether the section can say that keys are rotated before they are
@@ -115,6 +116,32 @@ class ExportFormat(ABC):
             ValueError: The format cannot hold a layer.
         """
 
+    def check_model(self, model: nn.Module) -> None:  # noqa: B027
+        """Check that the format can hold the structure of a model, before ``check_writable``.
+
+        The default accepts all.
+
+        Args:
+            model: The model, with split experts.
+
+        Raises:
+            ValueError: It cannot.
+        """
+
+    def is_joined(self, key: str) -> bool:
+        """Whether ``join`` makes a tensor, by its stored name, part of one of several layers."""
+        return False
+
+    def join(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the tensors of whole blocks by their stored names, with several layers in one.
+
+        Formats that store layers of experts stacked stack them here. The default returns the same.
+
+        Args:
+            state: Tensors by ``stored_name``; all or none of those that become one.
+        """
+        return state
+
     @abstractmethod
     def layer_tensors(
         self, layer: QuantizedLayer, scales: dict[str, torch.Tensor]
@@ -174,5 +201,5 @@ def format_class(name: str) -> type[ExportFormat]:
     Raises:
         ValueError: No format has that name.
     """
-    cls: type[ExportFormat] = load_format(one_of(name, READ_FORMATS, "quant_method"))
+    cls: type[ExportFormat] = load_format(one_of(name, FORMATS, "quant_method"))
     return cls

@@ -1,6 +1,7 @@
 """The format of ModelOpt: ``quant_method`` "modelopt", for vLLM, SGLang and TensorRT-LLM.
 
-One scheme for all layers, ``quant_algo``. Per layer of N outputs and K inputs::
+``quant_algo`` is the scheme of all layers, or MIXED_PRECISION: then ``quantized_layers`` maps names
+of layers to their schemes. Per layer of N outputs and K inputs::
 
     FP8           weight float8_e4m3fn [N, K]   weight_scale []   input_scale []
     NVFP4         weight uint8 [N, K/2]         weight_scale float8_e4m3fn [N, K/16]
@@ -18,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from quark import __version__
 from quark.torch.export.formats.config_section import read_choice, read_names
@@ -27,6 +29,7 @@ from quark.torch.export.formats.layouts.packed import PackedLayout
 from quark.torch.export.formats.third_party import ThirdPartyFormat
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.quantization.config.config import Config, QuantizationConfig
+from quark.torch.quantization.config.match import config_for, literal
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.nn.layer import QuantizedLayer
@@ -39,6 +42,7 @@ ALGORITHMS = {
     "W4A16_NVFP4": "nvfp4_weight_only",
     "MXFP8": "mxfp8",
 }
+MIXED = "MIXED_PRECISION"
 _CACHE_SCHEME = {"dynamic": False, "num_bits": 8, "type": "float"}
 
 
@@ -53,16 +57,16 @@ class _Grid(NamedTuple):
 
 
 class ModelOptFormat(ThirdPartyFormat):
-    """Weights and inputs in fp8, MXFP8 or NVFP4, one scheme for all layers."""
+    """Weights and inputs in fp8, MXFP8 or NVFP4, one scheme for all layers or one for each."""
 
     name = "modelopt"
     transformers_packages = None
     supported = (
-        "Linear layers of one scheme: fp8_e4m3 weights and static inputs per tensor (fp8), NVFP4 "
-        "(nvfp4, nvfp4_weight_only) or MXFP8 (mxfp8)"
+        "Linear layers with fp8_e4m3 weights and static inputs per tensor (fp8), in NVFP4 (nvfp4, "
+        "nvfp4_weight_only) or in MXFP8 (mxfp8)"
     )
     supports_kv_cache = True
-    algorithm: str
+    algorithms: Mapping[str, str] = {}  # of each layer
 
     @property
     def layout(self) -> TensorLayout:
@@ -72,14 +76,13 @@ class ModelOptFormat(ThirdPartyFormat):
     def check_writable(
         self, layers: Mapping[str, QuantizedLayer], float_layers: Sequence[str]
     ) -> None:
-        """Check every layer, that all have one scheme, and that names of float layers are safe.
+        """Check every layer, and that names of float layers are safe.
 
         Raises:
             ValueError: The format cannot hold a layer, or its section cannot exclude one.
         """
         super().check_writable(layers, float_layers)
-        algorithms = {name: _algorithm(layer.quant_config) for name, layer in layers.items()}
-        self.algorithm = str(self.common_scheme(algorithms))
+        self.algorithms = {n: str(_algorithm(layer.quant_config)) for n, layer in layers.items()}
         check_name_parts(self.name, layers, float_layers)
 
     def layer_problem(self, name: str, layer: QuantizedLayer) -> str | None:
@@ -119,33 +122,44 @@ class ModelOptFormat(ThirdPartyFormat):
         projection = path.rpartition(".")[2]
         if SCALE_NAMES.get(projection) == last:
             return f"{path}.output_quantizer.scale"
-        inputs = self.config.global_quant_config.input_tensors
-        if last == "input_scale" and inputs is not None and inputs.second_stage is not None:
+        layer = config_for(path, nn.Linear, self.config) if last == "input_scale" else None
+        inputs = None if layer is None else layer.input_tensors
+        if inputs is not None and inputs.second_stage is not None:
             return f"{path}.input_scale_2"
         return super().state_name(key)
 
     def config_section(self) -> dict[str, Any]:
         """Return the section that vLLM and SGLang read."""
-        layer = scheme(ALGORITHMS[self.algorithm])
-        specs = {"weights": layer.weight, "input_activations": layer.input_tensors}
-        group = {key: _args(spec) for key, spec in specs.items() if spec is not None}
+        used = [name for name in ALGORITHMS if name in self.algorithms.values()]
+        is_mixed = len(used) > 1
+        groups = {
+            f"group_{i}": {**_group(algorithm), "targets": ["Linear"]}
+            for i, algorithm in enumerate(used)
+        }
+        if is_mixed:
+            for group, algorithm in zip(groups.values(), used, strict=True):
+                group["targets"] = sorted(n for n, a in self.algorithms.items() if a == algorithm)
+        layers = {name: _layer_entry(algorithm) for name, algorithm in self.algorithms.items()}
         return {
-            "config_groups": {"group_0": {**group, "targets": ["Linear"]}},
+            "config_groups": groups,
             "ignore": list(self.float_layers),
             "kv_cache_scheme": dict(_CACHE_SCHEME) if self.has_kv_cache else None,
             "producer": {"name": "quark", "version": __version__},
-            "quant_algo": self.algorithm,
+            "quant_algo": MIXED if is_mixed else used[0],
             "quant_method": self.name,
+            **({"quantized_layers": layers} if is_mixed else {}),
         }
 
     @classmethod
     def parse_section(cls, section: dict[str, Any]) -> Config:
-        """Return the scheme of all layers but those excluded."""
-        algorithm = read_choice(section, "quant_algo", tuple(ALGORITHMS), None)
-        layer = scheme(ALGORITHMS[algorithm])
-        assert layer.weight is not None
-        if layer.weight.scheme.qscheme is QSchemeType.per_group:
-            read_choice(section, "group_size", (None, layer.weight.scheme.group), None)
+        """Return the scheme of all layers but those excluded, or of each layer that is listed.
+
+        Raises:
+            ValueError: A scheme or a setting is not supported.
+        """
+        is_mixed = section.get("quant_algo") == MIXED
+        default = QuantizationConfig() if is_mixed else _read_scheme(section, section)
+        layers = _read_layers(section) if is_mixed else {}
         cache = section.get("kv_cache_scheme")
         if cache is not None and cache != _CACHE_SCHEME:
             raise ValueError(
@@ -153,10 +167,54 @@ class ModelOptFormat(ThirdPartyFormat):
                 f"{_CACHE_SCHEME} and null."
             )
         return Config(
-            layer,
+            default,
             exclude=read_names(section, "ignore"),
+            layer_quant_config=layers,
             kv_cache_quant_config=kv_cache_config(STATIC_FP8 if cache else None),
         )
+
+
+def _read_layers(section: Mapping[str, Any]) -> dict[str, QuantizationConfig]:
+    """Return the schemes of ``quantized_layers`` by patterns of names.
+
+    Raises:
+        ValueError: It is no mapping of names to schemes, or a scheme is not supported.
+    """
+    layers = section.get("quantized_layers")
+    is_sound = isinstance(layers, dict) and all(isinstance(v, dict) for v in layers.values())
+    if not layers or not is_sound:
+        raise ValueError(
+            f"quant_method='modelopt': quant_algo={MIXED!r} needs quantized_layers, a mapping of "
+            f"names of layers to their quant_algo, got {layers!r}."
+        )
+    return {literal(name): _read_scheme(entry, section) for name, entry in layers.items()}
+
+
+def _read_scheme(entry: Mapping[str, Any], section: Mapping[str, Any]) -> QuantizationConfig:
+    """Return the scheme of an object with ``quant_algo`` and ``group_size``.
+
+    Raises:
+        ValueError: It is not supported.
+    """
+    described = {"quant_method": section.get("quant_method"), **entry}
+    layer = scheme(ALGORITHMS[read_choice(described, "quant_algo", tuple(ALGORITHMS), None)])
+    assert layer.weight is not None
+    if layer.weight.scheme.qscheme is QSchemeType.per_group:
+        read_choice(described, "group_size", (None, layer.weight.scheme.group), None)
+    return layer
+
+
+def _layer_entry(algorithm: str) -> dict[str, Any]:
+    """Return the entry of a layer in ``quantized_layers``."""
+    size = _group(algorithm)["weights"].get("group_size")
+    return {"quant_algo": algorithm} | ({"group_size": size} if size else {})
+
+
+def _group(algorithm: str) -> dict[str, Any]:
+    """Return the descriptions of weight and input in ``config_groups``."""
+    layer = scheme(ALGORITHMS[algorithm])
+    specs = {"weights": layer.weight, "input_activations": layer.input_tensors}
+    return {key: _args(spec) for key, spec in specs.items() if spec is not None}
 
 
 def _algorithm(config: QuantizationConfig) -> str | None:

@@ -169,9 +169,36 @@ class QuarkFormat(ExportFormat):
 
     def config_section(self) -> dict[str, Any]:
         """Return the whole configuration with the options of the export."""
-        section = replace(self.config, export=None).to_dict()
+        section = replace(_with_stated_symmetry(self.config), export=None).to_dict()
         section |= {"export": asdict(self.options), "quant_method": "quark"}
         return dict(sorted(section.items()))
+
+
+def _with_stated_symmetry(config: Config) -> Config:
+    """Return a configuration that states the symmetry of layers with floats in blocks of two axes.
+
+    Floats are symmetric in any case, so specifications may leave it open. vLLM asks for it.
+    """
+
+    def stated(layer: QuantizationConfig) -> QuantizationConfig:
+        weight, inputs = layer.weight, layer.input_tensors
+        if weight is None or weight.qscheme is not QSchemeType.per_block:
+            return layer
+        return replace(layer, weight=symmetric(weight), input_tensors=symmetric(inputs))
+
+    def symmetric(spec: QuantizationSpec | None) -> QuantizationSpec | None:
+        if spec is None or not spec.fmt.is_float or spec.symmetric is not None:
+            return spec
+        return replace(spec, symmetric=True)
+
+    layers = {name: stated(layer) for name, layer in config.layer_quant_config.items()}
+    types = {kind: stated(layer) for kind, layer in config.layer_type_quant_config.items()}
+    return replace(
+        config,
+        global_quant_config=stated(config.global_quant_config),
+        layer_quant_config=layers,
+        layer_type_quant_config=types,
+    )
 
 
 def _stacks_of(name: str) -> set[str]:

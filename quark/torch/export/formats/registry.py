@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-# Value of ``quant_method`` -> "module:class", imported on use.
-READ_FORMATS: dict[str, str] = {
+# Value of ``quant_method``, also given as ``custom_mode`` -> "module:class", imported on use.
+FORMATS: dict[str, str] = {
     "quark": "quark.torch.export.formats.quark:QuarkFormat",
     "awq": "quark.torch.export.formats.awq:AwqFormat",
     "gptq": "quark.torch.export.formats.gptq:GptqFormat",
@@ -16,12 +16,9 @@ READ_FORMATS: dict[str, str] = {
     "mxfp8": "quark.torch.export.formats.mxfp8:Mxfp8Format",
     "mxfp4": "quark.torch.export.formats.mxfp4:Mxfp4Format",
 }
-_NOT_WRITTEN = ("mxfp4",)
-# Those given as ``custom_mode``: formats that are written too.
-FORMATS = {name: place for name, place in READ_FORMATS.items() if name not in _NOT_WRITTEN}
 
 
 def load_format(name: str) -> Any:
-    """Return the class of a format of ``READ_FORMATS``."""
-    module, _, attribute = READ_FORMATS[name].partition(":")
+    """Return the class of a format of ``FORMATS``."""
+    module, _, attribute = FORMATS[name].partition(":")
     return getattr(import_module(module), attribute)

@@ -1,4 +1,4 @@
-"""Experts that a checkpoint stores stacked, quantized: a tensor for each expert is read from them.
+"""Experts that a checkpoint stores stacked, quantized: split on reading, stacked on writing.
 
 Example of two experts, where the rows of ``gate_up_proj`` belong to one linear layer each::
 
@@ -8,7 +8,7 @@ Example of two experts, where the rows of ``gate_up_proj`` belong to one linear 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -110,3 +110,39 @@ class UnstackedReader:
         for key, tensor in self.reader.tensors():
             split = self.stacks.get(key)
             yield from [(key, tensor)] if split is None else split(tensor).items()
+
+
+class ExpertStacks:
+    """Stacked parameters that the layers of experts of a model become in a checkpoint.
+
+    Args:
+        stacks: Name of each parameter -> names of its layers, expert by expert.
+        kinds: Name of a tensor relative to its layer -> end of the name of the stacked tensor.
+    """
+
+    def __init__(self, stacks: Mapping[str, Sequence[str]], kinds: Mapping[str, str]) -> None:
+        self._layers = {stack: list(layers) for stack, layers in stacks.items()}
+        self._stack_of = {layer: stack for stack, layers in stacks.items() for layer in layers}
+        self._kinds = kinds
+
+    def __contains__(self, key: str) -> bool:
+        """Whether a tensor, by its full name, becomes part of a stacked one."""
+        layer, _, part = key.rpartition(".")
+        return layer in self._stack_of and part in self._kinds
+
+    def join(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return tensors with a stacked one, (experts, ...), at the place of the first expert's.
+
+        Args:
+            state: Tensors by their full names, of all experts of a parameter or of none.
+        """
+        joined: dict[str, torch.Tensor] = {}
+        for key, tensor in state.items():
+            layer, _, part = key.rpartition(".")
+            if key not in self:
+                joined[key] = tensor
+            elif layer == self._layers[self._stack_of[layer]][0]:
+                layers = self._layers[self._stack_of[layer]]
+                name = f"{self._stack_of[layer]}{self._kinds[part]}"
+                joined[name] = torch.stack([state[f"{one}.{part}"] for one in layers])
+        return joined

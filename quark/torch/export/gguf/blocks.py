@@ -1,129 +1,175 @@
-"""The blocks of ggml: 32 neighbours of a row with one float16 scale.
-
-=====  =====  ============================================  ==========================
-type   bytes  content                                       value
-=====  =====  ============================================  ==========================
-Q4_0   18     float16 scale, 16 bytes of codes              scale * (code - 8)
-Q4_1   20     float16 scale, float16 minimum, 16 bytes      scale * code + minimum
-Q8_0   34     float16 scale, 32 int8 codes                  scale * code
-=====  =====  ============================================  ==========================
-
-Byte i of 4-bit codes holds element i in the low half and element i + 16 in the high half: byte 0
-has the elements 0 and 16, byte 15 the elements 15 and 31.
-"""
+"""Weights as blocks of ggml, and back; see ``block_types``."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from quark.torch.export.formats.layouts.dense_words import to_unsigned
+from quark.torch.export.gguf.block_types import BLOCK_TYPES, BlockType
+from quark.torch.export.gguf.planes import FACTORS, join_plane, split_plane
 from quark.torch.numerics.granularity import QSchemeType
+from quark.torch.numerics.scale_codec import decode_scale, encode_scale
+from quark.torch.numerics.scale_formats import E8M0
+from quark.torch.numerics.scheme import Scheme
+from quark.torch.numerics.super_blocks import factors, minima
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.nn.quantizer import QuantizedTensor
 
-BLOCK = 32  # elements
-_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
-_FLOATS = {"Q4_0": 1, "Q4_1": 2, "Q8_0": 1}  # float16 numbers at the head of a block
+Parts = dict[str | int, torch.Tensor]  # bytes by the names of parts of a block
+BLOCK = 32  # elements of a block with float16 scales
+_SMALLEST = 2.0**-24  # float16
 SUPPORTED = (
-    "integer weights: up to 4 bits (Q4_0 symmetric, Q4_1 asymmetric) and symmetric ones up to 8 "
-    "bits (Q8_0), with one scale per tensor, per output channel or per group of a multiple of 32 "
-    "inputs"
+    "integer weights: symmetric ones of up to 8 bits and asymmetric ones of up to 5, with one "
+    "scale per tensor, per output channel or per group of a multiple of 32 inputs; mxfp4; and "
+    "q2_k, q3_k, q4_k, q5_k and q6_k for layers with a multiple of 256 inputs"
 )
 
 
 def block_type(spec: QuantizationSpec, columns: int) -> str | None:
-    """Return the block type that holds a weight: Q4_0, Q4_1 or Q8_0; or None.
+    """Return the block type that holds a weight, such as Q4_0 or Q4_K; None if none does.
 
     Args:
         spec: Specification of the weight.
         columns: Inputs of the layer.
     """
     scheme = spec.scheme
+    if spec.second_stage is not None:
+        return None
+    if scheme.scale == E8M0 or scheme.scale.span:
+        fitting = (name for name, kind in BLOCK_TYPES.items() if kind.scheme.fits(spec))
+        return next((name for name in fitting if columns % BLOCK_TYPES[name].size == 0), None)
     group = columns if scheme.group == -1 else scheme.group
-    fits = {
+    fits_by_scheme = {
         QSchemeType.per_tensor: columns % BLOCK == 0,
         QSchemeType.per_channel: columns % BLOCK == 0 and scheme.axis in (0, -2),
         QSchemeType.per_group: group % BLOCK == columns % group == 0 and scheme.axis in (1, -1),
     }
-    if not scheme.has_zero_point or scheme.float_zero_point or spec.second_stage is not None:
+    if not scheme.has_zero_point or scheme.float_zero_point:
         return None
-    if not fits.get(scheme.qscheme) or spec.fmt.bits > (8 if scheme.symmetric else 4):
+    if not fits_by_scheme.get(scheme.qscheme) or spec.fmt.bits > (8 if scheme.symmetric else 5):
         return None
-    return "Q8_0" if spec.fmt.bits > 4 else "Q4_0" if scheme.symmetric else "Q4_1"
+    by_bits = {4: "Q4_0", 5: "Q5_0", 8: "Q8_0"} if scheme.symmetric else {4: "Q4_1", 5: "Q5_1"}
+    return next(kind for bits, kind in by_bits.items() if spec.fmt.bits <= bits)
 
 
 def has_codes(kind: str) -> bool:
     """Whether blocks of a type are read as codes and scales; of others only values are."""
-    return kind in _BYTES
+    return kind in BLOCK_TYPES
+
+
+def has_float_minima(kind: str) -> bool:
+    """Whether values of blocks are rounded to float32 otherwise than those of their codes.
+
+    A zero point is the quotient of a minimum, which is rounded.
+    """
+    scheme = BLOCK_TYPES[kind].scheme if has_codes(kind) else None
+    return scheme is not None and scheme.has_minima and scheme.has_super_blocks
 
 
 def stored_columns(kind: str, columns: int) -> int:
     """Return the bytes that a row of a weight takes in blocks."""
-    return columns // BLOCK * _BYTES[kind]
+    return columns // BLOCK_TYPES[kind].size * BLOCK_TYPES[kind].bytes
 
 
 def pack_blocks(state: QuantizedTensor, kind: str) -> torch.Tensor:
     """Return a weight as rows of blocks.
 
-    Scales, and in Q4_1 minima, are rounded to float16. Codes do not change.
+    Scales of blocks of 32, and their minima, are rounded to float16. Codes do not change.
 
     Args:
         state: Codes (N, K) with scales and zero points.
         kind: Block type, from ``block_type``.
 
     Returns:
-        (N, K / 32 * bytes of a block) uint8.
+        (N, K / elements of a block * bytes of a block) uint8.
 
     Raises:
-        ValueError: A scale exceeds the range of float16, or the zero point of a symmetric weight
-            is not the middle code.
+        ValueError: A scale exceeds the range of float16, the zero point of a symmetric weight is
+            not the middle code, or scales are not those of super-blocks.
     """
-    state = to_unsigned(state)
-    codes, scale, zeros = state.codes, state.scale, state.zero_point
-    assert codes is not None and scale is not None and zeros is not None
-    rows, columns = codes.shape
-    scale, zeros = (_per_block(part.float(), rows, columns) for part in (scale, zeros))
-    blocks = codes.to(torch.int16).reshape(rows, -1, BLOCK)
-    floats, body = _PACK[kind](blocks, scale, zeros)
-    halves = torch.stack(floats, -1).half()
+    form = BLOCK_TYPES[kind]
+    assert state.codes is not None and state.scale is not None
+    rows, columns = state.codes.shape
+    if form.scheme.fmt.is_float:
+        codes = state.codes
+        parts: Parts = {"exponent": encode_scale(state.scale, state.scheme).reshape(rows, -1, 1)}
+    elif form.scheme.has_super_blocks:
+        codes = (state.codes.to(torch.int16) + form.offset).to(torch.uint8)
+        parts = _pack_super_blocks(state, form)
+    else:
+        state = to_unsigned(state)
+        assert state.codes is not None and state.scale is not None
+        assert state.zero_point is not None
+        scale, zeros = (
+            _per_block(part.float(), rows, columns) for part in (state.scale, state.zero_point)
+        )
+        codes, parts = _pack_halves(state.codes, scale, zeros, form)
+    blocks = codes.reshape(rows, -1, form.size)
+    low = 0
+    for number, (bits, width) in enumerate(form.planes):
+        parts[number] = join_plane(blocks >> low & ((1 << bits) - 1), bits, width)
+        low += bits
+    return torch.cat([parts[part] for part in form.parts], -1).reshape(rows, -1)
+
+
+def _pack_halves(
+    codes: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor, form: BlockType
+) -> tuple[torch.Tensor, Parts]:
+    """Return codes as they are stored, (N, K) uint8, and the float16 numbers of blocks as bytes.
+
+    Args:
+        codes: (N, K) unsigned.
+        scale: (N, blocks).
+        zeros: (N, blocks).
+        form: The type, with symmetric values or minima.
+    """
+    if not form.scheme.has_minima:
+        # The middle code of Q4_0 is 8. Codes of fewer bits move there: 2-bit codes 0 … 3 around 2
+        # become 6 … 9.
+        blocks = codes.to(torch.int16).reshape(len(codes), -1, form.size)
+        moved = blocks - zeros.to(torch.int16).unsqueeze(-1) + form.offset
+        return moved.flatten(1).to(torch.uint8), {"scale": _to_half(scale)}
+    # scale * (code - zero) = scale * code + minimum
+    return codes, {"scale": _to_half(scale), "minimum": _to_half(-scale * zeros)}
+
+
+def _pack_super_blocks(state: QuantizedTensor, form: BlockType) -> Parts:
+    """Return the float16 numbers and the factors of super-blocks as bytes, by the name of the part.
+
+    Raises:
+        ValueError: Scales or minima are not products of such numbers.
+    """
+    to = state.scheme.scale
+    assert to.fmt is not None and state.scale is not None
+    join, _ = FACTORS[form.scheme.scale]
+    unit, scales = factors(state.scale.float(), to.fmt, to.span)
+    parts: Parts = {"scale": _to_half(unit)}
+    of_minima = None
+    if form.scheme.has_minima:
+        assert state.zero_point is not None
+        products = minima(state.scale, state.zero_point, to.fmt)
+        unit, of_minima = factors(products, to.fmt, to.span)
+        parts["minimum"], of_minima = _to_half(unit), of_minima.to(torch.uint8)
+    return parts | {"factors": join(scales.to(torch.uint8), of_minima)}
+
+
+def _to_half(numbers: torch.Tensor) -> torch.Tensor:
+    """Return a number for each block, (N, blocks), as bytes of float16 (N, blocks, 2).
+
+    Raises:
+        ValueError: One exceeds the range of float16.
+    """
+    halves = numbers.unsqueeze(-1).half()
     if not halves.isfinite().all():
         raise ValueError("GGUF stores scales as float16, but a scale of the model exceeds 65504.")
-    return torch.cat([halves.view(torch.uint8), body], -1).reshape(rows, -1)
-
-
-Packed = tuple[list[torch.Tensor], torch.Tensor]  # numbers at the head (N, blocks), bytes of codes
-
-
-def _pack_q4_0(codes: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor) -> Packed:
-    # The middle code of Q4_0 is 8. Codes of fewer bits move there: 2-bit codes 0 … 3 around 2
-    # become 6 … 9.
-    return [scale], _join_nibbles(codes - zeros.to(torch.int16).unsqueeze(-1) + 8)
-
-
-def _pack_q4_1(codes: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor) -> Packed:
-    # scale * (code - zero) = scale * code + minimum
-    return [scale, -scale * zeros], _join_nibbles(codes)
-
-
-def _pack_q8_0(codes: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor) -> Packed:
-    signed = codes - zeros.to(torch.int16).unsqueeze(-1)
-    return [scale], signed.to(torch.int8).view(torch.uint8)
-
-
-_PACK: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Packed]] = {
-    "Q4_0": _pack_q4_0,
-    "Q4_1": _pack_q4_1,
-    "Q8_0": _pack_q8_0,
-}
+    return halves.view(torch.uint8)
 
 
 def block_spec(kind: str, blocks: torch.Tensor, name: str) -> QuantizationSpec:
     """Return the specification of a weight stored in blocks.
 
-    Zero points of Q4_1 are integers if they reproduce the stored minima exactly, else float32.
+    Zero points of Q4_1 and Q5_1 are integers if they reproduce the stored minima exactly, else
+    float32.
 
     Args:
         kind: Block type.
@@ -133,24 +179,20 @@ def block_spec(kind: str, blocks: torch.Tensor, name: str) -> QuantizationSpec:
     Raises:
         ValueError: The block type is not supported, or the weight is not a matrix.
     """
-    if kind not in _BYTES or blocks.dim() != 2:
+    if kind not in BLOCK_TYPES or blocks.dim() != 2:
         raise ValueError(
-            f"{name} is {kind} with {blocks.dim()} axes: only matrices in {', '.join(_BYTES)}, and "
-            "tensors in F32, F16 or BF16, can be read from GGUF."
+            f"{name} is {kind} with {blocks.dim()} axes: only matrices in "
+            f"{', '.join(BLOCK_TYPES)}, and tensors in F32, F16 or BF16, can be read from GGUF."
         )
-    fields: dict[str, Any] = {"dtype": "int8" if kind == "Q8_0" else "int4", "symmetric": True}
-    if kind == "Q4_1":
-        is_integer = _integer_zero_points(*_head_floats(blocks, kind)) is not None
-        fields = {"dtype": "uint4", "symmetric": False}
-        fields |= {} if is_integer else {"zero_point_type": "float32"}
-    return QuantizationSpec(
-        **fields,
-        qscheme="per_group",  # type: ignore[arg-type]
-        ch_axis=-1,
-        group_size=BLOCK,
-        is_dynamic=False,
-        scale_type="float16",  # type: ignore[arg-type]
-    )
+    form = BLOCK_TYPES[kind]
+    spec = form.scheme.spec()
+    if not form.scheme.has_minima or form.scheme.has_super_blocks:
+        return spec
+    parts = _split_parts(blocks, form)
+    zeros = _integer_zero_points(_halves(parts["scale"]), _halves(parts["minimum"]), spec.scheme)
+    if zeros is None:
+        return form.scheme.spec(zero_point_type="float32")
+    return spec
 
 
 def unpack_blocks(blocks: torch.Tensor, spec: QuantizationSpec, kind: str) -> QuantizedTensor:
@@ -161,25 +203,62 @@ def unpack_blocks(blocks: torch.Tensor, spec: QuantizationSpec, kind: str) -> Qu
         spec: Specification, from ``block_spec``.
         kind: Block type.
     """
+    form = BLOCK_TYPES[kind]
+    parts = _split_parts(blocks, form)
+    codes = torch.zeros((), dtype=torch.uint8)
+    low = 0
+    for number, (bits, width) in enumerate(form.planes):
+        codes = codes | split_plane(parts[number], bits, width) << low
+        low += bits
     rows = len(blocks)
-    body = blocks.reshape(rows, -1, _BYTES[kind])[..., 2 * _FLOATS[kind] :]
-    floats = _head_floats(blocks, kind)
-    if kind == "Q4_1":
-        return _unpack_q4_1(spec, body, *floats)
-    scale = floats[0]
-    zeros = torch.zeros_like(scale, dtype=torch.int8)
-    if kind == "Q8_0":
-        codes = body.clone().view(torch.int8)
-    else:
-        codes = _split_nibbles(body).to(torch.int8) - 8
-    return QuantizedTensor(spec, codes.reshape(rows, -1), scale, zeros)
+    if form.scheme.fmt.is_float:
+        shape = (rows, codes.shape[1] * form.size)
+        scale = decode_scale(parts["exponent"].reshape(rows, -1), spec.scheme, shape)
+        return QuantizedTensor(spec, codes.reshape(shape), scale, None)
+    if form.scheme.fmt.signed:
+        codes = (codes - form.offset).view(torch.int8)
+    if form.scheme.has_super_blocks:
+        return _unpack_super_blocks(spec, form, codes, parts)
+    scale = _halves(parts["scale"])
+    if not form.scheme.has_minima:
+        zeros = torch.zeros_like(scale, dtype=torch.int8)
+        return QuantizedTensor(spec, codes.reshape(rows, -1), scale, zeros)
+    return _unpack_minima(spec, codes, scale, _halves(parts["minimum"]))
 
 
-def _unpack_q4_1(
-    spec: QuantizationSpec, body: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor
+def _unpack_super_blocks(
+    spec: QuantizationSpec,
+    form: BlockType,
+    codes: torch.Tensor,
+    parts: Parts,
 ) -> QuantizedTensor:
-    codes, rows = _split_nibbles(body), len(body)
-    zeros = _integer_zero_points(scale, minimum)
+    rows = len(codes)
+    _, split = FACTORS[form.scheme.scale]
+    of_scales, of_minima = split(parts["factors"])  # (N, super-blocks, groups)
+    if spec.scheme.scale.fmt is not None and spec.scheme.scale.fmt.signed:
+        of_scales = of_scales.view(torch.int8)
+    unit = _halves(parts["scale"]).float().unsqueeze(-1)
+    # A group with scale 0 has one value. Any scale and code 0 stand for it.
+    unit = torch.where(unit == 0, _SMALLEST, unit)
+    is_constant = (of_scales == 0) | (_halves(parts["scale"]) == 0).unsqueeze(-1)
+    codes = codes.reshape(
+        *of_scales.shape, form.scheme.group
+    )  # (N, super-blocks, groups, elements)
+    codes = torch.where(is_constant.unsqueeze(-1), 0, codes).reshape(rows, -1)
+    scale = (unit * torch.where(is_constant, 1, of_scales)).reshape(rows, -1)
+    if of_minima is None:
+        zeros = torch.zeros_like(scale, dtype=torch.int8)
+    else:
+        minimum = _halves(parts["minimum"]).float().unsqueeze(-1) * of_minima
+        zeros = minimum.reshape(rows, -1) / scale
+    return QuantizedTensor(spec, codes, scale, zeros)
+
+
+def _unpack_minima(
+    spec: QuantizationSpec, codes: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor
+) -> QuantizedTensor:
+    rows = len(codes)
+    zeros = _integer_zero_points(scale, minimum, spec.scheme)
     if zeros is not None:
         return QuantizedTensor(spec, codes.reshape(rows, -1), scale, zeros.to(torch.uint8))
     # A block with scale 0 has one value, its minimum: code 0 with scale 1 and zero point -minimum.
@@ -189,31 +268,28 @@ def _unpack_q4_1(
     return QuantizedTensor(spec, codes.reshape(rows, -1), scale, -minimum.float() / scale.float())
 
 
-def _join_nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """Return 4-bit codes (N, blocks, 32) as bytes (N, blocks, 16) uint8."""
-    low, high = codes.to(torch.uint8).chunk(2, -1)
-    return low | high << 4
+def _split_parts(blocks: torch.Tensor, form: BlockType) -> Parts:
+    """Return the bytes of each part of blocks, (N, blocks, bytes of the part)."""
+    sizes = [form.part_bytes(part) for part in form.parts]
+    pieces = torch.split(blocks.reshape(len(blocks), -1, form.bytes), sizes, -1)
+    return dict(zip(form.parts, pieces, strict=True))
 
 
-def _split_nibbles(body: torch.Tensor) -> torch.Tensor:
-    """Return bytes (N, blocks, 16) as 4-bit codes (N, blocks, 32) uint8."""
-    return torch.cat([body & 15, body >> 4], -1)
+def _halves(body: torch.Tensor) -> torch.Tensor:
+    """Return bytes (N, blocks, 2) as float16 (N, blocks)."""
+    return body.clone(memory_format=torch.contiguous_format).view(torch.float16).squeeze(-1)
 
 
-def _head_floats(blocks: torch.Tensor, kind: str) -> list[torch.Tensor]:
-    """Return the numbers at the head of each block, (N, blocks) float16 each."""
-    head = blocks.reshape(len(blocks), -1, _BYTES[kind])[..., : 2 * _FLOATS[kind]].clone()
-    return list(head.view(torch.float16).unbind(-1))
-
-
-def _integer_zero_points(scale: torch.Tensor, minimum: torch.Tensor) -> torch.Tensor | None:
-    """Return the codes 0 to 15 that reproduce all stored minima exactly, None if a block has none.
+def _integer_zero_points(
+    scale: torch.Tensor, minimum: torch.Tensor, scheme: Scheme
+) -> torch.Tensor | None:
+    """Return the codes that reproduce all stored minima exactly, None if a block has none.
 
     Example: scale 0.5 and minimum -4 give the zero point 8; minimum -4.1 gives None.
     """
     zeros = (-minimum.float() / scale.float()).round()
     zeros = torch.where(scale == 0, 0, zeros)
-    is_code = (zeros >= 0) & (zeros <= 15)
+    is_code = (zeros >= 0) & (zeros <= scheme.fmt.qmax)
     exact = (-scale.float() * zeros).half() == minimum
     return zeros if bool((is_code & exact).all()) else None
 

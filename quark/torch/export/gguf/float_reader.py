@@ -13,7 +13,12 @@ from quark.torch.export.checkpoint.dequantized import fill_model
 from quark.torch.export.checkpoint.files import TensorHeader
 from quark.torch.export.checkpoint.header_checks import check_headers
 from quark.torch.export.gguf.architectures import import_gguf
-from quark.torch.export.gguf.blocks import block_spec, has_codes, unpack_blocks
+from quark.torch.export.gguf.blocks import (
+    block_spec,
+    has_codes,
+    has_float_minima,
+    unpack_blocks,
+)
 from quark.torch.export.gguf.importer import (
     FLOAT_TYPES,
     GgufModel,
@@ -106,7 +111,7 @@ class GgufValues:
 
 def _dequantize(rows: torch.Tensor, kind: str, name: str) -> torch.Tensor:
     """Return the values of rows of blocks, (rows, elements) float32."""
-    if has_codes(kind):
+    if has_codes(kind) and not has_float_minima(kind):
         return unpack_blocks(rows, block_spec(kind, rows, name), kind).value(torch.float32)
     gguf = import_gguf()
     return torch.from_numpy(gguf.dequantize(rows.numpy(), gguf.GGMLQuantizationType[kind]))

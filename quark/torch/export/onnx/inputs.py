@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
+from quark.torch.export.onnx.cache import cache_axes, call, is_past, with_cache
+
 BATCH, SEQUENCE = "batch", "sequence"
 
 
@@ -25,15 +27,17 @@ class ModelInputs(NamedTuple):
     constants: dict[str, Any]
 
     @classmethod
-    def bind(cls, model: nn.Module, args: Any) -> ModelInputs:
+    def bind(cls, model: nn.Module, args: Any, use_cache: bool = False) -> ModelInputs:
         """Bind arguments to the names of a model's forward, on the device of its parameters.
 
         Args:
             model: The model. If its forward has ``use_cache``, that is set to False.
             args: A tensor, a sequence of positional arguments, or a mapping of named arguments.
+            use_cache: Whether keys and values of the first tokens are inputs; see ``cache``.
 
         Raises:
-            ValueError: The arguments do not match the signature of forward, or none is a tensor.
+            ValueError: The arguments do not match the signature of forward, or none is a tensor;
+                or ``use_cache`` is set for a model without a cache of keys and values.
         """
         signature = inspect.signature(model.forward)
         positional = (args,) if isinstance(args, torch.Tensor) else args
@@ -59,12 +63,13 @@ class ModelInputs(NamedTuple):
         tensors = {n: v.to(device) for n, v in bound.items() if isinstance(v, torch.Tensor)}
         if not tensors:
             raise ValueError(f"input_args has no tensor among {sorted(bound)}.")
-        return cls(tensors, {n: v for n, v in bound.items() if n not in tensors})
+        constants = {n: v for n, v in bound.items() if n not in tensors}
+        return cls(with_cache(model, tensors) if use_cache else tensors, constants)
 
     def run(self, model: nn.Module) -> tuple[list[str], list[torch.Tensor]]:
         """Run the model once; return the names of its outputs ([] if unnamed), and the outputs."""
         with torch.no_grad():
-            output = model(**self.tensors, **self.constants)
+            output = call(model, self.tensors, self.constants)
         if isinstance(output, Mapping):
             named = _named_tensors(output)
             return list(named), list(named.values())
@@ -105,6 +110,8 @@ class ModelInputs(NamedTuple):
         """
         if requested is None and isinstance(model, fx.GraphModule):
             return [_dynamic_axes(model, name) for name in self.tensors]
+        if requested is None and any(map(is_past, self.tensors)):
+            return cache_axes(self.tensors)
         if requested is None:
             names = self._sequence_names(model)
             return [
@@ -179,7 +186,7 @@ class PositionalModel(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         """Return the outputs of the model; of named outputs, those that are tensors."""
-        output = self.model(**dict(zip(self.names, tensors, strict=True)), **self.constants)
+        output = call(self.model, dict(zip(self.names, tensors, strict=True)), self.constants)
         return tuple(_named_tensors(output).values()) if isinstance(output, Mapping) else output
 
 

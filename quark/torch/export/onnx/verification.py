@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.torch.export.onnx.cache import is_past
 from quark.torch.export.onnx.inputs import ModelInputs
 from quark.torch.export.onnx.runtime import PACKAGE, OnnxSession
 from quark.torch.export.verification import Verdict, check_agreement, package_names, random_text
@@ -39,12 +40,14 @@ def verify_graph(path: Path, model: nn.Module, inputs: Any = None) -> Verdict:
     """
     graph = OnnxSession(path)
     if inputs is None:
-        if not {*graph.inputs} <= {*_TEXT}:
+        named = [name for name in graph.inputs if not is_past(name)]
+        if not {*named} <= {*_TEXT}:
             raise ValueError(f"{path.name} takes {', '.join(graph.inputs)}: pass inputs for them.")
         ids = random_text(model)
-        inputs = {name: ids if name == _TEXT[0] else torch.ones_like(ids) for name in graph.inputs}
-    bound = ModelInputs.bind(model, inputs)
+        inputs = {name: ids if name == _TEXT[0] else torch.ones_like(ids) for name in named}
+    has_cache = any(map(is_past, graph.inputs))
     with eval_mode(model):
+        bound = ModelInputs.bind(model, inputs, has_cache)
         expected = bound.run(model)[1]
     actual = graph.run(*bound.tensors.values())
     verdict = Verdict(package_names([PACKAGE]), 0.0, 0.0, _size(path), compared="outputs")

@@ -58,6 +58,7 @@ class OnnxOptions:
     dynamic_shapes: Mapping[str, Any] | None = None
     matmul_nbits: bool = False
     max_file_size: int = MAX_FILE_SIZE
+    use_cache: bool = False
 
 
 def write_onnx(model: nn.Module, target: Target, input_args: Any, options: OnnxOptions) -> None:
@@ -68,7 +69,8 @@ def write_onnx(model: nn.Module, target: Target, input_args: Any, options: OnnxO
     check_packages()
     check_writable(model)
     check_present(model)
-    inputs = ModelInputs.bind(model, input_args)
+    with eval_mode(model):
+        inputs = ModelInputs.bind(model, input_args, options.use_cache)
     report_experts(model)
     if any(p.dtype == torch.bfloat16 for p in model.parameters()):
         logger.warning(

@@ -6,8 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quark.torch.quantization.config.algo_base import AlgoConfig as AlgoConfig
+from quark.torch.quantization.config.algo_base import BlockAlgoConfig as BlockAlgoConfig
 from quark.torch.quantization.config.algo_base import PreQuantOptConfig as PreQuantOptConfig
 from quark.torch.quantization.config.algo_base import present_options as present_options
+from quark.torch.quantization.config.pruning import PruningConfig as PruningConfig
+from quark.torch.quantization.config.pruning import SparseGPTConfig as SparseGPTConfig
+from quark.torch.quantization.config.pruning import WandaConfig as WandaConfig
 from quark.torch.quantization.config.value_types import check_fields
 
 
@@ -179,11 +183,8 @@ class BiasCorrectionConfig(AlgoConfig):
     name: str = "bias_correction"
 
 
-class RoundingConfig(AlgoConfig):
+class RoundingConfig(BlockAlgoConfig):
     """Base class of the options of algorithms that replace weights by rounded weights."""
-
-    inside_layer_modules: list[str]
-    model_decoder_layers: str
 
 
 @dataclass
@@ -355,6 +356,8 @@ ALGO_CONFIGS: dict[str, type[AlgoConfig]] = {
         AWQConfig,
         CLEConfig,
         BiasCorrectionConfig,
+        SparseGPTConfig,
+        WandaConfig,
         GPTQConfig,
         GPTAQConfig,
         QronosConfig,

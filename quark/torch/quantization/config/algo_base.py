@@ -54,3 +54,15 @@ class AlgoConfig:
 
 class PreQuantOptConfig(AlgoConfig):
     """Base class of the options of an algorithm that transforms weights before rounding."""
+
+
+class BlockAlgoConfig(AlgoConfig):
+    """Base class of the options of an algorithm that works on layers of decoder blocks.
+
+    Attributes:
+        inside_layer_modules: Names of the layers of a block to change. Empty: all quantized layers.
+        model_decoder_layers: Name of the list of decoder blocks. Empty: discovered.
+    """
+
+    inside_layer_modules: list[str]
+    model_decoder_layers: str

@@ -19,11 +19,14 @@ from quark.torch.quantization.config.algo import GPTAQConfig as GPTAQConfig
 from quark.torch.quantization.config.algo import GPTQConfig as GPTQConfig
 from quark.torch.quantization.config.algo import OnlineRotationConfig as OnlineRotationConfig
 from quark.torch.quantization.config.algo import PreQuantOptConfig as PreQuantOptConfig
+from quark.torch.quantization.config.algo import PruningConfig as PruningConfig
 from quark.torch.quantization.config.algo import QronosConfig as QronosConfig
 from quark.torch.quantization.config.algo import QuaRotConfig as QuaRotConfig
 from quark.torch.quantization.config.algo import RotationConfig as RotationConfig
 from quark.torch.quantization.config.algo import SmoothQuantConfig as SmoothQuantConfig
+from quark.torch.quantization.config.algo import SparseGPTConfig as SparseGPTConfig
 from quark.torch.quantization.config.algo import SVDQuantConfig as SVDQuantConfig
+from quark.torch.quantization.config.algo import WandaConfig as WandaConfig
 from quark.torch.quantization.config.algo import YaqaConfig as YaqaConfig
 from quark.torch.quantization.config.algo_lookup import algo_config_from_dict
 from quark.torch.quantization.config.algo_lookup import (
@@ -75,6 +78,7 @@ else:
         "OnlineRotationConfig",
         "PassOptions",
         "PreQuantOptConfig",
+        "PruningConfig",
         "QATSpec",
         "QConfig",
         "ProgressiveSpec",
@@ -89,8 +93,10 @@ else:
         "ScaleQuantSpec",
         "ShiftLimits",
         "SmoothQuantConfig",
+        "SparseGPTConfig",
         "TQTSpec",
         "TwoStageSpec",
+        "WandaConfig",
         "YaqaConfig",
         "load_pre_optimization_config_from_file",
         "load_quant_algo_config_from_file",

@@ -6,6 +6,7 @@ import re
 from dataclasses import fields, replace
 from typing import Any
 
+from quark.torch.quantization.config.block_schemes import BLOCK_SCHEMES
 from quark.torch.quantization.config.config import QuantizationConfig
 from quark.torch.quantization.config.name_lookup import one_of, unknown
 from quark.torch.quantization.config.spec import QuantizationSpec
@@ -126,6 +127,7 @@ _SCHEMES: dict[str, _Row] = {
     "bfp16": ("bfp16", "bfp16", None),
     "bfloat16": ("bfloat16", None, None),
     "float16": ("float16", None, None),
+    **{name: (name, None, None) for name in BLOCK_SCHEMES},
     # names of earlier versions; the caller chooses the group size of "per_group"
     "w_fp8_a_fp8": ("fp8", "fp8", None),
     "w_fp8_a_fp8_o_fp8": ("fp8", "fp8", "fp8"),
@@ -304,6 +306,8 @@ def _layer(row: _Row, group_size: int) -> QuantizationConfig:
 def _spec(name: str, group_size: int) -> QuantizationSpec:
     name, _, own_size = name.partition("@")
     group_size = int(own_size or group_size)
+    if name in BLOCK_SCHEMES:
+        return BLOCK_SCHEMES[name].spec()
     if name in _HELPERS:
         helper, arguments = _HELPERS[name]
         made = SPEC_CLASSES[helper]

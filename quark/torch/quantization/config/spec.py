@@ -21,6 +21,7 @@ from quark.torch.quantization.config.qat import (
     training_problem,
 )
 from quark.torch.quantization.config.serialize import known, path_of, plain
+from quark.torch.quantization.config.super_blocks import super_block_problem
 from quark.torch.quantization.config.type import (
     Dtype,
     QSchemeType,
@@ -76,8 +77,8 @@ class QuantizationSpec:
         scale_type: Type in which scales are stored.
         zero_point_type: Type of zero points: integers, or floats that keep their fraction.
         block_size: (rows, columns) of a block for ``per_block``; -1 = the whole axis.
-        scale_format: Number format of the scales: float32, e8m0, e4m3 (relative to a tensor scale)
-            or e5m3. It overrides ``scale_type``.
+        scale_format: Number format of the scales: float32, e8m0, e4m3 (relative to a tensor
+            scale), e5m3, or one of ``SUPER_BLOCKS``. It overrides ``scale_type``.
         scale_calculation_mode: Rounding of shared exponents: even, floor or ceil.
         qat_spec: Options of scales that are trained: ``QATSpec()`` or ``TQTSpec()``. The observers
             ``LSQObserver`` and ``TQTObserver`` imply them.
@@ -390,6 +391,7 @@ RULES: list[_Rule] = [
         lambda s: f"observer_cls must be an observer class, got {s.observer_cls!r}.",
     ),
     (lambda s: training_problem(s) is not None, lambda s: f"{training_problem(s)}"),
+    (lambda s: super_block_problem(s) is not None, lambda s: f"{super_block_problem(s)}"),
 ]
 
 QTensorConfig = QuantizationSpec

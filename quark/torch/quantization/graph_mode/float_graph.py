@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_unflatten
 from quark.torch.quantization.config.graph import PassOptions
 from quark.torch.quantization.graph_mode.nodes import call_functions, operator_name
 from quark.torch.quantization.graph_mode.passes.graph_edits import arguments
-from quark.torch.quantization.graph_mode.passes.preparation import prepare
+from quark.torch.quantization.graph_mode.passes.preparation import apply_all
+from quark.torch.quantization.graph_mode.passes.proof import Proof
 
 # Operators that behave differently while training -> the argument that says so.
 _TRAINING = {
@@ -60,28 +61,34 @@ def independent_copy(graph: fx.GraphModule) -> fx.GraphModule:
     return copied.eval()
 
 
+def start_proof(graph: fx.GraphModule, inputs: Sequence[Any]) -> Proof:
+    """Return a proof of rewrites of a graph on given inputs, or on two samples of their batch.
+
+    Args:
+        graph: Result of ``independent_copy``.
+        inputs: An example of each placeholder.
+    """
+    args, kwargs = tree_unflatten(list(inputs), graph._in_spec)
+    names = graph.graph._codegen.pytree_info.orig_args  # type: ignore[attr-defined]
+    named = dict(zip((name for name in names if name != "self"), args, strict=False)) | kwargs
+    return Proof(graph, named if kwargs else args, cuts_batch=True)
+
+
 def rewrite(
-    graph: fx.GraphModule,
-    inputs: Sequence[Any],
-    options: PassOptions | None = None,
-    has_random: bool = False,
+    graph: fx.GraphModule, proof: Proof, options: PassOptions | None = None
 ) -> fx.GraphModule:
     """Return a graph with the same function that can be quantized better: see ``PASSES``.
 
     Args:
         graph: Result of ``independent_copy``.
-        inputs: An example of each placeholder.
+        proof: Result of ``start_proof`` for this graph.
         options: Rewrites that are applied only if they are asked for.
-        has_random: Whether random samples are among the inputs already.
 
     Raises:
         ValueError: The graph does not run, or an operator writes into a parameter, a buffer, an
             input or a part of a tensor that is read later.
     """
-    args, kwargs = tree_unflatten(list(inputs), graph._in_spec)
-    names = graph.graph._codegen.pytree_info.orig_args  # type: ignore[attr-defined]
-    named = dict(zip((name for name in names if name != "self"), args, strict=False)) | kwargs
-    rewritten = prepare(graph, named if kwargs else args, options, has_random)
+    rewritten = apply_all(graph, proof, options)
     for node in call_functions(rewritten):
         if node.target._schema.is_mutable:  # type: ignore[union-attr]
             raise ValueError(

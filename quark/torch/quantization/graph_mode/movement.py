@@ -7,6 +7,7 @@ share the scale of the inputs.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from quark.torch.quantization.graph_mode.nodes import is_aten
 # Limits of activations, such as 6 of ReLU6, are among the inputs in neither or one of these.
 _MAGNITUDES = (0.5, 1000.0)
 _VALUES = 8  # distinct numbers that are drawn; more take longer to look up
+# Elementwise operators on tensors with more elements get the first so many of each axis.
+_ELEMENTS, _AXIS = 2**16, 32
 
 
 @torch.no_grad()
@@ -77,13 +80,23 @@ def _moves(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(_VALUES, generator=generator)
 
+    limit = _axis_limit(target, [x for x in tree_leaves((args, kwargs)) if _is_tensor(x)])
+
     def draw(leaf: Any) -> Any:
         if not _is_float(leaf):
             return leaf
-        return torch.randint(_VALUES, leaf.shape, generator=generator).to(leaf.device)
+        shape = [min(size, limit) for size in leaf.shape]
+        return torch.randint(_VALUES, shape, generator=generator).to(leaf.device)
 
     drawn = tree_map(draw, (args, kwargs))
     return all(_moves_grid(target, (args, kwargs), drawn, m * numbers) for m in _MAGNITUDES)
+
+
+def _axis_limit(target: Any, tensors: Sequence[torch.Tensor]) -> int:
+    """Return how many elements of each axis show what an operator does."""
+    is_elementwise = torch.Tag.pointwise in target.tags and all(map(_is_float, tensors))
+    largest = max(x.numel() for x in tensors)
+    return _AXIS if is_elementwise and largest > _ELEMENTS else sys.maxsize
 
 
 def _moves_grid(target: Any, given: Any, drawn: Any, grid: torch.Tensor) -> bool:
@@ -114,6 +127,10 @@ def _has_only(x: torch.Tensor, values: torch.Tensor) -> bool:
     for value in values[1:]:
         is_known |= x == value
     return bool(is_known.all())
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor)
 
 
 def _is_float(leaf: Any) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_unflatten
 
@@ -38,13 +37,16 @@ from quark.torch.quantization.graph_mode.edges import (
     plan_edges,
     returned_values,
 )
-from quark.torch.quantization.graph_mode.float_graph import independent_copy, rewrite
+from quark.torch.quantization.graph_mode.float_graph import (
+    independent_copy,
+    rewrite,
+    start_proof,
+)
 from quark.torch.quantization.graph_mode.inputs import example_inputs, fit_batches
 from quark.torch.quantization.graph_mode.layers import raise_layers
 from quark.torch.quantization.graph_mode.movement import find_movements
 from quark.torch.quantization.graph_mode.nodes import call_functions
 from quark.torch.quantization.graph_mode.operators import ACTIVATIONS, CLAMPS
-from quark.torch.quantization.graph_mode.passes.proof import two_samples
 from quark.torch.quantization.graph_mode.selection import (
     configure_layers,
     configure_nodes,
@@ -178,15 +180,12 @@ def _with_layers(
     graph: fx.GraphModule, inputs: Sequence[Any], config: Config
 ) -> tuple[fx.GraphModule, set[fx.Node]]:
     """Return a rewritten graph with layers, and its nodes that only move values."""
-    samples = two_samples(graph, inputs)
-    options = _pass_options(config)
-    if samples is None:
-        model = raise_layers(rewrite(graph, inputs, options))
-        return model, find_movements(model, inputs)
-    model = raise_layers(rewrite(graph, samples, options, has_random=True))
-    # The samples of a batch do not depend on each other: one shows what each operator does.
-    first = [x[:1] if isinstance(x, torch.Tensor) else x for x in samples]
-    return model, find_movements(model, first)
+    proof = start_proof(graph, inputs)
+    rewritten = rewrite(graph, proof, _pass_options(config))
+    # If the samples of a batch do not depend on each other, one shows what each operator does.
+    sample = proof.first_sample(rewritten)
+    model = raise_layers(rewritten)
+    return model, find_movements(model, inputs if sample is None else sample)
 
 
 def _set_dependent_scales(graph: fx.GraphModule, config: Config) -> None:

@@ -36,7 +36,12 @@ class FakeQuantizedLayer(QuantizedLayer):
     """An operator with a ``TensorQuantizer`` for each quantized tensor.
 
     Parameters are in float. Once the layer is frozen, they hold quantized values.
+
+    Attributes:
+        keeps_zeros: Whether the weight was pruned, so that algorithms leave its zeros zero.
     """
+
+    keeps_zeros: bool
 
     @classmethod
     def from_float(cls: type[Layer], module: nn.Module, config: QuantizationConfig) -> Layer:
@@ -44,7 +49,7 @@ class FakeQuantizedLayer(QuantizedLayer):
         change_class(module, cls)
         assert isinstance(module, cls)
         module.quant_config = config
-        module.frozen = False
+        module.frozen = module.keeps_zeros = False
         module.register_buffer("input_rotation", None)
         for name in (PRESCALE, *LOW_RANK):
             module.register_parameter(name, None)
@@ -88,7 +93,7 @@ class FakeQuantizedLayer(QuantizedLayer):
         change_class(self, self.float_class)
         for attribute in QUANTIZERS.values():
             delattr(self, attribute)
-        del self.quant_config, self.frozen, self.input_rotation
+        del self.quant_config, self.frozen, self.keeps_zeros, self.input_rotation
         del self.input_prescale, self.low_rank_down, self.low_rank_up
         return self
 

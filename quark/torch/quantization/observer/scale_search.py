@@ -10,8 +10,8 @@ import torch
 from quark.torch.numerics.exponents import power_of_two, shared_exponent
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.qdq import CHUNK, QParams, fake_quantize_
-from quark.torch.numerics.scale_formats import POF2
-from quark.torch.numerics.scales import largest_exponent, qparams_from_range
+from quark.torch.numerics.scale_formats import FLOAT32, POF2
+from quark.torch.numerics.scales import largest_exponent, qparams_from_range, round_qparams
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.observer.observer import HasScheme, ObserverBase
 
@@ -63,14 +63,21 @@ class SearchObserver(ObserverBase):
         for i in kept:
             count *= view.shape[i]
         rows = rows.reshape(count, -1)  # (blocks, elements)
-        scheme = replace(self.scheme, qscheme=QSchemeType.per_channel, axis=0, per_token=False)
+        to = self.scheme.scale
+        scheme = replace(
+            self.scheme,
+            qscheme=QSchemeType.per_channel,
+            axis=0,
+            per_token=False,
+            scale=FLOAT32 if to.span else to,  # super-blocks are made of the best scales
+        )
         height = max(1, CHUNK // rows.shape[1])
         parts = [self._best(piece.float(), scheme) for piece in torch.split(rows, height)]
         shape = self.scheme.scale_shape(x.shape)
         scale = torch.cat([part[0] for part in parts]).reshape(shape).to(self.device)
         zeros = [part[1] for part in parts if part[1] is not None]
         offset = torch.cat(zeros).reshape(shape).to(self.device) if zeros else None
-        self.result = scale, offset
+        self.result = round_qparams(scale, offset, self.scheme)
 
     def _best(self, rows: torch.Tensor, scheme: Scheme) -> QParams:
         lo, hi = rows.amin(1), rows.amax(1)

@@ -13,7 +13,8 @@ from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.presets import scheme
 
 IDS = torch.arange(20).reshape(2, 10)
-OTHERS = {"fp8": "fp8", "modelopt": "fp8", "mxfp8": "mxfp8"}  # schemes of formats without integers
+# Schemes of formats without integers.
+OTHERS = {"fp8": "fp8", "modelopt": "fp8", "mxfp8": "mxfp8", "mxfp4": "mxfp4_weight_only"}
 KINDS = [("hf_format", mode) for mode in FORMATS]
 KINDS += [("quark_format", "quark"), ("gguf", "quark")]
 
@@ -24,9 +25,13 @@ def models(build, quantize):
     made = {}
 
     def models(name):
-        config = Config(scheme(name, 32), exclude=["lm_head"])
+        config, kind = Config(scheme(name, 32), exclude=["lm_head"]), "llama"
+        if name == "mxfp4_weight_only":  # of experts alone
+            config, kind = Config(layer_quant_config={"*.experts.*": scheme(name)}), "gpt_oss"
         if name not in made:
-            made[name] = quantize(build(num_hidden_layers=1, vocab_size=2048), config)
+            sizes = {"num_hidden_layers": 1, "vocab_size": 2048}
+            sizes |= {"num_local_experts": 4} if kind == "gpt_oss" else {}
+            made[name] = quantize(build(kind, **sizes), config)
         return made[name]
 
     return models

@@ -115,7 +115,7 @@ def test_settings_that_are_not_read(made, build, where, said):
     ("configuration", "said"),
     [
         (config(groups("int4")), "its weight is int4 per_group"),
-        (preset("fp8", layer_quant_config={"*down_proj": scheme("mxfp8")}), "one scheme for all"),
+        (preset("fp8", layer_quant_config={"*down_proj": scheme("int8")}), "its weight is int8"),
         (config(FP8, spec("fp8_e4m3", is_dynamic=True)), "its input is fp8_e4m3 per_tensor"),
     ],
 )
@@ -124,6 +124,59 @@ def test_what_it_cannot_hold(build, quantize, tmp_path, configuration, said):
     with pytest.raises(ValueError, match=said):
         ModelExporter(tmp_path / "out").export_safetensors_model(model, custom_mode="modelopt")
     assert not (tmp_path / "out").exists()
+
+
+MIXED = {"*down_proj": scheme("mxfp8"), "*o_proj": scheme("nvfp4_weight_only")}
+
+
+def test_settings_of_several_schemes(made):
+    """Each layer is listed with its scheme, as ModelOpt does."""
+    _, path = made("nvfp4", layer_quant_config=MIXED)
+    section = json.loads((path / "config.json").read_text())["quantization_config"]
+    layers = section["quantized_layers"]
+    assert section["quant_algo"] == "MIXED_PRECISION" and len(layers) == 2 * 7
+    assert layers["model.layers.1.mlp.down_proj"] == {"quant_algo": "MXFP8", "group_size": 32}
+    assert layers[LAYER] == {"quant_algo": "NVFP4", "group_size": 16}
+    targets = {g["weights"]["num_bits"]: g["targets"] for g in section["config_groups"].values()}
+    assert targets[8] == [f"model.layers.{i}.mlp.down_proj" for i in range(2)]
+    other = json.loads((path / "hf_quant_config.json").read_text())
+    assert other["quantization"] == {
+        "exclude_modules": ["lm_head"],
+        "kv_cache_quant_algo": None,
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": layers,
+    }
+
+
+@pytest.mark.parametrize("removed", [None, OTHER, MAIN])
+def test_several_schemes_come_back(made, build, logits, removed):
+    """By both files and by each of them alone."""
+    model, path = made("fp8", layer_quant_config=MIXED | {"*q_proj": scheme("nvfp4")}, **WITH_CACHE)
+    if removed == MAIN:
+        change(path, MAIN, lambda c: c.pop("quantization_config"))
+    elif removed:
+        (path / OTHER).unlink()
+    loaded = ModelImporter(path, "safetensors").import_model_info(build(device="meta"))
+    assert logits(loaded).equal(logits(model))
+
+
+@pytest.mark.parametrize(
+    ("layers", "said"),
+    [
+        (None, "needs quantized_layers"),
+        ({}, "needs quantized_layers"),
+        ({LAYER: "FP8"}, "needs quantized_layers"),
+        ({LAYER: {"quant_algo": "W4A8_AWQ"}}, "quant_algo='W4A8_AWQ' is not supported"),
+        ({LAYER: {"quant_algo": "NVFP4", "group_size": 32}}, "group_size=32 is not supported"),
+        ({LAYER: {"quant_algo": ["FP8"]}}, "is not supported"),
+    ],
+)
+def test_layers_that_are_not_read(made, build, layers, said):
+    _, path = made("nvfp4")
+    (path / OTHER).unlink()
+    change(path, *set_main(quant_algo="MIXED_PRECISION", quantized_layers=layers))
+    with pytest.raises(ValueError, match=said):
+        ModelImporter(path, "safetensors").import_model_info(build(device="meta"))
 
 
 def test_names_that_vllm_would_confuse(build, quantize, export):

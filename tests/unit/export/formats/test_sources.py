@@ -116,9 +116,12 @@ class TestMxfp4:
         for name, value in load_in_float(tmp_path / "out").state_dict().items():
             assert torch.equal(value, expected[name]), name
 
-    def test_it_is_not_written(self, oss, tmp_path):
-        with pytest.raises(ValueError, match="mxfp4"):
-            convert(oss[0], tmp_path / "out", "mxfp4")
+    def test_written_again_it_has_the_same_bytes(self, oss, tmp_path):
+        convert(oss[0], tmp_path / "out", "mxfp4", verify=True)
+        expected = load_file(oss[0] / "model.safetensors")
+        result = load_file(tmp_path / "out" / "model.safetensors")
+        assert result.keys() == expected.keys()
+        assert all(torch.equal(result[name], expected[name]) for name in expected)
 
     def test_summary(self, oss):
         (scheme,) = read_contents(oss[0]).summary.schemes()

@@ -11,10 +11,10 @@ from quark.demo.text import model_directory
 from quark.torch import ModelExporter
 from quark.torch.export import convert
 from quark.torch.export.gguf.blocks import block_spec, pack_blocks, unpack_blocks
-from quark.torch.export.recognition import load_in_float, open_checkpoint
+from quark.torch.export.recognition import load_checkpoint, load_in_float, open_checkpoint
 from quark.torch.quantization.config.config import QuantizationConfig
 from quark.torch.quantization.nn.packed import PackedLayer
-from tests.configurations import config, half_groups
+from tests.configurations import config, half_groups, preset
 
 gguf = pytest.importorskip("gguf")
 VOCABULARY = 2048  # of the tokenizer
@@ -23,6 +23,8 @@ VOCABULARY = 2048  # of the tokenizer
 KINDS = {
     "Q4_0": half_groups("int4"),
     "Q4_1": half_groups("uint4", False),
+    "Q5_0": half_groups("int5"),
+    "Q5_1": half_groups("uint5", False),
     "Q8_0": half_groups("int8"),
 }
 
@@ -79,7 +81,7 @@ class TestBlocks:
         assert found.zero_point_type.name == "int32"
         assert pack_blocks(unpack_blocks(blocks, found, kind), kind).equal(blocks)
 
-    @pytest.mark.parametrize(("kind", "shape"), [("Q6_K", (2, 210)), ("Q4_0", (1, 2, 18))])
+    @pytest.mark.parametrize(("kind", "shape"), [("IQ4_NL", (2, 18)), ("Q4_0", (1, 2, 18))])
     def test_other_types(self, kind, shape):
         with pytest.raises(ValueError, match=f"layer is {kind} with {len(shape)} axes"):
             block_spec(kind, torch.zeros(shape, dtype=torch.uint8), "layer")
@@ -92,6 +94,17 @@ class TestModel:
         model, path = made(config(KINDS[kind]), dtype=dtype)
         loaded = open_checkpoint(path).fill()
         assert loaded.dtype == dtype
+        assert logits(loaded).equal(logits(model))
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("name", ["q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "w_mxfp4"])
+    def test_the_same_bits_of_super_blocks_and_mx(self, made, logits, name, dtype):
+        sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+        model, path = made(preset(name), dtype=dtype, **sizes)
+        kinds = {t.name: t.tensor_type.name for t in gguf.GGUFReader(path).tensors}
+        assert kinds["blk.0.ffn_down.weight"] == {"w_mxfp4": "MXFP4"}.get(name, name.upper())
+        loaded = open_checkpoint(path).fill()
+        assert isinstance(loaded.model.layers[0].mlp.down_proj, PackedLayer)
         assert logits(loaded).equal(logits(model))
 
     @pytest.mark.parametrize(
@@ -133,6 +146,18 @@ class TestModel:
         assert logits(loaded).equal(logits(expected))
         convert(tmp_path / "other", tmp_path / "out", "quark")
         assert logits(open_checkpoint(tmp_path / "out").fill()).equal(logits(expected))
+
+    @pytest.mark.parametrize(("name", "part"), [("q4_1", 2), ("q4_k", 2), ("q4_k", 0)])
+    def test_numbers_that_are_not_finite_are_refused(self, made, name, part):
+        """A block of these types begins with its scale and its minimum."""
+        _, path = made(preset(name), hidden_size=256, intermediate_size=256, num_hidden_layers=1)
+        (tensor,) = (t for t in gguf.GGUFReader(path).tensors if t.name == "blk.0.ffn_down.weight")
+        data = bytearray(path.read_bytes())
+        data[tensor.data_offset + part : tensor.data_offset + part + 2] = b"\x00\x7e"
+        path.write_bytes(data)
+        what = "zero points are not finite" if part else "scales of its weight are not sound"
+        with pytest.raises(ValueError, match=rf"layers\.0\.mlp\.down_proj\.weight.*{what}"):
+            load_checkpoint(path)
 
     def test_tensors_are_read_one_by_one(self, made):
         reader = open_checkpoint(made(config(KINDS["Q4_1"]))[1]).reader

@@ -368,7 +368,8 @@ class TestRefused:
         [
             (config(groups("int4", size=16)), "int4 per_group, group_size=16"),
             (Config(scheme("fp8", 32)), "its input is quantized"),
-            (Config(scheme("mxfp4_weight_only", 32)), "is fp4 per_group"),
+            (Config(scheme("w_mxfp8", 32)), "is fp8_e4m3 per_group"),
+            (Config(scheme("q4_k")), "of 64 inputs is uint4 per_group"),
         ],
     )
     def test_schemes(self, build, quantize, tmp_path, tokenizer, configuration, said):

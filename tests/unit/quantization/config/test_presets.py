@@ -9,6 +9,7 @@ from torch import nn
 
 from quark.torch.numerics.formats import Dtype
 from quark.torch.numerics.scale_formats import E5M3, E8M0, FLOAT32, ScaleFormat
+from quark.torch.quantization.config.block_schemes import BLOCK_SCHEMES
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.presets import (
     GROUP_SIZES,
@@ -160,7 +161,7 @@ def test_codes_of_int4_fp8_are_quantized_again():
 
 def test_every_name_is_in_a_table():
     grouped = [f"{prefix}_{size}" for prefix in GROUPED for size in (32, 64, 128)]
-    others = ["bfloat16", "float16"]
+    others = ["bfloat16", "float16", *BLOCK_SCHEMES]
     assert sorted(scheme_names()) == sorted([*CURRENT, *grouped, *others, *EARLIER])
     assert len(set(scheme_names())) == len(scheme_names())
 

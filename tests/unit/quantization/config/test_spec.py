@@ -26,7 +26,20 @@ from quark.torch.quantization.observer.observer import (
 GROUP = {"qscheme": "per_group", "ch_axis": -1, "group_size": 32}
 
 # Every rule: fields that break it and what is said.
+_SUPER_BLOCKS = {"qscheme": "per_group", "ch_axis": -1, "group_size": 32, "is_dynamic": False}
 BROKEN = {
+    "super-blocks of floats": (
+        {"dtype": "fp4", "scale_format": "uint6x8", **_SUPER_BLOCKS},
+        "scale_format='uint6x8' is for groups of integers",
+    ),
+    "dynamic super-blocks": (
+        {"dtype": "int4", "scale_format": "int8x16", **_SUPER_BLOCKS, "is_dynamic": True},
+        "scale_format='int8x16' is for static scales of one stage",
+    ),
+    "super-blocks of integer zero points": (
+        {"dtype": "uint4", "scale_format": "uint6x8", **_SUPER_BLOCKS, "symmetric": False},
+        "needs zero_point_type='float32', an unsigned dtype",
+    ),
     "training that is none": (
         {"dtype": "int8", "qscheme": "per_tensor", "qat_spec": "TQT"},
         r"qat_spec='TQT': give QATSpec\(\) or TQTSpec\(\)",

@@ -2,7 +2,11 @@ import pytest
 import torch
 from torch import fx, nn
 
-from quark.torch.quantization.graph_mode.float_graph import independent_copy, rewrite
+from quark.torch.quantization.graph_mode.float_graph import (
+    independent_copy,
+    rewrite,
+    start_proof,
+)
 from tests.unit.quantization.graph_mode.networks import export, images, network
 
 
@@ -20,6 +24,11 @@ class Wrapped(nn.Module):
 
 def graph_of(function, x=None):
     return export(Wrapped(function).eval(), torch.randn(3, 4) if x is None else x)
+
+
+def rewritten(graph, x):
+    copied = independent_copy(graph)
+    return rewrite(copied, start_proof(copied, [x]))
 
 
 def add_twice(self, x):
@@ -42,7 +51,7 @@ def test_operators_in_place_return_new_tensors(function):
     graph = graph_of(function)
     x = torch.randn(3, 4)
     given = x.clone()
-    copied = rewrite(independent_copy(graph), [x])
+    copied = rewritten(graph, x)
     assert all(
         not n.target._schema.is_mutable for n in copied.graph.nodes if hasattr(n.target, "_schema")
     )
@@ -74,14 +83,14 @@ def write_a_buffer(self, x):
 )
 def test_writes_that_others_read_are_refused(function):
     with pytest.raises(ValueError, match=r"writes into .*run_decompositions"):
-        rewrite(independent_copy(graph_of(function)), [torch.randn(3, 4)])
+        rewritten(graph_of(function), torch.randn(3, 4))
 
 
 @pytest.mark.parametrize("function", [write_a_part, write_behind_a_view])
 def test_the_remedy_works(function):
     model, x = Wrapped(function).eval(), torch.randn(3, 4)
     graph = torch.export.export(model, (x,)).run_decompositions({}).module()
-    assert torch.equal(rewrite(independent_copy(graph), [x])(x), model(x))
+    assert torch.equal(rewritten(graph, x)(x), model(x))
 
 
 def test_graphs_of_training_are_refused():

@@ -70,3 +70,17 @@ def test_values_of_the_example_do_not_matter():
     """All ones: a product with it would move values."""
     graph = independent_copy(export(Wrapped(lambda self, x: x * (x + 1)), torch.zeros(3)))
     assert find_movements(graph, [torch.zeros(3)]) == set()
+
+
+@pytest.mark.parametrize(("name", "moves"), [("relu", True), ("relu6", False), ("add", False)])
+def test_elementwise_operators_run_on_a_part_of_large_tensors(name, moves, monkeypatch):
+    """The slope of relu6 shows in any part; a max pool sees the whole tensor."""
+    sizes, randint = [], torch.randint
+    monkeypatch.setattr(torch, "randint", lambda *a, **k: sizes.append(a[1]) or randint(*a, **k))
+    function = (MOVES | COMPUTES)[name]
+    x = torch.randn(1, 40, 50, 60)
+    graph = independent_copy(export(Wrapped(lambda self, x: function(self, x).max()), x))
+    moving = find_movements(graph, [x])
+    names = {node.name for node in moving}
+    assert (name in names) == moves
+    assert [1, 32, 32, 32] in [list(size) for size in sizes]

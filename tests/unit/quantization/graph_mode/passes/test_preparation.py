@@ -14,7 +14,12 @@ from quark.torch.quantization.graph_mode.passes.graph_edits import (
 )
 from quark.torch.quantization.graph_mode.passes.preparation import prepare
 from quark.torch.quantization.graph_mode.passes.proof import Proof, two_samples
-from quark.torch.quantization.graph_mode.passes.rewriting import Candidates, Pass, apply_pass
+from quark.torch.quantization.graph_mode.passes.rewriting import (
+    Candidates,
+    Pass,
+    apply_pass,
+    apply_passes,
+)
 
 
 def scale(graph, node, factor):
@@ -83,6 +88,26 @@ def test_a_rewrite_that_fails_is_undone(export, two, image, caplog):
     graph = export(two, image)
     assert apply_pass(graph, kind, Proof(graph, image), PassOptions()) is graph
     assert "conv2d is left as it is: the rewritten graph fails: RuntimeError" in caplog.text
+
+
+def test_passes_are_proved_together_or_else_one_by_one(export, two, image):
+    """The second pass breaks what the first one returns: the first one stays."""
+    graph = export(two, image)
+    runs = []
+
+    class CountedProof(Proof):
+        def find_difference(self, *arguments):
+            runs.append(arguments)
+            return super().find_difference(*arguments)
+
+    kinds = [scaling({"conv2d": factor}) for factor in (1 + 1e-6, 1 - 1e-6)]
+    result = apply_passes(graph, kinds, CountedProof(graph, image), PassOptions())
+    assert len(runs) == 1 and result.first.weight is not graph.first.weight
+    kinds = [scaling({"conv2d": 1 + 1e-6}), scaling({"conv2d": 2.0})]
+    result = apply_passes(graph, kinds, CountedProof(graph, image), PassOptions())
+    assert len(runs) == 4
+    assert torch.allclose(result.first.weight, graph.first.weight, rtol=1e-5)
+    assert result.first.weight is not graph.first.weight
 
 
 def test_the_given_graph_is_unchanged(export, net, image):
@@ -177,11 +202,15 @@ def test_two_samples_stand_for_a_batch_of_independent_rows(joins):
     x = torch.randn(6, 4)
     graph = torch.export.export(Rows(joins).eval(), (x,)).module()
     copied = independent_copy(graph)
-    samples = two_samples(copied, [x])
+    samples = two_samples(copied, [x], ["linear"])
     if joins:
         assert samples is None
     else:
-        [both] = samples
+        [both] = samples.inputs
+        assert torch.equal(
+            samples.values.nodes["linear"],
+            nn.functional.linear(both, copied.fc.weight, copied.fc.bias),
+        )
         assert both.shape == (2, 4) and torch.equal(both[0], x[0])
         assert not torch.isin(both[1], x).any()
 

@@ -1,0 +1,111 @@
+"""Blocks of ggml, against the package of llama.cpp."""
+
+import copy
+
+import pytest
+import torch
+
+from quark.torch.export.gguf.block_types import BLOCK_TYPES
+from quark.torch.export.gguf.blocks import block_spec, block_type, pack_blocks, unpack_blocks
+from quark.torch.quantization.config.algo import AutoRoundConfig
+from quark.torch.quantization.config.block_schemes import BLOCK_SCHEMES
+from quark.torch.quantization.config.config import AWQConfig, GPTQConfig, QronosConfig
+from quark.torch.quantization.config.presets import scheme
+from tests.configurations import config, preset
+
+gguf = pytest.importorskip("gguf")
+
+K_QUANTS = ["q2_k", "q3_k", "q4_k", "q5_k", "q6_k"]
+
+
+def any_blocks(kind, count=4, rows=8):
+    """Blocks of random bytes, with numbers that are finite: of both signs, small, and zero."""
+    form = BLOCK_TYPES[kind]
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (rows, count, form.bytes), generator=generator)
+    blocks, start = blocks.to(torch.uint8), 0
+    for part in form.parts:
+        width = form.part_bytes(part)
+        here = blocks[..., start : start + width]
+        if part in ("scale", "minimum"):
+            halves = (torch.randn(rows, count, 1, generator=generator) / 100).half()
+            halves[0], halves[1, 0] = 2.0**-24, 0
+            here[:] = halves.view(torch.uint8)
+        elif part == "exponent":
+            here[:] = torch.randint(100, 140, here.shape, generator=generator)
+        elif part == "factors":
+            here[2, :, 3:9] = 0
+        start += width
+    return blocks.reshape(rows, -1)
+
+
+def values(blocks, kind):
+    return torch.from_numpy(gguf.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[kind]))
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+class TestAnyBlocks:
+    def test_values_are_those_of_the_package(self, kind):
+        blocks, form = any_blocks(kind), BLOCK_TYPES[kind]
+        state = unpack_blocks(blocks, block_spec(kind, blocks, "x"), kind)
+        read, expected = state.value(torch.float32), values(blocks, kind)
+        assert state.scale.isfinite().all()
+        if form.scheme.has_minima:  # a zero point is a quotient, which is rounded
+            largest = expected.reshape(len(blocks), -1, form.size).abs().amax(-1, keepdim=True)
+            error = (read - expected).reshape(*largest.shape[:2], -1).abs()
+            assert (error <= 2.0**-20 * largest + 1e-12).all()
+        else:
+            assert read.equal(expected)
+
+    def test_packed_blocks_have_the_same_values(self, kind):
+        blocks, form = any_blocks(kind), BLOCK_TYPES[kind]
+        spec = block_spec(kind, blocks, "x")
+        if form.scheme.has_minima and not form.scheme.has_super_blocks:
+            assert block_type(spec, 4 * form.size) is None  # minima that no integer code gives
+            return
+        assert block_type(spec, 4 * form.size) == kind
+        packed = pack_blocks(unpack_blocks(blocks, spec, kind), kind)
+        assert values(packed, kind).equal(values(blocks, kind))
+
+
+@pytest.mark.parametrize("name", BLOCK_SCHEMES)
+def test_the_package_reads_what_a_scheme_gives(quantize, name):
+    layer = torch.nn.Linear(512, 24)
+    model = quantize(torch.nn.Sequential(layer), config(scheme(name).weight), None)
+    kind = block_type(scheme(name).weight, 512)
+    assert kind == name.upper()
+    state = model[0].quantized_tensor("weight")
+    read = values(pack_blocks(state, kind), kind)
+    atol = state.scale.max() * 2**-6 if name in ("q4_1", "q5_1") else 1e-7  # of float16 minima
+    torch.testing.assert_close(read, model[0].weight, rtol=0, atol=float(atol))
+    assert block_type(scheme(name).weight, 96) == (None if name in K_QUANTS else kind)
+
+
+@pytest.mark.parametrize("name", ["q2_k", "q3_k", "q4_k"])
+@pytest.mark.parametrize(
+    "algorithm",
+    [GPTQConfig(), QronosConfig(), AWQConfig(), AutoRoundConfig(iters=3)],
+    ids=lambda options: options.name,
+)
+def test_algorithms_keep_the_super_blocks(build, quantize, name, algorithm):
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+    model = quantize(build(**sizes), preset(name, algorithm))
+    plain = quantize(build(**sizes), preset(name))
+    for layer in ("self_attn.q_proj", "mlp.down_proj"):
+        state = model.get_submodule(f"model.layers.0.{layer}").quantized_tensor("weight")
+        read = values(pack_blocks(state, name.upper()), name.upper())
+        torch.testing.assert_close(read, state.value(torch.float32), rtol=0, atol=1e-6)
+        weight = model.get_submodule(f"model.layers.0.{layer}").weight
+        assert not weight.equal(plain.get_submodule(f"model.layers.0.{layer}").weight)
+
+
+@pytest.mark.parametrize("name", K_QUANTS)
+def test_searched_scales_are_in_super_blocks(quantize, name):
+    layer, errors = torch.nn.Linear(512, 24), []
+    for observer in ("PerGroupMinMaxObserver", "PerGroupMSEObserver"):
+        spec = BLOCK_SCHEMES[name].spec(observer_cls=observer)
+        model = quantize(torch.nn.Sequential(copy.deepcopy(layer)), config(spec), None)
+        read = values(pack_blocks(model[0].quantized_tensor("weight"), name.upper()), name.upper())
+        torch.testing.assert_close(read, model[0].weight, rtol=0, atol=1e-7)
+        errors.append(float((read - layer.weight.detach()).square().sum()))
+    assert errors[1] < errors[0]
