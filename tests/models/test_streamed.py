@@ -43,6 +43,7 @@ ALGORITHMS = {
     "online": [ONLINE, algo.GPTQConfig()],
     "svdquant": [algo.SVDQuantConfig(svd_rank=4, min_layer_size=0, use_gptq=True)],
     "cle, bias": [algo.CLEConfig(), algo.BiasCorrectionConfig()],
+    "sparsegpt": [algo.SparseGPTConfig()],
     "wanda, qronos": [algo.WandaConfig(), algo.QronosConfig()],
     "awq, gptq": [algo.AWQConfig(), algo.GPTQConfig()],
 }
