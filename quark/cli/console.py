@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -24,6 +24,9 @@ from rich.text import Text
 
 from quark.torch import progress
 from quark.torch.quantization.config.name_lookup import printable
+
+if TYPE_CHECKING:
+    from quark.torch.evaluation.predictions import Predictions
 
 WIDTH = 120  # columns of an output that is not a terminal, unless COLUMNS is set
 
@@ -227,6 +230,16 @@ def format_bits(bits: float | None) -> str:
 def format_change(value: float, reference: float) -> str:
     """Format the change from a reference: ``+3.1 %``."""
     return f"{100 * (value / reference - 1):+.1f} %"
+
+
+def format_perplexity(found: Predictions) -> str:
+    """Format a perplexity and that of the original: ``12.10 → 12.51 (+3.4 % ± 0.8 %)``."""
+    if found.original is None or found.change is None:
+        error = "" if found.error is None else f" ± {found.error:.2f}"
+        return f"{found.perplexity:.2f}{error}"
+    error = "" if found.change_error is None else f" ± {100 * found.change_error:.1f} %"
+    change = format_change(found.perplexity, found.original)
+    return f"{found.original:.2f} → {found.perplexity:.2f} ({change}{error})"
 
 
 def _scaled(count: int, units: tuple[str, ...]) -> str:

@@ -9,6 +9,7 @@ import typer
 from rich.markup import escape
 
 from quark.cli import console, models
+from quark.cli.hub import check_upload, upload
 from quark.cli.model_files import find_model
 from quark.cli.options import CheckDigests, Json, TrustRemoteCode, add_verb, in_words, one_of, panel
 from quark.cli.outputs import check_directory
@@ -41,7 +42,7 @@ To = Annotated[
     _output(
         "--to",
         metavar="FORMAT",
-        parser=one_of("--to", conversion_targets),
+        **one_of("--to", conversion_targets),
         help=f"Format to write: {in_words(conversion_targets())}.",
     ),
 ]
@@ -56,6 +57,13 @@ Verify = Annotated[
 Overwrite = Annotated[
     bool, _output("--overwrite", help="Replace the output directory if it exists.")
 ]
+PushToHub = Annotated[
+    str | None,
+    _output(
+        "--push_to_hub", metavar="NAME", help="Upload the result to this repository of the Hub."
+    ),
+]
+Private = Annotated[bool, _output("--private", help="Create that repository as a private one.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -69,6 +77,8 @@ def convert(
     to: To,
     verify: Verify = False,
     overwrite: Overwrite = False,
+    push_to_hub: PushToHub = None,
+    private: Private = False,
     trust_remote_code: TrustRemoteCode = False,
     check_digests: CheckDigests = False,
     as_json: Json = False,
@@ -79,6 +89,10 @@ def convert(
     if not source.exists():
         raise console.wrong("IN", f"there is no {source}. Give a checkpoint's directory or file.")
     check_directory("OUT", target, overwrite)
+    if private and push_to_hub is None:
+        raise console.wrong("--private", "needs --push_to_hub.")
+    if push_to_hub is not None:
+        check_upload(push_to_hub)
     from quark.torch.export.conversion import convert as write
 
     with console.stage(f"writing {to}"):
@@ -90,6 +104,8 @@ def convert(
     if verdict is not None:
         rows["verified"] = escape(str(verdict))
     console.out.print("", console.facts(rows), "", sep="\n")
+    if push_to_hub is not None:
+        upload(target, push_to_hub, private)
     if as_json:
         written = {"output": str(target), "format": to, "bytes": after, "original_bytes": before}
         console.as_json({**written, "verified": None if verdict is None else str(verdict)})

@@ -238,9 +238,13 @@ def _measure(
 
 def _as_records(rows: list[_Row]) -> dict[str, Any]:
     """Return the figures of all models, and the change of the perplexity, for JSON."""
-    first, last = (row.figures.perplexity for row in (rows[0], rows[-1]))
-    change = last / first - 1 if len(rows) > 1 else None
-    return {"models": [_as_record(row) for row in rows], "change": change}
+    last = rows[-1].figures.against(rows[0].figures.losses)
+    is_compared = len(rows) > 1
+    return {
+        "models": [_as_record(row) for row in rows],
+        "change": last.change if is_compared else None,
+        "change_error": last.change_error if is_compared else None,
+    }
 
 
 def _as_record(row: _Row) -> dict[str, Any]:
@@ -255,16 +259,16 @@ def _print_rows(rows: list[_Row], caption: str) -> None:
     table.add_column("model", overflow="fold")
     for column in ("bits/weight", "size", "perplexity", "change", "seconds"):
         table.add_column(column, justify="right", no_wrap=True)
-    base = rows[0].figures.perplexity
     for row in rows:
-        perplexity = row.figures.perplexity
-        change = "" if row is rows[0] else console.format_change(perplexity, base)
+        found = row.figures.against(rows[0].figures.losses)
+        error = "" if found.change_error is None else f" ± {100 * found.change_error:.1f} %"
+        change = console.format_change(found.perplexity, rows[0].figures.perplexity) + error
         table.add_row(
             escape(row.model),
             console.format_bits(row.bits_per_weight),
             console.format_bytes(row.bytes),
-            f"{perplexity:.2f}",
-            change,
+            f"{found.perplexity:.2f}" + ("" if found.error is None else f" ± {found.error:.2f}"),
+            "" if row is rows[0] else change,
             f"{row.seconds:.1f}",
         )
     console.out.print("", table)

@@ -24,6 +24,7 @@ from quark.cli import (
     schemes,
 )
 from quark.cli.compare import command as compare
+from quark.cli.conform import command as conform
 from quark.cli.demo import command as demo
 from quark.cli.inspect import command as inspect
 from quark.cli.quantize import command as quantize
@@ -132,6 +133,7 @@ for command in (
     convert,
     evaluate,
     compare,
+    conform,
     inspect,
     report,
     schemes,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from quark.torch.evaluation.predictions import Predictions
     from quark.torch.evaluation.tasks import Score, Tasks
 
 METRICS_FILE = "evaluation_metrics.csv"
@@ -29,10 +30,28 @@ METRICS_FILE = "evaluation_metrics.csv"
 
 @dataclass
 class Figures:
-    """Metrics of one model."""
+    """Metrics of one model: losses of windows, (windows,) nats per token, and scores of tasks."""
 
-    perplexity: float
+    losses: torch.Tensor
     scores: dict[str, dict[str, Score]] = field(default_factory=dict)
+
+    @property
+    def predictions(self) -> Predictions:
+        """Its perplexity, and the standard error of that."""
+        from quark.torch.evaluation.predictions import describe_losses
+
+        return describe_losses(self.losses)
+
+    @property
+    def perplexity(self) -> float:
+        """Its perplexity."""
+        return self.predictions.perplexity
+
+    def against(self, original: torch.Tensor) -> Predictions:
+        """Return its perplexity beside that of the original, whose losses are given."""
+        from quark.torch.evaluation.predictions import compare_losses
+
+        return compare_losses(self.losses, original)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the metrics as plain JSON types."""
@@ -40,7 +59,8 @@ class Figures:
             task: {metric: score._asdict() for metric, score in metrics.items()}
             for task, metrics in self.scores.items()
         }
-        return {"perplexity": self.perplexity, "tasks": tasks}
+        found = self.predictions
+        return {"perplexity": found.perplexity, "error": found.error, "tasks": tasks}
 
 
 @dataclass
@@ -55,12 +75,12 @@ class Measures:
     task_batch: str = "8"
     max_task_batch: int = 64
 
-    def perplexity(self, model: nn.Module, title: str) -> float:
-        """Return the perplexity of a model; the progress has a title."""
-        from quark.torch.evaluation.perplexity import perplexity
+    def losses(self, model: nn.Module, title: str) -> torch.Tensor:
+        """Return the losses of a model, (windows,); the progress has a title."""
+        from quark.torch.evaluation.perplexity import window_losses
 
         with console.stage(title):
-            return perplexity(model, self.windows, self.window_batch, title, self.context)
+            return window_losses(model, self.windows, self.window_batch, title, self.context)
 
     def scores(self, model: nn.Module, title: str) -> dict[str, dict[str, Score]]:
         """Return the scores of a model in all tasks."""
@@ -70,9 +90,9 @@ class Measures:
             return self.tasks.score(model, self.tokenizer, self.task_batch, self.max_task_batch)
 
     def figures(self, model: nn.Module, name: str) -> Figures:
-        """Return perplexity and scores of a model."""
-        perplexity = self.perplexity(model, f"perplexity of {name}")
-        return Figures(perplexity, self.scores(model, f"tasks of {name}"))
+        """Return losses and scores of a model."""
+        losses = self.losses(model, f"perplexity of {name}")
+        return Figures(losses, self.scores(model, f"tasks of {name}"))
 
 
 @contextmanager
@@ -139,7 +159,7 @@ def _cache_windows(request: Request, described: dict[str, Any], tokenizer: Any) 
 
 
 def question_limit(wanted: int | None) -> int | None:
-    """Return the maximum number of questions per task; None for all (-1 on the command line)."""
+    """Return the maximum number of questions per task; None for all (0 or -1 as a flag)."""
     return wanted if wanted is not None and wanted > 0 else None
 
 

@@ -36,7 +36,7 @@ def find_model(given: Path, flag: str, revision: str | None = None) -> Path:
         )
     if (file := find_gguf(given, flag)) is not None:
         return file
-    if given.is_dir() or not HUB_NAME.fullmatch(given.as_posix()):
+    if not is_hub_name(given):
         return given
     from huggingface_hub import snapshot_download
 
@@ -53,6 +53,11 @@ def find_model(given: Path, flag: str, revision: str | None = None) -> Path:
             f"Hugging Face Hub ({first}). Give the directory of a model.",
         ) from None
     return Path(directory)
+
+
+def is_hub_name(given: Path) -> bool:
+    """Whether a path is no directory or file but can be a name on the Hub."""
+    return not given.exists() and HUB_NAME.fullmatch(given.as_posix()) is not None
 
 
 def find_gguf(given: Path, flag: str) -> Path | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,6 +140,13 @@ def describe_source(directory: Path, described: dict[str, Any], flag: str) -> st
     return ", ".join(filter(None, weights)) or "weights in float"
 
 
+def load_libraries() -> None:
+    """Import PyTorch and Transformers as a step of its own, which takes seconds once."""
+    if "transformers.modeling_utils" not in sys.modules:
+        with stage("loading PyTorch and Transformers", spinner=True):
+            import transformers.modeling_utils  # noqa: F401 - which imports the slow parts
+
+
 def check_model(directory: Path, trust_remote_code: bool = False, digests: bool = False) -> None:
     """Check the headers of a model against its configuration, before any other work.
 
@@ -151,6 +159,7 @@ def check_model(directory: Path, trust_remote_code: bool = False, digests: bool 
         FileNotFoundError: A file is missing.
         ValueError: A file has changed, or tensors do not fit the model.
     """
+    load_libraries()
     from quark.torch.export.recognition import check_checkpoint
 
     _quiet_transformers()

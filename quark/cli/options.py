@@ -35,8 +35,8 @@ def one_of(
     flag: str,
     names: Callable[[], Iterable[str]],
     elsewhere: Mapping[str, Iterable[str]] | None = None,
-) -> Callable[[str], str]:
-    """Return a parser for typer of a flag whose value is a name in a table.
+) -> dict[str, Any]:
+    """Return settings for typer of a flag whose value is a name in a table: parser, completion.
 
     Args:
         flag: The flag, for messages.
@@ -56,7 +56,23 @@ def one_of(
             raise wrong(flag, message)
         return known[_plain(value)]
 
-    return parse
+    return {"parser": parse, "autocompletion": complete(names)}
+
+
+def complete(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """Return a completion for typer of values that are names, one or several with commas.
+
+    ``awq,gp`` is completed to ``awq,gptq``.
+
+    Args:
+        names: Function that returns the names.
+    """
+
+    def completion(incomplete: str) -> list[str]:
+        before, comma, last = incomplete.rpartition(",")
+        return [before + comma + name for name in names() if name.startswith(last)]
+
+    return completion
 
 
 def _plain(name: str) -> str:

@@ -68,3 +68,15 @@ def check_file(flag: str, path: Path, overwrite: bool) -> None:
         check_new_file(path, overwrite)
     except OSError as error:
         raise wrong(flag, str(error)) from None
+
+
+def check_page(output: Path, overwrite: bool) -> None:
+    """Check that a page and, beside it, its numbers can be written.
+
+    Raises:
+        typer.BadParameter: A file exists, or the directory does not.
+    """
+    if output.suffix == ".json":
+        raise wrong("--output", f"{output} would hold the numbers. Name an .html file.")
+    for path in (output, output.with_suffix(".json")):
+        check_file("--output", path, overwrite)

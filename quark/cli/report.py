@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.markup import escape
@@ -26,11 +26,14 @@ from quark.cli.options import (
     counted_windows,
     panel,
 )
-from quark.cli.outputs import check_file
+from quark.cli.outputs import check_page
+from quark.cli.prompts import NEW_TOKENS, NewTokens, PromptText, check_prompt, read_prompt
 
 if TYPE_CHECKING:
     import torch
 
+    from quark.torch.pipeline.statistics import Statistics
+    from quark.torch.report.continuation import Prompt
     from quark.torch.report.unseen_inputs import Decode
 
 HELP = """
@@ -63,7 +66,7 @@ Dataset = Annotated[
         "directory, wikitext, pileval, cnn_dailymail, or another dataset of the Hub.",
     ),
 ]
-Statistics = Annotated[
+StatisticsFlag = Annotated[
     Path | None,
     _text(
         "--statistics",
@@ -95,7 +98,9 @@ def report(
     seq_len: SeqLen = None,
     limit: Limit = EVAL_WINDOWS,
     batch_size: BatchSize = 8,
-    statistics: Statistics = None,
+    statistics: StatisticsFlag = None,
+    prompt: PromptText = None,
+    new_tokens: NewTokens = NEW_TOKENS,
     output: Output = Path("report.html"),
     overwrite: Overwrite = False,
     device: DeviceFlag = "auto",
@@ -106,45 +111,99 @@ def report(
 ) -> None:
     """Measure a checkpoint, and write the page or print the numbers."""
     if not as_json:
-        _check_output(output, overwrite)
+        check_page(output, overwrite)
+    check_prompt(prompt)
+    models.check_text(dataset, "--dataset")
+    if prompt is not None and dataset is None:
+        raise console.wrong("--prompt", "models run with --dataset only. Give a text, too.")
     if statistics is not None and (original is None or dataset is None):
         raise console.wrong("--statistics", "it needs --original and --dataset: give both.")
     collected = None if statistics is None else read_statistics(statistics, "--statistics")
+    place: Any = {"device": accelerators.pick_device(device)}
+    place |= {"trust_remote_code": trust_remote_code, "max_memory": max_memory}
+    directory, original = _find_models(directory, original)
+    models.check_model(directory, trust_remote_code, check_digests)
+    if original is not None:
+        models.check_model(original, trust_remote_code)
+    work = Measurement(source=directory, length=seq_len or SEQ_LEN, keeps_codes=True, **place)
+    if dataset is not None:
+        work = replace(work, evaluated=counted_windows(limit), evaluated_batch=batch_size)
+        work = replace(work, compares=original is not None, samples_inputs=True)
+    _check_memory(replace(work, measures_layers=True), original)
+    text = _Text(None, None, None)
+    if dataset is not None:
+        source, flag = (directory, "DIR") if original is None else (original, "--original")
+        length = models.window_length(models.read_config(source, flag), seq_len, SEQ_LEN)
+        with console.stage("reading text"):
+            tokenizer = models.load_tokenizer(source, flag, trust_remote_code)
+            windows = models.text_windows(dataset, "--dataset", tokenizer, length, limit, True)
+            asked = read_prompt(prompt, new_tokens, tokenizer, windows)
+        text = _Text(windows, tokenizer.decode, asked)
+    numbers = _measure(directory, original, dataset or "", text, collected, batch_size, place)
+    if as_json:
+        console.as_json(numbers)
+    else:
+        _write(numbers, output)
+        _print_summary(numbers, output)
+
+
+class _Text(NamedTuple):
+    """What the models run on; all None without a text.
+
+    Attributes:
+        windows: Token identifiers, (windows, length).
+        decode: Returns the text of tokens.
+        prompt: Text that the models continue; None for none.
+    """
+
+    windows: torch.Tensor | None
+    decode: Decode | None
+    prompt: Prompt | None
+
+
+def _measure(
+    directory: Path,
+    original: Path | None,
+    source: str,
+    text: _Text,
+    statistics: Statistics | None,
+    batch_size: int,
+    place: dict[str, Any],
+) -> dict[str, Any]:
+    """Return the numbers of a report."""
+    from quark.torch.report.measurement import measure
+    from quark.torch.report.unseen_inputs import CalibrationText
+
+    calibration = None
+    if statistics is not None:
+        calibration = CalibrationText(statistics, text.decode)
+    with console.stage("measuring layers"):
+        report = measure(
+            directory,
+            original,
+            text.windows,
+            source,
+            batch_size,
+            calibration=calibration,
+            prompt=text.prompt,
+            **place,
+        )
+    return report.to_dict()
+
+
+def _find_models(directory: Path, original: Path | None) -> tuple[Path, Path | None]:
+    """Return where both models are; models on the Hub are downloaded.
+
+    Raises:
+        typer.BadParameter: One of them is nowhere.
+    """
     directory = find_model(directory, "DIR")
     if not directory.exists():
         raise console.wrong("DIR", f"there is no {directory}. Give a checkpoint's directory.")
     if original is not None:
         original = find_model(original, "--original")
         models.read_config(original, "--original")
-    target = accelerators.pick_device(device)
-    models.check_model(directory, trust_remote_code, check_digests)
-    if original is not None:
-        models.check_model(original, trust_remote_code)
-    place: Any = {"device": target, "trust_remote_code": trust_remote_code}
-    place["max_memory"] = max_memory
-    work = Measurement(source=directory, length=seq_len or SEQ_LEN, keeps_codes=True, **place)
-    if dataset is not None:
-        work = replace(work, evaluated=counted_windows(limit), evaluated_batch=batch_size)
-        work = replace(work, compares=original is not None, samples_inputs=True)
-    _check_memory(replace(work, measures_layers=True), original)
-    windows = decode = None
-    if dataset is not None:
-        source, flag = (directory, "DIR") if original is None else (original, "--original")
-        windows, decode = _read_windows(source, flag, dataset, seq_len, limit, trust_remote_code)
-    from quark.torch.report.measurement import measure
-    from quark.torch.report.unseen_inputs import CalibrationText
-
-    if collected is not None:
-        place["calibration"] = CalibrationText(collected, decode)
-
-    with console.stage("measuring layers"):
-        found = measure(directory, original, windows, dataset or "", batch_size, **place)
-    numbers = found.to_dict()
-    if as_json:
-        console.as_json(numbers)
-        return
-    _write(numbers, output)
-    _print_summary(numbers, output)
+    return directory, original
 
 
 def _check_memory(measurement: Measurement, original: Path | None) -> None:
@@ -152,38 +211,6 @@ def _check_memory(measurement: Measurement, original: Path | None) -> None:
     check_measurement(measurement)
     if original is not None and measurement.evaluated:
         check_measurement(replace(measurement, source=original, keeps_codes=False))
-
-
-def _check_output(output: Path, overwrite: bool) -> None:
-    """Check that the page can be made and written.
-
-    Raises:
-        ImportError: A package is missing.
-        typer.BadParameter: A file exists, or the directory does not.
-    """
-    from quark.torch.report.page import check_installed
-
-    if output.suffix == ".json":
-        raise console.wrong("--output", f"{output} would hold the numbers. Name an .html file.")
-    for path in (output, output.with_suffix(".json")):
-        check_file("--output", path, overwrite)
-    check_installed()
-
-
-def _read_windows(
-    source: Path,
-    flag: str,
-    dataset: str,
-    seq_len: int | None,
-    limit: int,
-    trust_remote_code: bool,
-) -> tuple[torch.Tensor, Decode]:
-    """Return windows of tokens, and what decodes them; both as the files in ``source`` say."""
-    length = models.window_length(models.read_config(source, flag), seq_len, SEQ_LEN)
-    with console.stage("reading text"):
-        tokenizer = models.load_tokenizer(source, flag, trust_remote_code)
-        windows = models.text_windows(dataset, "--dataset", tokenizer, length, limit, True)
-    return windows, tokenizer.decode
 
 
 def _write(numbers: dict[str, Any], output: Path) -> None:
@@ -196,7 +223,7 @@ def _write(numbers: dict[str, Any], output: Path) -> None:
 
 
 def _print_summary(numbers: dict[str, Any], output: Path) -> None:
-    """Print the summary and the worst layers."""
+    """Print the summary, the worst layers, advice and continuations."""
     console.out.print()
     for sentence in numbers["verdict"]:
         console.say(sentence)
@@ -204,12 +231,24 @@ def _print_summary(numbers: dict[str, Any], output: Path) -> None:
         table = console.table("Worst layers")
         table.add_column("layer", overflow="fold")
         table.add_column(numbers["worst"][0]["measure"], justify="right", no_wrap=True)
-        table.add_column("first suggestion", overflow="fold")
         for row in numbers["worst"]:
             is_ratio = row["measure"] == "outliers"
             value = f"{row['value']:.1f} × rms" if is_ratio else f"{row['value']:.2%}"
-            table.add_row(escape(row["name"]), value, escape(row["tries"][0]))
+            table.add_row(escape(row["name"]), value)
         console.out.print(table)
+    _print_advice(numbers)
+    if numbers["continuations"]:
+        console.say(f"Continuations of: {escape(numbers['prompt'])}\n")
+        written = numbers["continuations"].items()
+        rows = {name: escape(" ".join(row["text"].split())) for name, row in written}
+        console.out.print(console.facts(rows), "", sep="\n")
     file = escape(str(output.with_suffix(".json")))
     console.say(f"Page: {escape(str(output))}   Numbers: {file}")
+    console.out.print()
+
+
+def _print_advice(numbers: dict[str, Any]) -> None:
+    for number, remedy in enumerate(numbers["advice"], 1):
+        console.say(f"{number}. {escape(remedy['text'])}")
+        console.show_code(remedy["flags"])
     console.out.print()

@@ -50,6 +50,12 @@ COMMON = (
 ShowAll = Annotated[bool, typer.Option("--all", rich_help_panel="Other", help="List every scheme.")]
 
 
+def listed_schemes(flag: str) -> list[str]:
+    """Return the names of the schemes of a flag: ``quant_scheme`` or ``kv_cache_dtype``."""
+    table: dict[str, list[dict[str, Any]]] = json.loads(TABLE.read_text(encoding="utf-8"))
+    return [row["name"] for row in table[flag]]
+
+
 def register(app: typer.Typer) -> None:
     """Add the verb to the command line."""
     add_verb(app, "schemes", schemes, HELP)

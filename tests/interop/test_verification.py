@@ -4,7 +4,9 @@ import pytest
 
 from quark.torch import ModelExporter
 from quark.torch.export import convert
-from tests.configurations import config, half_groups
+from quark.torch.export.containers.safetensors import Safetensors
+from quark.torch.quantization.config.algo import OnlineRotationConfig, RotationConfig
+from tests.configurations import config, half_groups, preset
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2}
 CT = "compressed-tensors"
@@ -52,3 +54,17 @@ def test_what_the_software_cannot_load_is_read_here_and_said(build, quantize, tm
     )
     assert exporter.verdict.reader == "this package" and exporter.verdict.difference == 0
     assert "Transformers does not open it" in exporter.verdict.note
+
+
+@pytest.mark.client("compressed_tensors")
+def test_rotations_of_inputs(build, quantize, tmp_path):
+    """Transformers leaves them out; they are added by compressed-tensors before the comparison."""
+    online = OnlineRotationConfig(online_rotation_layers=["*_proj"])
+    rotations = RotationConfig(r2=True, rotation_size=32, online_config=online)
+    exporter = ModelExporter(None, tmp_path / "out", verify=True)
+    model = quantize(build(), preset("int4_wo_32", rotations))
+    exporter.export_safetensors_model(model, custom_mode=CT)
+    verdict = exporter.verdict
+    assert "compressed-tensors" in verdict.reader and not verdict.note
+    assert verdict.difference < 1e-3 * verdict.spread
+    assert "quark" in Safetensors().load_code(tmp_path / "out")

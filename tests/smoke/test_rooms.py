@@ -45,6 +45,7 @@ def test_every_verb(quark, model_dir, text, tmp_path, monkeypatch):
         "evaluate": (out, "--original", model_dir, "--dataset", text, "--limit", 2),
         "compare": (model_dir, out, "--dataset", text, "--limit", 2, "--new_tokens", 2),
         "report": (out, "--original", model_dir, "--output", tmp_path / "report.html"),
+        "conform": ("--quick", "--oracle", "torch"),
         "demo": ("--schemes", "int8_wo"),
     }
     assert set(typer.main.get_command(app).commands) == set(calls)

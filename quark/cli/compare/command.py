@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -34,10 +34,8 @@ from quark.cli.options import (
     panel,
     verb,
 )
-from quark.cli.outputs import check_file
-
-if TYPE_CHECKING:
-    import torch
+from quark.cli.outputs import check_page
+from quark.cli.prompts import NEW_TOKENS, NewTokens, PromptText, check_prompt, read_prompt
 
 HELP = """
 Compare models: size, perplexity, divergence, answers and speed, side by side.
@@ -60,11 +58,9 @@ the perplexity are paired, so that small ones can be told from chance.
       --prompt "Why is the sky blue?" --new_tokens 64[/cyan]
 """
 
-PROMPT_TOKENS = 24  # of the evaluation text, if there is no prompt
-NEW_TOKENS = 32
+SPEED_TOKENS = 32
 
-_text, _output, _model = panel("Text"), panel("Output"), panel("Model")
-_answers = panel("Continuation")
+_text, _output, _speed = panel("Text"), panel("Output"), panel("Speed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,14 +94,15 @@ class CompareRequest:
         int, _text(metavar="N", min=0, help="Maximum number of windows (0 = all).")
     ] = EVAL_WINDOWS
     batch_size: Annotated[int, _text(metavar="N", min=1, help="Windows per batch.")] = 8
-    prompt: Annotated[
-        str | None,
-        _answers(metavar="TEXT", help="Text to continue (default: from the evaluation text)."),
-    ] = None
-    new_tokens: Annotated[
-        int,
-        _answers(metavar="N", min=0, help="Maximum length of a continuation (0 = none)."),
-    ] = NEW_TOKENS
+    prompt: PromptText = None
+    new_tokens: NewTokens = NEW_TOKENS
+    speed: Annotated[
+        bool,
+        _speed(
+            help="Measure the speed and the memory of each model too, in a process of its own: "
+            f"a window as prompt, then {SPEED_TOKENS} tokens, several times.",
+        ),
+    ] = False
     tasks: Tasks = None
     include_path: IncludePath = None
     num_fewshot: NumFewshot = None
@@ -180,8 +177,14 @@ def _compare_models(request: CompareRequest) -> None:
             batch_size=1 if streams else request.batch_size,
             kept=results_limit(streams, request.max_memory, device),
             tokenizer=tokenizer,
-            prompt=_prompt_tokens(request, tokenizer, windows),
-            new_tokens=request.new_tokens,
+            prompt=read_prompt(
+                request.prompt,
+                request.new_tokens,
+                tokenizer,
+                windows,
+                request.apply_chat_template,
+            ),
+            speed_tokens=SPEED_TOKENS if request.speed else 0,
             tasks=tasks,
             layers=request.layers,
             trust_remote_code=request.trust_remote_code,
@@ -202,24 +205,19 @@ def _check_flags(request: CompareRequest, directories: list[Path]) -> None:
 
     Raises:
         typer.BadParameter: Flags contradict each other, or a file cannot be written.
-        ImportError: What pages are made with is missing.
     """
     same = [path for path in request.others if directories.count(path) > 1]
     if same:
         raise console.wrong("MODEL", f"{same[0]} is given twice. Give each model once.")
     models.check_runtime(request.runtime, request.max_memory)
-    if request.prompt is not None and not request.prompt.strip():
-        raise console.wrong("--prompt", "it is empty. Leave it out, or give a text to continue.")
+    if request.speed and request.max_memory is not None:
+        raise console.wrong(
+            "--speed", "a model that is read in parts has the speed of the disk. Leave it out."
+        )
+    check_prompt(request.prompt)
+    models.check_text(request.dataset, "--dataset")
     if request.output is not None:
-        from quark.torch.report.page import check_installed
-
-        if request.output.suffix == ".json":
-            raise console.wrong(
-                "--output", f"{request.output} would hold the numbers. Name an .html file."
-            )
-        for path in (request.output, request.output.with_suffix(".json")):
-            check_file("--output", path, request.overwrite)
-        check_installed()
+        check_page(request.output, request.overwrite)
 
 
 def _check_vocabulary(described: dict[str, Any], other: dict[str, Any], directory: Path) -> None:
@@ -268,29 +266,6 @@ def _is_streamed(request: CompareRequest, directories: list[Path], device: str) 
 
     sizes = [models.weight_bytes(directory) for directory in directories]
     return request.max_memory is not None or exceeds_memory(max(sizes), device)
-
-
-def _prompt_tokens(
-    request: CompareRequest, tokenizer: Any, windows: torch.Tensor
-) -> torch.Tensor | None:
-    """Return the tokens to continue, (1, length); None if no continuation is wanted."""
-    import torch
-
-    if not request.new_tokens:
-        return None
-    if request.prompt is None:
-        return windows[:1, :PROMPT_TOKENS]
-    if request.apply_chat_template:
-        messages = [{"role": "user", "content": request.prompt}]
-        try:
-            tokens = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=True
-            )["input_ids"]
-        except ValueError as error:
-            raise console.wrong("--apply_chat_template", str(error)) from None
-    else:
-        tokens = tokenizer(request.prompt)["input_ids"]
-    return torch.tensor([tokens])
 
 
 def _write(output: Path, numbers: dict[str, Any]) -> None:

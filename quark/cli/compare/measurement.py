@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quark.cli import console, models
+from quark.cli.compare.speed import measure_in_process
 from quark.cli.metrics import Measures
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from quark.torch.evaluation.predictions import Predictions, Reference
     from quark.torch.evaluation.tasks import Tasks
     from quark.torch.report.comparison import ComparedModel, Comparison
+    from quark.torch.report.continuation import Prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +34,8 @@ class Plan:
         batch_size: Windows that run together.
         kept: Bytes of the predictions of the first model that memory holds.
         tokenizer: Tokenizer of all models.
-        prompt: Tokens to continue, (1, length), or None.
-        new_tokens: Largest length of a continuation.
+        prompt: Text to continue, or None.
+        speed_tokens: Tokens that each model writes to measure its speed, 0 for no measurement.
         tasks: Tasks of lm-evaluation-harness, or None.
         layers: Whether the weights of each layer are compared.
         trust_remote_code: Whether Python code of a model may run.
@@ -46,20 +48,12 @@ class Plan:
     batch_size: int
     kept: int
     tokenizer: Any
-    prompt: torch.Tensor | None
-    new_tokens: int
+    prompt: Prompt | None
+    speed_tokens: int
     tasks: Tasks | None
     layers: bool
     trust_remote_code: bool
     max_memory: int | None
-
-    @property
-    def prompt_text(self) -> str:
-        """The text to continue, "" for none."""
-        if self.prompt is None:
-            return ""
-        text: str = self.tokenizer.decode(self.prompt[0], skip_special_tokens=True)
-        return text
 
 
 def measure_models(directories: dict[str, Path], plan: Plan) -> Comparison:
@@ -72,7 +66,7 @@ def measure_models(directories: dict[str, Path], plan: Plan) -> Comparison:
     from quark.torch.evaluation.predictions import Reference
     from quark.torch.pipeline.activation_store import ActivationStore
     from quark.torch.report.comparison import Comparison
-    from quark.torch.report.measurement import Text
+    from quark.torch.report.contents import Text
 
     with ActivationStore(plan.kept) as store:
         reference = Reference(store)
@@ -80,7 +74,11 @@ def measure_models(directories: dict[str, Path], plan: Plan) -> Comparison:
         measured = [
             _measure(name, path, original, plan, reference) for name, path in directories.items()
         ]
-    return Comparison(Text(plan.source, *plan.windows.shape), plan.prompt_text, measured)
+    return Comparison(
+        Text(plan.source, *plan.windows.shape),
+        "" if plan.prompt is None else plan.prompt.text,
+        measured,
+    )
 
 
 def _measure(
@@ -88,7 +86,7 @@ def _measure(
 ) -> ComparedModel:
     from quark.torch.export.recognition import read_contents, recognize_container
     from quark.torch.pipeline.allocator import return_free_memory
-    from quark.torch.report.comparison import ComparedModel, continue_text, weight_errors
+    from quark.torch.report.comparison import ComparedModel, weight_errors
 
     is_original, name = directory == original, Path(label).name
     with console.stage(f"loading {name}", spinner=True):
@@ -100,7 +98,7 @@ def _measure(
     continuation = None
     if plan.prompt is not None:
         with console.stage(f"continuation of {name}", spinner=True):
-            continuation = continue_text(model, plan.tokenizer, plan.prompt, plan.new_tokens)
+            continuation = plan.prompt.answer(model)
     measures = Measures(
         plan.windows, plan.tokenizer, tasks=plan.tasks, task_batch=str(plan.batch_size)
     )
@@ -108,6 +106,11 @@ def _measure(
     del model
     gc.collect()  # modules and what loads their parameters refer to each other
     return_free_memory()
+    speed = None
+    if plan.speed_tokens:
+        with console.stage(f"speed of {name}", spinner=True):
+            tokens = plan.windows[0].tolist()
+            speed = measure_in_process(plan.load, directory, tokens, plan.speed_tokens)
     errors: dict[str, float | None] = {}
     if plan.layers and not is_original and recognize_container(directory).is_quantized(directory):
         with console.stage(f"weights of {name}"):
@@ -123,6 +126,7 @@ def _measure(
         seconds=seconds,
         routers={} if is_original else reference.agreement,
         continuation=continuation,
+        speed=speed,
         tasks={
             task: {metric: (score.value, score.error) for metric, score in metrics.items()}
             for task, metrics in scores.items()

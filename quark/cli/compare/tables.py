@@ -29,6 +29,8 @@ def print_comparison(comparison: Comparison, output: Path | None) -> None:
         "of a nat per token. ± is the standard error.\n",
         style="dim",
     )
+    if rows[0].speed is not None:
+        console.out.print(_speed_table(rows), "", sep="\n")
     if rows[0].tasks:
         show_scores(
             {
@@ -70,12 +72,33 @@ def _figure_table(rows: list[ComparedModel]) -> Table:
             f"{found.perplexity:.2f}",
             "" if found.change is None else _with_error(found.change, found.change_error, "+.2%"),
             "" if found.kl is None else _with_error(NATS * found.kl, _times(found.kl_error), ".1f"),
-            "" if found.agreement is None else f"{found.agreement:.1%}",
+            ""
+            if found.agreement is None
+            else _with_error(found.agreement, found.agreement_error, ".1%"),
         ]
         if speaks:
             spoken = row.continuation
             cells.append("" if spoken is None else f"{spoken.tokens_per_second:.1f}")
         table.add_row(escape(row.directory), *cells)
+    return table
+
+
+def _speed_table(rows: list[ComparedModel]) -> Table:
+    table = console.table("Speed and memory on this machine, one sequence")
+    table.add_column("model", overflow="fold")
+    has_device = any(row.speed and row.speed.device_memory is not None for row in rows)
+    for column in ["prompt tokens/s", "new tokens/s", "memory", *["GPU memory"] * has_device]:
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        speed = row.speed
+        assert speed is not None
+        sizes = [speed.memory, *[speed.device_memory] * has_device]
+        table.add_row(
+            escape(row.directory),
+            _with_error(speed.prompt, speed.prompt_error, ".1f"),
+            _with_error(speed.new, speed.new_error, ".1f"),
+            *("–" if size is None else console.format_bytes(size) for size in sizes),
+        )
     return table
 
 

@@ -9,7 +9,9 @@ import typer
 from rich.markup import escape
 
 from quark.cli import console, models
+from quark.cli.hub import headers_of
 from quark.cli.inspect.structure import as_dict, find_structure, show
+from quark.cli.model_files import find_model, is_hub_name
 from quark.cli.options import Json, add_verb, in_words, panel
 from quark.torch.export.formats.registry import FORMATS
 
@@ -21,8 +23,9 @@ HELP = f"""
 Show how the layers of a checkpoint are quantized, and their size on disk.
 
 Only [cyan]config.json[/cyan] and the headers of tensor files are read, which takes about a second
-for a model of any size. The input is a float model, a checkpoint of Quark of any version, of
-another tool ({in_words([name for name in FORMATS if name != "quark"])}), or a GGUF file.
+for a model of any size, on the Hub too. The input is a float model, a checkpoint of Quark of any
+version or of another tool ({in_words([name for name in FORMATS if name != "quark"])}), or a
+GGUF file.
 
 Bits per weight include everything that is stored for the weights of quantized layers: codes, scales
 and zero points.
@@ -42,7 +45,8 @@ and zero points.
 
 _show = panel("Contents")
 Directory = Annotated[
-    Path, typer.Argument(metavar="DIR", help="Directory of the checkpoint, or a GGUF file.")
+    Path,
+    typer.Argument(metavar="DIR", help="Directory of the checkpoint, a GGUF file, or OWNER/NAME."),
 ]
 Structure = Annotated[
     bool,
@@ -77,13 +81,17 @@ def inspect(
 ) -> None:
     """Print the summary of a checkpoint, the structure of a model, or the state of its files."""
     if check:
-        _check(directory, as_json)
+        _check(find_model(directory, "DIR"), as_json)
         return
     if structure:
-        found = find_structure(directory)
+        found = find_structure(find_model(directory, "DIR"))
         console.as_json(as_dict(found)) if as_json else show(found)
         return
-    contents = _read(directory)
+    if is_hub_name(directory):
+        with headers_of(directory.as_posix(), "DIR") as headers:
+            contents = _read(headers)
+    else:
+        contents = _read(directory)
     summary, note = contents.summary, contents.note
     if as_json:
         facts = {"directory": str(directory), "model_type": contents.model_type}

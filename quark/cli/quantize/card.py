@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quark import __version__
 from quark.cli import console, models
 from quark.cli.quantize.request import Request
 from quark.cli.quantize.tables import Outcome
+
+if TYPE_CHECKING:
+    from quark.torch.evaluation.predictions import Predictions
 
 CARD = "README.md"
 _PLACE = "path/to/this/directory"
@@ -27,21 +30,18 @@ class CardFacts:
         rows: Scheme, algorithms and layers in float, in words, by title.
         calibration: Calibration data in words, or why none was needed.
         digest: Digest of the calibration data; "" without.
-        before: Perplexity of the original, or None.
-        after: Perplexity of the quantized model, or None.
+        predictions: Perplexity of the quantized model and of the original, or None.
     """
 
     request: Request
     rows: Mapping[str, str]
     calibration: str
     digest: str = ""
-    before: float | None = None
-    after: float | None = None
+    predictions: Predictions | None = None
 
     def add(self, outcome: Outcome) -> None:
         """Add the figures of a finished run."""
-        self.before = outcome.before
-        self.after = None if outcome.after is None else outcome.after.perplexity
+        self.predictions = outcome.predictions
 
     def write(self, directory: Path) -> None:
         """Write the card of a checkpoint into its directory.
@@ -96,11 +96,10 @@ class CardFacts:
         return "".join(f"| {k} | {_cell(v)} |\n" for k, v in rows.items() if v)
 
     def _perplexity(self) -> str:
-        if self.after is None:
+        if self.predictions is None:
             return ""
         text = place_name(self.request.eval_data) or models.EVALUATION
-        before = "" if self.before is None else f"{self.before:.2f} → "
-        return f"{before}{self.after:.2f} on {text}"
+        return f"{console.format_perplexity(self.predictions)} on {text}"
 
 
 def original_name(path: Path) -> str:

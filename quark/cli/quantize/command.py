@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import typer
 
+from quark.cli.hub import upload
 from quark.cli.options import ManyValues, add_verb, verb
-from quark.cli.process_group import process_group
+from quark.cli.process_group import process_group, rank
 from quark.cli.quantize.request import Request
 
 HELP = """
@@ -68,3 +69,5 @@ def _quantize(request: Request) -> None:
 
     with process_group(request.device):
         run(request)
+        if request.push_to_hub is not None and not request.plan and rank() == 0:
+            upload(request.output_dir, request.push_to_hub, request.private)

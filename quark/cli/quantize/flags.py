@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -24,10 +25,12 @@ from quark.cli.options import (
     PlanOnly,
     Tasks,
     TrustRemoteCode,
+    complete,
     in_words,
     one_of,
     panel,
 )
+from quark.cli.schemes import listed_schemes
 from quark.torch.algorithm.registry import ALGORITHMS
 from quark.torch.export.containers.registry import CONTAINERS, SAFETENSORS
 from quark.torch.export.formats.registry import FORMATS
@@ -73,7 +76,7 @@ class ModelFlags:
         str | None,
         _model(
             metavar="NAME",
-            parser=one_of("--quant_flow", QUANT_FLOWS.__iter__),
+            **one_of("--quant_flow", QUANT_FLOWS.__iter__),
             help="standard loads the model; file2file reads and writes its tensors one by one "
             "(the default where weights alone decide, with --skip_evaluation).",
         ),
@@ -89,12 +92,17 @@ class SchemeFlags:
 
     quant_scheme: Annotated[
         str | None,
-        _scheme(metavar="NAME", help="Scheme of all layers ('quark schemes' lists them)."),
+        _scheme(
+            metavar="NAME",
+            autocompletion=complete(partial(listed_schemes, "quant_scheme")),
+            help="Scheme of all layers ('quark schemes' lists them).",
+        ),
     ] = None
     recipe: Annotated[
         str | None,
         _scheme(
             metavar="NAME",
+            autocompletion=complete(RECIPES.keys),
             help="Recipe instead of a scheme: a scheme with its best algorithms "
             f"({', '.join(RECIPES)}; 'quark recipes' describes them).",
         ),
@@ -136,6 +144,7 @@ class SchemeFlags:
         str | None,
         _scheme(
             metavar="NAME",
+            autocompletion=complete(partial(listed_schemes, "kv_cache_dtype")),
             help="Scheme of the key-value cache, such as fp8 ('quark schemes' lists them). "
             "Default: the cache stays in float. Alias: --kv_cache_quant_scheme.",
         ),
@@ -194,6 +203,7 @@ class AlgorithmFlags:
         list[str] | None,
         _algorithm(
             metavar="NAME,…",
+            autocompletion=complete(ALGORITHMS.keys),
             help=f"Algorithms to apply, in order: {', '.join(ALGORITHMS)}.",
         ),
     ] = None
@@ -265,7 +275,7 @@ class OutputFlags:
         list[str],
         _output(
             metavar="FORMAT",
-            parser=one_of("--model_export", CONTAINERS.keys, {"--custom_mode": FORMATS}),
+            **one_of("--model_export", CONTAINERS.keys, {"--custom_mode": FORMATS}),
             help=f"Kind of files: {in_words(CONTAINERS)}; hf_format is safetensors, quark_format "
             "the native format. Repeatable.",
         ),
@@ -274,7 +284,7 @@ class OutputFlags:
         str,
         _output(
             metavar="NAME",
-            parser=one_of("--custom_mode", FORMATS.keys, {"--model_export": CONTAINERS}),
+            **one_of("--custom_mode", FORMATS.keys, {"--model_export": CONTAINERS}),
             help=f"Tool whose layout is written: {in_words(FORMATS)}.",
         ),
     ] = "quark"
@@ -282,7 +292,7 @@ class OutputFlags:
         str,
         _output(
             metavar="FORMAT",
-            parser=one_of("--export_weight_format", WEIGHT_FORMATS.__iter__),
+            **one_of("--export_weight_format", WEIGHT_FORMATS.__iter__),
             help=f"{in_words(WEIGHT_FORMATS)}: packed codes, or dequantized floats.",
         ),
     ] = WEIGHT_FORMATS[0]
@@ -290,7 +300,7 @@ class OutputFlags:
         str,
         _output(
             metavar="ORDER",
-            parser=one_of("--pack_method", PACK_METHODS.__iter__),
+            **one_of("--pack_method", PACK_METHODS.__iter__),
             help=f"Order of 4-bit codes in a 32-bit word: {in_words(PACK_METHODS)} (reorder "
             "interleaves them).",
         ),
@@ -316,6 +326,11 @@ class OutputFlags:
         ),
     ] = False
     overwrite: Annotated[bool, _output(help="Replace the output directory after success.")] = False
+    push_to_hub: Annotated[
+        str | None,
+        _output(metavar="NAME", help="Upload the result to this repository of the Hub."),
+    ] = None
+    private: Annotated[bool, _output(help="Create that repository as a private one.")] = False
     restart: Annotated[bool, _output(help="Throw away what an interrupted run has done.")] = False
 
 
@@ -338,7 +353,7 @@ class EvaluationFlags:
             metavar="N",
             min=-1,
             help=f"Maximum number of windows (default {EVAL_WINDOWS}) and of questions per task "
-            "(default all); -1 = all.",
+            "(default all); 0 = all.",
         ),
     ] = None
     eval_seq_len: Annotated[

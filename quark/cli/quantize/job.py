@@ -224,7 +224,8 @@ def _evaluate_unchanged(request: Request, described: dict[str, Any]) -> None:
     figures = None if measures is None else measures.figures(model, "the model")
     write(request, model, tokenizer, str(described.get("model_type", "model")))
     if figures is not None:
-        console.out.print("", console.facts({"perplexity": f"{figures.perplexity:.2f}"}))
+        words = console.format_perplexity(figures.predictions)
+        console.out.print("", console.facts({"perplexity": words}))
     _report_figures(request, figures)
     if request.json:
         console.as_json({} if figures is None else figures.to_dict())
@@ -348,7 +349,7 @@ def _quantize_and_evaluate(
         _check_shared_inputs(model)
     outcome = Outcome()
     if measures is not None:
-        outcome.before = measures.perplexity(model, "perplexity of the original")
+        outcome.before = measures.losses(model, "perplexity of the original")
     batches = None if calibration is None else complete_batches(model, calibration)
     start = time.monotonic()
     with console.stage("quantizing"):

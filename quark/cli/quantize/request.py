@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from quark.cli.console import wrong
+from quark.cli.hub import check_upload
 from quark.cli.model_files import GRAPH_SUFFIX, PYTHON_ENTRY
 from quark.cli.models import read_config
 from quark.cli.outputs import check_directory, check_offload_directory
@@ -178,7 +179,7 @@ def _check_target(flag: str, given: Path, sources: list[Path], overwrite: bool) 
 
 
 def check_flags(request: Request) -> None:
-    """Check that flags do not contradict each other.
+    """Check that flags do not contradict each other, and that the result can be uploaded.
 
     Raises:
         typer.BadParameter: Two flags contradict each other, or a value is wrong.
@@ -196,6 +197,12 @@ def check_flags(request: Request) -> None:
         _check_reload(request)
     _check_containers(request)
     _check_evaluation(request)
+    if request.push_to_hub is not None and not request.exports:
+        raise wrong("--push_to_hub", "this run writes no checkpoint. Leave it out.")
+    if request.private and request.push_to_hub is None:
+        raise wrong("--private", "needs --push_to_hub.")
+    if request.push_to_hub is not None and not request.plan:
+        check_upload(request.push_to_hub)
 
 
 def _check_flow(request: Request) -> None:
@@ -290,8 +297,6 @@ def _check_evaluation(request: Request) -> None:
     for name in ("include_path", "num_fewshot", "apply_chat_template"):
         if request.tasks is None and name in request.given:
             raise wrong(f"--{name}", "needs --tasks.")
-    if request.num_eval_data == 0:
-        raise wrong("--num_eval_data", "expected a positive number, or -1 for all.")
     if not re.fullmatch(r"auto(:[1-9]\d*)?|[1-9]\d*", request.eval_batch_size):
         raise wrong(
             "--eval_batch_size", f"expected N, auto or auto:N, not {request.eval_batch_size}."

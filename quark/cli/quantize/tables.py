@@ -23,9 +23,11 @@ from quark.cli.quantize.plan import RunPlan
 from quark.cli.quantize.request import Request
 
 if TYPE_CHECKING:
+    import torch
     from rich.table import Table
     from torch import nn
 
+    from quark.torch.evaluation.predictions import Predictions
     from quark.torch.export.expert_tokens import ExpertTokens
     from quark.torch.quantization.config.config import Config
     from quark.torch.quantization.model_shape import LayerKind
@@ -39,9 +41,16 @@ class Outcome:
     left: int = 0  # layers in float
     seconds: float = 0.0
     start: float = field(default_factory=time.monotonic)  # of the work after the plan
-    before: float | None = None
+    before: torch.Tensor | None = None  # losses of the original, (windows,)
     after: Figures | None = None
     experts: ExpertTokens | None = None
+
+    @property
+    def predictions(self) -> Predictions | None:
+        """Perplexity of the quantized model, beside the original where that was measured."""
+        if self.after is None or self.before is None:
+            return None if self.after is None else self.after.predictions
+        return self.after.against(self.before)
 
     def count_layers(self, model: Any) -> None:
         """Set the figures about the layers of a quantized model."""
@@ -224,12 +233,8 @@ def show_outcome(request: Request, outcome: Outcome, plan: RunPlan | None) -> No
         rows["tokens per expert"] = str(outcome.experts)
     if outcome.shared:
         rows["shared scales"] = f"{outcome.shared} groups of layers"
-    if outcome.before is not None and outcome.after is not None:
-        perplexity = outcome.after.perplexity
-        change = console.format_change(perplexity, outcome.before)
-        rows["perplexity"] = f"{outcome.before:.2f} → {perplexity:.2f} ({change})"
-    elif outcome.after is not None:
-        rows["perplexity"] = f"{outcome.after.perplexity:.2f}"
+    if outcome.predictions is not None:
+        rows["perplexity"] = console.format_perplexity(outcome.predictions)
     console.out.print("", console.facts(rows), sep="\n")
     if formats:
         console.out.print("\n  Load it:\n")
@@ -259,9 +264,13 @@ def _describe_outcome(request: Request, outcome: Outcome, plan: RunPlan | None) 
         "seconds": time.monotonic() - outcome.start,
         "peak_memory": peak_memory(),
         "plan": None if plan is None else plan.to_dict(),
-        "original_perplexity": outcome.before,
+        "original_perplexity": None,
     }
-    return data | ({} if outcome.after is None else outcome.after.to_dict())
+    if outcome.after is None or outcome.predictions is None:
+        return data
+    found = outcome.predictions
+    data |= {"original_perplexity": found.original, "change_error": found.change_error}
+    return data | outcome.after.to_dict()
 
 
 def _compare(request: Request, outcome: Outcome, plan: RunPlan) -> dict[str, str]:

@@ -159,7 +159,7 @@ class SearchRequest(DataFlags):
         ),
     ] = None
     num_eval_data: Annotated[
-        int, _evaluation(metavar="N", min=1, help="Maximum number of evaluation windows.")
+        int, _evaluation(metavar="N", min=0, help="Maximum number of windows (0 = all).")
     ] = EVAL_WINDOWS
     skip_evaluation: Annotated[bool, _evaluation(help="Measure nothing.")] = False
     as_json: Json = False

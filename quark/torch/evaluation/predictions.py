@@ -40,6 +40,7 @@ class Predictions:
         kl: Mean over positions of KL(original ‖ model), nats.
         kl_error: Standard error of ``kl``.
         agreement: Share of positions where the top-1 predictions agree.
+        agreement_error: Standard error of ``agreement``.
         positions: Number of positions that were compared.
     """
 
@@ -50,6 +51,7 @@ class Predictions:
     kl: float | None = None
     kl_error: float | None = None
     agreement: float | None = None
+    agreement_error: float | None = None
     positions: int = 0
 
     @property
@@ -112,7 +114,7 @@ class Reference:
             self._losses = window_losses(
                 model, windows, batch_size, title, receive=take, observe=observe
             )
-        self.predictions = _of_losses(self._losses)
+        self.predictions = describe_losses(self._losses)
 
     def compare(
         self,
@@ -129,19 +131,15 @@ class Reference:
         with choices.record(model):
             losses = window_losses(model, windows, batch_size, title, receive=take, observe=observe)
         self.agreement = self._choices.agreement(choices)
-        result = _of_losses(losses)
         if self.predictions is None:
-            return result
-        original = self.predictions.perplexity
-        error = standard_error(losses - self._losses)
+            return describe_losses(losses)
         kl = divergences.sums / divergences.counts
         return replace(
-            result,
-            original=original,
-            change_error=None if error is None else error * result.perplexity / original,
+            compare_losses(losses, self._losses),
             kl=float(kl.mean()),
             kl_error=standard_error(kl),
             agreement=float(divergences.same.sum() / divergences.counts.sum()),
+            agreement_error=standard_error(divergences.same / divergences.counts),
             positions=int(divergences.counts.sum()),
         )
 
@@ -149,9 +147,31 @@ class Reference:
         self._store[len(self._store)] = log_probs
 
 
-def _of_losses(losses: torch.Tensor) -> Predictions:
+def describe_losses(losses: torch.Tensor) -> Predictions:
+    """Return the perplexity of a model, with its error, given its losses.
+
+    Args:
+        losses: Nats per token of each window, (windows,).
+    """
     perplexity, error = float(losses.mean().exp()), standard_error(losses)
     return Predictions(perplexity, None if error is None else error * perplexity)
+
+
+def compare_losses(losses: torch.Tensor, original: torch.Tensor) -> Predictions:
+    """Return the perplexity of a model beside that of the original on the same windows.
+
+    Args:
+        losses: Nats per token of each window, (windows,).
+        original: Those of the original.
+    """
+    result, other = describe_losses(losses), describe_losses(original)
+    error = standard_error(losses - original)
+    scale = result.perplexity / other.perplexity
+    return replace(
+        result,
+        original=other.perplexity,
+        change_error=None if error is None else error * scale,
+    )
 
 
 class _Divergences:

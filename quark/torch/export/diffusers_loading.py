@@ -7,7 +7,7 @@ reads no tensor of a quantized component: the strict reader of this package fill
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
+from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from quark.torch.export.checkpoint.reader import cast_float_parameters
 _WITHOUT_VALUES = frozenset({"disk", "meta"})  # devices whose tensors are elsewhere
 
 
-class _Method(str, Enum):
+class _Method(StrEnum):
     """The method as diffusers expects it: an enumeration of names."""
 
     QUARK = "quark"

@@ -13,6 +13,8 @@ import torch
 from torch import fx, nn
 
 from quark.torch.export.checkpoint.architecture import model_class, read_config
+from quark.torch.export.checkpoint.config_json import SECTION, read_config_json
+from quark.torch.export.checkpoint.files import CheckpointReader
 from quark.torch.graph.trace import iter_tensors
 from quark.torch.quantization.graph_mode.inputs import example_arguments
 
@@ -220,11 +222,32 @@ def _load_with_transformers(path: Path, dtype: torch.dtype, trust_remote_code: b
         logging.getLogger("transformers").setLevel(level)
         if shows:
             transformers_logging.enable_progress_bar()
+    if path.is_dir():
+        _add_rotations(model, path, report)
     wrong = {kind: sorted(map(str, names))[:1] for kind, names in report.items() if names}
     if wrong:
         raise ValueError(str(wrong))
     loaded: nn.Module = model
     return loaded
+
+
+def _add_rotations(model: nn.Module, path: Path, report: dict[str, Any]) -> None:
+    """Add the rotations of inputs that compressed-tensors stores, and Transformers leaves out.
+
+    Args:
+        model: The loaded model.
+        path: Directory of the checkpoint.
+        report: Report of the loading; tensors of rotations are removed from its unexpected keys.
+    """
+    section = (read_config_json(path).get(SECTION) or {}).get("transform_config")
+    if not section:
+        return
+    from compressed_tensors.transform import TransformConfig, apply_transform_config
+
+    apply_transform_config(model, TransformConfig(**section))
+    reader = CheckpointReader(path)
+    rotations = {name: reader.tensor(name) for name in report["unexpected_keys"]}
+    report["unexpected_keys"] = model.load_state_dict(rotations, strict=False).unexpected_keys
 
 
 def package_names(packages: list[str]) -> str:

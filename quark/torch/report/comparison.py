@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from quark import __version__
 from quark.torch.evaluation.predictions import Predictions
-from quark.torch.report.measurement import Text, measure
-
-
-@dataclass(frozen=True)
-class Continuation:
-    """What a model writes after a prompt.
-
-    Attributes:
-        text: The new text.
-        tokens_per_second: Speed of its generation, one token at a time.
-    """
-
-    text: str
-    tokens_per_second: float
+from quark.torch.report.contents import Text
+from quark.torch.report.continuation import Continuation
+from quark.torch.report.measurement import measure
+from quark.torch.report.speed import Speed
 
 
 @dataclass(frozen=True)
@@ -41,6 +28,7 @@ class ComparedModel:
         seconds: Time that the text took.
         routers: Share of the experts that the routers of the original choose too, by layer.
         continuation: What it writes after the prompt; None if nothing was asked for.
+        speed: Its speed and memory in a process of its own; None if they were not measured.
         tasks: Task -> metric -> (value, standard error), of lm-evaluation-harness.
         weight_errors: Layer -> norm of the rounding error of its weight, as a share of the norm of
             the weight; None where the weight is another one. Empty if they were not compared.
@@ -54,6 +42,7 @@ class ComparedModel:
     seconds: float
     routers: Mapping[str, float] = field(default_factory=dict)
     continuation: Continuation | None = None
+    speed: Speed | None = None
     tasks: Mapping[str, Mapping[str, tuple[float, float | None]]] = field(default_factory=dict)
     weight_errors: Mapping[str, float | None] = field(default_factory=dict)
 
@@ -78,29 +67,6 @@ class Comparison:
         for model, row in zip(self.models, data["models"], strict=True):
             row["predictions"]["change"] = model.predictions.change
         return data
-
-
-@torch.inference_mode()
-def continue_text(model: Any, tokenizer: Any, tokens: torch.Tensor, count: int) -> Continuation:
-    """Return what a model writes after a prompt, choosing the most probable token each time.
-
-    Args:
-        model: A model of Transformers that generates.
-        tokenizer: Its tokenizer.
-        tokens: Token identifiers of the prompt, (1, length).
-        count: Maximum number of new tokens.
-    """
-    tokens = tokens.to(next(model.parameters()).device)
-    options = {
-        "attention_mask": torch.ones_like(tokens),
-        "do_sample": False,
-        "pad_token_id": tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
-    }
-    model.generate(tokens, max_new_tokens=1, **options)  # what happens once is not measured
-    start = time.perf_counter()
-    written = model.generate(tokens, max_new_tokens=count, **options)[0, tokens.shape[1] :].cpu()
-    seconds = time.perf_counter() - start
-    return Continuation(tokenizer.decode(written, skip_special_tokens=True), len(written) / seconds)
 
 
 def weight_errors(

@@ -7,15 +7,14 @@ loaded as a whole only to compare predictions, before the checkpoint is loaded.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from quark import __version__
 from quark.torch.evaluation.predictions import Predictions, Reference
 from quark.torch.export.checkpoint.reader import Loading
 from quark.torch.export.checkpoint.streamed_model import stream_loading
@@ -43,10 +42,13 @@ from quark.torch.report.activations import (
     recording_inputs,
     sample_of,
 )
-from quark.torch.report.advice import Worst, ranked, verdict, worst_layers
+from quark.torch.report.advice import is_harmless, ranked, verdict, worst_layers
+from quark.torch.report.contents import Report, Text
+from quark.torch.report.continuation import Continuation, Prompt
 from quark.torch.report.layer import Layer
 from quark.torch.report.original_weights import OriginalWeights
-from quark.torch.report.storage import FloatPart, Kind, float_parts, kind_of, kinds
+from quark.torch.report.remedies import remedies
+from quark.torch.report.storage import float_parts, kind_of, kinds
 from quark.torch.report.unseen_inputs import (
     CalibrationText,
     TokenInputs,
@@ -64,69 +66,6 @@ from quark.torch.report.weights import (
 SHOWN = 400  # layers with the largest errors, whose histograms are kept
 
 
-@dataclass(frozen=True)
-class Text:
-    """Text that the model was run on: its source, number of windows, and tokens of a window."""
-
-    source: str
-    windows: int
-    tokens: int
-
-
-@dataclass(frozen=True)
-class Report:
-    """Measurements of a quantized checkpoint.
-
-    Attributes:
-        directory: Path of the checkpoint.
-        original: Path of the original, "" without one.
-        model_type: Architecture, as ``config.json`` names it.
-        method: Layout of the checkpoint.
-        algorithms: Algorithms that the checkpoint names.
-        bytes: Bytes of its tensors.
-        original_bytes: Bytes of the tensors of the original, None without one.
-        text: Text that the model was run on, None without data.
-        predictions: Predictions on that text.
-        verdict: Summary in sentences.
-        worst: The layers with the largest errors, and remedies.
-        kinds: Totals of all layers of one kind.
-        layers: The quantized layers in the order of the model.
-        floats: Modules that are not quantized, with reasons.
-        experts: Tokens that reached each expert, by layer of experts; none without data.
-        routers: Share of the experts that the routers of the original choose too, mean over
-            tokens, by layer of experts; none without data or original.
-        unseen: Inputs that calibration hardly saw; None without its statistics.
-    """
-
-    directory: str
-    original: str
-    model_type: str
-    method: str
-    algorithms: tuple[str, ...]
-    bytes: int
-    original_bytes: int | None
-    text: Text | None
-    predictions: Predictions | None
-    verdict: list[str]
-    worst: list[Worst]
-    kinds: list[Kind]
-    layers: list[Layer]
-    floats: list[FloatPart]
-    experts: dict[str, list[int]]
-    routers: dict[str, float]
-    unseen: UnseenInputs | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain JSON types."""
-        found = {"quark": __version__, **asdict(self)}
-        for data, layer in zip(found["layers"], self.layers, strict=True):
-            data |= {"bits_per_weight": layer.bits_per_weight, "shape": list(layer.shape)}
-            for part in (p for p in ("values", "original") if data[p] is not None):
-                data[part]["peak"] = getattr(layer, part).peak
-        found["algorithms"] = list(self.algorithms)
-        return found
-
-
 def measure(
     directory: str | Path,
     original: str | Path | None = None,
@@ -137,6 +76,7 @@ def measure(
     trust_remote_code: bool = False,
     max_memory: int | None = None,
     calibration: CalibrationText | None = None,
+    prompt: Prompt | None = None,
 ) -> Report:
     """Measure a quantized checkpoint, and compare it with the original if that is given.
 
@@ -150,6 +90,7 @@ def measure(
         trust_remote_code: Passed to Transformers.
         max_memory: Bytes that this process may take; windows then run one by one.
         calibration: Calibration text, whose inputs those of ``windows`` are compared with.
+        prompt: Text that both models continue, unless they are read in parts. Needs ``windows``.
 
     Raises:
         FileNotFoundError: Files are missing.
@@ -164,13 +105,11 @@ def measure(
     streams = max_memory is not None or exceeds_memory(max(sizes), device)
     limit = results_limit(streams, max_memory, device)
     with ActivationStore(limit) as logits, ActivationStore(limit) as samples:
-        # As many windows as fit may differ between both models.
-        text = None if windows is None else _Windows(windows, 1 if streams else batch_size, samples)
+        text = _windows(windows, batch_size, prompt, samples, streams)
         reference, unseen = Reference(logits), None
         if text is not None and original is not None:
-            given = load_in_float(original, "auto", trust_remote_code, False, max_memory, device)
-            unseen = text.run_original(given, reference, calibration)
-            del given
+            load = partial(load_in_float, original, "auto", trust_remote_code, False, max_memory)
+            unseen = text.run_original(load(device), reference, calibration)
         model = _load(loading, streams, max_memory, device)
         records, predictions = ({}, None) if text is None else text.compare(model, reference)
         measured = _Maker.of(loading, model, records, samples).measure(_pairs(layers, weights))
@@ -181,11 +120,11 @@ def measure(
         method=loading.fmt.name if container.has_formats else container.name,
         original="" if original is None else str(original),
         original_bytes=None if weights is None else weights.bytes,
-        text=None if windows is None else Text(source, *windows.shape),
         predictions=predictions,
         experts=_experts(model, records),
         routers=reference.agreement,
         unseen=unseen,
+        **_describe_text(text, source),
     )
 
 
@@ -218,23 +157,29 @@ def _load(loading: Loading, streams: bool, max_memory: int | None, device: str) 
     return loading.fill().to(device)
 
 
-class _Windows(NamedTuple):
+@dataclass(frozen=True)
+class _Windows:
     """Windows of tokens to run models on.
 
     Attributes:
         windows: Token identifiers, (windows, length).
         batch_size: Windows that run together.
         samples: Store for a sample of the inputs of layers.
+        prompt: Text that the models continue, or None.
+        written: Continuation of each model that ran.
     """
 
     windows: torch.Tensor
     batch_size: int
     samples: ActivationStore
+    prompt: Prompt | None
+    written: dict[str, Continuation] = field(default_factory=dict)
 
     def run_original(
         self, model: nn.Module, reference: Reference, calibration: CalibrationText | None
     ) -> UnseenInputs | None:
         """Run the original; return its inputs that the calibration text hardly had."""
+        self._continue("original", model)
         if calibration is None:
             reference.run(model, self.windows, self.batch_size)
             return None
@@ -253,7 +198,37 @@ class _Windows(NamedTuple):
         records = {name: InputRecord() for name, layer in layers.items() if layer.is_linear}
         calls = -(-len(self.windows) // self.batch_size)
         observe = partial(recording_inputs, layers, records, self.samples, calls)
+        self._continue("quantized", model)
         return records, reference.compare(model, self.windows, self.batch_size, observe)
+
+    def _continue(self, name: str, model: nn.Module) -> None:
+        if self.prompt is not None:
+            self.written[name] = self.prompt.answer(model)
+
+
+def _windows(
+    windows: torch.Tensor | None,
+    batch_size: int,
+    prompt: Prompt | None,
+    samples: ActivationStore,
+    streams: bool,
+) -> _Windows | None:
+    if windows is None:
+        return None
+    if streams:  # as many windows as fit may differ between both models
+        return _Windows(windows, 1, samples, None)
+    return _Windows(windows, batch_size, samples, prompt)
+
+
+def _describe_text(text: _Windows | None, source: str) -> dict[str, Any]:
+    """Return the fields of a report that describe a text and its continuations."""
+    if text is None:
+        return {"text": None, "prompt": "", "continuations": {}}
+    return {
+        "text": Text(source, *text.windows.shape),
+        "prompt": "" if text.prompt is None else text.prompt.text,
+        "continuations": text.written,
+    }
 
 
 def _report(loading: Loading, layers: list[Layer], **known: Any) -> Report:
@@ -272,7 +247,10 @@ def _report(loading: Loading, layers: list[Layer], **known: Any) -> Report:
             *([describe_agreement(known["routers"])] if known["routers"] else []),
             *([describe_unseen_inputs(known["unseen"])] if known["unseen"] else []),
         ],
-        worst=worst_layers(layers, configs, algorithms),
+        advice=[]
+        if is_harmless(known["predictions"])
+        else remedies(layers, configs, algorithms, config.exclude),
+        worst=worst_layers(layers),
         kinds=kinds(layers, floats, total),
         layers=_with_few_histograms(layers),
         floats=floats,

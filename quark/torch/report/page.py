@@ -1,25 +1,18 @@
-"""Reports and comparisons as HTML pages that need no network: numbers, charts, what draws them."""
+"""Reports and comparisons as HTML pages that need no network: numbers, charts, what draws them.
+
+A page holds its numbers and plotly.js compressed, as text. The browser inflates both.
+"""
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+import gzip
+import json
+from base64 import b64encode
+from importlib.resources import files
 from typing import Any
 
-PACKAGES = ("jinja2", "plotly")
-
-
-def check_installed() -> None:
-    """Raise if what pages are made with is not installed.
-
-    Raises:
-        ImportError: plotly or jinja2 is missing.
-    """
-    for name in PACKAGES:
-        if find_spec(name) is None:
-            raise ImportError(
-                f"The page of a report needs {name}: pip install {' '.join(PACKAGES)} (or install "
-                'this package with its "report" extra). --json prints the same numbers without it.'
-            )
+# The bundle of plotly.js with scatter, bar and pie, as npm's plotly.js-basic-dist-min has it.
+PLOTLY = "plotly/plotly-basic-4.1.1.min.js.gz"
 
 
 def page(report: dict[str, Any]) -> str:
@@ -27,9 +20,6 @@ def page(report: dict[str, Any]) -> str:
 
     Args:
         report: What ``Report.to_dict`` returns, which the page holds as well.
-
-    Raises:
-        ImportError: plotly or jinja2 is missing.
     """
     return _render("page.html.jinja", report, floats=_floats(report))
 
@@ -39,18 +29,12 @@ def comparison_page(comparison: dict[str, Any]) -> str:
 
     Args:
         comparison: What ``Comparison.to_dict`` returns, which the page holds as well.
-
-    Raises:
-        ImportError: plotly or jinja2 is missing.
     """
     return _render("comparison.html.jinja", comparison)
 
 
 def _render(template: str, report: dict[str, Any], **more: Any) -> str:
-    check_installed()
     from jinja2 import Environment, PackageLoader, StrictUndefined
-    from markupsafe import Markup
-    from plotly.offline import get_plotlyjs
 
     environment = Environment(
         loader=PackageLoader("quark.torch.report", ""),
@@ -60,8 +44,19 @@ def _render(template: str, report: dict[str, Any], **more: Any) -> str:
         undefined=StrictUndefined,
     )
     environment.filters |= {"percent": _percent, "decimals": _decimals}
-    page = environment.get_template(template)
-    return page.render(report=report, plotly=Markup(get_plotlyjs()), **more)
+    numbers = gzip.compress(json.dumps(report).encode(), mtime=0)  # the same bytes at any time
+    return environment.get_template(template).render(
+        report=report, numbers=_text(numbers), plotly=_text(_plotly()), **more
+    )
+
+
+def _plotly() -> bytes:
+    """Return plotly.js, compressed with gzip."""
+    return files("quark.torch.report").joinpath(PLOTLY).read_bytes()
+
+
+def _text(compressed: bytes) -> str:
+    return b64encode(compressed).decode()
 
 
 def _floats(report: dict[str, Any]) -> list[dict[str, Any]]:

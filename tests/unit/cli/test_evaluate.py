@@ -43,11 +43,40 @@ def test_two_models(quark, quantize, model_dir, text, reference):
         assert f"{row['perplexity']:.2f}" in table
 
 
+def test_errors_are_those_over_windows(quark, quantize, model_dir, text):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from quark.torch.evaluation.documents import load_documents
+    from quark.torch.evaluation.perplexity import token_windows
+
+    path, _ = quantize("--quant_scheme", "int4_wo_32")
+    flags = ["--original", model_dir, "--dataset", text, "--seq_len", 32, "--limit", 5]
+    data = json.loads(quark("evaluate", path, *flags, "--json").stdout)
+    windows = token_windows(
+        load_documents(text), AutoTokenizer.from_pretrained(model_dir), 32, 5
+    ).to(torch.int64)
+    losses = []
+    for directory in (model_dir, path):
+        model = AutoModelForCausalLM.from_pretrained(directory).eval()
+        with torch.no_grad():
+            rows = [float(model(row[None], labels=row[None]).loss) for row in windows]
+        losses.append(torch.tensor(rows, dtype=torch.float64))
+    errors = [float(x.std() / 5**0.5) for x in (losses[0], losses[1], losses[1] - losses[0])]
+    original, quantized = data["models"]
+    assert original["error"] == pytest.approx(errors[0] * original["perplexity"], rel=1e-4)
+    assert quantized["error"] == pytest.approx(errors[1] * quantized["perplexity"], rel=1e-4)
+    expected = errors[2] * quantized["perplexity"] / original["perplexity"]
+    assert data["change_error"] == pytest.approx(expected, rel=1e-3)
+    table = quark("evaluate", path, *flags).stdout
+    assert f"{original['perplexity']:.2f} ± {original['error']:.2f}" in table
+    assert f" % ± {100 * data['change_error']:.1f} %" in table
+
+
 def test_one_model(quark, model_dir, text):
     result = quark("evaluate", model_dir, "--dataset", text, "--json")
     data = json.loads(result.stdout)
     assert [row["model"] for row in data["models"]] == [str(model_dir)]
-    assert data["change"] is None
+    assert (data["change"], data["change_error"]) == (None, None)
     assert data["seq_len"] == 64  # all that the model takes
 
 

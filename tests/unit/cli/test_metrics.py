@@ -120,7 +120,6 @@ def test_tasks_of_two_models(quark, quantize, harness, model_dir, text):
         (["--tasks", "one", "--include_path", "gone"], "there is no directory gone"),
         (["--tasks", ","], "expected names of tasks"),
         (["--num_fewshot", 2], "needs --tasks"),
-        (["--num_eval_data", 0], "expected a positive number"),
         (["--eval_batch_size", "0"], "expected N, auto or auto:N, not 0"),
         (["--eval_seq_len", 65], "--eval_seq_len: 65 is more than the 64 tokens"),
         (["--use_ppl_eval_for_kv_cache"], "1536 is more than the 64 tokens"),

@@ -1,15 +1,14 @@
 """``quark report``: the page and its numbers beside it, or the numbers alone."""
 
 import json
-import sys
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 FLAGS = ["--seq_len", 32, "--limit", 3]
 
 
 def test_page_and_numbers(quark, quantize, model_dir, text, tmp_path):
-    pytest.importorskip("plotly")
     path, _ = quantize("--quant_scheme", "int4_wo_32")
     page = tmp_path / "found.html"
     flags = ["--original", model_dir, "--dataset", text, *FLAGS]
@@ -17,12 +16,18 @@ def test_page_and_numbers(quark, quantize, model_dir, text, tmp_path):
     assert result.exit_code == 0, result.output
     numbers = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
     printed = json.loads(quark("report", path, *flags, "--json").stdout)
+    for found in (numbers, printed):
+        speeds = [row.pop("tokens_per_second") for row in found["continuations"].values()]
+        assert min(speeds) > 0
     assert numbers == printed
     written = page.read_text(encoding="utf-8")
     assert all(layer["name"] in written for layer in numbers["layers"])
     shown = " ".join(result.stdout.split())
     assert all(sentence in shown for sentence in numbers["verdict"])
     assert numbers["worst"][0]["name"] in result.stdout
+    assert numbers["advice"][0]["flags"] == "--recipe w4"
+    assert shown.count("--recipe w4") == 1
+    assert sorted(numbers["continuations"]) == ["original", "quantized"]
     assert [f.name for f in tmp_path.iterdir() if "partial" in f.name] == []
 
 
@@ -33,6 +38,24 @@ def test_the_perplexities_are_those_of_evaluate(quark, quantize, model_dir, text
     original, quantized = json.loads(quark("evaluate", path, *flags).stdout)["models"]
     assert found["original"] == original["perplexity"]
     assert found["perplexity"] == pytest.approx(quantized["perplexity"], rel=1e-6)
+
+
+def test_both_models_continue_the_prompt(quark, quantize, model_dir, text):
+    path, _ = quantize("--quant_scheme", "int4_wo_32")
+    flags = ["--original", model_dir, "--dataset", text, *FLAGS, "--json"]
+    found = json.loads(
+        quark("report", path, *flags, "--prompt", "Return the", "--new_tokens", 5).stdout
+    )
+    assert found["prompt"].endswith("Return the")
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    tokens = tokenizer("Return the", return_tensors="pt")["input_ids"]
+    for name, directory in {"original": model_dir, "quantized": path}.items():
+        model = AutoModelForCausalLM.from_pretrained(directory)
+        written = model.generate(tokens, max_new_tokens=5, do_sample=False)[0, tokens.shape[1] :]
+        expected = tokenizer.decode(written, skip_special_tokens=True)
+        assert found["continuations"][name]["text"] == expected
+    silent = json.loads(quark("report", path, *flags, "--new_tokens", 0).stdout)
+    assert (silent["prompt"], silent["continuations"]) == ("", {})
 
 
 @pytest.mark.parametrize(
@@ -96,15 +119,6 @@ def test_inputs_that_calibration_hardly_saw(quark, quantize, refused, model_dir,
     assert "gone" in message
 
 
-def test_numbers_need_no_plotly(quark, quantize, refused, monkeypatch, tmp_path):
-    path, _ = quantize("--quant_scheme", "int8_wo")
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    assert quark("report", path, "--json").exit_code == 0
-    said = refused("report", path, "--output", tmp_path / "a.html", code=1)
-    assert "pip install jinja2 plotly" in said
-    assert "--json" in said
-
-
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -112,18 +126,21 @@ def test_numbers_need_no_plotly(quark, quantize, refused, monkeypatch, tmp_path)
         (["--output", "gone/a.html"], "there is no directory gone"),
         (["--output", "a.json"], "Name an .html file"),
         (["--dataset", "gone.txt"], "gone.txt"),
+        (["--dataset", "text.md"], "is of unknown type '.md'"),
+        (["--prompt", "Why?"], "Give a text, too"),
+        (["--prompt", " "], "it is empty"),
     ],
-    ids=["original", "folder", "name", "text"],
+    ids=["original", "folder", "name", "text", "type of text", "prompt alone", "empty prompt"],
 )
 def test_wrong_flags(flags, said, quantize, refused, monkeypatch, tmp_path):
-    pytest.importorskip("plotly")
     path, _ = quantize("--quant_scheme", "int8_wo")
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.md").touch()
+    monkeypatch.setattr("quark.cli.models.check_model", None)  # refused before any work
     assert said in refused("report", path, *flags)
 
 
 def test_files_are_replaced_only_on_request(quark, quantize, refused, tmp_path):
-    pytest.importorskip("plotly")
     path, _ = quantize("--quant_scheme", "int8_wo")
     page = tmp_path / "a.html"
     page.write_text("kept")

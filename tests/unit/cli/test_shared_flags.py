@@ -95,3 +95,11 @@ def test_json_of_convert_collect_merge_and_demo(quark, quantize, model_dir, text
     assert (found["output"], found["layers"]) == (str(statistics), 14)
     merged = quark("merge", statistics, "--output_dir", tmp_path / "merged", "--json")
     assert json.loads(merged.stdout)["layers"] == 14
+
+
+@pytest.mark.parametrize("target", ["gguf", "compressed-tensors"])
+def test_conversions_show_progress(target, quark, quantize, monkeypatch, tmp_path):
+    path, _ = quantize("--quant_scheme", "int4_wo_32")
+    monkeypatch.setattr(progress, "INTERVAL", 0.0)  # a line for each part
+    shown = quark("convert", path, tmp_path / "out", "--to", target).stderr
+    assert re.search(r"info: writing: \d+ of \d+, \d+ s left\n", shown)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-ROUNDS = 8  # of each door: 15 doors, 120 rounds
+ROUNDS = 8  # of each door: 17 doors, 136 rounds
 WITH_TENSORS = [
     "float",
     "report",
@@ -21,6 +21,7 @@ WITH_TENSORS = [
     "fp8",
     "modelopt",
     "mxfp8",
+    "transforms",
     "mxfp4",
     "native",
     "importer",
@@ -55,6 +56,7 @@ MORE = [
     "fp8 blocks to files",
     *(f"modelopt {way}" for way in ("in parts", "in float", "fast", "to files")),
     *(f"mxfp8 {way}" for way in ("in parts", "in float", "fast", "to files")),
+    *(f"transforms {way}" for way in ("in parts", "in float", "fast", "to files")),
     *(f"mxfp4 {way}" for way in ("in parts", "in float", "fast", "to files")),
 ]
 

@@ -1,16 +1,19 @@
 """The page of a report: whole, alone, the same numbers, and nothing but text from names."""
 
 import copy
+import gzip
 import json
 import re
-import sys
+from base64 import b64decode
+from dataclasses import asdict
 from html.parser import HTMLParser
+from importlib.resources import files
 
 import pytest
+import torch
 
-pytest.importorskip("plotly")
-
-from quark.torch.report.page import check_installed, page
+from quark.torch.report.page import PLOTLY, page
+from quark.torch.report.weights import histogram
 
 HOSTILE = "model.<script>alert(1)</script>.\"'&</td>q_proj"
 LOADING = {"src", "href", "srcset", "action", "data", "poster", "background"}
@@ -63,10 +66,11 @@ REPORT = {
         "kl": 0.0456,
         "kl_error": 0.0012,
         "agreement": 0.875,
+        "agreement_error": 0.011,
         "positions": 16,
     },
     "verdict": ["The model is 4.0 times smaller."],
-    "worst": [{"name": "a.q_proj", "measure": "output error", "value": 0.0567, "tries": ["less"]}],
+    "worst": [{"name": "a.q_proj", "measure": "output error", "value": 0.0567}],
     "kinds": [{"name": "q_proj", "is_quantized": True, "layers": 2, "parameters": 128, "bytes": 9}],
     "layers": [layer("a.q_proj"), layer("b.q_proj", **UNKNOWN)],
     "floats": [
@@ -75,6 +79,12 @@ REPORT = {
     ],
     "experts": {"a.experts": [3, 4]},
     "routers": {"a.experts": 0.9375},
+    "advice": [{"text": "Use less.", "flags": "--less a.q_proj", "layers": ["a.q_proj"]}],
+    "prompt": "Once upon",
+    "continuations": {
+        "original": {"text": "a time", "tokens_per_second": 8.5},
+        "quantized": {"text": "a tree", "tokens_per_second": 9.5},
+    },
     "unseen": {
         "text": 0.054,
         "calibration": 0.021,
@@ -83,8 +93,16 @@ REPORT = {
     },
 }
 BARE = {**REPORT, "original": "", "original_bytes": None, "text": None, "predictions": None}
-BARE |= {"layers": [layer("b.q_proj", **UNKNOWN)], "experts": {}, "routers": {}, "worst": []}
-BARE["unseen"] = None
+BARE |= {
+    "layers": [layer("b.q_proj", **UNKNOWN)],
+    "experts": {},
+    "routers": {},
+    "worst": [],
+    "advice": [],
+    "prompt": "",
+    "continuations": {},
+    "unseen": None,
+}
 
 
 class Read(HTMLParser):
@@ -95,6 +113,7 @@ class Read(HTMLParser):
         self.tags, self.tables, self.data, self._table, self._place = [], {}, "", None, None
         self.feed(text)
         self.close()
+        self.data = gzip.decompress(b64decode(self.data)).decode()
 
     def handle_starttag(self, tag, attrs):
         attributes = dict(attrs)
@@ -133,9 +152,17 @@ def test_the_tables_show_the_numbers_of_the_report():
     assert {"12.34 %", "18.2", "5.67 %", "3.21 %", "4.50", "5.0", "0.123", "77"} <= set(first)
     assert unknown.count("–") >= 9
     (row,) = Read(page(REPORT)).tables["worst"][1:]
-    assert row == ["a.q_proj", "output error", "5.67 %", "less"]
+    assert row == ["a.q_proj", "output error", "5.67 %"]
     (row,) = Read(page(REPORT)).tables["floats"][1:]
     assert row == ["norm", "3", "12", "24 Bytes", "a norm"]
+
+
+def test_advice_and_continuations_are_shown():
+    written = page(REPORT)
+    assert "<li>Use less.<br><code>--less a.q_proj</code></li>" in written
+    assert "<dt>quantized</dt><dd>a tree</dd>" in written
+    assert "Advice" not in page(BARE)
+    assert "Continuations" not in page(BARE)
 
 
 @pytest.mark.parametrize("report", [REPORT, BARE], ids=["full", "bare"])
@@ -153,7 +180,10 @@ def test_names_are_text():
     report = copy.deepcopy(REPORT)
     report |= {"directory": HOSTILE, "model_type": HOSTILE, "verdict": [HOSTILE]}
     report["layers"] = [layer(HOSTILE)]
-    report["worst"] = [{**REPORT["worst"][0], "name": HOSTILE, "tries": [HOSTILE]}]
+    report["worst"] = [{**REPORT["worst"][0], "name": HOSTILE}]
+    report["advice"] = [{"text": HOSTILE, "flags": HOSTILE, "layers": [HOSTILE]}]
+    report |= {"prompt": HOSTILE}
+    report["continuations"] = {HOSTILE: {"text": HOSTILE, "tokens_per_second": 1.0}}
     report["floats"][0] |= {"name": HOSTILE, "kind": HOSTILE, "reason": HOSTILE}
     report["kinds"][0]["name"] = HOSTILE
     report["experts"] = {HOSTILE: [1]}
@@ -173,7 +203,52 @@ def test_unseen_inputs():
     assert "unseen" not in Read(page(BARE)).tables
 
 
-def test_what_is_missing_is_said(monkeypatch):
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    with pytest.raises(ImportError, match=r"needs plotly: pip install jinja2 plotly"):
-        check_installed()
+def many_layers(count):
+    """Layers of a large model, with histograms of normal weights and codes of 4 bits."""
+    draw = torch.Generator().manual_seed(0)
+
+    def numbers(*names):
+        return dict(zip(names, torch.rand(len(names), generator=draw).tolist(), strict=True))
+
+    def counts():
+        weight = torch.randn(100_000, generator=draw)
+        return asdict(histogram(weight, weight.mul(3).round().clamp(-8, 7) / 3))
+
+    values, inputs = ("rms", "largest", "peak"), layer("")["inputs"]
+    return [
+        layer(
+            f"model.layers.{index // 7}.mlp.projection_{index % 7}",
+            values=numbers(*values),
+            original=numbers(*values),
+            error={"change": "rounded", **numbers("relative", "sqnr")},
+            inputs={**inputs, **numbers("error", "clipped"), "histogram": counts()},
+            output_error=numbers("error")["error"],
+            histogram=counts(),
+        )
+        for index in range(count)
+    ]
+
+
+@pytest.mark.parametrize("count", [2, 36 * 7], ids=["small", "36 blocks"])
+def test_a_page_is_smaller_than_a_megabyte(count):
+    assert len(page({**REPORT, "layers": many_layers(count)}).encode()) < 1_000_000
+
+
+def test_the_charts_are_in_the_bundle():
+    """And the bundle has its version and licence with it."""
+    folder = files("quark.torch.report")
+    bundle = gzip.decompress(folder.joinpath(PLOTLY).read_bytes()).decode()
+    assert f"plotly.js (basic - minified) v{re.search(r'basic-(.*).min.js', PLOTLY)[1]}" in bundle
+    assert folder.joinpath("plotly/LICENSE").read_text(encoding="utf-8").startswith("MIT License")
+    templates = [folder.joinpath(f"{name}.html.jinja") for name in ("page", "comparison")]
+    scripts = "".join(path.read_text(encoding="utf-8") for path in templates)
+    types = set(re.findall(r'\btype: "(\w+)"', scripts))
+    drawn = types - {"data", "category", "log"}  # of error bars and of axes
+    assert drawn == {"scatter", "bar"}
+    assert drawn <= set(re.findall(r'moduleType:"trace",name:"(\w+)"', bundle))
+    assert bundle in [gzip.decompress(b64decode(text)).decode() for text in held(page(REPORT))]
+
+
+def held(text):
+    """The compressed elements of a page."""
+    return re.findall(r'<script type="application/gzip" id="\w+">(.*?)</script>', text)

@@ -189,8 +189,11 @@ class Safetensors(TensorDirectory):
 
     def load_code(self, path: Path) -> str:
         """Return the line that loads a directory: with Transformers, if it can do so here."""
-        packages = _transformers_packages(read_config_json(path))
-        if packages is None or any(find_spec(name) is None for name in packages):
+        config = read_config_json(path)
+        packages = _transformers_packages(config)
+        is_missing = packages is None or any(find_spec(name) is None for name in packages)
+        # Transformers leaves out rotations of inputs.
+        if is_missing or (config.get(SECTION) or {}).get("transform_config"):
             return super().load_code(path)
         where = json.dumps(str(path))
         return f"model = transformers.{_loading_class(path)}.from_pretrained({where})"

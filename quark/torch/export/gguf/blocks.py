@@ -1,4 +1,8 @@
-"""Weights as blocks of ggml, and back; see ``block_types``."""
+"""Weights as blocks of ggml, and back; see ``block_types``.
+
+The package gguf makes blocks of values, with scales of its own. Here blocks are made of codes and
+scales that exist, which come back unchanged.
+"""
 
 from __future__ import annotations
 
@@ -129,8 +133,8 @@ def _pack_halves(
         blocks = codes.to(torch.int16).reshape(len(codes), -1, form.size)
         moved = blocks - zeros.to(torch.int16).unsqueeze(-1) + form.offset
         return moved.flatten(1).to(torch.uint8), {"scale": _to_half(scale)}
-    # scale * (code - zero) = scale * code + minimum
-    return codes, {"scale": _to_half(scale), "minimum": _to_half(-scale * zeros)}
+    # scale * (code - zero) = scale * code + minimum. A minimum of zero is +0, as ggml writes it.
+    return codes, {"scale": _to_half(scale), "minimum": _to_half(0 - scale * zeros)}
 
 
 def _pack_super_blocks(state: QuantizedTensor, form: BlockType) -> Parts:

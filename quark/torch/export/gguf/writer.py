@@ -29,6 +29,7 @@ from quark.torch.export.gguf.rope import FACTORS, frequency_factors, interleaved
 from quark.torch.export.gguf.tokenizer import add_tokens, copy_tokens, load_tokenizer
 from quark.torch.files import Target
 from quark.torch.graph.residency import release, residency_of, resident
+from quark.torch.progress import show_progress
 from quark.torch.quantization.nn.layer import QuantizedLayer
 
 QUANTIZATION_VERSION = 2
@@ -160,7 +161,7 @@ class _Tensors:
         Raises:
             ValueError: A tensor has values that its block type cannot hold.
         """
-        for name, place in self._places.items():
+        for name, place in show_progress(list(self._places.items()), "writing"):
             with resident(self._model, place.owner):
                 stored = _encode(place, self._architecture, self._model, self.outline[name][1])
                 yield _as_array(stored, self.outline[name][1])

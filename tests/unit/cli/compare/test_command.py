@@ -76,7 +76,6 @@ def test_no_continuation(quark, pair, model_dir, text):
 
 
 def test_page_and_numbers(quark, pair, model_dir, text, tmp_path):
-    pytest.importorskip("plotly")
     page = tmp_path / "c.html"
     flags = ["--layers", "--dataset", text, *FLAGS, "--output", page, "--json"]
     result = quark("compare", model_dir, *pair, *flags)
@@ -113,3 +112,20 @@ def test_refusals(refused, pair, model_dir, text, tmp_path):
     (other / "config.json").write_text(json.dumps(config | {"vocab_size": 7}))
     said = refused("compare", model_dir, other)
     assert "predicts 7 tokens and the first model 2048" in said
+
+
+@pytest.mark.nightly
+def test_speed_is_measured_in_a_process_of_each_model(quark, pair, model_dir, text, tmp_path):
+    page = tmp_path / "c.html"
+    flags = ["--dataset", text, *FLAGS, "--speed", "--output", page]
+    result = quark("compare", model_dir, pair[0], *flags)
+    assert result.exit_code == 0, result.output
+    assert "prompt tokens/s" in result.stdout
+    for row in json.loads(page.with_suffix(".json").read_text(encoding="utf-8"))["models"]:
+        assert row["speed"]["new"] > 0
+        assert f"{row['speed']['prompt']:.1f} ± " in page.read_text(encoding="utf-8")
+
+
+def test_speed_in_parts_is_refused(refused, pair, model_dir):
+    said = refused("compare", model_dir, pair[0], "--speed", "--max_memory", "20GB")
+    assert "the speed of the disk" in said

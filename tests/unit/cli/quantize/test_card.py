@@ -1,6 +1,7 @@
 """The model card beside a checkpoint says how it was made, and nothing of the machine."""
 
 import hashlib
+import re
 import shutil
 
 import pytest
@@ -33,6 +34,9 @@ def test_card(quantize, model_dir, text):
     assert 1 < int(count) < 20
     assert words == "windows of 64 tokens: text.txt"
     perplexity = next(x for x in printed.splitlines() if "perplexity  " in x).split()
+    assert re.fullmatch(
+        r"\d+\.\d\d → \d+\.\d\d \([+-]\d+\.\d % ± \d+\.\d %\)", " ".join(perplexity[1:])
+    )
     assert table == {
         "scheme": "int4_wo_32",
         "weights": "int4 per group 32 sym",
@@ -42,7 +46,7 @@ def test_card(quantize, model_dir, text):
         "layers": "14 quantized",
         "bits per weight": next(x for x in printed.splitlines() if "bits per" in x).split()[-1],
         "size": table["size"],
-        "perplexity": f"{perplexity[1]} → {perplexity[3]} on text.txt",
+        "perplexity": f"{' '.join(perplexity[1:])} on text.txt",
     }
     assert 'AutoModelForCausalLM.from_pretrained("path/to/this/directory")' in card
     assert str(path.parent) not in card

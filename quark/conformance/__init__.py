@@ -1,0 +1,1 @@
+"""Numbers of this package compared with those of other software."""

@@ -1,0 +1,1 @@
+"""One file for each piece of software that numbers are compared with."""

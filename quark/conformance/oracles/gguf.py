@@ -1,0 +1,48 @@
+"""Blocks of ggml by the package gguf, which llama.cpp publishes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from quark.conformance.comparison import Comparison, compare
+from quark.conformance.samples import usual_values
+from quark.torch.export.gguf.blocks import block_spec, pack_blocks, unpack_blocks
+from quark.torch.numerics.qdq import dequantize
+
+FORMATS = {"Q4_0": "int4", "Q4_1": "uint4", "Q8_0": "int8"}
+
+
+def compare_all(every: int) -> Iterator[Comparison]:
+    """Compare values of blocks that gguf writes, and the bytes of these blocks written again.
+
+    Args:
+        every: Not used: the blocks are few.
+    """
+    from gguf import GGMLQuantizationType, quants
+
+    for kind, name in FORMATS.items():
+        x = _multiples() if kind == "Q4_1" else usual_values(256, 128)
+        number = GGMLQuantizationType[kind]
+        data = quants.quantize(x.numpy(), number)
+        blocks = torch.from_numpy(data.copy())
+        theirs = torch.from_numpy(quants.dequantize(data, number))
+        state = unpack_blocks(blocks, block_spec(kind, blocks, kind), kind)
+        assert state.codes is not None
+        ours = dequantize(state.codes, state.scale, state.zero_point, state.scheme)
+        yield compare(name, f"{kind}, values", ours + 0.0, theirs + 0.0)
+        yield compare(name, f"{kind}, bytes", pack_blocks(state, kind), blocks)
+
+
+def _multiples() -> torch.Tensor:
+    """Return blocks whose smallest values are multiples of their steps, (256, 128) float32.
+
+    Q4_1 stores minima. Others have no exact zero point: values would differ in the last bit.
+    """
+    generator = torch.Generator().manual_seed(2)
+    codes = torch.randint(0, 16, (256, 4, 32), generator=generator).float()
+    codes[..., :2] = torch.tensor([0.0, 15.0])
+    zeros = torch.randint(0, 16, (256, 4, 1), generator=generator)
+    steps = torch.randint(1, 32, (256, 4, 1), generator=generator) / 64
+    return ((codes - zeros) * steps).flatten(1)

@@ -1,0 +1,134 @@
+"""The page of a run: tables in Markdown."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from datetime import date
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from quark.conformance.comparison import Comparison
+from quark.torch.files import read_json
+
+_HEAD = """# Conformance
+
+`quark conform --page docs/conformance.md --checkpoints docs/checkpoints.json` wrote this page on
+{date}, with quark {version}. It compares numbers of this package with definitions (exhaustive
+searches in float64) and with other software, value by value, the sign of zeros included.
+
+- **differences**: values for which this package departs from the definition.
+- **deviations**: values for which the other software departs from the definition, as this package
+  [documents](numerics.md) it. They are not errors of either: examples are below.
+
+Inputs are all values of bfloat16 and float16, all middles between two values of a format, both
+zeros, subnormal numbers, the largest values and infinities, each between its neighbours in float32;
+blocks whose largest values are all positive bfloat16 values.
+"""
+
+
+class Run(NamedTuple):
+    """Comparisons with one piece of software.
+
+    Attributes:
+        oracle: Its name.
+        version: Its version, or "".
+        comparisons: Results; None if it is not installed.
+    """
+
+    oracle: str
+    version: str
+    comparisons: list[Comparison] | None
+
+
+class Total(NamedTuple):
+    """Sums over the comparisons of a format."""
+
+    values: int
+    differences: int
+    deviations: int
+
+
+def by_format(comparisons: list[Comparison]) -> dict[str, Total]:
+    """Return the sums over comparisons, by format."""
+    sums: dict[str, Total] = defaultdict(lambda: Total(0, 0, 0))
+    for c in comparisons:
+        added = c.values, c.differences, c.deviations
+        sums[c.format] = Total(*map(sum, zip(sums[c.format], added, strict=True)))
+    return dict(sums)
+
+
+def read_checkpoints(path: Path) -> dict[str, Any]:
+    """Return the results of ``scripts/interop.py --json``.
+
+    Raises:
+        ValueError: The file holds something else.
+    """
+    results = read_json(path)
+    columns = {"client", "layout", "scheme", "result"}
+    if (
+        not isinstance(results, dict)
+        or not {"date", "versions", "rows"} <= results.keys()
+        or not all(isinstance(row, dict) and columns <= row.keys() for row in results["rows"])
+    ):
+        raise ValueError(f"{path} does not hold results of scripts/interop.py --json.")
+    return results
+
+
+def render(runs: list[Run], version: str, checkpoints: dict[str, Any] | None = None) -> str:
+    """Return the page.
+
+    Args:
+        runs: Comparisons.
+        version: Version of this package.
+        checkpoints: Results of ``scripts/interop.py --json``, or None.
+    """
+    parts = [_HEAD.format(date=date.today().isoformat(), version=version), "## Numbers\n"]
+    sums = [
+        (name, _software(run), f"{t.values:,}", t.differences, t.deviations)
+        for run in runs
+        for name, t in by_format(run.comparisons or []).items()
+    ]
+    parts.append(
+        _table("format | compared with | values | differences | deviations", "llrrr", sums)
+    )
+    missing = [run.oracle for run in runs if run.comparisons is None]
+    if missing:
+        parts.append(f"Not installed where this page was made: {', '.join(missing)}.\n")
+    parts.append("## Deviations of other software\n")
+    rows = [
+        (_software(run), c.format, c.operation, f"{c.deviations:,}", f"{c.values:,}", c.example)
+        for run in runs
+        for c in run.comparisons or []
+        if c.deviations
+    ]
+    head = "software | format | operation | deviations | values | first example"
+    parts.append(_table(head, "lllrrl", rows))
+    if checkpoints is not None:
+        parts.append(_checkpoints(checkpoints))
+    return "\n".join(parts)
+
+
+def _software(run: Run) -> str:
+    return f"{run.oracle} {run.version}".strip()
+
+
+def _table(head: str, sides: str, rows: list[tuple[Any, ...]]) -> str:
+    lines = [f"| {head} |", "|" + "|".join({"l": " --- ", "r": " ---: "}[s] for s in sides) + "|"]
+    lines += [f"| {' | '.join(str(cell).replace('|', '/') for cell in row)} |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _checkpoints(results: dict[str, Any]) -> str:
+    """Return the section about checkpoints that other software opens."""
+    versions = ", ".join(f"{name} {given}" for name, given in results["versions"].items())
+    cells = ("client", "layout", "scheme", "result", "largest", "median", "perplexity")
+    rows = [tuple(row.get(cell) or "" for cell in cells) for row in results["rows"]]
+    head = "reader | layout | scheme | result | largest | median | perplexity"
+    return (
+        "## Checkpoints\n\n"
+        f"`scripts/interop.py --json` wrote these results on {results['date']}. This package "
+        "writes a quantized copy of the shipped model, and the reader computes log-probabilities "
+        "of text. The last columns are the largest and the median difference from the model in "
+        f"memory, and the change of the perplexity. Versions: {versions}.\n\n"
+        + _table(head, "llllrrr", rows)
+    )
