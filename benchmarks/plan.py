@@ -47,6 +47,8 @@ RUNS: dict[str, list[str]] = {
     "gptaq": ["int4_wo_64", "--quant_algo", "gptaq"],
     "yaqa": ["int4_wo_64", "--quant_algo", "yaqa"],
 }
+# Peaks do not depend on the number of steps.
+OPTIONS: dict[str, dict[str, Any]] = {"autoround": {"iters": 10}}
 DATA = ["--num_calib_data", "16", "--seq_len", "256", "--device", "cpu"]
 BOUND = 1.2  # of the least bound
 COLUMNS = ("model", "run", "bound", "planned MiB", "peak MiB", "reached", "planned s", "s")
@@ -106,6 +108,10 @@ def measure(name: str, run: str, model: Path, evaluate: bool) -> list[dict[str, 
         with tempfile.TemporaryDirectory() as place:
             flags = ["--model_dir", model, "--output_dir", Path(place) / "out", *DATA]
             flags += ["--quant_scheme", *RUNS[run]]
+            if run in OPTIONS:
+                options = Path(place) / "options.json"
+                options.write_text(json.dumps({"name": run} | OPTIONS[run]))
+                flags += ["--quant_algo_config_file", options]
             flags += ["--num_eval_data", "8"] if evaluate else ["--skip_evaluation"]
             if bound is not None:
                 assert least is not None

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from quark.cli import console
 from quark.cli.console import format_bytes
 from quark.cli.outputs import check_room
-from quark.cli.quantize.plan import TOKENIZER, round_up
+from quark.cli.quantize.plan import round_up
+from quark.cli.tokenizer_memory import tokenizer_memory
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,7 +34,10 @@ class Measurement:
         evaluated: Windows of an evaluation, 0 for none.
         evaluated_batch: Windows of a batch of it.
         collected: Windows of statistics, 0 for none.
-        probe: Windows of a call on which sensitivities are measured, 0 for none.
+        probe: Windows of a call on which sensitivities are measured.
+        probes: Number of these calls, 0 for none.
+        compares: Whether predictions are kept, to compare those of other models with.
+        samples_inputs: Whether inputs of layers are kept.
         measures_layers: Whether each layer is measured, in float32.
         keeps_codes: Whether a quantized model stays packed. Otherwise it is dequantized.
         dtype: Type of the parameters; ``auto`` for the stored one.
@@ -48,7 +52,10 @@ class Measurement:
     evaluated: int = 0
     evaluated_batch: int = 1
     collected: int = 0
-    probe: int = 0
+    probe: int = 1
+    probes: int = 0
+    compares: bool = False
+    samples_inputs: bool = False
     measures_layers: bool = False
     keeps_codes: bool = False
     dtype: str = "auto"
@@ -73,8 +80,9 @@ def check_measurement(measurement: Measurement) -> None:
     run = _describe(measurement)
     if run is None:
         return
-    tokenizer = measurement.source / "tokenizer.json"
-    taken = taken_memory() + TOKENIZER * (tokenizer.stat().st_size if tokenizer.is_file() else 0)
+    tokenizer = tokenizer_memory(measurement.source)
+    run = run._replace(tokenizer_loading=tokenizer.loading)
+    taken = taken_memory() + tokenizer.kept
     bound, machine = measurement.max_memory, taken + free_memory()
     if bound is None and exceeds_memory(run.model.size, measurement.device):
         bound = machine
@@ -122,14 +130,16 @@ def _describe(measurement: Measurement) -> Run | None:
         shape = _packed_shape(shape, container.open(source, trusts))
     length = measurement.length
     tokens = measurement.collected * length
-    steps = list_work(shape, measurement.probe * length) if measurement.collected else []
+    probe, probes = measurement.probe * length, measurement.probes
+    steps = list_work(shape, probe, probes) if measurement.collected else []
     if measurement.measures_layers:
         steps.append(("layers", _layer_work))
+    data = describe_data(
+        model, tokens, min(tokens_of_chunk(length), tokens), length, len(shape.blocks)
+    )
     return Run(
         model=shape,
-        data=describe_data(
-            model, tokens, min(tokens_of_chunk(length), tokens), length, len(shape.blocks)
-        ),
+        data=data,
         algorithms=steps,
         proves=0,
         is_static=False,
@@ -138,10 +148,27 @@ def _describe(measurement: Measurement) -> Run | None:
         evaluated=measurement.evaluated * length,
         evaluated_batch=measurement.evaluated_batch * length,
         evaluated_window=length,
+        evaluation_results=_results(measurement, shape, data),
         on_device=measurement.device != "cpu",
         quantizes=False,
         unpacks=is_packed,
     )
+
+
+def _results(measurement: Measurement, shape: ModelShape, data: DataShape) -> tuple[int, ...]:
+    """Return the bytes of what an evaluation keeps: predictions, and inputs of layers."""
+    from quark.torch.evaluation.predictions import positions_of
+    from quark.torch.pipeline.shapes import FLOAT32
+    from quark.torch.report.activations import SAMPLE
+
+    windows = measurement.evaluated
+    results = []
+    if measurement.compares:
+        results.append(FLOAT32 * windows * positions_of(measurement.length) * data.labels)
+    if measurement.samples_inputs:
+        tokens = SAMPLE + windows  # at least one of each window
+        results.append(tokens * data.itemsize * sum(layer.inputs for layer in shape.layers))
+    return tuple(results)
 
 
 def _layer_work(block: BlockShape, data: DataShape) -> Work:

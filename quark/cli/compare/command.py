@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -36,6 +37,9 @@ from quark.cli.options import (
 )
 from quark.cli.outputs import check_page
 from quark.cli.prompts import NEW_TOKENS, NewTokens, PromptText, check_prompt, read_prompt
+
+if TYPE_CHECKING:
+    from torch import nn
 
 HELP = """
 Compare models: size, perplexity, divergence, answers and speed, side by side.
@@ -157,21 +161,17 @@ def _compare_models(request: CompareRequest) -> None:
     tasks = find_tasks(
         request.tasks, request.include_path, request.num_fewshot, None, request.apply_chat_template
     )
-    load = partial(
-        models.load_model,
-        dtype=request.data_type,
-        device=device,
-        trust_remote_code=request.trust_remote_code,
-        max_memory=request.max_memory,
-        runtime=request.runtime,
-    )
+    from quark.torch.pipeline.memory_limit import results_limit
+
+    streams = _is_streamed(request, directories, device)
     comparison = measure_models(
         dict(zip(names, directories, strict=True)),
         Plan(
-            load=load,
+            load=_loader(request, device),
             windows=windows,
             source=request.dataset or models.EVALUATION,
-            batch_size=1 if _is_streamed(request, directories, device) else request.batch_size,
+            batch_size=1 if streams else request.batch_size,
+            kept=results_limit(streams, request.max_memory, device),
             tokenizer=tokenizer,
             prompt=read_prompt(
                 request.prompt,
@@ -194,6 +194,18 @@ def _compare_models(request: CompareRequest) -> None:
         console.as_json(numbers)
     else:
         print_comparison(comparison, request.output)
+
+
+def _loader(request: CompareRequest, device: str) -> Callable[[Path], nn.Module]:
+    """Return what loads the model of a directory."""
+    return partial(
+        models.load_model,
+        dtype=request.data_type,
+        device=device,
+        trust_remote_code=request.trust_remote_code,
+        max_memory=request.max_memory,
+        runtime=request.runtime,
+    )
 
 
 def _check_flags(request: CompareRequest, directories: list[Path]) -> None:
@@ -243,6 +255,7 @@ def _check_models(
         length=length,
         evaluated=counted_windows(request.limit),
         evaluated_batch=request.batch_size,
+        compares=True,
         measures_layers=request.layers,
         keeps_codes=True,
         dtype=request.data_type,

@@ -32,6 +32,7 @@ class Plan:
         windows: Token identifiers, (windows, length).
         source: Name of their text.
         batch_size: Windows that run together.
+        kept: Bytes of the predictions of the first model that memory holds.
         tokenizer: Tokenizer of all models.
         prompt: Text to continue, or None.
         speed_tokens: Tokens that each model writes to measure its speed, 0 for no measurement.
@@ -45,6 +46,7 @@ class Plan:
     windows: torch.Tensor
     source: str
     batch_size: int
+    kept: int
     tokenizer: Any
     prompt: Prompt | None
     speed_tokens: int
@@ -66,7 +68,7 @@ def measure_models(directories: dict[str, Path], plan: Plan) -> Comparison:
     from quark.torch.report.comparison import Comparison
     from quark.torch.report.contents import Text
 
-    with ActivationStore() as store:
+    with ActivationStore(plan.kept) as store:
         reference = Reference(store)
         original = next(iter(directories.values()))
         measured = [

@@ -14,6 +14,7 @@ from quark.cli.console import format_bytes
 from quark.cli.options import counted_windows
 from quark.cli.quantize.config import layer_configs
 from quark.cli.quantize.request import Request
+from quark.cli.tokenizer_memory import tokenizer_memory
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from quark.torch.quantization.config.config import Config
     from quark.torch.quantization.model_shape import LayerKind, Layers
 
-TOKENIZER = 8  # memory that a tokenizer takes, in sizes of its file
-READING, READING_GGUF = 10, 72  # the same while it is read, from tokenizer.json and a GGUF header
 PROBE, GLANCE = 0.25, 0.02  # seconds of each part of the probe: for --plan, and before a run
 
 
@@ -122,15 +121,15 @@ def make_plan(
     from quark.torch.pipeline.requirements import least_bound, require
     from quark.torch.quantization.model_shape import list_selected, selected
 
-    model, files, tokenizer = _open_source(request)
+    model, files = _open_source(request)
+    tokenizer = tokenizer_memory(request.model_dir)
     size = sum(entry.nbytes for entry in files.entries.values())
     fill_with_placeholders(model)
     with selected(model, config) as selection:
         layers = selection[1]
         run = _describe_run(request, config, model, selection, devices, length, is_calibrated)
         kept = find_kept(model, files, layers) if config.keep_prequantized_layers else {}
-        own = {name: layer.quant_config for name, layer in kept.items()}
-        kinds = list_selected(model, config, layers, own)
+        kinds = list_selected(model, config, layers, {n: x.quant_config for n, x in kept.items()})
         saved = saved_bytes(model, kept) if request.export_weight_format != "fake_quantized" else 0
         run = run._replace(output=run.output - len(request.exports) * saved)
     converted = _converted_bytes(model, files)
@@ -138,9 +137,10 @@ def make_plan(
         model=run.model._replace(converted=converted, stored=_stored_bytes(request)),
         through_files=through_files,
         threads=torch.get_num_threads(),
-        tokenizer=_reading_bytes(request, tokenizer),
+        tokenizer_loading=tokenizer.loading,
+        tokenizer=tokenizer.writing if "gguf" in request.exports else 0,
     )
-    taken = taken_memory() + TOKENIZER * tokenizer
+    taken = taken_memory() + tokenizer.kept
     bound, free = request.max_memory, free_memory()
     if bound is None and exceeds_memory(size, devices[0]):
         bound = taken + free
@@ -166,8 +166,8 @@ def _probe_machine(request: Request, model: nn.Module, device: str) -> Machine:
     )
 
 
-def _open_source(request: Request) -> tuple[nn.Module, Reader, int]:
-    """Return the float model of a request without values, its tensors, and bytes of a tokenizer."""
+def _open_source(request: Request) -> tuple[nn.Module, Reader]:
+    """Return the float model of a request without values, and its tensors."""
     import torch
 
     from quark.torch.export.gguf.float_reader import open_gguf_in_float
@@ -175,17 +175,8 @@ def _open_source(request: Request) -> tuple[nn.Module, Reader, int]:
 
     source, data_type = request.model_dir, request.data_type
     if not source.is_file():
-        model, files = open_in_float(source, data_type, request.trust_remote_code)
-        return model, files, _size(source / "tokenizer.json")
-    dtype = None if data_type == "auto" else getattr(torch, data_type)
-    model, values = open_gguf_in_float(source, dtype)
-    return model, values, values.header_bytes
-
-
-def _reading_bytes(request: Request, tokenizer: int) -> int:
-    """Return the bytes that reading a tokenizer again takes, where a GGUF file will hold it."""
-    times = READING_GGUF if request.model_dir.is_file() else READING
-    return times * tokenizer if "gguf" in request.exports else 0
+        return open_in_float(source, data_type, request.trust_remote_code)
+    return open_gguf_in_float(source, None if data_type == "auto" else getattr(torch, data_type))
 
 
 def _converted_bytes(model: nn.Module, files: Reader) -> int:

@@ -64,7 +64,7 @@ class OutputHead:
         step = max(1, ROWS_AT_ONCE // len(tokens))
         starts = range(0, tokens.shape[1], step)
         if self._name is None or self._is_proved is False or len(starts) == 1:
-            self._run_whole(run, starts, receive)
+            self._run_whole(run, step, receive)
             return
         parts = _Parts(self._model, self._name, run, tokens.shape)
         with parts.ready():
@@ -74,12 +74,12 @@ class OutputHead:
                 for start in starts:
                     receive(start, parts.logits(_slice(start, start + step)))
                 return
-        self._run_whole(run, starts, receive)
+        self._run_whole(run, step, receive)
 
-    def _run_whole(self, run: Run, starts: range, receive: Receive) -> None:
+    def _run_whole(self, run: Run, step: int, receive: Receive) -> None:
         logits = logits_of(run())
-        for start in starts:
-            receive(start, logits[:, start : start + starts.step])
+        for start in range(0, logits.shape[1], step):
+            receive(start, logits[:, start : start + step])
 
 
 def _is_compiled(model: nn.Module) -> bool:

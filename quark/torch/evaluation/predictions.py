@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.torch.evaluation.divergence import kl_divergence
 from quark.torch.evaluation.perplexity import window_losses
 from quark.torch.pipeline.activation_store import ActivationStore
 from quark.torch.quantization.nn.router_choices import RouterChoices
@@ -62,6 +63,15 @@ class Predictions:
 def standard_error(values: torch.Tensor) -> float | None:
     """Return the standard error of the mean of independent values, (count,); None of one value."""
     return float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
+def positions_of(length: int) -> int:
+    """Return at how many positions of a window of ``length`` tokens predictions are compared."""
+    return -(-length // _step(length))
+
+
+def _step(length: int) -> int:
+    return max(1, length // POSITIONS)
 
 
 class Reference:
@@ -185,8 +195,7 @@ class _Divergences:
             return
         expected = self._store[index].to(log_probs.device)
         part = slice(first, first + len(log_probs))
-        totals = (expected.exp() * (expected - log_probs)).sum(-1)
-        self.sums[part] += totals.cpu().double().sum(-1)  # float64 is not on every device
+        self.sums[part] += kl_divergence(expected, log_probs).sum(-1)
         is_same = expected.argmax(-1) == log_probs.argmax(-1)
         self.same[part] += is_same.sum(-1).cpu()
         self.counts[part] += log_probs.shape[1]
@@ -202,7 +211,7 @@ class _Sample:
     """
 
     def __init__(self, length: int, take: Callable[[int, torch.Tensor], None]) -> None:
-        self._step = max(1, length // POSITIONS)
+        self._step = _step(length)
         self._take = take
         self._begin = self._end = 0  # windows of the current batch
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import psutil
 import torch
 
+from quark.torch.pipeline.activation_store import LIMIT
 from quark.torch.pipeline.allocator import return_free_memory
 
 WEIGHTS, ACTIVATIONS = 2, 4  # parts of what is left that parameters and activations may take
@@ -72,6 +73,20 @@ def divide_memory(bound: int | None = None, device: torch.device | str = "cpu") 
     room = left if free is None else free if bound is None else min(left, free)
     is_shared = torch.device(device).type == "cpu"
     return MemoryLimit(room // WEIGHTS, left // ACTIVATIONS, left if is_shared else None)
+
+
+def results_limit(streams: bool, bound: int | None, device: torch.device | str) -> int:
+    """Return the bytes that each of two kinds of results of an evaluation may hold in memory.
+
+    Args:
+        streams: Whether the model is read in parts.
+        bound: As for ``divide_memory``.
+        device: Device of the parameters.
+
+    Raises:
+        ValueError: As ``divide_memory``.
+    """
+    return (divide_memory(bound, device).activations if streams else LIMIT) // 2
 
 
 def _megabytes(size: int) -> str:

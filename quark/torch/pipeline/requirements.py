@@ -136,7 +136,7 @@ def require(run: Run, interpreter: int, bound: int | None = None) -> Requirement
         most = max(step.memory + step.stores for step in steps)
         main, device = parameters + int(HEAP * (kept + most)), 0
     return Requirements(
-        memory=interpreter + LATER_IMPORTS + main,
+        memory=interpreter + max(LATER_IMPORTS + main, int(HEAP * run.tokenizer_loading)),
         device_memory=device,
         devices=run.devices,
         interpreter=interpreter,
@@ -184,7 +184,8 @@ def _require_files(run: Run, interpreter: int) -> Requirements:
         run.threads * 8 * FLOAT32 * model.largest_weight + copied,
         solver_flops=ELEMENT_FLOPS * layers,
     )
-    memory = interpreter + LATER_IMPORTS + int(HEAP * step.memory)
+    working = LATER_IMPORTS + int(HEAP * step.memory)
+    memory = interpreter + max(working, int(HEAP * run.tokenizer_loading))
     needs = Requirements(
         memory=memory,
         device_memory=0,

@@ -58,6 +58,8 @@ class Run(NamedTuple):
         evaluated: Tokens of an evaluation, 0 for none.
         evaluated_batch: Most tokens of a batch of it.
         evaluated_window: Tokens of a window of it.
+        evaluation_results: Bytes of each kind of results of it that stay in stores, each up to half
+            of the limit of activations.
         processes: Number of processes that share the work.
         devices: Number of devices of this process that share it.
         on_device: Whether the model runs on a device with memory of its own.
@@ -68,6 +70,7 @@ class Run(NamedTuple):
         unpacks: Whether its weights are packed, and unpacked for each use.
         tokenizer: Bytes that reading the tokenizer takes once more, for a file that holds it; 0 if
             none does.
+        tokenizer_loading: Bytes that loading the tokenizer takes, before the model is loaded.
     """
 
     model: ModelShape
@@ -80,6 +83,7 @@ class Run(NamedTuple):
     evaluated: int = 0
     evaluated_batch: int = 0
     evaluated_window: int = 1
+    evaluation_results: tuple[int, ...] = ()
     processes: int = 1
     devices: int = 1
     on_device: bool = False
@@ -89,6 +93,7 @@ class Run(NamedTuple):
     quantizes: bool = True
     unpacks: bool = False
     tokenizer: int = 0
+    tokenizer_loading: int = 0
 
 
 def list_steps(run: Run, limit: int, streams: bool) -> list[Step]:
@@ -132,7 +137,8 @@ def _list_measurements(run: Run, limit: int, streams: bool) -> list[Step]:
     evaluation = _evaluation(run, streams, limit)
     steps = [] if evaluation is None else [evaluation]
     steps += [_algorithm(run, *entry, limit, streams, leaving=0) for entry in run.algorithms]
-    return steps or [Step("loading")]
+    kept = sum(min(size, limit // 2) for size in run.evaluation_results)
+    return [s._replace(stores=s.stores + kept) for s in steps] or [Step("loading")]
 
 
 def _algorithm(
@@ -251,4 +257,4 @@ def spilled_activations(run: Run, limit: int) -> int:
         stores = max((w.stores for w in each), default=0)
         held = sum(w.held for w in each)
         spilled.append(stores * size - _held(size, stores, limit) + max(held - limit, 0))
-    return max(spilled)
+    return max(spilled) + sum(max(kept - limit // 2, 0) for kept in run.evaluation_results)

@@ -7,7 +7,6 @@ loaded as a whole only to compare predictions, before the checkpoint is loaded.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +31,7 @@ from quark.torch.export.recognition import (
 from quark.torch.graph.residency import resident
 from quark.torch.pipeline.activation_store import ActivationStore
 from quark.torch.pipeline.batches import show_progress
+from quark.torch.pipeline.memory_limit import results_limit
 from quark.torch.quantization.config.description import describe_layer
 from quark.torch.quantization.config.match import matches
 from quark.torch.quantization.nn.experts import corresponding_experts
@@ -105,8 +105,8 @@ def measure(
     weights = _original_weights(original, layers, trust_remote_code)
     sizes = [container.size(Path(directory)), 0 if weights is None else weights.bytes]
     streams = max_memory is not None or exceeds_memory(max(sizes), device)
-    with ExitStack() as stack:
-        logits, samples = (stack.enter_context(ActivationStore()) for _ in range(2))
+    limit = results_limit(streams, max_memory, device)
+    with ActivationStore(limit) as logits, ActivationStore(limit) as samples:
         text = _windows(windows, batch_size, prompt, samples, streams)
         reference, unseen = Reference(logits), None
         if text is not None and original is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from quark.torch.evaluation.output_head import ROWS_AT_ONCE
 from quark.torch.pipeline.run_steps import StepWork
 from quark.torch.pipeline.shapes import (
     FLOAT32,
@@ -17,20 +18,21 @@ from quark.torch.pipeline.shapes import (
 from quark.torch.quantization.observer.histogram import BINS
 from quark.torch.statistics.collection import TOKENS
 
-_COPIES = 5  # of the log-probabilities of a call: two, and what their difference takes
+_WEIGHTS = 8  # copies in float32 of a weight whose rounding is measured
 
 
-def list_work(model: ModelShape, call: int) -> list[tuple[str, StepWork]]:
+def list_work(model: ModelShape, call: int, probes: int) -> list[tuple[str, StepWork]]:
     """Return the name of each step of ``collect_statistics``, and what it takes for a block.
 
     Args:
         model: The model.
-        call: Tokens of a model call on which sensitivities are measured, 0 for none.
+        call: Tokens of a model call on which sensitivities are measured.
+        probes: Number of these calls, 0 for no sensitivities.
     """
     kept = sum(_kept(block) for block in model.blocks)
     steps: list[tuple[str, StepWork]] = [("statistics", partial(_observing, kept))]
-    if call:
-        steps.append(("sensitivities", partial(_probing, kept, call)))
+    if probes:
+        steps.append(("sensitivities", partial(_probing, kept, model, call, probes)))
     return steps
 
 
@@ -46,6 +48,17 @@ def _observing(kept: int, block: BlockShape, data: DataShape) -> Work:
     return Work(kept + 2 * block.grams, 1.0, flops, stores=3, changes=False)
 
 
-def _probing(kept: int, call: int, block: BlockShape, data: DataShape) -> Work:
-    memory = kept + _COPIES * FLOAT32 * call * data.labels
-    return Work(memory, changes=False, runs_model=True)
+def _probing(
+    kept: int, model: ModelShape, call: int, probes: int, block: BlockShape, data: DataShape
+) -> Work:
+    """Return what it takes to run the calls once for each layer of a block.
+
+    Stores hold what the blocks return for each call, and its log-probabilities. The output head
+    gives logits of a part of a call: they and their log-probabilities, beside the stored ones.
+    """
+    own = data.itemsize if data.itemsize < FLOAT32 else 0
+    head = (own + 3 * FLOAT32) * min(ROWS_AT_ONCE, call) * data.labels + own * model.around_largest
+    weights = block.largest(lambda layer: _WEIGHTS * FLOAT32 * layer.elements)
+    predictions = FLOAT32 * data.labels // max(1, len(model.blocks))  # their share of a block
+    held = probes * call * (data.hidden * data.itemsize + predictions)
+    return Work(kept + head + weights, changes=False, held=held)

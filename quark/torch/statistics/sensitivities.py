@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 from quark.torch.algorithm.layers import output_error, to_matrix
+from quark.torch.evaluation.divergence import kl_divergence
+from quark.torch.evaluation.output_head import OutputHead
 from quark.torch.graph.block_selection import is_inside
 from quark.torch.graph.replay import replace_forwards
 from quark.torch.graph.residency import resident
@@ -33,6 +35,8 @@ logger = logging.getLogger(__name__)
 PROBES = 2  # default number of model calls on which sensitivities are measured
 LONG = 10.0  # seconds from which on the time is told
 _OTHER_TOKENS = 8  # of an excerpt that is shorter than another
+
+Receive = Callable[[torch.Tensor], None]  # takes log-probabilities, (tokens, classes) float32
 
 
 @torch.no_grad()
@@ -53,14 +57,16 @@ def measure_probes(
         grams: Sums over the inputs of each layer, by name.
     """
     probes: dict[str, Probe] = {}
-    with ActivationStore() as expected, _BlockOutputs(model, blocks) as outputs:
-        outputs.prove(calls[0])
-        for index, call in enumerate(calls):
-            expected[index] = outputs.record(call)
+    expected = _Expected()
+    with expected.store, _BlockOutputs(model, blocks) as outputs:
+        head = OutputHead(model) if outputs.prove(calls[0]) else None
+        for call in calls:
+            with outputs.recording(), expected.keeping() as keep:
+                predict_parts(model, call, head, keep)
 
-        def run(block: str, index: int) -> torch.Tensor:
+        def run(block: str, index: int, receive: Receive) -> None:
             with outputs.beginning_at(block, index):
-                return predict(model, calls[index])
+                predict_parts(model, calls[index], head, receive)
 
         start = time.monotonic()
         for number, unit in enumerate(show_progress(units, "sensitivities")):
@@ -73,7 +79,7 @@ def measure_probes(
                 )
             with _enable_weight_quantizers(layers.values()):
                 block = _block_of(unit[0], blocks)
-                divergence, tokens = _measure_divergence(partial(run, block), expected)
+                divergence, tokens = expected.divergence(partial(run, block))
             probes |= dict.fromkeys(unit, Probe(divergence, tokens, error))
             if number == 0:
                 _tell_time(time.monotonic() - start, units, blocks)
@@ -109,7 +115,7 @@ class _BlockOutputs:
 
     def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
         self._model, self._blocks = model, blocks
-        self._store = ActivationStore(current_limit())
+        self._store = ActivationStore(current_limit() // 2)
         self._forms: list[dict[str, Any]] = []  # of each call: block -> output, slots for tensors
         self._entrances: set[str] = set()  # blocks that a call can begin at
 
@@ -119,35 +125,43 @@ class _BlockOutputs:
     def __exit__(self, *error: object) -> None:
         self._store.clear()
 
-    def record(self, call: Any) -> torch.Tensor:
-        """Run a call, record what each block returns, and return the predictions of the call."""
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record what each block returns for a call that runs while the context is open.
+
+        Blocks that return it again, for another part of the output head, are recorded once.
+        """
         forms: dict[str, Any] = {}
 
         def keep(name: str, module: nn.Module, args: Any, output: Any) -> None:
-            if _is_plain(output):
+            if name not in forms and _is_plain(output):
                 forms[name] = self._put(output)
 
         with ExitStack() as stack:
             for name in self._blocks:
                 module = self._model.get_submodule(name)
                 stack.callback(module.register_forward_hook(partial(keep, name)).remove)
-            predictions = predict(self._model, call)
+            yield
         self._forms.append(forms)
-        return predictions
 
-    def prove(self, call: Any) -> None:
+    def prove(self, call: Any) -> bool:
         """Find the blocks that calls can begin at, by an excerpt of a call.
+
+        Returns whether the model predicts each token of a sequence.
 
         Blocks may read more of earlier ones than what these return, such as keys and values. Then a
         call that begins there has other predictions, or none, and all blocks run instead.
         """
         excerpt = take_excerpt(call)
-        predictions, forms = self.record(excerpt), self._forms.pop()
+        with self.recording():
+            logits = _logits(self._model, excerpt)
+        predictions, forms = _log_probs(logits, padding_mask(excerpt)), self._forms.pop()
+        is_sequence = logits.dim() == 3
         # What blocks keep is of other tokens from here on, so that nobody can read it unnoticed. A
         # call refreshes what its blocks keep: the last block is first, as the earlier ones do not.
         others = predict(self._model, take_excerpt(call, _OTHER_TOKENS))
         if torch.equal(others, predictions):
-            return
+            return is_sequence
         for block in reversed(self._blocks[1:]):
             try:
                 with self._skip(forms, block):
@@ -155,6 +169,7 @@ class _BlockOutputs:
                         self._entrances.add(block)
             except Exception as error:  # anything that a model can raise
                 logger.debug("Calls cannot begin at %s: %s", block, error)
+        return is_sequence
 
     def beginning_at(self, block: str, index: int) -> AbstractContextManager[None]:
         """Let a recorded call begin at a block while the context is open, if it can."""
@@ -229,16 +244,44 @@ def _enable_weight_quantizers(layers: Iterable[FakeQuantizedLayer]) -> Iterator[
             quantizer.enabled = False
 
 
-def _measure_divergence(
-    run: Callable[[int], torch.Tensor], expected: ActivationStore
-) -> tuple[float, int]:
-    """Return the sum over tokens of KL(expected ‖ actual) in nats, and the number of tokens."""
-    total, tokens = 0.0, 0
-    for index in range(len(expected)):
-        reference, actual = expected[index], run(index)
-        total += float((reference.exp() * (reference - actual)).sum(dtype=torch.float64))
-        tokens += len(actual)
-    return total, tokens
+class _Expected:
+    """Predictions of the unchanged model for some calls, in parts.
+
+    Attributes:
+        store: Store for their log-probabilities.
+    """
+
+    def __init__(self) -> None:
+        self.store = ActivationStore(current_limit() // 2)
+        self._parts: list[range] = []  # of each call: places in the store
+
+    @contextmanager
+    def keeping(self) -> Iterator[Receive]:
+        """Keep the predictions of a call, which the function takes, while the context is open."""
+        first = len(self.store)
+
+        def keep(log_probs: torch.Tensor) -> None:
+            self.store[len(self.store)] = log_probs
+
+        yield keep
+        self._parts.append(range(first, len(self.store)))
+
+    def divergence(self, run: Callable[[int, Receive], None]) -> tuple[float, int]:
+        """Return the sum over tokens of KL(expected ‖ actual) in nats, and the number of tokens.
+
+        Args:
+            run: Takes the number of a call and a function, which gets its predictions in the same
+                parts.
+        """
+        divergences: list[torch.Tensor] = []
+
+        def compare(places: Iterator[int], log_probs: torch.Tensor) -> None:
+            divergences.append(kl_divergence(self.store[next(places)], log_probs))
+
+        for index, parts in enumerate(self._parts):
+            run(index, partial(compare, iter(parts)))
+        values = torch.cat(divergences)
+        return float(values.sum()), len(values)
 
 
 def predict(model: nn.Module, call: Any) -> torch.Tensor:
@@ -247,6 +290,54 @@ def predict(model: nn.Module, call: Any) -> torch.Tensor:
     Raises:
         ValueError: The model returns no logits.
     """
+    return _log_probs(_logits(model, call), padding_mask(call))
+
+
+def predict_parts(model: nn.Module, call: Any, head: OutputHead | None, receive: Receive) -> None:
+    """Compute the log-probabilities of a call in parts, without padding.
+
+    The output head of a language model runs on a few tokens at a time. Predictions of other models
+    are one part.
+
+    Args:
+        model: The model.
+        call: Data of the call.
+        head: The output head of the model; None if it does not predict each token of a sequence.
+        receive: Takes the log-probabilities of successive parts.
+
+    Raises:
+        ValueError: The model returns no logits.
+    """
+    tokens, mask = _tokens(call), padding_mask(call)
+    if head is None or tokens is None:
+        receive(predict(model, call))
+        return
+
+    def take(first: int, logits: torch.Tensor) -> None:
+        part = None if mask is None else mask[:, first : first + logits.shape[1]]
+        receive(_log_probs(logits, part))
+
+    head.run(partial(run_batch, model, call), tokens, take)
+
+
+def _tokens(call: Any) -> torch.Tensor | None:
+    """Return the tokens that a call predicts, (sequences, length); None if that is not known."""
+    tokens = call
+    if hasattr(call, "get"):
+        tokens = None if "decoder_input_ids" in call else call.get("input_ids")
+    is_grid = isinstance(tokens, torch.Tensor) and tokens.dim() == 2
+    return tokens if is_grid and not tokens.is_floating_point() else None
+
+
+def _log_probs(logits: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Return the log-probabilities of tokens that are no padding, (tokens, classes) float32."""
+    rows = logits.flatten(0, -2)
+    own = rows if mask is None else rows[mask.flatten().to(rows.device)]
+    return own.float().log_softmax(-1)
+
+
+def _logits(model: nn.Module, call: Any) -> torch.Tensor:
+    """Return the logits of a call, (…, classes); ``ValueError`` if the model returns none."""
     outputs: list[Any] = []
     handle = model.register_forward_hook(lambda module, args, output: outputs.append(output))
     try:
@@ -260,5 +351,4 @@ def predict(model: nn.Module, call: Any) -> torch.Tensor:
             f"{type(model).__name__} returned {type(output).__name__} without logits, which "
             "sensitivities are measured on. Pass probes=0, or a model with a head."
         )
-    rows, mask = logits.flatten(0, -2), padding_mask(call)
-    return (rows if mask is None else rows[mask.flatten().to(rows.device)]).float().log_softmax(-1)
+    return logits

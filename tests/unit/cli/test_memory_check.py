@@ -6,8 +6,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from quark.cli.memory_check import Measurement, _describe
 from quark.torch.export.checkpoint.files import CheckpointReader
 from quark.torch.pipeline.memory_limit import taken_memory
+from quark.torch.pipeline.requirements import require
 
 
 @pytest.fixture
@@ -76,3 +78,25 @@ def test_a_disk_without_room_for_activations(verbs, refused, monkeypatch, tmp_pa
     place.mkdir()
     message = refused("collect", *verbs["collect"], "--offload_dir", place)
     assert "--offload_dir" in message and "free" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "lower", "upper"),
+    [
+        # 2 calls of 64 tokens, 2048 classes: predictions in float32 are 1 MB.
+        ({"collected": 4, "probe": 4, "probes": 2}, "sensitivities", 1_048_576, 2_500_000),
+        # 32 windows at 16 positions are 4 MB.
+        ({"evaluated": 32, "compares": True}, "evaluation", 4_194_304, 4_500_000),
+        ({"evaluated": 32, "compares": True, "samples_inputs": True}, "evaluation", 4.8e6, 5.5e6),
+        ({"evaluated": 32}, "evaluation", 0, 1),
+    ],
+)
+def test_stored_results_count(changes, name, lower, upper, model_dir):
+    run = _describe(Measurement(source=model_dir, length=16, **changes))
+    step = next(step for step in require(run, 0).steps if step.name == name)
+    assert lower <= step.stores < upper
+    few = (
+        require(run, 0, 1 << 20).spilled[1]
+        - require(run._replace(evaluation_results=()), 0, 1 << 20).spilled[1]
+    )
+    assert (few > 0) == (name == "evaluation" and bool(lower))

@@ -8,6 +8,7 @@ from quark.torch.export.containers.base import ExportSettings
 from quark.torch.export.file_to_file import quantize_files
 from quark.torch.export.recognition import load_checkpoint, load_in_float
 from quark.torch.graph.residency import residency_of
+from quark.torch.quantization.config.algo import GPTQConfig
 from quark.torch.quantization.nn.packed import PackedLayer
 from tests.configurations import config as config_of
 from tests.configurations import groups, preset, quantized
@@ -20,6 +21,7 @@ MADE = {
     "gptq": ("gptq", config_of(groups("int4"))),
     "compressed-tensors": ("compressed-tensors", preset("int8")),
 }
+SOURCES = [*MADE, "fp8 blocks", "mxfp4"]
 
 
 def contents(directory):
@@ -32,7 +34,7 @@ def source(request, build, batches, tmp_path):
     if request.param == "mxfp4":
         return request.getfixturevalue("published")[0]
     if request.param == "fp8 blocks":
-        model = build("qwen3_moe", torch.bfloat16, **QWEN)
+        model = build("qwen3_moe", torch.bfloat16, **QWEN, num_experts_per_tok=2)
         return publish_fp8(model, tmp_path / "fp8", 16, activation_scheme="dynamic")[0]
     mode, config = MADE[request.param]
     model = quantized(build(dtype=torch.bfloat16), config, batches)
@@ -40,7 +42,7 @@ def source(request, build, batches, tmp_path):
     return tmp_path / "made"
 
 
-@pytest.mark.parametrize("source", [*MADE, "fp8 blocks", "mxfp4"], indirect=True)
+@pytest.mark.parametrize("source", SOURCES, indirect=True)
 def test_files(source, tmp_path):
     config = preset("int8_wo", exclude=["lm_head", "*.0.*"])
     expected = None
@@ -60,7 +62,24 @@ def test_files(source, tmp_path):
     assert sum(name.endswith(".safetensors") for name in expected) > 1
 
 
-@pytest.mark.parametrize("source", [*MADE, "fp8 blocks", "mxfp4"], indirect=True)
+@pytest.mark.parametrize(
+    "source",
+    ["awq", *(pytest.param(n, marks=pytest.mark.nightly) for n in SOURCES if n != "awq")],
+    indirect=True,
+)
+def test_an_algorithm(source, batches, tmp_path):
+    written = []
+    for bound in (None, 1 << 40):
+        model = load_in_float(source, max_memory=bound)
+        if bound is not None:
+            residency_of(model).limit = residency_of(model).activation_limit = 0
+        model = quantized(model, preset("int8_wo", GPTQConfig()), batches)
+        ModelExporter(None, tmp_path / f"{bound}").export_safetensors_model(model)
+        written.append(contents(tmp_path / f"{bound}"))
+    assert written[0] == written[1]
+
+
+@pytest.mark.parametrize("source", SOURCES, indirect=True)
 def test_layers_in_float_have_the_values_and_scheme_of_the_source(source, tmp_path):
     config = preset("int8_wo", exclude=["lm_head", "*.0.*"])
     quantize_files(config, source, tmp_path / "out", ExportSettings())

@@ -135,6 +135,16 @@ class TestMemory:
         assert small.memory == require(request_of(), 0, bound).memory
         assert small.read == require(request_of(), 0, bound).read
 
+    @pytest.mark.parametrize("through_files", [False, True])
+    def test_the_tokenizer_is_loaded_before_the_model(self, through_files):
+        def memory(size, bound=None):
+            run = request_of(tokenizer_loading=size, through_files=through_files)
+            return require(run, 100 * MIB, bound).memory
+
+        assert memory(1) == memory(0)
+        assert memory(9000 * MIB) == memory(9000 * MIB, 3000 * MIB)
+        assert memory(9000 * MIB) == 100 * MIB + int(1.35 * 9000 * MIB)
+
     def test_a_device_takes_what_the_model_takes(self):
         request = request_of(on_device=True)
         needs = require(request, 400 * MIB)

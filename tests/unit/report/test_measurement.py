@@ -13,6 +13,7 @@ from quark.torch.numerics.hadamard import hadamard, rotate
 from quark.torch.quantization.api import ModelQuantizer
 from quark.torch.quantization.config.config import Config, QuantizationConfig, QuantizationSpec
 from quark.torch.quantization.config.presets import scheme
+from quark.torch.report import measurement
 from quark.torch.report.measurement import measure
 from quark.torch.report.weights import compare, histogram, scales_of, values_of
 
@@ -283,10 +284,14 @@ def test_values_of_nothing_and_of_zeros():
 
 
 @pytest.mark.parametrize("exclude", [("lm_head",), ()])
-def test_a_model_that_is_read_in_parts_has_the_same_figures(quantized, exclude):
+def test_a_model_that_is_read_in_parts_has_the_same_figures(quantized, exclude, monkeypatch):
     original, path, _ = quantized("int8", exclude=exclude)
     whole = measure(path, original, WINDOWS, "text", batch_size=1)
+    asked = []
+    # What an evaluation keeps is all in files.
+    monkeypatch.setattr(measurement, "results_limit", lambda *args: asked.append(args) or 0)
     parts = measure(path, original, WINDOWS, "text", batch_size=1, max_memory=1 << 40)
+    assert asked == [(True, 1 << 40, "cpu")]
     assert parts.to_dict() == whole.to_dict()
     assert whole.predictions.kl > 0
     assert by_name(parts)["model.layers.0.mlp.up_proj"].inputs.tokens == WINDOWS.numel()

@@ -6,9 +6,12 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from quark.torch.evaluation import output_head
+from quark.torch.evaluation.output_head import OutputHead
+from quark.torch.pipeline.activation_store import ActivationStore, activation_limit
 from quark.torch.statistics import sensitivities
 from quark.torch.statistics.collection import collect_statistics
-from quark.torch.statistics.sensitivities import _BlockOutputs, predict
+from quark.torch.statistics.sensitivities import _BlockOutputs, predict, predict_parts
 from tests.models.architectures import tokens, varied
 
 
@@ -67,7 +70,10 @@ def test_what_a_later_block_reads_of_an_earlier_one_is_not_left_out(remembers, b
     runs, calls = [], [*batches[:1], batches[0].flip(1)]
     with torch.no_grad(), _BlockOutputs(model, [f"model.layers.{i}" for i in range(3)]) as outputs:
         outputs.prove(calls[0])
-        expected = [outputs.record(call) for call in calls]
+        expected = []
+        for call in calls:
+            with outputs.recording():
+                expected.append(predict(model, call))
         model.model.layers[0].register_forward_pre_hook(lambda *_: runs.append(1))
         model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: runs.append(2))
         with outputs.beginning_at("model.layers.2", 0):
@@ -95,3 +101,81 @@ def test_the_time_is_told_after_the_first_layer(build, batches, monkeypatch, cap
         assert "3 layers take about 60 s" in caplog.text  # 30, and half of it twice
         collect_statistics(build(), batches[:1], probes=1)
     assert caplog.text.count("The sensitivities of 14 layers take about") == 1
+
+
+class TestParts:
+    """The output head runs on a few tokens at a time."""
+
+    CALLS = (  # 3 parts; one; with padding
+        torch.arange(3, 63).repeat(2, 5),
+        torch.arange(3, 63)[None],
+        {
+            "input_ids": torch.arange(3, 63).repeat(2, 5).flip(1),
+            "attention_mask": (torch.arange(300) < torch.tensor([[300], [200]])).long(),
+        },
+    )
+
+    @pytest.fixture
+    def long(self, build):
+        return build(max_position_embeddings=512)
+
+    @pytest.mark.parametrize(("index", "parts"), [(0, 3), (1, 1), (2, 3)])
+    def test_they_are_those_of_the_whole(self, long, index, parts):
+        received = []
+        with torch.no_grad():
+            predict_parts(long, self.CALLS[index], OutputHead(long), received.append)
+            expected = predict(long, self.CALLS[index])
+        assert len(received) == parts
+        order = torch.arange(len(expected))
+        if parts > 1:  # parts hold the same positions of all sequences
+            grid = [torch.arange(300).repeat(2, 1), torch.arange(2)[:, None].expand(2, 300)]
+            kept = torch.ones(2, 300) if index == 0 else self.CALLS[index]["attention_mask"]
+            places, rows = (x[kept.bool()] for x in grid)
+            order = (places // 128 * 600 + rows * 300 + places).argsort()
+        torch.testing.assert_close(torch.cat(received), expected[order], rtol=1e-5, atol=1e-5)
+
+    def test_sensitivities_are_those_of_the_whole(self, long, monkeypatch):
+        data = [self.CALLS[0], self.CALLS[2]]
+        found, sizes = [], []
+        compare = sensitivities.kl_divergence
+
+        def count(expected, actual):
+            sizes.append(len(actual))
+            return compare(expected, actual)
+
+        monkeypatch.setattr(sensitivities, "kl_divergence", count)
+        for rows in (256, 10_000):
+            monkeypatch.setattr(output_head, "ROWS_AT_ONCE", rows)
+            sizes.clear()
+            found.append(probes_of(long, data))
+            assert (max(sizes) <= 256) == (rows == 256)
+        for name, probe in found[0].items():
+            assert probe.tokens == found[1][name].tokens == 600 + 500
+            assert probe.divergence == pytest.approx(found[1][name].divergence, rel=1e-4)
+
+    def test_a_model_that_predicts_one_class(self, build):
+        from transformers import LlamaForSequenceClassification
+
+        config = build().config
+        config.num_labels, config.pad_token_id = 5, 0
+        torch.manual_seed(0)
+        model = LlamaForSequenceClassification(config).eval()
+        found = probes_of(model, [torch.arange(3, 35).view(2, 16)])
+        assert {probe.tokens for probe in found.values()} == {2}
+        assert all(probe.divergence > 0 for probe in found.values())
+
+    def test_memory_holds_as_few_as_the_limit_says(self, long, monkeypatch):
+        stored = []
+        make = ActivationStore._make
+
+        def note(store, index, shape, dtype, strides):
+            made = make(store, index, shape, dtype, strides)
+            stored.append((store.limit, store._size))
+            return made
+
+        monkeypatch.setattr(ActivationStore, "_make", note)
+        with activation_limit(100_000):
+            expected = probes_of(long, self.CALLS[:1])
+        assert stored and all(size <= 50_000 for limit, size in stored if limit == 50_000)
+        assert {limit for limit, _ in stored} >= {50_000}
+        assert probes_of(long, self.CALLS[:1]) == expected

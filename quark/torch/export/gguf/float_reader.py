@@ -75,11 +75,6 @@ class GgufValues:
             _check_kind(tensor.kind, f"{match.file.path}: {name}")
             self.entries[key] = TensorHeader(match.file.path.name, tensor.shape, match.dtype)
 
-    @property
-    def header_bytes(self) -> int:
-        """Bytes of the file before its tensors, most of which is the vocabulary."""
-        return min((t.start for t in self._match.file.tensors.values()), default=0)
-
     def tensor(self, name: str) -> torch.Tensor:
         """Return one tensor, in the type of the model.
 

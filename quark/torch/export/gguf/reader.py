@@ -46,7 +46,7 @@ _TYPES = {
 }
 # Number of the type of a value -> format character of struct.
 _NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
+STRING, _ARRAY = 8, 9
 
 
 class GgufTensor(NamedTuple):
@@ -63,6 +63,20 @@ class GgufTensor(NamedTuple):
     shape: tuple[int, ...]
     start: int
     bytes: int
+
+
+class GgufEntry(NamedTuple):
+    """A value of the header.
+
+    Attributes:
+        kind: Number of its type.
+        inner: Number of the type of its elements, None if it is no array.
+        value: A number, the bytes of a string, or a list of these.
+    """
+
+    kind: int
+    inner: int | None
+    value: Any
 
 
 class GgufFile:
@@ -91,6 +105,7 @@ class GgufFile:
             self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._position = 0
         self.values: dict[str, Any] = {}
+        self._starts: dict[str, int] = {}  # of the types of the values
         self.tensors: dict[str, GgufTensor] = {}
         if self._read_bytes(4) != MAGIC:
             raise self._damaged("it does not begin with GGUF")
@@ -104,8 +119,14 @@ class GgufFile:
             key = self._read_string()
             if key in self.values:
                 raise self._damaged(f"{key} is there twice")
+            self._starts[key] = self._position
             self.values[key] = self._read_value(self._read_number("I"))
         self._read_tensors(self._check_count(tensors, 32))
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes of the file before its tensors, most of which is the vocabulary."""
+        return min((tensor.start for tensor in self.tensors.values()), default=0)
 
     def blocks(self, name: str) -> torch.Tensor:
         """Return the bytes of a tensor by rows: (…, bytes of a row) uint8.
@@ -122,6 +143,25 @@ class GgufFile:
             if file.readinto(data) < tensor.bytes:
                 raise self._damaged(f"{name} reaches beyond its end")
         return torch.frombuffer(data, dtype=torch.uint8).reshape(*tensor.shape[:-1], -1)
+
+    def read_entries(self, prefix: str) -> dict[str, GgufEntry]:
+        """Return the values whose keys begin with ``prefix``, arrays included, by key."""
+        entries = {}
+        for key in (key for key in self._starts if key.startswith(prefix)):
+            self._position = self._starts[key]
+            kind, inner = self._read_number("I"), None
+            if kind == _ARRAY:
+                inner = self._read_number("I")
+                value: Any = [self._read_plain(inner) for _ in range(self._read_number("Q"))]
+            else:
+                value = self._read_plain(kind)
+            entries[key] = GgufEntry(kind, inner, value)
+        return entries
+
+    def _read_plain(self, kind: int) -> Any:
+        if kind == STRING:
+            return self._read_bytes(self._read_number("Q"))
+        return self._read_number(self._struct_format(kind))
 
     def _read_tensors(self, count: int) -> None:
         alignment = self.values.get("general.alignment", ALIGNMENT)
@@ -147,12 +187,12 @@ class GgufFile:
             self.tensors[name] = GgufTensor(kind, shape, base + offset, length)
 
     def _read_value(self, kind: int) -> Any:
-        if kind == _STRING:
+        if kind == STRING:
             return self._read_string()
         if kind != _ARRAY:
             return self._read_number(self._struct_format(kind))
         inner, count = self._read_number("I"), self._read_number("Q")
-        if inner == _STRING:
+        if inner == STRING:
             for _ in range(self._check_count(count, 8)):
                 self._read_bytes(self._read_number("Q"))
         else:

@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from quark.torch.export.gguf.reader import STRING, GgufFile
+
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token types of llama.cpp
 LAST_SCORE = -1e6  # of tokens that no merge produces
+TOKENS, KINDS, SCORES = (f"tokenizer.ggml.{name}" for name in ("tokens", "token_type", "scores"))
 
 # Regular expression of the pre-tokenizer -> its name in llama.cpp.
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -38,14 +41,59 @@ def load_tokenizer(path: str | Path) -> Any:
         raise ValueError(f"{path} has no tokenizer that Transformers loads ({error}).") from error
 
 
-def add_tokens(writer: Any, tokenizer: Any, size: int, pre_tokenizer: str | None = None) -> None:
+def copy_tokens(writer: Any, path: str | Path, size: int) -> None:
+    """Copy the tokenizer of another GGUF file, with all that its header says of it.
+
+    Args:
+        writer: A GGUFWriter.
+        path: The other file.
+        size: Vocabulary size of the model. A smaller tokenizer is padded with unused tokens.
+
+    Raises:
+        ValueError: The file has no tokens, or more than the model; or it is damaged.
+    """
+    from gguf import GGUFValueType
+
+    entries = GgufFile(path).read_entries("tokenizer.")
+    if TOKENS not in entries or entries[TOKENS].inner != STRING or not entries[TOKENS].value:
+        raise ValueError(f"{path} has no tokens: give a tokenizer_path that has.")
+    count = len(entries[TOKENS].value)
+    _check_size(count, size)
+    unused = size - count
+    paddings = {TOKENS: _padding(count, size), KINDS: [UNUSED] * unused}
+    paddings[SCORES] = [LAST_SCORE] * unused
+    for key, (kind, inner, value) in entries.items():
+        if inner is not None and not value:
+            continue  # GGUFWriter has no empty arrays
+        if key in paddings:
+            if inner is None or len(value) != count:
+                raise ValueError(f"{path} is damaged: {key} is not an array for {count} tokens.")
+            value = value + paddings[key]
+        sub_type = None if inner is None else GGUFValueType(inner)
+        writer.add_key_value(key, value, GGUFValueType(kind), sub_type)
+
+
+def _check_size(count: int, size: int) -> None:
+    """Check that a model has all tokens of a tokenizer."""
+    if count > size:
+        raise ValueError(
+            f"The tokenizer has tokens up to {count - 1}, the model only {size}: is "
+            "tokenizer_path that of this model?"
+        )
+
+
+def _padding(begin: int, end: int) -> list[str]:
+    """Return the names of tokens that the tokenizer lacks, by their numbers."""
+    return [f"[PAD{i}]" for i in range(begin, end)]
+
+
+def add_tokens(writer: Any, tokenizer: Any, size: int) -> None:
     """Add the vocabulary, its merges or scores, and the special tokens.
 
     Args:
         writer: A GGUFWriter.
         tokenizer: A fast tokenizer of Transformers.
         size: Vocabulary size of the model. A smaller tokenizer is padded with unused tokens.
-        pre_tokenizer: Name in llama.cpp of its pre-tokenizer; None to find it.
 
     Raises:
         ValueError: The tokenizer has more tokens, or its kind has no name in GGUF.
@@ -58,12 +106,8 @@ def add_tokens(writer: Any, tokenizer: Any, size: int, pre_tokenizer: str | None
         )
     definition = json.loads(backend.to_str())  # the content of tokenizer.json
     vocabulary = tokenizer.get_vocab()
-    if max(vocabulary.values()) >= size:
-        raise ValueError(
-            f"The tokenizer has tokens up to {max(vocabulary.values())}, the model only {size}: "
-            "is tokenizer_path the directory of this model?"
-        )
-    names = [f"[PAD{i}]" for i in range(size)]
+    _check_size(max(vocabulary.values()) + 1, size)
+    names = _padding(0, size)
     kinds = [UNUSED] * size
     model = definition["model"]
     for token, i in vocabulary.items():
@@ -74,15 +118,13 @@ def add_tokens(writer: Any, tokenizer: Any, size: int, pre_tokenizer: str | None
         kinds[added["id"]] = CONTROL if added["special"] else USER_DEFINED
     if model.get("unk_token") in vocabulary:
         kinds[vocabulary[model["unk_token"]]] = UNKNOWN
-    _add_model(writer, definition, names, pre_tokenizer)
+    _add_model(writer, definition, names)
     writer.add_token_list(names)
     writer.add_token_types(kinds)
     _add_special(writer, tokenizer)
 
 
-def _add_model(
-    writer: Any, definition: dict[str, Any], names: list[str], pre_tokenizer: str | None
-) -> None:
+def _add_model(writer: Any, definition: dict[str, Any], names: list[str]) -> None:
     model = definition["model"]
     if model["type"] != "BPE":
         raise ValueError(f"GGUF export knows BPE tokenizers, not {model['type']}.")
@@ -96,8 +138,7 @@ def _add_model(
         writer.add_add_space_prefix(_adds_space_prefix(definition))
         return
     writer.add_tokenizer_model("gpt2")
-    name = pre_tokenizer or _pre_tokenizer_name(definition.get("pre_tokenizer"))
-    writer.add_tokenizer_pre(name)
+    writer.add_tokenizer_pre(_pre_tokenizer_name(definition.get("pre_tokenizer")))
     writer.add_token_merges([" ".join(pair) for pair in merges])
 
 

@@ -25,9 +25,8 @@ from quark.torch.export.gguf.architectures import (
 )
 from quark.torch.export.gguf.blocks import SUPPORTED, block_type, pack_blocks, stored_columns
 from quark.torch.export.gguf.metadata import add_metadata
-from quark.torch.export.gguf.reader import GgufFile
 from quark.torch.export.gguf.rope import FACTORS, frequency_factors, interleaved_rows
-from quark.torch.export.gguf.tokenizer import add_tokens, load_tokenizer
+from quark.torch.export.gguf.tokenizer import add_tokens, copy_tokens, load_tokenizer
 from quark.torch.files import Target
 from quark.torch.graph.residency import release, residency_of, resident
 from quark.torch.progress import show_progress
@@ -59,13 +58,12 @@ def write_gguf(
     used = [kind for shape, kind in tensors.outline.values() if len(shape) > 1]
     # The type of the file is that of its matrices: a quantized one, if there is any.
     most = max(_FILE_TYPES, key=lambda kind: (kind.startswith("Q") and kind in used, kind in used))
-    tokenizer = _load_tokenizer(model, tokenizer_path)
     with target(tensors.size) as directory:
         writer = gguf.GGUFWriter(directory / f"{model_type}.gguf", architecture.name)
         add_metadata(writer, config, model_type, architecture.rms)
         writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[most]])
         writer.add_quantization_version(QUANTIZATION_VERSION)
-        add_tokens(writer, tokenizer, config.vocab_size, _stored_pre_tokenizer(tokenizer_path))
+        _add_tokenizer(writer, model, tokenizer_path)
         for name, (shape, kind) in tensors.outline.items():
             empty = np.empty(0, _stored_dtype(kind))
             number = gguf.GGMLQuantizationType[kind]
@@ -85,7 +83,7 @@ def check_header(model: nn.Module, tokenizer_path: str | Path) -> None:
 
     Args:
         model: A model that passed ``check_writable``.
-        tokenizer_path: Directory of its tokenizer.
+        tokenizer_path: Directory of its tokenizer, or a GGUF file that holds it.
 
     Raises:
         ImportError: The package gguf is missing.
@@ -97,28 +95,17 @@ def check_header(model: nn.Module, tokenizer_path: str | Path) -> None:
     names = tensor_names(architecture, config)
     for place in _places(model):
         names(place.key)
-    tokenizer = _load_tokenizer(model, tokenizer_path)
-    add_tokens(
-        gguf.GGUFWriter(None, architecture.name),
-        tokenizer,
-        config.vocab_size,
-        _stored_pre_tokenizer(tokenizer_path),
-    )
+    _add_tokenizer(gguf.GGUFWriter(None, architecture.name), model, tokenizer_path)
 
 
-def _load_tokenizer(model: nn.Module, path: str | Path) -> Any:
-    """Return the tokenizer, and make room first.
-
-    Transformers takes 100 times the header of a GGUF file to read it: 170 MB for 49000 tokens.
-    """
+def _add_tokenizer(writer: Any, model: nn.Module, path: str | Path) -> None:
+    """Add the tokenizer of a directory or of a GGUF file; parts of the model make room first."""
     release(model)
-    return load_tokenizer(path)
-
-
-def _stored_pre_tokenizer(tokenizer_path: str | Path) -> str | None:
-    """Return the name of the pre-tokenizer in a GGUF file, which Transformers does not keep."""
-    path = Path(tokenizer_path)
-    return GgufFile(path).values.get("tokenizer.ggml.pre") if path.is_file() else None
+    config: Any = model.config
+    if Path(path).is_file():
+        copy_tokens(writer, path, config.vocab_size)
+    else:
+        add_tokens(writer, load_tokenizer(path), config.vocab_size)
 
 
 class _Place(NamedTuple):

@@ -53,11 +53,14 @@ def killed(tmp_path, kills):
 @pytest.fixture
 def flags_of(text, tmp_path):
     """The flags of a command for a model; the data has three chunks."""
-    long = tmp_path / "long.txt"
+    long, few = tmp_path / "long.txt", tmp_path / "autoround.json"
     long.write_text(text.read_text() * 10, encoding="utf-8")
+    few.write_text('{"name": "autoround", "iters": 2}')
 
     def flags_of(model, *flags):
         data = ["--dataset", long, "--seq_len", 64, "--num_calib_data", 80, "--skip_evaluation"]
+        if "autoround" in flags:
+            data += ["--quant_algo_config_file", few]
         return [str(x) for x in ("quantize", "--model_dir", model, *data, *flags)]
 
     return flags_of
@@ -68,7 +71,9 @@ WAYS = {
     "static": ("--quant_scheme", "fp8", "--kv_cache_dtype", "fp8"),  # without a journal
     "awq": ("--quant_scheme", "uint4_wo_32", "--quant_algo", "awq"),
     "gptq": ("--quant_scheme", "int4_wo_32", "--quant_algo", "gptq"),
+    "qronos": ("--quant_scheme", "mxfp4", "--quant_algo", "qronos"),
     "yaqa": ("--quant_scheme", "int8", "--quant_algo", "yaqa"),
+    "autoround": ("--quant_scheme", "int4_wo_32", "--quant_algo", "autoround"),
     "rotation and gptq": ("--quant_scheme", "int4_wo_32", "--quant_algo", "rotation,gptq"),
 }
 GPTQ = WAYS["gptq"]
