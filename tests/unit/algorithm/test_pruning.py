@@ -307,3 +307,17 @@ def test_options_of_structures():
     assert SparseGPTConfig().group == (2, 4) and SparseGPTConfig().fraction == 0.5
     assert WandaConfig(mask_structure="1:4", sparsity=0.75).fraction == 0.75
     assert WandaConfig(mask_structure="unstructured").fraction == 0.5
+
+
+@pytest.mark.parametrize("name", PRUNING)
+def test_convolutions_are_pruned_by_windows_of_their_inputs(name):
+    torch.manual_seed(0)
+    convolutions = [torch.nn.Conv2d(4, 8, 2), torch.nn.Conv2d(8, 8, 2, groups=2)]
+    model, images = torch.nn.Sequential(*convolutions), torch.randn(8, 4, 6, 6)
+    norms = torch.nn.functional.unfold(images, 2).square().sum((0, 2)).sqrt()
+    scores = (model[0].weight.detach().flatten(1).abs() * norms).unflatten(1, (-1, 4))
+    model = quantized_by(model, "int8_wo", PRUNING[name](), exclude=[], data=[images])
+    zeros = [(layer.weight == 0).flatten(1).unflatten(1, (-1, 4)) for layer in model]
+    assert all((found.sum(-1) >= 2).all() for found in zeros)
+    if name == "wanda":
+        assert zeros[0].gather(-1, scores.argsort(-1)[..., :2]).all()
