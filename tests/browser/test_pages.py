@@ -1,0 +1,82 @@
+"""What pages show in headless Chromium, on a phone and on a desk.
+
+``npm install`` in this directory installs the browser; tests are skipped without it.
+"""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from quark.cli.main import app
+from quark.demo.text import model_directory
+
+HERE, MODEL = Path(__file__).parent, model_directory()
+WINDOWS = ("--seq_len", 64, "--limit", 3)
+WIDTHS = pytest.mark.parametrize("width", [400, 1280])
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(
+        shutil.which("node") is None or not (HERE / "node_modules").is_dir(),
+        reason="needs node, and npm install in tests/browser",
+    ),
+]
+
+
+def show(page, width):
+    """Return what a page of some width shows; nothing goes wrong, and nothing is loaded."""
+    command = ["node", str(HERE / "measure.mjs"), str(page), str(width)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=HERE)
+    assert run.returncode == 0, run.stderr
+    shown = json.loads(run.stdout)
+    assert shown["errors"] == []
+    assert shown["width"] <= width, "the page scrolls sideways"
+    return shown
+
+
+def quark(*command):
+    """Run the command line."""
+    result = CliRunner().invoke(app, list(map(str, command)))
+    assert result.exit_code == 0, result.output
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """The page of a report on the shipped model, and its numbers."""
+    path = tmp_path_factory.mktemp("report")
+    shutil.copy(HERE.parents[1] / "README.md", path / "text.txt")
+    made = ("--model_dir", MODEL, "--output_dir", path / "int4", "--quant_scheme", "int4_wo_32")
+    quark("quantize", *made, "--skip_evaluation")
+    given = ("--original", MODEL, "--dataset", path / "text.txt", *WINDOWS)
+    quark("report", path / "int4", *given, "--output", path / "page.html")
+    return path / "page.html", json.loads((path / "page.json").read_text("utf-8"))
+
+
+@WIDTHS
+def test_a_report(width, report):
+    page, numbers = report
+    shown = show(page, width)
+    text = " ".join(shown["text"].split())
+    assert all(" ".join(sentence.split()) in text for sentence in numbers["verdict"])
+    assert all(layer["name"] in text for layer in numbers["layers"])
+    assert all(" ".join(row["text"].split()) in text for row in numbers["advice"])
+    by_layer = shown["charts"]["by-layer"]
+    assert "output error" in by_layer and "layers.0" in by_layer and "layers.1" in by_layer
+    assert "%" in by_layer  # the axis has numbers
+    assert "q_proj" in shown["charts"]["sizes"]
+
+
+@WIDTHS
+def test_a_comparison(width, report, tmp_path):
+    page, made = tmp_path / "page.html", report[0].parent
+    given = ("--dataset", made / "text.txt", *WINDOWS, "--layers")
+    quark("compare", MODEL, made / "int4", *given, "--output", page)
+    shown = show(page, width)
+    numbers = json.loads(page.with_suffix(".json").read_text("utf-8"))
+    perplexities = [f"{model['predictions']['perplexity']:.2f}" for model in numbers["models"]]
+    assert len(perplexities) == 2
+    assert all(figure in shown["text"] for figure in perplexities)
+    assert shown["charts"] and all("int4" in chart for chart in shown["charts"].values())
