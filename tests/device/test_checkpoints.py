@@ -57,7 +57,7 @@ def assert_generates(model, expected, device):
         assert made[0].shape == made[1].shape
 
 
-@pytest.mark.parametrize("mode", FORMATS)
+@pytest.mark.parametrize("mode", [name for name in FORMATS if name != "mxfp4"])  # of experts
 def test_formats(mode, both, plain, device, tmp_path):
     for scheme in SCHEMES:
         here, there = both(scheme)

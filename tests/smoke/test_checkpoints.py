@@ -20,7 +20,7 @@ def model(build, quantize):
     return lambda name="int4_wo_32", **sizes: quantize(build(num_hidden_layers=1, **sizes), name)
 
 
-@pytest.mark.parametrize("mode", FORMATS)
+@pytest.mark.parametrize("mode", [name for name in FORMATS if name != "mxfp4"])  # of experts
 def test_a_format(model, build, logits, tmp_path, mode):
     exporter = ModelExporter(tmp_path / "out")
     for scheme in SCHEMES:

@@ -47,7 +47,7 @@ Oracles = Annotated[
     _what(
         "--oracle",
         metavar="NAME",
-        parser=one_of("--oracle", lambda: ORACLES),
+        **one_of("--oracle", lambda: ORACLES),
         help=f"Software to compare with: {in_words(ORACLES)}; repeatable (default: all installed).",
     ),
 ]

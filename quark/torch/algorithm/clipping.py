@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch.nn import functional
 
 from quark.torch.algorithm.layers import (
     group_width,
@@ -81,7 +82,7 @@ def _with_best_factors(
     for start in range(0, len(matrix), step):
         rows = matrix[start : start + step]
         result[start : start + step] = _scale_ranges(
-            rows, width, gram_blocks, factors, fake_quantize_
+            rows, width, gram_blocks, factors, fake_quantize_, quantizer.scheme.scale.span
         )
     return layer.from_matrix(result)
 
@@ -92,6 +93,7 @@ def _scale_ranges(
     gram_blocks: Sequence[torch.Tensor],
     factors: Sequence[float],
     fake_quantize_: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    span: int = 0,
 ) -> torch.Tensor:
     """Return rows of a weight, (rows, inputs), with the best range of each group.
 
@@ -103,6 +105,8 @@ def _scale_ranges(
         gram_blocks: (groups, width, width) for each group of inputs, which meets as many rows.
         factors: Factors of ranges to try beside 1.
         fake_quantize_: Rounds rows under the scales of others; may write to the rows.
+        span: Adjacent groups whose scales depend on each other (super-blocks); 0 = none. They keep
+            their ranges if the best factors of all are worse together.
     """
     groups = rows.reshape(len(rows), -1, width)  # (rows, groups, width)
     amax = groups.abs().amax(-1, keepdim=True)
@@ -114,7 +118,12 @@ def _scale_ranges(
         parts = zip(change.chunk(len(gram_blocks)), gram_blocks, strict=True)
         return torch.cat([_squared_errors(part, own) for part, own in parts]).unsqueeze(-1)
 
-    best, lowest = torch.ones_like(amax), error(groups.clone(), groups)
+    def scale(factors: torch.Tensor) -> torch.Tensor:
+        bound = factors * amax
+        return (groups * factors.clamp(min=1)).clamp_(-bound, bound)
+
+    best, unchanged = torch.ones_like(amax), error(groups.clone(), groups)
+    lowest = unchanged
     candidate = torch.empty_like(groups)
     for factor in factors:
         if factor < 1:
@@ -126,8 +135,18 @@ def _scale_ranges(
         better = loss < lowest
         best = torch.where(better, factor, best)
         lowest = torch.where(better, loss, lowest)
-    bound = best * amax
-    return (groups * best.clamp(min=1)).clamp_(-bound, bound).flatten(1)
+    if span:
+        gain = unchanged - error(groups.clone(), scale(best))
+        best = best.where(_sums(gain, span) > 0, 1)
+    return scale(best).flatten(1)
+
+
+def _sums(x: torch.Tensor, span: int) -> torch.Tensor:
+    """Return the sum over the super-block of each group, for (rows, groups, 1)."""
+    rows, groups, _ = x.shape
+    padded = functional.pad(x.view(rows, groups), (0, -groups % span)).view(rows, -1, span)
+    sums = padded.sum(-1, keepdim=True).expand_as(padded).flatten(1)
+    return sums[:, :groups].unsqueeze(-1)
 
 
 def _squared_errors(change: torch.Tensor, gram_blocks: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,9 @@ FLAGS = ("--quant_scheme", "int4_wo_32")
 SCHEMES = {"modelopt": "nvfp4_weight_only", "mxfp8": "mxfp8"}  # of formats without int4
 
 
-@pytest.mark.parametrize("mode", [name for name in FORMATS if name not in ("quark", "fp8")])
+@pytest.mark.parametrize(
+    "mode", [name for name in FORMATS if name not in ("quark", "fp8", "mxfp4")]
+)
 def test_layouts_of_other_tools(quantize, quark, mode):
     path, said = quantize("--quant_scheme", SCHEMES.get(mode, "int4_wo_32"), "--custom_mode", mode)
     section = json.loads((path / "config.json").read_text())["quantization_config"]

@@ -51,7 +51,7 @@ def test_groups_are_made_to_divide_the_model(quark, build, tmp_path):
     ("flags", "said"),
     [
         (("--recipe", "w5"), "w4"),
-        (("--recipe", "w4", "--quant_scheme", "fp8"), "--recipe NAME"),
+        (("--recipe", "w4", "--quant_scheme", "fp8"), "conflicts with --recipe: give one"),
         (("--recipe", "w4", "--quant_algo", "awq"), "sets the algorithms"),
     ],
     ids=["unknown", "two ways", "algorithm"],

@@ -133,13 +133,18 @@ class Fp8Format(ThirdPartyFormat):
         if block is not None:
             _check_block(block)
             weight = QuantizationSpec(
-                Dtype.fp8_e4m3, qscheme=QSchemeType.per_block, block_size=block, is_dynamic=False
+                Dtype.fp8_e4m3,
+                qscheme=QSchemeType.per_block,
+                block_size=block,
+                symmetric=True,
+                is_dynamic=False,
             )
             inputs = QuantizationSpec(
                 Dtype.fp8_e4m3,
                 qscheme=QSchemeType.per_group,
                 ch_axis=-1,
                 group_size=block[1],
+                symmetric=True,
                 is_dynamic=True,
             )
         excluded = read_names(section, "ignored_layers")

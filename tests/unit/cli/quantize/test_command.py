@@ -84,7 +84,7 @@ def test_schemes_of_layers(request_of):
     [
         ([], "give a scheme"),
         (["--quant_scheme", "int4_wo_12x"], "Did you mean 'int4_wo_128'?"),
-        (["--quant_scheme", "fp8", "--config", "x.json"], "or --config FILE"),
+        (["--quant_scheme", "fp8", "--config", "x.json"], "conflicts with --config: give one"),
         (["--config", "x.json"], "there is no file x.json"),
         (["--config", "x.json", "--kv_cache_dtype", "fp8"], "--kv_cache_dtype"),
         (["--config", "x.json", "--exclude_layers"], "--exclude_layers"),
