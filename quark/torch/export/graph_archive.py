@@ -158,5 +158,6 @@ def dynamic_shapes(model: fx.GraphModule, kwargs: dict[str, Any]) -> Any:
     shapes, named = tree_unflatten(axes, model._in_spec)
     if not kwargs:
         return shapes
-    names = model.graph._codegen.pytree_info.orig_args  # type: ignore[attr-defined]
+    codegen: Any = model.graph._codegen  # graphs of torch.export have pytree_info
+    names = codegen.pytree_info.orig_args
     return dict(zip((name for name in names if name != "self"), shapes, strict=False)) | named

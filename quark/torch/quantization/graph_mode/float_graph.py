@@ -69,7 +69,8 @@ def start_proof(graph: fx.GraphModule, inputs: Sequence[Any]) -> Proof:
         inputs: An example of each placeholder.
     """
     args, kwargs = tree_unflatten(list(inputs), graph._in_spec)
-    names = graph.graph._codegen.pytree_info.orig_args  # type: ignore[attr-defined]
+    codegen: Any = graph.graph._codegen  # graphs of torch.export have pytree_info
+    names = codegen.pytree_info.orig_args
     named = dict(zip((name for name in names if name != "self"), args, strict=False)) | kwargs
     return Proof(graph, named if kwargs else args, cuts_batch=True)
 
