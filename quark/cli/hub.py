@@ -100,7 +100,7 @@ def upload(directory: Path, name: str, private: bool) -> str:
 
 @contextmanager
 def headers_of(name: str, flag: str) -> Iterator[Path]:
-    """Yield a directory with the headers of a model on the Hub, as long as it is used.
+    """Yield a temporary directory with the headers of a model on the Hub.
 
     It has the JSON files of the model. Files of tensors have their headers alone: zeros, which take
     no room on most file systems, stand for the tensors.

@@ -172,9 +172,9 @@ def _results(measurement: Measurement, shape: ModelShape, data: DataShape) -> tu
 
 
 def _layer_work(block: BlockShape, data: DataShape) -> Work:
-    """Return what the measurement of the layers of a block takes.
+    """Return the memory that measuring the layers of a block takes.
 
-    These are copies of the largest weight, or the sums of x xᵀ of its inputs x and their factor.
+    It holds copies of the largest weight, or the sum of x xᵀ over its inputs x and a factor of it.
     """
     from quark.torch.pipeline.shapes import FLOAT32, Work
 

@@ -92,7 +92,8 @@ class Measures:
     def figures(self, model: nn.Module, name: str) -> Figures:
         """Return losses and scores of a model."""
         losses = self.losses(model, f"perplexity of {name}")
-        return Figures(losses, self.scores(model, f"tasks of {name}"))
+        scores = self.scores(model, f"tasks of {name}")
+        return Figures(losses, scores)
 
 
 @contextmanager

@@ -151,7 +151,7 @@ def report(
 
 
 class _Text(NamedTuple):
-    """What the models run on; all None without a text.
+    """The text that the models run on; all fields are None if there is none.
 
     Attributes:
         windows: Token identifiers, (windows, length).

@@ -26,7 +26,7 @@ class TokenizerMemory(NamedTuple):
 
 
 def tokenizer_memory(source: Path) -> TokenizerMemory:
-    """Return what the tokenizer of a directory or of a GGUF file takes; zeros without one."""
+    """Return the memory of the tokenizer in a directory or GGUF file; zeros if there is none."""
     if not source.is_file():
         file = source / "tokenizer.json"
         size = file.stat().st_size if file.is_file() else 0

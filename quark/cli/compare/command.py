@@ -197,7 +197,7 @@ def _compare_models(request: CompareRequest) -> None:
 
 
 def _loader(request: CompareRequest, device: str) -> Callable[[Path], nn.Module]:
-    """Return what loads the model of a directory."""
+    """Return the function that loads the model of a directory."""
     return partial(
         models.load_model,
         dtype=request.data_type,

@@ -36,7 +36,7 @@ class Plan:
         tokenizer: Tokenizer of all models.
         prompt: Text to continue, or None.
         speed_tokens: Tokens that each model writes to measure its speed, 0 for no measurement.
-        tasks: Tasks of lm-evaluation-harness, or None.
+        tasks: The tasks of lm-evaluation-harness; None for none.
         layers: Whether the weights of each layer are compared.
         trust_remote_code: Whether Python code of a model may run.
         max_memory: Bytes that this process may take; None for what there is.

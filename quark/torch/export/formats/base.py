@@ -66,7 +66,7 @@ class ExportFormat(ABC):
         config = cls.parse_section(section)
         return cls(config, config.export or JsonExporterConfig())
 
-    def check_readable(self) -> None:  # noqa: B027
+    def check_readable(self) -> None:  # noqa: B027  # most formats need no check
         """Check that a checkpoint of this configuration can be read, before any work.
 
         The default accepts all.
