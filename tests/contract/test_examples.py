@@ -122,7 +122,6 @@ def test_a_file_for_onnx_runtime(run, one_block, onnx_operators):
 
 
 def test_a_format_for_each_layer(run, one_block):
-    pytest.importorskip("plotly")
     arguments = ("--model_dir", str(one_block), "--target_bits", "4", *FEW)
     _, _, output = run("mixed_precision.py", *arguments)
     layers = read_contents(output).summary.layers

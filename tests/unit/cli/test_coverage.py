@@ -48,7 +48,6 @@ def test_a_script_that_calibration_lacks(quark, model_dir, texts, tmp_path):
     config = json.loads((out / "config.json").read_text(encoding="utf-8"))
     assert config["calibration_scripts"] == "Latin 1.0000"
     assert "| letters calibrated | Latin 100.0 % |" in (out / "README.md").read_text("utf-8")
-    pytest.importorskip("plotly")
     page = tmp_path / "page.html"
     done = quark("report", out, "--dataset", texts / "both.txt", "--output", page, "--seq_len", 32)
     assert done.exit_code == 0, done.output
