@@ -116,10 +116,9 @@ def _measure(
         with console.stage(f"weights of {name}"):
             errors = weight_errors(directory, original, plan.trust_remote_code, plan.max_memory)
     summary = read_contents(directory).summary
-    schemes = [scheme.scheme for scheme in summary.schemes()]
     return ComparedModel(
         directory=label,
-        schemes="; ".join(dict.fromkeys(map(_describe_scheme, schemes))),
+        schemes=summary.scheme_words(),
         bytes=models.weight_bytes(directory),
         bits_per_weight=summary.bits_per_weight,
         predictions=predictions,
@@ -142,8 +141,3 @@ def _predict(model: nn.Module, name: str, plan: Plan, reference: Reference) -> P
     reference.run(model, plan.windows, plan.batch_size, title=name)
     assert reference.predictions is not None
     return reference.predictions
-
-
-def _describe_scheme(scheme: Any) -> str:
-    tensors = {"weight": scheme.weight, "input": scheme.input, "cache": scheme.kv_cache}
-    return ", ".join(f"{name} {words}" for name, words in tensors.items() if words)
