@@ -26,7 +26,6 @@ from quark.cli.demo.table import Comparison, compare
 from quark.cli.options import Json, add_verb, panel
 from quark.cli.outputs import check_directory, check_file
 from quark.cli.quantize.config import layer_scheme
-from quark.torch.files import write_text
 
 GENERATOR = "quark demo"  # in the head of its page
 
@@ -128,7 +127,7 @@ def demo(
         _reload(shown, material, directory, comparison)
     if picture is not None:
         _draw(picture, comparison.losses)
-    write_text(output, comparison.page(material, GENERATOR))
+    _write_page(output, comparison.page(material, GENERATOR))
     _show_next(shown, output_dir, output, time.monotonic() - start)
     if as_json:
         rows = [asdict(row) for row in comparison.rows]
@@ -172,6 +171,12 @@ def _check_page(output: Path) -> None:
     check_file("--output", output, overwrite=is_replaced)
 
 
+def _write_page(output: Path, text: str) -> None:
+    from quark.torch.files import write_text
+
+    write_text(output, text)
+
+
 def _reload(
     shown: Demonstration, material: Material, directory: Path, comparison: Comparison
 ) -> None:
@@ -194,6 +199,7 @@ def _reload(
 
 def _draw(path: Path, losses: dict[str, tuple[float, float]]) -> None:
     """Write a picture of the losses."""
+    from quark.torch.files import write_text
     from quark.torch.search.chart import render_chart
 
     try:
