@@ -77,8 +77,8 @@ Dataset = Annotated[
     _text(
         "--dataset",
         metavar="FILE|NAME",
-        help="Text: a .txt, .jsonl, .json, .csv or .parquet file, a directory, wikitext, pileval, "
-        f"cnn_dailymail, or another dataset of the Hub (default: {models.EVALUATION}).",
+        help="Text: a .txt, .md, .jsonl, .json, .csv or .parquet file, a directory, wikitext, "
+        f"pileval, cnn_dailymail, or another dataset of the Hub (default: {models.EVALUATION}).",
     ),
 ]
 SeqLen = Annotated[
