@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BartConfig, BartForConditionalGeneration
 from transformers.models.llama import modeling_llama
 
-from quark.torch import LLMTemplate, ModelImporter, ModelQuantizer, save_params
+from quark.torch import LLMTemplate, ModelExporter, ModelImporter, ModelQuantizer, save_params
 from quark.torch.quantization.config.config import (
     Config,
     FP8E4M3PerTensorSpec,
@@ -24,6 +24,7 @@ from quark.torch.quantization.nn.probabilities import probability_quantizers
 from tests import configurations
 from tests.models.architectures import build as build_small
 from tests.models.architectures import small_config, tokens
+from tests.models.test_streamed import contents, in_memory, streamed
 from tests.unit.quantization.nn.caches import FP8, IDS
 
 quantized = partial(configurations.quantized, data=[IDS])
@@ -187,6 +188,19 @@ def test_a_model_comes_back_bit_by_bit(spec, post_rope, build, export):
     assert torch.equal(logits_of(loaded), expected)
     again = ModelImporter(export(loaded), "safetensors").import_model_info(build())
     assert torch.equal(logits_of(again), expected)
+
+
+def test_a_model_that_is_read_in_parts(build, tmp_path):
+    """The same files as in memory."""
+    build(dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
+    files = []
+    for load in (in_memory, streamed):
+        model = load(tmp_path / "model")
+        config = replace(attention_config("fp8", "fp8"), kv_cache_post_rope=True)
+        place = tmp_path / load.__name__
+        ModelExporter(None, place).export_safetensors_model(quantized(model, config))
+        files.append(contents(place))
+    assert files[0] == files[1]
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), None])
