@@ -26,7 +26,7 @@ from quark.cli.quantize.file_job import (
     quantize_files,
 )
 from quark.cli.quantize.graph_job import run_graph
-from quark.cli.quantize.model_checks import check_cache, check_shared_inputs
+from quark.cli.quantize.model_checks import check_outputs, check_shared_inputs
 from quark.cli.quantize.outline import (
     describe_float_layers,
     predicts_text,
@@ -163,7 +163,7 @@ def _quantize_files(
 ) -> None:
     """Quantize the files of the model, and evaluate what was written if that is requested."""
     if outline is not None:
-        check_cache(outline, config)
+        check_outputs(outline, config)
     calibration = describe(request, None, length)
     show_plan(request, config, described, source, calibration, outline, "file2file")
     devices = accelerators.pick_devices(request.device)
@@ -366,7 +366,7 @@ def _quantize_and_evaluate(
     from quark.torch.evaluation.samples import complete_batches
     from quark.torch.export.expert_tokens import expert_tokens
 
-    check_cache(model, quantizer.config)
+    check_outputs(model, quantizer.config)
     if request.weight_matrix_merge:
         check_shared_inputs(model)
     outcome = Outcome()
