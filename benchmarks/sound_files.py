@@ -26,6 +26,7 @@ LAYOUTS = (
     "fp8",
     "modelopt",
     "mxfp8",
+    "mlx",
     "mxfp4",
     "transforms",
 )  # of safetensors; transforms are rotations of inputs for compressed-tensors

@@ -108,6 +108,7 @@ CLIENTS = {
         (("install", "numpy", "llama-cpp-python==0.3.36"),),
         {"CMAKE_ARGS": "-DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_EXAMPLES=OFF"},
     ),
+    "mlx": Client((("install", "mlx[cpu]==0.32.4", "mlx-lm==0.32.2", "transformers==5.23.0"),)),
     "modelopt": Client(
         (
             ("install", "numpy", "scipy", "pydantic", "omegaconf", "ninja", "pulp"),
