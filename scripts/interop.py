@@ -299,7 +299,7 @@ def keep_results(path: Path, results: list[dict[str, str]], pythons: dict[str, P
     keys = ("client", "layout", "scheme")
     rows = {tuple(row[key] for key in keys): row for row in [*kept["rows"], *results]}
     versions = kept["versions"] | {name: version_of(name, to) for name, to in pythons.items()}
-    written = {
+    written = kept | {
         "date": datetime.date.today().isoformat(),
         "versions": dict(sorted(versions.items())),
         "rows": [rows[key] for key in sorted(rows)],
