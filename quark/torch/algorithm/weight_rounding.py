@@ -256,13 +256,7 @@ def round_layers(
         if ranges is not None:
             assert layer.weight_quantizer is not None
             layer.weight_quantizer.compute_block_scales(ranges)
-    dampings = [damping] * len(hessians)
-    if held_out is not None:
-        folds = held_out.view_as(hessians)
-        dampings = [
-            choose_damping(own, own - fold, fold, damping)
-            for own, fold in zip(hessians, folds, strict=True)
-        ]
+    dampings = _choose_dampings(hessians, held_out, damping)
     ordered = [
         _order_columns(own, fraction, by_magnitude)
         for own, fraction in zip(hessians, dampings, strict=True)
@@ -282,6 +276,19 @@ def round_layers(
         write_weight_matrix_(layer, rounded)
         freeze(layer)
         return_free_memory()
+
+
+def _choose_dampings(
+    hessians: torch.Tensor, held_out: torch.Tensor | None, least: float
+) -> list[float]:
+    """Return the damping of each group of inputs; see ``round_layers``."""
+    if held_out is None:
+        return [least] * len(hessians)
+    folds = held_out.view_as(hessians)
+    return [
+        choose_damping(own, own - fold, fold, least)
+        for own, fold in zip(hessians, folds, strict=True)
+    ]
 
 
 def _fill_unused_(diagonal: torch.Tensor) -> None:
