@@ -32,6 +32,7 @@ from quark.torch.files import Target
 from quark.torch.graph.residency import release, residency_of, resident
 from quark.torch.progress import show_progress
 from quark.torch.quantization.nn.layer import QuantizedLayer
+from quark.torch.quantization.nn.probabilities import probability_quantizers
 
 QUANTIZATION_VERSION = 2
 _SCALE = TENSOR_SCALE.removeprefix(".")
@@ -234,6 +235,11 @@ def check_writable(model: nn.Module) -> Architecture:
         ValueError: The model family, or the scheme of a layer, is not supported.
     """
     check_exportable(model)
+    if next(probability_quantizers(model), None) is not None:
+        raise ValueError(
+            "GGUF cannot tell that probabilities of attention are quantized: quantize without "
+            "attention_scheme and softmax_quant_spec."
+        )
     architecture = architecture_of(getattr(model, "config", None))
     layers = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLayer)}
     problems = {name: _layer_problem(layer, architecture) for name, layer in layers.items()}
