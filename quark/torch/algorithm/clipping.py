@@ -13,6 +13,7 @@ from quark.torch.algorithm.layers import (
     rounds_rows_apart,
     weight_matrix,
 )
+from quark.torch.numerics.granularity import join_rows
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 
 FRACTIONS = tuple(1 - i / 20 for i in range(1, 11))  # of the range: 0.95 … 0.5
@@ -20,7 +21,7 @@ LARGER = (1.25, 1.5, 2.0)  # factors of ranges: 1.5 makes the largest value 4 in
 ENDS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25)  # factors of one end of a range
 ROUNDS = 2  # of moves of both ends
 FEW_BITS = 3  # with more, both ends at once are as good
-CHUNK = 1 << 21  # elements of the rows that are compared at a time
+CHUNK = 1 << 24  # elements of the rows that are compared at a time: a few launches for a layer
 CACHED = 1 << 19  # of these on a CPU: they and their changes fit its cache
 
 
@@ -86,7 +87,7 @@ def _with_best_factors(
         values = (layer.from_matrix(rows), layer.from_matrix(ranges))
         return layer.to_matrix(quantizer.fake_quantize_(*values))
 
-    chunk = min(CHUNK, CACHED) if matrix.device.type == "cpu" else CHUNK
+    chunk = CACHED if matrix.device.type == "cpu" else CHUNK
     step = max(1, chunk // matrix.shape[1]) if rounds_rows_apart(layer) else len(matrix)
     result = torch.empty_like(matrix)
     for start in range(0, len(matrix), step):
@@ -135,7 +136,7 @@ def _scale_ranges(
         rounded = fake_quantize_(values.flatten(1), ranges.flatten(1))
         change = rounded.reshape(groups.shape).sub_(groups)
         parts = zip(change.chunk(len(gram_blocks)), gram_blocks, strict=True)
-        return torch.cat([_squared_errors(part, own) for part, own in parts]).unsqueeze(-1)
+        return join_rows([_squared_errors(part, own) for part, own in parts]).unsqueeze(-1)
 
     def scale(factors: torch.Tensor) -> torch.Tensor:
         bound = factors * amax
@@ -152,7 +153,7 @@ def _scale_ranges(
             torch.mul(groups, factor, out=candidate)
         loss = error(candidate if factor < 1 else groups.clone(), candidate)
         better = loss < lowest
-        best = torch.where(better, factor, best)
+        best.masked_fill_(better, factor)
         lowest = torch.where(better, loss, lowest)
     if span:
         gain = unchanged - error(groups.clone(), scale(best))

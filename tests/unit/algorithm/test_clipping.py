@@ -195,7 +195,7 @@ def test_the_parts_in_which_rows_are_compared_do_not_matter(kind, monkeypatch):
     spec = Int4PerGroupSpec(ch_axis=-1, group_size=32).to_quantization_spec()
     layer, x = made(QuantizationConfig(weight=spec), kind)
     before, whole = layer.weight.detach().clone(), clip_weight(layer, x.T @ x)
-    monkeypatch.setattr(clipping, "CHUNK", 3 * INPUTS)
+    monkeypatch.setattr(clipping, "CACHED", 3 * INPUTS)
     assert torch.equal(clip_weight(layer, x.T @ x), whole)
     assert torch.equal(layer.weight, before) and not torch.equal(whole, before)
 
