@@ -65,7 +65,7 @@ Dataset = Annotated[
     _text(
         "--dataset",
         metavar="FILE|NAME",
-        help="Text to run the models with: a .txt, .jsonl, .json, .csv or .parquet file, a "
+        help="Text to run the models with: a .txt, .md, .jsonl, .json, .csv or .parquet file, a "
         "directory, wikitext, pileval, cnn_dailymail, or another dataset of the Hub.",
     ),
 ]

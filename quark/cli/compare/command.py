@@ -82,7 +82,7 @@ class CompareRequest:
         str | None,
         _text(
             metavar="FILE|NAME",
-            help="Text: a .txt, .jsonl, .json, .csv or .parquet file, a directory, wikitext, "
+            help="Text: a .txt, .md, .jsonl, .json, .csv or .parquet file, a directory, wikitext, "
             f"pileval, or another dataset of the Hub (default: {models.EVALUATION}).",
         ),
     ] = None

@@ -175,10 +175,9 @@ def _measure(run: _Run, original: Path, plan: Plan) -> ComparedModel:
         with console.stage(f"weights of {name}"):
             errors = weight_errors(directory, original, plan.trust_remote_code, plan.max_memory)
     summary = read_contents(directory).summary
-    schemes = [scheme.scheme for scheme in summary.schemes()]
     return ComparedModel(
         directory=run.label,
-        schemes="; ".join(dict.fromkeys(map(_describe_scheme, schemes))),
+        schemes=summary.scheme_words(),
         bytes=models.weight_bytes(directory),
         bits_per_weight=summary.bits_per_weight,
         predictions=run.predictions,
@@ -192,8 +191,3 @@ def _measure(run: _Run, original: Path, plan: Plan) -> ComparedModel:
         },
         weight_errors=errors,
     )
-
-
-def _describe_scheme(scheme: Any) -> str:
-    tensors = {"weight": scheme.weight, "input": scheme.input, "cache": scheme.kv_cache}
-    return ", ".join(f"{name} {words}" for name, words in tensors.items() if words)
