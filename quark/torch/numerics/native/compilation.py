@@ -211,7 +211,7 @@ def _has_numba() -> bool:
         return False
     try:
         numba = import_module("numba")
-    except ImportError as error:  # the installed version does not fit Python or numpy
+    except Exception as error:  # it imports much, of which any part may not fit this Python
         logger.warning("numba cannot be imported, so operations of torch take its place: %s", error)
         return False
     return not numba.config.DISABLE_JIT

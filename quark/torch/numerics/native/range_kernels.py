@@ -1,47 +1,18 @@
-"""Kernels over runs: neighboring elements that share a scale, one run in each row of an array.
+"""Kernels that find the range of runs: neighboring elements that share a scale.
 
-Values are float32, or the bits of bfloat16 (int16) and float16 (uint16); see ``compilation.array``.
-Loops have no branches and work on 32 bits, so that compilers make vector instructions of them.
+A run is a row of an array of bits. Loops have no branches, and their integers have the width of the
+bits, so that the compiler makes vector instructions of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from quark.torch.numerics.native.compilation import native_by_type, native_function
+from quark.torch.numerics.native.compilation import native_function
 
 Array = Any
-# Adding 1.5 * 2^23 to a float32 below 2^22 rounds it to an integer, ties to even, which its lowest
-# bits then hold. Example: 2.5 + 12582912 = 12582914, whose bits are 0x4B400000 + 2.
-_ROUNDER = np.float32(1.5 * 2**23)
-_ROUNDER_BITS = np.int32(0x4B400000)
-
-
-def _from_float32(x):  # type: ignore[no-untyped-def]  # numba reads the types of arguments
-    return x
-
-
-def _from_bfloat16(x):  # type: ignore[no-untyped-def]  # likewise
-    return np.int32(np.int32(x) << 16).view(np.float32)
-
-
-def _from_float16(x):  # type: ignore[no-untyped-def]  # likewise
-    # The exponent moves by 112: a product, which is exact for subnormal numbers too. Infinity and
-    # NaN have the exponent 31, which becomes 255.
-    bits = np.int32(x) & 0x7FFF
-    special = np.int32(0x7F800000) if bits >= 0x7C00 else np.int32(0)
-    value = np.float32(np.int32(bits << 13).view(np.float32) * np.float32(2.0**112))
-    bits = value.view(np.int32) | special | ((np.int32(x) & 0x8000) << 16)
-    return np.int32(bits).view(np.float32)
-
-
-@native_by_type
-def value(kind: str) -> Callable[..., Any]:
-    """Return the function that makes a float32 of an element."""
-    return {"float32": _from_float32, "int16": _from_bfloat16, "uint16": _from_float16}[kind]
 
 
 @native_function
