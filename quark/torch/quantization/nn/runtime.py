@@ -50,7 +50,8 @@ def describe_runtime(model: nn.Module) -> dict[str, str]:
     """Return the product of each packed layer, by the name of the layer.
 
     It is ``unpacked at each use``, ``unpacked once``, ``panels``, ``native``, ``compiled``,
-    ``triton``, or the name of a kernel, such as ``int8``, which multiplies few rows; panels multiply many.
+    ``triton``, or the name of a kernel, such as ``int8``, which multiplies few rows; panels
+    multiply many.
     """
     layers = {name: m for name, m in model.named_modules() if isinstance(m, RuntimeLayer)}
     return {name: layer.product_name for name, layer in layers.items()}
