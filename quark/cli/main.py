@@ -75,6 +75,7 @@ class Program(TyperGroup):
 
 ALIASES = {
     "kv_cache_quant_scheme": "kv_cache_dtype",
+    "attention_dtype": "attention_scheme",
     "quant_algo_config_file_path": "quant_algo_config_file",
     "pre_optimization_config_file_path": "quant_algo_config_file",
     "evaluation_dataset": "eval_data",

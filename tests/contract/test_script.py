@@ -244,7 +244,7 @@ FLAGS = [
     ("kv_cache_quant_scheme", ["fp8"], "kv_cache_dtype", "fp8"),
     ("min_kv_scale", ["0.5"], "min_kv_scale", 0.5),
     ("kv_cache_post_rope", [], "kv_cache_post_rope", True),
-    ("attention_dtype", ["fp8"], "attention_dtype", "fp8"),
+    ("attention_dtype", ["fp8"], "attention_scheme", "fp8"),
     ("fp8_attention_quant", [], "fp8_attention_quant", True),
     ("pre_quantization_optimization", ["quarot"], "algorithms", ["quarot"]),
     ("pre_optimization_config_file_path", ["a.json"], "quant_algo_config_file", ["a.json"]),

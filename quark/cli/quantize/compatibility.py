@@ -20,7 +20,6 @@ _ONE_DEVICE = (
     "is brought to it block by block"
 )
 _WHOLE_MODEL = "the whole model is held in memory; the checkpoint is the same"
-_AT_PROJECTIONS = "attention is computed in float. Use --kv_cache_dtype for keys and values."
 _KERNELS = (
     "models are evaluated exactly here. Use quark evaluate --runtime fast, or compiled for formats "
     "without a kernel, or serve the checkpoint."
@@ -37,8 +36,7 @@ NOTED = {
 }
 # Flag -> why it is not supported, and what to do.
 REFUSED = {
-    "attention_dtype": _AT_PROJECTIONS,
-    "fp8_attention_quant": _AT_PROJECTIONS,
+    "fp8_attention_quant": "give --attention_scheme fp8 instead.",
     "moe_experts_second_step_config": "name the experts instead: --layer_quant_scheme "
     "'*experts*' int4_fp8.",
     "enable_native_inference": _KERNELS,
@@ -65,7 +63,6 @@ class CompatibilityFlags:
     import_file_format: Annotated[str | None, _hidden()] = None
     use_ppl_eval_model: Annotated[bool, _hidden()] = False
     gpu_resident_blocks: Annotated[str | None, _hidden()] = None
-    attention_dtype: Annotated[str | None, _hidden()] = None
     fp8_attention_quant: Annotated[bool, _hidden()] = False
     moe_experts_second_step_config: Annotated[str | None, _hidden()] = None
     enable_native_inference: Annotated[bool, _hidden()] = False

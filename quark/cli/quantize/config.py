@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quark.cli.console import wrong
+from quark.cli.quantize.algorithm_options import find_recipe, make_algorithms
 from quark.cli.quantize.request import Request, split_names
 
 logger = logging.getLogger(__name__)
@@ -16,7 +17,6 @@ logger = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from torch import nn
 
-    from quark.torch.quantization.config.algo import AlgoConfig
     from quark.torch.quantization.config.config import Config, QuantizationConfig
     from quark.torch.quantization.config.spec import QuantizationSpec
     from quark.torch.quantization.config.template import LLMTemplate
@@ -35,7 +35,7 @@ def make_config(request: Request, model_type: str) -> Config:
     from quark.torch.quantization.config.resolution import fused_projections
 
     if request.recipe is not None:
-        request = replace(request, quant_scheme=_recipe(request.recipe)[0])
+        request = replace(request, quant_scheme=find_recipe(request.recipe)[0])
     config = (
         _read_config_file(request.config)
         if request.config
@@ -127,11 +127,17 @@ def _check_containers(request: Request, config: Config) -> None:
 
 
 def layer_configs(config: Config) -> Iterator[QuantizationConfig]:
-    """Iterate over all layer configurations of a configuration."""
+    """Iterate over all layer configurations of a configuration.
+
+    Probabilities of attention are the output of a layer of their own.
+    """
+    from quark.torch.quantization.config.attention import softmax_layers
+
     yield config.global_quant_config
     for by_name in (config.layer_quant_config, config.kv_cache_quant_config):
         yield from by_name.values()
     yield from config.layer_type_quant_config.values()
+    yield from softmax_layers(config)
 
 
 def needs_data(config: Config, has_statistics: bool = False) -> bool:
@@ -192,7 +198,7 @@ def _read_config_file(path: Path) -> Config:
 
 
 def _build_from_schemes(request: Request, model_type: str) -> Config:
-    from quark.torch.quantization.config.builder import KVCache, build_config
+    from quark.torch.quantization.config.builder import Attention, KVCache, build_config
     from quark.torch.quantization.config.presets import KV_CACHE_SCHEMES
     from quark.torch.quantization.config.template import LLMTemplate
 
@@ -206,19 +212,25 @@ def _build_from_schemes(request: Request, model_type: str) -> Config:
         layers.setdefault(pattern, layer_scheme("--layer_quant_scheme", name, size))
     _check_sizes(request, main)
     _check_scales(request, [whole, *layers.values()])
-    template, cache = LLMTemplate.get(model_type), None
+    template, cache, attention = LLMTemplate.get(model_type), None, None
     if request.kv_cache_dtype is not None:
         floor = request.min_kv_scale or 0.0
         names = template.kv_layers_name
         cache = KVCache(request.kv_cache_dtype, names, floor, request.kv_cache_post_rope)
-    return build_config(
-        _set_scales(whole, request),
-        layers={p: _set_scales(layer, request) for p, layer in layers.items()},
-        exclude=template.exclude_layers_name if request.excluded is None else request.excluded,
-        algorithms=_algorithms(request),
-        kv_cache=cache,
-        float_parts=_excluded_parts(request, template),
-    )
+    if request.attention_scheme is not None:
+        attention = Attention(request.attention_scheme, template.query_patterns)
+    try:
+        return build_config(
+            _set_scales(whole, request),
+            layers={p: _set_scales(layer, request) for p, layer in layers.items()},
+            exclude=template.exclude_layers_name if request.excluded is None else request.excluded,
+            algorithms=make_algorithms(request),
+            kv_cache=cache,
+            attention=attention,
+            float_parts=_excluded_parts(request, template),
+        )
+    except ValueError as error:
+        raise wrong("--layer_quant_scheme", str(error)) from None
 
 
 def _excluded_parts(request: Request, template: LLMTemplate) -> list[str]:
@@ -275,64 +287,6 @@ def _set_scales(layer: QuantizationConfig, request: Request) -> QuantizationConf
             }
             layer = replace(layer, **specs)
     return layer
-
-
-def _algorithms(request: Request) -> list[AlgoConfig]:
-    """Return the options of the algorithms, in order."""
-    from quark.torch.quantization.config.algo_lookup import make_algo_configs
-
-    if request.recipe is not None:
-        return _recipe(request.recipe)[1]
-    given = _algorithm_files(request)
-    try:
-        configs = make_algo_configs(request.algorithms, given)
-    except ValueError as error:
-        raise wrong("--quant_algo", str(error)) from None
-    for name in given.keys() - {config.name for config in configs}:
-        raise wrong("--quant_algo_config_file", f"{name} is not applied. Add --quant_algo {name}.")
-    return configs
-
-
-def _recipe(name: str) -> tuple[str, list[AlgoConfig]]:
-    from quark.torch.quantization.config.recipes import recipe
-
-    try:
-        return recipe(name)
-    except ValueError as error:
-        raise wrong("--recipe", str(error)) from None
-
-
-def _algorithm_files(request: Request) -> dict[str, AlgoConfig]:
-    """Return the options in the files, by the name of the algorithm.
-
-    Files come as ``FILE``, ``NAME=FILE`` or ``NAME FILE``.
-    """
-    from quark.torch.quantization.config.algo_lookup import (
-        load_quant_algo_config_from_file,
-        make_algo_configs,
-    )
-
-    flag, given = "--quant_algo_config_file", {}
-    name: str | None = None
-    for value in request.quant_algo_config_file or []:
-        path = value
-        if name is None and not Path(value).is_file():
-            name, _, path = value.partition("=")
-        if not path:
-            continue  # the next value is its file
-        if not Path(path).is_file():
-            raise wrong(flag, f"there is no file {path}.")
-        try:
-            expected = make_algo_configs(name, {})
-            options = load_quant_algo_config_from_file(path)
-        except ValueError as error:
-            raise wrong(flag, str(error)) from None
-        if expected and expected[0].name != options.name:
-            raise wrong(flag, f"{path} has the options of {options.name}, not of {name}.")
-        given[options.name], name = options, None
-    if name is not None:
-        raise wrong(flag, f"there is no file {name!r}.")
-    return given
 
 
 def check_algorithms(config: Config) -> None:

@@ -19,10 +19,11 @@ from quark.cli import console
 from quark.cli.options import in_words
 from quark.cli.process_group import rank
 from quark.cli.quantize.config import make_config, needs_data
-from quark.cli.quantize.flags import AlgorithmFlags, SchemeFlags
+from quark.cli.quantize.flags import AlgorithmFlags
 from quark.cli.quantize.graph_flags import GraphFlags
 from quark.cli.quantize.python_entry import build_graph
 from quark.cli.quantize.request import Request
+from quark.cli.quantize.scheme_flags import SchemeFlags
 
 if TYPE_CHECKING:
     from quark.torch.quantization.config.config import Config
@@ -35,6 +36,8 @@ _USED = {
     *("offload_dir", "device", "skip_evaluation", "trust_remote_code", "json"),
     *(field.name for field in fields(GraphFlags)),
 }
+
+_NOT_IN_GRAPHS = {"statistics", "kv_cache_dtype", "attention_scheme"}
 
 
 def run_graph(request: Request) -> None:
@@ -87,7 +90,7 @@ def _check(request: Request) -> None:
     if request.entry is None and not request.model_dir.is_file():
         raise console.wrong("--model_dir", f"{request.model_dir} does not exist.")
     schemes = {field.name for flags in (SchemeFlags, AlgorithmFlags) for field in fields(flags)}
-    for name in sorted(request.given - _USED - (schemes - {"statistics", "kv_cache_dtype"})):
+    for name in sorted(request.given - _USED - (schemes - _NOT_IN_GRAPHS)):
         raise console.wrong(f"--{name}", "does not apply to a graph. Leave it out.")
     if request.dataset is not None and Path(request.dataset).suffix != _SAMPLES:
         raise console.wrong("--dataset", _EXPECTED.format(request.dataset))

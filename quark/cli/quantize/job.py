@@ -26,7 +26,7 @@ from quark.cli.quantize.file_job import (
     quantize_files,
 )
 from quark.cli.quantize.graph_job import run_graph
-from quark.cli.quantize.model_checks import check_cache, check_shared_inputs
+from quark.cli.quantize.model_checks import check_outputs, check_shared_inputs
 from quark.cli.quantize.outline import (
     describe_float_layers,
     predicts_text,
@@ -135,7 +135,7 @@ def _quantize(request: Request, described: dict[str, Any]) -> None:
         with console.stage("reading data"):
             calibration = read_batches(request, kind, tokenizer, length) if is_calibrated else None
             measures = prepare_measures(request, described, tokenizer) if rank() == 0 else None
-        coverage = _measure_coverage(tokenizer, calibration, measures)
+        coverage = _measure_coverage(tokenizer, calibration, statistics, measures)
         steps = journal if config.algo_config else None  # of which it knows the blocks
         quantizer = ModelQuantizer(config, False, request.offload_dir, steps, devices)
         outcome = _quantize_and_evaluate(
@@ -163,7 +163,7 @@ def _quantize_files(
 ) -> None:
     """Quantize the files of the model, and evaluate what was written if that is requested."""
     if outline is not None:
-        check_cache(outline, config)
+        check_outputs(outline, config)
     calibration = describe(request, None, length)
     show_plan(request, config, described, source, calibration, outline, "file2file")
     devices = accelerators.pick_devices(request.device)
@@ -339,11 +339,17 @@ def _without_perplexity(request: Request, outline: nn.Module | None) -> Request:
 
 
 def _measure_coverage(
-    tokenizer: Any, calibration: list[Any] | None, measures: Measures | None
+    tokenizer: Any,
+    calibration: list[Any] | None,
+    statistics: Statistics | None,
+    measures: Measures | None,
 ) -> Coverage:
     """Return the scripts of the texts of a run, and warn if calibration lacks some."""
+    from quark.torch.evaluation.scripts import shares_of
+
     windows = None if measures is None else [measures.windows]
-    coverage = Coverage(scripts_of(tokenizer, calibration), scripts_of(tokenizer, windows))
+    known = {} if statistics is None else shares_of(statistics.letters)
+    coverage = Coverage(known or scripts_of(tokenizer, calibration), scripts_of(tokenizer, windows))
     coverage.warn()
     return coverage
 
@@ -360,7 +366,7 @@ def _quantize_and_evaluate(
     from quark.torch.evaluation.samples import complete_batches
     from quark.torch.export.expert_tokens import expert_tokens
 
-    check_cache(model, quantizer.config)
+    check_outputs(model, quantizer.config)
     if request.weight_matrix_merge:
         check_shared_inputs(model)
     outcome = Outcome()

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from quark.torch.quantization.config.config import Config
 
 
-def check_cache(model: nn.Module, config: Config) -> None:
-    """Check that the model has the layers whose outputs the cache holds.
+def check_outputs(model: nn.Module, config: Config) -> None:
+    """Check that the model has the layers whose outputs are keys, values and queries.
 
     Raises:
         typer.BadParameter: It has none.
@@ -27,6 +27,15 @@ def check_cache(model: nn.Module, config: Config) -> None:
             "--kv_cache_dtype",
             f"{type(model).__name__} has no layers that match {' or '.join(patterns)}. Leave it "
             "out, or give a Config that names the layers with --config.",
+        )
+    spec = config.softmax_quant_spec
+    layers = config.layer_quant_config.items()
+    patterns = [p for p, layer in layers if layer.output_tensors == spec and p not in patterns]
+    if spec is not None and patterns and not any(matches(name, patterns) for name in names):
+        raise console.wrong(
+            "--attention_scheme",
+            f"{type(model).__name__} has no layers that match {' or '.join(patterns)}, which "
+            "compute queries. Leave it out, or give a Config that names them with --config.",
         )
 
 

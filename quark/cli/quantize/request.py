@@ -19,10 +19,10 @@ from quark.cli.quantize.flags import (
     EvaluationFlags,
     ModelFlags,
     OutputFlags,
-    SchemeFlags,
 )
 from quark.cli.quantize.graph_flags import GraphFlags
 from quark.cli.quantize.reload_flags import ReloadFlags
+from quark.cli.quantize.scheme_flags import SchemeFlags
 
 logger = logging.getLogger(__name__)
 

@@ -137,6 +137,8 @@ def scheme_rows(request: Request, config: Config) -> dict[str, str]:
     rows |= {"  weights": main.weight, "  inputs": main.input, "  outputs": main.output}
     cache = next(iter(config.kv_cache_quant_config.values()), None)
     rows["  cache"] = "" if cache is None else describe(cache.output_tensors)
+    if config.softmax_quant_spec is not None:
+        rows["  attention"] = describe(config.softmax_quant_spec)
     for pattern, scheme in request.layer_schemes:
         rows[f"  {pattern}"] = scheme
     rows["algorithms"] = ", ".join(options.name for options in config.algo_config or [])

@@ -73,6 +73,8 @@ def check_file_to_file(config: Config) -> None:
         problem = f"{config.algo_config[0].name} runs the model"
     elif needs_data(layers):
         problem = "static activation scales are calibrated on data"
+    elif config.softmax_quant_spec is not None:
+        problem = "softmax_quant_spec changes how the model runs"
     elif config.kv_cache_post_rope and config.kv_cache_quant_config:
         problem = "kv_cache_post_rope changes how the model runs"
     if problem:

@@ -35,6 +35,7 @@ from quark.torch.quantization.config.type import QuantizationMode
 from quark.torch.quantization.nn.attention import key_routes
 from quark.torch.quantization.nn.layer import LOW_RANK, PRESCALE, QuantizedLayer
 from quark.torch.quantization.nn.packed import SHORT_NAMES
+from quark.torch.quantization.nn.probabilities import probability_quantizers
 
 FLOAT_OPTIONS = JsonExporterConfig(weight_format="fake_quantized")  # without ``compressed``
 _SPEC_KEYS = {name: f"{short}_quant" for name, short in SHORT_NAMES.items()}
@@ -106,8 +107,8 @@ def check_params(model: nn.Module) -> None:
     """Check that ``save_params`` can write a model.
 
     Raises:
-        ValueError: It is a graph, it is read in parts, or its keys are quantized after rotary
-            embedding.
+        ValueError: It is a graph, it is read in parts, or attention is quantized inside: keys after
+            rotary embedding, or probabilities.
     """
     if residency_of(model) is not None:
         raise ValueError(
@@ -120,6 +121,11 @@ def check_params(model: nn.Module) -> None:
             "The model is a graph: its operators have no place in these files. Use "
             "save_params(…, quant_mode=QuantizationMode.fx_graph_mode), export_safetensors, "
             "export_onnx or export_program."
+        )
+    if next(probability_quantizers(model), None) is not None:
+        raise ValueError(
+            "These files cannot tell that probabilities of attention are quantized: use "
+            "ModelExporter, or quantize without softmax_quant_spec."
         )
     if key_routes(model):
         raise ValueError(

@@ -31,6 +31,7 @@ from quark.torch.quantization.config.algo import (
     RoundingConfig,
     SVDQuantConfig,
 )
+from quark.torch.quantization.config.attention import softmax_layers
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.nn.layer import PARAMETERS
@@ -100,7 +101,8 @@ def check_algorithms(
     Raises:
         ValueError: The message names the algorithm or the layer.
     """
-    is_static = needs_data(layers.values())
+    every = [*layers.values(), *softmax_layers(config)]
+    is_static = needs_data(every)
     if statistics is not None:
         check_from_statistics(algorithms, is_static)
         if is_static and dataloader is None:
@@ -110,7 +112,7 @@ def check_algorithms(
             statistics.check_ranges(layers)
     elif dataloader is None:
         learns = any(algorithm.needs_data(options) for algorithm, options in algorithms)
-        if learns or requires_data(layers.values()):
+        if learns or requires_data(every):
             raise ValueError(
                 f"{'Algorithms need' if learns else 'Static activation ranges need'} "
                 "calibration data: pass a dataloader to quantize_model"
@@ -180,6 +182,11 @@ def _range_problem(config: Config, algorithms: list[tuple[Algorithm, AlgoConfig]
         return (
             "awq rescales inputs, so statistics of the float model do not have their static "
             "ranges: pass a dataloader with the same data too, or set is_dynamic=True."
+        )
+    if needs_data(softmax_layers(config)):
+        return (
+            "softmax_quant_spec: statistics do not have the static range of probabilities. Pass a "
+            "dataloader too, or set is_dynamic=True."
         )
     if config.kv_cache_post_rope and needs_data(config.kv_cache_quant_config.values()):
         return (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,7 @@ from quark.torch.pipeline.run_request import identify_files, model_files, thread
 from quark.torch.pipeline.statistics import Statistics
 from quark.torch.quantization.algorithms import check_algorithms, find_algorithms
 from quark.torch.quantization.calibration import needs_data, requires_data
+from quark.torch.quantization.config.attention import softmax_layers
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.parts import has_towers
 from quark.torch.quantization.config.resolution import (
@@ -33,6 +34,12 @@ from quark.torch.quantization.config.resolution import (
 )
 from quark.torch.quantization.nn.attention import key_projections, prove_keys
 from quark.torch.quantization.nn.experts import stack_experts, temporarily_split_experts
+from quark.torch.quantization.nn.probabilities import (
+    find_idle,
+    probability_modules,
+    probability_quantizers,
+    quantize_probabilities,
+)
 from quark.torch.quantization.plan import Plan, prepare
 from quark.torch.quantization.preparation import (
     check_parameters,
@@ -75,10 +82,12 @@ def check(
         layers = select_layers(model, config)
         check_algorithms(config, algorithms, layers, dataloader, statistics)
         check_parameters(model)
-        is_static = needs_data(layers.values())
-        runs = bool(algorithms or is_static or shares or key_projections(layers, config))
+        is_static = needs_data([*layers.values(), *softmax_layers(config)])
+        routes = key_projections(layers, config) or config.softmax_quant_spec
+        runs = bool(algorithms or is_static or shares or routes)
         data = make_repeatable(dataloader) if dataloader is not None and runs else dataloader
-        if not algorithms and is_static and not requires_data(layers.values()):
+        required = [*layers.values(), *softmax_layers(config)]
+        if not algorithms and is_static and not requires_data(required):
             data = _none_if_empty(data)  # trained ranges start from the first batch of training
         digest = None if statistics is None else statistics.data
         if data is not None and runs:
@@ -88,10 +97,36 @@ def check(
         stack_experts(experts, keep=layers)
         keys = key_projections(layers, config)
         config = with_shared_inputs(config, model, data) if shares else config
+        probabilities = probability_modules(model, layers, config)
         if keys:
             prove_keys(model, keys, _trial_run(model, data))
+        if probabilities:
+            _prove_probabilities(model, probabilities, config, _trial_run(model, data))
     batches = () if data is None else Chunks(data)
-    return Plan(config, layers, keys, algorithms, batches, data is not None, statistics, digest)
+    has_data = data is not None
+    parts = layers, keys, probabilities, algorithms
+    return Plan(config, *parts, batches, has_data, statistics, digest)
+
+
+def _prove_probabilities(
+    model: nn.Module, names: Sequence[str], config: Config, run: Callable[[], None]
+) -> None:
+    """Prove by a forward pass that every attention module computes probabilities by one softmax.
+
+    Raises:
+        ValueError: One does not.
+    """
+    with restored(model), eval_mode(model), torch.no_grad():
+        quantize_probabilities(model, names, config.softmax_quant_spec)
+        for _, quantizer in probability_quantizers(model):
+            quantizer.is_observing = True
+        run()
+        idle = find_idle(model, names)
+    if idle:
+        raise ValueError(
+            f"softmax_quant_spec: {idle[0]} did not run on the first batch, so its probabilities "
+            "have no range. Use data that reaches it, or leave softmax_quant_spec out."
+        )
 
 
 def _none_if_empty(batches: Iterable[Any] | None) -> Iterable[Any] | None:
@@ -149,8 +184,9 @@ def temporarily_quantized(model: nn.Module, config: Config) -> Iterator[None]:
         config = resolve_names(config, model)
         layers = select_layers(model, config, warns=False)
         keys = key_projections(layers, config)
+        probabilities = probability_modules(model, layers, config)
     with restored(model):
-        prepare(model, Plan(config, layers, keys, (), (), False, None))
+        prepare(model, Plan(config, layers, keys, probabilities, (), (), False, None))
         for _, layer in quantized_layers(model):
             layer.frozen = True
         model.quant_config = config  # type: ignore[assignment]

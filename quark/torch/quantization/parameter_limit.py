@@ -14,6 +14,7 @@ from quark.torch.pipeline.requirements import require
 from quark.torch.pipeline.run_steps import Run
 from quark.torch.pipeline.shapes import DataShape, ModelShape
 from quark.torch.quantization.calibration import needs_data
+from quark.torch.quantization.config.attention import softmax_layers
 from quark.torch.quantization.model_shape import describe_data, measure_model
 from quark.torch.quantization.plan import Plan
 
@@ -36,7 +37,7 @@ def limit_parameters(model: nn.Module, plan: Plan) -> None:
         data=_describe(model, plan.batches, shape),
         algorithms=[(o.name, partial(algorithm.work, o)) for algorithm, o in plan.algorithms],
         proves=len({kind for a, options in plan.algorithms for kind in a.proves(options)}),
-        is_static=needs_data(plan.layers.values()),
+        is_static=needs_data([*plan.layers.values(), *softmax_layers(plan.config)]),
         output=0,
         packed=0,
     )

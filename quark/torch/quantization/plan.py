@@ -14,6 +14,7 @@ from quark.torch.quantization.config.algo import AlgoConfig
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.nn.attention import route_keys
 from quark.torch.quantization.nn.experts import corresponding_experts, split_experts, stack_experts
+from quark.torch.quantization.nn.probabilities import quantize_probabilities
 from quark.torch.quantization.preparation import replace_layers
 
 
@@ -26,6 +27,8 @@ class Plan:
         layers: Configuration of each layer that will be quantized, by its name.
         keys: Attention modules whose keys are quantized after rotary embedding; see
             ``nn.attention.key_projections``.
+        probabilities: Attention modules whose probabilities are quantized; see
+            ``nn.probabilities.probability_modules``.
         algorithms: Each algorithm with its options, in order.
         batches: Calibration data, () without.
         has_data: Whether calibration data was given.
@@ -36,6 +39,7 @@ class Plan:
     config: Config
     layers: Mapping[str, QuantizationConfig]
     keys: Mapping[str, str]
+    probabilities: Sequence[str]
     algorithms: Sequence[tuple[Algorithm, AlgoConfig]]
     batches: Iterable[Any]
     has_data: bool
@@ -68,6 +72,10 @@ def _route_keys(model: nn.Module, plan: Plan) -> None:
     route_keys(model, plan.keys)
 
 
+def _quantize_probabilities(model: nn.Module, plan: Plan) -> None:
+    quantize_probabilities(model, plan.probabilities, plan.config.softmax_quant_spec)
+
+
 def _restore_token_counts(model: nn.Module, statistics: Statistics) -> None:
     """Store the number of tokens that the data of the statistics sends to each expert."""
     for names in corresponding_experts(model):
@@ -78,4 +86,4 @@ def _restore_token_counts(model: nn.Module, statistics: Statistics) -> None:
 
 
 # Applied in this order.
-PREPARATIONS = (_split_experts, _replace_layers, _route_keys)
+PREPARATIONS = (_split_experts, _replace_layers, _route_keys, _quantize_probabilities)

@@ -9,8 +9,9 @@ from quark.torch.quantization.checks import check, discover_structure
 from quark.torch.quantization.config.algo import SmoothQuantConfig
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.presets import scheme
-from quark.torch.quantization.nn.attention import KeyRoute
+from quark.torch.quantization.nn.attention import AttentionRoute
 from quark.torch.quantization.nn.experts import LinearExperts
+from quark.torch.quantization.nn.probabilities import probability_quantizers
 from quark.torch.quantization.plan import PREPARATIONS, prepare
 from quark.torch.quantization.preparation import quantized_layers
 from tests.models.architectures import build, small_config, tokens
@@ -31,6 +32,7 @@ def config():
         exclude=["lm_head"],
         kv_cache_quant_config={"*k_proj": replace(layer, output_tensors=layer.input_tensors)},
         kv_cache_post_rope=True,
+        softmax_quant_spec=layer.input_tensors,
         algo_config=[SmoothQuantConfig()],
     )
 
@@ -40,7 +42,8 @@ def traces(model):
     return (
         any(isinstance(module, LinearExperts) for module in model.modules()),
         any(True for _ in quantized_layers(model)),
-        any(isinstance(getattr(m, "config", None), KeyRoute) for m in model.modules()),
+        any(isinstance(getattr(m, "config", None), AttentionRoute) for m in model.modules()),
+        any(True for _ in probability_quantizers(model)),
     )
 
 

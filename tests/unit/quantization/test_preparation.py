@@ -162,8 +162,8 @@ BAD = {
     ),
     "softmax": (
         lambda: linears(8),
-        Config(INT8, softmax_quant_spec=FP8.weight),
-        "softmax_quant_spec is not supported: leave it out",
+        Config(INT8, softmax_quant_spec=INT8.weight),
+        "softmax_quant_spec: probabilities take a float format",
     ),
     "file_to_file": (
         lambda: linears(8),

@@ -23,11 +23,21 @@ from quark.torch.export.formats.base import ExportFormat
 from quark.torch.quantization.config.algo import RotationConfig, SVDQuantConfig
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import assign
-from quark.torch.quantization.nn.attention import check_routes, key_projections, route_keys
+from quark.torch.quantization.nn.attention import (
+    PROBABILITIES,
+    check_routes,
+    key_projections,
+    route_keys,
+)
 from quark.torch.quantization.nn.experts import split_experts, stack_experts
 from quark.torch.quantization.nn.layer import PARAMETERS, QuantizedLayer
 from quark.torch.quantization.nn.operators import is_operator
 from quark.torch.quantization.nn.packed import SHORT_NAMES, PackedLayer, PackedQuantizer
+from quark.torch.quantization.nn.probabilities import (
+    probability_modules,
+    probability_quantizers,
+    quantize_probabilities,
+)
 from quark.torch.quantization.preparation import check_plain, layer_kind, mark_as_quantized
 
 logger = logging.getLogger(__name__)
@@ -51,8 +61,8 @@ def quantized_layers(model: nn.Module, config: Config) -> dict[str, Quantization
     """Return the configuration of each layer that a checkpoint stores quantized.
 
     Raises:
-        ValueError: The model is quantized already, nothing matches, or keys are quantized after
-            rotary embedding, but not in this architecture.
+        ValueError: The model is quantized already, nothing matches, or attention is quantized
+            inside, but not in this architecture.
     """
     if any(isinstance(m, QuantizedLayer) for m in model.modules()):
         raise ValueError("The model is quantized already: give the float architecture.")
@@ -64,6 +74,7 @@ def quantized_layers(model: nn.Module, config: Config) -> dict[str, Quantization
             f"{type(model).__name__}: is this the architecture that was exported?"
         )
     check_routes(model, key_projections(layers, config))
+    probability_modules(model, layers, config)
     return layers
 
 
@@ -71,11 +82,25 @@ def prepare_layers(
     model: nn.Module, fmt: ExportFormat, layers: dict[str, QuantizationConfig]
 ) -> None:
     """Replace layers in place by packed layers that take stored tensors."""
+    probabilities = probability_modules(model, layers, fmt.config)
     for name, layer in layers.items():
         module = model.get_submodule(name)
         if is_operator(type(module)):
             _prepare_layer(module, name, layer, fmt)
     route_keys(model, key_projections(layers, fmt.config), rotates_keys(fmt.config))
+    quantize_probabilities(model, probabilities, fmt.config.softmax_quant_spec)
+    for name, quantizer in probability_quantizers(model):
+        device = next(model.get_submodule(name).parameters()).device
+        for part, tensor in _stored_probabilities(fmt.config).items():
+            setattr(quantizer, part, torch.empty_like(tensor, device=device))
+
+
+def _stored_probabilities(config: Config) -> dict[str, torch.Tensor]:
+    """Return what is stored for the probabilities of an attention module, on the meta device."""
+    spec = config.softmax_quant_spec
+    if spec is None or not spec.needs_data:
+        return {}
+    return {"scale": torch.empty((), dtype=torch.float32, device="meta")}
 
 
 def _prepare_layer(
@@ -270,6 +295,9 @@ def outline_of(
         if kind not in made:
             made[kind] = _prepare_layer(_on_meta(module), name, layer, fmt).state_dict()
         outline |= {f"{name}.{key}": tensor for key, tensor in made[kind].items()}
+    for name in probability_modules(model, layers, fmt.config):
+        for part, tensor in _stored_probabilities(fmt.config).items():
+            outline[f"{name}.{PROBABILITIES}.{part}"] = tensor
     return outline
 
 

@@ -9,6 +9,7 @@ from quark.torch.export.formats.layouts.packed import PackedLayout
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.nn.layer import PARAMETERS
 from quark.torch.quantization.nn.packed import SHORT_NAMES, PackedLayer
+from quark.torch.quantization.nn.probabilities import probability_quantizers
 
 
 def check_scales(model: nn.Module) -> None:
@@ -20,6 +21,13 @@ def check_scales(model: nn.Module) -> None:
     for name, layer in model.named_modules():
         if isinstance(layer, PackedLayer):
             check_layer_scales(layer, name)
+    for name, quantizer in probability_quantizers(model):
+        scale = quantizer.scale
+        if scale is not None and not scale.is_meta and not (scale.isfinite() & (scale > 0)).all():
+            raise ValueError(
+                f"{name}.prob_output_scale is {float(scale)}, expected a positive number: the "
+                "checkpoint is damaged. Export it again."
+            )
 
 
 def check_layer_scales(layer: PackedLayer, name: str) -> None:

@@ -69,7 +69,7 @@ class StreamedState:
 
     def _tensors_of(self, part: Part) -> dict[str, torch.Tensor]:
         names = {n for n in self._float if part.holds(n.rpartition(".")[0])}
-        values = self.model.state_dict() if names else {}
+        values = float_state(self.model) if names else {}
         state = {name: values[name] for name in self._float if name in names}
         check_float(state)
         inside = {n: self._parts_of(n) for n in self.layers if part.holds(n)}

@@ -33,10 +33,11 @@ from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.match import config_for, without_order
 from quark.torch.quantization.graph_mode.edges import EDGES
-from quark.torch.quantization.nn.attention import key_routes
+from quark.torch.quantization.nn.attention import PROBABILITIES, key_routes
 from quark.torch.quantization.nn.experts import is_stacked
 from quark.torch.quantization.nn.layer import QuantizedLayer, float_class
 from quark.torch.quantization.nn.operators import is_operator
+from quark.torch.quantization.nn.probabilities import probability_quantizers
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +106,14 @@ def make_format(
             f"custom_mode={mode!r} cannot tell that keys are rotated before they are quantized: "
             f"quantize without r3, or use custom_mode={able[0]!r}."
         )
+    softmax = next((quantizer.spec for _, quantizer in probability_quantizers(model)), None)
+    if softmax is not None and not format_class(mode).stores_probabilities:
+        raise ValueError(
+            f"custom_mode={mode!r} cannot tell that probabilities of attention are quantized: "
+            "quantize without attention_scheme and softmax_quant_spec, or use custom_mode='quark'."
+        )
     config = replace(config, version=__version__, kv_cache_post_rope=bool(routes))
+    config = replace(config, softmax_quant_spec=softmax)
     prescaled = [n for n, m in layers.items() if m.input_prescale is not None]
     ranks = {n: len(m.low_rank_down) for n, m in layers.items() if m.low_rank_down is not None}
     config = with_low_rank(with_rotations(config, rotations, has_keys, prescaled, ranks), ranks)
@@ -216,9 +224,10 @@ def float_state(model: nn.Module) -> dict[str, torch.Tensor]:
     every_name = {
         n for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, QuantizedLayer)
     }
+    inside = {f"{name}.{PROBABILITIES}" for name, _ in probability_quantizers(model)}
     # A quantized layer holds tensors itself and in its quantizers.
     return {
-        key: tensor
+        key.replace("_quantizer.", "_") if key.rpartition(".")[0] in inside else key: tensor
         for key, tensor in model.state_dict().items()
         if not {key.rsplit(".", 1)[0], key.rsplit(".", 2)[0]} & every_name
     }

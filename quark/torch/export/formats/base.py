@@ -37,10 +37,12 @@ class ExportFormat(ABC):
             not every machine can load it. ``{}``: Transformers alone loads it.
         stores_rotated_keys: Whether the section can say that keys are rotated before they are
             quantized.
+        stores_probabilities: Whether it can say that probabilities of attention are quantized.
     """
 
     name: str
     stores_rotated_keys = False
+    stores_probabilities = False
     transformers_packages: ClassVar[Mapping[str, str] | None] = None
 
     def __init__(self, config: Config, options: JsonExporterConfig) -> None:

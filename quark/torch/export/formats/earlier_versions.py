@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from quark.torch.quantization.config.attention import check_softmax
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.spec import QuantizationSpec
@@ -29,11 +30,7 @@ def check_readable(config: Config, options: JsonExporterConfig) -> None:
     Raises:
         ValueError: It does not; the message names the tensor and the reason.
     """
-    if config.softmax_quant_spec is not None:
-        raise ValueError(
-            "softmax_quant_spec: the probabilities of attention are quantized in this checkpoint. "
-            "That is not supported. Quantize the float model again without it."
-        )
+    check_softmax(config)
     if not is_earlier(config):
         return
     layers = [config.global_quant_config, *config.layer_type_quant_config.values()]

@@ -7,7 +7,8 @@ stored transposed, so that one word holds neighbouring output channels. ``input_
 int8 of +1 and -1: divided by the square root of n, it multiplies each n inputs before they are
 quantized. Before that, inputs are multiplied by ``input_prescale`` (inputs,). ``low_rank_down``
 (rank, inputs) and ``low_rank_up`` (outputs, rank) multiply inputs after both, before these are
-quantized; their product is added to the outputs.
+quantized; their product is added to the outputs. An attention module with quantized probabilities
+has their scale, ``prob_output_scale``.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from quark.torch.quantization.nn.tensor_layout import TensorLayout
 
 _SUFFIXES = {
     f"{short}_{part}": f"{short}_quantizer.{part}"
-    for short in SHORT_NAMES.values()
+    for short in (*SHORT_NAMES.values(), "prob_output")
     for part in ("scale", "zero_point")
 }
 
@@ -52,6 +53,7 @@ class QuarkFormat(ExportFormat):
     name = "quark"
     transformers_packages: ClassVar[Mapping[str, str] | None] = {}
     stores_rotated_keys = True
+    stores_probabilities = True
 
     @classmethod
     def parse_section(cls, section: dict[str, Any]) -> Config:

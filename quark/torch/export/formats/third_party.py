@@ -64,6 +64,7 @@ class ThirdPartyFormat(QuarkFormat):
     """
 
     stores_rotated_keys = False
+    stores_probabilities = False
     transformers_packages: ClassVar[Mapping[str, str] | None] = None
     supported: ClassVar[str]
     tensor_names: ClassVar[dict[str, str]] = {}

@@ -35,8 +35,10 @@ from quark.torch.export.onnx.tracing import trace_module
 from quark.torch.files import Target
 from quark.torch.graph.eval_mode import eval_mode
 from quark.torch.quantization.config.config import QuantizationConfig
+from quark.torch.quantization.nn.attention import PROBABILITIES
 from quark.torch.quantization.nn.fake_quantized import QUANTIZERS
 from quark.torch.quantization.nn.layer import QuantizedLayer
+from quark.torch.quantization.nn.probabilities import probability_quantizers
 
 logger = logging.getLogger(__name__)
 
@@ -191,6 +193,13 @@ def check_writable(model: nn.Module) -> None:
             )
         check_config(layer.quant_config, name)
     check_edges(model)
+    for name, quantizer in probability_quantizers(model):
+        problem = activation_problem(quantizer.spec)
+        if problem:
+            raise ValueError(
+                f"ONNX cannot hold the probabilities of {name}: it {problem}. Quantize without "
+                "softmax_quant_spec."
+            )
 
 
 def _traceable_copy(model: nn.Module, matmul_nbits: bool, functions: FunctionTable) -> nn.Module:
@@ -209,6 +218,9 @@ def _traceable_copy(model: nn.Module, matmul_nbits: bool, functions: FunctionTab
                 return layers[layer]
             copied.set_submodule(name, layers[layer])
     replace_edges(copied, functions)
+    for name, quantizer in list(probability_quantizers(copied)):
+        probabilities = ActivationQuantizer(quantizer.quantized_tensor(None, True), True, functions)
+        copied.set_submodule(f"{name}.{PROBABILITIES}", probabilities)
     return copied
 
 

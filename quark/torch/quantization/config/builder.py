@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from quark.torch.quantization.config.algo import AlgoConfig
+from quark.torch.quantization.config.attention import with_attention
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.kv_cache import with_kv_cache
 from quark.torch.quantization.config.part_kinds import PARTS
@@ -35,6 +36,19 @@ class KVCache:
     post_rope: bool = False
 
 
+@dataclass(frozen=True)
+class Attention:
+    """Quantization of queries and of the probabilities of attention.
+
+    Attributes:
+        scheme: Name of the scheme, one of ``ATTENTION_SCHEMES``.
+        patterns: Name patterns of the query projections.
+    """
+
+    scheme: str
+    patterns: list[str]
+
+
 def build_config(
     scheme: QuantizationConfig,
     layers: Mapping[str, QuantizationConfig] | None = None,
@@ -42,6 +56,7 @@ def build_config(
     exclude: Sequence[str] | None = None,
     algorithms: Sequence[AlgoConfig] = (),
     kv_cache: KVCache | None = None,
+    attention: Attention | None = None,
     shared_scale_groups: list[list[str]] | None = None,
     float_parts: Sequence[str] | None = None,
 ) -> Config:
@@ -54,13 +69,15 @@ def build_config(
         exclude: Name patterns of layers to leave in float; None for the output head.
         algorithms: Options of algorithms, applied in order.
         kv_cache: Quantization of the key-value cache; None leaves it in float.
+        attention: Quantization of queries and probabilities; None leaves them in float.
         shared_scale_groups: Groups of name endings that share scales per tensor. None shares those
             of layers with the same input, where a scheme has two levels of scales.
         float_parts: Kinds of ``PARTS`` to leave in float. None for all of them if ``exclude`` is
             None too, else for none: an explicit list of names is the whole list.
 
     Raises:
-        ValueError: No scheme of the cache has that name; the message names the nearest.
+        ValueError: No scheme of the cache or of attention has that name; the message names the
+            nearest. Or a pattern of ``layers`` may match queries that are quantized.
     """
     layers, layer_types = dict(layers or {}), dict(layer_types or {})
     if shared_scale_groups is None:
@@ -77,6 +94,8 @@ def build_config(
         algo_config=list(algorithms),
         shared_scale_groups=shared_scale_groups,
     )
+    if attention is not None:
+        config = with_attention(config, attention.patterns, attention.scheme)
     if kv_cache is None:
         return config
     return with_kv_cache(

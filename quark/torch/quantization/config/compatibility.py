@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
+from quark.torch.quantization.config.attention import check_softmax
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.serialize import plain
 
@@ -41,8 +42,6 @@ REFUSED: dict[str, dict[str, str]] = {
         "direct_quantize_checkpoint for file2file.",
         "quant_mode": "{}: only graphs in memory are quantized this way, by ModelQuantizer or "
         "FxGraphQuantizer. Leave it out.",
-        "softmax_quant_spec": "{} is not supported: leave it out. Keys and values can be quantized "
-        "by kv_cache_quant_config.",
     },
     "QuaRotConfig": {
         "optimized_rotation_path": "{}: rotations are not read from files. Leave it out, or set "
@@ -63,6 +62,7 @@ def check_compatibility(config: Config) -> None:
     """
     for part, name, message in _changed_options(config, REFUSED):
         raise ValueError(message.format(_describe(part, name)))
+    check_softmax(config)
 
 
 def warn_about_ignored(config: Config) -> None:

@@ -173,7 +173,8 @@ class Config:
         layer_quant_config: Name pattern to configuration; the first match counts.
         kv_cache_quant_config: Name pattern to configuration of the layers whose outputs make the
             key-value cache.
-        softmax_quant_spec: Not supported; must be None to quantize a model.
+        softmax_quant_spec: Specification of the probabilities of attention; None leaves them in
+            float. They are quantized in attention modules with a quantized layer.
         exclude: Name patterns of layers that stay in float. ``lm_head`` stands for the output head
             of the model, whatever its name.
         algo_config: Options of one algorithm or a list, applied in order.

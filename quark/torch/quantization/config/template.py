@@ -10,7 +10,7 @@ from torch import nn
 from quark.torch.quantization.config import presets
 from quark.torch.quantization.config.algo import AlgoConfig
 from quark.torch.quantization.config.algo_lookup import make_algo_configs
-from quark.torch.quantization.config.builder import KVCache, build_config
+from quark.torch.quantization.config.builder import Attention, KVCache, build_config
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.name_lookup import one_of
 from quark.torch.quantization.config.part_kinds import PARTS
@@ -120,7 +120,8 @@ class LLMTemplate:
             algorithm: Name or names of algorithms, applied in order.
             kv_cache_scheme: Name of the scheme of the key-value cache.
             min_kv_scale: Lower bound of the scales of the cache.
-            attention_scheme: Not supported; must be None.
+            attention_scheme: Name of the scheme of queries and of the probabilities of attention,
+                one of ``ATTENTION_SCHEMES``.
             layer_config: Name pattern to name of a scheme; the first match counts.
             layer_type_config: Module type to name of a scheme.
             exclude_layers: Name patterns of layers to leave in float, instead of the patterns of
@@ -133,13 +134,14 @@ class LLMTemplate:
                 or none if ``exclude_layers`` is given. ``[]`` quantizes all of them.
 
         Raises:
-            ValueError: A name is unknown; the message names the nearest.
+            ValueError: A name is unknown; the message names the nearest. Or a pattern of
+                ``layer_config`` may match queries, which ``attention_scheme`` quantizes.
         """
-        if attention_scheme is not None:
-            raise ValueError("attention_scheme is not supported: leave it out.")
-        cache = None
+        cache = attention = None
         if kv_cache_scheme is not None:
             cache = KVCache(kv_cache_scheme, self.kv_layers_name, min_kv_scale)
+        if attention_scheme is not None:
+            attention = Attention(attention_scheme, self.query_patterns)
         layer_types = {kind: self._scheme(s) for kind, s in (layer_type_config or {}).items()}
         return build_config(
             self._scheme(scheme),
@@ -149,8 +151,15 @@ class LLMTemplate:
             float_parts=self._parts(float_parts, exclude_layers is None),
             algorithms=make_algo_configs(algorithm, algo_configs or {}),
             kv_cache=cache,
+            attention=attention,
             shared_scale_groups=shared_scale_groups,
         )
+
+    @property
+    def query_patterns(self) -> list[str]:
+        """Name patterns of the query projections."""
+        names = self.q_layer_name
+        return [names] if isinstance(names, str) else list(names)
 
     def _parts(self, wanted: list[str] | None, is_default: bool) -> list[str]:
         if wanted is not None:

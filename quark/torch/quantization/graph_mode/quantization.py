@@ -226,7 +226,7 @@ def _check(
     # The edges have the quantizers of inputs and outputs.
     weights = {n: replace(c, input_tensors=None, output_tensors=None) for n, c in layers.items()}
     batches = data if runs else ()
-    return Plan(config, weights, {}, algorithms, batches, has_data, None, digest), edges
+    return Plan(config, weights, {}, (), algorithms, batches, has_data, None, digest), edges
 
 
 def _pass_options(config: Config) -> PassOptions:

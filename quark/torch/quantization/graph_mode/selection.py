@@ -43,6 +43,11 @@ def graph_config(config: Config, graph: fx.GraphModule) -> Config:
             "kv_cache_post_rope quantizes keys inside of attention modules, which a graph does not "
             "have. Leave it out: the operators of attention are quantized themselves."
         )
+    if config.softmax_quant_spec is not None:
+        raise ValueError(
+            "softmax_quant_spec quantizes probabilities inside of attention modules, which a graph "
+            "does not have. Leave it out: the operators of attention are quantized themselves."
+        )
     general = dict.fromkeys(_IN_GRAPHS, config.global_quant_config)
     layer_types: Any = {**general, **config.layer_type_quant_config}
     config = resolve_names(config, graph)

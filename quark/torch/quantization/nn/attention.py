@@ -1,16 +1,19 @@
-"""Quantization of attention keys after rotary embedding.
+"""Quantization inside of attention: keys after rotary embedding, and probabilities.
 
 Attention modules of Transformers pass queries, keys and values to the function that their
-configuration names. A module with quantized keys gets a ``KeyRoute`` in place of its configuration.
-The route names a function of this file, which quantizes the keys and calls the function that the
-model is set to. A cache holds unquantized keys after rotary embedding, so keys are quantized each
-time they are read. Scales are static or per token, so each time gives the same values.
+configuration names. A module gets an ``AttentionRoute`` in place of its configuration. The route
+names a function of this file, which quantizes the keys and calls the function that the model is
+set to. If the module has a quantizer of probabilities (``nn.probabilities``), results of softmax
+are quantized meanwhile. A cache holds unquantized keys after rotary embedding, so keys are
+quantized each time they are read. Scales are static or per token, so each time gives the same
+values.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -20,28 +23,32 @@ from quark.torch.graph.eval_mode import eval_mode
 from quark.torch.numerics.custom_operators import rotate_by_hadamard
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import first_match
+from quark.torch.quantization.nn.softmax import QuantizedSoftmax
 
+PROBABILITIES = (
+    "prob_output_quantizer"  # attribute of attention modules; AMD Quark stores its scale
+)
 _NAME = "quark"
 _EAGER = "eager_attention_forward"  # ending of the name of the default function of an architecture
 _OTHERWISE = "it does not use the attention interface of Transformers"
 
 
-class KeyRoute:
-    """Stands for the configuration of the model in an attention module with quantized keys.
+class AttentionRoute:
+    """Stands for the configuration of the model in an attention module.
 
     Attributes:
         config: The configuration. Attributes of the route are read and set there.
         projection: Name in the module of the layer that computes the keys; its output quantizer
-            quantizes the keys.
+            quantizes the keys. None if they are not quantized here.
         rotates: Whether queries and keys are rotated before they are quantized (R3).
     """
 
     _own: ClassVar[tuple[str, ...]] = ("config", "projection", "rotates")
     config: Any
-    projection: str
+    projection: str | None
     rotates: bool
 
-    def __init__(self, config: Any, projection: str, rotates: bool = False) -> None:
+    def __init__(self, config: Any, projection: str | None, rotates: bool = False) -> None:
         self.config, self.projection, self.rotates = config, projection, rotates
 
     @property
@@ -74,6 +81,8 @@ class KeyRoute:
     ) -> Any:
         """Quantize keys, then call the attention function that the model is set to.
 
+        Results of softmax are quantized if the module has a quantizer of probabilities.
+
         Args:
             module: The attention module.
             query: (batch, heads, tokens, size).
@@ -82,19 +91,39 @@ class KeyRoute:
                 computes keys and values.
             *args: Further arguments of the function.
             **kwargs: Likewise.
+
+        Raises:
+            ValueError: Probabilities are quantized, and the model is not set to the default
+                function of its architecture, or that calls softmax several times or never.
         """
-        layer = module.get_submodule(self.projection)
         if self.rotates:
             query, key = rotate_by_hadamard(query), rotate_by_hadamard(key)
-        if layer.output_width > key.shape[1] * key.shape[3]:
-            value = _quantized(layer, value)
-        key = _quantized(layer, key)
-        function = _function(type(module), self.config._attn_implementation)
+        if self.projection is not None:
+            layer = module.get_submodule(self.projection)
+            if layer.output_width > key.shape[1] * key.shape[3]:
+                value = _quantized(layer, value)
+            key = _quantized(layer, key)
+        name = self.config._attn_implementation
+        function = _function(type(module), name)
+        quantizer = module._modules.get(PROBABILITIES)
+        if quantizer is not None and name not in (None, "eager"):
+            raise ValueError(
+                f"The probabilities of attention are quantized, which {name!r} does not compute: "
+                "call model.set_attn_implementation('eager')."
+            )
+        softmax = QuantizedSoftmax(quantizer, query.dtype) if quantizer is not None else None
         module.config = self.config  # some functions read it
         try:
-            return function(module, query, key, value, *args, **kwargs)
+            with nullcontext() if softmax is None else softmax:
+                result = function(module, query, key, value, *args, **kwargs)
         finally:
             module.config = self
+        if softmax is not None and softmax.calls != 1:
+            raise ValueError(
+                f"softmax_quant_spec: the attention of {type(module).__name__} calls softmax "
+                f"{softmax.calls} times, expected once. Leave it out."
+            )
+        return result
 
 
 def _attend(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -150,14 +179,19 @@ def check_routes(model: nn.Module, keys: Mapping[str, str]) -> None:
         ValueError: A module does not use the attention interface of Transformers.
     """
     for name in keys:
-        module: Any = model.get_submodule(name)
-        if hasattr(getattr(module, "config", None), "_attn_implementation"):
-            try:
-                _function(type(module), "eager")
-                continue
-            except LookupError:
-                pass
-        raise _refusal(name, _OTHERWISE)
+        if not uses_interface(model.get_submodule(name)):
+            raise _refusal(name, _OTHERWISE)
+
+
+def uses_interface(module: nn.Module) -> bool:
+    """Whether a module takes its attention function from its configuration."""
+    if not hasattr(getattr(module, "config", None), "_attn_implementation"):
+        return False
+    try:
+        _function(type(module), "eager")
+    except LookupError:
+        return False
+    return True
 
 
 def prove_keys(model: nn.Module, keys: Mapping[str, str], run: Callable[[], None]) -> None:
@@ -209,28 +243,39 @@ def route_keys(model: nn.Module, keys: Mapping[str, str], rotates: bool = False)
     for name, projection in keys.items():
         module: Any = model.get_submodule(name)
         module.get_submodule(projection).quantizes_output = False
-        module.config = KeyRoute(module.config, projection, rotates)
+        route = route_attention(module)
+        route.projection, route.rotates = projection, rotates
+
+
+def route_attention(module: Any) -> AttentionRoute:
+    """Return the route of an attention module, which gets one if it has none."""
+    if not isinstance(module.config, AttentionRoute):
+        module.config = AttentionRoute(module.config, None)
+    route: AttentionRoute = module.config
+    return route
 
 
 def unroute_keys(model: nn.Module) -> None:
     """Undo ``route_keys``."""
     for module in list(model.modules()):
         route = getattr(module, "config", None)
-        if isinstance(route, KeyRoute):
+        if isinstance(route, AttentionRoute):
             module.config = route.config
-            vars(module.get_submodule(route.projection)).pop("quantizes_output", None)
+            if route.projection is not None:
+                vars(module.get_submodule(route.projection)).pop("quantizes_output", None)
 
 
-def key_routes(model: nn.Module) -> list[KeyRoute]:
-    """Return the routes of all attention modules with quantized keys."""
+def key_routes(model: nn.Module) -> list[AttentionRoute]:
+    """Return the routes of all attention modules with keys quantized after rotary embedding."""
     configs = (getattr(module, "config", None) for module in model.modules())
-    return [config for config in configs if isinstance(config, KeyRoute)]
+    routes = [config for config in configs if isinstance(config, AttentionRoute)]
+    return [route for route in routes if route.projection is not None]
 
 
-class _Trial(KeyRoute):
+class _Trial(AttentionRoute):
     """A route for ``prove_keys``: marks the outputs of a projection by NaN and checks the keys."""
 
-    _own = (*KeyRoute._own, "width", "problem")
+    _own = (*AttentionRoute._own, "width", "problem")
     width: int
     problem: str | None
 

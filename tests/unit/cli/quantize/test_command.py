@@ -155,7 +155,27 @@ def test_a_cache_without_projections(refused, bert_dir, tmp_path):
     assert "has no layers that match *k_proj" in refused("quantize", *place, *flags)
 
 
+def test_attention_without_queries(refused, bert_dir, tmp_path):
+    place = ["--model_dir", bert_dir, "--output_dir", tmp_path / "out", "--skip_evaluation"]
+    flags = ["--quant_scheme", "int8_wo", "--attention_scheme", "fp8"]
+    assert "has no layers that match *q_proj" in refused("quantize", *place, *flags)
+
+
 # -------------------------------------------------------------------------------------- work
+
+
+def test_quantized_attention(quantize):
+    from quark.torch.export.checkpoint.config_json import read_config_json
+    from quark.torch.export.checkpoint.files import CheckpointReader
+
+    flags = ["--quant_scheme", "fp8", "--kv_cache_dtype", "fp8", "--attention_dtype", "fp8"]
+    path, said = quantize(*flags, "--num_calib_data", 2, "--seq_len", 16, evaluated=True)
+    assert re.search(r"attention +fp8_e4m3 per tensor static", said)
+    section = read_config_json(path)["quantization_config"]
+    assert section["softmax_quant_spec"]["dtype"] == "fp8_e4m3"
+    assert section["layer_quant_config"]["*q_proj"]["output_tensors"]["dtype"] == "fp8_e4m3"
+    names = CheckpointReader(path).entries
+    assert "model.layers.0.self_attn.prob_output_scale" in names
 
 
 def test_what_is_written_and_said(quantize, model_dir, text):

@@ -7,7 +7,6 @@ from quark.cli.quantize.compatibility import NOTED, REFUSED
 VALUES = {
     "import_file_format": ["hf_format"],
     "gpu_resident_blocks": ["2"],
-    "attention_dtype": ["fp8"],
     "moe_experts_second_step_config": ["w_int4_per_channel_sym"],
     "native_linear_mode": ["fp8_per_tensor"],
 }

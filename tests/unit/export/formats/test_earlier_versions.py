@@ -57,8 +57,9 @@ def test_readable():
 
 
 def test_attention_in_any_version():
-    with pytest.raises(ValueError, match="probabilities of attention"):
-        check_readable(replace(config(INT8), softmax_quant_spec=spec("fp8_e4m3")), CODES)
+    check_readable(replace(config(INT8), softmax_quant_spec=spec("fp8_e4m3")), CODES)
+    with pytest.raises(ValueError, match="softmax_quant_spec: probabilities take a float"):
+        check_readable(replace(config(INT8), softmax_quant_spec=INT8), CODES)
 
 
 def test_versions():

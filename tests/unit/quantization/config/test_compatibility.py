@@ -42,7 +42,6 @@ CHANGED = {  # option -> configuration that sets it
     ),
     "quant_flow": Config(INT8, quant_flow="file2file"),
     "quant_mode": Config(INT8, quant_mode="fx_graph_mode"),
-    "softmax_quant_spec": Config(INT8, softmax_quant_spec=scheme("fp8").weight),
     "optimized_rotation_path": Config(
         INT8, algo_config=[QuaRotConfig(optimized_rotation_path="R.bin")]
     ),

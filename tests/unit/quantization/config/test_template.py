@@ -122,7 +122,7 @@ def test_algorithms_by_name():
         ({"scheme": "int8", "kv_cache_scheme": "pf8"}, "kv_cache_scheme: 'pf8'.*'fp8'"),
         ({"scheme": "int8", "layer_config": {"*": "fp9"}}, "quant_scheme: 'fp9'"),
         ({"scheme": "int8", "algorithm": "gtpq"}, "algorithm: 'gtpq'.*Did you mean 'gptq'"),
-        ({"scheme": "int8", "attention_scheme": "fp8"}, "attention_scheme is not supported"),
+        ({"scheme": "int8", "attention_scheme": "pf8"}, "attention_scheme: 'pf8'.*'fp8'"),
     ],
     ids=["scheme", "cache", "layer", "algorithm", "attention"],
 )

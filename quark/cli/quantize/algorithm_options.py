@@ -1,0 +1,75 @@
+"""The options of the algorithms of ``quark quantize``, from its flags and files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quark.cli.console import wrong
+from quark.cli.quantize.request import Request
+
+if TYPE_CHECKING:
+    from quark.torch.quantization.config.algo import AlgoConfig
+
+
+def make_algorithms(request: Request) -> list[AlgoConfig]:
+    """Return the options of the algorithms, in order."""
+    from quark.torch.quantization.config.algo_lookup import make_algo_configs
+
+    if request.recipe is not None:
+        return find_recipe(request.recipe)[1]
+    given = _read_files(request)
+    try:
+        configs = make_algo_configs(request.algorithms, given)
+    except ValueError as error:
+        raise wrong("--quant_algo", str(error)) from None
+    for name in given.keys() - {config.name for config in configs}:
+        raise wrong("--quant_algo_config_file", f"{name} is not applied. Add --quant_algo {name}.")
+    return configs
+
+
+def find_recipe(name: str) -> tuple[str, list[AlgoConfig]]:
+    """Return the scheme of a recipe and the options of its algorithms.
+
+    Raises:
+        typer.BadParameter: No recipe has that name; the message names the nearest.
+    """
+    from quark.torch.quantization.config.recipes import recipe
+
+    try:
+        return recipe(name)
+    except ValueError as error:
+        raise wrong("--recipe", str(error)) from None
+
+
+def _read_files(request: Request) -> dict[str, AlgoConfig]:
+    """Return the options in the files, by the name of the algorithm.
+
+    Files come as ``FILE``, ``NAME=FILE`` or ``NAME FILE``.
+    """
+    from quark.torch.quantization.config.algo_lookup import (
+        load_quant_algo_config_from_file,
+        make_algo_configs,
+    )
+
+    flag, given = "--quant_algo_config_file", {}
+    name: str | None = None
+    for value in request.quant_algo_config_file or []:
+        path = value
+        if name is None and not Path(value).is_file():
+            name, _, path = value.partition("=")
+        if not path:
+            continue  # the next value is its file
+        if not Path(path).is_file():
+            raise wrong(flag, f"there is no file {path}.")
+        try:
+            expected = make_algo_configs(name, {})
+            options = load_quant_algo_config_from_file(path)
+        except ValueError as error:
+            raise wrong(flag, str(error)) from None
+        if expected and expected[0].name != options.name:
+            raise wrong(flag, f"{path} has the options of {options.name}, not of {name}.")
+        given[options.name], name = options, None
+    if name is not None:
+        raise wrong(flag, f"there is no file {name!r}.")
+    return given
