@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quark.cli import accelerators, console, models
-from quark.cli.coverage import Coverage, scripts_of
+from quark.cli.coverage import Coverage, letters_of
 from quark.cli.memory_check import Measurement, check_measurement
 from quark.cli.model_files import find_model
 from quark.cli.options import SEQ_LEN, Json, add_verb, panel, verb
@@ -86,35 +86,34 @@ def _collect(request: CollectRequest) -> None:
     check_measurement(describe_collection(request, source, request.probes))
     windows = read_windows(request, source)
     tokenizer = models.load_tokenizer(source, "--model_dir", request.trust_remote_code)
-    coverage = Coverage(scripts_of(tokenizer, [windows]))
+    letters = letters_of(tokenizer, [windows])
     model = load_float_model(request, source)
     check_size = partial(check_room, "--output_dir", request.output_dir)
     statistics = collect(model, windows, request, request.probes, check_size)
-    write_statistics(statistics, request.output_dir, request.overwrite, request.as_json, coverage)
+    statistics = replace(statistics, letters=letters)
+    write_statistics(statistics, request.output_dir, request.overwrite, request.as_json)
 
 
 def write_statistics(
-    statistics: Statistics,
-    directory: Path,
-    overwrite: bool,
-    as_json: bool,
-    coverage: Coverage | None = None,
+    statistics: Statistics, directory: Path, overwrite: bool, as_json: bool
 ) -> None:
     """Write statistics, and print their size and the scripts of their text if they are known."""
+    from quark.torch.evaluation.scripts import shares_of
     from quark.torch.statistics.files import save_statistics
 
     with console.stage("writing statistics"):
         save_statistics(statistics, directory, overwrite)
     size = sum(file.stat().st_size for file in directory.iterdir())
+    coverage = Coverage(shares_of(statistics.letters))
     rows = {
         "layers": str(len(statistics.readers)),
         "tensors": str(len(statistics.inputs)),
         "size on disk": console.format_bytes(size),
-        **({} if coverage is None else coverage.rows()),
+        **coverage.rows(),
     }
     if as_json:
         counts = {"layers": len(statistics.readers), "tensors": len(statistics.inputs)}
-        shares = {} if coverage is None else {"calibration_scripts": coverage.calibration}
+        shares = {"calibration_scripts": coverage.calibration}
         console.as_json({"output": str(directory), **counts, "bytes": size, **shares})
     else:
         console.out.print("", console.facts(rows), "")

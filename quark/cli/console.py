@@ -234,12 +234,18 @@ def format_change(value: float, reference: float) -> str:
 
 def format_perplexity(found: Predictions) -> str:
     """Format a perplexity and that of the original: ``12.10 → 12.51 (+3.4 % ± 0.8 %)``."""
-    if found.original is None or found.change is None:
+    if found.original is None:
         error = "" if found.error is None else f" ± {found.error:.2f}"
         return f"{found.perplexity:.2f}{error}"
+    return f"{found.original:.2f} → {found.perplexity:.2f} ({format_paired_change(found)})"
+
+
+def format_paired_change(found: Predictions) -> str:
+    """Format the change from the original: ``+3.4 % ± 0.8 %``; "" without an original."""
+    if found.change is None:
+        return ""
     error = "" if found.change_error is None else f" ± {100 * found.change_error:.1f} %"
-    change = format_change(found.perplexity, found.original)
-    return f"{found.original:.2f} → {found.perplexity:.2f} ({change}{error})"
+    return f"{100 * found.change:+.1f} %{error}"
 
 
 def _scaled(count: int, units: tuple[str, ...]) -> str:

@@ -47,19 +47,26 @@ class Coverage:
 
 
 def scripts_of(tokenizer: Any | None, batches: Iterable[Any] | None) -> dict[str, float]:
-    """Return the share of each script among the letters of token windows.
+    """Return the share of each script among the letters of token windows; see ``letters_of``."""
+    from quark.torch.evaluation.scripts import shares_of
+
+    return shares_of(letters_of(tokenizer, batches))
+
+
+def letters_of(tokenizer: Any | None, batches: Iterable[Any] | None) -> dict[str, int]:
+    """Return the number of letters of each script in token windows.
 
     Args:
-        tokenizer: Tokenizer of the model, or None, which gives no shares.
+        tokenizer: Tokenizer of the model, or None, which gives no numbers.
         batches: Tensors of token ids, (windows, length), or mappings with ``input_ids``; None for
             no text.
     """
-    from quark.torch.evaluation.scripts import script_shares
+    from quark.torch.evaluation.scripts import count_letters
 
     if tokenizer is None or batches is None:
         return {}
     rows = (row.tolist() for ids in map(_token_ids, batches) if ids is not None for row in ids)
-    return script_shares(_decoded(tokenizer, rows))
+    return count_letters(_decoded(tokenizer, rows))
 
 
 def _decoded(tokenizer: Any, rows: Iterable[list[int]]) -> Iterator[str]:

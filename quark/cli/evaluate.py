@@ -77,8 +77,8 @@ Dataset = Annotated[
     _text(
         "--dataset",
         metavar="FILE|NAME",
-        help="Text: a .txt, .jsonl, .json, .csv or .parquet file, a directory, wikitext, pileval, "
-        f"cnn_dailymail, or another dataset of the Hub (default: {models.EVALUATION}).",
+        help="Text: a .txt, .md, .jsonl, .json, .csv or .parquet file, a directory, wikitext, "
+        f"pileval, cnn_dailymail, or another dataset of the Hub (default: {models.EVALUATION}).",
     ),
 ]
 SeqLen = Annotated[
@@ -261,14 +261,12 @@ def _print_rows(rows: list[_Row], caption: str) -> None:
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         found = row.figures.against(rows[0].figures.losses)
-        error = "" if found.change_error is None else f" ± {100 * found.change_error:.1f} %"
-        change = console.format_change(found.perplexity, rows[0].figures.perplexity) + error
         table.add_row(
             escape(row.model),
             console.format_bits(row.bits_per_weight),
             console.format_bytes(row.bytes),
             f"{found.perplexity:.2f}" + ("" if found.error is None else f" ± {found.error:.2f}"),
-            "" if row is rows[0] else change,
+            "" if row is rows[0] else console.format_paired_change(found),
             f"{row.seconds:.1f}",
         )
     console.out.print("", table)

@@ -36,7 +36,8 @@ class Measurement:
         collected: Windows of statistics, 0 for none.
         probe: Windows of a call on which sensitivities are measured.
         probes: Number of these calls, 0 for none.
-        compares: Whether predictions are kept, to compare those of other models with.
+        compared: Models whose predictions are compared, the original among them; they take turns if
+            they are read in parts. 1 for none.
         samples_inputs: Whether inputs of layers are kept.
         measures_layers: Whether each layer is measured, in float32.
         keeps_codes: Whether a quantized model stays packed. Otherwise it is dequantized.
@@ -54,7 +55,7 @@ class Measurement:
     collected: int = 0
     probe: int = 1
     probes: int = 0
-    compares: bool = False
+    compared: int = 1
     samples_inputs: bool = False
     measures_layers: bool = False
     keeps_codes: bool = False
@@ -148,27 +149,33 @@ def _describe(measurement: Measurement) -> Run | None:
         evaluated=measurement.evaluated * length,
         evaluated_batch=measurement.evaluated_batch * length,
         evaluated_window=length,
-        evaluation_results=_results(measurement, shape, data),
+        evaluation_results=_samples(measurement, shape, data),
+        predictions=_predictions(measurement, data),
+        interleaved=measurement.compared,
         on_device=measurement.device != "cpu",
         quantizes=False,
         unpacks=is_packed,
     )
 
 
-def _results(measurement: Measurement, shape: ModelShape, data: DataShape) -> tuple[int, ...]:
-    """Return the bytes of what an evaluation keeps: predictions, and inputs of layers."""
-    from quark.torch.evaluation.predictions import positions_of
-    from quark.torch.pipeline.shapes import FLOAT32
+def _samples(measurement: Measurement, shape: ModelShape, data: DataShape) -> tuple[int, ...]:
+    """Return the bytes of the inputs of layers that an evaluation keeps, if it keeps any."""
     from quark.torch.report.activations import SAMPLE
 
-    windows = measurement.evaluated
-    results = []
-    if measurement.compares:
-        results.append(FLOAT32 * windows * positions_of(measurement.length) * data.labels)
-    if measurement.samples_inputs:
-        tokens = SAMPLE + windows  # at least one of each window
-        results.append(tokens * data.itemsize * sum(layer.inputs for layer in shape.layers))
-    return tuple(results)
+    if not measurement.samples_inputs:
+        return ()
+    tokens = SAMPLE + measurement.evaluated  # at least one of each window
+    return (tokens * data.itemsize * sum(layer.inputs for layer in shape.layers),)
+
+
+def _predictions(measurement: Measurement, data: DataShape) -> int:
+    """Return the bytes of the predictions that other models are compared with."""
+    from quark.torch.evaluation.predictions import positions_of
+    from quark.torch.pipeline.shapes import FLOAT32
+
+    if measurement.compared == 1:
+        return 0
+    return FLOAT32 * measurement.evaluated * positions_of(measurement.length) * data.labels
 
 
 def _layer_work(block: BlockShape, data: DataShape) -> Work:

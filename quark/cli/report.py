@@ -65,7 +65,7 @@ Dataset = Annotated[
     _text(
         "--dataset",
         metavar="FILE|NAME",
-        help="Text to run the models with: a .txt, .jsonl, .json, .csv or .parquet file, a "
+        help="Text to run the models with: a .txt, .md, .jsonl, .json, .csv or .parquet file, a "
         "directory, wikitext, pileval, cnn_dailymail, or another dataset of the Hub.",
     ),
 ]
@@ -131,7 +131,7 @@ def report(
     work = Measurement(source=directory, length=seq_len or SEQ_LEN, keeps_codes=True, **place)
     if dataset is not None:
         work = replace(work, evaluated=counted_windows(limit), evaluated_batch=batch_size)
-        work = replace(work, compares=original is not None, samples_inputs=True)
+        work = replace(work, compared=1 + (original is not None), samples_inputs=True)
     _check_memory(replace(work, measures_layers=True), original)
     text = _Text(None, None, None)
     if dataset is not None:

@@ -6,11 +6,16 @@
 import json
 import shutil
 import subprocess
+import sys
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from quark.cli.demo import material
 from quark.cli.main import app
 from quark.demo.text import model_directory
 
@@ -26,12 +31,17 @@ pytestmark = [
 ]
 
 
+def measure(pages, width):
+    """Return what pages of some width show, and what goes wrong."""
+    command = ["node", str(HERE / "measure.mjs"), str(width), *map(str, pages)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=HERE)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
 def show(page, width):
     """Return what a page of some width shows; nothing goes wrong, and nothing is loaded."""
-    command = ["node", str(HERE / "measure.mjs"), str(page), str(width)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=HERE)
-    assert run.returncode == 0, run.stderr
-    shown = json.loads(run.stdout)
+    [shown] = measure([page], width)
     assert shown["errors"] == []
     assert shown["width"] <= width, "the page scrolls sideways"
     return shown
@@ -80,3 +90,42 @@ def test_a_comparison(width, report, tmp_path):
     assert len(perplexities) == 2
     assert all(figure in shown["text"] for figure in perplexities)
     assert shown["charts"] and all("int4" in chart for chart in shown["charts"].values())
+
+
+@WIDTHS
+def test_the_page_of_the_demo(width, tmp_path, monkeypatch):
+    monkeypatch.setattr(material, "WINDOWS", 2)
+    quark("demo", "--schemes", "int8_wo,int2_wo_32", "--output", tmp_path / "page.html")
+    shown = show(tmp_path / "page.html", width)
+    assert all(name in shown["charts"]["sizes"] for name in ("int8_wo", "int2_wo_32"))
+    assert "Every model continues: Raise an exception if" in shown["text"]
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *args):
+        """Print nothing."""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Addresses of the pages of the documents, on this machine."""
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("mkdocstrings")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder]
+    subprocess.run(command, cwd=HERE.parents[1], capture_output=True, check=True)
+    names = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("index.html"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(folder))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield [f"http://127.0.0.1:{server.server_port}/{name}" for name in names]
+        server.shutdown()
+
+
+@WIDTHS
+def test_the_site(width, site):
+    """No page of the documents scrolls sideways, fails, or loads from elsewhere."""
+    measured = dict(zip(site, measure(site, width), strict=True))
+    assert len(measured) >= 25
+    assert {page: m["errors"] for page, m in measured.items() if m["errors"]} == {}
+    assert [page for page, m in measured.items() if m["width"] > width] == []
+    assert all(len(m["text"]) > 500 for m in measured.values())

@@ -76,6 +76,10 @@ DONE = {
     "docs/mixed-precision.md": lambda names, folder: files(folder, "STATISTICS"),
     "docs/onnx.md": lambda names, folder: len(names["session"].get_inputs()) == 2,
     "docs/other-models.md": lambda names, folder: has_quantizers(names["network"]),
+    "docs/python.md": lambda names, folder: (
+        any(node.op == "call_module" for node in names["graph"].graph.nodes)
+        and not has_quantizers(names["model"])  # the page only makes configurations for it
+    ),
     "docs/runtime.md": lambda names, folder: names["model"](names["ids"]).logits.isfinite().all(),
     "docs/training.md": lambda names, folder: len(names["optimizer"].param_groups[1]["params"]),
 }
@@ -90,6 +94,7 @@ def place(tmp_path, one_block, monkeypatch):
     model = ModelQuantizer(config).quantize_model(load_checkpoint(one_block))
     export_safetensors(ModelQuantizer.freeze(model), tmp_path / "INT4")
     (tmp_path / "awq.json").write_text(json.dumps({"name": "awq"}), encoding="utf-8")
+    (tmp_path / "smooth.json").write_text('{"name": "smooth", "alpha": 0.5}', encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -82,7 +82,7 @@ class CompareRequest:
         str | None,
         _text(
             metavar="FILE|NAME",
-            help="Text: a .txt, .jsonl, .json, .csv or .parquet file, a directory, wikitext, "
+            help="Text: a .txt, .md, .jsonl, .json, .csv or .parquet file, a directory, wikitext, "
             f"pileval, or another dataset of the Hub (default: {models.EVALUATION}).",
         ),
     ] = None
@@ -185,6 +185,7 @@ def _compare_models(request: CompareRequest) -> None:
             layers=request.layers,
             trust_remote_code=request.trust_remote_code,
             max_memory=request.max_memory,
+            streams=streams,
         ),
     )
     numbers = comparison.to_dict()
@@ -255,7 +256,7 @@ def _check_models(
         length=length,
         evaluated=counted_windows(request.limit),
         evaluated_batch=request.batch_size,
-        compares=True,
+        compared=len(directories),
         measures_layers=request.layers,
         keeps_codes=True,
         dtype=request.data_type,

@@ -1,9 +1,8 @@
-"""The measurement of models one after the other."""
+"""The measurement of models: one after the other, or in turn if they are read in parts."""
 
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
 
     from quark.torch.evaluation.predictions import Predictions, Reference
     from quark.torch.evaluation.tasks import Tasks
+    from quark.torch.pipeline.interleaved_passes import Steps
     from quark.torch.report.comparison import ComparedModel, Comparison
     from quark.torch.report.continuation import Prompt
 
@@ -40,6 +40,7 @@ class Plan:
         layers: Whether the weights of each layer are compared.
         trust_remote_code: Whether Python code of a model may run.
         max_memory: Bytes that this process may take; None for what there is.
+        streams: Whether models are read in parts. Then they run side by side, block by block.
     """
 
     load: Callable[[Path], nn.Module]
@@ -54,6 +55,28 @@ class Plan:
     layers: bool
     trust_remote_code: bool
     max_memory: int | None
+    streams: bool
+
+
+@dataclass
+class _Run:
+    """A model that has run on the text.
+
+    Attributes:
+        label: Its name.
+        directory: Its directory or file.
+        model: The model; None once it is not needed any more.
+        predictions: Its predictions.
+        routers: See ``ComparedModel``.
+        seconds: Time that the text took.
+    """
+
+    label: str
+    directory: Path
+    model: nn.Module | None
+    predictions: Predictions
+    routers: dict[str, float]
+    seconds: float
 
 
 def measure_models(directories: dict[str, Path], plan: Plan) -> Comparison:
@@ -68,11 +91,15 @@ def measure_models(directories: dict[str, Path], plan: Plan) -> Comparison:
     from quark.torch.report.comparison import Comparison
     from quark.torch.report.contents import Text
 
+    original = next(iter(directories.values()))
+    # Memory holds one model at a time. Of models that are read in parts it holds no more.
+    groups = [directories] if plan.streams else [{n: path} for n, path in directories.items()]
     with ActivationStore(plan.kept) as store:
         reference = Reference(store)
-        original = next(iter(directories.values()))
         measured = [
-            _measure(name, path, original, plan, reference) for name, path in directories.items()
+            _measure(run, original, plan)
+            for group in groups
+            for run in _run_text(group, plan, reference)
         ]
     return Comparison(
         Text(plan.source, *plan.windows.shape),
@@ -81,20 +108,51 @@ def measure_models(directories: dict[str, Path], plan: Plan) -> Comparison:
     )
 
 
-def _measure(
-    label: str, directory: Path, original: Path, plan: Plan, reference: Reference
-) -> ComparedModel:
+def _run_text(group: dict[str, Path], plan: Plan, reference: Reference) -> list[_Run]:
+    """Load models, and run them on the text, in turn if there are several."""
+    from quark.torch.pipeline.interleaved_passes import Pass, run_in_turn
+
+    names = ", ".join(Path(label).name for label in group)
+    with console.stage(f"loading {names}", spinner=True):
+        loaded = [plan.load(directory) for directory in group.values()]
+    is_first = reference.predictions is None
+    passes = [
+        Pass(model, _steps(model, Path(label).name, is_first and not number, plan, reference))
+        for number, (label, model) in enumerate(zip(group, loaded, strict=True))
+    ]
+    with console.stage(f"predictions of {names}"):
+        if plan.streams:
+            outcomes = run_in_turn(passes, reference.drop_predictions)
+        else:
+            outcomes = run_in_turn(passes)
+    runs = []
+    for (label, path), model, (result, seconds) in zip(
+        group.items(), loaded, outcomes, strict=True
+    ):
+        predictions, routers = result
+        runs.append(_Run(label, path, model, predictions, routers, seconds))
+    return runs
+
+
+def _steps(
+    model: nn.Module, title: str, is_first: bool, plan: Plan, reference: Reference
+) -> Steps[tuple[Predictions, dict[str, float]]]:
+    """Return a pass of the text, whose result is the predictions and the agreement of routers."""
+    text = model, plan.windows, plan.batch_size
+    if is_first:  # the reference of the others
+        return (yield from reference.run_steps(*text, title)), {}
+    return (yield from reference.compare_steps(*text, title=title)), reference.agreement
+
+
+def _measure(run: _Run, original: Path, plan: Plan) -> ComparedModel:
+    """Measure what does not depend on other models, and release the model."""
     from quark.torch.export.recognition import read_contents, recognize_container
     from quark.torch.pipeline.allocator import return_free_memory
     from quark.torch.report.comparison import ComparedModel, weight_errors
 
-    is_original, name = directory == original, Path(label).name
-    with console.stage(f"loading {name}", spinner=True):
-        model = plan.load(directory)
-    start = time.monotonic()
-    with console.stage(f"predictions of {name}"):
-        predictions = _predict(model, name, plan, reference)
-    seconds = time.monotonic() - start
+    directory, model, name = run.directory, run.model, Path(run.label).name
+    assert model is not None
+    is_original = directory == original
     continuation = None
     if plan.prompt is not None:
         with console.stage(f"continuation of {name}", spinner=True):
@@ -104,6 +162,7 @@ def _measure(
     )
     scores = measures.scores(model, f"tasks of {name}")
     del model
+    run.model = None
     gc.collect()  # modules and what loads their parameters refer to each other
     return_free_memory()
     speed = None
@@ -116,15 +175,14 @@ def _measure(
         with console.stage(f"weights of {name}"):
             errors = weight_errors(directory, original, plan.trust_remote_code, plan.max_memory)
     summary = read_contents(directory).summary
-    schemes = [scheme.scheme for scheme in summary.schemes()]
     return ComparedModel(
-        directory=label,
-        schemes="; ".join(dict.fromkeys(map(_describe_scheme, schemes))),
+        directory=run.label,
+        schemes=summary.scheme_words(),
         bytes=models.weight_bytes(directory),
         bits_per_weight=summary.bits_per_weight,
-        predictions=predictions,
-        seconds=seconds,
-        routers={} if is_original else reference.agreement,
+        predictions=run.predictions,
+        seconds=run.seconds,
+        routers=run.routers,
         continuation=continuation,
         speed=speed,
         tasks={
@@ -133,17 +191,3 @@ def _measure(
         },
         weight_errors=errors,
     )
-
-
-def _predict(model: nn.Module, name: str, plan: Plan, reference: Reference) -> Predictions:
-    """Run the text; the first model becomes the reference of the others."""
-    if reference.predictions is not None:
-        return reference.compare(model, plan.windows, plan.batch_size, title=name)
-    reference.run(model, plan.windows, plan.batch_size, title=name)
-    assert reference.predictions is not None
-    return reference.predictions
-
-
-def _describe_scheme(scheme: Any) -> str:
-    tensors = {"weight": scheme.weight, "input": scheme.input, "cache": scheme.kv_cache}
-    return ", ".join(f"{name} {words}" for name, words in tensors.items() if words)

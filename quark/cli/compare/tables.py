@@ -77,8 +77,8 @@ def _figure_table(rows: list[ComparedModel]) -> Table:
             else _with_error(found.agreement, found.agreement_error, ".1%"),
         ]
         if speaks:
-            spoken = row.continuation
-            cells.append("" if spoken is None else f"{spoken.tokens_per_second:.1f}")
+            speed = row.continuation and row.continuation.tokens_per_second
+            cells.append("" if speed is None else f"{speed:.1f}")
         table.add_row(escape(row.directory), *cells)
     return table
 

@@ -6,7 +6,7 @@ import tempfile
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.markup import escape
@@ -22,22 +22,19 @@ from quark.cli.demo.material import (
     real_model,
     shipped_model,
 )
-from quark.cli.demo.table import compare
+from quark.cli.demo.table import Comparison, compare
 from quark.cli.options import Json, add_verb, panel
 from quark.cli.outputs import check_directory, check_file
 from quark.cli.quantize.config import layer_scheme
 
-if TYPE_CHECKING:
-    import torch
-
-REPETITION_PENALTY = 1.15  # small models repeat themselves without it
+GENERATOR = "quark demo"  # in the head of its page
 
 HELP = f"""
 Quantize the small model of this package under several schemes.
 
 The table shows the perplexity (lower is better) and the size under each
-scheme. Then one result is exported and loaded with Transformers, and
-generates a line of text. Nothing is downloaded. The model (4 million
+scheme; a page shows what each model writes too. Then one result is exported
+and loaded with Transformers. Nothing is downloaded. The model (4 million
 parameters) was trained on the documentation of Python's standard library, and
 is measured on a held-out part of it.
 
@@ -82,6 +79,14 @@ Real = Annotated[
     bool,
     _show("--real", help="Take SmolLM2-135M-Instruct, if its package is installed."),
 ]
+Output = Annotated[
+    Path,
+    _show(
+        "--output",
+        metavar="FILE",
+        help="Page to write. Only a page of an earlier demo is replaced.",
+    ),
+]
 Picture = Annotated[
     Path | None,
     _show("--picture", metavar="FILE", help="SVG of loss over size to write."),
@@ -98,6 +103,7 @@ def demo(
     output_dir: OutputDir = None,
     schemes: Schemes = None,
     keep: Keep = None,
+    output: Output = Path("quark-demo.html"),
     picture: Picture = None,
     as_json: Json = False,
 ) -> None:
@@ -107,23 +113,25 @@ def demo(
     shown = _choose(REAL if real else SHIPPED, schemes, keep)
     if output_dir is not None:
         _check_vacant(output_dir)
+    _check_page(output)
     if picture is not None:
         check_file("--picture", picture, overwrite=False)
     source = real_model() if real else shipped_model()
     if not real:
         _use_one_thread()
     with console.stage("loading the model and the text", spinner=True):
-        material = load_material(source, shown.dtype)
+        material = load_material(source, shown)
     with tempfile.TemporaryDirectory(prefix="quark-demo-") as temporary:
         directory = output_dir or Path(temporary) / shown.exported
         comparison = compare([*shown.schemes], shown.exported, material, directory)
-        answers = _reload(shown, material, directory, comparison.logits)
+        _reload(shown, material, directory, comparison)
     if picture is not None:
         _draw(picture, comparison.losses)
-    _show_next(shown, output_dir, time.monotonic() - start)
+    _write_page(output, comparison.page(material, GENERATOR))
+    _show_next(shown, output_dir, output, time.monotonic() - start)
     if as_json:
         rows = [asdict(row) for row in comparison.rows]
-        console.as_json({"schemes": rows, "answers": answers})
+        console.as_json({"schemes": rows, "page": str(output)})
 
 
 def _use_one_thread() -> None:
@@ -155,51 +163,38 @@ def _check_vacant(directory: Path) -> None:
     check_directory("--output_dir", directory, overwrite=False)
 
 
-def _reload(
-    shown: Demonstration, material: Material, directory: Path, sample: torch.Tensor
-) -> dict[str, str]:
-    """Load the exported model, compare its logits with ``sample``, and let both models write.
+def _check_page(output: Path) -> None:
+    """Check that the page can be written, and replaces no file but the page of another demo."""
+    from quark.torch.report.page import is_page
 
-    Returns:
-        What the original and the loaded model write.
-    """
+    is_replaced = output.is_file() and is_page(output, GENERATOR)
+    check_file("--output", output, overwrite=is_replaced)
+
+
+def _write_page(output: Path, text: str) -> None:
+    from quark.torch.files import write_text
+
+    write_text(output, text)
+
+
+def _reload(
+    shown: Demonstration, material: Material, directory: Path, comparison: Comparison
+) -> None:
+    """Load the exported model, compare its logits, and show what the original and it write."""
     import torch
 
     with console.stage("loading the result with Transformers", spinner=True):
         model = models.load_model(directory)
-    same = torch.equal(material.logits(model), sample)
+    same = torch.equal(material.logits(model), comparison.logits)
     console.say(
         f"[bold]{shown.exported}[/] was exported and loaded with Transformers. Its outputs are "
         + ("the same, bit for bit." if same else "[bold red]not the same[/]: please report this.")
     )
     does = f"answer: {shown.prompt}" if shown.is_question else "continue the same words:"
     console.say(f"Both models {escape(does)}\n")
-    both = {ORIGINAL: material.model, shown.exported: model}
-    lines = {name: _write_line(m, material.tokenizer, shown) for name, m in both.items()}
-    console.out.print(console.facts({name: escape(line) for name, line in lines.items()}))
-    return lines
-
-
-def _write_line(model: Any, tokenizer: Any, shown: Demonstration) -> str:
-    """Return what a model writes: the answer to a question, or a text with its beginning."""
-    if shown.is_question:
-        messages = [{"role": "user", "content": shown.prompt}]
-        inputs = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-    else:
-        inputs = tokenizer(shown.prompt, return_tensors="pt", return_token_type_ids=False)
-    tokens = model.generate(
-        input_ids=inputs["input_ids"],
-        attention_mask=inputs["attention_mask"],
-        max_new_tokens=shown.new_tokens,
-        do_sample=False,
-        repetition_penalty=REPETITION_PENALTY,
-        pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
-    )
-    first = inputs["input_ids"].shape[1] if shown.is_question else 0
-    text = tokenizer.decode(tokens[0, first:], skip_special_tokens=True)
-    return " ".join(text.split())
+    start = "" if shown.is_question else f"{shown.prompt} "
+    answers = {ORIGINAL: comparison.rows[0].answer, shown.exported: material.answer(model)}
+    console.out.print(console.facts({name: escape(f"{start}{x}") for name, x in answers.items()}))
 
 
 def _draw(path: Path, losses: dict[str, tuple[float, float]]) -> None:
@@ -214,13 +209,14 @@ def _draw(path: Path, losses: dict[str, tuple[float, float]]) -> None:
     write_text(path, image)
 
 
-def _show_next(shown: Demonstration, output_dir: Path | None, seconds: float) -> None:
+def _show_next(shown: Demonstration, output_dir: Path | None, page: Path, seconds: float) -> None:
     where = (
         f"The result is in {output_dir}." if output_dir else "--output_dir DIR keeps the result."
     )
     console.say(
-        f"\nDone in {seconds:.0f} s. Lower perplexity is better. {shown.size_hint} "
-        f"{escape(where)} With your own model:\n"
+        f"\nDone in {seconds:.0f} s. Lower perplexity is better, and ± is a standard error. "
+        f"{shown.size_hint} {escape(where)}\n"
+        f"\nPage, with what each model writes: {escape(str(page))}\n\nWith your own model:\n"
     )
     console.show_code(
         f"quark quantize --model_dir MODEL --output_dir OUTPUT --quant_scheme {shown.exported}",

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quark.cli import console, models
 from quark.cli.options import SEQ_LEN
+from quark.cli.prompts import read_prompt
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from quark.torch.report.continuation import Prompt
+
 ORIGINAL = "original"
 WINDOWS = 8  # windows of text, for calibration and for evaluation
+REPETITION_PENALTY = 1.15  # small models repeat themselves without it
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,11 @@ class Material:
     tokenizer: Any
     calibration: list[torch.Tensor]
     evaluation: torch.Tensor
+    prompt: Prompt
+
+    def answer(self, model: nn.Module) -> str:
+        """Return what a model writes behind the prompt, in one line."""
+        return " ".join(self.prompt.answer(model).text.split())
 
     def logits(self, model: nn.Module) -> torch.Tensor:
         """Return the logits of a model for the first window of text, (1, length, vocabulary)."""
@@ -105,16 +114,19 @@ def real_model() -> Path:
         raise console.wrong("--real", f"{str(error).removesuffix('.')}.") from None
 
 
-def load_material(source: Path, dtype: str) -> Material:
-    """Return a model and its text.
-
-    Args:
-        source: Directory or file of the model.
-        dtype: Type of its parameters, or ``auto``.
-    """
+def load_material(source: Path, shown: Demonstration) -> Material:
+    """Return the model of a directory or file, and its text."""
     tokenizer = models.load_tokenizer(source, "model")
     text = [
         models.text_windows(None, "text", tokenizer, SEQ_LEN, WINDOWS, held_out)
         for held_out in (False, True)
     ]
-    return Material(models.load_model(source, dtype, in_float=True), tokenizer, [text[0]], text[1])
+    prompt = read_prompt(shown.prompt, shown.new_tokens, tokenizer, text[1], shown.is_question)
+    assert prompt is not None
+    return Material(
+        model=models.load_model(source, shown.dtype, in_float=True),
+        tokenizer=tokenizer,
+        calibration=[text[0]],
+        evaluation=text[1],
+        prompt=replace(prompt, repetition_penalty=REPETITION_PENALTY),
+    )

@@ -1,4 +1,4 @@
-"""One model under several schemes, in a table that is filled row by row."""
+"""One model under several schemes, in a table that is filled row by row, and on a page."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from rich.table import Table
 
 from quark.cli import console
 from quark.cli.demo.material import ORIGINAL, Material
+from quark.cli.models import EVALUATION
 from quark.cli.quantize.config import layer_scheme
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from quark.torch.evaluation.predictions import Predictions, Reference
 
 
 @dataclass
@@ -28,9 +31,11 @@ class Row:
     """The figures of one scheme; None for those that are not known yet."""
 
     scheme: str
+    words: str = ""  # what is quantized how
     bits: float | None = None
     bytes: int | None = None
-    perplexity: float | None = None
+    predictions: Predictions | None = None
+    answer: str | None = None
     seconds: float | None = None
 
 
@@ -49,21 +54,51 @@ class Comparison:
     @property
     def losses(self) -> dict[str, tuple[float, float]]:
         """Scheme with quantized weights -> bits per weight, increase of perplexity in percent."""
-        original, *rows = self.rows
         return {
-            row.scheme: (row.bits, 100 * (row.perplexity / original.perplexity - 1))
-            for row in rows
-            if row.bits is not None and row.perplexity and original.perplexity
+            row.scheme: (row.bits, 100 * row.predictions.change)
+            for row in self.rows
+            if row.bits and row.predictions and row.predictions.change is not None
         }
+
+    def page(self, material: Material, generator: str) -> str:
+        """Return a page that shows the models side by side."""
+        from quark.torch.report.comparison import ComparedModel
+        from quark.torch.report.comparison import Comparison as Content
+        from quark.torch.report.contents import Text
+        from quark.torch.report.continuation import Continuation
+        from quark.torch.report.page import comparison_page
+
+        models = [
+            ComparedModel(
+                directory=row.scheme,
+                schemes=row.words,
+                bytes=row.bytes,
+                bits_per_weight=row.bits,
+                predictions=row.predictions,
+                seconds=row.seconds or 0.0,
+                continuation=Continuation(row.answer),
+            )
+            for row in self.rows
+            if row.bytes and row.predictions and row.answer is not None
+        ]
+        text = Text(EVALUATION, *material.evaluation.shape)
+        return comparison_page(Content(text, material.prompt.text, models).to_dict(), generator)
 
 
 def compare(names: list[str], exported: str, material: Material, directory: Path) -> Comparison:
     """Fill the table, and export one scheme."""
+    from quark.torch.evaluation.perplexity import BATCH_SIZE
+    from quark.torch.evaluation.predictions import Reference
+    from quark.torch.pipeline.activation_store import ActivationStore
+    from quark.torch.pipeline.memory_limit import results_limit
+
     original, *rows = [Row(name) for name in (ORIGINAL, *names)]
     sample: torch.Tensor | None = None
-    with _live_table([original, *rows]) as show:
+    kept = results_limit(False, None, "cpu")
+    with _live_table([original, *rows]) as show, ActivationStore(kept) as store:
         show()
-        _measure_original(original, material)
+        reference = Reference(store)
+        _measure_original(original, material, reference)
         for row in rows:
             show()
             model = _quantize(row, material)
@@ -71,13 +106,17 @@ def compare(names: list[str], exported: str, material: Material, directory: Path
             if row.scheme == exported:
                 _export(model, material.tokenizer, directory)
                 sample = material.logits(model)
-            row.perplexity = _perplexity(model, material)
+            row.answer = material.answer(model)
+            row.predictions = reference.compare(
+                _in_float(model), material.evaluation, BATCH_SIZE, title=row.scheme
+            )
         show()
     assert sample is not None
     return Comparison(sample, [original, *rows])
 
 
-def _measure_original(row: Row, material: Material) -> None:
+def _measure_original(row: Row, material: Material, reference: Reference) -> None:
+    from quark.torch.evaluation.perplexity import BATCH_SIZE
     from quark.torch.export.checkpoint_contents import summarize
 
     # A tensor that two modules share is stored once.
@@ -85,7 +124,10 @@ def _measure_original(row: Row, material: Material) -> None:
     summary = summarize(dict(tensors.values()))
     row.bits = summary.bits_per_parameter
     row.bytes = summary.bytes
-    row.perplexity = _perplexity(copy.deepcopy(material.model), material)
+    row.answer = material.answer(material.model)
+    model = _in_float(copy.deepcopy(material.model))
+    reference.run(model, material.evaluation, BATCH_SIZE, title=ORIGINAL)
+    row.predictions = reference.predictions
 
 
 def _quantize(row: Row, material: Material) -> nn.Module:
@@ -105,18 +147,16 @@ def _quantize(row: Row, material: Material) -> nn.Module:
     row.seconds = time.monotonic() - start
     stored = collect(model, make_format(model, None, JsonExporterConfig(), "quark"))
     summary = summarize(stored, config, type_name(next(material.model.parameters()).dtype))
-    row.bits, row.bytes = summary.bits_per_weight, summary.bytes
+    row.bits, row.bytes, row.words = summary.bits_per_weight, summary.bytes, summary.scheme_words()
     return model
 
 
-def _perplexity(model: nn.Module, material: Material) -> float:
-    """Return the perplexity, computed in float32: many processors are slow with narrower types.
+def _in_float(model: nn.Module) -> nn.Module:
+    """Convert a model in place to float32, in which most processors are faster than in bfloat16.
 
-    The model is converted in place. Weights keep their values.
+    Weights keep their values.
     """
-    from quark.torch.evaluation.perplexity import perplexity
-
-    return perplexity(model.float(), material.evaluation)
+    return model.float()
 
 
 def _export(model: nn.Module, tokenizer: Any, directory: Path) -> None:
@@ -142,7 +182,7 @@ def _live_table(rows: list[Row]) -> Iterator[Callable[[], None]]:
         with console.out.capture() as captured:
             console.out.print(_table(rows))
         lines = captured.get().rstrip().splitlines()
-        known = len(lines) - sum(row.perplexity is None for row in rows)
+        known = len(lines) - sum(row.predictions is None for row in rows)
         if known > printed:
             console.out.print("\n".join(lines[printed:known]), markup=False, soft_wrap=True)
             printed = known
@@ -168,13 +208,13 @@ def _table(rows: list[Row]) -> Table:
     table = console.table()
     table.add_column("scheme", no_wrap=True)
     for column in ("bits/weight", "size", "perplexity", "change", "quantized in"):
-        table.add_column(column, justify="right", min_width=10, no_wrap=True)
-    reference = rows[0].perplexity
+        width = 16 if column == "change" else 10  # +100.0 % ± 10.0 %
+        table.add_column(column, justify="right", min_width=width, no_wrap=True)
     for row in rows:
-        change = ""
-        if row.perplexity is not None and reference is not None and row.scheme != ORIGINAL:
-            change = console.format_change(row.perplexity, reference)
-        perplexity = "" if row.perplexity is None else f"{row.perplexity:.2f}"
+        perplexity = change = ""
+        if row.predictions is not None:
+            perplexity = f"{row.predictions.perplexity:.2f}"
+            change = console.format_paired_change(row.predictions)
         bits = size = seconds = ""
         if row.bytes is not None:
             bits, size = console.format_bits(row.bits), console.format_bytes(row.bytes)

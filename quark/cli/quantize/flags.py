@@ -138,10 +138,10 @@ class CalibrationFlags:
         str | None,
         _data(
             metavar="FILE|NAME",
-            help="Calibration text: a .txt, .jsonl, .json, .csv or .parquet file, a directory, "
-            "pileval, wikitext, cnn_dailymail, or another dataset on the Hub. For models of "
-            "images or audio ('quark quantize'): a directory of images, of audio, or a .jsonl of "
-            f"messages. Default: {CALIBRATION}.",
+            help="Calibration text: a .txt, .md, .jsonl, .json, .csv or .parquet file, a "
+            "directory, pileval, wikitext, cnn_dailymail, or another dataset on the Hub. For "
+            "models of images or audio ('quark quantize'): a directory of images, of audio, or a "
+            f".jsonl of messages. Default: {CALIBRATION}.",
         ),
     ] = None
     num_calib_data: Annotated[

@@ -135,7 +135,7 @@ def _quantize(request: Request, described: dict[str, Any]) -> None:
         with console.stage("reading data"):
             calibration = read_batches(request, kind, tokenizer, length) if is_calibrated else None
             measures = prepare_measures(request, described, tokenizer) if rank() == 0 else None
-        coverage = _measure_coverage(tokenizer, calibration, measures)
+        coverage = _measure_coverage(tokenizer, calibration, statistics, measures)
         steps = journal if config.algo_config else None  # of which it knows the blocks
         quantizer = ModelQuantizer(config, False, request.offload_dir, steps, devices)
         outcome = _quantize_and_evaluate(
@@ -339,11 +339,17 @@ def _without_perplexity(request: Request, outline: nn.Module | None) -> Request:
 
 
 def _measure_coverage(
-    tokenizer: Any, calibration: list[Any] | None, measures: Measures | None
+    tokenizer: Any,
+    calibration: list[Any] | None,
+    statistics: Statistics | None,
+    measures: Measures | None,
 ) -> Coverage:
     """Return the scripts of the texts of a run, and warn if calibration lacks some."""
+    from quark.torch.evaluation.scripts import shares_of
+
     windows = None if measures is None else [measures.windows]
-    coverage = Coverage(scripts_of(tokenizer, calibration), scripts_of(tokenizer, windows))
+    known = {} if statistics is None else shares_of(statistics.letters)
+    coverage = Coverage(known or scripts_of(tokenizer, calibration), scripts_of(tokenizer, windows))
     coverage.warn()
     return coverage
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 from quark.torch.evaluation.chats import RenderChat, join_messages
 
 DATASET_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")  # [owner/]name[:configuration]
+TEXT_FILES = (".txt", ".md")  # in UTF-8
 FILE_READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
@@ -23,7 +24,7 @@ def load_documents(
     ========================================  ==================================================
     ``source``                                documents
     ========================================  ==================================================
-    ``.txt`` file (UTF-8)                     the texts between NUL characters, without blank
+    ``.txt`` or ``.md`` file (UTF-8)          the texts between NUL characters, without blank
                                               ones; the whole file if it has no NUL
     ``.jsonl``, ``.json``, ``.csv``,          ``text_field`` of each record
     ``.parquet`` file
@@ -73,20 +74,20 @@ def check_source(source: str | Path) -> None:
         _check_kind(path)
     elif not (path.is_dir() or _is_dataset_name(source)):
         raise FileNotFoundError(f"there is no file or directory {source}")
-    if not path.is_file() or path.suffix.lower() != ".txt":
+    if not path.is_file() or path.suffix.lower() not in TEXT_FILES:
         _import_datasets(source)
 
 
 def _check_kind(path: Path) -> None:
     kind = path.suffix.lower()
-    if kind != ".txt" and kind not in FILE_READERS:
-        known = ", ".join([".txt", *FILE_READERS])
+    if kind not in (*TEXT_FILES, *FILE_READERS):
+        known = ", ".join([*TEXT_FILES, *FILE_READERS])
         raise ValueError(f"{path} is of unknown type {kind!r}; expected one of {known}")
 
 
 def _is_dataset_name(source: str | Path) -> bool:
     """Whether a name may be that of a dataset; looking it up is slow without a network."""
-    if isinstance(source, Path) or Path(source).suffix in (".txt", *FILE_READERS):
+    if isinstance(source, Path) or Path(source).suffix in (*TEXT_FILES, *FILE_READERS):
         return False
     return DATASET_NAME.fullmatch(source) is not None
 
@@ -95,7 +96,7 @@ def _read_file(path: Path, split: str | None, text_field: str, render: RenderCha
     if split is not None:
         raise ValueError(f"{path} is one file and has no split {split!r}; leave split out")
     kind = path.suffix.lower()
-    if kind == ".txt":
+    if kind in TEXT_FILES:
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:

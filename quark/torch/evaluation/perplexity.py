@@ -7,8 +7,8 @@ The steps are separate, so that two models or toolkits can be evaluated on the s
 """
 
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any, Protocol
@@ -21,9 +21,16 @@ from quark.torch.evaluation.output_head import ROWS_AT_ONCE, OutputHead, Receive
 from quark.torch.graph.eval_mode import eval_mode
 from quark.torch.graph.float_products import float_products
 from quark.torch.graph.residency import residency_of
-from quark.torch.pipeline.activation_store import activation_limit
 from quark.torch.pipeline.batches import run_batch
-from quark.torch.pipeline.model_pass import run_data
+from quark.torch.pipeline.interleaved_passes import (
+    Pauses,
+    Steps,
+    complete,
+    deliver,
+    never,
+    within,
+)
+from quark.torch.pipeline.model_pass import data_steps
 from quark.torch.pipeline.shapes import windows_at_once
 from quark.torch.progress import show_progress
 from quark.torch.quantization.config.resolution import output_head
@@ -168,6 +175,33 @@ def window_losses(
             ``context`` is below 1; or the model is an encoder-decoder.
         FloatingPointError: The likelihood of a window is not a finite number.
     """
+    return complete(
+        window_loss_steps(model, windows, batch_size, progress, context, receive, observe)
+    )
+
+
+def window_loss_steps(
+    model: nn.Module,
+    windows: torch.Tensor,
+    batch_size: int = BATCH_SIZE,
+    progress: str | None = None,
+    context: int = 1,
+    receive: Receive | None = None,
+    observe: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    pauses: Pauses = never,
+) -> Steps[torch.Tensor]:
+    """Return a pass that can take turns with others; it returns what ``window_losses`` returns.
+
+    Args:
+        model: As in ``window_losses``, like the arguments that follow.
+        windows: Likewise.
+        batch_size: Likewise.
+        progress: Likewise.
+        context: Likewise.
+        receive: Likewise.
+        observe: Likewise; left and opened again at each pause.
+        pauses: Whether to pause behind a batch.
+    """
     _check_windows(windows, batch_size, context)
     _check_decoder(model)
     batch_size = _fitting_batch_size(model, batch_size, windows.shape[1])
@@ -185,7 +219,7 @@ def window_losses(
         sums[index * batch_size :][: len(losses)] = losses
 
     compute = _compute_losses(model, context, receive)
-    _run(model, batches, progress, observe, compute, keep_losses)
+    yield from _run(model, batches, progress, observe, compute, keep_losses, pauses)
     return sums / (windows.shape[1] - context)
 
 
@@ -299,37 +333,43 @@ def _run(
     observe: Callable[[], AbstractContextManager[Any]],
     compute: Callable[[Callable[[], Any], torch.Tensor], torch.Tensor],
     receive: Callable[[int, torch.Tensor], None],
-) -> None:
-    """Run batches of tokens through a model.
+    pauses: Pauses,
+) -> Steps[None]:
+    """Run batches of tokens through a model; see ``window_loss_steps``.
 
-    Args:
-        model: The model.
-        batches: The batches.
-        progress: Title of the progress bar, or None.
-        observe: Opened while they run.
-        compute: Takes a function that runs the model on a batch, and the batch.
-        receive: Takes the number of each batch and what was computed for it.
+    ``compute`` takes a function that runs the model on a batch, and the batch; ``receive`` takes
+    the number of the batch, and what was computed.
     """
     residency = residency_of(model)
     if residency is not None:
-        limit = activation_limit(residency.activation_limit)
-        with limit, unchanged_token_counts(model), float_products():
-            run_data(
-                model,
-                batches,
-                progress or "perplexity",
-                observe=observe,
-                receive=receive,
-                call=lambda model, tokens: compute(partial(run_batch, model, tokens), tokens),
-            )
+        steps = data_steps(
+            model,
+            batches,
+            progress or "perplexity",
+            observe=observe,
+            receive=receive,
+            limit=residency.activation_limit,
+            call=lambda model, tokens: compute(partial(run_batch, model, tokens), tokens),
+            pauses=pauses,
+        )
+        with unchanged_token_counts(model):
+            yield from within(float_products, steps)
         return
     options = {"use_cache": False} if _takes_use_cache(model) else {}
     device = _input_device(model, default=batches[0].device)
-    with torch.inference_mode(), eval_mode(model), observe(), float_products():
-        numbers = range(len(batches))
-        for index in numbers if progress is None else show_progress(numbers, progress):
-            tokens = batches[index]
-            receive(index, compute(partial(model, tokens.to(device), **options), tokens))
+
+    def run(index: int) -> None:
+        tokens = batches[index]
+        receive(index, compute(partial(model, tokens.to(device), **options), tokens))
+
+    @contextmanager
+    def in_use() -> Iterator[None]:
+        with torch.inference_mode(), eval_mode(model), observe(), float_products():
+            yield
+
+    numbers = range(len(batches))
+    shown = numbers if progress is None else show_progress(numbers, progress)
+    yield from deliver(shown, in_use, run, pauses)
 
 
 def _window_losses(

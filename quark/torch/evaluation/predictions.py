@@ -12,7 +12,7 @@ that of the differences between both models, window by window::
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,8 +21,9 @@ import torch
 from torch import nn
 
 from quark.torch.evaluation.divergence import kl_divergence
-from quark.torch.evaluation.perplexity import window_losses
+from quark.torch.evaluation.perplexity import window_loss_steps
 from quark.torch.pipeline.activation_store import ActivationStore
+from quark.torch.pipeline.interleaved_passes import Steps, complete
 from quark.torch.quantization.nn.router_choices import RouterChoices
 
 POSITIONS = 64  # positions of a window at which predictions are compared
@@ -77,6 +78,10 @@ def _step(length: int) -> int:
 class Reference:
     """Predictions of the original model, stored to compare others with.
 
+    Models run one after the other, and the predictions of the original stay in the store. Or they
+    take turns (``pipeline.interleaved_passes``): the original pauses where the predictions fill the
+    memory of the store, and they are dropped once all others were compared with them.
+
     Args:
         store: Store for log-probabilities.
 
@@ -90,7 +95,7 @@ class Reference:
         self.agreement: dict[str, float] = {}
         self._losses = torch.zeros(0)
         self._choices = RouterChoices()
-        self._store = store
+        self._kept = _Kept(store)
 
     def run(
         self,
@@ -109,12 +114,25 @@ class Reference:
             title: Title of the progress bar.
             observe: See ``window_losses``.
         """
-        take = _Sample(windows.shape[1], self._keep)
+        complete(self.run_steps(model, windows, batch_size, title, observe))
+
+    def run_steps(
+        self,
+        model: nn.Module,
+        windows: torch.Tensor,
+        batch_size: int,
+        title: str = "original",
+        observe: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> Steps[Predictions]:
+        """Return a pass of the original that takes turns with others; see ``run``."""
+        kept = self._kept
+        take = _Sample(windows.shape[1], kept.add)
         with self._choices.record(model):
-            self._losses = window_losses(
-                model, windows, batch_size, title, receive=take, observe=observe
+            self._losses = yield from window_loss_steps(
+                model, windows, batch_size, title, 1, take, observe, kept.is_full
             )
         self.predictions = describe_losses(self._losses)
+        return self.predictions
 
     def compare(
         self,
@@ -125,11 +143,24 @@ class Reference:
         title: str = "quantized",
     ) -> Predictions:
         """Run a model on the same windows, in the same batches, and compare its predictions."""
-        divergences = _Divergences(self._store, len(windows))
+        return complete(self.compare_steps(model, windows, batch_size, observe, title))
+
+    def compare_steps(
+        self,
+        model: nn.Module,
+        windows: torch.Tensor,
+        batch_size: int,
+        observe: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        title: str = "quantized",
+    ) -> Steps[Predictions]:
+        """Return a pass of another model that takes turns with the original; see ``compare``."""
+        divergences = _Divergences(self._kept, len(windows))
         take = _Sample(windows.shape[1], divergences.add)
         choices = RouterChoices()
         with choices.record(model):
-            losses = window_losses(model, windows, batch_size, title, receive=take, observe=observe)
+            losses = yield from window_loss_steps(
+                model, windows, batch_size, title, 1, take, observe, divergences.is_even
+            )
         self.agreement = self._choices.agreement(choices)
         if self.predictions is None:
             return describe_losses(losses)
@@ -143,8 +174,9 @@ class Reference:
             positions=int(divergences.counts.sum()),
         )
 
-    def _keep(self, first: int, log_probs: torch.Tensor) -> None:
-        self._store[len(self._store)] = log_probs
+    def drop_predictions(self) -> None:
+        """Forget predictions that all other models were compared with: a new round begins."""
+        self._kept.clear()
 
 
 def describe_losses(losses: torch.Tensor) -> Predictions:
@@ -174,31 +206,68 @@ def compare_losses(losses: torch.Tensor, original: torch.Tensor) -> Predictions:
     )
 
 
-class _Divergences:
-    """Divergences of a model from stored predictions, summed over the positions of windows.
+class _Kept:
+    """Log-probabilities of the original, part by part, that others are compared with.
 
     Args:
-        store: Log-probabilities of the original, part by part; those of another model come in the
-            same parts. It may be empty.
+        store: Where they are.
+
+    Attributes:
+        round: Number of times that they were dropped.
+    """
+
+    def __init__(self, store: ActivationStore) -> None:
+        self.store, self.round = store, 0
+        self._bytes = self._batches = 0
+
+    def add(self, first: int, log_probs: torch.Tensor) -> None:
+        """Add positions of windows from ``first`` on, (windows, positions, vocabulary) float32."""
+        self.store[len(self.store)] = log_probs
+        self._bytes += log_probs.nbytes
+
+    def is_full(self) -> bool:
+        """Whether memory has no room for another batch, asked for behind each batch."""
+        self._batches += 1
+        return self._bytes * (self._batches + 1) > self.store.limit * self._batches
+
+    def clear(self) -> None:
+        """Drop them all."""
+        self.store.recycle()
+        self.round += 1
+        self._bytes = self._batches = 0
+
+
+class _Divergences:
+    """Divergences of a model from kept predictions, summed over the positions of windows.
+
+    Args:
+        kept: Predictions of the original; those of another model come in the same parts.
         windows: Number of windows.
     """
 
-    def __init__(self, store: ActivationStore, windows: int) -> None:
-        self._store = store
-        self._parts: Iterator[int] = iter(range(len(store)))
+    def __init__(self, kept: _Kept, windows: int) -> None:
+        self._kept = kept
+        self._round = self._part = 0
         self.sums, self.counts, self.same = torch.zeros(3, windows, dtype=torch.float64)
 
     def add(self, first: int, log_probs: torch.Tensor) -> None:
         """Add positions of windows from ``first`` on, (windows, positions, vocabulary) float32."""
-        index = next(self._parts, None)
-        if index is None:
+        store = self._kept.store
+        if self._round < self._kept.round:
+            self._round, self._part = self._kept.round, 0
+        if not len(store):  # no original ran
             return
-        expected = self._store[index].to(log_probs.device)
+        expected = store[self._part].to(log_probs.device)
+        self._part += 1
         part = slice(first, first + len(log_probs))
         self.sums[part] += kl_divergence(expected, log_probs).sum(-1)
         is_same = expected.argmax(-1) == log_probs.argmax(-1)
         self.same[part] += is_same.sum(-1).cpu()
         self.counts[part] += log_probs.shape[1]
+
+    def is_even(self) -> bool:
+        """Whether all kept predictions were compared."""
+        return 0 < len(self._kept.store) == self._part
 
 
 class _Sample:

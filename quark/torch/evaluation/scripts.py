@@ -13,7 +13,19 @@ LEAST_EVALUATED, LEAST_CALIBRATED = 0.01, 0.001  # shares of the letters
 
 
 def script_shares(texts: Iterable[str]) -> dict[str, float]:
-    """Return the share of each script among the letters of texts, the largest first.
+    """Return the share of each script among the letters of texts; see ``count_letters``."""
+    return shares_of(count_letters(texts))
+
+
+def shares_of(letters: Mapping[str, int]) -> dict[str, float]:
+    """Return the share of each script, the largest first, given its number of letters."""
+    total = sum(letters.values())
+    ordered = sorted(letters.items(), key=lambda item: -item[1])
+    return {script: count / total for script, count in ordered if count}
+
+
+def count_letters(texts: Iterable[str]) -> dict[str, int]:
+    """Return the number of letters of each script in texts.
 
     Digits, marks, signs and letters that belong to no script count for nothing. Variants such as
     full-width letters count as the letters that they stand for (NFKC).
@@ -22,7 +34,7 @@ def script_shares(texts: Iterable[str]) -> dict[str, float]:
         texts: Texts of any length.
 
     Returns:
-        Script, such as ``Latin`` or ``Han``, to a share between 0 and 1; empty without letters.
+        Script, such as ``Latin`` or ``Han``, to a number; empty without letters.
     """
     characters: Counter[str] = Counter()
     for text in texts:
@@ -31,7 +43,7 @@ def script_shares(texts: Iterable[str]) -> dict[str, float]:
     for character, count in characters.items():
         for script in _scripts_of(character):
             letters[script] += count
-    return {script: count / letters.total() for script, count in letters.most_common()}
+    return dict(letters.most_common())
 
 
 def _scripts_of(character: str) -> Iterator[str]:

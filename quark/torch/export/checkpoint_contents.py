@@ -122,6 +122,15 @@ class Summary:
             for scheme, group in groups.items()
         ]
 
+    def scheme_words(self) -> str:
+        """Return what is quantized how, each scheme once: ``weight int4 per group 128 sym``."""
+        words = []
+        for layers in self.schemes():
+            scheme = layers.scheme
+            tensors = {"weight": scheme.weight, "input": scheme.input, "cache": scheme.kv_cache}
+            words.append(", ".join(f"{name} {how}" for name, how in tensors.items() if how))
+        return "; ".join(dict.fromkeys(words))
+
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain JSON types."""
         schemes = [{**asdict(s), "bits_per_weight": s.bits_per_weight} for s in self.schemes()]

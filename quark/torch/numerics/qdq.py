@@ -23,6 +23,7 @@ from quark.torch.numerics.codec import (
     round_to_codes,
 )
 from quark.torch.numerics.granularity import join_rows, row_pieces
+from quark.torch.numerics.native.codes import find_codes
 from quark.torch.numerics.rounding import RoundType, round_, round_to_grid_
 from quark.torch.numerics.scales import block_range, largest_value, qparams_from_range
 from quark.torch.numerics.scheme import Scheme
@@ -49,6 +50,9 @@ def quantize(
     fmt = scheme.fmt
     if not fmt.scaled:
         return _cast(x, fmt.code_dtype)
+    by_kernel = None if scale is None else find_codes(x, scale, zero_point, scheme)
+    if by_kernel is not None:
+        return by_kernel
     if scale is not None and _is_counted(x, scale, scheme):
         return _count_codes(x.detach(), scale, scheme)
     # Codes of floats take two tensors beside the piece, so smaller pieces fit the cache.

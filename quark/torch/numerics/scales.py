@@ -15,6 +15,7 @@ from quark.torch.numerics.exponents import (
     shared_exponent,
 )
 from quark.torch.numerics.formats import Format
+from quark.torch.numerics.native.ranges import find_extremes
 from quark.torch.numerics.rounding import RoundType, round_to_grid_
 from quark.torch.numerics.scale_formats import ScaleFormat
 from quark.torch.numerics.scheme import Scheme
@@ -48,6 +49,9 @@ def block_range(x: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Te
 
 
 def _extremes(view: torch.Tensor, reduced: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    by_kernel = find_extremes(view, reduced)
+    if by_kernel is not None:
+        return by_kernel
     is_by_row = view.dim() > 1 and reduced == (view.dim() - 1,) and view.numel() > 0
     if not is_by_row or view.device.type != "cpu":
         return view.amin(reduced), view.amax(reduced)

@@ -2,12 +2,13 @@
 
 A model in memory takes the batches one by one. Of a model larger than memory each part is read
 once: what comes before the blocks takes all batches, then each block does, then what comes behind.
+Passes over several models can take turns (``interleaved_passes``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,13 +26,13 @@ from quark.torch.pipeline.block import Block, HiddenStates
 from quark.torch.pipeline.capture import BlockArguments, capture
 from quark.torch.pipeline.chunks import count_calls, own_calls
 from quark.torch.pipeline.hidden_states import split_hidden_states
+from quark.torch.pipeline.interleaved_passes import Pauses, Steps, complete, deliver, never
 from quark.torch.pipeline.stacks import Stack, find_stacks
 from quark.torch.quantization.nn.expert_tokens import count_tokens
 
 Receiver = Callable[[int, Any], None]
 
 
-@torch.no_grad()
 def run_data(
     model: nn.Module,
     batches: Iterable[Any],
@@ -40,7 +41,6 @@ def run_data(
     receive: Receiver | None = None,
     limit: int | None = None,
     observed: Collection[str] | None = None,
-    call: Callable[[nn.Module, Any], Any] = run_batch,
 ) -> int:
     """Run every batch of this process through a model, in evaluation mode.
 
@@ -56,26 +56,64 @@ def run_data(
             are not needed.
         limit: Bytes of hidden states to hold in memory; None for ``current_limit``.
         observed: Names of the modules that ``observe`` looks at; None for any.
-        call: Runs the model on a batch and returns what ``receive`` takes.
 
     Returns:
         The number of batches of all processes.
+    """
+    return complete(data_steps(model, batches, what, observe, receive, limit, observed))
+
+
+@torch.no_grad()
+def data_steps(
+    model: nn.Module,
+    batches: Iterable[Any],
+    what: str,
+    observe: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    receive: Receiver | None = None,
+    limit: int | None = None,
+    observed: Collection[str] | None = None,
+    call: Callable[[nn.Module, Any], Any] = run_batch,
+    pauses: Pauses = never,
+) -> Steps[int]:
+    """Return a pass of data that can take turns with others; see ``run_data``.
+
+    Args:
+        model: As in ``run_data``, like the arguments that follow.
+        batches: Likewise.
+        what: Likewise.
+        observe: Likewise; left and opened again at each pause.
+        receive: Likewise.
+        limit: Likewise.
+        observed: Likewise.
+        call: Runs the model on a batch and returns what ``receive`` takes.
+        pauses: Whether to pause behind the output of a batch.
     """
     with eval_mode(model):
         blocks = _find_blocks(model, batches) if residency_of(model) is not None else []
         if blocks:
             bound = current_limit() if limit is None else limit
             ends_early = receive is None and _are_inside(blocks, observed)
-            ending = None if ends_early else receive or _drop
-            return _run_by_blocks(model, blocks, batches, what, observe, ending, bound, call)
+            ending = None if ends_early else _Ending(receive or _drop, call, pauses)
+            return (yield from _run_by_blocks(model, blocks, batches, what, observe, ending, bound))
         count, is_own = 0, own_calls(batches)
-        with observe():
-            for batch in flatten_batches(show_progress(batches, what)):
-                if is_own(count):
-                    with batch_padding(model, batch), count_tokens(model, count):
-                        (receive or _drop)(count, call(model, batch))
-                count += 1
+
+        def run(batch: Any) -> None:
+            nonlocal count
+            if is_own(count):
+                with batch_padding(model, batch), count_tokens(model, count):
+                    (receive or _drop)(count, call(model, batch))
+            count += 1
+
+        yield from deliver(flatten_batches(show_progress(batches, what)), observe, run, pauses)
         return count
+
+
+class _Ending(NamedTuple):
+    """What follows behind the blocks; see ``data_steps``."""
+
+    receive: Receiver
+    call: Callable[[nn.Module, Any], Any]
+    pauses: Pauses
 
 
 def _drop(index: int, output: Any) -> None:
@@ -144,19 +182,18 @@ def _run_by_blocks(
     batches: Iterable[Any],
     what: str,
     observe: Callable[[], AbstractContextManager[Any]],
-    receive: Receiver | None,
+    ending: _Ending | None,
     limit: int,
-    call: Callable[[nn.Module, Any], Any],
-) -> int:
-    """Run every batch through one block after the other; see ``run_data``.
+) -> Steps[int]:
+    """Run every batch through one block after the other; see ``data_steps``.
 
-    Without ``receive`` the pass ends behind the last block.
+    Without ``ending`` the pass ends behind the last block.
     """
     stacks = find_stacks(model, names, batches)
     current = _Current(batches)
     with ExitStack() as stack:
         new = partial(_open_store, stack, limit // (3 * len(stacks)))
-        progress = iter(show_progress([*names, *(["the rest"] if receive else [])], what))
+        progress = iter(show_progress([*names, *(["the rest"] if ending else [])], what))
         forwards: dict[str, Callable[..., Any]] = {}
         for number, part in enumerate(stacks):
             stream, others = HiddenStates(new(), new()), new()
@@ -169,18 +206,28 @@ def _run_by_blocks(
                 with resident(model, name), observe():
                     block.run()
                 stream = stream.advance()
+                yield False
             stream.outputs.clear()
             forwards |= _Finished(part, arguments, stream.inputs).forwards(current)
         next(progress, None)
-        if receive is None:
+        if ending is None:
             return count_calls(batches)
+        receive, call, pauses = ending
         count, is_own = 0, own_calls(batches)
-        with replace_forwards(model, forwards), observe():
-            for batch in current:
-                if is_own(count):
-                    with batch_padding(model, batch):
-                        receive(count, call(model, batch))
-                count += 1
+
+        def run(batch: Any) -> None:
+            nonlocal count
+            if is_own(count):
+                with batch_padding(model, batch):
+                    receive(count, call(model, batch))
+            count += 1
+
+        @contextmanager
+        def behind_blocks() -> Iterator[None]:
+            with replace_forwards(model, forwards), observe():
+                yield
+
+        yield from deliver(current, behind_blocks, run, pauses)
         next(progress, None)  # ends the bar
     return count
 

@@ -148,7 +148,7 @@ def require(run: Run, interpreter: int, bound: int | None = None) -> Requirement
             changed - kept
             if free is None
             else is_partial * run.devices * (model.changed + model.largest_unit),
-            spilled_activations(run, limit),
+            spilled_activations(run, limit, free is not None),
         ),
         read=model.read_size * reads,
         network=_network(run),

@@ -65,7 +65,10 @@ class Residency(UnitCache):
 
     Attributes:
         peak: The most bytes that were resident.
+        reads_ahead: Whether the next unit is read before it is used, where there is room.
     """
+
+    reads_ahead = True
 
     def __init__(
         self,
@@ -195,7 +198,7 @@ class Residency(UnitCache):
 
     def _following(self, unit: Unit) -> Unit | None:
         """Return the unit that will probably be loaded next, None if it is resident or unknown."""
-        name = self._next.get(unit.name, "")
+        name = self._next.get(unit.name, "") if self.reads_ahead else ""
         return None if name in self._sizes else self.units.get(name)
 
     def _room_ahead(self, unit: Unit) -> int:

@@ -60,6 +60,9 @@ class Run(NamedTuple):
         evaluated_window: Tokens of a window of it.
         evaluation_results: Bytes of each kind of results of it that stay in stores, each up to half
             of the limit of activations.
+        predictions: Bytes of the predictions that other models are compared with, up to half of the
+            limit; where models take turns, they are dropped then.
+        interleaved: Number of models that take turns if they are read in parts.
         processes: Number of processes that share the work.
         devices: Number of devices of this process that share it.
         on_device: Whether the model runs on a device with memory of its own.
@@ -84,6 +87,8 @@ class Run(NamedTuple):
     evaluated_batch: int = 0
     evaluated_window: int = 1
     evaluation_results: tuple[int, ...] = ()
+    predictions: int = 0
+    interleaved: int = 1
     processes: int = 1
     devices: int = 1
     on_device: bool = False
@@ -137,7 +142,8 @@ def _list_measurements(run: Run, limit: int, streams: bool) -> list[Step]:
     evaluation = _evaluation(run, streams, limit)
     steps = [] if evaluation is None else [evaluation]
     steps += [_algorithm(run, *entry, limit, streams, leaving=0) for entry in run.algorithms]
-    kept = sum(min(size, limit // 2) for size in run.evaluation_results)
+    results = (*run.evaluation_results, run.predictions)
+    kept = sum(min(size, limit // 2) for size in results)
     return [s._replace(stores=s.stores + kept) for s in steps] or [Step("loading")]
 
 
@@ -204,7 +210,8 @@ def _evaluation(run: Run, streams: bool, limit: int) -> Step | None:
     head = parts + reordered + 3 * FLOAT32 * data.batch * data.hidden
     unpacked = 2 * FLOAT32 * run.model.largest_weight if run.unpacks else 0
     memory = max(head, _pass_memory(run._replace(data=data), False) + unpacked)
-    stores = _held(data.hidden_states, 3, limit) if streams else 0
+    count = run.interleaved
+    stores = count * _held(data.hidden_states, 3, limit // count) if streams else 0
     flops = _model_flops(run.model, data)
     return Step("evaluation", memory, stores, flops, reads=PASS_READS)
 
@@ -248,13 +255,24 @@ def _held(size: int, stores: int, limit: int) -> int:
     return stores * min(size, limit // stores) if stores else 0
 
 
-def spilled_activations(run: Run, limit: int) -> int:
-    """Return the most bytes of activations that are written to temporary files."""
+def spilled_activations(run: Run, limit: int, streams: bool) -> int:
+    """Return the most bytes of activations that are written to temporary files.
+
+    Args:
+        run: The run.
+        limit: Bytes of activations that may stay in memory.
+        streams: Whether parameters are read when they are used.
+    """
     size, data = run.data.hidden_states, run.data
     spilled = [3 * size - _held(size, 3, limit)] if run.is_static else [0]
+    if streams:
+        size_evaluated = data._replace(tokens=run.evaluated).hidden_states
+        own = 3 * size_evaluated - _held(size_evaluated, 3, limit // run.interleaved)
+        spilled.append(run.interleaved * own)
     for _, work in run.algorithms:
         each = [work(block, data) for block in run.model.blocks]
         stores = max((w.stores for w in each), default=0)
         held = sum(w.held for w in each)
         spilled.append(stores * size - _held(size, stores, limit) + max(held - limit, 0))
-    return max(spilled) + sum(max(kept - limit // 2, 0) for kept in run.evaluation_results)
+    results = run.evaluation_results if streams else (*run.evaluation_results, run.predictions)
+    return max(spilled) + sum(max(kept - limit // 2, 0) for kept in results)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -58,6 +58,7 @@ class Statistics:
             the model. Layers that no data reached are left out.
         ranges: Ranges of inputs by first reader, and of the outputs of all layers, without
             padding, by ``tensor_key``. Layers that no data reached are left out.
+        letters: Script to the number of its letters in the data; empty if the text is not known.
     """
 
     model: Mapping[str, str]
@@ -69,6 +70,7 @@ class Statistics:
     probes: Mapping[str, Probe]
     samples: Mapping[str, torch.Tensor]
     ranges: Mapping[str, TensorRange]
+    letters: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def sensitivities(self) -> dict[str, float]:

@@ -15,11 +15,12 @@ class Continuation:
 
     Attributes:
         text: The new text.
-        tokens_per_second: Speed of its generation, one token at a time.
+        tokens_per_second: Speed of its generation, one token at a time; None if
+            it was not measured.
     """
 
     text: str
-    tokens_per_second: float
+    tokens_per_second: float | None = None
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,13 @@ class Prompt:
         tokens: Token identifiers, (1, length).
         tokenizer: Tokenizer of the models.
         new_tokens: Largest length of a continuation.
+        repetition_penalty: See Transformers; small models repeat themselves at 1.
     """
 
     tokens: torch.Tensor
     tokenizer: Any
     new_tokens: int
+    repetition_penalty: float = 1.0
 
     @property
     def text(self) -> str:
@@ -49,6 +52,7 @@ class Prompt:
         options = {
             "attention_mask": torch.ones_like(tokens),
             "do_sample": False,
+            "repetition_penalty": self.repetition_penalty,
             "pad_token_id": end,
         }
         model.generate(tokens, max_new_tokens=1, **options)  # what happens once is not measured

@@ -1,13 +1,14 @@
 """Measurement of a quantized checkpoint: the numbers of a report.
 
 The checkpoint stays packed in memory. Weights of the original are read one by one. The original is
-loaded as a whole only to compare predictions, before the checkpoint is loaded.
+loaded as a whole only to compare predictions, before the checkpoint is loaded. Models that are read
+in parts run side by side: each block of both is read once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.torch.evaluation.predictions import Predictions, Reference
+from quark.torch.evaluation.predictions import Reference
 from quark.torch.evaluation.scripts import read_shares
 from quark.torch.export.checkpoint.config_json import notes_of
 from quark.torch.export.checkpoint.reader import Loading
@@ -35,28 +36,25 @@ from quark.torch.pipeline.memory_limit import results_limit
 from quark.torch.quantization.config.description import describe_layer
 from quark.torch.quantization.config.match import matches
 from quark.torch.quantization.nn.experts import corresponding_experts
-from quark.torch.quantization.nn.packed import PackedLayer
+from quark.torch.quantization.nn.packed import PackedLayer, packed_layers
 from quark.torch.quantization.nn.router_choices import describe_agreement
 from quark.torch.report.activations import (
     InputRecord,
     inputs_of,
     output_error,
-    recording_inputs,
     sample_of,
 )
 from quark.torch.report.advice import is_harmless, ranked, verdict, worst_layers
 from quark.torch.report.contents import Report, Text
-from quark.torch.report.continuation import Continuation, Prompt
+from quark.torch.report.continuation import Prompt
 from quark.torch.report.layer import Layer
 from quark.torch.report.original_weights import OriginalWeights
 from quark.torch.report.remedies import remedies
 from quark.torch.report.storage import float_parts, kind_of, kinds
+from quark.torch.report.text_run import Load, TextRun
 from quark.torch.report.unseen_inputs import (
     CalibrationText,
-    TokenInputs,
-    UnseenInputs,
     describe_unseen_inputs,
-    find_unseen_inputs,
 )
 from quark.torch.report.weights import (
     compare,
@@ -101,19 +99,21 @@ def measure(
     """
     _check_calibration(calibration, original, windows)
     container, loading = _open(Path(directory), trust_remote_code)
-    layers = _packed(loading.model)
+    layers = packed_layers(loading.model)
     weights = _original_weights(original, layers, trust_remote_code)
     sizes = [container.size(Path(directory)), 0 if weights is None else weights.bytes]
     streams = max_memory is not None or exceeds_memory(max(sizes), device)
     limit = results_limit(streams, max_memory, device)
     with ActivationStore(limit) as logits, ActivationStore(limit) as samples:
-        text = _windows(windows, batch_size, prompt, samples, streams)
-        reference, unseen = Reference(logits), None
-        if text is not None and original is not None:
-            load = partial(load_in_float, original, "auto", trust_remote_code, False, max_memory)
-            unseen = text.run_original(load(device), reference, calibration)
-        model = _load(loading, streams, max_memory, device)
-        records, predictions = ({}, None) if text is None else text.compare(model, reference)
+        text, reference = None, Reference(logits)
+        load = partial(_load, loading, streams, max_memory, device)
+        if windows is None:
+            model = load()
+        else:
+            text = TextRun(windows, batch_size, reference, samples, prompt, calibration, streams)
+            given = ("auto", trust_remote_code, False, max_memory, device)
+            model = text.run(_original_loader(original, *given), load)
+        records = {} if text is None else text.records
         measured = _Maker.of(loading, model, records, samples).measure(_pairs(layers, weights))
     return _report(
         loading,
@@ -122,10 +122,8 @@ def measure(
         method=loading.fmt.name if container.has_formats else container.name,
         original="" if original is None else str(original),
         original_bytes=None if weights is None else weights.bytes,
-        predictions=predictions,
         experts=_experts(model, records),
         routers=reference.agreement,
-        unseen=unseen,
         **_describe_text(text, source, model),
     )
 
@@ -153,86 +151,30 @@ def _original_weights(
     return weights
 
 
+def _original_loader(original: str | Path | None, *given: Any) -> Load | None:
+    return None if original is None else partial(load_in_float, original, *given)
+
+
 def _load(loading: Loading, streams: bool, max_memory: int | None, device: str) -> nn.Module:
     if streams:
         return stream_loading(loading, max_memory, device)
     return loading.fill().to(device)
 
 
-@dataclass(frozen=True)
-class _Windows:
-    """Windows of tokens to run models on.
-
-    Attributes:
-        windows: Token identifiers, (windows, length).
-        batch_size: Windows that run together.
-        samples: Store for a sample of the inputs of layers.
-        prompt: Text that the models continue, or None.
-        written: Continuation of each model that ran.
-    """
-
-    windows: torch.Tensor
-    batch_size: int
-    samples: ActivationStore
-    prompt: Prompt | None
-    written: dict[str, Continuation] = field(default_factory=dict)
-
-    def run_original(
-        self, model: nn.Module, reference: Reference, calibration: CalibrationText | None
-    ) -> UnseenInputs | None:
-        """Run the original; return its inputs that the calibration text hardly had."""
-        self._continue("original", model)
-        if calibration is None:
-            reference.run(model, self.windows, self.batch_size)
-            return None
-        calibration.statistics.check(model)
-        with ActivationStore() as store:
-            inputs = TokenInputs([*calibration.statistics.inputs], self.windows, store)
-            observe = partial(inputs.record, model)
-            reference.run(model, self.windows, self.batch_size, observe=observe)
-            return find_unseen_inputs(inputs, calibration)
-
-    def compare(
-        self, model: nn.Module, reference: Reference
-    ) -> tuple[dict[str, InputRecord], Predictions]:
-        """Run a quantized model; return records of the inputs of layers, and its predictions."""
-        layers = _packed(model)
-        records = {name: InputRecord() for name, layer in layers.items() if layer.is_linear}
-        calls = -(-len(self.windows) // self.batch_size)
-        observe = partial(recording_inputs, layers, records, self.samples, calls)
-        self._continue("quantized", model)
-        return records, reference.compare(model, self.windows, self.batch_size, observe)
-
-    def _continue(self, name: str, model: nn.Module) -> None:
-        if self.prompt is not None:
-            self.written[name] = self.prompt.answer(model)
-
-
-def _windows(
-    windows: torch.Tensor | None,
-    batch_size: int,
-    prompt: Prompt | None,
-    samples: ActivationStore,
-    streams: bool,
-) -> _Windows | None:
-    if windows is None:
-        return None
-    if streams:  # as many windows as fit may differ between both models
-        return _Windows(windows, 1, samples, None)
-    return _Windows(windows, batch_size, samples, prompt)
-
-
-def _describe_text(text: _Windows | None, source: str, model: nn.Module) -> dict[str, Any]:
-    """Return the fields of a report that describe a text and its continuations."""
+def _describe_text(text: TextRun | None, source: str, model: nn.Module) -> dict[str, Any]:
+    """Return the fields of a report that describe a text, and what models predict for it."""
     if text is None:
-        return {"text": None, "prompt": "", "continuations": {}}
+        nothing = dict.fromkeys(("text", "predictions", "unseen"))
+        return {"prompt": "", "continuations": {}, **nothing}
     notes = notes_of(getattr(model, "config", None))
     calibrated = read_shares(notes.get("calibration_scripts", ""))
     count, length = text.windows.shape
     return {
         "text": Text(source, count, length, calibrated=calibrated),
+        "predictions": text.predictions,
+        "unseen": text.unseen,
         "prompt": "" if text.prompt is None else text.prompt.text,
-        "continuations": text.written,
+        "continuations": text.continuations,
     }
 
 
@@ -242,7 +184,7 @@ def _report(loading: Loading, layers: list[Layer], **known: Any) -> Report:
     algorithms = tuple(options.name for options in config.algo_config or [])
     total = sum(entry.nbytes for entry in loading.reader.entries.values())
     floats = float_parts(model, config)
-    configs = {name: layer.quant_config for name, layer in _packed(model).items()}
+    configs = {name: layer.quant_config for name, layer in packed_layers(model).items()}
     return Report(
         model_type=str(getattr(getattr(model, "config", None), "model_type", "unknown")),
         algorithms=algorithms,
@@ -261,10 +203,6 @@ def _report(loading: Loading, layers: list[Layer], **known: Any) -> Report:
         floats=floats,
         **known,
     )
-
-
-def _packed(model: nn.Module) -> dict[str, PackedLayer]:
-    return {name: m for name, m in model.named_modules() if isinstance(m, PackedLayer)}
 
 
 def _pairs(
@@ -309,7 +247,7 @@ class _Maker:
         samples: ActivationStore,
     ) -> _Maker:
         """Return what measures the layers of a checkpoint."""
-        layers = _packed(model)
+        layers = packed_layers(model)
         sizes = weight_bytes(loading.reader.entries, layers)
         caches = loading.fmt.config.kv_cache_patterns
         return cls(model, layers, sizes, records, samples, caches)

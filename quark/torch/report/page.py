@@ -9,12 +9,15 @@ import gzip
 import json
 from base64 import b64encode
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from quark.torch.evaluation.scripts import describe_scripts
 
 # The bundle of plotly.js with scatter, bar and pie, as npm's plotly.js-basic-dist-min has it.
 PLOTLY = "plotly/plotly-basic-4.1.1.min.js.gz"
+GENERATOR = "quark"  # what wrote a page, in its head
+_HEAD = 4096  # bytes of a page that hold this name
 
 
 def page(report: dict[str, Any]) -> str:
@@ -26,16 +29,28 @@ def page(report: dict[str, Any]) -> str:
     return _render("page.html.jinja", report, floats=_floats(report))
 
 
-def comparison_page(comparison: dict[str, Any]) -> str:
+def comparison_page(comparison: dict[str, Any], generator: str = GENERATOR) -> str:
     """Return a page that shows models side by side.
 
     Args:
         comparison: What ``Comparison.to_dict`` returns, which the page holds as well.
+        generator: What writes the page, for ``is_page``.
     """
-    return _render("comparison.html.jinja", comparison)
+    return _render("comparison.html.jinja", comparison, generator)
 
 
-def _render(template: str, report: dict[str, Any], **more: Any) -> str:
+def is_page(path: Path, generator: str) -> bool:
+    """Whether a file is a page that ``generator`` wrote.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    mark = f'<meta name="generator" content="{generator}">'.encode()
+    with path.open("rb") as file:
+        return mark in file.read(_HEAD)
+
+
+def _render(template: str, report: dict[str, Any], generator: str = GENERATOR, **more: Any) -> str:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -52,7 +67,7 @@ def _render(template: str, report: dict[str, Any], **more: Any) -> str:
     }
     numbers = gzip.compress(json.dumps(report).encode(), mtime=0)  # the same bytes at any time
     return environment.get_template(template).render(
-        report=report, numbers=_text(numbers), plotly=_text(_plotly()), **more
+        report=report, generator=generator, numbers=_text(numbers), plotly=_text(_plotly()), **more
     )
 
 

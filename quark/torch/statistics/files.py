@@ -29,7 +29,9 @@ _KINDS = {
     "probes": dict[str, tuple[float, int, float]],
     "samples": list[str],
     "ranges": list[str],
+    "letters": dict[str, int],
 }
+_LATER = {"letters": dict[str, int]()}  # what earlier files of this layout lack
 
 T = TypeVar("T")
 
@@ -67,6 +69,7 @@ def save_statistics(statistics: Statistics, path: str | Path, overwrite: bool = 
         "probes": dict(statistics.probes),
         "samples": list(statistics.samples),
         "ranges": list(statistics.ranges),
+        "letters": dict(statistics.letters),
     }
     needed = sum(tensor.nbytes for tensor in tensors.values())
     with fresh_directory(path, overwrite, needed) as directory:
@@ -88,8 +91,7 @@ def load_statistics(path: str | Path, check_digests: bool = False) -> Statistics
     """
     if check_digests:
         check_unchanged(Path(path))
-    header = read_json(Path(path) / HEADER)
-    _check_header(header, Path(path) / HEADER)
+    header = _read_header(Path(path) / HEADER)
     tokens, samples, ranges = header["tokens"], header["samples"], header["ranges"]
     file = _open(Path(path) / TENSORS, _list_tensors(tokens, samples, ranges))
 
@@ -113,18 +115,21 @@ def load_statistics(path: str | Path, check_digests: bool = False) -> Statistics
         {name: Probe(*probe) for name, probe in header["probes"].items()},
         _LazyMapping(samples, lambda name: file.get_tensor(f"{name}.sample")),
         _LazyMapping(ranges, tensor_range),
+        header["letters"],
     )
 
 
-def _check_header(header: Any, path: Path) -> None:
-    """Check the types of all values in a header, and that its parts name the same layers.
+def _read_header(path: Path) -> dict[str, Any]:
+    """Return a header whose values have their types, and whose parts name the same layers.
 
     Raises:
         ValueError: It is of another version, or damaged; the message has the path to the value.
     """
     anew = "Give statistics that are whole, or collect them anew with 'quark collect'."
+    header = read_json(path)
     if not isinstance(header, dict) or header.get("layout") != LAYOUT:
         raise ValueError(f"{path} holds no statistics that this version can read. {anew}")
+    header = _LATER | header
     for key, kind in _KINDS.items():
         try:
             check_value(header.get(key), kind, key)
@@ -136,9 +141,11 @@ def _check_header(header: Any, path: Path) -> None:
     unknown += sorted(set(header["samples"]) - first)
     if unknown:
         raise ValueError(f"{path}: {unknown[0]!r} is no layer of its readers. {anew}")
-    wrong = [name for name, count in header["tokens"].items() if count < 0]
+    counts = [(f"{key}.{x}", n) for key in ("tokens", "letters") for x, n in header[key].items()]
+    wrong = [name for name, count in counts if count < 0]
     if wrong:
-        raise ValueError(f"{path}: tokens.{wrong[0]} is negative. {anew}")
+        raise ValueError(f"{path}: {wrong[0]} is negative. {anew}")
+    return header
 
 
 def _list_tensors(

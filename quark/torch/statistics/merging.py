@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 
@@ -54,6 +55,7 @@ def merge_statistics(statistics: Iterable[Statistics]) -> Statistics:
         {name: _merge_probes(parts, name) for name in first.probes},
         {name: _merge_samples(parts, name) for name, gram in inputs.items() if gram.tokens},
         {key: tensor for key, tensor in ranges.items() if not tensor.is_empty},
+        _merge_letters(parts),
     )
 
 
@@ -107,6 +109,13 @@ def _merge_readers(parts: Sequence[Statistics]) -> dict[str, str]:
         earliest = min((part.readers[name] for part in parts), key=order.__getitem__)
         readers[name] = readers.get(earliest, earliest)
     return readers
+
+
+def _merge_letters(parts: Sequence[Statistics]) -> dict[str, int]:
+    """Return the letters of all parts; none if those of a part are not known."""
+    if not all(part.letters for part in parts):
+        return {}
+    return dict(sum((Counter(part.letters) for part in parts), Counter[str]()))
 
 
 def _merge_grams(parts: Iterable[Statistics], name: str) -> Gram:

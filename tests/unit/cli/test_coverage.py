@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from quark.cli.coverage import Coverage, scripts_of
+from quark.torch.statistics.files import load_statistics
 
 ENGLISH = "Return the value of the key if it is in the file else raise an exception. " * 20
 RUSSIAN = "Верните значение ключа. " * 4
@@ -76,3 +77,43 @@ def test_a_mixture_of_chats_and_text(quark, model_dir, texts, tmp_path):
     shares = json.loads(done.stdout)["calibration_scripts"]
     assert shares.keys() == {"Latin", "Cyrillic"}
     assert all(share > 0.1 for share in shares.values())
+
+
+def test_statistics_know_their_letters(quark, model_dir, texts, tmp_path):
+    """A run with statistics tells the scripts of the text that they were collected on."""
+    for name in ("latin", "both"):
+        data = ["--dataset", texts / f"{name}.txt", "--seq_len", 32, "--num_calib_data", 2]
+        place = ["--output_dir", tmp_path / name]
+        done = quark("collect", "--model_dir", model_dir, *place, *data, "--probes", 0)
+        assert done.exit_code == 0, done.output
+    merged = tmp_path / "merged"
+    done = quark("merge", tmp_path / "latin", tmp_path / "both", "--output_dir", merged, "--json")
+    shares = json.loads(done.stdout)["calibration_scripts"]
+    counts = [
+        json.loads((tmp_path / name / "statistics.json").read_text("utf-8"))["letters"]
+        for name in ("latin", "both")
+    ]
+    total = sum(sum(count.values()) for count in counts)
+    assert shares["Cyrillic"] == counts[1]["Cyrillic"] / total
+    out = tmp_path / "out"
+    flags = ["--model_dir", model_dir, "--output_dir", out, "--quant_scheme", "int8"]
+    data = ["--statistics", tmp_path / "latin", "--eval_data", texts / "both.txt", "--seq_len", 32]
+    done = quark("quantize", *flags, *data)
+    assert done.exit_code == 0, done.output
+    assert "the calibration text lacks: Cyrillic (" in " ".join(done.output.split())
+    assert "| letters calibrated | Latin 100.0 % |" in (out / "README.md").read_text("utf-8")
+
+
+def test_statistics_without_letters_are_read(quark, model_dir, texts, tmp_path):
+    """Those of earlier versions have none."""
+    data = ["--dataset", texts / "latin.txt", "--seq_len", 32, "--num_calib_data", 2]
+    place = tmp_path / "statistics"
+    assert quark("collect", "--model_dir", model_dir, "--output_dir", place, *data).exit_code == 0
+    header = json.loads((place / "statistics.json").read_text("utf-8"))
+    del header["letters"]
+    (place / "statistics.json").write_text(json.dumps(header))
+    assert load_statistics(place).letters == {}
+    header["letters"] = {"Latin": -1}
+    (place / "statistics.json").write_text(json.dumps(header))
+    with pytest.raises(ValueError, match=r"letters\.Latin is negative"):
+        load_statistics(place)

@@ -1,6 +1,7 @@
 """Measurements that there is no room for are refused from the headers, before any work."""
 
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import psutil
@@ -86,8 +87,8 @@ def test_a_disk_without_room_for_activations(verbs, refused, monkeypatch, tmp_pa
         # 2 calls of 64 tokens, 2048 classes: predictions in float32 are 1 MB.
         ({"collected": 4, "probe": 4, "probes": 2}, "sensitivities", 1_048_576, 2_500_000),
         # 32 windows at 16 positions are 4 MB.
-        ({"evaluated": 32, "compares": True}, "evaluation", 4_194_304, 4_500_000),
-        ({"evaluated": 32, "compares": True, "samples_inputs": True}, "evaluation", 4.8e6, 5.5e6),
+        ({"evaluated": 32, "compared": 2}, "evaluation", 4_194_304, 4_500_000),
+        ({"evaluated": 32, "compared": 2, "samples_inputs": True}, "evaluation", 4.8e6, 5.5e6),
         ({"evaluated": 32}, "evaluation", 0, 1),
     ],
 )
@@ -95,8 +96,20 @@ def test_stored_results_count(changes, name, lower, upper, model_dir):
     run = _describe(Measurement(source=model_dir, length=16, **changes))
     step = next(step for step in require(run, 0).steps if step.name == name)
     assert lower <= step.stores < upper
-    few = (
-        require(run, 0, 1 << 20).spilled[1]
-        - require(run._replace(evaluation_results=()), 0, 1 << 20).spilled[1]
-    )
-    assert (few > 0) == (name == "evaluation" and bool(lower))
+    spills = [
+        require(changed, 0, 1 << 20).spilled[1]
+        for changed in (run, run._replace(evaluation_results=()))
+    ]
+    assert (spills[0] > spills[1]) == ("samples_inputs" in changes)
+
+
+def test_models_that_take_turns_spill_hidden_states_and_no_predictions(model_dir):
+    """Predictions are 4 MB; the hidden states of each model lie in three stores."""
+    asked = Measurement(source=model_dir, length=16, evaluated=32, compared=2)
+    run = _describe(asked)
+    in_memory, in_parts = require(run, 0), require(run, 0, 1 << 20)
+    assert in_memory.spilled[1] == 0  # all fits into the default limit
+    stream = 3 * 32 * 16 * run.data.hidden * run.data.itemsize
+    assert in_parts.spilled[1] <= 2 * stream < run.predictions
+    three = require(_describe(replace(asked, compared=3)), 0, 1 << 20)
+    assert three.spilled[1] > in_parts.spilled[1]

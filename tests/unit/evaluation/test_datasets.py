@@ -71,8 +71,9 @@ def test_a_directory_of_that_name_comes_first(tmp_path, monkeypatch, asked):
 
 
 def test_other_names_are_files_and_data_sets(tmp_path, asked):
-    (tmp_path / "a.txt").write_text("text")
-    assert named_documents(str(tmp_path / "a.txt"), held_out=True) == ["text"]
+    for name in ("a.txt", "b.md"):
+        (tmp_path / name).write_text("text")
+        assert named_documents(str(tmp_path / name), held_out=True) == ["text"]
     with pytest.raises(ValueError, match=r"pictures.*choose one of pileval"):
         named_documents("ScienceQA", held_out=False)
 

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from quark.torch.export.gguf.rope import SCALINGS, rope_parameters
 
+TENSOR_SCALE = ".scale"  # ends the name of the tensor scale of a weight
+
 
 class Architecture(NamedTuple):
     """How a family of Transformers is stored in GGUF.
@@ -17,19 +19,22 @@ class Architecture(NamedTuple):
             embedding rotates neighbours in llama.cpp and halves in Transformers.
         norm_offset: Added to the weights of norms.
         rms: Whether norms are RMSNorm; LayerNorm otherwise.
+        tensor_scales: Whether llama.cpp multiplies the products of every layer by its tensor
+            scale. It reads the scales of other families too, and leaves out those of their MLPs.
     """
 
     name: str
     interleaves: bool = False
     norm_offset: int = 0
     rms: bool = True
+    tensor_scales: bool = False
 
 
 ARCHITECTURES = {  # by model_type
-    "llama": Architecture("llama", interleaves=True),
-    "mistral": Architecture("llama", interleaves=True),
+    "llama": Architecture("llama", interleaves=True, tensor_scales=True),
+    "mistral": Architecture("llama", interleaves=True, tensor_scales=True),
     "qwen2": Architecture("qwen2"),
-    "qwen3": Architecture("qwen3"),
+    "qwen3": Architecture("qwen3", tensor_scales=True),
     "gemma": Architecture("gemma", norm_offset=1),
     "gemma2": Architecture("gemma2", norm_offset=1),
     "gemma3_text": Architecture("gemma3", norm_offset=1),
@@ -79,7 +84,7 @@ def tensor_names(architecture: Architecture, config: Any) -> Callable[[str], str
     table = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
 
     def gguf_name(key: str) -> str:
-        name: str | None = table.get_name(key, try_suffixes=(".weight", ".bias"))
+        name: str | None = table.get_name(key, try_suffixes=(".weight", ".bias", TENSOR_SCALE))
         if name is None:
             raise ValueError(f"GGUF has no place for {key} in a model {architecture.name!r}.")
         return name

@@ -9,18 +9,19 @@ scale                          scale * code
 scale, minimum                 scale * code + minimum
 scale, factors                 scale * factor * code
 scale, minimum, factors        scale * factor * code - minimum * factor of minimum
-exponent                       2^(exponent - 127) * code
+scales                         scale of the group * code
 =============================  ==================================================
 
 Scales and minima are float16, and factors are integers for each group of a block of 256 elements,
-the super-block. ``planes`` says where the bits of codes are.
+the super-block. The scales of groups are bytes: powers of two (E8M0), or e4m3 times a float32
+number that a tensor of its own holds. ``planes`` says where the bits of codes are.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from quark.torch.quantization.config.block_schemes import BLOCK_SCHEMES, BlockScheme
+from quark.torch.quantization.config.block_schemes import BLOCK_SCHEMES, TWO_LEVEL, BlockScheme
 
 
 class BlockType(NamedTuple):
@@ -29,7 +30,7 @@ class BlockType(NamedTuple):
     Attributes:
         scheme: How a weight is quantized.
         size: Elements of a block.
-        parts: Parts of a block in the order of its bytes: scale, minimum, exponent, factors, and a
+        parts: Parts of a block in the order of its bytes: scale, minimum, scales, factors, and a
             plane of codes by its number.
         planes: (bits, bytes side by side) of each plane of codes, the lowest bits first; see
             ``planes.join_plane``.
@@ -55,10 +56,12 @@ class BlockType(NamedTuple):
         """Return the bytes of a part of a block."""
         if isinstance(part, int):
             return self.size * self.planes[part][0] // 8
+        if part == "scales":
+            return self.size // self.scheme.group
         return _FACTOR_BYTES[self.scheme.scale] if part == "factors" else _BYTES[part]
 
 
-_BYTES = {"scale": 2, "minimum": 2, "exponent": 1}
+_BYTES = {"scale": 2, "minimum": 2}
 _FACTOR_BYTES = {"uint4x16": 16, "int6x16": 12, "uint6x8": 12, "int8x16": 16}
 _HALVES = (4, 16)  # byte i of 16 has the 4-bit codes of the elements i and i + 16
 _OWN_BITS = (1, 1)  # byte i of 4 has a bit of each of the elements 8 i to 8 i + 7
@@ -76,5 +79,6 @@ _LAYOUTS: dict[str, tuple[int, tuple[str | int, ...], tuple[tuple[int, int], ...
 }
 BLOCK_TYPES = {
     **{name: BlockType(BLOCK_SCHEMES[name.lower()], *row) for name, row in _LAYOUTS.items()},
-    "MXFP4": BlockType(BlockScheme("fp4", 32, False, "e8m0"), 32, ("exponent", 0), (_HALVES,)),
+    "MXFP4": BlockType(BlockScheme("fp4", 32, False, "e8m0"), 32, ("scales", 0), (_HALVES,)),
+    "NVFP4": BlockType(BlockScheme("fp4", 16, False, TWO_LEVEL), 64, ("scales", 0), ((4, 8),)),
 }

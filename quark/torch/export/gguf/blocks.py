@@ -12,7 +12,7 @@ from quark.torch.export.formats.layouts.dense_words import to_unsigned
 from quark.torch.export.gguf.block_types import BLOCK_TYPES, BlockType
 from quark.torch.export.gguf.planes import FACTORS, join_plane, split_plane
 from quark.torch.numerics.granularity import QSchemeType
-from quark.torch.numerics.scale_codec import decode_scale, encode_scale
+from quark.torch.numerics.scale_codec import decode_scale, encode_scale, stored_dtype
 from quark.torch.numerics.scale_formats import E8M0
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.numerics.super_blocks import factors, minima
@@ -22,9 +22,11 @@ from quark.torch.quantization.nn.quantizer import QuantizedTensor
 Parts = dict[str | int, torch.Tensor]  # bytes by the names of parts of a block
 BLOCK = 32  # elements of a block with float16 scales
 _SMALLEST = 2.0**-24  # float16
+_E4M3_ONE = 7 << 3  # bits of the e4m3 number 1
 SUPPORTED = (
     "integer weights: symmetric ones of up to 8 bits and asymmetric ones of up to 5, with one "
-    "scale per tensor, per output channel or per group of a multiple of 32 inputs; mxfp4; and "
+    "scale per tensor, per output channel or per group of a multiple of 32 inputs; mxfp4; "
+    "nvfp4 for layers with a multiple of 64 inputs; and "
     "q2_k, q3_k, q4_k, q5_k and q6_k for layers with a multiple of 256 inputs"
 )
 
@@ -37,9 +39,9 @@ def block_type(spec: QuantizationSpec, columns: int) -> str | None:
         columns: Inputs of the layer.
     """
     scheme = spec.scheme
-    if spec.second_stage is not None:
+    if spec.quantizes_codes:
         return None
-    if scheme.scale == E8M0 or scheme.scale.span:
+    if scheme.scale == E8M0 or scheme.scale.span or scheme.scale.two_level:
         fitting = (name for name, kind in BLOCK_TYPES.items() if kind.scheme.fits(spec))
         return next((name for name in fitting if columns % BLOCK_TYPES[name].size == 0), None)
     group = columns if scheme.group == -1 else scheme.group
@@ -70,13 +72,18 @@ def has_float_minima(kind: str) -> bool:
     return scheme is not None and scheme.has_minima and scheme.has_super_blocks
 
 
+def has_tensor_scale(kind: str) -> bool:
+    """Whether a number beside the weight multiplies its blocks."""
+    return has_codes(kind) and BLOCK_TYPES[kind].scheme.has_tensor_scale
+
+
 def stored_columns(kind: str, columns: int) -> int:
     """Return the bytes that a row of a weight takes in blocks."""
     return columns // BLOCK_TYPES[kind].size * BLOCK_TYPES[kind].bytes
 
 
 def pack_blocks(state: QuantizedTensor, kind: str) -> torch.Tensor:
-    """Return a weight as rows of blocks.
+    """Return a weight as rows of blocks; the tensor scale of two-level scales is left out.
 
     Scales of blocks of 32, and their minima, are rounded to float16. Codes do not change.
 
@@ -96,7 +103,8 @@ def pack_blocks(state: QuantizedTensor, kind: str) -> torch.Tensor:
     rows, columns = state.codes.shape
     if form.scheme.fmt.is_float:
         codes = state.codes
-        parts: Parts = {"exponent": encode_scale(state.scale, state.scheme).reshape(rows, -1, 1)}
+        scales = encode_scale(state.scale, state.scheme, state.scale_2).view(torch.uint8)
+        parts: Parts = {"scales": scales.reshape(rows, -1, form.part_bytes("scales"))}
     elif form.scheme.has_super_blocks:
         codes = (state.codes.to(torch.int16) + form.offset).to(torch.uint8)
         parts = _pack_super_blocks(state, form)
@@ -199,13 +207,19 @@ def block_spec(kind: str, blocks: torch.Tensor, name: str) -> QuantizationSpec:
     return spec
 
 
-def unpack_blocks(blocks: torch.Tensor, spec: QuantizationSpec, kind: str) -> QuantizedTensor:
+def unpack_blocks(
+    blocks: torch.Tensor,
+    spec: QuantizationSpec,
+    kind: str,
+    tensor_scale: torch.Tensor | None = None,
+) -> QuantizedTensor:
     """Return codes, scales and zero points of a weight: the inverse of ``pack_blocks``.
 
     Args:
         blocks: (N, bytes of a row) uint8.
         spec: Specification, from ``block_spec``.
         kind: Block type.
+        tensor_scale: Tensor scale [] of two-level scales; None for other block types.
     """
     form = BLOCK_TYPES[kind]
     parts = _split_parts(blocks, form)
@@ -216,9 +230,12 @@ def unpack_blocks(blocks: torch.Tensor, spec: QuantizationSpec, kind: str) -> Qu
         low += bits
     rows = len(blocks)
     if form.scheme.fmt.is_float:
-        shape = (rows, codes.shape[1] * form.size)
-        scale = decode_scale(parts["exponent"].reshape(rows, -1), spec.scheme, shape)
-        return QuantizedTensor(spec, codes.reshape(shape), scale, None)
+        codes, scales = codes.reshape(rows, -1), parts["scales"].reshape(rows, -1)
+        if form.scheme.has_tensor_scale:
+            codes, scales = _without_zero_scales(codes, scales)
+        scales = scales.contiguous().view(stored_dtype(spec.scheme))
+        scale = decode_scale(scales, spec.scheme, tuple(codes.shape), tensor_scale)
+        return QuantizedTensor(spec, codes, scale, None, tensor_scale)
     if form.scheme.fmt.signed:
         codes = (codes - form.offset).view(torch.int8)
     if form.scheme.has_super_blocks:
@@ -228,6 +245,23 @@ def unpack_blocks(blocks: torch.Tensor, spec: QuantizationSpec, kind: str) -> Qu
         zeros = torch.zeros_like(scale, dtype=torch.int8)
         return QuantizedTensor(spec, codes.reshape(rows, -1), scale, zeros)
     return _unpack_minima(spec, codes, scale, _halves(parts["minimum"]))
+
+
+def _without_zero_scales(
+    codes: torch.Tensor, scales: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes and e4m3 scales in which groups of zeros have the scale 1.
+
+    ggml has no sign in the bytes of scales, and reads 0x7F as zero.
+
+    Args:
+        codes: (N, K) uint8.
+        scales: (N, groups) uint8.
+    """
+    scales = scales & 0x7F
+    is_zero = (scales == 0) | (scales == 0x7F)
+    is_kept = ~is_zero.repeat_interleave(codes.shape[1] // scales.shape[1], 1)
+    return codes * is_kept, torch.where(is_zero, _E4M3_ONE, scales)
 
 
 def _unpack_super_blocks(

@@ -25,6 +25,7 @@ from quark.torch.export.gguf.importer import (
     float_values,
     match_gguf,
     rows_of,
+    tensor_scale,
 )
 
 _ELEMENTS = 1 << 22  # that are dequantized together: their values in float32 take 16 MiB
@@ -89,10 +90,10 @@ class GgufValues:
             return float_values(blocks, kind, name, match.architecture).to(match.dtype)
         values = torch.empty(shape, dtype=match.dtype)
         matrix, rows = values.view(-1, shape[-1]), blocks.reshape(-1, blocks.shape[-1])
-        step = max(1, _ELEMENTS // shape[-1])
+        step, scale = max(1, _ELEMENTS // shape[-1]), tensor_scale(match.file, stored)
         for start in range(0, len(matrix), step):
             part = slice(start, start + step)
-            matrix[part] = _dequantize(rows[part], kind, stored)
+            matrix[part] = _dequantize(rows[part], kind, stored, scale)
         return values
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -109,10 +110,13 @@ class GgufValues:
         return fill_model(model, self, self._match.tied)
 
 
-def _dequantize(rows: torch.Tensor, kind: str, name: str) -> torch.Tensor:
+def _dequantize(
+    rows: torch.Tensor, kind: str, name: str, scale: torch.Tensor | None
+) -> torch.Tensor:
     """Return the values of rows of blocks, (rows, elements) float32."""
     if has_codes(kind) and not has_float_minima(kind):
-        return unpack_blocks(rows, block_spec(kind, rows, name), kind).value(torch.float32)
+        state = unpack_blocks(rows, block_spec(kind, rows, name), kind, scale)
+        return state.value(torch.float32)
     gguf = import_gguf()
     return torch.from_numpy(gguf.dequantize(rows.numpy(), gguf.GGMLQuantizationType[kind]))
 

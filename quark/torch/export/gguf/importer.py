@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +21,7 @@ from quark.torch.export.checkpoint.files import TensorHeader
 from quark.torch.export.formats.layouts.packed import PackedLayout
 from quark.torch.export.formats.quark import QuarkFormat
 from quark.torch.export.gguf.architectures import (
+    TENSOR_SCALE,
     Architecture,
     architecture_of,
     head_size,
@@ -26,7 +29,7 @@ from quark.torch.export.gguf.architectures import (
     is_rotated,
     tensor_names,
 )
-from quark.torch.export.gguf.blocks import block_spec, unpack_blocks
+from quark.torch.export.gguf.blocks import block_spec, has_tensor_scale, unpack_blocks
 from quark.torch.export.gguf.reader import GgufFile
 from quark.torch.export.gguf.rope import FACTORS, check_factors, interleaved_rows, read_scaling
 from quark.torch.quantization.config.config import Config, QuantizationConfig
@@ -35,6 +38,8 @@ from quark.torch.quantization.config.match import literal
 from quark.torch.quantization.config.name_lookup import names_as_subject
 from quark.torch.quantization.config.spec import QuantizationSpec
 
+logger = logging.getLogger(__name__)
+_INPUT_SCALE = ".input_scale"
 FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -107,15 +112,55 @@ def match_gguf(path: Path, dtype: torch.dtype | None = None, **options: Any) -> 
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     sources = {key: names(key) for key in model.state_dict() if key not in tied}
     stored = set(sources.values())
+    scales = _scales_of(file, stored, TENSOR_SCALE)
+    of_inputs = _scales_of(file, stored, _INPUT_SCALE)
+    if of_inputs:
+        logger.warning(
+            "%s has scales of inputs, which llama.cpp may round: here they stay in float.", path
+        )
+    known = stored | scales | of_inputs | {FACTORS}
     unlike = {
         "missing": [name for name in stored if name not in file.tensors],
-        "unexpected": [name for name in file.tensors if name not in stored and name != FACTORS],
+        "unexpected": [name for name in file.tensors if name not in known],
     }
     problems = [f"{names_as_subject(some)} {problem}" for problem, some in unlike.items() if some]
     if problems:
         raise ValueError(f"{path} does not fit {type(model).__name__}: {'; '.join(problems)}.")
     check_factors(model, config, file, head_size(config))
     return GgufModel(file, model, architecture, dtype, sources)
+
+
+def _scales_of(file: GgufFile, names: set[str], suffix: str) -> set[str]:
+    """Return the names that the file may have for scales of its weights in NVFP4."""
+    weights = (name for name in names & file.tensors.keys() if file.tensors[name].kind == "NVFP4")
+    return {_scale_name(name, suffix) for name in weights} & file.tensors.keys()
+
+
+def _scale_name(name: str, suffix: str = TENSOR_SCALE) -> str:
+    return name.removesuffix(".weight") + suffix
+
+
+def tensor_scale(file: GgufFile, name: str) -> torch.Tensor | None:
+    """Return the tensor scale of a weight, float32 []; None for types that have none.
+
+    It is 1 where the file has none, as in llama.cpp.
+
+    Raises:
+        ValueError: It is not one positive, finite float32 number.
+    """
+    if not has_tensor_scale(file.tensors[name].kind):
+        return None
+    stored = file.tensors.get(_scale_name(name))
+    if stored is None:
+        return torch.ones(())
+    if stored.kind == "F32" and prod(stored.shape) == 1:
+        scale = file.blocks(_scale_name(name)).clone().view(torch.float32).reshape(())
+        if scale.isfinite() and scale > 0:
+            return scale
+    raise ValueError(
+        f"{file.path} is damaged: {_scale_name(name)}, {stored.kind} {list(stored.shape)}, is not "
+        "one positive and finite number in F32."
+    )
 
 
 def read_gguf_config(path: Path) -> Any:
@@ -232,7 +277,8 @@ class GgufTensors:
         if kind in FLOAT_TYPES:
             yield key, float_values(blocks, kind, key, self.architecture).to(self.dtype)
             return
-        parts = self.layout.pack(unpack_blocks(blocks, self.specs[layer], kind), None)
+        state = unpack_blocks(blocks, self.specs[layer], kind, tensor_scale(self.file, name))
+        parts = self.layout.pack(state, None)
         for part, tensor in parts.items():
             yield _part_name(layer, part), tensor
 
@@ -302,7 +348,8 @@ def _float_type(file: GgufFile) -> torch.dtype:
         return torch.float32
     (kind,) = kinds
     for name, tensor in file.tensors.items():
-        if len(tensor.shape) == 1 and tensor.kind == "F32" and name != FACTORS:
+        is_parameter = name != FACTORS and not name.endswith((TENSOR_SCALE, _INPUT_SCALE))
+        if len(tensor.shape) == 1 and tensor.kind == "F32" and is_parameter:
             values = file.blocks(name).clone().view(torch.float32)
             if not values.to(kind).float().equal(values):
                 return torch.float32

@@ -16,6 +16,7 @@ from quark.torch.export.checks import check_float, check_state
 from quark.torch.export.formats.layer_checks import common_problem, describe_problems, weight_shape
 from quark.torch.export.formats.layouts.act_order import ACT_ORDER_PROBLEM, has_act_order
 from quark.torch.export.gguf.architectures import (
+    TENSOR_SCALE,
     Architecture,
     architecture_of,
     head_size,
@@ -34,11 +35,13 @@ from quark.torch.quantization.nn.layer import QuantizedLayer
 from quark.torch.quantization.nn.probabilities import probability_quantizers
 
 QUANTIZATION_VERSION = 2
+_SCALE = TENSOR_SCALE.removeprefix(".")
 _FLOAT_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _FILE_TYPES = {
     "F32": "ALL_F32",
     **{kind: f"MOSTLY_{kind}" for kind in ("F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")},
-    **{"MXFP4": "MOSTLY_MXFP4_MOE", "Q2_K": "MOSTLY_Q2_K", "Q6_K": "MOSTLY_Q6_K"},
+    **{kind: f"MOSTLY_{kind}" for kind in ("NVFP4", "Q2_K", "Q6_K")},
+    "MXFP4": "MOSTLY_MXFP4_MOE",
     **{kind: f"MOSTLY_{kind}_S" for kind in ("Q3_K", "Q4_K", "Q5_K")},
 }
 
@@ -58,7 +61,7 @@ def write_gguf(
     tensors = _Tensors(model, architecture)
     used = [kind for shape, kind in tensors.outline.values() if len(shape) > 1]
     # The type of the file is that of its matrices: a quantized one, if there is any.
-    most = max(_FILE_TYPES, key=lambda kind: (kind.startswith("Q") and kind in used, kind in used))
+    most = max(_FILE_TYPES, key=lambda kind: (kind in used, kind not in _FLOAT_TYPES.values()))
     with target(tensors.size) as directory:
         writer = gguf.GGUFWriter(directory / f"{model_type}.gguf", architecture.name)
         add_metadata(writer, config, model_type, architecture.rms)
@@ -115,6 +118,7 @@ class _Place(NamedTuple):
     Attributes:
         owner: Name of a module.
         attribute: Name of its parameter or buffer. The bias of a quantized layer may be quantized.
+            The tensor scale of its weight is called as in GGUF.
     """
 
     owner: str
@@ -177,6 +181,8 @@ class _Tensors:
             weight = owner.quant_config.weight
             kind = (weight and block_type(weight, columns)) or ""
             return (rows, stored_columns(kind, columns)), kind
+        if isinstance(owner, QuantizedLayer) and place.attribute == _SCALE:
+            return (1,), "F32"
         tensor = getattr(owner, place.attribute)
         if tensor.dim() == 1:
             return tuple(tensor.shape), "F32"
@@ -214,6 +220,8 @@ def _places(model: nn.Module) -> list[_Place]:
             places.append(_Place(owner, attribute))
     for name, layer in layers.items():
         places.append(_Place(name, "weight"))
+        if _has_tensor_scale(layer):
+            places.append(_Place(name, _SCALE))
         if getattr(layer, "bias", None) is not None:
             places.append(_Place(name, "bias"))
     order = {name: number for number, name in enumerate(modules)}
@@ -234,13 +242,19 @@ def check_writable(model: nn.Module) -> Architecture:
         )
     architecture = architecture_of(getattr(model, "config", None))
     layers = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLayer)}
-    described = describe_problems({name: _layer_problem(layer) for name, layer in layers.items()})
+    problems = {name: _layer_problem(layer, architecture) for name, layer in layers.items()}
+    described = describe_problems(problems)
     if described:
         raise ValueError(f"GGUF cannot hold {described}. It holds {SUPPORTED}.")
     return architecture
 
 
-def _layer_problem(layer: QuantizedLayer) -> str | None:
+def _has_tensor_scale(layer: QuantizedLayer) -> bool:
+    weight = layer.quant_config.weight
+    return weight is not None and weight.scheme.scale.two_level
+
+
+def _layer_problem(layer: QuantizedLayer, architecture: Architecture) -> str | None:
     """Return why GGUF cannot hold a layer, or None."""
     config, weight = layer.quant_config, layer.quant_config.weight
     problem = common_problem(layer, (nn.Linear, nn.Embedding))
@@ -257,6 +271,11 @@ def _layer_problem(layer: QuantizedLayer) -> str | None:
             f"{weight.scheme.qscheme.name}, group_size={weight.group_size}, "
             f"symmetric={weight.scheme.symmetric}"
         )
+    if _has_tensor_scale(layer):
+        if isinstance(layer, nn.Embedding):
+            return "it is an embedding, which llama.cpp reads without a tensor scale"
+        if not architecture.tensor_scales:
+            return f"llama.cpp leaves out tensor scales in models {architecture.name!r}"
     return None
 
 
@@ -274,9 +293,11 @@ def _encode(place: _Place, architecture: Architecture, model: nn.Module, kind: s
     """
     owner, key = model.get_submodule(place.owner), place.key
     layer = owner if isinstance(owner, QuantizedLayer) else None
-    if layer is not None and place.attribute == "weight":
-        state = layer.quantized_tensor("weight")
-        assert state is not None
+    state = None if layer is None else layer.quantized_tensor("weight")
+    if state is not None and place.attribute == _SCALE:
+        assert state.scale_2 is not None
+        return state.scale_2.float().reshape(1)
+    if state is not None and place.attribute == "weight":
         try:
             check_state(state, "weight")
             stored = pack_blocks(state, kind)

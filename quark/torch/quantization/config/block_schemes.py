@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from quark.torch.numerics.formats import Dtype, Format
+from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.scale_formats import SCALE_FORMATS, SUPER_BLOCKS
 from quark.torch.quantization.config.spec import QuantizationSpec
+
+TWO_LEVEL = "fp8_e4m3"  # scales in this format, times a float32 number for the whole tensor
 
 
 class BlockScheme(NamedTuple):
@@ -16,7 +19,7 @@ class BlockScheme(NamedTuple):
         dtype: Format of the codes.
         group: Neighbouring inputs that share a scale.
         has_minima: Whether groups have a minimum beside their scale.
-        scale: Format of the scales: ``float16``, or a ``scale_format``.
+        scale: Format of the scales: ``float16``, a ``scale_format``, or ``TWO_LEVEL``.
         fallback: Scheme of layers whose inputs super-blocks do not divide, as in llama.cpp.
     """
 
@@ -37,10 +40,15 @@ class BlockScheme(NamedTuple):
         """Whether scales are integers times a float16 number; see ``SUPER_BLOCKS``."""
         return self.scale in SUPER_BLOCKS
 
+    @property
+    def has_tensor_scale(self) -> bool:
+        """Whether a float32 number multiplies the scales of a tensor."""
+        return self.scale == TWO_LEVEL
+
     def fits(self, spec: QuantizationSpec) -> bool:
         """Whether a specification has these codes and scales, along the last of two axes."""
         own, other = self.spec().scheme, spec.scheme
-        is_along_rows = other.axis in (1, -1) and spec.second_stage is None
+        is_along_rows = other.axis in (1, -1) and not spec.quantizes_codes
         names = ("fmt", "qscheme", "group", "symmetric", "scale", "float_zero_point")
         return is_along_rows and all(getattr(own, n) == getattr(other, n) for n in names)
 
@@ -57,8 +65,11 @@ class BlockScheme(NamedTuple):
             "group_size": self.group,
             "is_dynamic": False,
             "round_method": "half_even",
-            "scale_format" if self.scale in SCALE_FORMATS else "scale_type": self.scale,
         }
+        if self.has_tensor_scale:
+            fields["second_stage"] = _TENSOR_SCALE
+        else:
+            fields["scale_format" if self.scale in SCALE_FORMATS else "scale_type"] = self.scale
         if not self.fmt.is_float:
             fields["symmetric"] = not self.has_minima
         if self.has_minima and self.has_super_blocks:
@@ -66,6 +77,13 @@ class BlockScheme(NamedTuple):
         return QuantizationSpec(**fields | changes)
 
 
+_TENSOR_SCALE = QuantizationSpec(
+    Dtype[TWO_LEVEL],
+    qscheme=QSchemeType.per_tensor,
+    symmetric=True,
+    is_dynamic=False,
+    is_scale_quant=True,
+)
 BLOCK_SCHEMES = {
     "q4_0": BlockScheme("int4", 32, False),
     "q4_1": BlockScheme("uint4", 32, True),

@@ -376,3 +376,8 @@ class PackedLayer(QuantizedLayer):
     def _load_from_state_dict(self, *args: Any) -> None:
         with self._bare_codes():
             super()._load_from_state_dict(*args)
+
+
+def packed_layers(model: nn.Module) -> dict[str, PackedLayer]:
+    """Return the packed layers of a model, by name."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, PackedLayer)}

@@ -31,8 +31,11 @@ def any_blocks(kind, count=4, rows=8):
             halves = (torch.randn(rows, count, 1, generator=generator) / 100).half()
             halves[0], halves[1, 0] = 2.0**-24, 0
             here[:] = halves.view(torch.uint8)
-        elif part == "exponent":
+        elif part == "scales" and kind == "MXFP4":
             here[:] = torch.randint(100, 140, here.shape, generator=generator)
+        elif part == "scales":
+            here[:] = torch.randint(0, 128, here.shape, generator=generator)  # 0x7F is zero
+            here[0], here[1], here[2] = 0, 0x7F, 1
         elif part == "factors":
             here[2, :, 3:9] = 0
         start += width

@@ -1,6 +1,7 @@
 """GGUF files read back: the codes of the blocks, and what the package of llama.cpp reads."""
 
 import json
+import struct
 
 import pytest
 import torch
@@ -13,11 +14,15 @@ from quark.torch.export import convert
 from quark.torch.export.gguf.blocks import block_spec, pack_blocks, unpack_blocks
 from quark.torch.export.recognition import load_checkpoint, load_in_float, open_checkpoint
 from quark.torch.quantization.config.config import QuantizationConfig
+from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.nn.packed import PackedLayer
 from tests.configurations import config, half_groups, preset
 
 gguf = pytest.importorskip("gguf")
 VOCABULARY = 2048  # of the tokenizer
+NVFP4 = "nvfp4_weight_only"
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+FLOATS = {"w_mxfp4": "MXFP4", NVFP4: "NVFP4"}
 
 
 KINDS = {
@@ -39,8 +44,11 @@ def made(build, quantize, tmp_path):
     return made
 
 
-def rewrite(path, target, changed, kind):
-    """Write a file again by the package of llama.cpp, with another type for one tensor."""
+def rewrite(path, target, changed=None, kind=None, names=None):
+    """Write a file again by the package of llama.cpp.
+
+    One tensor has another type, or tensors have other names.
+    """
     reader = gguf.GGUFReader(path)
     writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():
@@ -52,7 +60,7 @@ def rewrite(path, target, changed, kind):
         if tensor.name == changed:
             number = gguf.GGMLQuantizationType[kind]
             data = gguf.quantize(data, number)
-        writer.add_tensor(tensor.name, data, raw_dtype=number)
+        writer.add_tensor((names or {}).get(tensor.name, tensor.name), data, raw_dtype=number)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -97,12 +105,11 @@ class TestModel:
         assert logits(loaded).equal(logits(model))
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    @pytest.mark.parametrize("name", ["q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "w_mxfp4"])
+    @pytest.mark.parametrize("name", ["q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "w_mxfp4", NVFP4])
     def test_the_same_bits_of_super_blocks_and_mx(self, made, logits, name, dtype):
-        sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
-        model, path = made(preset(name), dtype=dtype, **sizes)
+        model, path = made(preset(name), dtype=dtype, **WIDE)
         kinds = {t.name: t.tensor_type.name for t in gguf.GGUFReader(path).tensors}
-        assert kinds["blk.0.ffn_down.weight"] == {"w_mxfp4": "MXFP4"}.get(name, name.upper())
+        assert kinds["blk.0.ffn_down.weight"] == FLOATS.get(name, name.upper())
         loaded = open_checkpoint(path).fill()
         assert isinstance(loaded.model.layers[0].mlp.down_proj, PackedLayer)
         assert logits(loaded).equal(logits(model))
@@ -150,7 +157,7 @@ class TestModel:
     @pytest.mark.parametrize(("name", "part"), [("q4_1", 2), ("q4_k", 2), ("q4_k", 0)])
     def test_numbers_that_are_not_finite_are_refused(self, made, name, part):
         """A block of these types begins with its scale and its minimum."""
-        _, path = made(preset(name), hidden_size=256, intermediate_size=256, num_hidden_layers=1)
+        _, path = made(preset(name), **WIDE)
         (tensor,) = (t for t in gguf.GGUFReader(path).tensors if t.name == "blk.0.ffn_down.weight")
         data = bytearray(path.read_bytes())
         data[tensor.data_offset + part : tensor.data_offset + part + 2] = b"\x00\x7e"
@@ -159,12 +166,59 @@ class TestModel:
         with pytest.raises(ValueError, match=rf"layers\.0\.mlp\.down_proj\.weight.*{what}"):
             load_checkpoint(path)
 
-    def test_tensors_are_read_one_by_one(self, made):
-        reader = open_checkpoint(made(config(KINDS["Q4_1"]))[1]).reader
+    @pytest.mark.parametrize("configuration", [config(KINDS["Q4_1"]), preset(NVFP4)])
+    def test_tensors_are_read_one_by_one(self, made, configuration):
+        reader = open_checkpoint(made(configuration, **WIDE)[1]).reader
         tensors = dict(reader.tensors())
         assert tensors.keys() == reader.entries.keys()
         for name, tensor in tensors.items():
             assert reader.tensor(name).equal(tensor), name
+
+    def test_values_of_nvfp4_are_those_of_the_package_times_the_tensor_scale(self, made):
+        _, path = made(preset(NVFP4), "qwen3", **WIDE)
+        stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+        weight, scale = stored["blk.0.ffn_up.weight"], float(stored["blk.0.ffn_up.scale"].data[0])
+        values = torch.from_numpy(gguf.dequantize(weight.data, weight.tensor_type)).double()
+        for load in (load_checkpoint, load_in_float):
+            layer = load(path).model.layers[0].mlp.up_proj
+            torch.testing.assert_close(layer.weight.double(), values * scale, rtol=2**-22, atol=0)
+        assert gguf.GGUFReader(path).fields["general.file_type"].contents() == 39
+
+    def test_a_file_without_tensor_scales(self, made, tmp_path, caplog):
+        """They are 1 then. Scales of inputs are not read, with a warning."""
+        _, path = made(preset(NVFP4), **WIDE)
+        target = tmp_path / "other.gguf"
+        data = path.read_bytes()
+        target.write_bytes(data.replace(b".ffn_up.scale", b".ffn_up.other"))
+        with pytest.raises(ValueError, match=r"blk\.0\.ffn_up\.other.* unexpected"):
+            load_checkpoint(target)
+        plain, given = load_in_float(path), gguf.GGUFReader(path).tensors
+        scale = next(float(t.data[0]) for t in given if t.name == "blk.0.ffn_up.scale")
+        rewrite(path, target, names={"blk.0.ffn_up.scale": "blk.0.ffn_up.input_scale"})
+        up = load_in_float(target).model.layers[0].mlp.up_proj.weight
+        torch.testing.assert_close(up * scale, plain.model.layers[0].mlp.up_proj.weight)
+        assert "has scales of inputs" in caplog.text
+
+    @pytest.mark.parametrize("kind", ["qwen2", "gemma2", "phi"])
+    def test_families_whose_tensor_scales_llama_cpp_leaves_out(self, made, kind):
+        with pytest.raises(ValueError, match="leaves out tensor scales in models"):
+            made(preset(NVFP4), kind, **WIDE)
+
+    def test_embeddings_have_no_tensor_scale(self, made):
+        layers = {"*embed_tokens": scheme(NVFP4)}
+        with pytest.raises(ValueError, match=r"an embedding, which llama\.cpp reads without a"):
+            made(config(KINDS["Q4_0"], layer_quant_config=layers), **WIDE)
+
+    @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+    def test_tensor_scales_that_are_not_sound(self, made, scale):
+        _, path = made(preset(NVFP4), **WIDE)
+        (tensor,) = (t for t in gguf.GGUFReader(path).tensors if t.name == "blk.0.attn_q.scale")
+        data = bytearray(path.read_bytes())
+        data[tensor.data_offset : tensor.data_offset + 4] = struct.pack("<f", scale)
+        path.write_bytes(data)
+        for load in (load_checkpoint, load_in_float):
+            with pytest.raises(ValueError, match=r"attn_q\.scale, F32 \[1\], is not one positive"):
+                load(path)
 
     @pytest.mark.parametrize("context", [8192, 1024])
     def test_frequencies_of_llama3(self, made, logits, context):

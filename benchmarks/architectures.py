@@ -1,7 +1,7 @@
 """Structure of every decoder architecture that Transformers can build, one line each.
 
-    python benchmarks/coverage.py
-    python benchmarks/coverage.py llama mixtral --json
+    python benchmarks/architectures.py
+    python benchmarks/architectures.py llama mixtral --json
 
 Models are tiny and random, and experts have linear layers of their own. *Groups* can be rescaled
 and are proved, *rejected* are outputs that cannot be, *change* is the relative change of the logits

@@ -1,0 +1,220 @@
+"""Functions that numba compiles to machine code for the CPU, when the first of them is called.
+
+Numba is optional: ``pip install "quark-quantizer[fast]"``. Without it, or with the environment
+variable ``QUARK_KERNELS=torch``, operations of torch compute the same bits. A kernel is one pass
+over memory where torch makes ten.
+
+A file of kernels holds plain functions of scalars and arrays, marked with ``native_function``. They
+may call each other, but no functions of other files: numba keeps machine code on the disk until the
+file changes. Its folder is ``__pycache__`` beside the file, or one of the user's; if it cannot be
+written, each process compiles anew. Numba cannot run several of its own parallel loops at the same
+time, so threads of Python take parts of the rows instead: kernels hold no lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from threading import RLock
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+logger = logging.getLogger(__name__)
+
+SWITCH = "QUARK_KERNELS"
+CHOICES = ("auto", "torch")
+LEAST_ELEMENTS = 1 << 18  # of a tensor: for less, torch is done before numba is imported
+_PIECE = 1 << 18  # elements that are worth a thread
+# Integers that stand for the bits of types without arithmetic in numba; see ``array``.
+_BITS = {
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.uint16,
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float8_e5m2: torch.uint8,
+}
+_lock = RLock()
+
+
+class NativeFunction:
+    """A function that is compiled when it is first called.
+
+    Args:
+        function: A function in the part of Python that numba compiles.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.python = function
+        self._compiled: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the machine code for these types of arguments; the function must not keep state."""
+        compiled = self._compiled
+        if compiled is None:
+            compiled = self._compiled = self._compile(keeps=True)
+        try:
+            return compiled(*args)
+        except OSError as error:  # the disk is full, or the folder cannot be written any more
+            logger.warning("Machine code is not kept on the disk: %s.", error)
+            self._compiled = self._compile(keeps=False)
+            return self._compiled(*args)
+
+    def _compile(self, keeps: bool) -> Callable[..., Any]:
+        with _lock:
+            compiled: Callable[..., Any] = _compile(self.python.__module__, keeps)[
+                self.python.__name__
+            ]
+        return compiled
+
+
+class ByType:
+    """A function of one scalar with an implementation for each type.
+
+    Args:
+        choose: Returns the implementation, given the name of a type, such as "int16".
+    """
+
+    def __init__(self, choose: Callable[[str], Callable[..., Any]]) -> None:
+        self.choose = choose
+
+    def __call__(self, x: Any) -> Any:
+        """Return the value for a scalar."""
+        return self.choose(str(x.dtype))(x)
+
+
+def native_function(function: Callable[..., Any]) -> NativeFunction:
+    """Mark a function that numba compiles."""
+    return NativeFunction(function)
+
+
+def native_by_type(choose: Callable[[str], Callable[..., Any]]) -> ByType:
+    """Mark a function that chooses by the type of a scalar; compiled functions call it with one."""
+    return ByType(choose)
+
+
+@cache
+def _compile(module: str, keeps: bool) -> dict[str, Any]:
+    """Return the functions of a module for numba, which compiles them for types of arguments.
+
+    Args:
+        module: Name of the module.
+        keeps: Whether machine code is kept on the disk.
+    """
+    numba, extending = import_module("numba"), import_module("numba.extending")
+    namespace = dict(vars(sys.modules[module]))
+    functions = {n: f.python for n, f in namespace.items() if isinstance(f, NativeFunction)}
+    for name, member in list(namespace.items()):
+        if isinstance(member, ByType):
+            namespace[name] = _overloaded(member, extending.overload)
+    for name, function in functions.items():
+        # A copy whose names lead to compiled functions.
+        own = FunctionType(function.__code__, namespace, name, function.__defaults__)
+        own.__module__, own.__qualname__ = module, function.__qualname__
+        namespace[name] = _jitted(own, numba.njit, keeps)
+    return {name: namespace[name] for name in functions}
+
+
+def _jitted(function: Callable[..., Any], njit: Any, keeps: bool) -> Any:
+    # No ``fastmath``: bits are those of torch. Divisions by zero give infinity, as there.
+    options = {"nogil": True, "error_model": "numpy"}
+    if keeps:
+        try:
+            return njit(cache=True, **options)(function)
+        except RuntimeError as error:  # no folder can be written
+            logger.info("Machine code is not kept on the disk: %s.", error)
+    return njit(**options)(function)
+
+
+def _overloaded(member: ByType, overload: Any) -> Callable[[Any], Any]:
+    def call(x):  # type: ignore[no-untyped-def]  # numba compares signatures
+        return member(x)
+
+    overload(call)(lambda x: member.choose(str(x)))
+    return call
+
+
+@cache
+def _has_numba() -> bool:
+    """Import numba; whether it is there and compiles."""
+    if find_spec("numba") is None:
+        return False
+    try:
+        numba = import_module("numba")
+    except Exception as error:  # it imports much, of which any part may not fit this Python
+        logger.warning("numba cannot be imported, so operations of torch take its place: %s", error)
+        return False
+    return not numba.config.DISABLE_JIT
+
+
+def can_run(*tensors: torch.Tensor | None) -> bool:
+    """Whether kernels may process tensors: on the CPU, large enough, without gradients or tracing.
+
+    Args:
+        tensors: The tensors, the one with the most elements first; None for those that are absent.
+
+    Raises:
+        ValueError: ``QUARK_KERNELS`` has none of its values.
+    """
+    choice = os.environ.get(SWITCH, CHOICES[0])
+    if choice not in CHOICES:
+        raise ValueError(f"{SWITCH}={choice!r} is unknown: give {' or '.join(CHOICES)}.")
+    first = tensors[0]
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]  # it has no types
+        return False
+    if choice == "torch" or first is None or first.numel() < LEAST_ELEMENTS:
+        return False
+    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    are_plain = all(
+        t is None or (type(t) in (torch.Tensor, torch.nn.Parameter) and t.device.type == "cpu")
+        for t in tensors
+    )
+    if needs_grad or not are_plain or is_in_torch_dispatch_mode():
+        return False
+    return _has_numba()
+
+
+def array(x: torch.Tensor) -> Any:
+    """Return a tensor as an array of numpy in the same memory.
+
+    bfloat16 is int16 there, float16 uint16, and float8 uint8: their bits. Kernels tell types of
+    values by these.
+    """
+    x = x.detach()
+    bits = _BITS.get(x.dtype)
+    return (x if bits is None else x.view(bits)).numpy()
+
+
+def run_rows(
+    function: Callable[..., None], tensors: Sequence[torch.Tensor | None], *constants: object
+) -> None:
+    """Run a kernel over the rows of tensors, by as many threads as torch has.
+
+    Args:
+        function: It takes arrays whose first axis is the same, then the constants, and returns
+            nothing.
+        tensors: The tensors, contiguous, the largest first. None is passed on.
+        constants: Passed on.
+    """
+    arrays = [None if t is None else array(t) for t in tensors]
+    largest = tensors[0]
+    assert largest is not None
+    rows = largest.shape[0]
+    parts = max(1, min(torch.get_num_threads(), largest.numel() // _PIECE, rows))
+    if parts == 1:
+        function(*arrays, *constants)
+        return
+    ends = [rows * i // parts for i in range(parts + 1)]
+
+    def run(start: int, stop: int) -> None:
+        function(*[None if a is None else a[start:stop] for a in arrays], *constants)
+
+    with ThreadPoolExecutor(parts) as pool:
+        list(pool.map(run, ends[:-1], ends[1:]))

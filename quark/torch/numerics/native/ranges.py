@@ -1,0 +1,45 @@
+"""Ranges of blocks, by kernels."""
+
+from __future__ import annotations
+
+import torch
+
+from quark.torch.numerics.native.compilation import can_run, run_rows
+from quark.torch.numerics.native.range_kernels import find_extremes_16, find_extremes_32
+from quark.torch.numerics.native.runs import count_outer_axes, split_runs
+
+# Type -> kernel, and the bits of infinity for kernels of several types.
+_KERNELS = {
+    torch.bfloat16: (find_extremes_16, (0x7F80,)),
+    torch.float16: (find_extremes_16, (0x7C00,)),
+    torch.float32: (find_extremes_32, ()),
+}
+
+
+def find_extremes(
+    view: torch.Tensor, reduced: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the smallest and the largest values along axes, in the type of a tensor.
+
+    Args:
+        view: The tensor.
+        reduced: The axes, in order.
+
+    Returns:
+        Both in the shape without these axes, NaN where there is one; None if no kernel serves.
+    """
+    outer = count_outer_axes(view.shape, reduced)
+    if outer is None or view.dtype not in _KERNELS or not view.is_contiguous() or not can_run(view):
+        return None
+    kernel, constants = _KERNELS[view.dtype]
+    bits = torch.int32 if view.dtype == torch.float32 else torch.int16
+    runs = split_runs(view.detach(), outer)
+    lo, hi = torch.empty(2, len(runs), dtype=bits)
+    run_rows(kernel, [runs.view(bits), lo, hi], *constants)
+    lo, hi = lo.view(view.dtype), hi.view(view.dtype)
+    shape = view.shape[:outer]
+    if shape.numel() < len(runs):  # parts of a single run
+        lo, hi = lo.amin(), hi.amax()
+    lo, hi = lo.view(shape), hi.view(shape)
+    others = [axis for axis in reduced if axis < outer]
+    return (lo.amin(others), hi.amax(others)) if others else (lo, hi)
