@@ -43,6 +43,7 @@ model = ModelQuantizer(Config(QuantizationConfig(weight=spec))).quantize_model(m
 """
 # Document -> what its blocks take for granted.
 BEFORE = {
+    "docs/algorithms.md": MODEL + "batches = dataloader = [ids, ids.flip(1)]",
     "docs/compile.md": MODEL + "model = quantize(model, 'int8'); ids = ids.repeat(2, 1)",
     "docs/mixed-precision.md": MODEL
     + "config = LLMTemplate.get('llama').get_config(scheme='int4_wo_32', algorithm='gptq')",

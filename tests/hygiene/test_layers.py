@@ -82,6 +82,7 @@ LAYERS = [
     {"quark.torch.export"},
     {"quark.torch.quantization.api"},
     {"quark.torch.quantization.graph", "quark.torch.training"},
+    {"quark.torch.distillation"},
     {
         "quark.torch.report",
         "quark.torch.search",

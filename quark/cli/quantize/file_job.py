@@ -72,7 +72,7 @@ def _needs_model(request: Request, config: Config) -> str:
         return f"{request.model_dir} has no safetensors"
     if request.exports != ["hf_format"]:
         return "only hf_format is written without a model in memory"
-    for name in ("params_save", "verify", "weight_matrix_merge"):
+    for name in ("params_save", "verify", "weight_matrix_merge", "finish"):
         if getattr(request, name):
             return f"--{name} needs the model in memory"
     return "--data_type needs the model in memory" if request.data_type != "auto" else ""

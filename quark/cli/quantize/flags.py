@@ -111,6 +111,14 @@ class AlgorithmFlags:
             "--pre_optimization_config_file_path.",
         ),
     ] = None
+    finish: Annotated[
+        Literal["distill"] | None,
+        _algorithm(
+            metavar="NAME",
+            help="Work behind quantization: distill trains scales and norms against the "
+            "predictions of the original, on the calibration data.",
+        ),
+    ] = None
     statistics: Annotated[
         Path | None,
         _algorithm(

@@ -41,7 +41,7 @@ _USED = {
     *(field.name for field in fields(GraphFlags)),
 }
 
-_NOT_IN_GRAPHS = {"statistics", "kv_cache_dtype", "attention_scheme"}
+_NOT_IN_GRAPHS = {"statistics", "kv_cache_dtype", "attention_scheme", "finish"}
 
 
 def run_graph(request: Request) -> None:

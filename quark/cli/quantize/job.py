@@ -119,7 +119,7 @@ def _quantize(request: Request, described: dict[str, Any]) -> None:
     if goes_through_files(request, described, config):
         _quantize_files(request, described, config, outline, source, length)
         return
-    is_calibrated = needs_data(config, statistics is not None)
+    is_calibrated = needs_data(config, statistics is not None) or request.finish is not None
     kind = kind_of_dataset(request, outline) if is_calibrated else None
     show_plan(request, config, described, source, describe(request, kind, length), outline)
     plan = None
@@ -363,6 +363,7 @@ def _quantize_and_evaluate(
     statistics: Statistics | None,
 ) -> Outcome:
     """Quantize and freeze the model in place, and evaluate it before and after."""
+    from quark.torch.distillation import copy_of, distill
     from quark.torch.evaluation.samples import complete_batches
     from quark.torch.export.expert_tokens import expert_tokens
 
@@ -374,11 +375,14 @@ def _quantize_and_evaluate(
         outcome.before = measures.losses(model, "perplexity of the original")
     batches = None if calibration is None else complete_batches(model, calibration)
     start = time.monotonic()
+    original = None if request.finish is None else copy_of(model)
     with console.stage("quantizing"):
         model = quantizer.quantize_model(model, batches, statistics)
         if rank() > 0:  # the first process alone evaluates and writes
             return outcome
         model = quantizer.freeze(model)
+        if original is not None:
+            outcome.finish = distill(model, original, batches or [])
     outcome.seconds = time.monotonic() - start
     outcome.count_layers(model)
     outcome.experts = expert_tokens(model)

@@ -252,6 +252,8 @@ def _check_scheme(request: Request) -> None:
     for name in ("min_kv_scale", "kv_cache_post_rope"):
         if request.kv_cache_dtype is None and name in request.given:
             raise wrong(f"--{name}", "the cache is quantized only with --kv_cache_dtype.")
+    if request.finish is not None:
+        _check_finish(request)
     if request.group_size == 0:
         raise wrong(
             "--group_size", "a group size of 0 has no meaning. Give -1 for one group per row."
@@ -266,6 +268,14 @@ def _check_scheme(request: Request) -> None:
     for name in ("import_model_dir", "json_path", "safetensors_path"):
         if getattr(request, name) is not None:
             raise wrong(f"--{name}", "needs --model_reload or --params_load.")
+
+
+def _check_finish(request: Request) -> None:
+    """Check that the original and gradients fit beside the model, and that there is data."""
+    if request.max_memory is not None:
+        raise wrong("--finish", "gradients need the whole model. Leave --max_memory out.")
+    if request.statistics is not None:
+        raise wrong("--finish", "statistics have no text to train on. Leave --statistics out.")
 
 
 def _check_reload(request: Request) -> None:

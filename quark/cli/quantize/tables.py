@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from torch import nn
 
+    from quark.torch.distillation import Distillation
     from quark.torch.evaluation.predictions import Predictions
     from quark.torch.export.expert_tokens import ExpertTokens
     from quark.torch.quantization.config.config import Config
@@ -45,6 +46,7 @@ class Outcome:
     before: torch.Tensor | None = None  # losses of the original, (windows,)
     after: Figures | None = None
     experts: ExpertTokens | None = None
+    finish: Distillation | None = None
     coverage: Coverage = field(default_factory=Coverage)
 
     @property
@@ -105,7 +107,7 @@ def show_plan(
         rows["quantized too"] = describe_quantized_parts(config, outline)
     rows["calibration"] = (
         calibration
-        if needs_data(config, request.statistics is not None)
+        if needs_data(config, request.statistics is not None) or request.finish
         else "none needed: "
         + ("statistics suffice" if request.statistics else "no static activation scales")
     )
@@ -233,6 +235,8 @@ def show_outcome(request: Request, outcome: Outcome, plan: RunPlan | None) -> No
     rows["calibration"] = f"{outcome.seconds:.1f} s"
     if plan is not None:
         rows |= _compare(request, outcome, plan)
+    if outcome.finish is not None:
+        rows["finish"] = _describe_finish(outcome.finish)
     if outcome.experts is not None:
         rows["tokens per expert"] = str(outcome.experts)
     rows |= outcome.coverage.rows()
@@ -248,6 +252,14 @@ def show_outcome(request: Request, outcome: Outcome, plan: RunPlan | None) -> No
     console.out.print()
     if request.json:
         console.as_json(_describe_outcome(request, outcome, plan))
+
+
+def _describe_finish(finish: Distillation) -> str:
+    """Return what the finish won on the text that it kept back, in words."""
+    if not finish.best:
+        return f"no better on the text kept back, in {finish.steps} steps: nothing changed"
+    before, after = 1e3 * finish.before, 1e3 * finish.after
+    return f"KL {before:.1f} → {after:.1f} millinats on the text kept back, at step {finish.best}"
 
 
 def _describe_outcome(request: Request, outcome: Outcome, plan: RunPlan | None) -> dict[str, Any]:
@@ -269,6 +281,7 @@ def _describe_outcome(request: Request, outcome: Outcome, plan: RunPlan | None) 
         "seconds": time.monotonic() - outcome.start,
         "peak_memory": peak_memory(),
         "plan": None if plan is None else plan.to_dict(),
+        "finish": None if outcome.finish is None else asdict(outcome.finish),
         "original_perplexity": None,
         "calibration_scripts": outcome.coverage.calibration,
         "evaluation_scripts": outcome.coverage.evaluation,

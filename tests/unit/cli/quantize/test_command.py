@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file
+from typer import BadParameter
 
 from quark.cli import models
 from quark.torch.quantization.config.config import Config
@@ -155,10 +156,14 @@ def test_a_cache_without_projections(refused, bert_dir, tmp_path):
     assert "has no layers that match *k_proj" in refused("quantize", *place, *flags)
 
 
-def test_attention_without_queries(refused, bert_dir, tmp_path):
-    place = ["--model_dir", bert_dir, "--output_dir", tmp_path / "out", "--skip_evaluation"]
-    flags = ["--quant_scheme", "int8_wo", "--attention_scheme", "fp8"]
-    assert "has no layers that match *q_proj" in refused("quantize", *place, *flags)
+def test_attention_without_queries(build):
+    from quark.cli.quantize.model_checks import check_outputs
+    from quark.torch import LLMTemplate
+
+    config = LLMTemplate.get("gpt2").get_config("int8_wo", attention_scheme="fp8")
+    with pytest.raises(BadParameter, match=r"has no layers that match \*q_proj"):
+        check_outputs(build("gpt2"), config)
+    check_outputs(build(), config)
 
 
 # -------------------------------------------------------------------------------------- work
@@ -196,6 +201,34 @@ def test_what_is_written_and_said(quantize, model_dir, text):
     original = AutoModelForCausalLM.from_pretrained(model_dir)
     before, after = (f"{perplexity(m, windows):.2f}" for m in (original, model))
     assert f"{before} → {after} (" in said
+
+
+def test_finish(quantize):
+    flags = ["--quant_scheme", "int3_wo_32", "--num_calib_data", 8, "--seq_len", 32, "--json"]
+    plain, _ = quantize(*flags)
+    before = load_file(plain / "model.safetensors")
+    path, said = quantize(*flags, "--overwrite", "--finish", "distill")
+    found = json.loads(said[said.index("{") :])["finish"]
+    assert found["after"] < found["before"] and found["best"]
+    after = load_file(path / "model.safetensors")
+    changed = {
+        name.rpartition(".")[2] for name in after if not torch.equal(before[name], after[name])
+    }
+    assert changed == {"weight_scale", "weight"}  # of layers and of norms
+    assert all("norm" in n for n in after if n.endswith("weight") and before[n].ne(after[n]).any())
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--max_memory", "1GB"], "gradients need the whole model"),
+        (["--statistics", "x"], "statistics have no text"),
+        (["--quant_flow", "file2file", "--skip_evaluation"], "--finish needs the model in memory"),
+    ],
+)
+def test_a_finish_that_does_not_fit(flags, said, refused, model_dir, tmp_path):
+    place = ["--model_dir", model_dir, "--output_dir", tmp_path / "out", "--finish", "distill"]
+    assert said in refused("quantize", *place, "--quant_scheme", "int8_wo", *flags)
 
 
 @pytest.mark.parametrize(("scheme", "tokens"), [("int8", 2 * 3 * 16 / 4), ("int8_wo", None)])

@@ -1,0 +1,174 @@
+"""Scales and norms that train behind quantization, under fixed codes."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from quark.torch import LLMTemplate, ModelExporter, ModelImporter, ModelQuantizer
+from quark.torch.distillation import DistillationOptions, copy_of, distill
+from quark.torch.quantization.config.config import Config
+from quark.torch.quantization.config.presets import scheme
+from quark.torch.quantization.preparation import quantized_layers
+from tests.configurations import groups, preset
+from tests.models.test_streamed import streamed
+
+IDS = torch.randint(3, 64, (9, 16), generator=torch.Generator().manual_seed(5))
+BATCHES = list(IDS.split(3))
+QUICK = DistillationOptions(steps=30, interval=3, patience=10, learning_rate=3e-3)
+
+
+@pytest.fixture
+def pair(build):
+    """Quantize a copy of a model; return it and the model."""
+
+    def pair(config, **options):
+        original = build(**options)
+        model = ModelQuantizer(config).quantize_model(copy_of(original), BATCHES)
+        return ModelQuantizer.freeze(model), original
+
+    return pair
+
+
+@torch.no_grad()
+def divergence(model, original, ids):
+    """KL(original ‖ model) at a position, by its definition."""
+    p, q = (m(ids).logits.double().log_softmax(-1) for m in (original, model))
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+def codes_of(model):
+    return {n: layer.quantized_tensor("weight").codes for n, layer in quantized_layers(model)}
+
+
+def bits(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def same(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
+
+
+SCHEMES = {
+    "int3": scheme("int3_wo_32"),
+    "uint4": scheme("uint4_wo_32"),
+    "scales in bfloat16": Config(
+        replace(scheme("int4_wo_32"), weight=groups("int4", scale_type="bfloat16"))
+    ).global_quant_config,
+    "rows in fp8": scheme("ptpc_fp8"),
+    "nvfp4": scheme("nvfp4"),
+    "two stages": scheme("int4_fp8"),
+}
+
+
+@pytest.mark.parametrize("layer", SCHEMES.values(), ids=SCHEMES)
+def test_predictions_come_closer_under_the_same_codes(layer, pair, tmp_path):
+    model, original = pair(preset(layer))
+    before, float_bits = codes_of(model), bits(original)
+    first = divergence(model, original, IDS[-1:])
+    result = distill(model, original, BATCHES, QUICK)
+    assert result.before == pytest.approx(first, rel=1e-3)
+    assert result.after == pytest.approx(divergence(model, original, IDS[-1:]), rel=1e-3)
+    assert result.after < result.before and 0 < result.best <= result.steps
+    assert result.scales and result.norms == 5 * original.config.hidden_size
+    after = codes_of(model)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert same(bits(original), float_bits)
+    ModelExporter(None, tmp_path).export_safetensors_model(model)
+    read = ModelImporter(tmp_path, "safetensors").import_model_info(copy_of(original))
+    with torch.no_grad():
+        assert torch.equal(read(IDS).logits, model(IDS).logits)
+
+
+def test_the_same_data_gives_the_same_bits(pair):
+    found = []
+    for _ in range(2):
+        model, original = pair(preset("int3_wo_32"))
+        distill(model, original, BATCHES, QUICK)
+        found.append(bits(model))
+    assert same(*found)
+
+
+def test_a_finish_that_does_not_help_changes_nothing(pair):
+    model, original = pair(preset("int4_wo_32"))
+    before = bits(model)
+    result = distill(model, original, BATCHES, replace(QUICK, learning_rate=1e3, kept_back=0.3))
+    assert (result.best, result.after) == (0, result.before) and result.change_error == 0
+    assert same(bits(model), before)
+
+
+def test_training_stops_where_nothing_gets_better(pair):
+    model, original = pair(preset("int4_wo_32"))
+    options = DistillationOptions(steps=50, interval=2, patience=2, learning_rate=1e3)
+    assert distill(model, original, BATCHES, options).steps == 4
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "shared nvfp4"])
+def test_scales_that_stay(name, pair):
+    """Powers of two, and scales that layers share: norms train alone."""
+    shared = LLMTemplate.get("llama").get_config("nvfp4")
+    model, original = pair(shared if "nvfp4" in name else preset(name))
+    state = {n: q.clone() for n, q in model.state_dict().items() if "scale" in n}
+    result = distill(model, original, BATCHES, QUICK)
+    assert result.scales == 0 and result.norms
+    assert all(torch.equal(value, model.state_dict()[n]) for n, value in state.items())
+
+
+def test_padding_does_not_count(pair):
+    model, original = pair(preset("int4_wo_32"))
+    junk = torch.randint(3, 64, (9, 5), generator=torch.Generator().manual_seed(6))
+    mask = torch.cat([torch.ones_like(IDS), torch.zeros_like(junk)], 1)
+    padded = {"input_ids": torch.cat([IDS, junk], 1), "attention_mask": mask}
+    found = [distill(copy.deepcopy(model), original, d, QUICK) for d in ([IDS], [padded])]
+    assert found[1].before == pytest.approx(found[0].before, rel=1e-5)
+    assert found[1].after == pytest.approx(found[0].after, rel=1e-3)
+
+
+# ---- refusals -----------------------------------------------------------------------------------
+
+
+def test_models_that_are_refused(build, pair, tmp_path):
+    model, original = pair(preset("int4_wo_32"))
+    with pytest.raises(ValueError, match="1 sequences are too few"):
+        distill(model, original, [IDS[:1]])
+    with pytest.raises(ValueError, match="not quantized and frozen"):
+        distill(build(), original, BATCHES)
+    unfrozen = ModelQuantizer(preset("int4_wo_32")).quantize_model(build())
+    with pytest.raises(ValueError, match="not quantized and frozen"):
+        distill(unfrozen, original, BATCHES)
+    original.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="read in parts"):
+        copy_of(streamed(tmp_path))
+
+
+class Plain(nn.Module):
+    """A model without norms and without logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x):
+        return {"out": self.layer(x)}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("mxfp4", "neither scales"), ("int4_wo_32", "dict without logits")]
+)
+def test_nothing_to_train_or_to_compare(name, said):
+    model = Plain()
+    data = list(torch.randn(4, 2, 32, generator=torch.Generator().manual_seed(0)))
+    config = Config(scheme(name))
+    quantized = ModelQuantizer.freeze(ModelQuantizer(config).quantize_model(copy_of(model), data))
+    with pytest.raises(ValueError, match=said):
+        distill(quantized, model, data)
+
+
+@pytest.mark.parametrize(
+    "options", [{"steps": 0}, {"learning_rate": 0.0}, {"kept_back": 1.0}, {"patience": 0}]
+)
+def test_options_out_of_range(options):
+    with pytest.raises(ValueError, match=f"{next(iter(options))}=.*give a"):
+        DistillationOptions(**options)
