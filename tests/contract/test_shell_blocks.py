@@ -50,7 +50,7 @@ WRITTEN = {
     "docs/calibration.md": ["OWN", "MIXED"],
     "docs/checkpoint-format.md": ["deepseek-int4"],
     "docs/choosing-a-scheme.md": ["EIGHT", "FOUR"],
-    "docs/command-line.md": ["OUT", "SECOND", "FP8", "AWQ", "W4", "STATISTICS", "MIXED", "W4.html"],
+    "docs/command-line.md": ["OUT", "SECOND", "FP8", "AWQ", "W4", "MIXED", "report.html"],
     "docs/experts.md": ["EXPERTS", "ALL"],
     "docs/graph-mode.md": ["OUT/net_quantized.pth", "ONNX/quark_model.onnx"],
     "docs/large-models.md": ["plan.json", "OUT"],

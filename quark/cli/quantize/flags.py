@@ -58,8 +58,6 @@ class ModelFlags:
     data_type: DataTypeFlag = "auto"
     device: DeviceFlag = "auto"
     max_memory: MaxMemory = None
-    plan: PlanOnly = False
-    json: Json = False
     model_attn_implementation: Annotated[
         Literal["eager", "sdpa", "flash_attention_2"] | None,
         _model(
@@ -68,6 +66,14 @@ class ModelFlags:
     ] = None
     trust_remote_code: TrustRemoteCode = False
     check_digests: CheckDigests = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFlags:
+    """How the work is done, and what is printed."""
+
+    plan: PlanOnly = False
+    json: Json = False
     quant_flow: Annotated[
         str | None,
         _model(
@@ -246,7 +252,7 @@ class EvaluationFlags:
         str | None,
         _evaluation(
             metavar="FILE|NAME",
-            help="Text for the perplexity, like --dataset. Default: held-out "
+            help="Text for the perplexity, like --dataset. Default: "
             f"{EVALUATION}. Aliases: --evaluation_dataset, --eval_data_dir.",
         ),
     ] = None

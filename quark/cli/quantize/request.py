@@ -19,6 +19,7 @@ from quark.cli.quantize.flags import (
     EvaluationFlags,
     ModelFlags,
     OutputFlags,
+    RunFlags,
 )
 from quark.cli.quantize.graph_flags import GraphFlags
 from quark.cli.quantize.reload_flags import ReloadFlags
@@ -40,6 +41,7 @@ class Request(
     CalibrationFlags,
     AlgorithmFlags,
     SchemeFlags,
+    RunFlags,
     ModelFlags,
 ):
     """The flags of ``quark quantize``; see its help. None stands for a flag that is not given."""
@@ -128,9 +130,9 @@ def check_places(request: Request) -> None:
     sources = [request.model_dir.resolve()]
     if request.model_reload:
         sources.append(request.reload_dir.resolve())
-    if request.exports:
+    if request.exports and not request.plan:
         _check_target("--output_dir", request.output_dir, sources, request.overwrite)
-    if request.params_save:
+    if request.params_save and not request.plan:
         _check_target("--save_dir", request.save_dir, sources, request.overwrite)
     if request.offload_dir is not None:
         check_offload_directory(request.offload_dir)
@@ -214,6 +216,17 @@ def _check_flow(request: Request) -> None:
         )
 
 
+def _check_pattern(flag: str, pattern: str) -> None:
+    """Refuse regular expressions, as other tools have them."""
+    if pattern.startswith("re:"):
+        similar = pattern.removeprefix("re:").replace(".*", "*").replace("\\", "").strip("^$")
+        raise wrong(
+            flag,
+            f"{pattern!r} is a regular expression. Patterns are names, with * for any characters: "
+            f"write {similar!r}.",
+        )
+
+
 def _check_containers(request: Request) -> None:
     """Check that containers can be written, together and with the flags that are given."""
     from quark.torch.export.containers.base import get_container
@@ -254,6 +267,10 @@ def _check_scheme(request: Request) -> None:
             raise wrong(f"--{name}", "the cache is quantized only with --kv_cache_dtype.")
     if request.finish is not None:
         _check_finish(request)
+    named = (request.layer_quant_scheme or [])[::2]
+    for flag, patterns in (("exclude_layers", request.excluded), ("layer_quant_scheme", named)):
+        for pattern in patterns or []:
+            _check_pattern(f"--{flag}", pattern)
     if request.group_size == 0:
         raise wrong(
             "--group_size", "a group size of 0 has no meaning. Give -1 for one group per row."

@@ -91,6 +91,10 @@ def show_plan(
         outline: The model on the meta device, or None.
         flow: How the model is read; see ``Request.flow``.
     """
+    from quark.torch.quantization.config.match import report_unmatched
+
+    if request.plan and outline is not None:  # a run warns when it prepares the model
+        report_unmatched([name for name, _ in outline.named_modules()], config)
     size = console.format_bytes(models.weight_bytes(request.model_dir))
     kind = described.get("model_type", "unknown type")
     rows = {"model": f"{request.model_dir}  ({kind}, {size})"}
