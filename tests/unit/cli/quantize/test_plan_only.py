@@ -34,7 +34,9 @@ def test_a_plan_leaves_an_output_as_it_is(quark, model_dir, tmp_path):
     ],
 )
 def test_regular_expressions_are_refused(refused, model_dir, flags, written):
-    assert written in refused("quantize", "--model_dir", model_dir, "--quant_scheme", "int8", *flags)
+    assert written in refused(
+        "quantize", "--model_dir", model_dir, "--quant_scheme", "int8", *flags
+    )
 
 
 @pytest.mark.parametrize("verb", ["collect", "search"])
