@@ -23,6 +23,9 @@ _COUNTS = re.compile(
     r"^(num|n)_.*(layer|expert|block|head|stage)|(layers?|experts|blocks|depths?|stages)$"
     r"|(block|expert|head|layer)_count$"
 )
+# Keys for the experts of a layer, and for those that a token takes.
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_TAKEN = ("num_experts_per_tok", "experts_per_token", "num_experts_per_token", "moe_topk")
 # A checkpoint with few or small tensors may belong to a model with more: tied and fused parameters,
 # modules without parameters, codes of less than a bit of each.
 _SPARE_ELEMENTS = 1 << 24
@@ -43,10 +46,13 @@ def check_counts(config: Any, where: str | Path, path: str = "") -> None:
         path: Keys that lead to the part.
 
     Raises:
-        ValueError: A count is too large, or objects are nested too deeply.
+        ValueError: A count is too large, a token takes more experts than there are, or objects are
+            nested too deeply.
     """
     if path.count(".") > MAX_DEPTH:
         raise ValueError(f"{where}: objects are nested more than {MAX_DEPTH} deep.")
+    if isinstance(config, Mapping):
+        _check_experts(config, where)
     parts = config.items() if isinstance(config, Mapping) else enumerate(config)
     for key, value in parts:
         name = f"{path}.{key}" if path else str(key)
@@ -54,6 +60,18 @@ def check_counts(config: Any, where: str | Path, path: str = "") -> None:
             check_counts(value, where, name)
         elif isinstance(value, int) and value > MAX_COUNT and _names_count(name):
             raise ValueError(f"{where}: {name}={value}, but no model has more than {MAX_COUNT}.")
+
+
+def _check_experts(config: Mapping[str, Any], where: str | Path) -> None:
+    """Check that there are as many experts as a token takes, where both are known.
+
+    Models with less than two experts have none, whatever else their configuration says.
+    """
+    counts = [(key, n) for key in _EXPERTS if isinstance(n := config.get(key), int) and n > 1]
+    for taken, least in ((key, config.get(key)) for key in _TAKEN):
+        if counts and isinstance(least, int) and all(count < least for _, count in counts):
+            key, count = counts[0]
+            raise ValueError(f"{where}: {taken}={least}, but {key}={count}. Correct one of them.")
 
 
 def _names_count(path: str) -> bool:

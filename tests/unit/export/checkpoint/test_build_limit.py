@@ -124,6 +124,8 @@ def test_a_description_of_parameters(tmp_path):
         ({"depths": [2, 2, 10**9]}, "depths.2=1000000000"),
         ({"decoder_layers": 1 << 17}, "decoder_layers=131072"),
         ({"llama.block_count": 10**9}, "llama.block_count="),
+        ({"num_local_experts": 8, "num_experts_per_tok": 9}, "num_experts_per_tok=9, but num_"),
+        ({"a": {"num_experts": 4, "experts_per_token": 5}}, "experts_per_token=5, but num_exp"),
     ],
 )
 def test_counts(config, said):
@@ -133,6 +135,8 @@ def test_counts(config, said):
 
 def test_sizes_are_not_counts():
     check_counts({"shared_expert_intermediate_size": 10**6, "rope_theta": 10**9}, "")
+    check_counts({"num_experts": 1, "num_experts_per_tok": 2}, "")  # a model without experts
+    check_counts({"num_experts": 8, "num_experts_per_tok": 8}, "")
     check_counts({"vocab_size": 256_000, "max_position_embeddings": 10**7, "n_embd": 10**5}, "")
 
 
