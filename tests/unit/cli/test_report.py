@@ -126,7 +126,7 @@ def test_inputs_that_calibration_hardly_saw(quark, quantize, refused, model_dir,
         (["--output", "gone/a.html"], "there is no directory gone"),
         (["--output", "a.json"], "Name an .html file"),
         (["--dataset", "gone.txt"], "gone.txt"),
-        (["--dataset", "text.md"], "is of unknown type '.md'"),
+        (["--dataset", "text.doc"], "is of unknown type '.md'"),
         (["--prompt", "Why?"], "Give a text, too"),
         (["--prompt", " "], "it is empty"),
     ],
@@ -135,7 +135,7 @@ def test_inputs_that_calibration_hardly_saw(quark, quantize, refused, model_dir,
 def test_wrong_flags(flags, said, quantize, refused, monkeypatch, tmp_path):
     path, _ = quantize("--quant_scheme", "int8_wo")
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.md").touch()
+    (tmp_path / "text.doc").touch()
     monkeypatch.setattr("quark.cli.models.check_model", None)  # refused before any work
     assert said in refused("report", path, *flags)
 

@@ -26,7 +26,7 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 logger = logging.getLogger(__name__)
 
@@ -239,7 +239,9 @@ def can_run(*tensors: torch.Tensor | None) -> bool:
         t is None or (type(t) in (torch.Tensor, torch.nn.Parameter) and t.device.type == "cpu")
         for t in tensors
     )
-    if needs_grad or not are_plain or is_in_torch_dispatch_mode():
+    # Of this thread: the flag of ``is_in_torch_dispatch_mode`` is shared, and threads that leave modes
+    # in another order than they entered them leave it set.
+    if needs_grad or not are_plain or _get_current_dispatch_mode() is not None:
         return False
     return _has_numba()
 

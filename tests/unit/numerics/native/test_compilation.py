@@ -4,10 +4,12 @@ import logging
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
+from torch.utils import _python_dispatch
 from torch.utils.flop_counter import FlopCounterMode
 
 from quark.torch.numerics.native import compilation
@@ -127,6 +129,18 @@ class TestWhereTheyRun:
     def test_not_where_operations_are_observed(self):
         with FlopCounterMode(display=False):
             assert not can_run(self.LARGE)
+
+    def test_modes_of_other_threads_do_not_matter(self, monkeypatch):
+        """Not even if they are left in the order in which they were entered."""
+        monkeypatch.setattr(_python_dispatch, "_is_in_torch_dispatch_mode", False)
+        modes = [FlopCounterMode(display=False) for _ in range(2)]
+        with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+            pools = [first, second]
+            for call in ("__enter__", "__exit__"):
+                arguments = [] if call == "__enter__" else [None, None, None]
+                for pool, mode in zip(pools, modes, strict=True):
+                    pool.submit(getattr(mode, call), *arguments).result()
+                    assert can_run(self.LARGE)
 
     def test_not_in_a_trace(self):
         answers = []
