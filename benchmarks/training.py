@@ -6,9 +6,9 @@
 
 Ways: rounded to the nearest; gptq; trained on the text, by its labels; distilled, which trains on
 the same text by the predictions of the float model; refined, which does so from the weights of gptq
-and under its scales. The text is docstrings, others than those of
-the evaluation. Figures have standard errors over the windows of the evaluation. The last column is
-processor time.
+and under its scales; finished, which trains scales and norms behind gptq. The text is docstrings,
+others than those of the evaluation. Figures have standard errors over the windows of the
+evaluation. The last column is processor time.
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ from measure import Meter, machine, markdown, say
 
 from quark.demo.text import training_documents
 from quark.torch import LLMTemplate, ModelQuantizer
+from quark.torch.distillation import distill
 from quark.torch.evaluation.perplexity import token_windows
 from quark.torch.quantization.config.config import Config, GPTQConfig
 from quark.torch.training import distillation_loss, unfreeze
 
 SCHEMES = ("int4_wo_128", "mxfp4")
-WAYS = ("rounded", "gptq", "trained", "distilled", "refined")
+WAYS = ("rounded", "gptq", "trained", "distilled", "refined", "finished")
+FINISH = 192  # sequences of the finish
 LENGTH = 256  # tokens of a sequence of training
 BATCH = 4
+_SOLVED = ("gptq", "refined", "finished")  # ways that begin with GPTQ
 TEXT = 4_000_000  # characters of training text
 COLUMNS = {
     "scheme": "scheme",
@@ -118,15 +121,17 @@ def main() -> None:
         for way in options.ways.split(","):
             say(f"{scheme}, {way}")
             config: Config = template.get_config(scheme=scheme)
-            config.algo_config = [GPTQConfig()] if way in ("gptq", "refined") else None
+            config.algo_config = [GPTQConfig()] if way in _SOLVED else None
             model = copy.deepcopy(teacher)
             with Meter() as meter:
                 ModelQuantizer(config).quantize_model(model, material.calibration)
                 if way == "refined":
                     unfreeze(model)
-                if way not in ("rounded", "gptq"):
+                if way in ("trained", "distilled", "refined"):
                     train(model, teacher, text[order], way, options)
                 ModelQuantizer.freeze(model)
+                if way == "finished":
+                    distill(model, teacher, text[order][:FINISH].split(BATCH))
             figures = score(model, teacher, material.evaluation)
             rows.append({"scheme": scheme, "way": way, **figures, "seconds": meter.cpu})
             say(f"  {figures}")

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from quark.torch.pipeline.statistics import Statistics
+
 logger = logging.getLogger(__name__)
 
 
@@ -77,3 +79,25 @@ def _token_ids(batch: Any) -> torch.Tensor | None:
     """Return the token ids of a batch, (windows, length); None for media alone."""
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else batch
     return ids if getattr(ids, "ndim", 0) == 2 else None
+
+
+def measure_coverage(
+    tokenizer: Any,
+    calibration: list[Any] | None,
+    statistics: Statistics | None,
+    windows: list[torch.Tensor] | None,
+) -> Coverage:
+    """Return the scripts of the texts of a run, and warn if calibration lacks some.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        calibration: Calibration data, None without.
+        statistics: Statistics that take its place, or None.
+        windows: Token identifiers of the evaluation, None without.
+    """
+    from quark.torch.evaluation.scripts import shares_of
+
+    known = {} if statistics is None else shares_of(statistics.letters)
+    coverage = Coverage(known or scripts_of(tokenizer, calibration), scripts_of(tokenizer, windows))
+    coverage.warn()
+    return coverage

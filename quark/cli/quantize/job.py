@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from quark.cli import accelerators, console, models
 from quark.cli.collect import read_optional_statistics
-from quark.cli.coverage import Coverage, scripts_of
+from quark.cli.coverage import measure_coverage
 from quark.cli.metrics import Figures, Measures, prepare_measures, show_scores, write_metrics
 from quark.cli.model_files import find_model
 from quark.cli.options import SEQ_LEN
@@ -135,7 +135,8 @@ def _quantize(request: Request, described: dict[str, Any]) -> None:
         with console.stage("reading data"):
             calibration = read_batches(request, kind, tokenizer, length) if is_calibrated else None
             measures = prepare_measures(request, described, tokenizer) if rank() == 0 else None
-        coverage = _measure_coverage(tokenizer, calibration, statistics, measures)
+        windows = None if measures is None else [measures.windows]
+        coverage = measure_coverage(tokenizer, calibration, statistics, windows)
         steps = journal if config.algo_config else None  # of which it knows the blocks
         quantizer = ModelQuantizer(config, False, request.offload_dir, steps, devices)
         outcome = _quantize_and_evaluate(
@@ -336,22 +337,6 @@ def _without_perplexity(request: Request, outline: nn.Module | None) -> Request:
                 "perplexity. Leave it out.",
             )
     return replace(request, skip_evaluation=True)
-
-
-def _measure_coverage(
-    tokenizer: Any,
-    calibration: list[Any] | None,
-    statistics: Statistics | None,
-    measures: Measures | None,
-) -> Coverage:
-    """Return the scripts of the texts of a run, and warn if calibration lacks some."""
-    from quark.torch.evaluation.scripts import shares_of
-
-    windows = None if measures is None else [measures.windows]
-    known = {} if statistics is None else shares_of(statistics.letters)
-    coverage = Coverage(known or scripts_of(tokenizer, calibration), scripts_of(tokenizer, windows))
-    coverage.warn()
-    return coverage
 
 
 def _quantize_and_evaluate(
