@@ -25,6 +25,7 @@ NUMBERS = (float("nan"), float("inf"), -float("inf"), 0.0, -1.0, 1e38, 6e4, 1e-4
 RETYPED = {
     torch.float32: torch.int32,
     torch.int32: torch.float32,
+    torch.uint32: torch.float32,
     torch.float16: torch.int16,
     torch.bfloat16: torch.int16,
     torch.uint8: torch.int8,

@@ -26,6 +26,7 @@ LAYOUTS = (
     "fp8",
     "modelopt",
     "mxfp8",
+    "mlx",
     "mxfp4",
     "transforms",
 )  # of safetensors; transforms are rotations of inputs for compressed-tensors
@@ -203,11 +204,15 @@ def write(kind: str, directory: Path) -> None:
 _MODES = {"fp8 blocks": "fp8", "int8": "quark", "transforms": "compressed-tensors"}
 
 # Type of the blocks of a tensor -> places of its float16 scales in a block.
-_K_QUANTS = {"ffn_down": ("Q4_K", (0, 2)), "output.weight": ("Q6_K", (208,))}
+_BLOCKS = {
+    "ffn_down": ("Q4_K", (0, 2)),
+    "ffn_up": ("NVFP4", ()),  # its scales are any bytes
+    "output.weight": ("Q6_K", (208,)),
+}
 
 
 def _write_k_quants(directory: Path) -> None:
-    """Write a GGUF file some of whose tensors are random blocks of 256 values."""
+    """Write a GGUF file some of whose tensors are random blocks of several types."""
     import gguf
     import numpy as np
 
@@ -231,11 +236,11 @@ def _write_k_quants(directory: Path) -> None:
             writer.add_key_value(name, field.contents(), field.types[0], inner)
     for tensor in reader.tensors:
         data, number = tensor.data, tensor.tensor_type
-        for part, (kind, places) in _K_QUANTS.items():
+        for part, (kind, places) in _BLOCKS.items():
             if part in tensor.name:
                 number = gguf.GGMLQuantizationType[kind]
-                size = gguf.GGML_QUANT_SIZES[number][1]
-                rows, count = len(data), int(np.prod(tensor.shape)) // 256
+                elements, size = gguf.GGML_QUANT_SIZES[number]
+                rows, count = len(data), int(np.prod(tensor.shape)) // elements
                 blocks = chance.integers(0, 256, (count, size), dtype=np.uint8)
                 for place in places:
                     scale = np.full((count, 1), 1e-4, np.float16).view(np.uint8)

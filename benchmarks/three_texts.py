@@ -55,7 +55,8 @@ SCHEMES: dict[str, list[list[dict[str, Any]]]] = {
     "nvfp4": [[], [R1R2]],
 }
 NONE, REFERENCE = "none", "gptq"
-ALGORITHMS = (NONE, REFERENCE, "qronos", "yaqa")
+CHOSEN = ":choose_damping"  # behind a name: this option is on
+ALGORITHMS = (NONE, REFERENCE, "qronos", "yaqa", f"{REFERENCE}{CHOSEN}", f"yaqa{CHOSEN}")
 
 Row = dict[str, Any]
 
@@ -159,11 +160,18 @@ def perplexity(predictions: list[torch.Tensor], windows: torch.Tensor) -> float:
     return float(f"{torch.stack(losses).mean().exp():.5g}")
 
 
+def options_of(text: str) -> dict[str, Any]:
+    """Return options: of ``gptq``, or of ``gptq:option``, with an option that is on."""
+    name, *on = text.split(":")
+    return {"name": name, **dict.fromkeys(on, True)}
+
+
 def label(algorithms: list[dict[str, Any]]) -> str:
-    """Return the names of algorithms, such as ``rotation R1 R2, gptq``."""
+    """Return the names of algorithms, such as ``rotation R1 R2, gptq choose damping``."""
     words = []
     for options in algorithms:
-        on = [name.upper() for name, value in options.items() if value is True]
+        names = [name for name, value in options.items() if value is True]
+        on = [name.upper() if len(name) == 2 else name.replace("_", " ") for name in names]
         words.append(" ".join([options["name"], *on]))
     return ", ".join(words) or NONE
 
@@ -241,7 +249,7 @@ def main() -> None:
     for scheme in schemes:
         for before in SCHEMES.get(scheme, [[]]):
             for name in options.algorithms.split(","):
-                algorithms = [*before, *([] if name == NONE else [{"name": name}])]
+                algorithms = [*before, *([] if name == NONE else [options_of(name)])]
                 say(f"{scheme} {label(algorithms)}")
                 rows.append(bench.row(scheme, algorithms))
                 if options.model in MODELS:

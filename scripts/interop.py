@@ -108,6 +108,7 @@ CLIENTS = {
         (("install", "numpy", "llama-cpp-python==0.3.36"),),
         {"CMAKE_ARGS": "-DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_EXAMPLES=OFF"},
     ),
+    "mlx": Client((("install", "mlx[cpu]==0.32.4", "mlx-lm==0.32.2", "transformers==5.23.0"),)),
     "modelopt": Client(
         (
             ("install", "numpy", "scipy", "pydantic", "omegaconf", "ninja", "pulp"),
@@ -298,7 +299,7 @@ def keep_results(path: Path, results: list[dict[str, str]], pythons: dict[str, P
     keys = ("client", "layout", "scheme")
     rows = {tuple(row[key] for key in keys): row for row in [*kept["rows"], *results]}
     versions = kept["versions"] | {name: version_of(name, to) for name, to in pythons.items()}
-    written = {
+    written = kept | {
         "date": datetime.date.today().isoformat(),
         "versions": dict(sorted(versions.items())),
         "rows": [rows[key] for key in sorted(rows)],

@@ -90,6 +90,7 @@ MX_INPUTS = ("mxfp4", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4_mxfp6_e2m3", "mxfp4_fp8
 GGUF = ("int4_wo_32", "int4_wo_128", "int4_wo_per_channel", "int8_wo", "int8_wo_32")
 GGUF_OFFSETS = ("uint4_wo_32", "uint4_wo_128")
 GGUF_BLOCKS = ("q4_0", "q5_0", "q8_0", "q3_k", "q6_k")
+GGUF_FLOATS = ("mxfp4_weight_only", "nvfp4_weight_only")
 GGUF_MINIMA = ("q4_1", "q5_1", "q2_k", "q4_k", "q5_k")
 UNKNOWN_TO_VLLM = ("int8_wo", "fp8_wo", "int3_wo_128", "int4_wo_per_channel", "mx9", "int4_fp8")
 ONNX = ("int8_wo", "int8_wo_128", "int4_wo_32", "uint4_wo_128", "int3_wo_128", "fp8_wo")
@@ -101,7 +102,8 @@ TABLE: tuple[tuple[str, str, Expected, tuple[str, ...]], ...] = (
     ("transformers", "gguf", SAME, GGUF_BLOCKS),
     ("transformers", "gguf", CLOSE, GGUF_MINIMA),  # zero points are rounded to float32
     ("llama.cpp", "gguf", CLOSE, (*GGUF, *GGUF_OFFSETS)),  # it rounds inputs to 8 bits
-    ("llama.cpp", "gguf", CLOSE, (*GGUF_BLOCKS, *GGUF_MINIMA, "mxfp4_weight_only")),
+    ("llama.cpp", "gguf", CLOSE, (*GGUF_BLOCKS, *GGUF_MINIMA, *GGUF_FLOATS)),
+    ("mlx", "mlx", EXACT, (*GROUPS_OF_4, "int8_wo_128", "int3_wo_32", "int5_wo_64", "int6_wo_128")),
     (CT, CT, SAME, ("fp8", "int8_wo", "int8_wo_128", "fp8_wo", *GROUPS_OF_4[:3])),
     (CT, CT, TIES, ("int8", W8A8)),  # it divides by scales: values beside a tie may go either way
     (

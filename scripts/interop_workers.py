@@ -195,6 +195,22 @@ def llama_cpp() -> Compute:
     return compute
 
 
+def mlx() -> Compute:
+    """Compute by mlx-lm on the CPU."""
+    import mlx.core as mx
+    from mlx_lm import load
+
+    mx.set_default_device(mx.cpu)
+
+    def compute(task: Task) -> LogProbabilities:
+        model, _ = load(str(task.path))
+        return [
+            of_logits(model(mx.array([ids]))[0].astype(mx.float32), ids) for ids in task.prompts
+        ]
+
+    return compute
+
+
 def onnxruntime() -> Compute:
     """Compute by ONNX Runtime, with the settings that make it exact."""
     import onnxruntime as runtime
@@ -221,6 +237,7 @@ CLIENTS: dict[str, Callable[[], Compute]] = {
     "vllm": vllm,
     "vllm as it is": vllm_as_it_is,
     "llama.cpp": llama_cpp,
+    "mlx": mlx,
     "transformers": transformers,
     "onnxruntime": onnxruntime,
     "compressed-tensors": transformers,

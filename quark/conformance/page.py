@@ -60,18 +60,27 @@ def by_format(comparisons: list[Comparison]) -> dict[str, Total]:
 def read_checkpoints(path: Path) -> dict[str, Any]:
     """Return the results of ``scripts/interop.py --json``.
 
+    Those of ``scripts/foreign_checkpoints.py``, if there are any, are under ``foreign``.
+
     Raises:
         ValueError: The file holds something else.
     """
     results = read_json(path)
-    columns = {"client", "layout", "scheme", "result"}
     if (
         not isinstance(results, dict)
         or not {"date", "versions", "rows"} <= results.keys()
-        or not all(isinstance(row, dict) and columns <= row.keys() for row in results["rows"])
+        or not _have(results["rows"], {"client", "layout", "scheme", "result"})
+        or not _have(results.get("foreign", []), {"writer", "kind", "result"})
     ):
         raise ValueError(f"{path} does not hold results of scripts/interop.py --json.")
     return results
+
+
+def _have(rows: Any, columns: set[str]) -> bool:
+    """Whether rows are objects with these columns."""
+    return isinstance(rows, list) and all(
+        isinstance(row, dict) and columns <= row.keys() for row in rows
+    )
 
 
 def render(runs: list[Run], version: str, checkpoints: dict[str, Any] | None = None) -> str:
@@ -80,7 +89,7 @@ def render(runs: list[Run], version: str, checkpoints: dict[str, Any] | None = N
     Args:
         runs: Comparisons.
         version: Version of this package.
-        checkpoints: Results of ``scripts/interop.py --json``, or None.
+        checkpoints: Results of ``read_checkpoints``, or None.
     """
     parts = [_HEAD.format(date=date.today().isoformat(), version=version), "## Numbers\n"]
     sums = [
@@ -105,6 +114,8 @@ def render(runs: list[Run], version: str, checkpoints: dict[str, Any] | None = N
     parts.append(_table(head, "lllrrl", rows))
     if checkpoints is not None:
         parts.append(_checkpoints(checkpoints))
+        if checkpoints.get("foreign"):
+            parts.append(_foreign(checkpoints["foreign"]))
     return "\n".join(parts)
 
 
@@ -131,4 +142,17 @@ def _checkpoints(results: dict[str, Any]) -> str:
         "of text. The last columns are the largest and the median difference from the model in "
         f"memory, and the change of the perplexity. Versions: {versions}.\n\n"
         + _table(head, "llllrrr", rows)
+    )
+
+
+def _foreign(results: list[dict[str, Any]]) -> str:
+    """Return the section about checkpoints that other software writes."""
+    cells = ("writer", "kind", "result", "largest", "median", "perplexity")
+    rows = [tuple(row.get(cell) or "" for cell in cells) for row in results]
+    return (
+        "## Checkpoints of other software\n\n"
+        "`scripts/foreign_checkpoints.py` wrote these results. The writer quantizes the shipped "
+        "model and computes log-probabilities of text from its files. This package loads the same "
+        "files in float32. The last columns compare the two; llama.cpp rounds inputs to 8 bits.\n\n"
+        + _table(" | ".join(cells), "lllrrr", rows)
     )

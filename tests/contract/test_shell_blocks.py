@@ -52,7 +52,7 @@ WRITTEN = {
     "docs/choosing-a-scheme.md": ["EIGHT", "FOUR"],
     "docs/command-line.md": ["OUT", "SECOND", "FP8", "AWQ", "W4", "STATISTICS", "MIXED", "W4.html"],
     "docs/experts.md": ["EXPERTS", "ALL"],
-    "docs/graph-mode.md": ["OUT/net_quantized.pth"],
+    "docs/graph-mode.md": ["OUT/net_quantized.pth", "ONNX/quark_model.onnx"],
     "docs/large-models.md": ["plan.json", "OUT"],
     "docs/mixed-precision.md": ["STATISTICS", "INT4", "INT3", "FP8", "mixed.json", "OUT"],
     "docs/onnx.md": ["OUT/quark_model.onnx"],

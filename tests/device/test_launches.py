@@ -8,10 +8,22 @@ what was counted, and a tenth more.
 from typing import NamedTuple
 
 import pytest
+import torch
 
-from quark.torch.quantization.config.algo import AWQConfig, GPTQConfig
+from quark.torch.algorithm import gptq_solver
+from quark.torch.numerics.column_rounder import ColumnRounder
+from quark.torch.numerics.qdq import Factors
+from quark.torch.quantization.config.algo import (
+    AWQConfig,
+    GPTAQConfig,
+    GPTQConfig,
+    QronosConfig,
+    YaqaConfig,
+)
+from quark.torch.quantization.config.presets import scheme
+from quark.torch.quantization.nn.products import triton_columns
 from tests.configurations import preset, quantized
-from tests.device.stand_in import counted
+from tests.device.stand_in import TYPE, count_kernel, counted
 
 
 class Budget(NamedTuple):
@@ -61,3 +73,52 @@ def test_batches_of_static_ranges(name, count, batches):
     """A batch waits for its copy to the device, and for a condition of the model on its mask."""
     one, two = (count(preset(name), 2, data) for data in ([batches[0]], [batches[0]] * 2))
     assert two[1] - one[1] <= 2
+
+
+class HostPanels(triton_columns.PanelRounding):
+    """Panels of columns on the stand-in: a launch for each, whose work the CPU does."""
+
+    def __call__(self, remaining, rounded, errors, factor, order, start, end):
+        count_kernel("round_panel", remaining.device)
+        scales = Factors(*(None if x is None else x.host for x in self.factors))
+        tensors = remaining.host, rounded.host, errors.host
+        diagonal, indices = factor.host.diagonal().unbind(), order.host.tolist()
+        columns = gptq_solver._Columns(*tensors, diagonal, indices)
+        rounding = ColumnRounder(scales, self.scheme)
+        gptq_solver._round_leaf(columns, factor.host, rounding, start, end)
+
+
+# Per layer 380 launches for clipping, 2 for columns; the others refit scales and correct weights.
+PANELS = {
+    "gptq": (GPTQConfig(), Budget(3850, 64)),
+    "gptaq": (GPTAQConfig(), Budget(6620, 187)),
+    "qronos": (QronosConfig(), Budget(6620, 187)),
+    "yaqa": (YaqaConfig(), Budget(9420, 272)),
+}
+
+
+@pytest.mark.parametrize("name", PANELS)
+def test_blocks_whose_columns_are_rounded_in_panels(name, count, monkeypatch):
+    """As by Triton on a GPU; its kernel is compared with single columns in its own test."""
+    monkeypatch.setitem(gptq_solver.PANELS, TYPE, lambda given, _: HostPanels.of(given))
+    algorithm, budget = PANELS[name]
+    one, two = (count(preset("int4_wo_32", algorithm), blocks) for blocks in (1, 2))
+    launches, synchronizations = (y - x for x, y in zip(one, two, strict=True))
+    assert launches <= budget.launches
+    assert synchronizations <= budget.synchronizations
+
+
+def test_columns_of_4096_inputs(standin, monkeypatch):
+    """A launch for each of 32 panels and each of 31 products between them, and 9 around these."""
+    monkeypatch.setitem(gptq_solver.PANELS, TYPE, lambda given, _: HostPanels.of(given))
+    weight, factor = torch.randn(4, 4096), torch.eye(4096)
+    shape = (4096, 4)
+    scale = torch.full(shape, 0.25)
+    given = Factors(*(x.to(standin) for x in (scale, 1 / scale)), None)
+    rounding = ColumnRounder(given, scheme("int4_wo_128").weight.scheme)
+    tensors = weight.to(standin), factor.to(standin), torch.arange(4096).to(standin)
+    with counted() as counts:
+        rounded, _ = gptq_solver.round_columns(*tensors, rounding)
+    assert counts.launches.total() <= 32 + 31 + 9
+    assert not counts.synchronizations
+    assert torch.equal(rounded.cpu(), (weight * 4).round().clamp(-8, 7) / 4)

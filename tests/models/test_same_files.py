@@ -11,7 +11,7 @@ from quark.torch.export.file_to_file import quantize_files
 from quark.torch.export.recognition import load_checkpoint
 from tests.configurations import preset, quantized
 from tests.models.test_streamed import streamed
-from tests.unit.quantization.same_bits import WAYS, config_of, data, model_of
+from tests.unit.quantization.same_bits import WAYS, config_of, cut, data, model_of
 
 FAMILIES = ("llama", "mixtral", "bart", "t5")
 # Rotations are refused there.
@@ -25,15 +25,6 @@ CASES = [
     if (family, way) not in LEFT
 ]
 SHARDS = "20KB"
-
-
-def cut(batches, size):
-    """The sequences of some batches, in batches of another size."""
-    if isinstance(batches[0], dict):
-        joined = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
-        parts = {name: torch.split(rows, size) for name, rows in joined.items()}
-        return [dict(zip(parts, rows, strict=True)) for rows in zip(*parts.values(), strict=True)]
-    return torch.split(torch.cat(batches), size)
 
 
 def digests(directory):

@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,14 +27,17 @@ from quark.cli.quantize.request import Request
 from quark.cli.quantize.scheme_flags import SchemeFlags
 
 if TYPE_CHECKING:
+    from torch import fx
+
     from quark.torch.quantization.config.config import Config
     from quark.torch.quantization.config.graph import ShiftLimits
 
-_SAMPLES = ".safetensors"
+_SAMPLES, _ONNX = ".safetensors", "onnx"
 # Flags that graphs have a use for, beside those of schemes and algorithms.
 _USED = {
     *("model_dir", "output_dir", "overwrite", "dataset", "num_calib_data", "batch_size"),
     *("offload_dir", "device", "skip_evaluation", "trust_remote_code", "json"),
+    *("model_export", "verify"),
     *(field.name for field in fields(GraphFlags)),
 }
 
@@ -41,17 +45,17 @@ _NOT_IN_GRAPHS = {"statistics", "kv_cache_dtype", "attention_scheme", "finish"}
 
 
 def run_graph(request: Request) -> None:
-    """Quantize a graph and write it as an archive, ``NAME_quantized.pth``.
+    """Quantize a graph and write it: an archive, ``NAME_quantized.pth``, or ONNX.
 
     Raises:
+        ImportError: A package that writes ONNX is missing.
         typer.BadParameter: A flag has a wrong value, or does not apply to graphs.
         ValueError: The archive could run code, or the configuration does not fit. Nothing is
             written.
     """
-    from quark.torch.export.graph_archive import graph_archive, load_graph_archive
-    from quark.torch.files import check_vacant, fresh_directory
+    from quark.torch.export.graph_archive import load_graph_archive
+    from quark.torch.files import check_vacant
     from quark.torch.quantization.api import ModelQuantizer
-    from quark.torch.quantization.graph_mode.inputs import example_arguments
 
     _check(request)
     check_vacant(request.output_dir, request.overwrite)
@@ -70,15 +74,45 @@ def run_graph(request: Request) -> None:
         frozen = quantizer.freeze(quantized)
     if rank() > 0:
         return
-    archive = graph_archive(frozen, *example_arguments(frozen, data))
-    name = f"{request.model_dir.stem.rpartition(':')[2]}_quantized.pth"
-    with fresh_directory(request.output_dir, request.overwrite, len(archive)) as directory:
-        (directory / name).write_bytes(archive)
-    written, seconds = str(request.output_dir / name), time.monotonic() - start
+    with console.stage("writing"):
+        write = _write_onnx if _ONNX in _exports(request) else _write_archive
+        written, seconds = str(write(request, frozen, data)), time.monotonic() - start
     rows = {"output": escape(written), "time": f"{seconds:.1f} s"}
     console.out.print("", console.facts(rows))
     if request.json:
         console.as_json({"output": written, "seconds": seconds})
+
+
+def _write_archive(request: Request, graph: fx.GraphModule, data: list[Any] | None) -> Path:
+    """Write a frozen graph as an archive of ``torch.export``; return the file."""
+    from quark.torch.export.graph_archive import graph_archive
+    from quark.torch.files import fresh_directory
+    from quark.torch.quantization.graph_mode.inputs import example_arguments
+
+    archive = graph_archive(graph, *example_arguments(graph, data))
+    name = f"{request.model_dir.stem.rpartition(':')[2]}_quantized.pth"
+    with fresh_directory(request.output_dir, request.overwrite, len(archive)) as directory:
+        (directory / name).write_bytes(archive)
+    return request.output_dir / name
+
+
+def _write_onnx(request: Request, graph: fx.GraphModule, data: list[Any] | None) -> Path:
+    """Write a frozen graph as ONNX; return the file."""
+    from quark.torch.export.api import ModelExporter
+    from quark.torch.quantization.graph_mode.inputs import example_arguments
+
+    args, kwargs = example_arguments(graph, data)
+    named = dict(zip(signature(graph.forward).parameters, args, strict=False))
+    exporter = ModelExporter(None, request.output_dir, request.overwrite, request.verify)
+    exporter.export_onnx_model(graph, named | kwargs)
+    if exporter.verdict is not None:
+        console.out.print(f"  verified: {escape(str(exporter.verdict))}")
+    return request.output_dir / "quark_model.onnx"
+
+
+def _exports(request: Request) -> list[str]:
+    """Return the containers that are asked for; none for an archive."""
+    return request.exports if "model_export" in request.given else []
 
 
 def _check(request: Request) -> None:
@@ -92,6 +126,13 @@ def _check(request: Request) -> None:
     schemes = {field.name for flags in (SchemeFlags, AlgorithmFlags) for field in fields(flags)}
     for name in sorted(request.given - _USED - (schemes - _NOT_IN_GRAPHS)):
         raise console.wrong(f"--{name}", "does not apply to a graph. Leave it out.")
+    if _exports(request) not in ([], [_ONNX]):
+        raise console.wrong(
+            "--model_export",
+            "a graph is written as an archive, or with --model_export onnx as ONNX.",
+        )
+    if request.verify and not _exports(request):
+        raise console.wrong("--verify", "it opens ONNX: give --model_export onnx, too.")
     if request.dataset is not None and Path(request.dataset).suffix != _SAMPLES:
         raise console.wrong("--dataset", _EXPECTED.format(request.dataset))
 

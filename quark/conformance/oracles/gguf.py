@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -11,7 +12,7 @@ from quark.conformance.samples import usual_values
 from quark.torch.export.gguf.blocks import block_spec, pack_blocks, unpack_blocks
 from quark.torch.numerics.qdq import dequantize
 
-FORMATS = {"Q4_0": "int4", "Q4_1": "uint4", "Q8_0": "int8"}
+FORMATS = {"Q4_0": "int4", "Q4_1": "uint4", "Q8_0": "int8", "MXFP4": "fp4", "NVFP4": "fp4"}
 
 
 def compare_all(every: int) -> Iterator[Comparison]:
@@ -25,7 +26,8 @@ def compare_all(every: int) -> Iterator[Comparison]:
     for kind, name in FORMATS.items():
         x = _multiples() if kind == "Q4_1" else usual_values(256, 128)
         number = GGMLQuantizationType[kind]
-        data = quants.quantize(x.numpy(), number)
+        # The package has no rounding to NVFP4.
+        data = _nvfp4_blocks() if kind == "NVFP4" else quants.quantize(x.numpy(), number)
         blocks = torch.from_numpy(data.copy())
         theirs = torch.from_numpy(quants.dequantize(data, number))
         state = unpack_blocks(blocks, block_spec(kind, blocks, kind), kind)
@@ -33,6 +35,15 @@ def compare_all(every: int) -> Iterator[Comparison]:
         ours = dequantize(state.codes, state.scale, state.zero_point, state.scheme)
         yield compare(name, f"{kind}, values", ours + 0.0, theirs + 0.0)
         yield compare(name, f"{kind}, bytes", pack_blocks(state, kind), blocks)
+
+
+def _nvfp4_blocks() -> Any:
+    """Return rows of any codes under all positive scales in e4m3, (63, 72) uint8."""
+    generator = torch.Generator().manual_seed(3)
+    blocks = torch.randint(0, 256, (63, 2, 36), generator=generator)
+    scales = torch.arange(1, 127).repeat(4)[torch.randperm(504, generator=generator)]
+    blocks[..., :4] = scales.reshape(63, 2, 4)
+    return blocks.flatten(1).to(torch.uint8).numpy()
 
 
 def _multiples() -> torch.Tensor:

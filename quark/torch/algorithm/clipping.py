@@ -13,11 +13,15 @@ from quark.torch.algorithm.layers import (
     rounds_rows_apart,
     weight_matrix,
 )
+from quark.torch.numerics.granularity import join_rows
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 
 FRACTIONS = tuple(1 - i / 20 for i in range(1, 11))  # of the range: 0.95 … 0.5
 LARGER = (1.25, 1.5, 2.0)  # factors of ranges: 1.5 makes the largest value 4 instead of 6
-CHUNK = 1 << 21  # elements of the rows that are compared at a time
+ENDS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25)  # factors of one end of a range
+ROUNDS = 2  # of moves of both ends
+FEW_BITS = 3  # with more, both ends at once are as good
+CHUNK = 1 << 24  # elements of the rows that are compared at a time: a few launches for a layer
 CACHED = 1 << 19  # of these on a CPU: they and their changes fit its cache
 
 
@@ -48,7 +52,9 @@ def weight_with_best_ranges(layer: FakeQuantizedLayer, gram: torch.Tensor) -> to
     As ``clip_weight``; in addition, groups of floats of 4 bits may have larger ranges than their
     values. The steps of such a format grow with the value: fp4 has 4 and 6, and nothing between.
     So the largest values of a group may be closer to multiples of 4 and 3 than of 6 and 4. The next
-    larger power of two doubles all steps, and gains nothing once later columns compensate.
+    larger power of two doubles all steps, and gains nothing once later columns compensate. Under
+    zero points of up to 3 bits, both ends of a range move by themselves, so that scale and zero
+    point are chosen together (NeUQI, Lin et al. 2025, arXiv 2505.17595).
 
     Returns:
         Values for scales to be computed from, in the shape of the weight; or None, as there.
@@ -57,11 +63,16 @@ def weight_with_best_ranges(layer: FakeQuantizedLayer, gram: torch.Tensor) -> to
     scheme = layer.weight_quantizer.scheme
     is_coarse = scheme.fmt.is_float and scheme.fmt.bits <= 4
     grows = is_coarse and not (scheme.scale.power_of_two or scheme.shares_exponents)
-    return _with_best_factors(layer, gram, (*FRACTIONS, *(LARGER if grows else ())))
+    has_ends = not (scheme.symmetric or scheme.fmt.is_float or scheme.scale.span)
+    moves_ends = has_ends and scheme.fmt.bits <= FEW_BITS
+    return _with_best_factors(layer, gram, (*FRACTIONS, *(LARGER if grows else ())), moves_ends)
 
 
 def _with_best_factors(
-    layer: FakeQuantizedLayer, gram: torch.Tensor, factors: Sequence[float]
+    layer: FakeQuantizedLayer,
+    gram: torch.Tensor,
+    factors: Sequence[float],
+    moves_ends: bool = False,
 ) -> torch.Tensor | None:
     """Return the weight with the best factor for the range of each group; see ``clip_weight``."""
     quantizer = layer.weight_quantizer
@@ -76,13 +87,19 @@ def _with_best_factors(
         values = (layer.from_matrix(rows), layer.from_matrix(ranges))
         return layer.to_matrix(quantizer.fake_quantize_(*values))
 
-    chunk = min(CHUNK, CACHED) if matrix.device.type == "cpu" else CHUNK
+    chunk = CACHED if matrix.device.type == "cpu" else CHUNK
     step = max(1, chunk // matrix.shape[1]) if rounds_rows_apart(layer) else len(matrix)
     result = torch.empty_like(matrix)
     for start in range(0, len(matrix), step):
         rows = matrix[start : start + step]
         result[start : start + step] = _scale_ranges(
-            rows, width, gram_blocks, factors, fake_quantize_, quantizer.scheme.scale.span
+            rows,
+            width,
+            gram_blocks,
+            factors,
+            fake_quantize_,
+            quantizer.scheme.scale.span,
+            moves_ends,
         )
     return layer.from_matrix(result)
 
@@ -94,6 +111,7 @@ def _scale_ranges(
     factors: Sequence[float],
     fake_quantize_: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     span: int = 0,
+    moves_ends: bool = False,
 ) -> torch.Tensor:
     """Return rows of a weight, (rows, inputs), with the best range of each group.
 
@@ -107,6 +125,8 @@ def _scale_ranges(
         fake_quantize_: Rounds rows under the scales of others; may write to the rows.
         span: Adjacent groups whose scales depend on each other (super-blocks); 0 = none. They keep
             their ranges if the best factors of all are worse together.
+        moves_ends: Whether the ends of the best range are then moved by themselves; see
+            ``_move_ends``.
     """
     groups = rows.reshape(len(rows), -1, width)  # (rows, groups, width)
     amax = groups.abs().amax(-1, keepdim=True)
@@ -116,7 +136,7 @@ def _scale_ranges(
         rounded = fake_quantize_(values.flatten(1), ranges.flatten(1))
         change = rounded.reshape(groups.shape).sub_(groups)
         parts = zip(change.chunk(len(gram_blocks)), gram_blocks, strict=True)
-        return torch.cat([_squared_errors(part, own) for part, own in parts]).unsqueeze(-1)
+        return join_rows([_squared_errors(part, own) for part, own in parts]).unsqueeze(-1)
 
     def scale(factors: torch.Tensor) -> torch.Tensor:
         bound = factors * amax
@@ -133,12 +153,54 @@ def _scale_ranges(
             torch.mul(groups, factor, out=candidate)
         loss = error(candidate if factor < 1 else groups.clone(), candidate)
         better = loss < lowest
-        best = torch.where(better, factor, best)
+        best.masked_fill_(better, factor)
         lowest = torch.where(better, loss, lowest)
     if span:
         gain = unchanged - error(groups.clone(), scale(best))
         best = best.where(_sums(gain, span) > 0, 1)
-    return scale(best).flatten(1)
+    ranges = scale(best)
+    if moves_ends:
+        ranges = _move_ends(groups, ranges, lowest, error)
+    return ranges.flatten(1)
+
+
+def _move_ends(
+    groups: torch.Tensor,
+    ranges: torch.Tensor,
+    lowest: torch.Tensor,
+    error: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Return ranges whose ends lie where each group is rounded best, one end after the other.
+
+    An end is a multiple of that of the group, as in ``ENDS``: inside, its values are clipped;
+    outside, other values come closer to the grid.
+
+    Args:
+        groups: Weights, (rows, groups, width).
+        ranges: Values with the ranges to begin with, in the same shape.
+        lowest: Errors under these, (rows, groups, 1).
+        error: Returns the errors of groups under ranges; may overwrite its first argument.
+    """
+    # Example at 2 bits, codes 0 … 3: a group from -1 to 1.4 has the scale 0.8 and the zero point 1,
+    # so its grid is -0.8, 0, 0.8, 1.6. Ends of -0.7 and 1.4 give the grid -0.7, 0, 0.7, 1.4.
+    outer = groups.amin(-1, keepdim=True).clamp(max=0), groups.amax(-1, keepdim=True).clamp(min=0)
+    ends = [ranges.amin(-1, keepdim=True).clamp(max=0), ranges.amax(-1, keepdim=True).clamp(min=0)]
+
+    def between(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+        moved = torch.where(groups >= outer[1], high, groups)
+        return torch.where(groups <= outer[0], low, moved).clamp_(low, high)
+
+    for side in [0, 1] * ROUNDS:
+        best = ends[side]
+        for factor in ENDS:
+            tried = [*ends]
+            tried[side] = factor * outer[side]
+            loss = error(groups.clone(), between(*tried))
+            better = loss < lowest
+            lowest = torch.where(better, loss, lowest)
+            best = torch.where(better, tried[side], best)
+        ends[side] = best
+    return between(*ends)
 
 
 def _sums(x: torch.Tensor, span: int) -> torch.Tensor:

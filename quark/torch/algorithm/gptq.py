@@ -20,6 +20,7 @@ from quark.torch.pipeline.shapes import (
     BlockShape,
     DataShape,
     Work,
+    damping_work,
     gram_flops,
     solver_flops,
     solver_memory,
@@ -46,7 +47,9 @@ def apply(context: Context, options: GPTQConfig) -> None:
     """
     for block, layers in iterate_blocks(context, options):
         for part in split_by_input(context, layers) if options.true_sequential else [layers]:
-            grams, _ = collect_input_statistics(context, block, part)
+            grams, _ = collect_input_statistics(
+                context, block, part, hold_out=options.choose_damping
+            )
             pool_expert_statistics(corresponding_experts(context.model), grams)
             context.compute_scales(part)
             round_by_input(part, grams, options.damp_percent, options.desc_act)
@@ -57,7 +60,11 @@ def work(options: GPTQConfig, block: BlockShape, data: DataShape) -> Work:
     sets = len(block.input_widths) if options.true_sequential else 1
     flops = gram_flops(block, data) + solver_flops(block)
     solving = block.pooling + solver_memory(block)
-    return Work(2 * block.grams, sets + 1, flops, stores=3, solving=solving)
+    sums = 2
+    if options.choose_damping:
+        choice, arithmetic = damping_work(block)
+        sums, flops, solving = 3, flops + arithmetic, solving + choice
+    return Work(sums * block.grams, sets + 1, flops, stores=3, solving=solving)
 
 
 ALGORITHM = Algorithm(check, apply, resolve=resolve, work=work)

@@ -16,6 +16,11 @@ from typing import NamedTuple
 import torch
 
 from quark.torch.numerics.column_rounder import ColumnRounding
+from quark.torch.quantization.nn.products.triton_columns import (
+    PANEL,
+    PanelRounding,
+    panel_rounding,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +29,12 @@ Solver = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, ColumnRounding], tuple[torch.Tensor, torch.Tensor]
 ]
 
-LEAF = 16  # ranges of so many columns are rounded column by column
+# Type of a device -> what rounds a panel of columns in one launch there, if anything does. GPUs of
+# AMD are "cuda" too.
+PANELS: dict[str, Callable[[ColumnRounding, torch.device], PanelRounding | None]] = {
+    "cuda": panel_rounding,
+}
+LEAF = 16  # ranges of so many columns are rounded column by column elsewhere
 MIN_DAMPING = 1e-6  # float32 does not resolve smaller eigenvalues
 
 
@@ -87,12 +97,21 @@ def round_columns(
     # (inputs, outputs): a column is contiguous. Whole rows are picked faster than columns.
     remaining = weight.T.contiguous().index_select(0, order)
     rounded, errors = torch.empty_like(remaining), torch.empty_like(remaining)
-    columns = _Columns(remaining, rounded, errors, factor.diagonal().unbind(), order.tolist())
+    find_panel = PANELS.get(weight.device.type)
+    panel = None if find_panel is None else find_panel(rounding, weight.device)
+    if panel is not None:
 
-    def round_leaf(start: int, end: int) -> None:
-        _round_leaf(columns, factor, rounding, start, end)
+        def round_panel(start: int, end: int) -> None:
+            panel(remaining, rounded, errors, factor, order, start, end)
 
-    _visit_leaves(columns, factor, 0, len(remaining), LEAF, 1, round_leaf)
+        _visit_leaves(remaining, errors, factor, 0, len(remaining), PANEL, PANEL, round_panel)
+    else:
+        columns = _Columns(remaining, rounded, errors, factor.diagonal().unbind(), order.tolist())
+
+        def round_leaf(start: int, end: int) -> None:
+            _round_leaf(columns, factor, rounding, start, end)
+
+        _visit_leaves(remaining, errors, factor, 0, len(remaining), LEAF, 1, round_leaf)
     position = torch.empty_like(order)  # inverse permutation: column -> step that rounded it
     position[order] = torch.arange(len(order), device=order.device)
     return rounded[position].T.contiguous(), errors[position].T
@@ -141,14 +160,15 @@ def prune_columns(
         def prune_leaf(first: int, last: int) -> None:
             _round_leaf(columns, factor, prune, first, last)
 
-        _visit_leaves(columns, factor, start, end, LEAF, 1, prune_leaf)
+        _visit_leaves(remaining, errors, factor, start, end, LEAF, 1, prune_leaf)
 
-    _visit_leaves(columns, factor, 0, len(remaining), width, width, prune_block)
+    _visit_leaves(remaining, errors, factor, 0, len(remaining), width, width, prune_block)
     return pruned.T.contiguous()
 
 
 def _visit_leaves(
-    columns: _Columns,
+    remaining: torch.Tensor,
+    errors: torch.Tensor,
     factor: torch.Tensor,
     start: int,
     end: int,
@@ -161,7 +181,8 @@ def _visit_leaves(
     The right half receives the errors of the left half by one matrix product.
 
     Args:
-        columns: The columns.
+        remaining: Columns in the order of rounding, (inputs, outputs).
+        errors: Errors of the columns that are done, (inputs, outputs).
         factor: See ``round_columns``.
         start: First of the columns, a multiple of ``step``.
         end: First column behind them.
@@ -172,12 +193,11 @@ def _visit_leaves(
     if end - start <= width:
         visit(start, end)
         return
-    remaining, _, errors, *_ = columns
     # Example: columns 128 to 300 in blocks of 128 -> 128 to 256, and 256 to 300.
     middle = -(-((start + end) // 2) // step) * step
-    _visit_leaves(columns, factor, start, middle, width, step, visit)
+    _visit_leaves(remaining, errors, factor, start, middle, width, step, visit)
     remaining[middle:end].addmm_(factor[start:middle, middle:end].T, errors[start:middle], alpha=-1)
-    _visit_leaves(columns, factor, middle, end, width, step, visit)
+    _visit_leaves(remaining, errors, factor, middle, end, width, step, visit)
 
 
 def _round_leaf(

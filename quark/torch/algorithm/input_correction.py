@@ -43,10 +43,12 @@ from quark.torch.pipeline.shapes import (
     BlockShape,
     DataShape,
     Work,
+    damping_work,
     gram_flops,
     solver_flops,
     solver_memory,
 )
+from quark.torch.quantization.config.algo import SolverConfig
 from quark.torch.quantization.nn.experts import corresponding_experts
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 
@@ -64,6 +66,7 @@ def correct_and_round(
     by_magnitude: bool = True,
     solver_of: Callable[[str], Solver] = lambda name: round_columns,
     token_weights: TokenWeights = lambda index: None,
+    hold_out: bool = False,
 ) -> None:
     """Correct and round the layers of a decoder block, in the order in which they run.
 
@@ -76,6 +79,7 @@ def correct_and_round(
         by_magnitude: See ``round_layers``.
         solver_of: Returns the function that rounds the weight of a layer, given its name.
         token_weights: See ``collect_input_statistics``.
+        hold_out: Whether a stronger damping of the rounding is chosen; see ``round_layers``.
     """
     floats = {
         f"{name}.{parameter}": getattr(layer, parameter).detach().clone()
@@ -86,7 +90,7 @@ def correct_and_round(
     for part in parts:
         is_last = part is parts[-1]
         grams, comparisons = collect_input_statistics(
-            context, block, part, floats, is_last, token_weights
+            context, block, part, floats, is_last, token_weights, hold_out
         )
         _correct_weights(layers, comparisons, strength)
         comparisons.clear()  # the solver needs the memory
@@ -111,19 +115,22 @@ def _correct_weights(
     change_layers(layers, list(groups.values()), correct)
 
 
-def correction_work(block: BlockShape, data: DataShape) -> Work:
+def correction_work(options: SolverConfig, block: BlockShape, data: DataShape) -> Work:
     """Return what ``correct_and_round`` takes for a block.
 
     Two passes per set of layers that share an input, which end where the set has received it; for
     each input, sums of (r - x) xᵀ and of x xᵀ in two folds beside that of x xᵀ; and the weights as
     they were.
     """
-    memory = 4 * block.grams + block.changed
+    memory = (4 + options.choose_damping) * block.grams + block.changed
     # Two folds and their total: sums in both kinds, and the factors.
     corrections = block.largest(lambda x: FLOAT32 * 15 * x.inputs**2)
     solving = block.pooling + solver_memory(block) + corrections
     sets = len({layer.inputs for layer in block.layers}) + 1
     flops = 3 * gram_flops(block, data) + (REFITS + 1) * solver_flops(block)
+    if options.choose_damping:
+        choice, arithmetic = damping_work(block)
+        solving, flops = solving + choice, flops + arithmetic
     return Work(memory, 1.2 * sets + 1, flops, stores=5, solving=solving)
 
 

@@ -135,6 +135,7 @@ def collect_input_statistics(
     floats: Parameters | None = None,
     to_the_end: bool = False,
     token_weights: TokenWeights = lambda index: None,
+    hold_out: bool = False,
 ) -> tuple[dict[str, Gram], dict[str, list[Comparison]]]:
     """Run each batch through a block until all given layers have received their inputs.
 
@@ -150,6 +151,8 @@ def collect_input_statistics(
         token_weights: Returns the weight of each token of a batch that is not padding, (tokens,);
             or None for equal weights. Tokens that a router sends to experts have equal weights, and
             so have windows of convolutions.
+        hold_out: Whether the sums of one fold of the data are kept apart too (``Gram.held_out``);
+            not for experts, whose folds have few tokens.
 
     Returns:
         The sums of x xᵀ over the inputs x of each layer; and, with two streams, the comparison
@@ -165,7 +168,7 @@ def collect_input_statistics(
     names = list(dict.fromkeys(first.values()))
     reducer = Reducer(names, lambda leaf: _InputSums())
     windows = {name for name in names if layers[name].is_convolution}
-    observer = _InputObserver(reducer, routed, routed | windows)
+    observer = _InputObserver(reducer, routed, routed | windows, hold_out)
     observers = [(layers[name], partial(observer, name)) for name in names]
     with watch_inputs(observers):
         for index in (index for indices in block.reduce(reducer) for index in indices):
@@ -180,7 +183,7 @@ def collect_input_statistics(
             block.observe(index)
             if index == 0:  # a pass stops early only if each layer runs exactly once in it
                 observer.stops_early = all(observer.calls[name] == 1 for name in names)
-    grams = {name: reducer.totals[name].gram for name in names}
+    grams = {name: reducer.totals[name].gram() for name in names}
     compared = {name: reducer.totals[name].comparisons() for name in names}
     comparisons = {name: compared[f] for name, f in first.items() if compared[f]}
     return {name: grams[f] for name, f in first.items()}, comparisons
@@ -190,19 +193,37 @@ class _InputSums:
     """Sums over the inputs of a layer.
 
     Attributes:
-        gram: Sums of x xᵀ and |x| over the inputs x.
+        grams: Sums of x xᵀ and |x| over the inputs x, for each fold; all in the first one where
+            no fold is held out.
         squares: Sum of x xᵀ over the inputs before they are quantized, for each fold.
         crosses: Sum of (r - x) xᵀ with these and the inputs r of the float model, for each fold.
     """
 
     def __init__(self) -> None:
-        self.gram = Gram()
+        self.grams = Gram(), Gram()
         self.squares, self.crosses = (Sum(), Sum()), (Sum(), Sum())
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing was observed."""
-        return self.gram.is_empty
+        return all(gram.is_empty for gram in self.grams)
+
+    def gram(self) -> Gram:
+        """Return the sums over all folds, which are forgotten."""
+        first, second = self.grams
+        held_out = None if first.is_empty else second.total
+        first.merge(second)
+        first.held_out = held_out
+        self.grams = first, Gram()
+        return first
+
+    def add(self, fold: int | None, x: torch.Tensor) -> None:
+        """Add an input x, (..., tokens, inputs), of a fold; None: one half to each."""
+        if fold is None:
+            for number, part in enumerate(x.tensor_split(2, dim=-2)):
+                self.grams[number](part)
+        else:
+            self.grams[fold](x)
 
     def add_comparison(self, fold: int | None, r: torch.Tensor, x: torch.Tensor) -> None:
         """Add an input x and that of the float model, which is r, (..., tokens, inputs) each."""
@@ -226,20 +247,24 @@ class _InputSums:
 
     def merge(self, other: _InputSums) -> None:
         """Add other sums."""
-        self.gram.merge(other.gram)
+        for mine, theirs in zip(self.grams, other.grams, strict=True):
+            mine.merge(theirs)
         for own, others in zip(self._sums(), other._sums(), strict=True):
             own.merge(others)
 
     def tensors(self) -> State:
         """Return all sums."""
-        return *(tensor for part in self._sums() for tensor in part.tensors()), *self.gram.tensors()
+        parts: list[Sum | Gram] = [*self._sums(), *self.grams]
+        return tuple(tensor for part in parts for tensor in part.tensors())
 
     def set_tensors(self, tensors: State) -> None:
         """Replace all sums."""
         sums = self._sums()
         for part, tensor in zip(sums, tensors, strict=False):
             part.set_tensors([tensor])
-        self.gram.set_tensors(tensors[len(sums) :])
+        first, second = self.grams
+        first.set_tensors(tensors[len(sums) : -3])
+        second.set_tensors(tensors[-3:])
 
 
 class _InputObserver:
@@ -249,6 +274,7 @@ class _InputObserver:
         reducer: The sums by name of the layer.
         routed: Layers of experts, whose tokens a router chooses.
         unweighted: Layers whose tokens have equal weights.
+        hold_out: Whether the folds of layers that are not routed are summed apart.
 
     Attributes:
         calls: Number of inputs of each layer in this pass.
@@ -256,9 +282,13 @@ class _InputObserver:
     """
 
     def __init__(
-        self, reducer: Reducer[_InputSums], routed: Container[str], unweighted: Container[str]
+        self,
+        reducer: Reducer[_InputSums],
+        routed: Container[str],
+        unweighted: Container[str],
+        hold_out: bool,
     ) -> None:
-        self._reducer, self._unweighted = reducer, unweighted
+        self._reducer, self._unweighted, self._hold_out = reducer, unweighted, hold_out
         self.calls: Counter[str] = Counter()
         self.stops_early = False
         self._routed, self._references = routed, dict[str, list[InputRows]]()
@@ -287,8 +317,9 @@ class _InputObserver:
         if self._is_reference:
             self._references.setdefault(name, []).append(rows.copy())
         else:
+            fold = self._fold if self._hold_out and name not in self._routed else 0
             for x in rows.pieces():
-                sums[name].gram(self._weigh(name, x))
+                sums[name].add(fold, self._weigh(name, x))
             # A layer may run several times in a pass: each run is compared with its own.
             if name not in self._routed and self._references.get(name):
                 references = self._references[name].pop(0).pieces()

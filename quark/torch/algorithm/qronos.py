@@ -39,12 +39,20 @@ def apply(context: Context, options: GPTAQConfig | QronosConfig) -> None:
     strength = options.alpha if isinstance(options, GPTAQConfig) else 1.0
     damping = options.damp_percent if isinstance(options, GPTAQConfig) else DAMPING
     for block, layers in iterate_blocks(context, options, compare=True):
-        correct_and_round(context, block, layers, strength, damping, options.desc_act)
+        correct_and_round(
+            context,
+            block,
+            layers,
+            strength,
+            damping,
+            options.desc_act,
+            hold_out=options.choose_damping,
+        )
 
 
 ALGORITHM = Algorithm(
     check,
     apply,
     resolve=resolve,
-    work=lambda options, block, data: correction_work(block, data),
+    work=correction_work,
 )

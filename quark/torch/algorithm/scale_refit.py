@@ -21,7 +21,9 @@ from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from quark.torch.quantization.nn.quantizer import QuantizedTensor
 
 MAX_CHANGE = 2.0  # factor by which a scale may grow or shrink
-CHUNK = 1 << 20  # elements of the matrices A, and of the rows, that are worked on at a time
+# Elements of the matrices A, and of the rows, that are worked on at a time.
+CHUNK = 1 << 24  # a few launches for a layer
+CACHED = 1 << 20  # on a CPU, whose cache they fit
 
 Attempt = Callable[[ColumnRounding], torch.Tensor]  # rounds a weight, (outputs, inputs)
 
@@ -44,7 +46,8 @@ def best_scales(
     outputs, groups = scales.shape
     width = len(hessian) // groups
     result = scales.clone()
-    step = max(1, CHUNK // max(groups**2, len(hessian)))
+    chunk = CACHED if hessian.device.type == "cpu" else CHUNK
+    step = max(1, chunk // max(groups**2, len(hessian)))
     for start in range(0, outputs, step):
         rows = slice(start, start + step)
         q = codes[rows].view(-1, groups, width)  # (rows, groups, width)

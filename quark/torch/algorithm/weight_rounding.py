@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from quark.torch.algorithm.clipping import weight_with_best_ranges
+from quark.torch.algorithm.damping import choose_damping
 from quark.torch.algorithm.gptq_solver import Solver, inverse_factor, round_columns
 from quark.torch.algorithm.layer_inputs import quantize_inputs
 from quark.torch.algorithm.layer_owners import change_layers
@@ -198,8 +199,11 @@ def round_by_input(
         groups.setdefault(id(grams[name]), []).append(name)
 
     def change(names: Sequence[str]) -> None:
-        part, hessian = {name: layers[name] for name in names}, grams[names[0]].take_mean()
-        round_layers(part, hessian, damping, by_magnitude, solver_of, refits)
+        part, gram = {name: layers[name] for name in names}, grams[names[0]]
+        held_out, gram.held_out = gram.held_out, None
+        tokens, hessian = max(gram.tokens, 1), gram.take_mean()
+        held_out = None if held_out is None else held_out.div_(tokens)
+        round_layers(part, hessian, damping, by_magnitude, solver_of, refits, held_out)
 
     change_layers(layers, list(groups.values()), change)
 
@@ -224,6 +228,7 @@ def round_layers(
     by_magnitude: bool,
     solver_of: Callable[[str], Solver] = lambda name: round_columns,
     refits: int = 0,
+    held_out: torch.Tensor | None = None,
 ) -> None:
     """Replace weights of layers by rounded values, and scales by those that fit these best.
 
@@ -236,6 +241,8 @@ def round_layers(
         solver_of: Returns the function that rounds the weight of a layer, given its name:
             ``round_columns``, or a function of the same signature.
         refits: How many times to refit the scales to values of ``round_columns`` before that.
+        held_out: Share in the mean of one fold of the tokens; a stronger damping is chosen if that
+            of the other fold rounds it better. None: ``damping`` is final.
     """
     if hessian is None:
         for name in layers:
@@ -249,14 +256,18 @@ def round_layers(
         if ranges is not None:
             assert layer.weight_quantizer is not None
             layer.weight_quantizer.compute_block_scales(ranges)
-    ordered = [_order_columns(own, damping, by_magnitude) for own in hessians]
+    dampings = _choose_dampings(hessians, held_out, damping)
+    ordered = [
+        _order_columns(own, fraction, by_magnitude)
+        for own, fraction in zip(hessians, dampings, strict=True)
+    ]
     steps = [(order, factor) for order, factor in ordered if factor is not None]
     if len(steps) < len(ordered):
         for name in layers:
             logger.warning("%s: its Hessian cannot be inverted: rounded to the nearest.", name)
         return
-    for own in hessians:
-        own.diagonal().add_(damping * own.diagonal().mean())
+    for own, fraction in zip(hessians, dampings, strict=True):
+        own.diagonal().add_(fraction * own.diagonal().mean())
     for name, layer in layers.items():
         matrix = weight_matrix(layer)
         attempt = partial(_round_groups, matrix, steps)
@@ -265,6 +276,19 @@ def round_layers(
         write_weight_matrix_(layer, rounded)
         freeze(layer)
         return_free_memory()
+
+
+def _choose_dampings(
+    hessians: torch.Tensor, held_out: torch.Tensor | None, least: float
+) -> list[float]:
+    """Return the damping of each group of inputs; see ``round_layers``."""
+    if held_out is None:
+        return [least] * len(hessians)
+    folds = held_out.view_as(hessians)
+    return [
+        choose_damping(own, own - fold, fold, least)
+        for own, fold in zip(hessians, folds, strict=True)
+    ]
 
 
 def _fill_unused_(diagonal: torch.Tensor) -> None:

@@ -91,6 +91,7 @@ def apply(context: Context, options: YaqaConfig) -> None:
                 by_magnitude=options.desc_act,
                 solver_of=solver_of,
                 token_weights=partial(gradients.token_norms, block.name),
+                hold_out=options.choose_damping,
             )
 
 
@@ -276,7 +277,7 @@ def work(options: YaqaConfig, block: BlockShape, data: DataShape) -> Work:
     for each layer; and, behind the blocks, logits and three tensors of their size in float32:
     log-probabilities and two gradients.
     """
-    own = correction_work(block, data)
+    own = correction_work(options, block, data)
     rows = [layer.outputs for layer in block.layers if layer.share == 1]
     sums = sum(FLOAT32 * n * n for n in rows)
     factor = FLOAT32 * 6 * max(rows, default=0) ** 2

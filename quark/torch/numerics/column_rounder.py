@@ -31,13 +31,13 @@ class ColumnRounding(Protocol):
 class ColumnRounder:
     """Rounds columns under given scales; see ``ColumnRounding``.
 
-    Args:
+    Attributes:
         factors: Scales and zero points of every value, (columns, rows).
         scheme: How the matrix is quantized.
     """
 
     def __init__(self, factors: Factors, scheme: Scheme) -> None:
-        self._factors, self._scheme = factors, scheme
+        self.factors, self.scheme = factors, scheme
         self._columns = factors.split_columns()
 
     @classmethod
@@ -74,29 +74,29 @@ class ColumnRounder:
 
     def __call__(self, x: torch.Tensor, column: int) -> torch.Tensor:
         """Return the rounded values of a column."""
-        return round_trip(x.clone(), self._columns[column], self._scheme)
+        return round_trip(x.clone(), self._columns[column], self.scheme)
 
     def select_rows(self, rows: torch.Tensor) -> ColumnRounder:
         """Return the rounding of some rows of every column."""
-        return ColumnRounder(self._factors.select_rows(rows), self._scheme)
+        return ColumnRounder(self.factors.select_rows(rows), self.scheme)
 
 
 class ZeroKeepingRounder:
     """Rounds columns of a pruned matrix, whose zeros stay zero; see ``ColumnRounding``.
 
-    Args:
+    Attributes:
         rounding: Rounds the other values.
         zeros: Which values are zero, (rows, columns) bool.
     """
 
     def __init__(self, rounding: ColumnRounding, zeros: torch.Tensor) -> None:
-        self._rounding, self._zeros = rounding, zeros
+        self.rounding, self.zeros = rounding, zeros
         self._columns = zeros.T.contiguous().unbind()
 
     def __call__(self, x: torch.Tensor, column: int) -> torch.Tensor:
         """Return the rounded values of a column."""
-        return self._rounding(x, column).masked_fill(self._columns[column], 0.0)
+        return self.rounding(x, column).masked_fill(self._columns[column], 0.0)
 
     def select_rows(self, rows: torch.Tensor) -> ZeroKeepingRounder:
         """Return the rounding of some rows of every column."""
-        return ZeroKeepingRounder(self._rounding.select_rows(rows), self._zeros[rows])
+        return ZeroKeepingRounder(self.rounding.select_rows(rows), self.zeros[rows])

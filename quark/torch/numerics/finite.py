@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
+from quark.torch.numerics.native.ranges import find_extremes
+
 
 def is_finite(x: torch.Tensor) -> bool:
     """Whether no value is NaN or infinite, by one pass without a temporary tensor."""
@@ -55,7 +57,10 @@ def _may_be_infinite(x: torch.Tensor) -> bool:
 def _flag_finite(x: torch.Tensor) -> torch.Tensor:
     """Return whether all values are finite, [] bool on the device of the tensor."""
     x = x.detach()
-    return torch.stack((x.float() if x.itemsize == 1 else x).aminmax()).isfinite().all()
+    ends = find_extremes(x.view(-1), (0,)) if x.is_contiguous() else None
+    if ends is None:
+        ends = (x.float() if x.itemsize == 1 else x).aminmax()
+    return torch.stack(ends).isfinite().all()
 
 
 def check_finite(name: str, x: torch.Tensor) -> None:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 from quark.torch.numerics.formats import Format
 from quark.torch.numerics.granularity import join_rows, row_pieces
+from quark.torch.numerics.native.words import find_words
 
 PIECE = 1 << 20  # codes that are packed at a time
 
@@ -53,6 +54,9 @@ def pack(
     if fmt.word_codes == 1:
         return codes.contiguous()
     axis %= codes.dim()
+    by_kernel = find_words(codes, fmt, shifts, axis)
+    if by_kernel is not None:
+        return by_kernel
     pieces = _pieces(codes, 1 if axis else fmt.word_codes)
     return join_rows([_packed(piece, fmt, shifts, axis) for piece in pieces])
 

@@ -65,6 +65,7 @@ class Gram:
     Attributes:
         tokens: Number of tokens.
         is_pooled: Whether the statistics of other experts were mixed in.
+        held_out: Sum of x xᵀ over a part of the tokens, half of the data; None if unknown.
     """
 
     def __init__(self) -> None:
@@ -72,6 +73,7 @@ class Gram:
         self._magnitude: torch.Tensor | None = None
         self.tokens = 0.0
         self.is_pooled = False
+        self.held_out: torch.Tensor | None = None
 
     @property
     def total(self) -> torch.Tensor | None:

@@ -210,6 +210,17 @@ def gram_flops(block: BlockShape, data: DataShape) -> float:
     return sum(2.0 * data.tokens * shares[name] * width**2 for name, width in widths.items())
 
 
+def damping_work(block: BlockShape) -> tuple[int, float]:
+    """Return memory and arithmetic of the choice of damping on data held back.
+
+    Memory holds six matrices of the largest inputs: both folds, reordered, a factor, and a product.
+    Each damping of five takes two factors and two products.
+    """
+    widths = {layer.shared_input: layer.inputs for layer in block.layers if layer.share == 1}
+    memory = max((6 * FLOAT32 * width**2 for width in widths.values()), default=0)
+    return memory, sum(5 * 4.0 * width**3 for width in widths.values())
+
+
 def solver_memory(block: BlockShape) -> int:
     """Return the bytes that rounding takes which compensates for errors, for the largest layer.
 

@@ -174,6 +174,11 @@ def check_from_statistics(
             "statistics of the float model do not apply. Leave it out, or pass a dataloader "
             "instead."
         )
+    if getattr(algorithms[0][1], "choose_damping", False):
+        raise ValueError(
+            "gptq: choose_damping=True holds a part of the data back, and statistics are sums over "
+            "all of it. Leave it out, or pass a dataloader instead."
+        )
 
 
 def _range_problem(config: Config, algorithms: list[tuple[Algorithm, AlgoConfig]]) -> str | None:

@@ -195,6 +195,46 @@ def test_the_parts_in_which_rows_are_compared_do_not_matter(kind, monkeypatch):
     spec = Int4PerGroupSpec(ch_axis=-1, group_size=32).to_quantization_spec()
     layer, x = made(QuantizationConfig(weight=spec), kind)
     before, whole = layer.weight.detach().clone(), clip_weight(layer, x.T @ x)
-    monkeypatch.setattr(clipping, "CHUNK", 3 * INPUTS)
+    monkeypatch.setattr(clipping, "CACHED", 3 * INPUTS)
     assert torch.equal(clip_weight(layer, x.T @ x), whole)
     assert torch.equal(layer.weight, before) and not torch.equal(whole, before)
+
+
+def grids(groups):
+    """Every grid of 2 bits that holds zero, among fine scales: (scales, zero points, values)."""
+    largest = groups.abs().amax(1, keepdim=True)
+    for share in torch.linspace(0.2, 1.4, 61):
+        for zero in range(4):
+            scale = share * largest
+            yield ((groups / scale).round() + zero).clamp(0, 3).sub(zero) * scale
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Conv1D], ids=["rows", "transposed"])
+def test_scale_and_zero_point_are_chosen_together(kind, monkeypatch):
+    """Nearly as good as all scales with all zero points; both ends at once are worse."""
+    spec = QuantizationSpec(
+        dtype="uint2",
+        qscheme="per_group",
+        group_size=32,
+        ch_axis=-1,
+        symmetric=False,
+        is_dynamic=False,
+    )
+    layer, x = made(QuantizationConfig(weight=spec), kind)
+    weight = (layer.weight if kind is nn.Linear else layer.weight.T).detach()
+    groups = weight.reshape(-1, 32)
+
+    def loss(ranges):
+        quantizer = layer.weight_quantizer
+        rounded = quantizer.fake_quantize_(layer.weight.detach().clone(), ranges)
+        change = (rounded if kind is nn.Linear else rounded.T) - weight
+        return errors_of(change, x, 32)
+
+    tried = [errors_of((v - groups).view(weight.shape), x, 32) for v in grids(groups)]
+    best = torch.stack(tried).amin(0)
+    together = loss(weight_with_best_ranges(layer, x.T @ x))
+    monkeypatch.setattr(clipping, "FEW_BITS", 0)
+    apart = loss(weight_with_best_ranges(layer, x.T @ x))
+    assert bool((together <= apart * (1 + 1e-5)).all())
+    assert float(together.sum()) < 0.95 * float(apart.sum())
+    assert float(together.sum()) < 1.1 * float(best.sum())

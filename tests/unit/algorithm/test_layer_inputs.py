@@ -126,3 +126,31 @@ def test_experts_have_their_turn_together():
     layers = {n: m for n, m in context.layers.items() if n.startswith(f"{name}.") and "exp" in n}
     turns = split_by_input(context, layers)
     assert len(turns) == 2 and sum(map(len, turns)) == len(layers) == 12
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_one_fold_is_summed_apart(count):
+    """Leaves by turns; of a single one, the second half of the tokens."""
+    batches = [tokens(40) for _ in range(count)]
+    model = build(small_config("llama"), torch.float32)
+    context = context_of(model, "int4_wo_32", batches=batches)
+    name = context.structure.blocks[0]
+    here = {n: layer for n, layer in context.layers.items() if n.startswith(f"{name}.")}
+    for block in run_blocks(model, [name], batches, ""):
+        plain, _ = collect_input_statistics(context, block, here)
+        grams, _ = collect_input_statistics(context, block, here, hold_out=True)
+        folds = [block.fold(index) for index in range(len(block))]
+    seen = seen_by(model, list(here), batches)
+    for n, gram in grams.items():
+        parts = (
+            seen[n].tensor_split(2)
+            if folds == [None]
+            else seen[n].split(len(seen[n]) // len(folds))
+        )
+        chosen = (
+            parts[1:] if folds == [None] else [p for p, f in zip(parts, folds, strict=True) if f]
+        )
+        held = sum(x.T @ x for x in chosen)
+        torch.testing.assert_close(gram.held_out, held, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(gram.total, plain[n].total, rtol=1e-4, atol=1e-4)
+        assert gram.tokens == plain[n].tokens and plain[n].held_out is None

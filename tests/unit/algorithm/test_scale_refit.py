@@ -40,9 +40,9 @@ def loss(codes, scales, weight, hessian):
 
 
 @pytest.mark.parametrize("groups", [1, 2, 8])
-@pytest.mark.parametrize("piece", [1, 200, scale_refit.CHUNK])
+@pytest.mark.parametrize("piece", [1, 200, scale_refit.CACHED])
 def test_scales_are_those_of_least_squares(groups, piece, monkeypatch):
-    monkeypatch.setattr(scale_refit, "CHUNK", piece)
+    monkeypatch.setattr(scale_refit, "CACHED", piece)
     monkeypatch.setattr(scale_refit, "MAX_CHANGE", 1e6)
     codes, scales, weight, hessian = problem(groups)
     found = best_scales(codes, scales, weight, hessian)

@@ -33,7 +33,11 @@ SOLVERS = {
 }
 # For tests that do not ask how much is learned.
 QUICK = SOLVERS | {"autoround": partial(AutoRoundConfig, iters=4, lr=0.05, minmax_lr=0.01)}
-VARIANTS = SOLVERS | {"gptaq": GPTAQConfig, "in turn": partial(GPTQConfig, true_sequential=True)}
+VARIANTS = SOLVERS | {
+    "gptaq": GPTAQConfig,
+    "in turn": partial(GPTQConfig, true_sequential=True),
+    "damping": partial(GPTQConfig, choose_damping=True),
+}
 SCHEMES = ["int4_wo_32", "uint4_wo_32", "int2_wo_32", "mxfp4_weight_only", "nvfp4_weight_only"]
 DATA = torch.randint(3, 64, (32, 24), generator=torch.Generator().manual_seed(6))
 

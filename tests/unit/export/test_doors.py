@@ -10,7 +10,7 @@ import pytest
 import torch
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-ROUNDS = 8  # of each door: 17 doors, 136 rounds
+ROUNDS = 8  # of each door: 18 doors, 144 rounds
 WITH_TENSORS = [
     "float",
     "report",
@@ -21,6 +21,7 @@ WITH_TENSORS = [
     "fp8",
     "modelopt",
     "mxfp8",
+    "mlx",
     "transforms",
     "mxfp4",
     "native",
@@ -56,6 +57,7 @@ MORE = [
     "fp8 blocks to files",
     *(f"modelopt {way}" for way in ("in parts", "in float", "fast", "to files")),
     *(f"mxfp8 {way}" for way in ("in parts", "in float", "fast", "to files")),
+    *(f"mlx {way}" for way in ("in parts", "in float", "fast", "to files")),
     *(f"transforms {way}" for way in ("in parts", "in float", "fast", "to files")),
     *(f"mxfp4 {way}" for way in ("in parts", "in float", "fast", "to files")),
 ]

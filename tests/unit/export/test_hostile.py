@@ -24,7 +24,7 @@ WEIGHT = QuantizationSpec(
 )
 MODES = tuple(FORMATS)
 SCHEMES = {"fp8": "fp8", "modelopt": "fp8", "mxfp8": "mxfp8"}  # others hold integers
-SCALES = {"awq": "scales", "gptq": "scales", "mxfp8": "weight_scale_inv"}
+SCALES = {"awq": "scales", "gptq": "scales", "mlx": "scales", "mxfp8": "weight_scale_inv"}
 CODES = {"awq": "qweight", "gptq": "qweight", "compressed-tensors": "weight_packed"}
 EXPERTS = "model.layers.1.mlp.experts.down_proj"  # stacked in MXFP4
 
@@ -166,7 +166,7 @@ class TestTensors:
             header[name]["shape"] = header[name]["shape"][::-1]
 
         def retype(header):
-            kind = {"I32": "U32", "F8_E4M3": "I8", "U8": "I8"}[header[name]["dtype"]]
+            kind = {"I32": "U32", "U32": "I32", "F8_E4M3": "I8", "U8": "I8"}[header[name]["dtype"]]
             header[name]["dtype"] = kind
 
         refused(edited(sound(mode), retype), "unknown type|expected torch")

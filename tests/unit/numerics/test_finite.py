@@ -21,6 +21,16 @@ def test_the_first_tensor_is_named(value, dtype):
     assert find_infinite({**GOOD, "second": bad, "third": bad}) == "second"
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_one_value_of_a_large_tensor(value, dtype):
+    """Kernels process it, which find ranges of parts."""
+    large = torch.zeros(1 << 10, 1 << 9, dtype=dtype)
+    assert is_finite(large)
+    large[777, 333] = value
+    assert not is_finite(large)
+
+
 def test_finite_tensors():
     assert find_infinite(GOOD) is None
     assert find_infinite({}) is None

@@ -30,6 +30,7 @@ ALGORITHMS = {
     "gptq": ("int4_wo_32", [algo.GPTQConfig(true_sequential=True)]),
     "qronos": ("mxfp4", [algo.QronosConfig()]),  # inputs are quantized while data runs
     "yaqa": ("int4_wo_32", [algo.YaqaConfig()]),
+    "damping": ("int4_wo_32", [algo.GPTAQConfig(choose_damping=True)]),
     "autoround": ("uint4_wo_32", [algo.AutoRoundConfig(iters=2)]),
     "rotation": ("int4_wo_32", [ROTATION, algo.GPTQConfig()]),
     "smooth": ("int8", [algo.SmoothQuantConfig(), algo.GPTQConfig()]),
@@ -49,6 +50,7 @@ CASES = [
     *(pytest.param("llama", n, marks=NIGHTLY) for n in ("auto", "qronos", "yaqa", "smooth", "two")),
     pytest.param("llama", "rotation", marks=NIGHTLY),
     ("llama", "pruning"),
+    ("llama", "damping"),
     ("mixtral", "qronos"),
     pytest.param("mixtral", "awq", marks=NIGHTLY),
     ("bart", "gptq"),

@@ -18,7 +18,7 @@ from quark.torch.pipeline.shapes import BlockShape, DataShape, LayerShape, Model
 from quark.torch.quantization.algorithms import find_algorithms
 from quark.torch.quantization.calibration import needs_data
 from quark.torch.quantization.config.algo import RotationConfig, RoundingConfig
-from quark.torch.quantization.config.algo_lookup import make_algo_configs
+from quark.torch.quantization.config.algo_lookup import algo_config_from_dict, make_algo_configs
 from quark.torch.quantization.model_shape import measure_model
 from tests.configurations import quantized
 
@@ -169,6 +169,18 @@ def test_every_algorithm_says_what_it_takes(name):
     assert small.memory >= weight
     assert large.memory > 2 * small.memory
     assert bool(small.passes) == load_algorithm(name).needs_data(options)
+
+
+@pytest.mark.parametrize("name", ["gptq", "qronos", "yaqa"])
+def test_data_held_back_takes_sums_of_its_own(name):
+    load, data = load_algorithm(name).work, request_of().data
+    plain, chosen = (
+        load(algo_config_from_dict({"name": name, "choose_damping": choose}), block(), data)
+        for choose in (False, True)
+    )
+    assert chosen.memory == plain.memory + block().grams or name == "yaqa"
+    assert chosen.memory + chosen.solving > plain.memory + plain.solving
+    assert chosen.flops > plain.flops
 
 
 class Counter:

@@ -2,13 +2,16 @@
 
 import json
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from quark.torch import Journal
+from quark.torch import Journal, ModelQuantizer
 from quark.torch.export.checkpoint.streamed_model import stream_model
+from quark.torch.graph.residency import residency_of, resident
+from quark.torch.pipeline.journal import PassFiles
 from quark.torch.pipeline.statistics import digest
 from quark.torch.quantization.config.algo import (
     AutoRoundConfig,
@@ -38,9 +41,10 @@ WAYS = {
     "static": ("fp8",),
     "awq": ("uint4_wo_32", AWQConfig()),
     "gptq": ("int4_wo_32", GPTQConfig()),
+    "chosen damping": ("int4_wo_32", GPTQConfig(choose_damping=True)),
     "gptaq": ("int4_wo_32", GPTAQConfig()),
     "qronos": ("int4_wo_32", QronosConfig()),
-    "yaqa": ("int4_wo_32", YaqaConfig()),
+    "yaqa": ("int4_wo_32", YaqaConfig(choose_damping=True)),
     "autoround": ("int4_wo_32", AutoRoundConfig(iters=2, batch_size=2)),
     "smooth": ("int8", SmoothQuantConfig()),
     "autosmoothquant": ("int8", AutoSmoothQuantConfig()),
@@ -91,6 +95,63 @@ def bits_of(way, batches, family="llama"):
     return {name: digest(x) for name, x in model.state_dict().items()}
 
 
+class Killed(Exception):
+    """Takes the place of a signal."""
+
+
+def streamed_bits_of(way, batches, family, directory, blocks=None):
+    """Return the digests of a model that is read in parts, with a journal.
+
+    Args:
+        way: As in ``bits_of``.
+        batches: Likewise.
+        family: Its directory in ``directory`` has the model, and will have the journal.
+        directory: A directory that all processes see.
+        blocks: The run is killed once it has finished so many blocks, and None comes back; None for
+            no kill.
+    """
+    place = directory / f"{family} {way}"
+    model = stream_model(place / "model")
+    residency_of(model).limit = residency_of(model).activation_limit = 0
+    try:
+        with Journal(place / "journal") as journal, killed_after(blocks):
+            quantizer = ModelQuantizer(config_of(way), journal=journal)
+            model = quantizer.quantize_model(model, batches)
+    except Killed:
+        return None
+    model = ModelQuantizer.freeze(model)
+    with resident(model, ""):
+        return {name: digest(x) for name, x in model.state_dict().items()}
+
+
+@contextmanager
+def killed_after(blocks):
+    """End a run in all of its processes as soon as it has finished so many blocks."""
+    write, count = PassFiles.write, 0
+
+    def stop(self, *arguments):
+        nonlocal count
+        entry, count = write(self, *arguments), count + 1
+        if count == blocks:
+            raise Killed
+        return entry
+
+    PassFiles.write = stop
+    try:
+        yield
+    finally:
+        PassFiles.write = write
+
+
+def cut(batches, size):
+    """The sequences of some batches, in batches of another size."""
+    if isinstance(batches[0], dict):
+        joined = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+        parts = {name: torch.split(rows, size) for name, rows in joined.items()}
+        return [dict(zip(parts, rows, strict=True)) for rows in zip(*parts.values(), strict=True)]
+    return torch.split(torch.cat(batches), size)
+
+
 def error_of(way, rank, directory):
     """Return the error of a process where only process 1 has a reason to fail."""
     batches, model = data("llama", 2), model_of("llama")
@@ -131,9 +192,14 @@ def main(store, rank, count, cases, sequences):
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(count)
     )
-    for family, way in json.loads(cases):
+    place = Path(store).parent
+    for family, way, *streamed in json.loads(cases):
         if family in ERRORS:
-            result = ERRORS[family](way, int(rank), Path(store).parent)
+            result = ERRORS[family](way, int(rank), place)
+        elif streamed:
+            blocks, size = streamed
+            batches = cut(data(family, int(sequences)), size)
+            result = streamed_bits_of(way, batches, family, place.parent, blocks)
         else:
             result = bits_of(way, data(family, int(sequences)), family)
         print(json.dumps(result), flush=True)

@@ -13,7 +13,7 @@ from tests.unit.quantization.same_bits import WAYS, bits_of, data, model_of
 ROOT = Path(__file__).parents[3]
 FEW, SEQUENCES = 9, 17  # 2 and 3 chunks
 QUICK = [
-    *(("llama", way) for way in ("gptq", "autoround", "svdquant")),
+    *(("llama", way) for way in ("gptq", "chosen damping", "autoround", "svdquant")),
     *(("mixtral", way) for way in ("static", "sparsegpt")),
 ]
 ERRORS = ["other weights", "other data", "failure", "other threads", "other files"]
@@ -23,6 +23,18 @@ EVERY = [
     *(("mixtral", way) for way in WAYS if way not in ("gptaq", "qronos")),
     *(("bart", way) for way in ("static", "awq", "gptq", "yaqa", "autoround")),
 ]
+# Killed behind a block in one number of processes, and gone on with in another.
+RESUMED = {
+    (2, 3): [("llama", "rotation and gptq"), ("mixtral", "gptq"), ("bart", "yaqa")],
+    (3, 1): [("llama", "yaqa"), ("mixtral", "autoround"), ("bart", "static"), ("bart", "awq")],
+    (1, 2): [
+        *(("llama", way) for way in ("to nearest", "static", "awq", "gptq", "autoround")),
+        *(("mixtral", way) for way in ("to nearest", "static", "awq", "yaqa")),
+        *(("mixtral", way) for way in ("rotation and gptq",)),
+        *(("bart", way) for way in ("to nearest", "gptq", "autoround")),
+    ],
+}
+WHOLE = ("to nearest", "static")  # no algorithm has finished blocks to be killed behind
 CASES = {2: EVERY, 3: EVERY, 9: QUICK}  # 9 are more than there are chunks or leaves
 
 
@@ -83,3 +95,32 @@ def test_everything(tmp_path, count, cases):
     for found in run(tmp_path, count, cases, SEQUENCES):
         pairs = zip(cases, found, expected, strict=True)
         assert [case for case, own, one in pairs if own != one] == []
+
+
+def check_resumed(tmp_path, counts, cases):
+    """Compare with the bits of a model in memory; batches have other sizes in each run."""
+    expected = [bits_of(way, data(family, FEW), family) for family, way in cases]
+    for family, way in cases:
+        model_of(family).save_pretrained(tmp_path / f"{family} {way}" / "model")
+    found = []
+    for number, (count, blocks) in enumerate(zip(counts, (1, None), strict=True)):
+        place = tmp_path / str(number)
+        place.mkdir()
+        asked = [(family, way, blocks, 2 + number) for family, way in cases]
+        found.append(run(place, count, asked, FEW))
+    for results in found[0]:
+        pairs = zip(cases, expected, strict=True)
+        assert results == [one if way in WHOLE else None for (_, way), one in pairs]
+    for results in found[1]:
+        pairs = zip(cases, results, expected, strict=True)
+        assert [case for case, own, one in pairs if own != one] == []
+
+
+def test_killed_and_resumed_in_parts(tmp_path):
+    check_resumed(tmp_path, (2, 1), [("llama", "gptq"), ("mixtral", "awq")])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("counts", "cases"), RESUMED.items(), ids=map(str, RESUMED))
+def test_all_killed_and_resumed_in_parts(tmp_path, counts, cases):
+    check_resumed(tmp_path, counts, cases)

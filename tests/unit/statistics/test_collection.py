@@ -156,6 +156,7 @@ REFUSED = {
     "looks at data": ([QronosConfig()], "got qronos"),
     "moves inputs": ([SmoothQuantConfig()], "got smooth"),
     "in turn": ([GPTQConfig(true_sequential=True)], "true_sequential"),
+    "holds data back": ([GPTQConfig(choose_damping=True)], "choose_damping"),
 }
 
 

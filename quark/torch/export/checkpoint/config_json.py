@@ -1,7 +1,7 @@
 """``config.json`` of a checkpoint, with the settings that older tools wrote to other files.
 
 AutoGPTQ wrote its settings to ``quantize_config.json`` alone, AutoAWQ to ``quant_config.json``,
-ModelOpt to ``hf_quant_config.json``.
+ModelOpt to ``hf_quant_config.json``. MLX writes them to ``config.json`` as ``quantization``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from quark.torch.files import read_json, write_json
 
 Model = TypeVar("Model")
 
-CONFIG, SECTION = "config.json", "quantization_config"
+CONFIG, SECTION, MLX_SECTION = "config.json", "quantization_config", "quantization"
 # Notes of the calibration beside the section -> their values: the digest of the data, the type in
 # which 16-bit floats were multiplied if it is not their own, and the shares of scripts in its text.
 _NOTES = {
@@ -48,7 +48,7 @@ def read_config_json(directory: str | Path) -> dict[str, Any]:
         ValueError: A file is damaged, or two of them disagree.
     """
     path = Path(directory) / CONFIG
-    config = _read_object(path)
+    config = _with_mlx_section(_read_object(path))
     for name, method in SETTINGS_FILES.items():
         if not (path.parent / name).is_file():
             continue
@@ -62,6 +62,15 @@ def read_config_json(directory: str | Path) -> dict[str, Any]:
         elif isinstance(section, dict):
             _check_agreement(section, settings, path.parent, name)
     return config
+
+
+def _with_mlx_section(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a ``config.json`` whose section names MLX, if its settings are those of MLX."""
+    given, section = config.get(MLX_SECTION), config.get(SECTION)
+    is_named = isinstance(section, dict) and "quant_method" in section
+    if not isinstance(given, dict) or "group_size" not in given or is_named:
+        return config
+    return {**config, SECTION: {**given, "quant_method": "mlx"}}
 
 
 def _modelopt_settings(data: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -80,12 +89,17 @@ def _modelopt_settings(data: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def write_settings_file(section: Mapping[str, Any], directory: Path) -> None:
-    """Write the file with settings that some readers of a format expect beside ``config.json``.
+    """Write the settings that some readers of a format expect elsewhere.
+
+    ModelOpt has a file of its own beside ``config.json``, MLX an object in it.
 
     Args:
         section: ``quantization_config``.
         directory: Directory of the checkpoint.
     """
+    if section.get("quant_method") == "mlx":
+        settings = {key: value for key, value in section.items() if key != "quant_method"}
+        write_json(directory / CONFIG, {**_read_object(directory / CONFIG), MLX_SECTION: settings})
     if section.get("quant_method") != "modelopt":
         return
     layers = section.get("quantized_layers")

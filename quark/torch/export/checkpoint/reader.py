@@ -191,6 +191,7 @@ def prepare_load(model: nn.Module, fmt: ExportFormat, reader: Reader) -> Loading
     fmt.check_readable()
     experts = split_experts(model)
     try:
+        reader = fmt.layer_source(reader, tied_names(model))
         layers = fmt.stored_layers(quantized_layers(model, fmt.config), reader)
         stack_experts(experts, keep=layers)
         reader, outline, tied = check_stored(model, fmt, layers, reader)

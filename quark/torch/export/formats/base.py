@@ -77,6 +77,18 @@ class ExportFormat(ABC):
             ValueError: It cannot.
         """
 
+    def layer_source(self, reader: Any, tied: Mapping[str, str]) -> Any:
+        """Return the reader that ``stored_layers`` and all later steps take.
+
+        Formats that store a layer once that a model has twice add its other name here. The default
+        returns the reader itself.
+
+        Args:
+            reader: Reader of the checkpoint.
+            tied: Names of tied tensors of the model -> names of the tensors they are tied to.
+        """
+        return reader
+
     def stored_layers(
         self, layers: dict[str, QuantizationConfig], reader: Any
     ) -> dict[str, QuantizationConfig]:

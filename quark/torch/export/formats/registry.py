@@ -14,6 +14,7 @@ FORMATS: dict[str, str] = {
     "fp8": "quark.torch.export.formats.fp8:Fp8Format",
     "modelopt": "quark.torch.export.formats.modelopt:ModelOptFormat",
     "mxfp8": "quark.torch.export.formats.mxfp8:Mxfp8Format",
+    "mlx": "quark.torch.export.formats.mlx:MlxFormat",
     "mxfp4": "quark.torch.export.formats.mxfp4:Mxfp4Format",
 }
 

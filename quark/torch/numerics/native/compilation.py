@@ -23,7 +23,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from threading import RLock
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
@@ -49,10 +49,11 @@ class NativeFunction:
 
     Args:
         function: A function in the part of Python that numba compiles.
+        reorders_sums: Whether sums may be added in any order, which vector instructions need.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.python = function
+    def __init__(self, function: Callable[..., Any], reorders_sums: bool = False) -> None:
+        self.python, self.reorders_sums = function, reorders_sums
         self._compiled: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any) -> Any:
@@ -90,9 +91,44 @@ class ByType:
         return self.choose(str(x.dtype))(x)
 
 
+class Instruction(NamedTuple):
+    """A function of one or three scalars in instructions of LLVM.
+
+    It keeps narrow types narrow, where numba would compute with 64 bits, and has types that numba
+    does not have.
+
+    Attributes:
+        build: Returns the result, given a builder, the module ``llvmlite.ir`` and the arguments.
+        result: Name of the type of the result, such as "float32".
+        arguments: Names of the types of the arguments.
+    """
+
+    build: Callable[..., Any]
+    result: str
+    arguments: tuple[str, ...]
+
+    def __call__(self, *args: Any) -> Any:
+        """Raise an error: Python has no such function.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError("Only compiled functions can call an instruction.")
+
+
 def native_function(function: Callable[..., Any]) -> NativeFunction:
     """Mark a function that numba compiles."""
     return NativeFunction(function)
+
+
+def native_sum(function: Callable[..., Any]) -> NativeFunction:
+    """Mark a function that numba compiles, and whose sums may be added in any order."""
+    return NativeFunction(function, reorders_sums=True)
+
+
+def native_instruction(result: str, *arguments: str) -> Callable[[Callable[..., Any]], Instruction]:
+    """Mark a function that builds instructions; see ``Instruction``."""
+    return lambda build: Instruction(build, result, arguments)
 
 
 def native_by_type(choose: Callable[[str], Callable[..., Any]]) -> ByType:
@@ -110,21 +146,31 @@ def _compile(module: str, keeps: bool) -> dict[str, Any]:
     """
     numba, extending = import_module("numba"), import_module("numba.extending")
     namespace = dict(vars(sys.modules[module]))
-    functions = {n: f.python for n, f in namespace.items() if isinstance(f, NativeFunction)}
+    functions = {n: f for n, f in namespace.items() if isinstance(f, NativeFunction)}
     for name, member in list(namespace.items()):
         if isinstance(member, ByType):
-            namespace[name] = _overloaded(member, extending.overload)
+            namespace[name] = _overloaded(member, extending.overload, namespace)
+        elif isinstance(member, Instruction):
+            namespace[name] = _intrinsic(member, extending.intrinsic)
     for name, function in functions.items():
-        # A copy whose names lead to compiled functions.
-        own = FunctionType(function.__code__, namespace, name, function.__defaults__)
-        own.__module__, own.__qualname__ = module, function.__qualname__
-        namespace[name] = _jitted(own, numba.njit, keeps)
+        own = _moved(function.python, namespace)
+        namespace[name] = _jitted(own, numba.njit, keeps, function.reorders_sums)
     return {name: namespace[name] for name in functions}
 
 
-def _jitted(function: Callable[..., Any], njit: Any, keeps: bool) -> Any:
-    # No ``fastmath``: bits are those of torch. Divisions by zero give infinity, as there.
-    options = {"nogil": True, "error_model": "numpy"}
+def _moved(function: Callable[..., Any], namespace: dict[str, Any]) -> Callable[..., Any]:
+    """Return a copy of a function whose names lead to compiled functions."""
+    assert isinstance(function, FunctionType)
+    own = FunctionType(function.__code__, namespace, function.__name__, function.__defaults__)
+    own.__module__, own.__qualname__ = function.__module__, function.__qualname__
+    return own
+
+
+def _jitted(function: Callable[..., Any], njit: Any, keeps: bool, reorders_sums: bool) -> Any:
+    # Bits are those of torch, except of sums. Divisions by zero give infinity, as there.
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+    if reorders_sums:
+        options["fastmath"] = {"reassoc", "contract", "nsz"}
     if keeps:
         try:
             return njit(cache=True, **options)(function)
@@ -133,12 +179,29 @@ def _jitted(function: Callable[..., Any], njit: Any, keeps: bool) -> Any:
     return njit(**options)(function)
 
 
-def _overloaded(member: ByType, overload: Any) -> Callable[[Any], Any]:
+def _overloaded(member: ByType, overload: Any, namespace: dict[str, Any]) -> Callable[[Any], Any]:
     def call(x):  # type: ignore[no-untyped-def]  # numba compares signatures
         return member(x)
 
-    overload(call)(lambda x: member.choose(str(x)))
+    overload(call)(lambda x: _moved(member.choose(str(x)), namespace))
     return call
+
+
+def _intrinsic(member: Instruction, intrinsic: Any) -> Callable[..., Any]:
+    types, ir = import_module("numba.core.types"), import_module("llvmlite.ir")
+    signature = getattr(types, member.result)(*(getattr(types, a) for a in member.arguments))
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return member.build(builder, ir, *args)
+
+    def of_one(context: Any, x: Any) -> Any:
+        return signature, generate
+
+    def of_three(context: Any, x: Any, y: Any, z: Any) -> Any:
+        return signature, generate
+
+    made: Callable[..., Any] = intrinsic(of_one if len(member.arguments) == 1 else of_three)
+    return made
 
 
 @cache
@@ -216,5 +279,10 @@ def run_rows(
     def run(start: int, stop: int) -> None:
         function(*[None if a is None else a[start:stop] for a in arrays], *constants)
 
-    with ThreadPoolExecutor(parts) as pool:
-        list(pool.map(run, ends[:-1], ends[1:]))
+    list(_pool(parts, os.getpid()).map(run, ends[:-1], ends[1:]))
+
+
+@cache
+def _pool(threads: int, process: int) -> ThreadPoolExecutor:
+    """Return the threads of a process, which serve all calls: a forked process has none."""
+    return ThreadPoolExecutor(threads, thread_name_prefix="quark-kernels")

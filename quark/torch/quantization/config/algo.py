@@ -197,6 +197,8 @@ class SolverConfig(RoundingConfig):
         block_size: Columns per update of the remaining columns.
         desc_act: Whether columns are rounded in descending order of their activations.
         static_groups: Whether groups are formed in the original order of columns.
+        choose_damping: Whether the damping of each layer is chosen on data that is held back; the
+            damping of the algorithm is then the weakest.
 
     Raises:
         ValueError: ``desc_act`` is set without ``static_groups``.
@@ -207,6 +209,7 @@ class SolverConfig(RoundingConfig):
     block_size: int = 128
     desc_act: bool = True
     static_groups: bool = True
+    choose_damping: bool = False
 
     def __post_init__(self) -> None:
         if self.desc_act and not self.static_groups:

@@ -11,6 +11,7 @@ from quark.torch.quantization.config.name_lookup import one_of
 _AWQ = {"name": "awq"}
 _GPTQ = {"name": "gptq"}
 _YAQA = {"name": "yaqa"}
+_CHOSEN = {**_YAQA, "choose_damping": True}
 _SMOOTH = {"name": "smooth", "alpha": 1}
 _ROTATION = {"name": "rotation", "r1": True, "r2": True}
 _ROTATIONS = {**_ROTATION, "r4": True}
@@ -19,7 +20,7 @@ _ROTATIONS = {**_ROTATION, "r4": True}
 # if benchmarks/three_texts.json has a better row.
 RECIPES: dict[str, tuple[str, tuple[dict[str, Any], ...]]] = {
     "w8": ("int8_wo", ()),
-    "w4": ("int4_wo_128", (_AWQ, _YAQA)),
+    "w4": ("int4_wo_128", (_AWQ, _CHOSEN)),
     "w3": ("int3_wo_128", (_AWQ, _YAQA)),
     "w2": ("w_int2_per_group_asym", (_YAQA,)),
     "w8a8": ("w_int8_per_channel_a_int8_per_tensor_sym", (_SMOOTH, _GPTQ)),

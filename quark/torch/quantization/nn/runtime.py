@@ -31,8 +31,8 @@ def set_runtime(model: nn.Module, runtime: str) -> nn.Module:
         runtime: ``exact``: the weight is unpacked at each use; the bits of the frozen model.
             ``auto``: packed products that add in another order, with inputs in their own type.
             ``fast``: also packed products that round inputs to bfloat16.
-            ``compiled``: as ``fast``, and products that torch has no kernel for are compiled once
-            on this machine, which takes up to a minute for a format.
+            ``compiled``: as ``fast``, and products that neither torch nor numba has a kernel for
+            are compiled once on this machine, which takes up to a minute for a format.
             On GPUs, these three are one: kernels of Triton, with inputs in their own type.
             ``unpacked``: weights are unpacked once, at the memory and speed of the float model and
             with the bits of ``exact``.
@@ -49,8 +49,9 @@ def set_runtime(model: nn.Module, runtime: str) -> nn.Module:
 def describe_runtime(model: nn.Module) -> dict[str, str]:
     """Return the product of each packed layer, by the name of the layer.
 
-    It is ``unpacked at each use``, ``unpacked once``, ``panels``, ``compiled``, ``triton``, or the
-    name of a kernel, such as ``int8``, which multiplies few rows; panels multiply many.
+    It is ``unpacked at each use``, ``unpacked once``, ``panels``, ``native``, ``compiled``,
+    ``triton``, or the name of a kernel, such as ``int8``, which multiplies few rows; panels
+    multiply many.
     """
     layers = {name: m for name, m in model.named_modules() if isinstance(m, RuntimeLayer)}
     return {name: layer.product_name for name, layer in layers.items()}

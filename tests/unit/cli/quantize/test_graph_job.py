@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from quark.torch import ModelQuantizer, load_params
+from quark.torch.export.onnx.runtime import OnnxSession
 from quark.torch.quantization.config.config import (
     Config,
     PassOptions,
@@ -57,10 +58,30 @@ def test_schemes(files, quark, tmp_path):
     assert (tmp_path / "out" / "net_quantized.pth").is_file()
 
 
+def test_onnx_is_written_and_runs(files, quark, tmp_path):
+    pytest.importorskip("onnxruntime")
+    flags = ("--config", files / "config.json", "--model_export", "onnx", "--verify")
+    result = quark(*command(files, tmp_path / "out", *flags))
+    assert result.exit_code == 0, result.output
+    path = tmp_path / "out" / "quark_model.onnx"
+    assert "verified: opened by onnxruntime" in result.output
+    assert str(path) in "".join(result.output.split("\n"))
+    (found,) = OnnxSession(path).run(images(1)[0])
+    quantizer = ModelQuantizer(graph_config())
+    frozen = quantizer.freeze(quantizer.quantize_model(export(network("unet")), images()))
+    with torch.no_grad():
+        expected = frozen(images(1)[0])
+    scale = float(expected.abs().max()) / 127
+    codes = ((found - expected) / scale).abs().round()  # ties go either way, and change others
+    assert float((codes == 0).double().mean()) > 0.98 and float(codes.max()) <= 2
+
+
 WRONG = {
     "another file": (["--dataset", "text.txt"], "expected a .safetensors file"),
     "missing data": (["--dataset", "none.safetensors"], "none.safetensors does not exist"),
-    "a flag of other models": (["--model_export", "onnx"], "does not apply to a graph"),
+    "a flag of other models": (["--kv_cache_dtype", "fp8"], "does not apply to a graph"),
+    "a container of other models": (["--model_export", "gguf"], "an archive, or with"),
+    "an archive to verify": (["--verify"], "give --model_export onnx, too"),
     "a missing graph": (["--model_dir", "none.pt2"], "none.pt2 does not exist"),
     "limits without a name": (["--shift_limits", "cut=0:16,3:4"], "got '3:4'"),
     "limits of another name": (["--shift_limits", "cat=0:16"], "cut, bias, read"),

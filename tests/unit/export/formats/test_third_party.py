@@ -51,6 +51,8 @@ CASES = {
     },
     "gptq per channel": ("gptq", config(groups("int4", size=None))),
     "gptq in part": ("gptq", config(groups("uint4", False), exclude=PARTLY)),
+    "mlx uint3": ("mlx", config(groups("uint3", False))),
+    "mlx int4": ("mlx", config(groups("int4"))),
     "ct int4": (CT, config(groups("int4"))),
     "ct uint4": (CT, config(groups("uint4", False))),
     **{f"ct {dtype}": (CT, config(groups(dtype))) for dtype in ("int3", "int5", "int6", "int7")},

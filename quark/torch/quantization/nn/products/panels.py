@@ -26,7 +26,7 @@ from quark.torch.quantization.nn.products.arrangement import (
 )
 from quark.torch.quantization.nn.quantizer import QuantizedTensor
 
-_HALF_EXPONENT, _HALF_BITS = 5, 16  # float16: width of the exponent, width of a number
+HALF_EXPONENT, HALF_BITS = 5, 16  # float16: width of the exponent, width of a number
 _HALF_BIAS_STEP = 14  # -exponent of the smallest normal float16
 
 
@@ -186,8 +186,8 @@ class Panels:
         """Return a function that writes the floats of a panel to ``values``."""
         fmt = self.fmt
         halves = BUFFERS.take("halves", self.arrangement.size, torch.int16)
-        top = _HALF_BITS - fmt.bits - (not fmt.signed)  # the sign bit comes first
-        down = _HALF_EXPONENT - fmt.exponent_bits
+        top = HALF_BITS - fmt.bits - (not fmt.signed)  # the sign bit comes first
+        down = HALF_EXPONENT - fmt.exponent_bits
         copies_sign = fmt.signed and fmt.bits == 8  # in the conversion from int8
 
         def read(bits: torch.Tensor, index: int) -> None:

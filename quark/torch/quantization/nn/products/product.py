@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from quark.torch.numerics.custom_operators import define_operator
 from quark.torch.numerics.qdq import FLOAT16_MAX
-from quark.torch.quantization.nn.products import compiled
+from quark.torch.quantization.nn.products import compiled, native
 from quark.torch.quantization.nn.products.arrangement import Arrangement, Parts
+from quark.torch.quantization.nn.products.fast_type import multiplied_type
 from quark.torch.quantization.nn.products.kernels import KERNELS, is_proved, takes_zero_points
 from quark.torch.quantization.nn.products.method import Method, Use
 from quark.torch.quantization.nn.products.panels import Panels
@@ -31,23 +31,26 @@ class PanelMethod(Method):
         panels: Order and format of the codes.
         kernel: Device and name of a kernel for few rows, None for panels alone.
         rounds_inputs: Whether the kernel also takes inputs that are not bfloat16, rounded to it.
-        compiles: Whether panels are multiplied and decoded by compiled functions.
+        decoder: What decodes panels, and multiplies few rows without a kernel: ``panels``
+            (operations of torch), ``native`` (numba) or ``compiled`` (Inductor).
     """
 
     kernel: tuple[str, str] | None
     rounds_inputs: bool
-    compiles: bool = False
+    decoder: str = "panels"
 
     @property
     def name(self) -> str:
         """Name of the product of few rows; see ``describe_runtime``."""
-        return self.kernel[1] if self.kernel else "compiled" if self.compiles else "panels"
+        return self.kernel[1] if self.kernel else self.decoder
 
     def multiply_rows(self, parts: Parts, x: torch.Tensor) -> torch.Tensor:
         """Return the product of ``x`` (rows, inputs) and the codes, (rows, padded outputs)."""
         takes_kernel = self.rounds_inputs or x.dtype == torch.bfloat16
         if self.kernel and takes_kernel and 0 < len(x) <= FEW_ROWS:
             return KERNELS[self.kernel].multiply(self.panels, parts, x.bfloat16())
+        if self.decoder == "native":
+            return native.multiply(self.panels, parts, x)
         product = self._compiled(parts)
         if product is None:
             return self._multiply_panels(parts, x)
@@ -76,7 +79,7 @@ class PanelMethod(Method):
         return y
 
     def _compiled(self, parts: Parts) -> compiled.Compiled | None:
-        return compiled.compiled(self.panels, parts) if self.compiles else None
+        return compiled.compiled(self.panels, parts) if self.decoder == "compiled" else None
 
     def _multiply_decoded(
         self, product: compiled.Compiled, parts: Parts, x: torch.Tensor
@@ -101,17 +104,6 @@ class PanelMethod(Method):
     def codes(self, parts: Parts) -> torch.Tensor:
         """Return the codes of the weight, (outputs, inputs), in their order."""
         return self.panels.codes(parts)
-
-
-def multiplied_type(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which this CPU multiplies unpacked panels fastest, for inputs in a type.
-
-    It is float32, except that bfloat16 is faster on CPUs with units for matrices (AMX). Vector
-    instructions for bfloat16 alone do not make it faster.
-    """
-    describe: Any = getattr(torch.cpu, "get_capabilities", dict)  # torch before 2.13 has none
-    has_matrix_unit = bool(describe().get("amx_tile", False))
-    return dtype if dtype == torch.bfloat16 and has_matrix_unit else torch.float32
 
 
 class PackedProduct:
@@ -224,17 +216,22 @@ def make_product(state: QuantizedTensor, values: torch.Tensor, use: Use) -> Pack
             and state.codes is not None
             and torch.equal(codes, state.codes.view(torch.uint8))
         ):
-            return PackedProduct(_compile(method, parts) if use.compiles else method, parts)
+            return PackedProduct(_with_decoder(method, parts, use), parts)
     return None
 
 
-def _compile(method: Method, parts: Parts) -> Method:
-    """Return a method with compiled functions if it has no kernel and they are right."""
-    if not isinstance(method, PanelMethod) or method.kernel is not None:
+def _with_decoder(method: Method, parts: Parts, use: Use) -> Method:
+    """Return a method with the fastest decoder that is right for a weight."""
+    if not isinstance(method, PanelMethod):
         return method
-    product = compiled.compiled(method.panels, parts)
-    if product and compiled.is_right(product, method.panels, parts, method.decode(parts)):
-        return replace(method, compiles=True)
+    panels = method.panels
+    if native.serves(panels, parts) and native.is_right(
+        panels, parts, method.decode(parts), use.dtype
+    ):
+        return replace(method, decoder="native")
+    product = compiled.compiled(panels, parts) if use.compiles and not method.kernel else None
+    if product and compiled.is_right(product, panels, parts, method.decode(parts)):
+        return replace(method, decoder="compiled")
     return method
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
@@ -29,7 +30,8 @@ def triton_function(function: Callable[..., Any]) -> Any:
 def load_functions(module: ModuleType) -> bool:
     """Import Triton, and make functions of a module ready to be launched.
 
-    They find the language of Triton as ``tl`` in their module.
+    They find the language of Triton as ``tl`` in their module. Functions that the module imports
+    from another one are made ready too.
 
     Args:
         module: A module with functions that ``triton_function`` marks.
@@ -39,14 +41,20 @@ def load_functions(module: ModuleType) -> bool:
     """
     if find_spec("triton") is None:
         log_once(
-            "Layers on this device unpack their weights at each use. Products that need not are "
-            "computed by Triton: pip install triton."
+            "Triton is not installed (pip install triton): layers on this device unpack their "
+            "weights at each use, and solvers launch ten operations for each column."
         )
         return False
     triton = import_module("triton")
     vars(module)["tl"] = import_module("triton.language")
     for name, function in _functions[module.__name__].items():
         vars(module)[name] = triton.jit(function, do_not_specialize=_NOT_CONSTANT)
+    for name, function in list(vars(module).items()):
+        owner = getattr(function, "__module__", None)
+        if owner != module.__name__ and _functions.get(str(owner), {}).get(name) is function:
+            other = sys.modules[str(owner)]
+            load_functions(other)
+            vars(module)[name] = vars(other)[name]
     return True
 
 

@@ -229,6 +229,7 @@ import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from quark.torch.numerics.formats import Dtype
+from quark.torch.quantization.nn.products import triton_column_kernels as column_kernels
 from quark.torch.quantization.nn.products import triton_input_kernels as input_kernels
 from quark.torch.quantization.nn.products import triton_kernels as kernels
 from quark.torch.quantization.nn.products.arrangement import Arrangement
@@ -249,7 +250,8 @@ class Driver:
     def get_current_target(self):
         return self.target
 
-load_functions(kernels), load_functions(input_kernels)
+load_functions(kernels), load_functions(input_kernels), load_functions(column_kernels)
+matrix, order = torch.randn(256, 70), torch.arange(256)
 x, y = torch.randn(17, 64).bfloat16(), torch.empty(1, 17, 70)
 for target, binary in (("cuda", 90, 32), "cubin"), (("hip", "gfx942", 64), "hsaco"):
     driver.set_active(Driver(*target))
@@ -272,6 +274,13 @@ for target, binary in (("cuda", 90, 32), "cubin"), (("hip", "gfx942", 64), "hsac
             CASE=Case.of(SCHEMES[name], x.dtype), BLOCK_K=64, enable_fp_fusion=False,
         )
         assert made.asm[binary]
+        for zeros, pruned in ((None, None), (matrix, matrix > 0)):
+            tensors = matrix, matrix, matrix, matrix, order, matrix, zeros, pruned
+            made = column_kernels.round_panel.warmup(
+                *tensors, 128, 128, 70, 256, 1, grid=(3,), BLOCK_M=32, WIDTH=128,
+                CASE=Case.of(SCHEMES[name], torch.float32), enable_fp_fusion=False,
+            )
+            assert made.asm[binary]
 """
 
 

@@ -1,0 +1,152 @@
+"""Products of packed weights by kernels that numba compiles; see ``native_kernels``.
+
+Numba is optional; see ``numerics.native``. A few rows are multiplied by values that never leave the
+first cache. For more rows, the values of several panels are written to one buffer, in the type that
+this CPU multiplies fastest, and multiplied by one product of torch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from quark.torch.numerics.native.compilation import array, can_run, run_rows
+from quark.torch.quantization.nn.products.arrangement import PLANES, Parts, plane_widths
+from quark.torch.quantization.nn.products.fast_type import multiplied_type
+from quark.torch.quantization.nn.products.native_kernels import (
+    decode_rows,
+    multiply_rows,
+)
+from quark.torch.quantization.nn.products.panels import BUFFERS, HALF_BITS, HALF_EXPONENT, Panels
+
+logger = logging.getLogger(__name__)
+
+FEW_ROWS = 4  # rows up to which it is faster to multiply values in the first cache
+TOLERANCE = 1e-5  # of the largest output: what another order of sums gives
+_CHUNK = 1 << 20  # elements of the panels that are decoded together
+_MOST_PLANES = len(PLANES) - 1  # a plane of 8 bits is alone
+
+
+def multiply(panels: Panels, parts: Parts, x: torch.Tensor) -> torch.Tensor:
+    """Return the product of ``x`` (rows, inputs) and a weight, (rows, padded outputs).
+
+    Args:
+        panels: Order and format of the codes.
+        parts: Tensors of the weight.
+        x: Inputs; a product of more rows than ``FEW_ROWS`` is in ``multiplied_type`` of their type.
+    """
+    if 0 < len(x) <= FEW_ROWS:
+        return _multiply_few(panels, parts, x)
+    dtype, to = multiplied_type(x.dtype), panels.arrangement
+    x = x.to(dtype)
+    y = torch.empty(len(x), to.panels * to.rows, dtype=dtype, device="cpu")
+    for chunk, values in decode(panels, parts, dtype):
+        outputs = slice(chunk.start * to.rows, chunk.stop * to.rows)
+        torch.mm(x, values.flatten(0, 1).T, out=y[:, outputs])
+    return y
+
+
+def _multiply_few(panels: Panels, parts: Parts, x: torch.Tensor) -> torch.Tensor:
+    to = panels.arrangement
+    y = torch.empty(to.panels, to.rows, len(x), dtype=torch.float32, device="cpu")
+    inputs = x.to(torch.float32).contiguous()
+    form, numbers = _constants(panels, parts)
+    run_rows(multiply_rows, [*_tensors(panels, parts), y], array(inputs), form, numbers)
+    return y.flatten(0, 1).T
+
+
+def decode(
+    panels: Panels, parts: Parts, dtype: torch.dtype
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Iterate over the values of several panels at a time; the next ones overwrite them.
+
+    Args:
+        panels: Order and format of the codes.
+        parts: Tensors of the weight.
+        dtype: float32, or bfloat16 to which values are rounded.
+
+    Yields:
+        Which panels, and their values, (panels, rows, inputs).
+    """
+    to = panels.arrangement
+    form, numbers = _constants(panels, parts)
+    step = max(1, _CHUNK // to.size)
+    kept = BUFFERS.take(f"native {dtype}", min(step, to.panels) * to.size, dtype)
+    for start in range(0, to.panels, step):
+        chunk = slice(start, min(start + step, to.panels))
+        count = chunk.stop - chunk.start
+        values = kept[: count * to.size].view(count, to.rows, to.inputs)
+        tensors = [None if t is None else t[chunk] for t in _tensors(panels, parts)]
+        run_rows(decode_rows, [*tensors, values], form, numbers)
+        yield chunk, values
+
+
+def _tensors(panels: Panels, parts: Parts) -> list[torch.Tensor | None]:
+    """Return the planes, scales and zero points of a weight as kernels take them."""
+    to = panels.arrangement
+    planes = [parts[f"plane_{w}"].view(to.panels, -1, to.inputs) for w in plane_widths(panels.fmt)]
+    absent = [None] * (_MOST_PLANES - len(planes))
+    factors = [parts["scale"], parts.get("zero_point")]
+    return [
+        *planes,
+        *absent,
+        *(None if f is None else f.view(to.panels, to.rows, -1) for f in factors),
+    ]
+
+
+def _constants(panels: Panels, parts: Parts) -> tuple[Any, Any]:
+    """Return what kernels have to know of a format, and numbers that all its scales share."""
+    fmt = panels.fmt
+    flip = 128 if fmt.signed and fmt.bits == 8 and not fmt.is_float else 0
+    shifts = (HALF_BITS - fmt.bits - (not fmt.signed), HALF_EXPONENT - fmt.exponent_bits)
+    unit = float(parts["tensor_scale"]) if "tensor_scale" in parts else 1.0
+    stored = parts.get("zero_point")
+    zero = panels.zero_point if stored is None else panels.offset * (stored.dtype != torch.int8)
+    form = np.array([flip, *(shifts if fmt.is_float else (0, 0))], dtype=np.int64)
+    return form, np.array([unit, zero + flip], dtype=np.float32)
+
+
+def serves(panels: Panels, parts: Parts) -> bool:
+    """Whether kernels take a weight on this machine: its rows are whole, and it is large enough."""
+    return not panels.arrangement.half and can_run(parts[f"plane_{plane_widths(panels.fmt)[0]}"])
+
+
+def is_right(panels: Panels, parts: Parts, values: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether kernels give the values of a weight bit for bit, and its products with few rows.
+
+    A refusal is logged once for each format.
+
+    Args:
+        panels: Order and format of the codes.
+        parts: Tensors of the weight.
+        values: Its values, float32 (outputs, inputs) in the order of the codes.
+        dtype: Type of the inputs of the layer.
+    """
+    problem = ""
+    try:
+        for kind in {torch.float32, multiplied_type(dtype)}:
+            decoded = torch.cat([v.flatten(0, 1).clone() for _, v in decode(panels, parts, kind)])
+            if not torch.equal(decoded[: len(values)], values.to(kind)):
+                problem = f"its values in {kind} differ from those of torch"
+        random = torch.Generator().manual_seed(0)
+        x = torch.randn(FEW_ROWS, values.shape[1], generator=random)
+        for rows in (1, FEW_ROWS):
+            y = _multiply_few(panels, parts, x[:rows])[:, : len(values)]
+            expected = x[:rows] @ values.T
+            if not (y - expected).abs().max() <= TOLERANCE * expected.abs().max():
+                problem = f"its product with {rows} rows differs from that of torch"
+    except Exception as error:  # numba and LLVM fail in many ways
+        problem = str(error).strip().split("\n")[0] or type(error).__name__
+    if problem:
+        _log_refusal(panels.fmt.name, problem)
+    return not problem
+
+
+@cache
+def _log_refusal(name: str, problem: str) -> None:
+    logger.warning("Products of %s are not computed by kernels of numba: %s.", name, problem)

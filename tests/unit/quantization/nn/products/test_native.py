@@ -1,0 +1,197 @@
+"""Kernels of numba for packed weights: bits of every format, sums, types, and refusals."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from quark.torch.numerics.formats import Dtype
+from quark.torch.numerics.native import compilation
+from quark.torch.numerics.qdq import dequantize
+from quark.torch.quantization.nn.products import fast_type, native, native_kernels
+from quark.torch.quantization.nn.products.arrangement import Arrangement
+from quark.torch.quantization.nn.products.panels import Panels
+from quark.torch.quantization.nn.products.product import PanelMethod
+from tests.unit.quantization.nn.products.test_panels import FORMATS, weight
+
+pytest.importorskip("numba")
+TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+@pytest.fixture(autouse=True)
+def any_size(monkeypatch):
+    """Small weights take kernels too."""
+    monkeypatch.setattr(compilation, "LEAST_ELEMENTS", 1)
+    monkeypatch.delenv(compilation.SWITCH, raising=False)
+    native._log_refusal.cache_clear()
+
+
+def regrouped(state, group):
+    """The same codes with another number of scales."""
+    state.spec.scheme.__dict__["group"] = group
+    return state._replace(scale=torch.rand(70, 64 // group) + 0.1)
+
+
+def decoded(panels, parts, dtype):
+    chunks = [v.flatten(0, 1).clone() for _, v in native.decode(panels, parts, dtype)]
+    return torch.cat(chunks)[: panels.arrangement.outputs]
+
+
+def equal_bits(y, expected):
+    words = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[y.dtype]
+    return torch.equal(y.view(words), expected.view(words))
+
+
+@pytest.mark.parametrize("group", [8, 16, 32, 64])
+@pytest.mark.parametrize("dtype", FORMATS, ids=lambda d: d.name)
+def test_every_format_and_group_size_has_the_bits_of_dequantize(dtype, group):
+    state = regrouped(weight(dtype, True), group)
+    panels, parts = Panels.pack(state, Arrangement.of_rows(70, 64, group))
+    expected = dequantize(state.codes, state.scale, None, state.scheme)
+    for to in TYPES:
+        assert equal_bits(decoded(panels, parts, to), expected.to(to))
+
+
+@pytest.mark.parametrize("group", [12, 20, 30])
+def test_group_sizes_that_are_no_power_of_two(group):
+    codes = torch.arange(70 * 60).remainder(16).view(70, 60).byte()
+    state = weight(Dtype.uint4, False)._replace(codes=codes, scale=torch.rand(70, 60 // group))
+    state.spec.scheme.__dict__["group"] = group
+    panels, parts = Panels.pack(state, Arrangement.of_rows(70, 60, group))
+    expected = dequantize(codes, state.scale, None, state.scheme)
+    assert equal_bits(decoded(panels, parts, torch.float32), expected)
+
+
+@pytest.mark.parametrize("zeros", ["one", "many", "fractions"])
+@pytest.mark.parametrize("group", [16, 32])
+@pytest.mark.parametrize(
+    "dtype", [d for d in FORMATS if not d.value.is_float], ids=lambda d: d.name
+)
+def test_zero_points(dtype, zeros, group):
+    fmt, shape = dtype.value, (70, 64 // group)
+    points = {
+        "one": torch.full(shape, 1),
+        "many": torch.randint(fmt.qmin, fmt.qmax + 1, shape),
+        "fractions": torch.randint(0, 8, shape) / 4,  # sums with the offset are exact
+    }[zeros]
+    state = regrouped(weight(dtype, False, points), group)
+    panels, parts = Panels.pack(state, Arrangement.of_rows(70, 64, group))
+    expected = dequantize(state.codes, state.scale, points, state.scheme)
+    for to in TYPES:
+        assert equal_bits(decoded(panels, parts, to), expected.to(to))
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
+def test_scales_in_every_type_and_two_level_scales(stored):
+    state = weight(Dtype.fp4, True)
+    fractions = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-10, torch.float32: 2.0**-20}
+    ratio = 1 + torch.randint(0, 60, (70, 2)) * fractions[stored]
+    for tensor_scale in (None, torch.tensor(0.0123)):
+        scale = ratio if tensor_scale is None else ratio * tensor_scale
+        panels, parts = Panels.pack(
+            state._replace(scale=scale, scale_2=tensor_scale), Arrangement.of_rows(70, 64, 32)
+        )
+        if tensor_scale is None:
+            assert parts["scale"].dtype == stored
+        expected = dequantize(state.codes, scale, None, state.scheme)
+        assert equal_bits(decoded(panels, parts, torch.float32), expected)
+
+
+def test_values_are_rounded_to_bfloat16_as_by_torch():
+    """Ties, the largest values and zeros of both signs, as products of codes and scales."""
+    codes = torch.arange(-128, 128).view(4, 64).to(torch.int8).repeat(18, 1)[:70]
+    scale = torch.cat([1 + torch.arange(139) / 128, torch.tensor([3e38])])[:140].view(70, 2)
+    state = weight(Dtype.int8, True)._replace(codes=codes, scale=scale)
+    panels, parts = Panels.pack(state, Arrangement.of_rows(70, 64, 32))
+    expected = dequantize(codes, scale, None, state.scheme)
+    assert ((expected.view(torch.int32) & 0xFFFF) == 0x8000).sum() > 100  # ties
+    assert expected.isinf().any()
+    assert equal_bits(decoded(panels, parts, torch.bfloat16), expected.bfloat16())
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 33])
+@pytest.mark.parametrize("name", ["int4", "int3", "fp8_e4m3", "fp4"])
+def test_products_of_few_and_many_rows(rows, name, monkeypatch):
+    monkeypatch.setattr(native, "_CHUNK", 2 * 32 * 64)
+    state = weight(Dtype[name], True)
+    method = PanelMethod(*Panels.pack(state, Arrangement(70, 64, 32, 32))[:1], None, True, "native")
+    _, parts = Panels.pack(state, Arrangement(70, 64, 32, 32))
+    x = torch.randn(rows, 64)
+    exact = x.double() @ dequantize(state.codes, state.scale, None, state.scheme).double().T
+    y = method.multiply(parts, x)
+    assert y.shape == (rows, 70)
+    assert (y - exact).abs().max() < 1e-6 * exact.abs().max()
+    assert method.multiply(parts, x[:0]).shape == (0, 70)
+
+
+@pytest.mark.parametrize("is_fast", [False, True])
+def test_bfloat16_inputs_are_multiplied_in_the_faster_type(is_fast, monkeypatch):
+    monkeypatch.setattr(fast_type, "_multiplies_bfloat16_fast", lambda: is_fast)
+    state = weight(Dtype.int4, True)
+    panels, parts = Panels.pack(state, Arrangement.of_rows(70, 64, 32))
+    x = torch.randn(8, 64).bfloat16()
+    y = native.multiply(panels, parts, x)[:, :70]
+    values = dequantize(state.codes, state.scale, None, state.scheme)
+    assert y.dtype == (torch.bfloat16 if is_fast else torch.float32)
+    values = values.bfloat16() if is_fast else values
+    exact = x.double() @ values.double().T
+    assert (y - exact).abs().max() < (2.0**-8 if is_fast else 1e-6) * exact.abs().max()
+    assert native.multiply(panels, parts, x.float()).dtype == torch.float32
+
+
+def test_threads_share_the_panels(monkeypatch):
+    monkeypatch.setattr(compilation, "_PIECE", 1)
+    state = weight(Dtype.int4, True)
+    panels, parts = Panels.pack(state, Arrangement(70, 64, 32, 32))
+    x, threads = torch.randn(3, 64), torch.get_num_threads()
+    expected = native.multiply(panels, parts, x)
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(native.multiply(panels, parts, x), expected)
+    finally:
+        torch.set_num_threads(threads)
+
+
+class TestRefusals:
+    @pytest.fixture
+    def right(self):
+        state = weight(Dtype.int4, True)
+        panels, parts = Panels.pack(state, Arrangement.of_rows(70, 64, 32))
+        return panels, parts, dequantize(state.codes, state.scale, None, state.scheme)
+
+    def test_a_right_kernel_is_used(self, right):
+        assert native.serves(*right[:2])
+        assert native.is_right(*right, torch.float32)
+
+    def test_wrong_values_are_logged_once(self, right, caplog):
+        panels, parts, values = right
+        with caplog.at_level(logging.WARNING):
+            for _ in range(2):
+                assert not native.is_right(panels, parts, values + 1e-6, torch.float32)
+        (record,) = caplog.records
+        assert "int4 are not computed by kernels of numba: its values" in record.message
+
+    def test_wrong_products(self, right, caplog, monkeypatch):
+        def wrong(*args):
+            native_kernels.multiply_rows(*args)
+            args[5][0, 0, 0] += np.float32(0.1)
+
+        monkeypatch.setattr(native, "multiply_rows", wrong)
+        assert not native.is_right(*right, torch.float32)
+        assert "its product with" in caplog.text
+
+    def test_a_failing_compiler(self, right, caplog, monkeypatch):
+        def fail(*args):
+            raise RuntimeError("no such instruction\nmore")
+
+        monkeypatch.setattr(native, "decode_rows", fail)
+        assert not native.is_right(*right, torch.float32)
+        assert "numba: no such instruction." in caplog.text
+
+    def test_small_weights_and_the_switch(self, right, monkeypatch):
+        monkeypatch.setattr(compilation, "LEAST_ELEMENTS", 1 << 18)
+        assert not native.serves(*right[:2])
+        monkeypatch.setattr(compilation, "LEAST_ELEMENTS", 1)
+        monkeypatch.setenv(compilation.SWITCH, "torch")
+        assert not native.serves(*right[:2])
