@@ -145,10 +145,7 @@ def make_plan(
     bound, free = request.max_memory, free_memory()
     if bound is None and exceeds_memory(size, devices[0]):
         bound = taken + free
-    needs, least = (
-        require(run, taken + _kernel_memory(request, files), bound),
-        least_bound(run, taken),
-    )
+    needs, least = require(run, taken + _kernels(request, files), bound), least_bound(run, taken)
     problems = [
         *_find_memory_problems(request, run, needs, least, taken + free),
         *_find_device_problems(needs, devices),
@@ -157,7 +154,7 @@ def make_plan(
     return RunPlan(needs, least, _probe_machine(request, model, devices[0]), kinds, problems)
 
 
-def _kernel_memory(request: Request, files: Reader) -> int:
+def _kernels(request: Request, files: Reader) -> int:
     """Return the bytes that kernels for CPUs will take; runs under a bound leave them out."""
     from quark.torch.numerics.native.compilation import LEAST_ELEMENTS, expected_memory
 
