@@ -92,7 +92,7 @@ def check_measurement(measurement: Measurement) -> None:
     if measurement.max_memory is not None and needs.memory > measurement.max_memory:
         raise console.wrong(
             "--max_memory",
-            f"{size(measurement.max_memory)} cannot be kept to: {measurement.source} takes "
+            f"{size(measurement.max_memory)} is too little: {measurement.source} takes "
             f"{size(least)} or more. Give --max_memory {round_up(least)}, or less text.",
         )
     if needs.memory > machine:

@@ -282,7 +282,7 @@ def _find_memory_problems(
         return [
             Problem(
                 "--max_memory",
-                f"{format_bytes(bound)} cannot be kept to: this run takes "
+                f"{format_bytes(bound)} is too little: this run takes "
                 f"{format_bytes(least)} or more. Give --max_memory {round_up(least)}, or less "
                 "calibration data (--num_calib_data, --seq_len).",
                 True,

@@ -112,8 +112,8 @@ def read_conversations(source: str | Path, tokenizer: Any) -> list[str]:
 
 def _no_template(reader: Any) -> str:
     return (
-        f"{type(reader).__name__} has no chat template, which messages need. Give "
-        "texts, images or audio, or add a template to the directory of the model"
+        f"the model has no chat template, which messages need ({type(reader).__name__}). Give "
+        "texts, images or audio, or add a file chat_template.jinja to the directory of the model"
     )
 
 

@@ -279,11 +279,11 @@ def check_fit(name: str, module: nn.Module, layer: QuantizationConfig) -> None:
             raise ValueError(f"{name}.{tensor}: {error}") from None
         if undivided is not None:
             axis, size = undivided
-            fits = [g for g in (256, 128, 64, 32, 16, 8) if size % g == 0]
+            fits = [str(g) for g in (256, 128, 64, 32, 16, 8) if size % g == 0] or [str(size)]
             raise ValueError(
                 f"{name}.{tensor}: group_size={spec.group_size} does not divide its {size} "
-                f"elements along axis {axis}. Choose one that does ({fits or size}), or exclude "
-                "the layer."
+                f"elements along axis {axis}. Choose one that does ({', '.join(fits)}), or "
+                "exclude the layer."
             )
 
 

@@ -40,7 +40,7 @@ def test_a_bound_that_is_too_low(verb, verbs, refused, monkeypatch, tmp_path):
     monkeypatch.setattr(CheckpointReader, "tensor", None)  # no value is read
     bound = taken_memory() // 10**6
     message = refused(verb, *verbs[verb], "--max_memory", f"{bound}MB")
-    assert "cannot be kept to" in message and "Give --max_memory" in message
+    assert "is too little" in message and "Give --max_memory" in message
     assert not list(tmp_path.glob("made*"))
 
 
