@@ -34,8 +34,13 @@ CASES = {
 }
 MOES = {
     "mixtral": {"num_local_experts": 3, "num_experts_per_tok": 2},
-    "qwen3_moe": {"num_experts": 3, "moe_intermediate_size": 32, "head_dim": 16},
-    "gpt_oss": {"num_local_experts": 3, "head_dim": 16},
+    "qwen3_moe": {
+        "num_experts": 3,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "head_dim": 16,
+    },
+    "gpt_oss": {"num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 16},
 }
 
 

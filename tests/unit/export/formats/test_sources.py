@@ -14,7 +14,7 @@ from quark.torch.quantization.nn.packed import PackedLayer
 
 FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "intermediate_size": 32}
-QWEN = {"num_experts": 3, "moe_intermediate_size": 48, "head_dim": 16}
+QWEN = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16}
 E8M0 = torch.float8_e8m0fnu
 
 
