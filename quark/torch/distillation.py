@@ -71,7 +71,7 @@ class DistillationOptions:
 
 @dataclass(frozen=True)
 class Distillation:
-    """What ``distill`` did.
+    """Result of ``distill``.
 
     Attributes:
         before: Mean KL(float ‖ quantized) at a position of the sequences kept back, nats.

@@ -79,7 +79,7 @@ class Material:
     prompt: Prompt
 
     def answer(self, model: nn.Module) -> str:
-        """Return what a model writes behind the prompt, in one line."""
+        """Return the answer of a model to the prompt, in one line."""
         return " ".join(self.prompt.answer(model).text.split())
 
     def logits(self, model: nn.Module) -> torch.Tensor:

@@ -259,7 +259,7 @@ def show_outcome(request: Request, outcome: Outcome, plan: RunPlan | None) -> No
 
 
 def _describe_finish(finish: Distillation) -> str:
-    """Return what the finish won on the text that it kept back, in words."""
+    """Describe how the finish changed the divergence on the text that it kept back."""
     if not finish.best:
         return f"no better on the text kept back, in {finish.steps} steps: nothing changed"
     before, after = 1e3 * finish.before, 1e3 * finish.after

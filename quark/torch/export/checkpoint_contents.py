@@ -123,7 +123,7 @@ class Summary:
         ]
 
     def scheme_words(self) -> str:
-        """Return what is quantized how, each scheme once: ``weight int4 per group 128 sym``."""
+        """Return the schemes of the layers in words: ``weight int4 per group 128 sym; …``."""
         words = []
         for layers in self.schemes():
             scheme = layers.scheme

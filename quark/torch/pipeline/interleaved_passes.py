@@ -96,7 +96,7 @@ class Pass(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a pass returned, and the seconds of its turns."""
+    """Result of a pass, and the seconds of its turns."""
 
     result: Any
     seconds: float

@@ -109,7 +109,7 @@ def data_steps(
 
 
 class _Ending(NamedTuple):
-    """What follows behind the blocks; see ``data_steps``."""
+    """Arguments of ``data_steps`` for the part of a pass behind the blocks."""
 
     receive: Receiver
     call: Callable[[nn.Module, Any], Any]

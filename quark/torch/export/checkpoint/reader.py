@@ -96,7 +96,7 @@ def prepare_layers(
 
 
 def _stored_probabilities(config: Config) -> dict[str, torch.Tensor]:
-    """Return what is stored for the probabilities of an attention module, on the meta device."""
+    """Return the stored tensors of quantized probabilities, on the meta device, by their names."""
     spec = config.softmax_quant_spec
     if spec is None or not spec.needs_data:
         return {}

@@ -21,7 +21,7 @@ _ROUNDER = np.float32(1.5 * 2**23)
 _ROUNDER_BITS = np.int32(0x4B400000)
 
 
-def _from_float32(x):  # type: ignore[no-untyped-def]  # of any type
+def _from_float32(x):  # type: ignore[no-untyped-def]  # numba reads the types of arguments
     return x
 
 

@@ -73,7 +73,7 @@ def _factor(scale: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, bool]:
 
 
 def _constants(fmt: Format) -> tuple[int, ...]:
-    """Return what ``round_to_floats`` needs to know of a format."""
+    """Return the constants of a format that ``round_to_floats`` takes."""
     nan = 0 if fmt.native is None else _NAN[fmt.native]
     smallest, largest = (_bits(x) for x in (2.0**fmt.min_exponent, fmt.max_value))
     return fmt.bits, fmt.mantissa_bits, smallest, largest, nan

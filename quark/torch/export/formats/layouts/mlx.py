@@ -39,7 +39,7 @@ class MlxLayout(TensorLayout):
         }
 
     def pack(self, state: QuantizedTensor, value: torch.Tensor | None) -> StoredParts:
-        """Return codes, scales and biases as they are stored."""
+        """Return the stored codes, scales and biases."""
         state = state if state.scheme.float_zero_point else to_unsigned(state)
         assert state.codes is not None and state.scale is not None and state.zero_point is not None
         scale = state.scale.reshape(len(state.codes), -1)

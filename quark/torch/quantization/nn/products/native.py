@@ -100,7 +100,7 @@ def _tensors(panels: Panels, parts: Parts) -> list[torch.Tensor | None]:
 
 
 def _constants(panels: Panels, parts: Parts) -> tuple[Any, Any]:
-    """Return what kernels have to know of a format, and numbers that all its scales share."""
+    """Return the constants of a format that kernels take, and numbers that its scales share."""
     fmt = panels.fmt
     flip = 128 if fmt.signed and fmt.bits == 8 and not fmt.is_float else 0
     shifts = (HALF_BITS - fmt.bits - (not fmt.signed), HALF_EXPONENT - fmt.exponent_bits)
@@ -140,7 +140,7 @@ def is_right(panels: Panels, parts: Parts, values: torch.Tensor, dtype: torch.dt
             expected = x[:rows] @ values.T
             if not (y - expected).abs().max() <= TOLERANCE * expected.abs().max():
                 problem = f"its product with {rows} rows differs from that of torch"
-    except Exception as error:  # numba and LLVM fail in many ways
+    except Exception as error:  # numba and LLVM have no common error; torch serves instead
         problem = str(error).strip().split("\n")[0] or type(error).__name__
     if problem:
         _log_refusal(panels.fmt.name, problem)
