@@ -34,7 +34,7 @@ def source(request, build, batches, tmp_path):
     if request.param == "mxfp4":
         return request.getfixturevalue("published")[0]
     if request.param == "fp8 blocks":
-        model = build("qwen3_moe", torch.bfloat16, **QWEN, num_experts_per_tok=2)
+        model = build("qwen3_moe", torch.bfloat16, **QWEN)
         return publish_fp8(model, tmp_path / "fp8", 16, activation_scheme="dynamic")[0]
     mode, config = MADE[request.param]
     model = quantized(build(dtype=torch.bfloat16), config, batches)
