@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from quark.torch import ModelImporter
 from quark.torch.quantization.config.algo import OnlineRotationConfig, RotationConfig
+from quark.torch.quantization.config.kv_cache import with_kv_cache
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from tests.configurations import config, groups, preset
 from tests.interop.test_other_tools import load  # noqa: F401 - a fixture
@@ -129,3 +130,30 @@ def test_rotations(build, quantize, export, logits, name, is_random):
     if name == "int4_wo_32":
         assert difference.max() < 1e-4
     assert difference.median() < 0.01 * logits(model).std()
+
+
+@pytest.mark.parametrize("name", ["fp8_per_head", "int8_per_head", "int4_per_head", "fp4_per_head"])
+def test_caches_per_head(build, quantize, export, name):
+    """compressed-tensors quantizes keys behind rotary embedding, and values, under our scales."""
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+    from transformers import DynamicCache
+
+    cached = with_kv_cache(preset("int4_wo_32"), ["*k_proj", "*v_proj"], name, post_rope=True)
+    model = quantize(build(), cached)
+    path = export(model, custom_mode=CT)
+    section = json.loads((path / "config.json").read_text())["quantization_config"]
+    plain = quantize(build(), preset("int4_wo_32"))
+    expected = build()
+    expected.load_state_dict(plain.state_dict(), strict=False)
+    section["config_groups"] = {}
+    apply_quantization_config(expected, QuantizationConfig(**section))
+    tensors = load_file(path / "model.safetensors")
+    scales = {k: t for k, t in tensors.items() if k.endswith((".k_scale", ".v_scale"))}
+    assert not expected.load_state_dict(scales, strict=False).unexpected_keys and len(scales) == 4
+    ids = torch.arange(3, 13).view(1, -1)
+    with torch.no_grad():
+        found = model(ids).logits
+        cache = DynamicCache(config=expected.config)
+        result = expected(ids, past_key_values=cache, use_cache=True).logits
+        assert (plain(ids).logits - result).abs().max() > 1e-3
+    torch.testing.assert_close(found, result, rtol=0, atol=1e-4)

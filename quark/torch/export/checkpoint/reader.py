@@ -22,6 +22,7 @@ from quark.torch.export.checkpoint.transformers_names import rename_for_model
 from quark.torch.export.formats.base import ExportFormat
 from quark.torch.quantization.config.algo import RotationConfig, SVDQuantConfig
 from quark.torch.quantization.config.config import Config, QuantizationConfig
+from quark.torch.quantization.config.head_sizes import with_head_sizes
 from quark.torch.quantization.config.match import assign
 from quark.torch.quantization.nn.attention import (
     PROBABILITIES,
@@ -189,6 +190,7 @@ def prepare_load(model: nn.Module, fmt: ExportFormat, reader: Reader) -> Loading
     """
     check_plain(model)
     fmt.check_readable()
+    fmt.config = with_head_sizes(fmt.config, model)
     experts = split_experts(model)
     try:
         reader = fmt.layer_source(reader, tied_names(model))

@@ -21,14 +21,18 @@ from quark.torch.export.formats.base import ExportFormat
 from quark.torch.export.formats.compressed_tensors_args import (
     INT,
     PACKED,
+    args_to_cache,
     args_to_spec,
+    cache_args,
     format_name,
     layer_scheme,
-    spec_to_args,
     to_pattern,
 )
 from quark.torch.export.formats.config_section import read_names
-from quark.torch.export.formats.kv_cache import STATIC_FP8, is_static_fp8, kv_cache_config
+from quark.torch.export.formats.kv_cache import (
+    has_static_heads,
+    kv_cache_config,
+)
 from quark.torch.export.formats.layer_checks import weight_shape, weight_spec
 from quark.torch.export.formats.layouts.compressed_tensors import CompressedTensorsLayout
 from quark.torch.export.formats.third_party import ThirdPartyFormat
@@ -40,6 +44,7 @@ from quark.torch.export.formats.transforms import (
     read_transforms,
 )
 from quark.torch.quantization.config.config import Config, QuantizationConfig
+from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.nn.layer import QuantizedLayer
 from quark.torch.quantization.nn.tensor_layout import TensorLayout
 
@@ -92,6 +97,7 @@ class CompressedTensorsFormat(ThirdPartyFormat):
             ValueError: The format cannot hold a layer.
         """
         super().check_writable(layers, float_layers)
+        self._check_cache(layers)
         self.rotations = TransformWriter()
         self.groups: list[tuple[dict[str, Any], list[str]]] = []  # scheme, names of layers
         for name, layer in layers.items():
@@ -101,6 +107,34 @@ class CompressedTensorsFormat(ThirdPartyFormat):
                 self.groups.append((scheme, [name]))
             else:
                 names.append(name)
+
+    def holds_cache(self, spec: QuantizationSpec) -> bool:
+        """Whether the format can hold a key-value cache quantized by a specification."""
+        has_heads = has_static_heads(spec) and cache_args(spec) is not None
+        return has_heads or super().holds_cache(spec)
+
+    def _check_cache(self, layers: Mapping[str, QuantizedLayer]) -> None:
+        """Record how the cache is quantized.
+
+        Raises:
+            ValueError: Two layers differ, or keys with scales per head are quantized before rotary
+                embedding.
+        """
+        outputs = {n: layer.quant_config.output_tensors for n, layer in layers.items()}
+        caches = {n: cache_args(spec) for n, spec in outputs.items() if spec is not None}
+        self.cache = next(iter(caches.values()), None)
+        for name, args in caches.items():
+            if args != self.cache:
+                raise ValueError(
+                    f"custom_mode={self.name!r} has one scheme for all keys and values, but {name} "
+                    f"has {args} and {next(iter(caches))} {self.cache}. Quantize them alike."
+                )
+        is_per_head = any(spec is not None and has_static_heads(spec) for spec in outputs.values())
+        if is_per_head and not self.config.kv_cache_post_rope:
+            raise ValueError(
+                f"custom_mode={self.name!r} has the scales of heads for keys after rotary "
+                "embedding: quantize with kv_cache_post_rope=True, or use custom_mode='quark'."
+            )
 
     def layer_problem(self, name: str, layer: QuantizedLayer) -> str | None:
         """Return why the format cannot hold a layer, or None."""
@@ -181,12 +215,11 @@ class CompressedTensorsFormat(ThirdPartyFormat):
             f"group_{i}": {**scheme, "targets": ["Linear"] if is_only_group else names}
             for i, (scheme, names) in enumerate(self.groups)
         }
-        kv_cache = spec_to_args(STATIC_FP8, is_input=True) if self.has_kv_cache else None
         return {
             "config_groups": groups,
             "format": formats.pop() if len(formats) == 1 else MIXED,
             "ignore": list(self.float_layers),
-            "kv_cache_scheme": kv_cache,
+            "kv_cache_scheme": self.cache,
             "quant_method": self.name,
             "quantization_status": "compressed",
             **self.rotations.section(),
@@ -218,17 +251,14 @@ class CompressedTensorsFormat(ThirdPartyFormat):
                     default = layer
                 else:
                     layers[to_pattern(target)] = layer
-        kv_cache = args_to_spec(section.get("kv_cache_scheme"), True, None)
-        if kv_cache is not None and not is_static_fp8(kv_cache):
-            raise ValueError(
-                f"compressed-tensors: kv_cache_scheme={section['kv_cache_scheme']} is not "
-                "supported, only static fp8 per tensor."
-            )
+        kv_cache = args_to_cache(section.get("kv_cache_scheme"))
+        per_head = kv_cache is not None and has_static_heads(kv_cache)
         return Config(
             default,
             exclude=[to_pattern(name) for name in read_names(section, "ignore")],
             layer_quant_config=layers,
             kv_cache_quant_config=kv_cache_config(kv_cache),
+            kv_cache_post_rope=per_head,
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from quark.torch.export.formats.kv_cache import is_static_fp8
 from quark.torch.export.formats.layer_checks import integer_weight_problem
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.scale_formats import E8M0
@@ -37,6 +38,15 @@ _INPUTS = {
 _MX_ELEMENTS = {4: Dtype.fp4, 6: Dtype.fp6_e2m3, 8: Dtype.fp8_e4m3}  # by their bits
 _MX_KINDS = {element.value: f"mxfp{bits}" for bits, element in _MX_ELEMENTS.items()}
 _MX_SCALES = ("torch.uint8", "uint8")  # types of stored exponents
+# (type, bits) of a key-value cache -> its format.
+_CACHES = {
+    ("float", 8): Dtype.fp8_e4m3,
+    ("float", 4): Dtype.fp4,
+    ("int", 8): Dtype.int8,
+    ("int", 4): Dtype.int4,
+}
+# What QuantizationArgs have by default.
+_USUAL = {"num_bits": 8, "type": "int", "strategy": "tensor", "symmetric": True, "dynamic": False}
 _STRATEGIES = {PER.per_tensor: "tensor", PER.per_channel: "channel", PER.per_block: "block"}
 
 
@@ -177,6 +187,48 @@ def args_to_spec(
         is_dynamic=bool(args.get("dynamic")),
         symmetric=bool(args.get("symmetric", True)),
         **granularity[strategy],  # type: ignore[arg-type]
+    )
+
+
+def cache_args(spec: QuantizationSpec) -> dict[str, Any] | None:
+    """Return the QuantizationArgs of a key-value cache with static scales, None for other caches.
+
+    One scale is for fp8_e4m3. Scales per head are for the formats of ``_CACHES``, without zero
+    points.
+    """
+    kind = next((kind for kind, dtype in _CACHES.items() if spec.dtype is dtype), None)
+    if kind is None or spec.is_dynamic or not spec.scheme.symmetric:
+        return None
+    is_per_head = spec.scheme.qscheme is PER.per_head
+    if not is_per_head and not is_static_fp8(spec):
+        return None
+    return {
+        "dynamic": False,
+        "group_size": None,
+        "num_bits": kind[1],
+        "strategy": "attn_head" if is_per_head else "tensor",
+        "symmetric": True,
+        "type": kind[0],
+    }
+
+
+def args_to_cache(args: dict[str, Any] | None) -> QuantizationSpec | None:
+    """Return the specification of a key-value cache, None for None: the inverse of ``cache_args``.
+
+    Raises:
+        ValueError: Such a cache is not supported.
+    """
+    if args is None:
+        return None
+    for dtype in _CACHES.values() if isinstance(args, dict) else ():
+        for qscheme in (PER.per_tensor, PER.per_head):
+            spec = QuantizationSpec(dtype, qscheme=qscheme, is_dynamic=False, symmetric=True)
+            known = cache_args(spec)
+            if known and all(args.get(k, _USUAL.get(k)) == v for k, v in known.items()):
+                return spec
+    raise ValueError(
+        f"compressed-tensors: kv_cache_scheme={args} is not supported, only static fp8 per tensor, "
+        "and static fp8, fp4, int8 and int4 per head."
     )
 
 

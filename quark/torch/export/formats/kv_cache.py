@@ -1,4 +1,4 @@
-"""Scales of an fp8 key-value cache, as checkpoints of other tools store them.
+"""Scales of a key-value cache, as checkpoints of other tools store them.
 
 A quantized cache is configured here as the outputs of ``k_proj`` and ``v_proj``. Checkpoints store
 its scales beside these layers: ``self_attn.k_scale``, not ``self_attn.k_proj.output_scale``.
@@ -19,6 +19,11 @@ def is_static_fp8(spec: QuantizationSpec) -> bool:
     """Whether a tensor is quantized to fp8_e4m3 with one static scale."""
     one = spec.dtype is Dtype.fp8_e4m3 and spec.scheme.qscheme is QSchemeType.per_tensor
     return one and not spec.is_dynamic and spec.second_stage is None
+
+
+def has_static_heads(spec: QuantizationSpec) -> bool:
+    """Whether a tensor is quantized with one static scale per head, without zero points."""
+    return spec.scheme.qscheme is QSchemeType.per_head and spec.scheme.symmetric
 
 
 def kv_cache_config(spec: QuantizationSpec | None) -> dict[str, QuantizationConfig]:

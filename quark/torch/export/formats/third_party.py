@@ -117,9 +117,13 @@ class ThirdPartyFormat(QuarkFormat):
         problem = common_problem(layer, (nn.Linear,), self.supports_rotation)
         output = layer.quant_config.output_tensors
         is_cache = self.supports_kv_cache and name.rpartition(".")[2] in SCALE_NAMES
-        if problem is None and output is not None and not (is_cache and is_static_fp8(output)):
+        if problem is None and output is not None and not (is_cache and self.holds_cache(output)):
             problem = "its output is quantized"
         return problem
+
+    def holds_cache(self, spec: QuantizationSpec) -> bool:
+        """Whether the format can hold a key-value cache quantized by a specification."""
+        return is_static_fp8(spec)
 
     @abstractmethod
     def layer_problem(self, name: str, layer: QuantizedLayer) -> str | None:

@@ -33,3 +33,8 @@ def config_of(spec=FP8, algorithms=None, layer=None, patterns=("*k_proj", "*v_pr
         exclude=["lm_head"],
         **rest,
     )
+
+
+@torch.no_grad()
+def logits_of(model, ids=IDS, **options):
+    return model(ids, **options).logits

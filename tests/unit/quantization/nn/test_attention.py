@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from quark.torch import ModelImporter, save_params
@@ -36,6 +36,7 @@ from tests.unit.quantization.nn.caches import (
     R3,
     TOKEN,
     config_of,
+    logits_of,
 )
 
 SPECS = {
@@ -49,45 +50,6 @@ ROTATIONS = {"as they are": None, "rotated": [R3]}
 
 
 quantized = partial(configurations.quantized, data=[IDS])
-
-
-@torch.no_grad()
-def logits_of(model, ids=IDS, **options):
-    return model(ids, **options).logits
-
-
-@pytest.fixture
-def attention():
-    """Register an attention function for the time of a test."""
-    names = []
-
-    def register(function):
-        names.append(f"test-{len(names)}")
-        AttentionInterface.register(names[-1], function)
-        return names[-1]
-
-    yield register
-    for name in names:
-        AttentionInterface._global_mapping.pop(name)
-
-
-@pytest.fixture
-def keys_of(attention, build):
-    """What the attention modules of a float model take, by layer: queries, keys and values."""
-
-    def keys_of(model, ids=IDS):
-        seen = {}
-
-        def look(module, query, key, value, *args, **kwargs):
-            seen[module.layer_idx] = query, key, value
-            return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, *args, **kwargs)
-
-        model.set_attn_implementation(attention(look))
-        logits_of(model, ids)
-        model.set_attn_implementation("sdpa")
-        return [seen[index] for index in sorted(seen)]
-
-    return keys_of
 
 
 # ---- what is computed ---------------------------------------------------------------------------
@@ -116,49 +78,6 @@ def test_keys_are_quantized_after_rotary_embedding(build, keys_of, attention):
     expected.set_attn_implementation(attention(by_hand))
     torch.testing.assert_close(logits_of(model), logits_of(expected), rtol=0, atol=1e-6)
     assert float((logits_of(model) - logits_of(build())).abs().max()) > 1e-3
-
-
-@pytest.mark.parametrize("dtype", ["int8", "int4", "fp8_e4m3", "fp4"])
-def test_every_head_has_its_own_scale(dtype, build, keys_of, attention):
-    """Against a float model whose attention is given keys and values rounded head by head."""
-    largest, grid = GRIDS[dtype]
-    seen = keys_of(build())
-    scales = [[x.abs().amax((0, 2, 3)) / largest for x in layer[1:]] for layer in seen]
-    model = quantized(build(), config_of(replace(HEAD, dtype=dtype)))
-    for layer, pair in zip(model.model.layers, scales, strict=True):
-        projections = layer.self_attn.k_proj, layer.self_attn.v_proj
-        for projection, expected in zip(projections, pair, strict=True):
-            assert len(expected) == 2
-            assert torch.equal(projection.output_quantizer.scale, expected)
-            assert expected.unique().numel() == 2
-
-    def by_hand(module, query, key, value, *args, **kwargs):
-        columns = [scale.view(1, -1, 1, 1) for scale in scales[module.layer_idx]]
-        key, value = (
-            nearest(x * s.reciprocal() if dtype.startswith("int") else x / s, grid) * s
-            for x, s in zip((key, value), columns, strict=True)
-        )
-        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, *args, **kwargs)
-
-    expected = build()
-    expected.set_attn_implementation(attention(by_hand))
-    torch.testing.assert_close(logits_of(model), logits_of(expected), rtol=0, atol=1e-5)
-
-
-def nearest(x, grid):
-    """Round to the nearest value of a grid; none of the values here lies halfway."""
-    return grid[(x.unsqueeze(-1) - grid).abs().argmin(-1)]
-
-
-_HALF = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-_FP8 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-# Number format -> largest value under the scale 1, and all values.
-GRIDS = {
-    "int8": (127.5, torch.arange(-128.0, 128.0)),
-    "int4": (7.5, torch.arange(-8.0, 8.0)),
-    "fp8_e4m3": (448, _FP8[_FP8.isfinite()].unique()),
-    "fp4": (6, torch.cat([-_HALF, _HALF]).unique()),
-}
 
 
 def test_scales_per_token_are_those_of_all_heads(build, keys_of, attention):

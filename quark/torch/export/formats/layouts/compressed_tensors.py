@@ -17,7 +17,9 @@ import torch
 
 from quark.torch.export.formats.layouts.dense_words import pack_words, to_unsigned, unpack_words
 from quark.torch.export.formats.layouts.packed import PackedLayout
+from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.scale_codec import stored_dtype
+from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.nn.quantizer import QuantizedTensor
 from quark.torch.quantization.nn.tensor_layout import DeclaredParts, StoredParts
@@ -26,8 +28,8 @@ from quark.torch.quantization.nn.tensor_layout import DeclaredParts, StoredParts
 class CompressedTensorsLayout(PackedLayout):
     """Integer weights in dense 32-bit words or in bytes, other tensors as in ``PackedLayout``.
 
-    Scales are [1] per tensor, [N, 1] per channel, and the grid of blocks otherwise. Symmetric
-    schemes store no zero points.
+    Scales are [1] per tensor, [N, 1] per channel, [H, 1, 1] per head, and the grid of blocks
+    otherwise. Symmetric schemes store no zero points.
 
     Args:
         uses_words: Whether integer weights are packed in words (pack-quantized), or each code is
@@ -54,8 +56,9 @@ class CompressedTensorsLayout(PackedLayout):
         stored = super().declare(spec, shape, is_stored)
         if spec.scheme.symmetric:
             stored.pop("zero_point", None)
+        scheme = spec.scheme
         return {
-            part: (_full_rank(shape) if part else shape, dtype)
+            part: (_full_rank(shape, scheme) if part else shape, dtype)
             for part, (shape, dtype) in stored.items()
         }
 
@@ -68,7 +71,9 @@ class CompressedTensorsLayout(PackedLayout):
             stored["scale"] = state.scale.reshape(grid)
         else:
             stored = super().pack(state, value)
-            stored = {p: t.reshape(_full_rank(t.shape)) if p else t for p, t in stored.items()}
+            scheme = state.scheme
+            shapes = {p: _full_rank(t.shape, scheme) if p else t.shape for p, t in stored.items()}
+            stored = {part: tensor.reshape(shapes[part]) for part, tensor in stored.items()}
         if state.scheme.symmetric:
             stored.pop("zero_point", None)
         return stored
@@ -119,6 +124,11 @@ def _integer_grid(spec: QuantizationSpec, shape: tuple[int, ...]) -> tuple[int, 
     return (shape[0], prod(grid) // shape[0]) if grid else (1,)
 
 
-def _full_rank(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the stored shape of scales: [] becomes [1], and [N] becomes [N, 1]."""
+def _full_rank(shape: tuple[int, ...], scheme: Scheme) -> tuple[int, ...]:
+    """Return the stored shape of scales.
+
+    [] becomes [1], [N] per channel [N, 1], and [H] per head [H, 1, 1]: of (heads, tokens, values).
+    """
+    if scheme.qscheme is QSchemeType.per_head:
+        return (*shape, 1, 1)
     return {0: (1,), 1: (*shape, 1)}.get(len(shape), tuple(shape))
