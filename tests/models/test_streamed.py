@@ -39,6 +39,7 @@ ALGORITHMS = {
     "qronos": [algo.QronosConfig()],
     "yaqa": [algo.YaqaConfig()],
     "autoround": [algo.AutoRoundConfig(iters=2)],
+    "joint tuning": [algo.BlockwiseJointTuningConfig(epochs=1)],
     "rotation": [ROTATION],
     "online": [ONLINE, algo.GPTQConfig()],
     "svdquant": [algo.SVDQuantConfig(svd_rank=4, min_layer_size=0, use_gptq=True)],

@@ -12,6 +12,7 @@ from tests.models.architectures import VARIED, build, inputs, small_config, toke
 pytestmark = pytest.mark.smoke
 OPTIONS = {
     "autoround": {"iters": 2},
+    "blockwise_joint_tuning": {"epochs": 1},
     "rotation": {"r2": True, "r4": True},
     "sparsegpt": {"mask_structure": "unstructured", "sparsity": 0.2},
     "wanda": {"mask_structure": "unstructured", "sparsity": 0.2},

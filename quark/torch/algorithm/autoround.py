@@ -10,11 +10,17 @@ floats.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 
+from quark.torch.algorithm.block_training import (
+    compute_gradients,
+    sample_batches,
+    straight_through,
+    total_error,
+)
 from quark.torch.algorithm.layer_inputs import quantize_inputs
 from quark.torch.algorithm.layers import check_weights_quantized, freeze
 from quark.torch.algorithm.weight_rounding import iterate_blocks, resolve
@@ -24,12 +30,9 @@ from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.qdq import fake_quantize
 from quark.torch.numerics.rounding import round_
 from quark.torch.numerics.scales import round_scale, round_zero_point
-from quark.torch.pipeline.accumulators import Sum
 from quark.torch.pipeline.block import Block, constant
 from quark.torch.pipeline.chunks import Chunks
 from quark.torch.pipeline.context import Algorithm, Context
-from quark.torch.pipeline.processes import processes
-from quark.torch.pipeline.reducer import Reducer
 from quark.torch.pipeline.shapes import FLOAT32, BlockShape, DataShape, Work
 from quark.torch.quantization.config.algo import AutoRoundConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
@@ -156,16 +159,16 @@ class LearnedWeight:
         new_zero = zero + (zero - fmt.qmin) * (below * scale / new_scale - 1)
         if self._scheme.float_zero_point:
             rounded = round_zero_point(new_zero.detach(), new_scale.detach(), self._scheme)
-            return new_scale, _straight_through(new_zero, rounded)
+            return new_scale, straight_through(new_zero, rounded)
         rounded = new_zero.detach().round().clamp(fmt.qmin, fmt.qmax)
-        return new_scale, _straight_through(new_zero, rounded)
+        return new_scale, straight_through(new_zero, rounded)
 
     def _round_scale(self, scale: torch.Tensor) -> torch.Tensor:
         """Round scales to their format."""
         tensor_scale = self._stage.tensor_scale
         to, axis = self._scheme.scale, self._scheme.axis
         rounded = round_scale(scale.detach(), to, tensor_scale, axis)
-        return _straight_through(scale, rounded)
+        return straight_through(scale, rounded)
 
     def _add_offset(self, steps: torch.Tensor) -> torch.Tensor:
         """Add offsets to values in units of the scale; values of float formats come out rounded.
@@ -185,7 +188,7 @@ class LearnedWeight:
         spacing = power_of_two(exponent - fmt.mantissa_bits)
         exact = steps / spacing + offset
         rounded = round_(exact.detach().clone(), self._scheme.rounding)
-        return _straight_through(exact, rounded) * spacing
+        return straight_through(exact, rounded) * spacing
 
     def _expand(self, x: torch.Tensor) -> torch.Tensor:
         """Expand values of scale blocks to the shape of the weight."""
@@ -215,10 +218,10 @@ def learn_rounding(
     parameters = [parameter for parameter, *_ in bounds]
     before = lowest = total_error(block, weights)
     best = [p.detach().clone() for p in parameters]
-    batches = _sample_batches(block, options.batch_size)
+    batches = sample_batches(block, options.batch_size)
     interval = -(-options.iters // EVALUATIONS)
     for step in range(options.iters):
-        gradients = _compute_gradients(block, weights, parameters, next(batches))
+        gradients = compute_gradients(block, weights, parameters, next(batches))
         decay = 1 - step / options.iters
         with torch.no_grad():
             for (parameter, rate, lowest_value, highest), g in zip(bounds, gradients, strict=True):
@@ -231,90 +234,6 @@ def learn_rounding(
         for parameter, value in zip(parameters, best, strict=True):
             parameter.copy_(value)
     return before, lowest
-
-
-@torch.no_grad()
-def total_error(block: Block, weights: Mapping[str, LearnedWeight]) -> float:
-    """Return the squared error of the outputs of a block over all data."""
-    values = {name: weight.value() for name, weight in weights.items()}
-    errors = [float(_measure_error(block, index, values)) for index in range(len(block))]
-    return sum(_gather(block, errors).values())
-
-
-def _compute_gradients(
-    block: Block,
-    weights: Mapping[str, LearnedWeight],
-    parameters: list[torch.Tensor],
-    batches: list[int],
-) -> list[torch.Tensor]:
-    """Return the gradients of the squared error over batches; 0 for experts without tokens."""
-    # Two steps, so that memory holds the graph of one batch: errors -> rounded weights, summed
-    # over batches in `leaves`; then rounded weights -> offsets and factors, once.
-    reducer = Reducer(weights, lambda leaf: Sum())
-    with torch.enable_grad():
-        values = {name: weight.value() for name, weight in weights.items()}
-        for indices in block.reduce(reducer):
-            leaves = {name: value.detach().requires_grad_() for name, value in values.items()}
-            counts = {index: batches.count(block.number(index)) for index in indices}
-            for index in (index for index, n in counts.items() for _ in range(n)):
-                error = _measure_error(block, index, leaves)
-                if error.requires_grad:  # False if a router sends all tokens to other experts
-                    torch.autograd.backward(error, inputs=list(leaves.values()))
-            for name, leaf in leaves.items():
-                reducer.parts[name].total = leaf.grad
-        gradients = [
-            torch.zeros_like(value) if (total := reducer.totals[name].total) is None else total
-            for name, value in values.items()
-        ]
-        return list(
-            torch.autograd.grad(
-                list(values.values()),
-                parameters,
-                gradients,
-                allow_unused=True,
-                materialize_grads=True,
-            )
-        )
-
-
-def _measure_error(block: Block, index: int, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the squared error of the outputs of a block for a batch, without padding."""
-    target, mask = block.reference_output(index)
-    change = block.call(index, values).float() - target.float()
-    return (change if mask is None else change[mask.to(change.device)]).square().sum()
-
-
-def _gather(block: Block, values: list[float]) -> dict[int, float]:
-    """Return the values of the batches of all processes by their number in the data, in order."""
-    own = {block.number(index): value for index, value in enumerate(values)}
-    every = [(int(n), value) for other in processes().exchange(own) for n, value in other.items()]
-    return dict(sorted(every))
-
-
-def _count_rows(block: Block) -> dict[int, int]:
-    """Return the number of sequences of each batch of all processes, by its number in the data."""
-    counts = [float(len(block.reference_output(index)[0])) for index in range(len(block))]
-    return {number: int(count) for number, count in _gather(block, counts).items()}
-
-
-def _sample_batches(block: Block, sequences: int) -> Iterator[list[int]]:
-    """Yield numbers of batches with at least so many sequences together, epoch after epoch."""
-    generator = torch.Generator().manual_seed(0)
-    rows, sample = _count_rows(block), list[int]()
-    numbers = list(rows)
-    count = 0
-    while True:
-        for place in torch.randperm(len(numbers), generator=generator).tolist():
-            sample.append(numbers[place])
-            count += rows[numbers[place]]
-            if count >= sequences:
-                yield sample
-                sample, count = [], 0
-
-
-def _straight_through(exact: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
-    """Return rounded values with the gradient of the exact ones (straight-through estimator)."""
-    return rounded.float() + (exact - exact.detach())
 
 
 def work(options: AutoRoundConfig, block: BlockShape, data: DataShape) -> Work:

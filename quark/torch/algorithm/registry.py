@@ -27,6 +27,7 @@ ALGORITHMS: dict[str, str] = {
     "gptaq": "quark.torch.algorithm.qronos:ALGORITHM",
     "qronos": "quark.torch.algorithm.qronos:ALGORITHM",
     "yaqa": "quark.torch.algorithm.yaqa:ALGORITHM",
+    "blockwise_joint_tuning": "quark.torch.algorithm.joint_tuning:ALGORITHM",
     "autoround": "quark.torch.algorithm.autoround:ALGORITHM",
 }
 

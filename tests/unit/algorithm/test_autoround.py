@@ -9,7 +9,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from quark.torch import ModelQuantizer
-from quark.torch.algorithm import autoround
+from quark.torch.algorithm import autoround, block_training
 from quark.torch.algorithm.autoround import MIN_FACTOR, LearnedWeight, learn_rounding, total_error
 from quark.torch.algorithm.weight_rounding import iterate_blocks
 from quark.torch.numerics.granularity import QSchemeType
@@ -255,7 +255,7 @@ def test_every_batch_has_its_turn():
     batches = [torch.randint(3, 64, (rows, 8)) for rows in (1, 2, 1, 3, 1)]
     block, _, opened = first_block(batches=batches)
     with opened:
-        picked = autoround._sample_batches(block, sequences=3)
+        picked = block_training.sample_batches(block, sequences=3)
         steps = [next(picked) for _ in range(20)]
     assert all(sum(len(batches[i]) for i in step) >= 3 for step in steps)
     assert all(sum(len(batches[i]) for i in step[:-1]) < 3 for step in steps)

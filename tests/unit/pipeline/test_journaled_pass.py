@@ -32,6 +32,7 @@ ALGORITHMS = {
     "yaqa": ("int4_wo_32", [algo.YaqaConfig()]),
     "damping": ("int4_wo_32", [algo.GPTAQConfig(choose_damping=True)]),
     "autoround": ("uint4_wo_32", [algo.AutoRoundConfig(iters=2)]),
+    "joint": ("uint4_wo_32", [algo.BlockwiseJointTuningConfig(epochs=1)]),
     "rotation": ("int4_wo_32", [ROTATION, algo.GPTQConfig()]),
     "smooth": ("int8", [algo.SmoothQuantConfig(), algo.GPTQConfig()]),
     "svdquant": ("mxfp4", [algo.SVDQuantConfig(svd_rank=4, min_layer_size=0)]),
@@ -46,7 +47,7 @@ BART = {
 }
 NIGHTLY = pytest.mark.nightly
 CASES = [
-    *(("llama", name) for name in ("awq", "gptq", "autoround", "svdquant")),
+    *(("llama", name) for name in ("awq", "gptq", "autoround", "joint", "svdquant")),
     *(pytest.param("llama", n, marks=NIGHTLY) for n in ("auto", "qronos", "yaqa", "smooth", "two")),
     pytest.param("llama", "rotation", marks=NIGHTLY),
     ("llama", "pruning"),

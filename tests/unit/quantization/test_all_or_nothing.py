@@ -19,6 +19,7 @@ from tests.models.architectures import build, small_config, tokens
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 OPTIONS = {
     "autoround": {"iters": 2, "batch_size": 1},
+    "blockwise_joint_tuning": {"epochs": 1},
     "rotation": {"r2": True, "r3": True, "r4": True},
     "quarot": {"r4": True},
     "svdquant": {"svd_rank": 4, "min_layer_size": 0},

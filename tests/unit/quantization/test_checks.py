@@ -11,6 +11,7 @@ from tests.models.architectures import tokens, varied
 
 OPTIONS = {
     "autoround": {"iters": 1},
+    "blockwise_joint_tuning": {"epochs": 1},
     "rotation": {"r2": True, "r4": True},
     "svdquant": {"svd_rank": 4, "min_layer_size": 0},
 }

@@ -13,7 +13,8 @@ from tests.unit.quantization.same_bits import WAYS, bits_of, data, model_of
 ROOT = Path(__file__).parents[3]
 FEW, SEQUENCES = 9, 17  # 2 and 3 chunks
 QUICK = [
-    *(("llama", way) for way in ("gptq", "chosen damping", "autoround", "svdquant")),
+    *(("llama", way) for way in ("gptq", "chosen damping", "autoround", "joint tuning")),
+    ("llama", "svdquant"),
     *(("mixtral", way) for way in ("static", "sparsegpt")),
 ]
 ERRORS = ["other weights", "other data", "failure", "other threads", "other files"]

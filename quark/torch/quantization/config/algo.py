@@ -8,7 +8,12 @@ from typing import Any
 from quark.torch.quantization.config.algo_base import AlgoConfig as AlgoConfig
 from quark.torch.quantization.config.algo_base import BlockAlgoConfig as BlockAlgoConfig
 from quark.torch.quantization.config.algo_base import PreQuantOptConfig as PreQuantOptConfig
+from quark.torch.quantization.config.algo_base import RoundingConfig as RoundingConfig
 from quark.torch.quantization.config.algo_base import present_options as present_options
+from quark.torch.quantization.config.algo_training import AutoRoundConfig as AutoRoundConfig
+from quark.torch.quantization.config.algo_training import (
+    BlockwiseJointTuningConfig as BlockwiseJointTuningConfig,
+)
 from quark.torch.quantization.config.pruning import PruningConfig as PruningConfig
 from quark.torch.quantization.config.pruning import SparseGPTConfig as SparseGPTConfig
 from quark.torch.quantization.config.pruning import WandaConfig as WandaConfig
@@ -183,10 +188,6 @@ class BiasCorrectionConfig(AlgoConfig):
     name: str = "bias_correction"
 
 
-class RoundingConfig(BlockAlgoConfig):
-    """Base class of the options of algorithms that replace weights by rounded weights."""
-
-
 @dataclass
 class SolverConfig(RoundingConfig):
     """Base class of the options of algorithms that round weights column by column.
@@ -274,30 +275,6 @@ class YaqaConfig(SolverConfig):
 
 
 @dataclass
-class AutoRoundConfig(RoundingConfig):
-    """Options of AutoRound (Cheng et al. 2024): rounding trained by signed gradient descent.
-
-    Attributes:
-        iters: Training steps per decoder block.
-        lr: Learning rate of the rounding offsets.
-        enable_minmax_tuning: Whether to train the ranges of weights too.
-        minmax_lr: Learning rate of the ranges.
-        batch_size: Sequences per step.
-        inside_layer_modules: Names of the layers of a block to round. Empty: all quantized layers.
-        model_decoder_layers: Name of the list of decoder blocks. Empty: discovered.
-    """
-
-    name: str = "autoround"
-    iters: int = 200
-    lr: float = 1 / 200
-    enable_minmax_tuning: bool = True
-    minmax_lr: float = 1 / 200
-    batch_size: int = 8
-    inside_layer_modules: list[str] = field(default_factory=list)
-    model_decoder_layers: str = ""
-
-
-@dataclass
 class SVDQuantConfig(AlgoConfig):
     """Options of SVDQuant (Li et al. 2024): a low-rank branch in float beside rounded weights.
 
@@ -366,6 +343,7 @@ ALGO_CONFIGS: dict[str, type[AlgoConfig]] = {
         QronosConfig,
         YaqaConfig,
         AutoRoundConfig,
+        BlockwiseJointTuningConfig,
         SVDQuantConfig,
     )
 }

@@ -66,3 +66,7 @@ class BlockAlgoConfig(AlgoConfig):
 
     inside_layer_modules: list[str]
     model_decoder_layers: str
+
+
+class RoundingConfig(BlockAlgoConfig):
+    """Base class of the options of algorithms that replace weights by rounded weights."""

@@ -14,6 +14,9 @@ from quark.torch.quantization.config.algo import AutoRoundConfig as AutoRoundCon
 from quark.torch.quantization.config.algo import AutoSmoothQuantConfig as AutoSmoothQuantConfig
 from quark.torch.quantization.config.algo import AWQConfig as AWQConfig
 from quark.torch.quantization.config.algo import BiasCorrectionConfig as BiasCorrectionConfig
+from quark.torch.quantization.config.algo import (
+    BlockwiseJointTuningConfig as BlockwiseJointTuningConfig,
+)
 from quark.torch.quantization.config.algo import CLEConfig as CLEConfig
 from quark.torch.quantization.config.algo import GPTAQConfig as GPTAQConfig
 from quark.torch.quantization.config.algo import GPTQConfig as GPTQConfig
@@ -71,6 +74,7 @@ else:
         "AlgoConfig",
         "AutoRoundConfig",
         "AutoSmoothQuantConfig",
+        "BlockwiseJointTuningConfig",
         "Config",
         "DataTypeSpec",
         "GPTAQConfig",

@@ -78,6 +78,19 @@ DOCUMENTED = {
         "minmax_lr": 1 / 200,
         "batch_size": 8,
     },
+    "blockwise_joint_tuning": {
+        "epochs": 5,
+        "weight_lr": 1e-4,
+        "qparam_lr": 1e-4,
+        "weight_decay": 0.0,
+        "qparam_weight_decay": 0.0,
+        "min_lr_factor": 20.0,
+        "max_grad_norm": 0.3,
+        "batch_size": 2,
+        "model_decoder_layers": "",
+        "trainable_modules": [],
+        "quant_trainable_modules": [],
+    },
     "svdquant": {"svd_rank": 32, "smooth_alpha": 0.5, "search_alpha": True},
 }
 
@@ -88,6 +101,8 @@ OTHER_VALUES = {
     "online_r1_rotation": True,
     "train_smooth": True,
     "smooth_positions": ["a"],
+    "trainable_modules": ["a"],
+    "quant_trainable_modules": ["b"],
     "optimized_rotation_path": "x",
     "scaling_layers": [{"layers": ["a"]}],
     "model_decoder_layers": "x",
