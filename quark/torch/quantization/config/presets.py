@@ -26,6 +26,8 @@ _TENSORS: dict[str, tuple[str, str, bool, bool]] = {
     "int4_group": ("int4", "per_group", True, False),
     "int4_group_asym": ("int4", "per_group", False, False),
     "int4_group_dynamic": ("int4", "per_group", True, True),
+    "int4_head": ("int4", "per_head", True, False),
+    "int4_token_head": ("int4", "per_head", True, True),
     "uint4_channel": ("uint4", "per_channel", True, False),
     "uint4_channel_asym": ("uint4", "per_channel", False, False),
     "uint4_group": ("uint4", "per_group", True, False),
@@ -40,6 +42,8 @@ _TENSORS: dict[str, tuple[str, str, bool, bool]] = {
     "int8_channel": ("int8", "per_channel", True, False),
     "int8_group": ("int8", "per_group", True, False),
     "int8_token": ("int8", "per_token", True, True),
+    "int8_head": ("int8", "per_head", True, False),
+    "int8_token_head": ("int8", "per_head", True, True),
     "uint8_asym": ("uint8", "per_tensor", False, False),
     "uint8_group_asym": ("uint8", "per_group", False, False),
     "fp8": ("fp8_e4m3", "per_tensor", True, False),
@@ -47,6 +51,8 @@ _TENSORS: dict[str, tuple[str, str, bool, bool]] = {
     "fp8_e5m3": ("fp8_e5m3", "per_tensor", True, False),
     "fp8_channel": ("fp8_e4m3", "per_channel", True, False),
     "fp8_token": ("fp8_e4m3", "per_token", True, True),
+    "fp8_head": ("fp8_e4m3", "per_head", True, False),
+    "fp4_head": ("fp4", "per_head", True, False),
     "bfloat16": ("bfloat16", "", True, False),
     "float16": ("float16", "", True, False),
 }
@@ -251,6 +257,12 @@ KV_CACHE_SCHEMES: dict[str, str] = {
     "fp6e2m3_per_group": "fp6_e2m3_dynamic",
     "fp6e3m2_per_group": "fp6_e3m2_dynamic",
     "fp4_per_group": "fp4_group_dynamic",
+    "fp8_per_head": "fp8_head",
+    "int8_per_head": "int8_head",
+    "int8_per_token_head": "int8_token_head",
+    "int4_per_head": "int4_head",
+    "int4_per_token_head": "int4_token_head",
+    "fp4_per_head": "fp4_head",
 }
 
 
