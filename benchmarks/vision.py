@@ -147,11 +147,13 @@ def _ways() -> dict[str, Way]:
     mxfp4 = QuantizationSpec("mx", mx_element_dtype="fp4", ch_axis=1)  # type: ignore[arg-type]
     bias = _spec("int32", "per_tensor", observers[0])
     cle, correction, gptq = CLEConfig(), BiasCorrectionConfig(), GPTQConfig()
+    absorbing = CLEConfig(absorb_biases=True)
     return {
         "int8 per tensor": Way(tensor, uint8, (), bias, is_timed=True),
         "int8 per tensor, percentile": Way(tensor, percentile, (), bias),
         "int8 per tensor, MSE": Way(tensor_mse, mse, (), bias),
         "int8 per tensor, CLE": Way(tensor, uint8, (cle,), bias, is_timed=True),
+        "int8 per tensor, CLE, absorption": Way(tensor, uint8, (absorbing,), bias),
         "int8 per tensor, CLE, bias correction": Way(tensor, uint8, (cle, correction), bias),
         "int8 per tensor, CLE, trained": Way(tensor, uint8, (cle,), bias, 1),
         "int8 per tensor, trained": Way(tensor, uint8, (), bias, 1),
