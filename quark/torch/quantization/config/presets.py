@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import fields, replace
 from typing import Any
 
 from quark.torch.quantization.config.block_schemes import BLOCK_SCHEMES
 from quark.torch.quantization.config.config import QuantizationConfig
-from quark.torch.quantization.config.name_lookup import one_of, unknown
+from quark.torch.quantization.config.name_lookup import nearest, one_of
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.config.spec_classes import SPEC_CLASSES
 
@@ -287,8 +288,25 @@ def scheme(name: str, group_size: int = GROUP_SIZE) -> QuantizationConfig:
         return _layer(_GROUPED[prefix], int(size))
     row = _SCHEMES.get(_respelled(known))
     if row is None:
-        raise ValueError(unknown(name, scheme_names(), "quant_scheme"))
+        near = similar_scheme(name, scheme_names())
+        hint = f" Did you mean {near!r}?" if near else ""
+        raise ValueError(
+            f"quant_scheme: {name!r} is unknown.{hint} 'quark schemes --all' and "
+            "LLMTemplate.get_supported_schemes() list all names."
+        )
     return _layer(row, group_size)
+
+
+def similar_scheme(name: str, names: Iterable[str]) -> str | None:
+    """Return the name most similar to an unknown one, or None: ``int4_wo_128`` for ``int4``.
+
+    Args:
+        name: The unknown name.
+        names: Known names.
+    """
+    names = list(names)
+    of_weights = [known for known in names if known.startswith(f"{name.lower()}_wo")]
+    return next(iter(of_weights[-1:] or nearest(name, names, 1)), None)
 
 
 def _respelled(name: str) -> str:

@@ -345,6 +345,9 @@ def test_any_group_size():
     ("name", "near"),
     [
         ("int8_w", "int8_wo"),
+        ("int4", "int4_wo_128"),
+        ("INT3", "int3_wo_128"),
+        ("Q4_K_M", "q4_k"),
         ("w_mx_fp5_sym", None),
         ("fp8_weightonly", None),
         ("int4_wo_128x", "int4_wo_128"),
