@@ -92,6 +92,9 @@ _HELPERS: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8_group_dynamic": ("FP8E4M3PerGroupSpec", {}),
 }
 
+# Observers of tensors that need another one than minimum and maximum.
+_OBSERVERS = {"int4_head": "PerHeadMSEObserver", "fp4_head": "PerHeadMSEObserver"}
+
 # Two stages by a short name: (first, second, whether the second quantizes the scales).
 _STAGES: dict[str, tuple[str, str, bool]] = {
     "nvfp4": ("fp4_group@16", "fp8", True),
@@ -361,6 +364,7 @@ def _spec(name: str, group_size: int) -> QuantizationSpec:
         blocks |= {"ch_axis": -1, "group_size": group_size}
     return QuantizationSpec(
         dtype,  # type: ignore[arg-type]
+        observer_cls=_OBSERVERS.get(name),  # type: ignore[arg-type]
         symmetric=symmetric,
         is_dynamic=dynamic,
         scale_type="float",  # type: ignore[arg-type]

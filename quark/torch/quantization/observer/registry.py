@@ -27,6 +27,7 @@ OBSERVERS: dict[str, str] = {
     "PerTensorHistogramObserverPro": "histogram",
     "PerTensorPercentileObserver": "histogram",
     "PerTensorMSEObserver": "histogram",
+    "PerHeadMSEObserver": "heads",
     "PerBlockMXDiffsObserver": "scale_search",
     "PerChannelMSEObserver": "scale_search",
     "PerGroupMSEObserver": "scale_search",
