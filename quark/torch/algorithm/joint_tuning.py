@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -206,21 +207,17 @@ def tune(
     Returns:
         Squared errors of the outputs over all data: rounded to the nearest, and tuned.
     """
-    trained = list(weights.values())
-    groups = [
-        ([w.weight for w in trained if w.weight is not None], "weight_lr", "weight_decay"),
-        ([x for w in trained for x in w.ranges()], "qparam_lr", "qparam_weight_decay"),
+    trained = weights.values()
+    own = [w.weight for w in trained if w.weight is not None]
+    ranges = [x for w in trained for x in w.ranges()]
+    given: list[dict[str, Any]] = [
+        {"params": own, "lr": options.weight_lr, "weight_decay": options.weight_decay},
+        {"params": ranges, "lr": options.qparam_lr, "weight_decay": options.qparam_weight_decay},
     ]
-    rates = [getattr(options, rate) for members, rate, _ in groups if members]
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": members, "lr": getattr(options, rate), "weight_decay": getattr(options, w)}
-            for members, rate, w in groups
-            if members
-        ],
-        foreach=False,
-    )
-    parameters = [parameter for members, _, _ in groups for parameter in members]
+    groups = [group for group in given if group["params"]]
+    rates = [group["lr"] for group in groups]
+    optimizer = torch.optim.AdamW(groups, foreach=False)
+    parameters = [*own, *ranges]
     before = lowest = total_error(block, weights)
     best = [p.detach().clone() for p in parameters]
     elements = count_elements(block)
