@@ -117,7 +117,7 @@ CLIENTS = {
         )
     ),
     "onnxruntime": Client((("install", "numpy", "onnxruntime==1.31.1"),)),
-    "openvino": Client((("install", "numpy", "openvino==2026.4.1"),)),
+    "openvino": Client((("install", "torch", "numpy", "openvino==2026.4.1"),)),
     "triton": Client((("install", "--no-deps", "triton==3.9.0"),)),
     "executorch": Client(  # without what converts models for other backends than XNNPACK
         (

@@ -25,10 +25,12 @@ from quark.torch.quantization.calibration import (
 )
 from quark.torch.quantization.config.algo import (
     AlgoConfig,
+    AutoSmoothQuantConfig,
     BiasCorrectionConfig,
     PruningConfig,
     RotationConfig,
     RoundingConfig,
+    SmoothQuantConfig,
     SVDQuantConfig,
 )
 from quark.torch.quantization.config.attention import softmax_layers
@@ -123,16 +125,18 @@ def check_algorithms(
 
 
 def check_for_graphs(algorithms: list[tuple[Algorithm, AlgoConfig]]) -> None:
-    """Raise if an algorithm changes inputs in the layers that read them, which graphs round before.
+    """Raise if an algorithm needs inputs that layers round themselves, which graphs round before.
 
     Args:
         algorithms: Result of ``find_algorithms``.
 
     Raises:
-        ValueError: An algorithm adds branches, or rotates inputs online.
+        ValueError: An algorithm adds branches, rotates inputs online, or smooths inputs.
     """
     for _, options in algorithms:
         problem = "it adds branches to layers" if isinstance(options, SVDQuantConfig) else ""
+        if isinstance(options, SmoothQuantConfig | AutoSmoothQuantConfig):
+            problem = "it smooths inputs that layers round themselves"
         if isinstance(options, RotationConfig):
             online = options.online_config and options.online_config.online_rotation_layers
             problem = (

@@ -81,8 +81,8 @@ def fit_batches(graph: fx.GraphModule, batches: Iterable[Any]) -> Iterable[Any]:
         batches: Batches that can be iterated any number of times.
 
     Raises:
-        ValueError: A batch has another number, type or shape of tensors. The message has the index
-            of the batch, and what the graph takes.
+        ValueError: A batch has another number, type or shape of tensors, or values that are
+            NaN or infinite. The message has the index of the batch, and what the graph takes.
     """
     rows = _fixed_rows(graph)
     if rows is not None:
@@ -150,9 +150,18 @@ def _misfits(graph: fx.GraphModule, batches: Iterable[Any]) -> Iterator[str]:
             return
         for node, value in zip(nodes, values, strict=True):
             problem = _misfit(node, value)
+            if problem is None and not _is_defined(value):
+                problem = f"{node.name} has values that are NaN or infinite: leave them out."
             if problem is not None:
                 yield f"Batch {index} of the dataloader: {problem}"
                 return
+
+
+def _is_defined(value: Any) -> bool:
+    """Whether no value is NaN or infinite; masks may hold -infinity."""
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return True
+    return not bool((value.isnan() | value.isposinf()).any())
 
 
 def _misfit(node: fx.Node, value: Any) -> str | None:

@@ -6,11 +6,13 @@ from torch import nn
 
 from quark.torch import ModelQuantizer
 from quark.torch.quantization.config.config import (
+    AutoSmoothQuantConfig,
     BiasCorrectionConfig,
     CLEConfig,
     OnlineRotationConfig,
     QuantizationConfig,
     RotationConfig,
+    SmoothQuantConfig,
     SVDQuantConfig,
 )
 from quark.torch.quantization.graph_mode.edges import CappedQuantizer
@@ -112,11 +114,14 @@ def test_the_range_behind_caps_grows_in_training(net):
         SVDQuantConfig(svd_rank=2, min_layer_size=0),
         RotationConfig(r1=False, r4=True),
         RotationConfig(r1=False, online_config=OnlineRotationConfig(online_rotation_layers=["*"])),
+        SmoothQuantConfig(alpha=0.5),
+        AutoSmoothQuantConfig(),
     ],
-    ids=["branches", "R4", "online"],
+    ids=["branches", "R4", "online", "smooth", "autosmoothquant"],
 )
 def test_what_changes_inputs_inside_of_layers_is_refused(options):
     net, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).eval(), torch.ones(4, 8)
-    config = graph_config(QuantizationConfig(weight=INT8), algo_config=[options])
+    layer = QuantizationConfig(weight=INT8, input_tensors=INT8)
+    config = graph_config(layer, algo_config=[options])
     with pytest.raises(ValueError, match=f"{options.name} does not work on graphs"):
         ModelQuantizer(config).quantize_model(export(net, x), [x])

@@ -92,7 +92,7 @@ def test_static_ranges_need_data():
         ([*images(1), images(1)[0].double()], "Batch 1 .*float64.*float32"),
         ([(images(1)[0], images(1)[0])], "has 2 values, but the graph takes 1: x"),
         ([{"image": images(1)[0]}], "has image, but the graph takes x"),
-        ([images(1)[0] / 0], "NaN or infinite"),
+        ([*images(1), images(1)[0] / 0], "Batch 1 .*: x has values that are NaN or infinite"),
     ],
     ids=["rows", "size", "type", "number", "name", "values"],
 )
