@@ -41,6 +41,10 @@ class Vectors:
         """Return an integer of 64 bits."""
         return self.ir.Constant(self.long, value)
 
+    def constants(self, value: int) -> Any:
+        """Return a vector of one integer of 32 bits."""
+        return self.ir.Constant(self.of(self.int), [value] * LANES)
+
     def spread(self, x: Any) -> Any:
         """Return a vector with one number in all places."""
         nothing = self.ir.Constant(self.of(x.type), self.ir.Undefined)

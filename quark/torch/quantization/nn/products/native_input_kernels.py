@@ -60,16 +60,12 @@ class _Blocks:
         stop = self.builder.add(first, elements)
         return self.vectors.loop(first, stop, LANES, carried, body)[1]
 
-    def number(self, value: int) -> Any:
-        """Return a vector of one int32."""
-        return self.ir.Constant(self.ints, [value] * LANES)
-
     def bits(self, index: Any) -> Any:
         """Return the bits of float32 values from an element on."""
         loaded = self.vectors.load(self.x, index)
         if self.x.kind == "float32":
             return self.builder.bitcast(loaded, self.ints)
-        return self.builder.shl(self.builder.zext(loaded, self.ints), self.number(16))
+        return self.builder.shl(self.builder.zext(loaded, self.ints), self.vectors.constants(16))
 
     def smaller(self, a: Any, b: Any) -> Any:
         """Return the smaller ones of int32."""
@@ -90,19 +86,21 @@ class _Blocks:
     def rounded_bits(self, numbers: Any) -> Any:
         """Return the bits of bfloat16 numbers, ties to even, also of subnormal numbers and NaN."""
         builder, bits = self.builder, self.as_bits(numbers)
-        odd = builder.and_(builder.lshr(bits, self.number(16)), self.number(1))
-        up = builder.add(bits, builder.add(odd, self.number(0x7FFF)))
+        odd = builder.and_(
+            builder.lshr(bits, self.vectors.constants(16)), self.vectors.constants(1)
+        )
+        up = builder.add(bits, builder.add(odd, self.vectors.constants(0x7FFF)))
         is_nan = builder.fcmp_unordered("uno", numbers, numbers)
-        kept = builder.select(is_nan, self.number(_NAN << 16), up)
+        kept = builder.select(is_nan, self.vectors.constants(_NAN << 16), up)
         short = self.vectors.of(self.vectors.short)
-        return builder.trunc(builder.lshr(kept, self.number(16)), short)
+        return builder.trunc(builder.lshr(kept, self.vectors.constants(16)), short)
 
     def round_floats(self, x: Any, most: Any, least: Any, steps: Any) -> Any:
         """Return the nearest values of a float format; see ``_round_to_scale``."""
         builder, bits = self.builder, self.as_bits(x)
-        sizes = builder.and_(bits, self.number(0x7FFFFFFF))
+        sizes = builder.and_(bits, self.vectors.constants(0x7FFFFFFF))
         inside = self.smaller(sizes, most)
-        exponent = self.larger(builder.and_(inside, self.number(0x7F800000)), least)
+        exponent = self.larger(builder.and_(inside, self.vectors.constants(0x7F800000)), least)
         rounder = self.as_floats(builder.add(exponent, steps))
         whole = builder.fsub(builder.fadd(self.as_floats(inside), rounder), rounder)
         signed = builder.or_(self.as_bits(whole), builder.xor(bits, sizes))
@@ -130,11 +128,11 @@ def _find_largest(builder: Any, ir: Any, x: Operand, largest: Operand) -> None:
     blocks = _Blocks(builder, ir, x)
 
     def compare(index: Any, before: list[Any]) -> list[Any]:
-        size = builder.and_(blocks.bits(index), blocks.number(0x7FFFFFFF))
+        size = builder.and_(blocks.bits(index), blocks.vectors.constants(0x7FFFFFFF))
         return [blocks.larger(before[0], size)]
 
     def write(block: Any) -> None:
-        (found,) = blocks.each_vector(block, [blocks.number(0)], compare)
+        (found,) = blocks.each_vector(block, [blocks.vectors.constants(0)], compare)
         blocks.vectors.store(blocks.vectors.largest(found), largest, block)
 
     blocks.each_block(x.shape[0], write)
