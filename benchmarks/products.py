@@ -3,8 +3,8 @@
     python benchmarks/products.py --peer torchao --peer onnxruntime
 
 The weights are those of the linear layers of four blocks of the model of ``inference.py``. Each
-process runs all layers with one row of inputs (a token is generated) and with 128 (a prompt is
-read), in turns with its float32 layers, which ratios are to.
+process runs all layers with one row of inputs (a token is generated) and with 128 to 2048 (a prompt
+is read), in turns with its float32 layers, which ratios are to.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from measure import alternate, in_fresh_process, machine, markdown, say
 
 BLOCKS = 4
-ROWS = (1, 128)
+ROWS = (1, 128, 512, 2048)
 SCHEMES = ("int4_wo_128", "w_int8_per_tensor_sym", "fp8")
 RUNTIMES = ("fast", "compiled")
 # Name of a row -> accuracy level of MatMulNBits: the type in which products are computed.

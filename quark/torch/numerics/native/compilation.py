@@ -284,11 +284,12 @@ def _has_numba() -> bool:
     return not numba.config.DISABLE_JIT
 
 
-def can_run(*tensors: torch.Tensor | None) -> bool:
+def can_run(*tensors: torch.Tensor | None, least: int | None = None) -> bool:
     """Whether kernels may process tensors: on the CPU, large enough, without gradients or tracing.
 
     Args:
         tensors: The tensors, the one with the most elements first; None for those that are absent.
+        least: Fewest elements of the first one; ``LEAST_ELEMENTS`` by default.
 
     Raises:
         ValueError: ``QUARK_KERNELS`` has none of its values.
@@ -299,7 +300,8 @@ def can_run(*tensors: torch.Tensor | None) -> bool:
     first = tensors[0]
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]  # it has no types
         return False
-    if choice == "torch" or first is None or first.numel() < LEAST_ELEMENTS:
+    fewest = LEAST_ELEMENTS if least is None else least
+    if choice == "torch" or first is None or first.numel() < fewest:
         return False
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     are_plain = all(

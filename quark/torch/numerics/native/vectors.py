@@ -41,6 +41,10 @@ class Vectors:
         """Return an integer of 64 bits."""
         return self.ir.Constant(self.long, value)
 
+    def constants(self, value: int) -> Any:
+        """Return a vector of one integer of 32 bits."""
+        return self.ir.Constant(self.of(self.int), [value] * LANES)
+
     def spread(self, x: Any) -> Any:
         """Return a vector with one number in all places."""
         nothing = self.ir.Constant(self.of(x.type), self.ir.Undefined)
@@ -90,6 +94,14 @@ class Vectors:
         function = module.globals.get(name) or self.ir.Function(module, kind, name)
         start = self.ir.Constant(self.float, 0.0)
         return self.builder.call(function, [start, x], fastmath=SUM_FLAGS)
+
+    def largest(self, x: Any) -> Any:
+        """Return the largest element of a vector of int32."""
+        name = f"llvm.vector.reduce.smax.v{LANES}i32"
+        kind = self.ir.FunctionType(self.int, [x.type])
+        module = self.builder.module
+        function = module.globals.get(name) or self.ir.Function(module, kind, name)
+        return self.builder.call(function, [x])
 
     def bfloat16_bits(self, x: Any) -> Any:
         """Return the bits of float32 numbers that are rounded to bfloat16, ties to even."""

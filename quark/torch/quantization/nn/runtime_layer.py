@@ -11,16 +11,20 @@ from torch import nn
 
 from quark.torch.quantization.nn.packed import PackedLayer
 from quark.torch.quantization.nn.packed_parameter import PackedParameter, is_exporting
-from quark.torch.quantization.nn.products import compiled_inputs, triton_inputs
+from quark.torch.quantization.nn.products import compiled_inputs, native_inputs, triton_inputs
 from quark.torch.quantization.nn.products.method import Use
 from quark.torch.quantization.nn.products.product import PackedProduct, make_product
 
 RUNTIMES = ("exact", "auto", "fast", "compiled", "unpacked")
 
-# Type of a device -> what fake-quantizes inputs in one pass there, and the runtimes that use it.
+# Type of a device -> what fake-quantizes inputs in one pass there, with the bits of ``exact``, the
+# best first, and the runtimes that use it.
 ONE_PASS = {
-    "cpu": (compiled_inputs.fake_quantize, {"compiled"}),
-    "cuda": (triton_inputs.fake_quantize, {"auto", "fast", "compiled"}),
+    "cpu": [
+        (native_inputs.fake_quantize, set(RUNTIMES)),
+        (compiled_inputs.fake_quantize, {"compiled"}),
+    ],
+    "cuda": [(triton_inputs.fake_quantize, {"auto", "fast", "compiled"})],
 }
 
 
@@ -141,13 +145,13 @@ class RuntimeLayer(PackedLayer):
         quantizer = self._quantizer(name)
         needs_gradient = x.requires_grad and torch.is_grad_enabled()
         is_traced = torch.compiler.is_compiling()
-        in_one_pass, runtimes = ONE_PASS.get(x.device.type, (None, ()))
-        is_plain = self.runtime not in runtimes or needs_gradient or is_traced
-        if quantizer is not None and in_one_pass is not None and not is_plain:
-            scales = self._scales(name, quantizer)
-            y = in_one_pass(x, *scales[:2], quantizer.scheme, scales[2])
-            if y is not None:
-                return y
+        if quantizer is not None and not needs_gradient and not is_traced:
+            for in_one_pass, runtimes in ONE_PASS.get(x.device.type, []):
+                if self.runtime in runtimes:
+                    scales = self._scales(name, quantizer)
+                    y = in_one_pass(x, *scales[:2], quantizer.scheme, scales[2])
+                    if y is not None:
+                        return y
         return super().quantize_activation(name, x)
 
     def value(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor | None:

@@ -7,6 +7,7 @@ import torch
 
 from quark.torch import RuntimeOptions, enable_native_inference, set_runtime
 from quark.torch.export.recognition import load_checkpoint
+from quark.torch.numerics.native.compilation import SWITCH
 from quark.torch.quantization.nn.products import compiled, compiled_inputs
 from quark.torch.quantization.nn.runtime import describe_runtime
 from tests.configurations import preset
@@ -22,7 +23,9 @@ def clear_answers():
 
 
 @pytest.fixture(autouse=True)
-def no_answers_of_other_tests():
+def no_answers_of_other_tests(monkeypatch):
+    """Nothing is compiled yet; kernels of numba are off, which other tests may have imported."""
+    monkeypatch.setenv(SWITCH, "torch")
     clear_answers()
     yield
     clear_answers()

@@ -36,6 +36,8 @@ class Kernel(NamedTuple):
             it does not fit them.
         factors: Returns scales and zero points as the kernel takes them.
         multiply: Returns x (rows, inputs) bfloat16 times the weight, (rows, padded outputs).
+        few_rows: Rows up to which it is faster than panels of ``native`` that are multiplied in
+            bfloat16, measured on an AMD Zen 4. Others are slower; see ``product.FEW_ROWS``.
     """
 
     fmt: Format
@@ -43,6 +45,7 @@ class Kernel(NamedTuple):
     group: Callable[[Format, int, int], int]
     factors: Callable[[Panels, Parts], torch.Tensor]
     multiply: Callable[[Panels, Parts, torch.Tensor], torch.Tensor]
+    few_rows: int
 
 
 def _int4_group(fmt: Format, inputs: int, group: int) -> int:
@@ -87,12 +90,12 @@ def _multiply_int8(panels: Panels, parts: Parts, x: torch.Tensor) -> torch.Tenso
 # Device and name -> kernel. The first one that fits a weight and is proved multiplies it.
 KERNELS: dict[tuple[str, str], Kernel] = {
     ("cpu", "int4, AVX-512"): Kernel(
-        Dtype.uint4.value, 32, _int4_group, _int4_factors, _multiply_int4
+        Dtype.uint4.value, 32, _int4_group, _int4_factors, _multiply_int4, 48
     ),
     ("cpu", "int4, AVX2"): Kernel(
-        Dtype.uint4.value, 16, _int4_group, _int4_factors, _multiply_int4
+        Dtype.uint4.value, 16, _int4_group, _int4_factors, _multiply_int4, 48
     ),
-    ("cpu", "int8"): Kernel(Dtype.int8.value, 0, _int8_group, _int8_factors, _multiply_int8),
+    ("cpu", "int8"): Kernel(Dtype.int8.value, 0, _int8_group, _int8_factors, _multiply_int8, 16),
 }
 
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from quark.torch.numerics.formats import Format
 from quark.torch.numerics.native.compilation import array, can_run, has_feature, run_rows
 from quark.torch.numerics.native.vectors import FEATURE, LANES
-from quark.torch.quantization.nn.products import native_kernels, native_vectors
+from quark.torch.quantization.nn.products import native_columns, native_kernels, native_vectors
 from quark.torch.quantization.nn.products.arrangement import PLANES, Parts, plane_widths
 from quark.torch.quantization.nn.products.fast_type import multiplied_type
 from quark.torch.quantization.nn.products.panels import BUFFERS, HALF_BITS, HALF_EXPONENT, Panels
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 FEW_ROWS = 4  # rows up to which it is faster to multiply values in the first cache
 TOLERANCE = 1e-5  # of the largest output: what another order of sums gives
-_CHUNK = 1 << 20  # elements of the panels that are decoded together
+_CHUNK = 1 << 22  # elements of the panels that are decoded together; torch multiplies fewer slower
 _MOST_PLANES = len(PLANES) - 1  # a plane of 8 bits is alone
 
 
@@ -40,7 +40,7 @@ def multiply(panels: Panels, parts: Parts, x: torch.Tensor) -> torch.Tensor:
         parts: Tensors of the weight.
         x: Inputs; a product of more rows than ``FEW_ROWS`` is in ``multiplied_type`` of their type.
     """
-    if 0 < len(x) <= FEW_ROWS:
+    if 0 < len(x) <= FEW_ROWS and not panels.arrangement.half:
         return _multiply_few(panels, parts, x)
     dtype, to = multiplied_type(x.dtype), panels.arrangement
     x = x.to(dtype)
@@ -68,8 +68,9 @@ def _multiply_few(panels: Panels, parts: Parts, x: torch.Tensor) -> torch.Tensor
 
 
 def _has_vectors(panels: Panels) -> bool:
-    """Whether scales are shared by whole vectors, which this machine has."""
-    is_whole = panels.arrangement.group % LANES == 0
+    """Whether whole vectors share scales or have their own, and the machine has such vectors."""
+    to = panels.arrangement
+    is_whole = (to.half or to.group) % LANES == 0
     return is_whole and has_feature(FEATURE)
 
 
@@ -94,10 +95,37 @@ def decode(
     for start in range(0, to.panels, step):
         chunk = slice(start, min(start + step, to.panels))
         count = chunk.stop - chunk.start
+        if to.half:
+            yield chunk, _decode_columns(panels, parts, chunk, kept[: count * to.size])
+            continue
         values = kept[: count * to.size].view(count, to.rows, to.inputs)
         tensors = [None if t is None else t[chunk] for t in _tensors(panels, parts)]
         run_rows(kernels.decode_rows, [*tensors, values], *constants)
         yield chunk, values
+
+
+def _decode_columns(panels: Panels, parts: Parts, chunk: slice, kept: torch.Tensor) -> torch.Tensor:
+    """Return the values of several panels with halves of rows, (panels, rows, inputs).
+
+    Args:
+        panels: Order and format of the codes.
+        parts: Tensors of the weight.
+        chunk: Which panels.
+        kept: Memory of the values.
+    """
+    to, count = panels.arrangement, chunk.stop - chunk.start
+    values = kept.view(to.inputs, count * to.rows)
+    shape = (-1, 2, to.inputs // to.group, to.half)
+    zeros = panels.zero_points(parts)
+    tensors = [
+        parts["plane_4"].view(to.panels, to.inputs, to.half)[chunk],
+        panels.scale(parts).view(shape)[chunk].contiguous(),
+        zeros.view(shape)[chunk].contiguous() if isinstance(zeros, torch.Tensor) else None,
+        torch.arange(count, device="cpu"),
+    ]
+    table, _ = _constants(panels, parts)
+    run_rows(native_columns.decode_columns, tensors, table, array(values))
+    return values.view(to.inputs, count, to.rows).permute(1, 2, 0)
 
 
 def _tensors(panels: Panels, parts: Parts) -> list[torch.Tensor | None]:
@@ -144,8 +172,9 @@ def _value_table(fmt: Format, top: int, down: int) -> Any:
 
 
 def serves(panels: Panels, parts: Parts) -> bool:
-    """Whether kernels take a weight on this machine: its rows are whole, and it is large enough."""
-    return not panels.arrangement.half and can_run(parts[f"plane_{plane_widths(panels.fmt)[0]}"])
+    """Whether kernels take a weight on this machine, and it is large enough."""
+    is_known = not panels.arrangement.half or _has_vectors(panels)
+    return is_known and can_run(parts[f"plane_{plane_widths(panels.fmt)[0]}"])
 
 
 def is_right(panels: Panels, parts: Parts, values: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -167,7 +196,7 @@ def is_right(panels: Panels, parts: Parts, values: torch.Tensor, dtype: torch.dt
                 problem = f"its values in {kind} differ from those of torch"
         random = torch.Generator().manual_seed(0)
         x = torch.randn(FEW_ROWS, values.shape[1], generator=random)
-        for rows in (1, FEW_ROWS):
+        for rows in () if panels.arrangement.half else (1, FEW_ROWS):
             y = _multiply_few(panels, parts, x[:rows])[:, : len(values)]
             expected = x[:rows] @ values.T
             if not (y - expected).abs().max() <= TOLERANCE * expected.abs().max():

@@ -19,7 +19,9 @@ from quark.torch.quantization.nn.products.scaled_method import scaled_methods
 from quark.torch.quantization.nn.products.triton_method import triton_methods
 from quark.torch.quantization.nn.quantizer import QuantizedTensor
 
-FEW_ROWS = 32  # rows up to which a kernel is faster than unpacked panels
+FEW_ROWS = (
+    32  # rows up to which a kernel is faster than panels, except those of ``Kernel.few_rows``
+)
 _SMALLEST_GROUP = 8  # below, scales take more memory than codes
 
 
@@ -47,7 +49,7 @@ class PanelMethod(Method):
     def multiply_rows(self, parts: Parts, x: torch.Tensor) -> torch.Tensor:
         """Return the product of ``x`` (rows, inputs) and the codes, (rows, padded outputs)."""
         takes_kernel = self.rounds_inputs or x.dtype == torch.bfloat16
-        if self.kernel and takes_kernel and 0 < len(x) <= FEW_ROWS:
+        if self.kernel and takes_kernel and 0 < len(x) <= self._few_rows(x.dtype):
             return KERNELS[self.kernel].multiply(self.panels, parts, x.bfloat16())
         if self.decoder == "native":
             return native.multiply(self.panels, parts, x)
@@ -57,6 +59,11 @@ class PanelMethod(Method):
         if 0 < len(x) <= compiled.FEW_ROWS:
             return product.multiply(self.panels, parts, x)
         return self._multiply_decoded(product, parts, x)
+
+    def _few_rows(self, dtype: torch.dtype) -> int:
+        """Return the rows of inputs in a type up to which the kernel is faster than panels."""
+        is_fast = self.decoder == "native" and multiplied_type(dtype) == torch.bfloat16
+        return KERNELS[self.kernel].few_rows if self.kernel and is_fast else FEW_ROWS
 
     def _multiply_panels(self, parts: Parts, x: torch.Tensor) -> torch.Tensor:
         to = self.panels.arrangement

@@ -11,6 +11,7 @@ from quark.torch.numerics.native.vectors import FEATURE
 from quark.torch.numerics.qdq import dequantize
 from quark.torch.quantization.nn.products import fast_type, native
 from quark.torch.quantization.nn.products.arrangement import Arrangement
+from quark.torch.quantization.nn.products.kernels import KERNELS
 from quark.torch.quantization.nn.products.panels import Panels
 from quark.torch.quantization.nn.products.product import PanelMethod
 from tests.unit.quantization.nn.products.test_panels import FORMATS, weight
@@ -147,6 +148,35 @@ def test_products_of_few_and_many_rows(rows, name, monkeypatch):
     assert method.multiply(parts, x[:0]).shape == (0, 70)
 
 
+@pytest.mark.parametrize("zeros", ["none", "one", "many", "fractions"])
+@pytest.mark.parametrize("half", [16, 32])
+@pytest.mark.parametrize("dtype", [Dtype.int4, Dtype.uint4])
+def test_the_order_of_the_kernel_of_torch(dtype, half, zeros, monkeypatch):
+    """Halves of rows by columns; few and many rows are multiplied by several panels at a time."""
+    points = {
+        "none": None,
+        "one": torch.full((70, 2), 1),
+        "many": torch.randint(dtype.value.qmin, dtype.value.qmax + 1, (70, 2)),
+        "fractions": torch.randint(0, 8, (70, 2)) / 4,
+    }[zeros]
+    monkeypatch.setattr(native, "_CHUNK", 2 * 2 * half * 64)
+    state = weight(dtype, points is None, points)
+    panels, parts = Panels.pack(state, Arrangement.of_columns(70, 64, 32, half))
+    expected = dequantize(state.codes, state.scale, points, state.scheme)
+    if not native.serves(panels, parts):  # only vectors do
+        assert not native.has_feature(FEATURE)
+        return
+    for to in TYPES:
+        assert equal_bits(decoded(panels, parts, to), expected.to(to))
+    assert native.is_right(panels, parts, expected, torch.bfloat16)
+    assert not native.is_right(panels, parts, expected + 1e-6, torch.bfloat16)
+    for rows in (1, 5):
+        x = torch.randn(rows, 64)
+        exact = x.double() @ expected.double().T
+        y = native.multiply(panels, parts, x)[:, :70]
+        assert (y - exact).abs().max() < 1e-6 * exact.abs().max()
+
+
 @pytest.mark.parametrize("is_fast", [False, True])
 def test_bfloat16_inputs_are_multiplied_in_the_faster_type(is_fast, monkeypatch):
     monkeypatch.setattr(fast_type, "_multiplies_bfloat16_fast", lambda: is_fast)
@@ -173,6 +203,25 @@ def test_threads_share_the_panels(monkeypatch):
         assert torch.equal(native.multiply(panels, parts, x), expected)
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("is_fast", [False, True])
+def test_the_rows_that_a_kernel_of_torch_takes(is_fast, monkeypatch):
+    """Panels in bfloat16 are faster than the kernel for int8 from fewer rows on."""
+    monkeypatch.setattr(fast_type, "_multiplies_bfloat16_fast", lambda: is_fast)
+    taken = []
+    kernel = KERNELS["cpu", "int8"]._replace(
+        multiply=lambda panels, parts, x: taken.append(len(x)) or x @ torch.zeros(64, 96).bfloat16()
+    )
+    monkeypatch.setitem(KERNELS, ("cpu", "int8"), kernel)
+    state = weight(Dtype.int8, True)
+    panels, parts = Panels.pack(state, Arrangement.of_rows(70, 64, 32))
+    method = PanelMethod(panels, ("cpu", "int8"), True, "native")
+    for rows in (1, 16, 17, 32, 33):
+        method.multiply(parts, torch.randn(rows, 64).bfloat16())
+    assert taken == ([1, 16] if is_fast else [1, 16, 17, 32])
+    method.multiply(parts, torch.randn(32, 64))  # float32 is multiplied in float32
+    assert taken[-1] == 32
 
 
 class TestRefusals:
