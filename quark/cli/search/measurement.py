@@ -95,7 +95,6 @@ class Row:
         bytes_per_token: Size of the weights that a token reads.
         loss: Predicted divergence from the original, nats per token.
         divergence: Measured divergence, KL(original ‖ mixture); None if it was not measured.
-        divergence_error: Its standard error over windows; None with one window.
         perplexity: Measured perplexity, None if it was not measured.
     """
 
@@ -105,7 +104,6 @@ class Row:
     bytes_per_token: int
     loss: float
     divergence: float | None
-    divergence_error: float | None
     perplexity: float | None
 
 
@@ -152,6 +150,6 @@ def measure_result(
     sizes = []
     for name, (bits, loss) in ordered:
         size, found = size_of_mixture(mixture.units, formats[name], outside), measured.get(name)
-        figures = (None,) * 3 if found is None else (found.kl, found.kl_error, found.perplexity)
+        figures = (None, None) if found is None else (found.kl, found.perplexity)
         sizes.append(Row(name, bits, *size, curve(loss), *figures))
     return Result(sizes, None if original is None else original.perplexity, routers)
