@@ -8,9 +8,10 @@
     python benchmarks/mixed.py --model MODEL --text FILE
 
 Statistics are collected once. Each mixture is the best of its size for them; uniform formats stand
-beside it. Both are rounded to the nearest, and by algorithms that run data. Mixtures of the kind
-*solved* are chosen by errors of GPTQ; in *together* layers that read a tensor share a format. The
-ranking is that of random mixtures by what was predicted and by what is measured.
+beside it. A curve through measured mixtures corrects the sum of the losses of layers and gives the
+predicted loss. Mixtures and formats are rounded to the nearest, and by algorithms that run data.
+Mixtures of the kind *solved* are chosen by errors of GPTQ; in *together* layers that read a tensor
+share a format. The ranking is that of random mixtures by sums and by what is measured.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +39,15 @@ from quark.torch.quantization.config.algo_lookup import algo_config_from_dict
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.config.recipes import RECIPES
+from quark.torch.search.loss_curve import measure_curve
 from quark.torch.search.mixtures import Mixture, measure_costs, mixed_config, temporarily_quantized
 
 CALIBRATION_WINDOWS = 64
 FORMATS = "int2_wo_128,int2_wo_64,int3_wo_128,int3_wo_64,int4_wo_128,int4_wo_32,int8_wo"
 ALGORITHMS = "gptq,qronos"
 KINDS = ("solved", "together")
-COLUMNS = ["formats", "bits/weight", "predicted", "algorithm", "perplexity", "KL, millinats", "s"]
+COLUMNS = ["formats", "bits/weight", "sum", "predicted", "algorithm", "perplexity", "KL, millinats"]
+COLUMNS += ["s"]
 
 
 def arguments() -> argparse.Namespace:
@@ -84,8 +89,17 @@ class Bench:
         windows = token_windows(training_documents(400_000), tokenizer, length, CALIBRATION_WINDOWS)
         self.data = list(windows.split(8))
 
-    def row(self, name: str, bits: float | None, loss: float | None, config: Config) -> list[Any]:
-        """Quantize a copy of the model and compare it with the float model."""
+    def row(
+        self, name: str, config: Config, bits: float | None = None, losses: Sequence[float] = ()
+    ) -> list[Any]:
+        """Quantize a copy of the model and compare it with the float model.
+
+        Args:
+            name: Name of the row.
+            config: Configuration of the copy.
+            bits: Bits per weight, if they are known.
+            losses: Sum of the losses of layers and predicted loss, if they are known.
+        """
         words = ", ".join(options.name for options in config.algo_config or [])
         model = copy.deepcopy(self.model)
         with Meter() as meter:
@@ -94,8 +108,8 @@ class Bench:
         found = perplexity(model, self.material.evaluation)
         lost = 1000 * divergence(self.model, model, self.material.evaluation)
         say(f"{name} {words}: {found:.3f}, {lost:.1f} millinats")
-        predicted = None if loss is None else 1000 * loss
-        return [name, bits, predicted, words or None, found, lost, meter.cpu]
+        predicted = [1000 * loss for loss in losses] or [None, None]
+        return [name, bits, *predicted, words or None, found, lost, meter.cpu]
 
     def statistics(self) -> Statistics:
         """Return statistics of the model and its calibration data."""
@@ -114,6 +128,13 @@ class Bench:
         say(f"costs of {len(formats)} formats: {meter.cpu:.0f} CPU s")
         return mixture
 
+    def loss(self, chosen: Mapping[str, str], formats: dict[str, QuantizationConfig]) -> float:
+        """Return the divergence of a mixture, with weights rounded to the nearest."""
+        model = copy.deepcopy(self.model)
+        config = mixed_config(model, chosen, formats)
+        model = ModelQuantizer.freeze(ModelQuantizer(config).quantize_model(model, self.data))
+        return divergence(self.model, model, self.material.evaluation)
+
 
 def mixtures(
     bench: Bench, names: list[str], targets: list[float], algorithms: list[str], kinds: list[str]
@@ -122,6 +143,8 @@ def mixtures(
     formats = {name: presets.scheme(name) for name in names}
     statistics = bench.statistics()
     mixture = bench.mixture(statistics, formats)
+    curve = measure_curve(mixture, partial(bench.loss, formats=formats))
+    say(f"measured mixtures: {curve.points}")
     layers = [layer for unit in mixture.units for layer in unit.layers]
     chosen = [(name, mixture, dict.fromkeys(layers, name)) for name in names]
     chosen += [(f"mixed, {target:g}", mixture, mixture.choose(target)) for target in targets]
@@ -134,7 +157,8 @@ def mixtures(
         for algorithm in ["", *algorithms]:
             options = [algo_config_from_dict({"name": algorithm})] if algorithm else None
             given = replace(config, algo_config=options)
-            rows.append(bench.row(name, *found.cost(choice), given))
+            bits, total = found.cost(choice)
+            rows.append(bench.row(name, given, bits, (total, curve(total))))
     return rows
 
 
@@ -160,8 +184,8 @@ def ranking(bench: Bench, names: list[str], count: int) -> list[list[Any]]:
             found = 1000 * divergence(bench.model, other, bench.material.evaluation)
         shown = ", ".join(f"{[*choice.values()].count(name)} {name}" for name in names)
         say(f"{shown}: {1000 * loss:.1f} predicted, {found:.1f} millinats")
-        rows.append([shown, bits, 1000 * loss, None, None, found, None])
-    ranks = torch.tensor([[row[2], row[5]] for row in rows]).argsort(0).argsort(0).float()
+        rows.append([shown, bits, 1000 * loss, None, None, None, found, None])
+    ranks = torch.tensor([[row[2], row[6]] for row in rows]).argsort(0).argsort(0).float()
     say(f"rank correlation: {float(torch.corrcoef(ranks.T)[0, 1]):.3f}")
     return rows
 
@@ -171,7 +195,7 @@ def recipes(bench: Bench, names: list[str]) -> list[list[Any]]:
     template = LLMTemplate.get(bench.model.config.model_type)
     configs = {name: template.get_recipe(name) for name in names}
     return [
-        bench.row(name, None, None, given)
+        bench.row(name, given)
         for name, config in configs.items()
         for given in (replace(config, algo_config=None), config)
         if given.algo_config or given is not config

@@ -38,6 +38,7 @@ class Measurement:
         probes: Number of these calls, 0 for none.
         compared: Models whose predictions are compared, the original among them; they take turns if
             they are read in parts. 1 for none.
+        keeps_predictions: Whether predictions are kept until models that run later are compared.
         samples_inputs: Whether inputs of layers are kept.
         measures_layers: Whether each layer is measured, in float32.
         keeps_codes: Whether a quantized model stays packed. Otherwise it is dequantized.
@@ -56,6 +57,7 @@ class Measurement:
     probe: int = 1
     probes: int = 0
     compared: int = 1
+    keeps_predictions: bool = False
     samples_inputs: bool = False
     measures_layers: bool = False
     keeps_codes: bool = False
@@ -173,7 +175,7 @@ def _predictions(measurement: Measurement, data: DataShape) -> int:
     from quark.torch.evaluation.predictions import positions_of
     from quark.torch.pipeline.shapes import FLOAT32
 
-    if measurement.compared == 1:
+    if measurement.compared == 1 and not measurement.keeps_predictions:
         return 0
     return FLOAT32 * measurement.evaluated * positions_of(measurement.length) * data.labels
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from quark.cli import console
+from quark.cli import accelerators, console
 from quark.cli.collect import (
     DataFlags,
     collect,
@@ -39,7 +39,7 @@ from quark.cli.outputs import check_file, check_offload_directory
 from quark.cli.quantize.config import check_algorithms, layer_scheme
 from quark.cli.quantize.plan import round_up
 from quark.cli.quantize.request import split_names
-from quark.cli.search.measurement import ORIGINAL, Measure, measure_result
+from quark.cli.search.measurement import Measure, curve_of, measure_result
 from quark.cli.search.tables import print_result
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from quark.torch.quantization.config.algo import AlgoConfig
     from quark.torch.quantization.config.config import Config
     from quark.torch.quantization.config.layer import QuantizationConfig
+    from quark.torch.search.loss_curve import LossCurve
     from quark.torch.search.mixtures import Mixture
     from quark.torch.search.sizes import Size
 
@@ -176,6 +177,10 @@ def register(app: typer.Typer) -> None:
 
 
 def _search_formats(request: SearchRequest) -> None:
+    from quark.torch.evaluation.predictions import Reference
+    from quark.torch.graph.residency import residency_of
+    from quark.torch.pipeline.activation_store import ActivationStore
+    from quark.torch.pipeline.memory_limit import results_limit
     from quark.torch.quantization.config.algo import SolverConfig
     from quark.torch.search.mixtures import Mixture, measure_costs, mixed_config
     from quark.torch.search.sizes import size_outside
@@ -200,12 +205,15 @@ def _search_formats(request: SearchRequest) -> None:
         mixture = Mixture(units, per_token=request.target_read is not None)
         outside = size_outside(model, statistics, units)
     configure = partial(mixed_config, model, formats=formats)
-    measure = Measure(model, statistics, evaluation, configure)
-    chosen = _choose(request, mixture, outside, measure)
-    _write_files(
-        request, replace(measure.configure(chosen), algo_config=algorithms), mixture, chosen
-    )
-    result = measure_result(mixture, chosen, outside, measure)
+    device = accelerators.pick_device(request.device)
+    limit = results_limit(residency_of(model) is not None, request.max_memory, device)
+    with ActivationStore(limit) as store:
+        measure = Measure(model, statistics, evaluation, configure, Reference(store))
+        chosen = _choose(request, mixture, outside, measure)
+        curve = curve_of(mixture, measure, solved)
+        config = replace(measure.configure(chosen), algo_config=algorithms)
+        _write_files(request, config, mixture, chosen, curve)
+        result = measure_result(mixture, chosen, outside, measure, curve)
     if request.as_json:
         console.as_json({"output": str(request.output), "layers": chosen, **asdict(result)})
         return
@@ -247,7 +255,8 @@ def _check_memory(request: SearchRequest, source: Path) -> None:
     if request.statistics is not None:
         run = replace(run, collected=0)
     windows = 0 if request.skip_evaluation else counted_windows(request.num_eval_data)
-    check_measurement(replace(run, evaluated=windows, evaluated_batch=BATCH_SIZE))
+    run = replace(run, evaluated=windows, evaluated_batch=BATCH_SIZE, keeps_predictions=True)
+    check_measurement(run)
 
 
 def _parse_formats(request: SearchRequest) -> dict[str, QuantizationConfig]:
@@ -311,15 +320,16 @@ def _choose(
         return _choose_within("--target_read", mixture, request.target_read, outside.read)
     limit = request.max_perplexity_increase
     assert limit is not None
-    original = measure.perplexity(ORIGINAL)
+    original = measure.original()
     assert original is not None
+    highest = original.perplexity * (1 + limit / 100)
     bits = [bits for bits, _ in mixture.points()]
     steps = [bits[0] + (bits[-1] - bits[0]) * step / GRID for step in range(GRID + 1)]
 
     def is_within(step: int) -> bool:
-        perplexity = measure.perplexity(f"{steps[step]:.2f} bits", mixture.choose(steps[step]))
-        assert perplexity is not None
-        return perplexity <= original * (1 + limit / 100)
+        predictions = measure.mixture(f"{steps[step]:.2f} bits", mixture.choose(steps[step]))
+        assert predictions is not None
+        return predictions.perplexity <= highest
 
     low, high = -1, GRID  # above the limit, within the limit
     if not is_within(high):
@@ -351,7 +361,11 @@ def _choose_within(flag: str, mixture: Mixture, size: int, outside: int) -> dict
 
 
 def _write_files(
-    request: SearchRequest, config: Config, mixture: Mixture, chosen: Mapping[str, str]
+    request: SearchRequest,
+    config: Config,
+    mixture: Mixture,
+    chosen: Mapping[str, str],
+    curve: LossCurve,
 ) -> None:
     from quark.torch.files import write_json, write_text
     from quark.torch.search.chart import render_chart
@@ -359,8 +373,10 @@ def _write_files(
     write_json(request.output, config.to_dict(everything=True))
     if request.picture is not None:
         marked = {**mixture.uniform(), "chosen": mixture.cost(chosen)}
-        loss = "predicted loss, nats per token"
-        write_text(request.picture, render_chart(mixture.points(), marked, loss))
+        corrected = {name: (bits, curve(loss)) for name, (bits, loss) in marked.items()}
+        points = [(bits, curve(loss)) for bits, loss in mixture.points()]
+        title = "predicted loss, nats per token"
+        write_text(request.picture, render_chart(points, corrected, title))
 
 
 def _print_next_step(request: SearchRequest) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quark.cli import console
@@ -13,9 +12,10 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from quark.torch.evaluation.predictions import Predictions, Reference
     from quark.torch.pipeline.statistics import Statistics
     from quark.torch.quantization.config.config import Config
-    from quark.torch.quantization.nn.router_choices import RouterChoices
+    from quark.torch.search.loss_curve import LossCurve
     from quark.torch.search.mixtures import Mixture
     from quark.torch.search.sizes import Size
 
@@ -25,36 +25,62 @@ TOLERANCE = 0.005  # relative difference of sizes that count as equal
 
 @dataclass(frozen=True)
 class Measure:
-    """Measures mixtures with weights rounded to the nearest.
+    """Measures mixtures with weights rounded to the nearest, beside the original on the same text.
 
     Attributes:
-        choices: The experts that routers chose, by title of the last such measurement.
+        windows: Token identifiers, (windows, length); None if nothing is measured.
+        reference: Keeps the predictions of the original.
     """
 
     model: nn.Module
     statistics: Statistics
     windows: torch.Tensor | None
     configure: Callable[[Mapping[str, str]], Config]
-    choices: dict[str, RouterChoices] = field(default_factory=dict)
+    reference: Reference
 
-    def perplexity(self, title: str, chosen: Mapping[str, str] | None = None) -> float | None:
-        """Return the perplexity of a mixture, or of the float model; None without text."""
-        from quark.torch.evaluation.perplexity import perplexity
-        from quark.torch.quantization.nn.router_choices import RouterChoices
+    def original(self) -> Predictions | None:
+        """Return the predictions of the float model, which runs once; None without text."""
+        from quark.torch.evaluation.perplexity import BATCH_SIZE
+
+        if self.windows is not None and self.reference.predictions is None:
+            with console.stage(f"perplexity of {ORIGINAL}"):
+                self.reference.run(self.model, self.windows, BATCH_SIZE, ORIGINAL)
+        return self.reference.predictions
+
+    def mixture(self, title: str, chosen: Mapping[str, str]) -> Predictions | None:
+        """Return the predictions of a mixture beside those of the original; None without text."""
+        from quark.torch.evaluation.perplexity import BATCH_SIZE
         from quark.torch.search.mixtures import temporarily_quantized
 
-        if self.windows is None:
+        if self.windows is None or self.original() is None:
             return None
-        rounding: AbstractContextManager[None] = nullcontext()
-        if chosen is not None:
-            rounding = temporarily_quantized(self.model, self.configure(chosen), self.statistics)
-        self.choices[title] = RouterChoices()
-        with (
-            console.stage(f"perplexity of {title}"),
-            rounding,
-            self.choices[title].record(self.model),
-        ):
-            return perplexity(self.model, self.windows, progress=title)
+        rounding = temporarily_quantized(self.model, self.configure(chosen), self.statistics)
+        with console.stage(f"perplexity of {title}"), rounding:
+            return self.reference.compare(self.model, self.windows, BATCH_SIZE, title=title)
+
+
+def curve_of(mixture: Mixture, measure: Measure, solved: bool) -> LossCurve:
+    """Return what corrects predicted losses: a curve through measured mixtures.
+
+    Nothing is corrected without text, and where losses are those of GPTQ, since mixtures are
+    measured with weights rounded to the nearest.
+
+    Args:
+        mixture: The best mixtures of all sizes.
+        measure: Measures mixtures.
+        solved: Whether losses are those of GPTQ.
+    """
+    from quark.torch.search.loss_curve import LossCurve, measure_curve
+
+    if measure.windows is None or solved:
+        return LossCurve()
+
+    def divergence(chosen: Mapping[str, str]) -> float:
+        predictions = measure.mixture(f"{mixture.cost(chosen)[0]:.2f} bits", chosen)
+        assert predictions is not None and predictions.kl is not None
+        return predictions.kl
+
+    return measure_curve(mixture, divergence)
 
 
 @dataclass(frozen=True)
@@ -67,7 +93,8 @@ class Row:
             are those.
         bytes: Size of the checkpoint.
         bytes_per_token: Size of the weights that a token reads.
-        loss: Predicted loss, nats per token.
+        loss: Predicted divergence from the original, nats per token.
+        divergence: Measured divergence, KL(original ‖ mixture); None if it was not measured.
         perplexity: Measured perplexity, None if it was not measured.
     """
 
@@ -76,6 +103,7 @@ class Row:
     bytes: int
     bytes_per_token: int
     loss: float
+    divergence: float | None
     perplexity: float | None
 
 
@@ -96,30 +124,32 @@ class Result:
 
 
 def measure_result(
-    mixture: Mixture, chosen: Mapping[str, str], outside: Size, measure: Measure
+    mixture: Mixture, chosen: Mapping[str, str], outside: Size, measure: Measure, curve: LossCurve
 ) -> Result:
-    """Measure a mixture, and the largest format for all layers that is not larger."""
+    """Measure a mixture, and the largest format for all layers that is not larger.
+
+    Args:
+        mixture: The best mixtures of all sizes.
+        chosen: Format of each layer, by its name.
+        outside: Size of what is not quantized.
+        measure: Measures mixtures.
+        curve: Corrects predicted losses.
+    """
     from quark.torch.search.sizes import size_of_mixture
 
-    original = measure.perplexity(ORIGINAL)
+    original = measure.original()
     mixed, rows = mixture.cost(chosen), mixture.uniform()
     fitting = [name for name, (bits, _) in rows.items() if bits <= mixed[0] * (1 + TOLERANCE)]
     rival = max(fitting, key=lambda name: rows[name][0], default=None)
-    measured = {"mixed": measure.perplexity(MIXTURE, chosen)}
+    measured = {"mixed": measure.mixture(MIXTURE, chosen)}
+    routers = measure.reference.agreement
     if rival is not None:
-        measured[rival] = measure.perplexity(rival, dict.fromkeys(chosen, rival))
+        measured[rival] = measure.mixture(rival, dict.fromkeys(chosen, rival))
     ordered = sorted({**rows, "mixed": mixed}.items(), key=lambda row: row[1])
     formats = {name: dict.fromkeys(chosen, name) for name in rows} | {"mixed": chosen}
-    sizes = [
-        Row(
-            name,
-            bits,
-            *size_of_mixture(mixture.units, formats[name], outside),
-            loss,
-            measured.get(name),
-        )
-        for name, (bits, loss) in ordered
-    ]
-    choices = [measure.choices[title] for title in (ORIGINAL, MIXTURE) if title in measure.choices]
-    routers = choices[0].agreement(choices[1]) if len(choices) == 2 else {}
-    return Result(sizes, original, routers)
+    sizes = []
+    for name, (bits, loss) in ordered:
+        size, found = size_of_mixture(mixture.units, formats[name], outside), measured.get(name)
+        figures = (None, None) if found is None else (found.kl, found.perplexity)
+        sizes.append(Row(name, bits, *size, curve(loss), *figures))
+    return Result(sizes, None if original is None else original.perplexity, routers)

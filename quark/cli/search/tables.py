@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -21,8 +22,8 @@ def print_result(mixture: Mixture, chosen: Mapping[str, str], result: Result) ->
 
     console.out.print("", _layer_table(mixture, chosen), _size_table(result))
     console.out.print(
-        "  Losses are predicted, in thousandths of a nat per token. Perplexities are measured with "
-        "rounding to the nearest.\n",
+        "  Losses are predicted divergences from the original (KL), in thousandths of a nat per "
+        "token. KL and perplexity are measured with rounding to the nearest.\n",
         style="dim",
     )
     if result.routers:
@@ -52,7 +53,15 @@ def _size_table(result: Result) -> Table:
     """Return a table of the mixture and of each format for all layers."""
     table = console.table()
     table.add_column("", no_wrap=True)
-    for column in ("bits/weight", "size", "read per token", "loss", "perplexity", "change"):
+    for column in (
+        "bits/\nweight",
+        "size",
+        "read per\ntoken",
+        "loss",
+        "KL",
+        "per-\nplexity",
+        "change",
+    ):
         table.add_column(column, justify="right", no_wrap=True)
     reference = result.original_perplexity
     for row in result.sizes:
@@ -65,8 +74,17 @@ def _size_table(result: Result) -> Table:
             console.format_bits(row.bits_per_weight),
             console.format_bytes(row.bytes),
             console.format_bytes(row.bytes_per_token),
-            f"{1000 * row.loss:.2f}",
+            _millinats(row.loss),
+            _millinats(row.divergence),
             "" if value is None else f"{value:.2f}",
             change,
         )
     return table
+
+
+def _millinats(loss: float | None) -> str:
+    """Return a loss in thousandths of a nat, with two decimals or four digits; "" for None."""
+    if loss is None:
+        return ""
+    value = 1000 * loss
+    return f"{value:.{max(0, min(2, 3 - int(math.log10(max(value, 1)))))}f}"

@@ -274,5 +274,6 @@ def spilled_activations(run: Run, limit: int, streams: bool) -> int:
         stores = max((w.stores for w in each), default=0)
         held = sum(w.held for w in each)
         spilled.append(stores * size - _held(size, stores, limit) + max(held - limit, 0))
-    results = run.evaluation_results if streams else (*run.evaluation_results, run.predictions)
+    drops = streams and run.interleaved > 1  # predictions, once they were compared
+    results = run.evaluation_results if drops else (*run.evaluation_results, run.predictions)
     return max(spilled) + sum(max(kept - limit // 2, 0) for kept in results)

@@ -88,6 +88,7 @@ def test_a_disk_without_room_for_activations(verbs, refused, monkeypatch, tmp_pa
         ({"collected": 4, "probe": 4, "probes": 2}, "sensitivities", 1_048_576, 2_500_000),
         # 32 windows at 16 positions are 4 MB.
         ({"evaluated": 32, "compared": 2}, "evaluation", 4_194_304, 4_500_000),
+        ({"evaluated": 32, "keeps_predictions": True}, "evaluation", 4_194_304, 4_500_000),
         ({"evaluated": 32, "compared": 2, "samples_inputs": True}, "evaluation", 4.8e6, 5.5e6),
         ({"evaluated": 32}, "evaluation", 0, 1),
     ],
@@ -113,3 +114,9 @@ def test_models_that_take_turns_spill_hidden_states_and_no_predictions(model_dir
     assert in_parts.spilled[1] <= 2 * stream < run.predictions
     three = require(_describe(replace(asked, compared=3)), 0, 1 << 20)
     assert three.spilled[1] > in_parts.spilled[1]
+
+
+def test_models_that_run_one_after_the_other_spill_predictions(model_dir):
+    asked = Measurement(source=model_dir, length=16, evaluated=32, keeps_predictions=True)
+    run = _describe(asked)
+    assert require(run, 0, 1 << 20).spilled[1] >= run.predictions - (1 << 19) > 1 << 20

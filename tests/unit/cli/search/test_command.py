@@ -168,6 +168,36 @@ def test_search_shows_each_layer_and_one_format_for_all(search, collected):
     assert rows["mixed"][-1] == "%"
 
 
+def test_predicted_losses_pass_through_measured_mixtures(search, collected):
+    """The smallest mixture is one of them, so its predicted loss is the measured one."""
+    given = ("--statistics", collected, "--json", "--overwrite", "--target_bits")
+    rows = {}
+    for bits, flags in ((8.5, ("--skip_evaluation",)), (3.07, ("--num_eval_data", 2))):
+        result, _ = search(*given, bits, *flags)
+        assert result.exit_code == 0, result.output
+        rows[bits] = {row["name"]: row for row in json.loads(result.stdout)["sizes"]}
+    sums, measured = rows[8.5], rows[3.07]
+    assert {row["divergence"] for row in sums.values()} == {None}
+    mixed = measured["mixed"]
+    assert mixed["bits_per_weight"] == measured["int2_wo_32"]["bits_per_weight"]
+    assert mixed["divergence"] == pytest.approx(mixed["loss"], rel=1e-6)
+    assert mixed["loss"] != pytest.approx(sums["int2_wo_32"]["loss"], rel=1e-3)
+    assert measured["int8_wo"]["divergence"] is None
+    losses = [measured[name]["loss"] for name in ("int2_wo_32", "int4_wo_32", "int8_wo")]
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_losses_of_solved_weights_are_sums(search, collected):
+    """Mixtures are measured with rounding to the nearest, which loses more."""
+    given = ("--statistics", collected, "--json", "--overwrite", "--quant_algo", "gptq")
+    losses = []
+    for flags in (("--skip_evaluation",), ("--num_eval_data", 2)):
+        result, _ = search(*given, "--target_bits", 5.5, *flags)
+        assert result.exit_code == 0, result.output
+        losses.append({row["name"]: row["loss"] for row in json.loads(result.stdout)["sizes"]})
+    assert losses[0] == losses[1]
+
+
 @pytest.mark.parametrize(("kind", "most"), [("size", 545_000), ("read", 283_000)])
 def test_search_for_a_size_in_bytes(kind, most, search, collected, quantize):
     result, path = search(
