@@ -116,6 +116,7 @@ CLIENTS = {
             ("install", "--no-deps", "nvidia-ml-py"),
         )
     ),
+    "torchao": Client((("install", *TRANSFORMERS, "torchao==0.18.0"),)),
     "onnxruntime": Client((("install", "numpy", "onnxruntime==1.31.1"),)),
     "openvino": Client((("install", "numpy", "openvino==2026.4.1"),)),
     "triton": Client((("install", "--no-deps", "triton==3.9.0"),)),
