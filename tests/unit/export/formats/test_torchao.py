@@ -238,6 +238,7 @@ class TestRefusedFiles:
         weight = stored.pop(f"{name}.weight")
         stored[f"{name}._weight_qdata"] = weight.to(torch.int8)
         stored[f"{name}._weight_scale"] = torch.ones(len(weight), 1)
+        stored[f"{name}._weight_zero_point"] = torch.zeros(len(weight), 1, dtype=torch.int8)
         save_file(stored, file, {**texts, f"{name}.weight": texts[f"{LAYER}.weight"]})
         with pytest.raises(ValueError, match=f"{name} is quantized, but is no linear layer"):
             open_checkpoint(path)
