@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 HOSTILE: list[Any] = [
@@ -175,11 +176,13 @@ def read_tensors(file: Path) -> dict[str, torch.Tensor]:
 
 
 def write_tensors(file: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write tensors in the place of those of a file."""
+    """Write tensors in the place of those of a file, under the texts of its header."""
     if file.suffix == ".pth":
         torch.save(tensors, file)
-    else:
-        save_file(tensors, file, metadata={"format": "pt"})
+        return
+    with safe_open(file, framework="pt") as opened:
+        metadata = opened.metadata()
+    save_file(tensors, file, metadata=metadata)
 
 
 def damage_data(directory: Path, chance: random.Random) -> str:

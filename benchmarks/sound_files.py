@@ -27,6 +27,7 @@ LAYOUTS = (
     "modelopt",
     "mxfp8",
     "mlx",
+    "torchao",
     "mxfp4",
     "transforms",
 )  # of safetensors; transforms are rotations of inputs for compressed-tensors

@@ -31,8 +31,10 @@ from quark.torch.evaluation.perplexity import token_windows
 from quark.torch.export.recognition import load_checkpoint
 
 SCRIPTS = Path(__file__).parent
-# llama.cpp rounds inputs to 8 bits.
-EXPECTED: dict[str, Expected] = {"mlx": EXACT, "llama.cpp": CLOSE}
+# llama.cpp rounds inputs to 8 bits. Others differ by sums alone, but where a layer rounds inputs:
+# values beside a tie go either way.
+EXPECTED: dict[str, Expected] = {"llama.cpp": CLOSE}
+ROUNDED_INPUTS = ("inputs", "A8", "DYNAMIC")  # words of kinds
 HEAD = ("writer", "kind", "largest", "median", "perplexity", "result")
 
 
@@ -86,13 +88,19 @@ def judge(
         return row | {"result": f"NOT READ here: {error}"}
     ours = torch.tensor(of_model(model, prompts)).double()
     theirs = torch.tensor(answer["found"]).double()
-    difference, limits = (ours - theirs).abs(), EXPECTED[writer]
+    difference, limits = (ours - theirs).abs(), expected(writer, kind)
     largest, median = difference.max().item(), difference.median().item()
     change = 100 * (torch.exp(theirs.mean() - ours.mean()).item() - 1)
     holds = largest <= limits.largest and abs(change) <= limits.perplexity
     figures = {"largest": f"{largest:.1e}", "median": f"{median:.1e}"}
     figures["perplexity"] = f"{change:+.3f} %"
     return row | figures | {"result": "as expected" if holds else "NOT AS EXPECTED"}
+
+
+def expected(writer: str, kind: str) -> Expected:
+    """Return the bounds for the checkpoints of a writer."""
+    rounds = any(word in kind for word in ROUNDED_INPUTS)
+    return EXPECTED.get(writer, CLOSE if rounds else EXACT)
 
 
 def keep(path: Path, rows: list[dict[str, str]], versions: dict[str, str]) -> None:

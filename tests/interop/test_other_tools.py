@@ -5,12 +5,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quark.torch.export.conversion import convert
-from quark.torch.export.recognition import open_checkpoint
+from quark.torch.export.recognition import load_checkpoint, open_checkpoint
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.presets import ALIASES, scheme
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
-from tests.configurations import config, groups, preset
+from quark.torch.quantization.nn.packed import PackedLayer
+from tests.configurations import config, groups, preset, spec
 
 # Widths that the kernels of the clients take.
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2}
@@ -70,6 +71,64 @@ def test_compressed_tensors(build, quantize, export, load, logits, configuration
     model = quantize(build(), configuration)
     loaded = load(export(model, custom_mode="compressed-tensors"))
     assert logits(loaded).equal(logits(model))
+
+
+@pytest.mark.client("torchao")
+@pytest.mark.parametrize(
+    "configuration",
+    [
+        *(config(groups(dtype, dtype != "uint4")) for dtype in ("int2", "int3", "uint4", "int8")),
+        config(groups("int4"), spec("int8", "per_channel", False, ch_axis=1, is_dynamic=True)),
+        config(groups("int4"), layer_quant_config={"*down_proj": scheme("int8_wo")}),
+        preset("fp8_wo"),
+    ],
+    ids=["int2", "int3", "uint4", "int8", "int8 inputs", "several", "fp8"],
+)
+def test_torchao(build, quantize, export, load, logits, configuration):
+    model = quantize(build(), configuration)
+    loaded = load(export(model, custom_mode="torchao"))
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, FakeQuantizedLayer)}
+    assert len(layers) == 14
+    for name, layer in layers.items():
+        assert loaded.get_submodule(name).weight.dequantize().equal(layer.weight), name
+    torch.testing.assert_close(logits(loaded), logits(model), rtol=0, atol=1e-5)
+
+
+@pytest.mark.client("torchao")
+@pytest.mark.parametrize("kind", ["int8", "int8 groups", "int8 inputs", "int4", "fp8"])
+def test_what_torchao_writes(build, load, logits, tmp_path, kind):
+    from torchao.quantization import (
+        Float8WeightOnlyConfig,
+        Int8DynamicActivationInt8WeightConfig,
+        Int8WeightOnlyConfig,
+        IntxWeightOnlyConfig,
+        MappingType,
+        PerGroup,
+    )
+    from transformers import AutoModelForCausalLM, TorchAoConfig
+
+    options = {
+        "int8": Int8WeightOnlyConfig(),
+        "int8 groups": Int8WeightOnlyConfig(granularity=PerGroup(32)),
+        "int8 inputs": Int8DynamicActivationInt8WeightConfig(),
+        "int4": IntxWeightOnlyConfig(torch.int4, PerGroup(32), MappingType.ASYMMETRIC),
+        "fp8": Float8WeightOnlyConfig(),
+    }[kind]
+    build().save_pretrained(tmp_path / "float")
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "float", quantization_config=TorchAoConfig(options)
+    )
+    theirs.save_pretrained(tmp_path / "ao")
+    ours = load_checkpoint(tmp_path / "ao")
+    layers = {n: m for n, m in ours.named_modules() if isinstance(m, PackedLayer)}
+    assert len(layers) == 14
+    for name, layer in layers.items():
+        assert layer.value("weight").equal(theirs.get_submodule(name).weight.dequantize()), name
+    if kind == "int8 inputs":  # the largest value of a token is a tie between two codes
+        difference = logits(ours) - logits(theirs)
+        assert difference.norm() < 0.05 * logits(theirs).norm()
+    else:
+        torch.testing.assert_close(logits(ours), logits(theirs), rtol=0, atol=1e-4)
 
 
 @pytest.mark.client("compressed_tensors")

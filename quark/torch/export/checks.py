@@ -39,7 +39,10 @@ def check_state(state: QuantizedTensor, what: str) -> None:
         if not numbers.isfinite().all():
             raise ValueError(f"the {name} of its {what} is NaN or infinite{_hint(numbers)}.")
         if (numbers < 0).any():
-            raise ValueError(f"the {name} of its {what} is negative{_hint(numbers)}.")
+            raise ValueError(
+                f"the {name} of its {what} is negative{_hint(numbers)}. llama.cpp writes such "
+                "scales (Q4_0, Q5_0), and no other format holds them: quantize the values again."
+            )
         if codes is None and (numbers == 0).any():
             raise ValueError(
                 f"the {name} of its {what} is 0, which everything is divided by: calibrate with "

@@ -131,7 +131,8 @@ def quantize_files(
     work = FileWork(model, tensors, fmt, devices, kept)
     outline = work.outline()
     with fresh_directory(target, overwrite, size_of(outline), settings.announce) as directory:
-        writer = ShardWriter(directory, outline, settings.max_shard_size)
+        metadata = fmt.file_metadata(outline)
+        writer = ShardWriter(directory, outline, settings.max_shard_size, metadata=metadata)
         work.write(writer)
         writer.finish()
         write_model_files(model, fmt.config_section(), directory, settings.tokenizer)

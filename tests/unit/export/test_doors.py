@@ -10,7 +10,7 @@ import pytest
 import torch
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-ROUNDS = 8  # of each door: 18 doors, 144 rounds
+ROUNDS = 8  # of each door: 19 doors, 152 rounds
 WITH_TENSORS = [
     "float",
     "report",
@@ -22,6 +22,7 @@ WITH_TENSORS = [
     "modelopt",
     "mxfp8",
     "mlx",
+    "torchao",
     "transforms",
     "mxfp4",
     "native",
@@ -58,6 +59,7 @@ MORE = [
     *(f"modelopt {way}" for way in ("in parts", "in float", "fast", "to files")),
     *(f"mxfp8 {way}" for way in ("in parts", "in float", "fast", "to files")),
     *(f"mlx {way}" for way in ("in parts", "in float", "fast", "to files")),
+    *(f"torchao {way}" for way in ("in parts", "in float", "fast", "to files")),
     *(f"transforms {way}" for way in ("in parts", "in float", "fast", "to files")),
     *(f"mxfp4 {way}" for way in ("in parts", "in float", "fast", "to files")),
 ]

@@ -25,7 +25,9 @@ WEIGHT = QuantizationSpec(
 MODES = tuple(FORMATS)
 SCHEMES = {"fp8": "fp8", "modelopt": "fp8", "mxfp8": "mxfp8"}  # others hold integers
 SCALES = {"awq": "scales", "gptq": "scales", "mlx": "scales", "mxfp8": "weight_scale_inv"}
+SCALES |= {"torchao": "_weight_scale"}
 CODES = {"awq": "qweight", "gptq": "qweight", "compressed-tensors": "weight_packed"}
+CODES |= {"torchao": "_weight_qdata"}
 EXPERTS = "model.layers.1.mlp.experts.down_proj"  # stacked in MXFP4
 
 
@@ -166,7 +168,9 @@ class TestTensors:
             header[name]["shape"] = header[name]["shape"][::-1]
 
         def retype(header):
-            kind = {"I32": "U32", "U32": "I32", "F8_E4M3": "I8", "U8": "I8"}[header[name]["dtype"]]
+            kind = {"I32": "U32", "U32": "I32", "F8_E4M3": "I8", "U8": "I8", "I8": "U8"}[
+                header[name]["dtype"]
+            ]
             header[name]["dtype"] = kind
 
         refused(edited(sound(mode), retype), "unknown type|expected torch")

@@ -81,6 +81,10 @@ DTYPES = {
 class CheckpointReader:
     """Tensors of a checkpoint directory, or of one file in it, read one by one.
 
+    Attributes:
+        entries: Headers by name.
+        metadata: Texts of the headers of the files, by name.
+
     Raises:
         FileNotFoundError: There are no tensors, or a file of the index is missing.
         ValueError: A file is damaged.
@@ -89,6 +93,7 @@ class CheckpointReader:
     def __init__(self, directory: str | Path, file: str | None = None) -> None:
         self.directory = Path(directory)
         self.entries: dict[str, TensorHeader] = {}
+        self.metadata: dict[str, str] = {}
         for name in [file] if file else self._files():
             for key, entry in self._header(name):
                 if key in self.entries:
@@ -117,6 +122,7 @@ class CheckpointReader:
     def _header(self, file: str) -> Iterator[tuple[str, TensorHeader]]:
         with self._open(file) as opened:
             self._check_names(file)
+            self.metadata |= opened.metadata() or {}
             for key in opened.keys():  # noqa: SIM118 - not a mapping
                 entry = opened.get_slice(key)
                 dtype = DTYPES.get(entry.get_dtype())

@@ -46,6 +46,7 @@ class ShardWriter:
             the meta device will do.
         max_shard_size: Size above which tensors are spread over several files, such as "5GB".
         stem: What the names of files begin with, such as ``model`` in ``model.safetensors``.
+        metadata: Texts for the header of each file, by name.
 
     Raises:
         ValueError: safetensors has no name for the type of a tensor.
@@ -57,11 +58,12 @@ class ShardWriter:
         entries: Mapping[str, torch.Tensor],
         max_shard_size: str | int,
         stem: str = STEM,
+        metadata: Mapping[str, str] | None = None,
     ) -> None:
         from huggingface_hub import split_state_dict_into_shards_factory
 
         self._directory, self._entries, self._places = directory, entries, dict[str, _Place]()
-        self._stem = stem
+        self._stem, self._metadata = stem, {**(metadata or {}), "format": "pt"}
         self._plan = split_state_dict_into_shards_factory(
             dict(entries),
             get_storage_size=_size,
@@ -74,7 +76,7 @@ class ShardWriter:
 
     def _make_file(self, file: Path, names: Iterable[str]) -> None:
         """Write the header of a shard, and make the file as long as it will be."""
-        described: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        described: dict[str, object] = {"__metadata__": self._metadata}
         starts: dict[str, int] = {}
         end = 0
         for name in sorted(names, key=lambda n: (-_rank(self._entries[n]), n)):

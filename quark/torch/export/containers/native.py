@@ -15,6 +15,7 @@ from quark.torch.export.checkpoint.writer import collect, make_format, write_mod
 from quark.torch.export.checks import check_written
 from quark.torch.export.containers.base import ExportSettings
 from quark.torch.export.containers.safetensors import TensorDirectory
+from quark.torch.export.formats.base import ExportFormat
 from quark.torch.export.verification import Verdict, verify_own
 from quark.torch.files import Target, size_of
 
@@ -34,9 +35,13 @@ class Native(TensorDirectory):
         """Return the tensors of a directory."""
         return NativeReader(path)
 
+    def check_writable(self, model: nn.Module, settings: ExportSettings) -> None:
+        """Check that the format can hold a model; see ``Container.check_writable``."""
+        _make_format(model, settings)
+
     def write(self, model: nn.Module, target: Target, settings: ExportSettings) -> None:
         """Write config.json and model_state_dict.pth; see ``Container.write``."""
-        fmt = make_format(model, settings.quant_config, settings.options, settings.custom_mode)
+        fmt = _make_format(model, settings)
         tensors = {name: t.detach().cpu() for name, t in collect(model, fmt).items()}
         with target(size_of(tensors)) as directory:
             torch.save(tensors, directory / NATIVE)
@@ -50,3 +55,18 @@ class Native(TensorDirectory):
         if is_quantized_graph(model):
             return self.verify_graph(path, cast(fx.GraphModule, model))
         return verify_own(model, self.size(path), self.loader(path, trust_remote_code))
+
+
+def _make_format(model: nn.Module, settings: ExportSettings) -> ExportFormat:
+    """Return the format of the tensors.
+
+    Raises:
+        ValueError: It needs headers of safetensors, or cannot hold the model.
+    """
+    fmt = make_format(model, settings.quant_config, settings.options, settings.custom_mode)
+    if fmt.needs_headers:
+        raise ValueError(
+            f"custom_mode={fmt.name!r} describes tensors in headers of safetensors, which "
+            f"{NATIVE} has not: use export_safetensors_model (--model_export hf_format)."
+        )
+    return fmt

@@ -165,7 +165,13 @@ class Safetensors(TensorDirectory):
             state = StreamedState(model, fmt)
             tensors, values = state.outline, state.tensors()
         with target(size_of(tensors)) as directory:
-            writer = ShardWriter(directory, tensors, settings.max_shard_size, settings.file_name)
+            writer = ShardWriter(
+                directory,
+                tensors,
+                settings.max_shard_size,
+                settings.file_name,
+                fmt.file_metadata(tensors),
+            )
             for name, tensor in show_progress(values, "writing"):
                 writer.add(name, tensor)
             writer.finish()

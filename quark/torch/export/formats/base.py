@@ -38,9 +38,11 @@ class ExportFormat(ABC):
         stores_rotated_keys: Whether the section can say that keys are rotated before they are
             quantized.
         stores_probabilities: Whether it can say that probabilities of attention are quantized.
+        needs_headers: Whether it describes tensors in the headers of safetensors.
     """
 
     name: str
+    needs_headers = False
     stores_rotated_keys = False
     stores_probabilities = False
     transformers_packages: ClassVar[Mapping[str, str] | None] = None
@@ -182,6 +184,16 @@ class ExportFormat(ABC):
     def stored_name(self, key: str) -> str:
         """Return the full name in the checkpoint of ``<layer>.<name from layer_tensors>``."""
         return key
+
+    def file_metadata(self, entries: Mapping[str, Entry]) -> dict[str, str]:
+        """Return texts for the header of each file of a checkpoint, by name.
+
+        The default has none.
+
+        Args:
+            entries: Shape and type of every tensor of the checkpoint, by stored names.
+        """
+        return {}
 
     def weight_count(self, spec: QuantizationSpec, codes: Entry, scale: Entry | None) -> int:
         """Return the number of weights of a layer, from headers alone.

@@ -16,6 +16,7 @@ FORMATS: dict[str, str] = {
     "mxfp8": "quark.torch.export.formats.mxfp8:Mxfp8Format",
     "mlx": "quark.torch.export.formats.mlx:MlxFormat",
     "mxfp4": "quark.torch.export.formats.mxfp4:Mxfp4Format",
+    "torchao": "quark.torch.export.formats.torchao:TorchaoFormat",
 }
 
 

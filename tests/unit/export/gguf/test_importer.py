@@ -95,6 +95,29 @@ class TestBlocks:
             block_spec(kind, torch.zeros(shape, dtype=torch.uint8), "layer")
 
 
+class TestNegativeScales:
+    """llama.cpp gives a block of Q4_0 and Q5_0 the sign of its largest value."""
+
+    @pytest.mark.parametrize("kind", ["Q4_0", "Q5_0"])
+    def test_read_and_not_converted(self, made, tmp_path, kind):
+        layer, inner = "model.layers.1.mlp.up_proj", "blk.1.ffn_up.weight"
+        _, path = made(config(half_groups("int4"), exclude=["lm_head", layer]))
+        file = tmp_path / "theirs.gguf"
+        rewrite(path, file, inner, kind)
+        loaded = load_checkpoint(file)
+        stored = next(t for t in gguf.GGUFReader(file).tensors if t.name == inner)
+        expected = torch.from_numpy(gguf.dequantize(stored.data, stored.tensor_type))
+        state = loaded.get_submodule(layer).quantized_tensor("weight")
+        assert (state.scale < 0).any() and (state.scale > 0).any()
+        assert loaded.get_submodule(layer).value("weight").equal(expected)
+        modes = ["quark", "compressed-tensors", "mlx", "torchao"]
+        modes += ["awq", "gptq"] if kind == "Q4_0" else []
+        for mode in modes:
+            with pytest.raises(ValueError, match=r"up_proj cannot be written: .* is negative"):
+                convert(file, tmp_path / "out", mode)
+            assert not (tmp_path / "out").exists()
+
+
 class TestModel:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("kind", KINDS)
