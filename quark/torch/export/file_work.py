@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import cycle
 from threading import Condition
@@ -28,6 +28,8 @@ from quark.torch.export.checkpoint.writer import (
 from quark.torch.export.formats.base import ExportFormat
 from quark.torch.files import size_of
 from quark.torch.numerics.finite import check_finite
+from quark.torch.numerics.native.compilation import spares_memory
+from quark.torch.pipeline.allocator import reuse_freed_memory
 from quark.torch.pipeline.batches import show_progress
 from quark.torch.quantization.calibration import calibrate_layers, group_by_parent
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
@@ -168,13 +170,14 @@ class FileWork:
 
         # Operations of each of these threads are on one thread.
         pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
-        try:
-            futures = [pool.submit(run, unit) for unit in self._units]
-            for future in show_progress(as_completed(futures), "quantizing"):
-                future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
-            torch.set_num_threads(threads)
+        with nullcontext() if spares_memory() else reuse_freed_memory():
+            try:
+                futures = [pool.submit(run, unit) for unit in self._units]
+                for future in show_progress(as_completed(futures), "quantizing"):
+                    future.result()
+            finally:
+                pool.shutdown(cancel_futures=True)
+                torch.set_num_threads(threads)
 
     def _tensors(self, unit: _Unit) -> dict[str, torch.Tensor]:
         """Return the tensors of a unit as they are stored."""
