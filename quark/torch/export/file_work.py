@@ -37,6 +37,7 @@ from quark.torch.quantization.nn.layer import PARAMETERS, QuantizedLayer
 from quark.torch.quantization.nn.quantizer import PARTS
 from quark.torch.quantization.preparation import quantized_layers
 
+PART = 16 << 20  # bytes of a tensor in float that are read, checked and written at the same time
 IN_FLIGHT = 3  # times the largest unit: bytes of float tensors that are worked on at the same time
 
 
@@ -47,11 +48,13 @@ class _Unit:
     Attributes:
         groups: Groups of quantized layers; those of a group share a scale or a stored tensor.
         tensors: Names of tensors in float.
+        stored: Name in the output of the only tensor, if it is in float and copied in parts.
         size: Bytes of its tensors in float.
     """
 
     groups: list[tuple[str, ...]] = field(default_factory=list)
     tensors: list[str] = field(default_factory=list)
+    stored: str | None = None
     size: int = 0
 
 
@@ -150,7 +153,11 @@ class FileWork:
         for name, tensor in state.items():
             unit = units[_block(name) if name in joined else name]
             unit.tensors.append(name)
-            unit.size += size_of({name: tensor})
+            size = size_of({name: tensor})
+            if size > PART and name not in joined and self.source.stores_rows(name):
+                (unit.stored,) = original_names(self.model, self.fmt.join({name: tensor}))
+                size = PART
+            unit.size += size
         return list(units.values())
 
     def write(self, writer: ShardWriter) -> None:
@@ -165,6 +172,9 @@ class FileWork:
 
         def run(unit: _Unit) -> None:
             with budget.taken(unit.size):
+                if unit.stored is not None:
+                    self._copy(unit.tensors[0], unit.stored, writer)
+                    return
                 for name, tensor in self._tensors(unit).items():
                     writer.add(name, tensor)
 
@@ -178,6 +188,12 @@ class FileWork:
             finally:
                 pool.shutdown(cancel_futures=True)
                 torch.set_num_threads(threads)
+
+    def _copy(self, name: str, stored: str, writer: ShardWriter) -> None:
+        """Write a tensor in float, part after part."""
+        for rows in self.source.read_rows(name, PART):
+            check_finite(name, rows)
+            writer.add_rows(stored, rows)
 
     def _tensors(self, unit: _Unit) -> dict[str, torch.Tensor]:
         """Return the tensors of a unit as they are stored."""
