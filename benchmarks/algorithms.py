@@ -22,6 +22,7 @@ import tempfile
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import accuracy
@@ -313,6 +314,8 @@ class Bench:
                 except RuntimeError as error:
                     say(f"left out: {error}")
                     continue
+                scores = row["texts"]["evaluation"]
+                row |= {"perplexity": scores["perplexity"], "kl": mean(scores["kl"])}
                 rows.append({"software": peer, "algorithm": label or None, **row})
         extra = {"scheme": scheme, "bits": bits}
         return [{**extra, "increase": row["perplexity"] - self.base, **row} for row in rows]

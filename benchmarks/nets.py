@@ -1,7 +1,8 @@
 """Small networks and their data: trained once on composed pictures, or shipped by packages.
 
 ``load(name)`` trains a network deterministically, in a minute or two, and stores it in
-``build/vision``; later calls read the file. ``material(name)`` returns its pictures. The digits are
+``build/vision``; later calls read the file. ``material(name)`` returns its pictures, and
+``material(name, draw)`` the same with other pictures for calibration. The digits are
 those of scikit-learn, 1797 of 8 by 8 values: 1200 for training and calibration, 597 for the test.
 ``packaged_nets.py`` has the networks that are trained already.
 """
@@ -95,9 +96,26 @@ def digits() -> tuple[torch.Tensor, torch.Tensor]:
     return stored["images"], stored["labels"]
 
 
-def material(name: str) -> Material:
-    """Return the data of a network."""
-    return NETS[name].material()
+def material(name: str, draw: int = 0) -> Material:
+    """Return the data of a network.
+
+    Args:
+        name: Name of the network.
+        draw: Number of a random draw of the pictures for calibration; 0 for the first ones. A
+            network of a package has seen no picture, so its draws are from all of them, and the
+            others are the test.
+    """
+    data = NETS[name].material()
+    if draw == 0:
+        return data
+    trained = NETS[name].epochs > 0
+    parts = (data.training,) if trained else (data.training, data.test)
+    images, labels = (torch.cat([getattr(p, k) for p in parts]) for k in ("images", "labels"))
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(100 + draw))
+    if trained:
+        drawn = Pictures(images[order], labels[order], len(order))
+        return Material(drawn, data.test)
+    return divided(images[order], labels[order], len(data.training.images))
 
 
 def composed(task: str = "classes") -> Material:

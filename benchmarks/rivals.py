@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -21,18 +20,20 @@ from typing import Any
 import torch
 from measure import Meter, cpu_seconds
 from safetensors.torch import load_file, save_file
-from scores import divergence
+from scores import judge_text, predict
 
 WINDOWS = "windows.safetensors"
 W8A8 = "w_int8_per_channel_a_int8_per_tensor_sym"
-GROUP = 128
-# Schemes of weights in groups -> bits, symmetric, amd-quark's name of the type.
+# Schemes of weights in groups -> bits, symmetric, size of a group, amd-quark's name of the type.
 WEIGHTS = {
-    "int4_wo_128": (4, True, "Int4PerGroupSpec"),
-    "uint4_wo_128": (4, False, "Uint4PerGroupSpec"),
-    "int3_wo_128": (3, True, "Int3PerGroupSpec"),
-    "w_int2_per_group_asym": (2, False, "Int2PerGroupSpec"),
+    "int4_wo_128": (4, True, 128, "Int4PerGroupSpec"),
+    "int4_wo_64": (4, True, 64, "Int4PerGroupSpec"),
+    "uint4_wo_128": (4, False, 128, "Uint4PerGroupSpec"),
+    "int3_wo_128": (3, True, 128, "Int3PerGroupSpec"),
+    "w_int2_per_group_asym": (2, False, 128, "Int2PerGroupSpec"),
 }
+# Schemes of blocks of fp4, whose inputs are rounded too -> the name of auto-round, llm-compressor.
+BLOCKS = {"mxfp4": "MXFP4", "nvfp4": "NVFP4"}
 
 
 @dataclass
@@ -71,12 +72,16 @@ def auto_round(task: Task) -> Steps:
     from auto_round import AutoRound
 
     model, tokenizer = task.model(), task.tokenizer()
-    how: dict[str, Any] = {"scheme": "MXFP4"}
     if task.scheme in WEIGHTS:
-        bits, symmetric, _ = WEIGHTS[task.scheme]
-        how = {"scheme": "W4A16", "bits": bits, "sym": symmetric, "group_size": GROUP}
-    if task.algorithms == [{"name": "awq"}]:
+        bits, symmetric, group, _ = WEIGHTS[task.scheme]
+        how = {"scheme": "W4A16", "bits": bits, "sym": symmetric, "group_size": group}
+    else:
+        how = {"scheme": BLOCKS[task.scheme]}
+    [algorithm] = task.algorithms
+    if algorithm["name"] == "awq":
         how["alg_configs"] = "awq,rtn"
+    elif "iters" in algorithm:
+        how["iters"] = algorithm["iters"]
     windows, length = task.calibration.shape
     how |= {"nsamples": windows, "seqlen": length, "batch_size": 8, "device_map": "cpu"}
     rows = [{key: torch.tensor([row]) for key, row in each.items()} for each in task.samples()]
@@ -91,16 +96,21 @@ def llm_compressor(task: Task) -> Steps:
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
 
-    model, inputs = task.model(), None
-    if task.scheme in WEIGHTS:
-        bits, symmetric, _ = WEIGHTS[task.scheme]
-        how = {"strategy": "group", "group_size": GROUP, "num_bits": bits, "symmetric": symmetric}
+    model, given = task.model(), {"ignore": ["lm_head"]}
+    if task.scheme in BLOCKS:
+        given |= {"targets": ["Linear"], "scheme": BLOCKS[task.scheme]}
     else:
-        how = {"strategy": "channel", "num_bits": 8}
-        inputs = QuantizationArgs(num_bits=8, strategy="tensor", dynamic=False, observer="minmax")
-    weights = QuantizationArgs(**how)
-    layer = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=inputs)
-    given = {"config_groups": {"all": layer}, "ignore": ["lm_head"]}
+        how, inputs = {"strategy": "channel", "num_bits": 8}, None
+        if task.scheme in WEIGHTS:
+            bits, symmetric, group, _ = WEIGHTS[task.scheme]
+            how = {"strategy": "group", "group_size": group}
+            how |= {"num_bits": bits, "symmetric": symmetric}
+        else:
+            whole = {"num_bits": 8, "strategy": "tensor", "dynamic": False, "observer": "minmax"}
+            inputs = QuantizationArgs(**whole)
+        weights = QuantizationArgs(**how)
+        layer = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=inputs)
+        given["config_groups"] = {"all": layer}
     [algorithm] = task.algorithms
     if algorithm["name"] == "gptq":
         recipe = [GPTQModifier(**given)]
@@ -120,8 +130,8 @@ def amd_quark(task: Task) -> Steps:
     from quark.torch.quantization.config import config as c
 
     if task.scheme in WEIGHTS:
-        _, symmetric, name = WEIGHTS[task.scheme]
-        specs = [getattr(c, name)(ch_axis=-1, group_size=GROUP, symmetric=symmetric)]
+        _, symmetric, group, name = WEIGHTS[task.scheme]
+        specs = [getattr(c, name)(ch_axis=-1, group_size=group, symmetric=symmetric)]
     elif task.scheme == W8A8:
         inputs = c.Int8PerTensorSpec(observer_method="min_max", symmetric=True, is_dynamic=False)
         specs = [c.Int8PerChannelSpec(ch_axis=0, symmetric=True, is_dynamic=False), inputs]
@@ -144,9 +154,9 @@ def gptqmodel(task: Task) -> Steps:
     os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # it does not start with fewer
     from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
 
-    bits, symmetric, _ = WEIGHTS[task.scheme]
+    bits, symmetric, group, _ = WEIGHTS[task.scheme]
     config = QuantizeConfig(
-        bits=bits, sym=symmetric, group_size=GROUP, device="cpu", offload_to_disk=False
+        bits=bits, sym=symmetric, group_size=group, device="cpu", offload_to_disk=False
     )
     model, values = GPTQModel.load(str(task.folder), config, dtype=torch.float32), task.model()
     out = str(task.folder / "gptqmodel")
@@ -164,7 +174,10 @@ Algorithms = dict[str, list[dict[str, Any]]]  # as in algorithms.py: name for th
 _GPTQ: Algorithms = {"gptq": [{"name": "gptq"}]}
 _AWQ: Algorithms = {"awq": [{"name": "awq"}]}
 _QRONOS: Algorithms = {"qronos": [{"name": "qronos"}]}
-_AUTOROUND: Algorithms = {"autoround": [{"name": "autoround"}]}
+_AUTOROUND: Algorithms = {
+    "autoround": [{"name": "autoround"}],
+    "autoround, 50 steps": [{"name": "autoround", "iters": 50}],
+}
 _ROTATION: Algorithms = {"rotation R1 R2": [{"name": "rotation", "r1": True, "r2": True}]}
 _SMOOTH: Algorithms = {
     f"smooth, alpha {alpha}": [{"name": "smoothquant", "alpha": alpha}] for alpha in (0.8, 1)
@@ -174,9 +187,12 @@ _INT4 = ("int4_wo_128", "uint4_wo_128")
 PEERS: dict[str, tuple[Callable[[Task], Steps], dict[str, Algorithms]]] = {
     "auto-round": (
         auto_round,
-        {s: (_AWQ if s in _INT4 else {}) | _AUTOROUND for s in [*WEIGHTS, "mxfp4"]},
+        {s: (_AWQ if s in _INT4 else {}) | _AUTOROUND for s in [*WEIGHTS, *BLOCKS]},
     ),
-    "llm-compressor": (llm_compressor, {**dict.fromkeys(WEIGHTS, _GPTQ), W8A8: _SMOOTH}),
+    "llm-compressor": (
+        llm_compressor,
+        {**dict.fromkeys([*WEIGHTS, *BLOCKS], _GPTQ), W8A8: _SMOOTH},
+    ),
     "amd-quark": (
         amd_quark,
         {
@@ -197,10 +213,11 @@ def share(folder: Path, model: Any, tokenizer: Any, **windows: torch.Tensor) -> 
 
 
 def judge(peer: str, scheme: str, label: str, folder: str) -> dict[str, Any]:
-    """Run a peer on the shared model and return the figures of its row."""
+    """Run a peer on the shared model and return the figures of its row, by text."""
     windows = load_file(Path(folder) / WINDOWS)
+    calibration = windows.pop("calibration")
     prepare, schemes = PEERS[peer]
-    task = Task(scheme, schemes[scheme][label], Path(folder), windows["calibration"])
+    task = Task(scheme, schemes[scheme][label], Path(folder), calibration)
     steps, original = prepare(task), task.model()
     quantize = next(steps)
     with torch.inference_mode():
@@ -211,14 +228,12 @@ def judge(peer: str, scheme: str, label: str, folder: str) -> dict[str, Any]:
     with Meter() as meter:
         result = quantize()
     model = next(steps, result)
-    with torch.inference_mode():
-        losses = [float(model(w, labels=w).loss) for w in windows["evaluation"].split(1)]
-    return {
-        "perplexity": math.exp(sum(losses) / len(losses)),
-        "kl": 1000 * divergence(original, model, windows["evaluation"]),
-        "passes": meter.cpu / once,
-        "added": meter.added,
+    texts = {
+        name: judge_text([predict(original, window) for window in text], model, text)
+        for name, text in windows.items()
     }
+    figures = {"seconds": meter.cpu, "passes": meter.cpu / once, "added": meter.added}
+    return {"texts": texts, **figures}
 
 
 if __name__ == "__main__":

@@ -28,3 +28,35 @@ def divergence(original: Any, model: Any, windows: torch.Tensor) -> float:
 def standard_error(values: torch.Tensor) -> float:
     """Standard error of the mean of some values, (values,); 0 of a single one."""
     return float(values.std() / len(values) ** 0.5) if len(values) > 1 else 0.0
+
+
+@torch.inference_mode()
+def predict(model: Any, window: torch.Tensor) -> torch.Tensor:
+    """Return the log-probabilities of all tokens but the first, (tokens - 1, vocabulary)."""
+    return model(window.unsqueeze(0)).logits[0, :-1].float().log_softmax(-1)
+
+
+def perplexity(predictions: list[torch.Tensor], windows: torch.Tensor) -> float:
+    """Return the perplexity of the tokens of some windows under log-probabilities."""
+    losses = [
+        -p.gather(1, window[1:].unsqueeze(1)).double().mean()
+        for p, window in zip(predictions, windows, strict=True)
+    ]
+    return float(f"{torch.stack(losses).mean().exp():.5g}")
+
+
+def judge_text(expected: list[torch.Tensor], model: Any, windows: torch.Tensor) -> dict[str, Any]:
+    """Return the perplexity of a model on a text, and KL in millinats of each window.
+
+    Args:
+        expected: Log-probabilities by the original for each window; see ``predict``.
+        model: The quantized model.
+        windows: Tokens of the text, (windows, tokens).
+    """
+    predictions = [predict(model, window) for window in windows]
+    lost = [
+        1000 * float((before.exp() * (before - after)).sum(-1).double().mean())
+        for before, after in zip(expected, predictions, strict=True)
+    ]
+    kl = [float(f"{value:.4g}") for value in lost]
+    return {"perplexity": perplexity(predictions, windows), "kl": kl}

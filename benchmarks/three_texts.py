@@ -5,13 +5,16 @@
     python benchmarks/three_texts.py --model real      # SmolLM2-135M-Instruct: real_model.py
     python benchmarks/three_texts.py --model twin      # the shipped model with outliers
     python benchmarks/three_texts.py --model DIRECTORY
+    python benchmarks/three_texts.py --part 1          # calibrated on other docstrings
+    python benchmarks/three_texts.py --model real --rows mxfp4 --algorithms "" --peer auto-round
     python benchmarks/three_texts.py --kept            # the tables of three_texts.json
 
 Every row is calibrated on English docstrings and evaluated on the texts of ``texts.py``. *KL* is in
 millinats, with its standard error over windows. *Against* is the difference to the row of GPTQ
 after the same preparation, paired over windows: the windows of a text differ much more than two
-rows do. Rows of models that have a name are kept in ``three_texts.json``, in place of the same row.
-The choice of recipes is checked against that file.
+rows do. A row of other software (``rivals.py``) is paired with our best one. Rows of models that
+have a name are kept in ``three_texts.json``, in place of the same row. The choice of recipes is
+checked against that file.
 """
 
 from __future__ import annotations
@@ -19,15 +22,20 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
+import tempfile
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
+import peers
+import rivals
 import torch
 from algorithms import plant_outliers
-from measure import Meter, machine, markdown, say
+from measure import Meter, in_fresh_process, machine, markdown, say
 from real_model import FOLDER, fetch_model
-from scores import standard_error
+from scores import judge_text, perplexity, predict, standard_error
 from texts import evaluation_texts
 
 from quark.demo.text import model_directory, training_documents
@@ -38,6 +46,7 @@ from quark.torch.quantization.group_fit import fit_group_sizes
 
 KEPT = Path(__file__).with_suffix(".json")
 LENGTH = 256  # tokens of a window
+PARTS = 7  # of the documents for calibration, of which one is taken
 # Model with a name -> windows for calibration, and for each text.
 MODELS = {"shipped": (32, 16), "twin": (32, 16), "real": (12, 8)}
 AWQ: dict[str, Any] = {"name": "awq"}
@@ -57,6 +66,8 @@ SCHEMES: dict[str, list[list[dict[str, Any]]]] = {
 NONE, REFERENCE = "none", "gptq"
 CHOSEN = ":choose_damping"  # behind a name: this option is on
 ALGORITHMS = (NONE, REFERENCE, "qronos", "yaqa", f"{REFERENCE}{CHOSEN}", f"yaqa{CHOSEN}")
+# What of other software is measured, where it has the scheme.
+ASKED = {"auto-round": ("autoround, 50 steps",), "llm-compressor": ("gptq", "smooth, alpha 0.8")}
 
 Row = dict[str, Any]
 
@@ -68,6 +79,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="shipped", help=f"{', '.join(MODELS)}, or a directory")
     parser.add_argument("--rows", default=",".join(SCHEMES), help="schemes, with commas between")
     parser.add_argument("--algorithms", default=",".join(ALGORITHMS), help="those that round")
+    parser.add_argument(
+        "--part",
+        type=int,
+        default=0,
+        choices=range(PARTS),
+        help="of the docstrings to calibrate on",
+    )
+    parser.add_argument(
+        "--peer", action="append", default=[], choices=ASKED, help="also measure it; repeatable"
+    )
     parser.add_argument("--kept", action="store_true", help="measure nothing; print kept rows")
     return parser.parse_args()
 
@@ -100,15 +121,15 @@ def float_checkpoint() -> Path:
 class Bench:
     """A float model, its calibration data, the windows of each text and its predictions there."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, part: int) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        place = model_at(name)
-        tokenizer: Any = AutoTokenizer.from_pretrained(place)
+        place, self.part = model_at(name), part
+        self.tokenizer = tokenizer = AutoTokenizer.from_pretrained(place)
         self.model: Any = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
         calibration, evaluation = MODELS.get(name, MODELS["shipped"])
-        documents = training_documents(2_000_000)[::7]  # of all parts of the library
-        windows = token_windows(documents, tokenizer, LENGTH, calibration)
+        documents = training_documents(2_000_000)[part::PARTS]  # of all parts of the library
+        self.windows = windows = token_windows(documents, tokenizer, LENGTH, calibration)
         self.data = list(windows.split(4))
         if name == "twin":
             plant_outliers(self.model, windows)
@@ -130,34 +151,31 @@ class Bench:
         with Meter() as meter:
             model = ModelQuantizer(config).quantize_model(model, self.data)
             ModelQuantizer.freeze(model)
-        texts = {name: self._judge(model, name) for name in self.texts}
-        return {"scheme": scheme, "algorithms": algorithms, "seconds": meter.cpu, "texts": texts}
+        texts = {
+            name: judge_text(self.expected[name], model, windows)
+            for name, windows in self.texts.items()
+        }
+        row = {"scheme": scheme, "algorithms": algorithms, "seconds": meter.cpu, "texts": texts}
+        return row | self._where()
 
-    def _judge(self, model: Any, text: str) -> dict[str, Any]:
-        """Return the perplexity of a model on a text, and the KL of each window."""
-        expected, windows = self.expected[text], self.texts[text]
-        predictions = [predict(model, window) for window in windows]
-        lost = [
-            1000 * float((before.exp() * (before - after)).sum(-1).double().mean())
-            for before, after in zip(expected, predictions, strict=True)
-        ]
-        kl = [float(f"{value:.4g}") for value in lost]
-        return {"perplexity": perplexity(predictions, windows), "kl": kl}
+    def row_of_peer(self, peer: str, scheme: str, asked: str) -> Row:
+        """Return such a row of other software, which runs in an environment of its own.
 
+        Raises:
+            RuntimeError: It failed.
+        """
+        python, algorithms = peers.environment(peer), rivals.PEERS[peer][1][scheme][asked]
+        with tempfile.TemporaryDirectory() as folder:
+            windows = {"calibration": self.windows, **self.texts}
+            rivals.share(Path(folder), self.model, self.tokenizer, **windows)
+            found = in_fresh_process("rivals.py", peer, scheme, asked, folder, python=python)
+        row = {"scheme": scheme, "algorithms": algorithms, "software": peer}
+        row |= {"seconds": found["seconds"], "texts": found["texts"]}
+        return row | self._where()
 
-@torch.inference_mode()
-def predict(model: Any, window: torch.Tensor) -> torch.Tensor:
-    """Return the log-probabilities of all tokens but the first, (tokens - 1, vocabulary)."""
-    return model(window.unsqueeze(0)).logits[0, :-1].log_softmax(-1)
-
-
-def perplexity(predictions: list[torch.Tensor], windows: torch.Tensor) -> float:
-    """Return the perplexity of the tokens of some windows under log-probabilities."""
-    losses = [
-        -p.gather(1, window[1:].unsqueeze(1)).double().mean()
-        for p, window in zip(predictions, windows, strict=True)
-    ]
-    return float(f"{torch.stack(losses).mean().exp():.5g}")
+    def _where(self) -> Row:
+        """Return the machine, and the part of the documents unless it is the first."""
+        return {"machine": machine()} | ({"part": self.part} if self.part else {})
 
 
 def options_of(text: str) -> dict[str, Any]:
@@ -166,14 +184,17 @@ def options_of(text: str) -> dict[str, Any]:
     return {"name": name, **dict.fromkeys(on, True)}
 
 
-def label(algorithms: list[dict[str, Any]]) -> str:
-    """Return the names of algorithms, such as ``rotation R1 R2, gptq choose damping``."""
+def label(row: Row) -> str:
+    """Return what made a row, such as ``rotation R1 R2, gptq choose damping``."""
     words = []
-    for options in algorithms:
+    for options in row["algorithms"]:
         names = [name for name, value in options.items() if value is True]
         on = [name.upper() if len(name) == 2 else name.replace("_", " ") for name in names]
-        words.append(" ".join([options["name"], *on]))
-    return ", ".join(words) or NONE
+        steps = [f"{options['iters']} steps"] if "iters" in options else []
+        words.append(" ".join([options["name"], *on, *steps]))
+    made = ", ".join(words) or NONE
+    made = f"{row['software']}: {made}" if "software" in row else made
+    return f"{made} (part {row['part']})" if "part" in row else made
 
 
 def with_error(values: torch.Tensor, sign: str = "") -> str:
@@ -189,8 +210,8 @@ def table(title: str, rows: list[Row]) -> str:
     lines = []
     for row in rows:
         kl = {t: torch.tensor(row["texts"][t]["kl"]) for t in texts}
-        line = [row["scheme"], label(row["algorithms"]), *(with_error(kl[t]) for t in texts)]
-        reference = next((r for r in rows if is_reference(r, row)), row)
+        line = [row["scheme"], label(row), *(with_error(kl[t]) for t in texts)]
+        reference = reference_of(row, rows)
         for t in texts:
             difference = kl[t] - torch.tensor(reference["texts"][t]["kl"])
             line.append("" if reference is row else with_error(difference, "+"))
@@ -199,12 +220,29 @@ def table(title: str, rows: list[Row]) -> str:
     return markdown(title, columns, lines)
 
 
-def is_reference(row: Row, other: Row) -> bool:
-    """Return whether a row is that of GPTQ after the same preparation as another row."""
-    names = [options["name"] for options in other["algorithms"]]
+def reference_of(row: Row, rows: list[Row]) -> Row:
+    """Return the row that a row is paired with, itself if there is none.
+
+    It is that of GPTQ after the same preparation; for other software, our row whose mean logarithm
+    of KL is the least.
+    """
+    ours = [
+        other
+        for other in rows
+        if "software" not in other
+        and all(other.get(key) == row.get(key) for key in ("scheme", "part"))
+    ]
+    if "software" in row:
+        return min(ours, key=mean_log, default=row)
+    names = [options["name"] for options in row["algorithms"]]
     count = len(names) - (names[-1:] != [] and names[-1] in ALGORITHMS)
-    expected = [*other["algorithms"][:count], {"name": REFERENCE}]
-    return row["scheme"] == other["scheme"] and row["algorithms"] == expected
+    expected = [*row["algorithms"][:count], {"name": REFERENCE}]
+    return next((other for other in ours if other["algorithms"] == expected), row)
+
+
+def mean_log(row: Row) -> float:
+    """Return the mean logarithm of KL over windows, the mean over texts."""
+    return mean(mean(map(math.log, text["kl"])) for text in row["texts"].values())
 
 
 def kept() -> dict[str, Any]:
@@ -216,7 +254,6 @@ def keep(name: str, bench: Bench, row: Row) -> None:
     """Write a row to the file, in place of the one with the same scheme and algorithms."""
     models = kept()
     models[name] = {
-        "machine": machine(),
         "vocabulary": bench.model.config.vocab_size,
         "float": bench.base,
         "rows": [*(r for r in models.get(name, {}).get("rows", ()) if not is_same(r, row)), row],
@@ -225,13 +262,14 @@ def keep(name: str, bench: Bench, row: Row) -> None:
 
 
 def is_same(row: Row, other: Row) -> bool:
-    """Return whether two rows quantize in the same way."""
-    return all(row[key] == other[key] for key in ("scheme", "algorithms"))
+    """Return whether two rows quantize in the same way, on the same data."""
+    keys = ("software", "scheme", "algorithms", "part")
+    return all(row.get(key) == other.get(key) for key in keys)
 
 
 def show(name: str, model: dict[str, Any], rows: list[Row]) -> None:
     """Print the table of some rows of a model."""
-    print(model["machine"], end="\n\n")
+    print(*sorted({row["machine"] for row in rows}), sep="; ", end="\n\n")
     print("Perplexity in float:", ", ".join(f"{t} {p:.5g}" for t, p in model["float"].items()))
     print(end="\n")
     print(table(f"{name}, calibrated on docstrings", rows))
@@ -245,16 +283,24 @@ def main() -> None:
         for name, model in kept().items():
             show(name, model, [row for row in model["rows"] if row["scheme"] in schemes])
         return
-    bench, rows = Bench(options.model), []
+    bench, rows = Bench(options.model, options.part), []
+
+    def add(row: Row) -> None:
+        rows.append(row)
+        if options.model in MODELS:
+            keep(options.model, bench, row)
+
     for scheme in schemes:
         for before in SCHEMES.get(scheme, [[]]):
-            for name in options.algorithms.split(","):
+            for name in filter(None, options.algorithms.split(",")):
                 algorithms = [*before, *([] if name == NONE else [options_of(name)])]
-                say(f"{scheme} {label(algorithms)}")
-                rows.append(bench.row(scheme, algorithms))
-                if options.model in MODELS:
-                    keep(options.model, bench, rows[-1])
-    show(options.model, {"machine": machine(), "float": bench.base}, rows)
+                say(f"{scheme} {label({'algorithms': algorithms})}")
+                add(bench.row(scheme, algorithms))
+        for peer in options.peer:
+            for asked in set(ASKED[peer]) & set(rivals.PEERS[peer][1].get(scheme, {})):
+                say(f"{scheme} {peer} {asked}")
+                add(bench.row_of_peer(peer, scheme, asked))
+    show(options.model, {"float": bench.base}, rows)
 
 
 if __name__ == "__main__":

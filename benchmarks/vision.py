@@ -3,6 +3,7 @@
     python benchmarks/vision.py                            # needs scikit-learn and onnxruntime
     python benchmarks/vision.py --nets 'mobilenet;resnet' --ways 'int8 per tensor, CLE;MXFP4'
     python benchmarks/vision.py --nets resnet --peer onnxruntime --peer torchao-graphs
+    python benchmarks/vision.py --nets resnet --ways 'layers, GPTQ' --peer modelopt --draws 4
 
 ``nets.py`` has the networks and pictures, ``vision_peers.py`` the other software. Every way is
 calibrated on the same pictures of the training and judged on the same pictures of the test. *Loss*
@@ -10,6 +11,10 @@ is the score of the float network minus that of the quantized one, with the stan
 difference over the digits of the test. *Change* is the squared change of the logits, relative to
 their squares. *ms* is the time of ONNX Runtime for a batch of 64 pictures on one thread; ways that
 differ in their numbers alone have the same time.
+
+``--draws 4`` calibrates on four random draws of the pictures, and prints the mean change with its
+standard error, and the difference to the first way, draw by draw. *layers* are ways that quantize
+the weights and inputs of layers alone, as ModelOpt does; others quantize every edge of the graph.
 """
 
 from __future__ import annotations
@@ -40,6 +45,7 @@ from nets import (
 )
 from peers import environment
 from safetensors.torch import load_file
+from torch import nn
 
 from quark.torch import ModelQuantizer, export_onnx
 from quark.torch.quantization.config.algo import (
@@ -70,6 +76,14 @@ COLUMNS = {
     "ms": "ms",
     "seconds": "CPU s",
 }
+OVER_DRAWS = {
+    "software": "software",
+    "way": "way",
+    "change": "change, %",
+    "error": "±",
+    "difference": "less the first",
+    "error of it": "±",
+}
 
 
 @dataclass(frozen=True)
@@ -80,6 +94,7 @@ class Way:
         is_timed: Whether ONNX Runtime is timed on it: it has integer kernels for it.
         is_fused: Whether values before activations such as PReLU are not quantized.
         has_float_outputs: Whether the values that the graph returns are not quantized.
+        is_of_layers: Whether inputs and weights of layers are quantized, and nothing else.
     """
 
     weight: QuantizationSpec
@@ -90,17 +105,16 @@ class Way:
     is_timed: bool = False
     is_fused: bool = False
     has_float_outputs: bool = False
+    is_of_layers: bool = False
 
     def config(self) -> Config:
         """Return the configuration of graph mode."""
-        layer = QuantizationConfig(
-            weight=self.weight,
-            input_tensors=self.activation,
-            output_tensors=self.activation,
-            bias=self.bias,
-        )
+        outputs = None if self.is_of_layers else self.activation
+        layer = QuantizationConfig(self.activation, outputs, self.weight, self.bias)
+        types = [nn.Conv1d, nn.Conv2d, nn.ConvTranspose2d, nn.Linear] if self.is_of_layers else []
         return Config(
-            layer,
+            QuantizationConfig() if self.is_of_layers else layer,
+            layer_type_quant_config=dict.fromkeys(types, layer),
             quant_mode="fx_graph_mode",  # type: ignore[arg-type]
             exclude=[],
             pass_options=PassOptions(
@@ -133,11 +147,13 @@ def _ways() -> dict[str, Way]:
     mxfp4 = QuantizationSpec("mx", mx_element_dtype="fp4", ch_axis=1)  # type: ignore[arg-type]
     bias = _spec("int32", "per_tensor", observers[0])
     cle, correction, gptq = CLEConfig(), BiasCorrectionConfig(), GPTQConfig()
+    absorbing = CLEConfig(absorb_biases=True)
     return {
         "int8 per tensor": Way(tensor, uint8, (), bias, is_timed=True),
         "int8 per tensor, percentile": Way(tensor, percentile, (), bias),
         "int8 per tensor, MSE": Way(tensor_mse, mse, (), bias),
         "int8 per tensor, CLE": Way(tensor, uint8, (cle,), bias, is_timed=True),
+        "int8 per tensor, CLE, absorption": Way(tensor, uint8, (absorbing,), bias),
         "int8 per tensor, CLE, bias correction": Way(tensor, uint8, (cle, correction), bias),
         "int8 per tensor, CLE, trained": Way(tensor, uint8, (cle,), bias, 1),
         "int8 per tensor, trained": Way(tensor, uint8, (), bias, 1),
@@ -156,6 +172,9 @@ def _ways() -> dict[str, Way]:
             channel_mse, uint8, (gptq,), bias, is_fused=True, has_float_outputs=True
         ),
         "int8 per channel, fused, MSE, GPTQ": Way(channel_mse, mse, (gptq,), bias, is_fused=True),
+        "int8 per channel, trained": Way(channel, uint8, (), bias, 1),
+        "layers": Way(channel, uint8, (), bias, is_of_layers=True),
+        "layers, GPTQ": Way(channel_mse, uint8, (gptq,), bias, is_of_layers=True),
         "int4 per channel": Way(int4, uint8),
         "int4 per channel, MSE": Way(int4_mse, uint8),
         "int4 per channel, MSE, bias correction": Way(int4_mse, uint8, (correction,)),
@@ -180,6 +199,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--peer", action="append", choices=PEERS, default=[], help="may be repeated"
     )
+    parser.add_argument("--draws", type=int, default=0, help="random draws for calibration")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     return parser.parse_args()
 
@@ -229,18 +249,28 @@ def runner(path: Path, x: torch.Tensor) -> Callable[[], Any]:
     return lambda: session.run(None, feed)
 
 
-def own_rows(name: str, ways: list[str], folder: Path) -> Iterator[dict[str, Any]]:
-    """Iterate over the rows of the float network and of this package; writes ONNX files."""
-    model, data = load(name), material(name)
+def own_rows(
+    name: str, ways: list[str], folder: Path, draw: int, times: dict[str, float]
+) -> Iterator[dict[str, Any]]:
+    """Iterate over the rows of the float network and of this package; writes ONNX files.
+
+    Args:
+        name: Name of the network.
+        ways: Names of ways.
+        folder: Where files go to.
+        draw: Number of the draw of the pictures for calibration. Draw 0 is timed.
+        times: Gets the milliseconds of ONNX Runtime by way.
+    """
+    model, data = load(name), material(name, draw)
     original = logits_of(model, data.test)
     x = data.test.images[:BATCH]
-    rows = [judge(original, original, data.test) | {"way": "float"}]
     axes = ({0: torch.export.Dim("batch")},)
     torch.onnx.export(
         model, (x,), folder / "float.onnx", dynamo=True, dynamic_shapes=axes, verbose=False
     )
-    work = {"float": runner(folder / "float.onnx", x)}
-    rows[0]["kib"] = sum(p.numel() for p in model.parameters()) / 256
+    work = {"float": runner(folder / "float.onnx", x)} if draw == 0 else {}
+    size = sum(p.numel() for p in model.parameters()) / 256
+    yield judge(original, original, data.test) | {"way": "float", "kib": size}
     for title in ways:
         way = WAYS[title]
         if way.epochs and not NETS[name].epochs:
@@ -248,26 +278,21 @@ def own_rows(name: str, ways: list[str], folder: Path) -> Iterator[dict[str, Any
         with Meter() as meter:
             frozen = quantize(model, way, data)
         row = judge(logits_of(frozen, data.test), original, data.test)
-        rows.append({"way": title, **row, "kib": kib(frozen), "seconds": meter.cpu})
-        say(f"{name}, {rows[-1]}")
-        if way.is_timed:
+        row |= {"way": title, "kib": kib(frozen), "seconds": meter.cpu}
+        say(f"{name}, {row}")
+        yield row
+        if way.is_timed and draw == 0:
             export_onnx(model=frozen, output_dir=folder / title, input_args=x)
             work[title] = runner(folder / title / "quark_model.onnx", x)
-    times = alternate(work, 15)
-    for row in rows:
-        yield {
-            "software": "quark",
-            **row,
-            "ms": 1000 * times[row["way"]] if row["way"] in times else None,
-        }
+    times.update((way, 1000 * seconds) for way, seconds in alternate(work, 15).items())
 
 
-def peer_rows(name: str, peer: str, folder: Path) -> Iterator[dict[str, Any]]:
+def peer_rows(name: str, peer: str, folder: Path, draw: int) -> Iterator[dict[str, Any]]:
     """Iterate over the rows of other software, whose logits its own process writes."""
-    data = material(name)
+    data = material(name, draw)
     original = logits_of(load(name), data.test)
     stored = str(folder / "logits.safetensors")
-    arguments = (peer, name, str(folder / "float.onnx"), stored)
+    arguments = (peer, name, draw, str(folder / "float.onnx"), stored)
     figures = in_fresh_process("vision_peers.py", *arguments, python=environment(peer))
     for title, logits in load_file(stored).items():
         row = judge(logits, original, data.test)
@@ -277,24 +302,53 @@ def peer_rows(name: str, peer: str, folder: Path) -> Iterator[dict[str, Any]]:
         yield {"software": peer, "way": f"{title}: fails"}
 
 
+def rows_of(name: str, ways: list[str], peers: list[str], draw: int) -> list[dict[str, Any]]:
+    """Return the rows of a network for a draw of the pictures for calibration."""
+    times: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        rows = list(own_rows(name, ways, Path(folder), draw, times))
+        rows = [{"software": "quark", **row, "ms": times.get(row["way"])} for row in rows]
+        for peer in peers:
+            rows += peer_rows(name, peer, Path(folder), draw)
+    return rows
+
+
+def over_draws(draws: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return a row for each way: its mean change over draws, and the difference to the first."""
+    changes: dict[tuple[str, str], list[float]] = {}
+    for row in (row for rows in draws for row in rows if row.get("seconds") is not None):
+        changes.setdefault((row["software"], row["way"]), []).append(row["change"])
+    first = torch.tensor(next(iter(changes.values())), dtype=torch.float64)
+    rows = []
+    for (software, way), values in changes.items():
+        own = torch.tensor(values, dtype=torch.float64)
+        if len(own) == len(first):  # a peer may fail on a draw
+            figures = (*mean_and_error(own), *mean_and_error(own - first))
+            names = ("change", "error", "difference", "error of it")
+            rows.append(
+                {"software": software, "way": way, **dict(zip(names, figures, strict=True))}
+            )
+    return rows
+
+
 def main() -> None:
     options = arguments()
     torch.set_num_threads(1)
     logging.getLogger("quark").addHandler(logging.NullHandler())
     tables: dict[str, list[dict[str, Any]]] = {}
+    ways = [w for w in options.ways.split(";") if w]
     for name in options.nets.split(";"):
-        with tempfile.TemporaryDirectory() as folder:
-            rows = list(own_rows(name, [w for w in options.ways.split(";") if w], Path(folder)))
-            for peer in options.peer:
-                rows += peer_rows(name, peer, Path(folder))
-        tables[name] = rows
-        say(json.dumps({name: rows}))
+        draws = range(1, options.draws + 1) or range(1)
+        every = [rows_of(name, ways, options.peer, draw) for draw in draws]
+        tables[name] = over_draws(every) if options.draws else every[0]
+        say(json.dumps({name: tables[name]}))
     if options.json:
         print(json.dumps({"machine": machine(), "tables": tables}))
         return
     print(machine() + "\n")
+    columns = OVER_DRAWS if options.draws else COLUMNS
     for name, rows in tables.items():
-        print(markdown(name, list(COLUMNS.values()), [[r.get(c) for c in COLUMNS] for r in rows]))
+        print(markdown(name, list(columns.values()), [[r.get(c) for c in columns] for r in rows]))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Other software on the networks of ``nets.py``: its graph mode, or what it has instead.
 
-``python vision_peers.py '"peer"' '"net"' '"float.onnx"' '"logits"'``, run by the environment of the
-peer, writes the logits of the pictures of the test for each way, and prints the CPU seconds. The
-pictures for calibration and training, and the training itself, are the same for all. Options that
-are not set here are the peer's defaults.
+``python vision_peers.py '"peer"' '"net"' '0' '"float.onnx"' '"logits"'``, run by the environment
+of the peer, writes the logits of the pictures of the test for each way, and prints the CPU
+seconds. The number is that of the draw of the pictures for calibration; ways that train run for
+draw 0 alone. The pictures for calibration and training, and the training itself, are the same for
+all. Options that are not set here are the peer's defaults.
 """
 
 from __future__ import annotations
@@ -212,14 +213,14 @@ def _ways(peer: str, model: torch.nn.Module, data: Material, path: Path) -> Ways
         yield "import", fail
 
 
-def main(peer: str, net: str, path: str, stored: str) -> None:
+def main(peer: str, net: str, draw: int, path: str, stored: str) -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    model, data = load(net), material(net)
+    model, data = load(net), material(net, draw)
     logits, seconds, failures = {}, {}, {}
     save_file(logits, stored)
     for title, make in _ways(peer, model, data, Path(path)):
-        if title.endswith("trained") and not NETS[net].epochs:
+        if title.endswith("trained") and (draw or not NETS[net].epochs):
             continue  # a network of a package comes without its data
         start = cpu_seconds()
         try:

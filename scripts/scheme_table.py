@@ -17,7 +17,10 @@ from torch import nn
 from quark.cli.schemes import TABLE
 from quark.torch.export.checkpoint.writer import collect, make_format
 from quark.torch.export.checkpoint_contents import summarize
+from quark.torch.export.containers.base import get_container
 from quark.torch.export.formats.registry import FORMATS
+from quark.torch.export.gguf.block_types import BLOCK_TYPES
+from quark.torch.export.gguf.blocks import block_type
 from quark.torch.quantization.api import ModelQuantizer
 from quark.torch.quantization.calibration import needs_data
 from quark.torch.quantization.config.config import Config
@@ -60,6 +63,8 @@ def layer_row(name: str) -> dict[str, Any]:
         "needs_data": needs_data([layer]),
         "bits": summary.bits_per_weight,
         "layouts": [*layouts(model)],
+        "gguf": gguf_type(layer),
+        "onnx": fits_onnx(layer),
     }
 
 
@@ -91,6 +96,27 @@ def layouts(model: nn.Module) -> Iterator[str]:
         with suppress(ValueError):
             make_format(model, None, JsonExporterConfig(), mode)
             yield mode
+
+
+def gguf_type(layer: QuantizationConfig) -> dict[str, Any] | None:
+    """Return the type of blocks that a GGUF file holds a scheme in, with its bits; or None."""
+    words = describe_layer(layer)
+    if layer.weight is None or words.input or words.output:
+        return None
+    kind = block_type(layer.weight, SIZE)
+    if kind is None:
+        return None
+    blocks = BLOCK_TYPES[kind]
+    return {"type": kind, "bits": 8 * blocks.bytes / blocks.size}
+
+
+def fits_onnx(layer: QuantizationConfig) -> bool:
+    """Whether a graph of ONNX can hold a scheme."""
+    try:
+        get_container("onnx").check_config([layer])
+    except ValueError:
+        return False
+    return True
 
 
 def sort_key(name: str) -> tuple[bool, str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import time
 import traceback
@@ -144,14 +145,23 @@ def report(error: Exception) -> int:
     if _Shown.is_verbose and not is_usage:
         err.print(escape("".join(traceback.format_exception(error)).rstrip()), soft_wrap=True)
     text = error.format_message() if is_usage else str(error)  # type: ignore[attr-defined]
+    context = getattr(error, "ctx", None)
+    if context is not None and hasattr(error, "param_type"):  # a parameter is missing
+        text += _first_example(context.command.help or "")
     text = " ".join(text.split()) or type(error).__name__
     if not isinstance(error, (ValueError, OSError)) and not is_usage:
         text = f"{type(error).__name__}: {text}"
     _steps.error(text, exc_info=None if is_usage else error)
-    context = getattr(error, "ctx", None)
     hint = f" [dim]({context.command_path} --help)[/]" if context is not None else ""
     err.print(f"[bold red]error:[/] {escape(text)}{hint}", soft_wrap=True)
     return int(getattr(error, "exit_code", 1)) if is_usage else 1
+
+
+def _first_example(text: str) -> str:
+    """Return the first command of the help of a verb, as a sentence; "" without one."""
+    found = re.search(r"^ +\[cyan\](quark .*?)\[/cyan\]", text, re.MULTILINE | re.DOTALL)
+    command = "" if found is None else found[1].replace("\\\n", "")
+    return command and f" For example: {command}"
 
 
 def wrong(flag: str, message: str) -> typer.BadParameter:

@@ -95,6 +95,7 @@ def convert(
     if push_to_hub is not None:
         check_upload(push_to_hub)
     from quark.torch.export.conversion import convert as write
+    from quark.torch.export.recognition import recognize_container
 
     with console.stage(f"writing {to}"):
         verdict = write(source, target, to, overwrite, verify, trust_remote_code, check_digests)
@@ -104,7 +105,10 @@ def convert(
     rows["size on disk"] = f"{console.format_bytes(before)} → {console.format_bytes(after)}"
     if verdict is not None:
         rows["verified"] = escape(str(verdict))
-    console.out.print("", console.facts(rows), "", sep="\n")
+    console.out.print("", console.facts(rows), sep="\n")
+    console.out.print("\n  Load it:\n")
+    console.show_code(recognize_container(target).load_code(target))
+    console.out.print()
     if push_to_hub is not None:
         upload(target, push_to_hub, private)
     if as_json:

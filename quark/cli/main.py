@@ -168,7 +168,22 @@ def _collect_seldom() -> None:
     """
     young, middle, old = gc.get_threshold()
     gc.set_threshold(young, middle, max(old, FULL_COLLECTION))
-    atexit.register(gc.freeze)
+    atexit.register(_keep_objects)
+
+
+def _keep_objects() -> None:
+    """Leave all objects to the operating system, unless a package would report them as leaks.
+
+    Extension modules made with nanobind, as that of Triton, print every object that is left.
+    """
+    if not any(_is_of_nanobind(module) for module in list(sys.modules.values())):
+        gc.freeze()
+
+
+def _is_of_nanobind(module: Any) -> bool:
+    if not str(getattr(module, "__file__", None)).endswith((".so", ".pyd")):
+        return False
+    return any(type(value).__module__ == "nanobind" for value in vars(module).values())
 
 
 if __name__ == "__main__":

@@ -253,6 +253,8 @@ def _print_summary(numbers: dict[str, Any], output: Path) -> None:
 
 
 def _print_advice(numbers: dict[str, Any]) -> None:
+    if numbers["advice"]:
+        console.say("To lose less, quantize the original again with one or more of these:\n")
     for number, remedy in enumerate(numbers["advice"], 1):
         console.say(f"{number}. {escape(remedy['text'])}")
         console.show_code(remedy["flags"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,9 +17,12 @@ HELP = """
 List the schemes of [cyan]--quant_scheme[/cyan] and [cyan]--kv_cache_dtype[/cyan].
 
 Without [cyan]--all[/cyan], the schemes that most models are quantized with.
-[cyan]bits[/cyan] are those of a stored weight with its scales and zero points.
+[cyan]bits[/cyan] are those of a stored weight with its scales and zero points; for the types of
+GGUF files, such as q4_k, those of its blocks there.
 [cyan]data[/cyan] marks schemes that need calibration text for static ranges.
-[cyan]also as[/cyan] names the layouts of [cyan]--custom_mode[/cyan] that hold a scheme.
+[cyan]also as[/cyan] names the layouts of [cyan]--custom_mode[/cyan] that hold a scheme, and
+[cyan]gguf[/cyan] and [cyan]onnx[/cyan] of [cyan]--model_export[/cyan]. GGUF files hold few
+integers in blocks of more bits.
 
 Names that end in a group size accept any other group size: [cyan]int4_wo_16[/cyan].
 The long names of MX schemes in version 0.8 are accepted too:
@@ -44,7 +48,7 @@ OWN_LAYOUT = "quark"  # which holds every scheme
 COMMON = (
     *("int8_wo", "int8", "ptpc_int8"),
     *("fp8", "ptpc_fp8", "mxfp8", "mxfp6_e2m3"),
-    *("uint4_wo_32", "int4_wo_128", "uint4_wo_128", "nvfp4", "mxfp4"),
+    *("uint4_wo_32", "int4_wo_128", "uint4_wo_128", "nvfp4", "q4_k", "mxfp4"),
     *("int3_wo_128", "int2_wo_64"),
 )
 ShowAll = Annotated[bool, typer.Option("--all", rich_help_panel="Other", help="List every scheme.")]
@@ -96,13 +100,30 @@ def _current_table(rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         table.add_row(
             row["name"],
-            f"{row['bits']:.2f}",
+            f"{_bits(row):.2f}",
             row["weight"],
             row["input"],
             "yes" if row["needs_data"] else "",
-            ", ".join(name for name in row["layouts"] if name != OWN_LAYOUT),
+            ", ".join(_other_files(row)),
         )
     return table
+
+
+def _bits(row: dict[str, Any]) -> float:
+    """Return the bits of a weight; of blocks where the scheme is named like them."""
+    blocks = row["gguf"]
+    is_named_so = blocks is not None and blocks["type"].lower() == row["name"]
+    return float(blocks["bits"] if is_named_so else row["bits"])
+
+
+def _other_files(row: dict[str, Any]) -> Iterator[str]:
+    """Iterate over what holds a scheme beside the layout of Quark."""
+    yield from (name for name in row["layouts"] if name != OWN_LAYOUT)
+    blocks = row["gguf"]
+    if blocks is not None:
+        yield "gguf" if blocks["bits"] < _bits(row) + 0.5 else f"gguf ({blocks['bits']:g} bits)"
+    if row["onnx"]:
+        yield "onnx"
 
 
 def _earlier_table(rows: list[dict[str, Any]]) -> Table:

@@ -16,6 +16,7 @@ pytest.importorskip("onnxscript")
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256}
 CACHES = ("fp8", "uint4", "mxfp4")
+HEADS = ("int8_per_head", "fp4_per_head")
 
 
 def config(name, **rest):
@@ -169,6 +170,7 @@ def check_but_for_ties(result, expected, name="logits"):
         ("llama", config("int8", algo_config=rotations()), {}),
         ("llama", with_caches("int4_wo_32", CACHES, False), {"num_hidden_layers": len(CACHES)}),
         ("llama", with_caches("int4_wo_32", CACHES, True), {"num_hidden_layers": len(CACHES)}),
+        ("llama", with_caches("int4_wo_32", HEADS, True), {"num_hidden_layers": len(HEADS)}),
         ("llama", with_caches("int8", ["uint4"], True), {}),
         ("llama", with_caches("int4_wo_32", ["fp8"], True, algo_config=rotations(r3=True)), {}),
     ],
@@ -178,6 +180,7 @@ def check_but_for_ties(result, expected, name="logits"):
         "rotated inputs",
         "caches before",
         "caches after",
+        "caches per head",
         "cache and inputs",
         "rotated cache",
     ],

@@ -338,7 +338,7 @@ def check_name(flag: str, name: str, names: Iterable[str]) -> None:
         typer.BadParameter: The name is unknown; the message names the nearest.
     """
     from quark.torch.quantization.config.algo import ALGO_CONFIGS
-    from quark.torch.quantization.config.name_lookup import nearest
+    from quark.torch.quantization.config.presets import similar_scheme
 
     names = list(names)
     if name.lower() in [known.lower() for known in names]:
@@ -346,7 +346,6 @@ def check_name(flag: str, name: str, names: Iterable[str]) -> None:
     if name.lower() in ALGO_CONFIGS:
         example = f"--quant_scheme int4_wo_128 --quant_algo {name.lower()}"
         raise wrong(flag, f"{name!r} is an algorithm, not a scheme. Give both, such as {example}.")
-    weights = [known for known in names if known.startswith(f"{name.lower()}_wo")]
-    near = weights[-1:] or nearest(name, names, 1)  # int4 -> int4_wo_128
-    hint = f"Did you mean {near[0]!r}? " if near else ""
+    near = similar_scheme(name, names)
+    hint = f"Did you mean {near!r}? " if near else ""
     raise wrong(flag, f"{name!r} is unknown. {hint}'quark schemes --all' lists all names.")

@@ -8,6 +8,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
 from rich.markup import escape
 
 from quark.cli import console
@@ -34,19 +35,23 @@ def check_writable(request: Request, model: nn.Module, config: Config | None) ->
     Raises:
         ImportError: A package is missing.
         OSError: A directory cannot be written, or the disk has too little room.
-        ValueError: The configuration does not fit the model, or a format cannot hold it.
+        typer.BadParameter: The configuration does not fit the model, or a format cannot hold it.
     """
     from quark.torch.export.params import FLOAT_OPTIONS, check_params
     from quark.torch.export.writability import check_exports, stored_size
     from quark.torch.quantization.checks import temporarily_quantized
 
-    if request.exports:
-        settings = export_settings(request, None)
-        exports = dict.fromkeys(request.exports, settings)
-        check_exports(model, config, request.output_dir, exports, request.overwrite)
+    try:
+        if request.exports:
+            settings = export_settings(request, None)
+            exports = dict.fromkeys(request.exports, settings)
+            check_exports(model, config, request.output_dir, exports, request.overwrite)
+        if request.params_save and config is not None:
+            with temporarily_quantized(model, config):
+                check_params(model)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     if request.params_save and config is not None:
-        with temporarily_quantized(model, config):
-            check_params(model)
         check_room("--save_dir", request.save_dir, stored_size(model, config, FLOAT_OPTIONS))
 
 

@@ -203,9 +203,7 @@ def _layer_table(kinds: Sequence[LayerKind]) -> Table:
     """Return a table of what is quantized how, and of what stays in float and why."""
     from quark.torch.quantization.config.description import describe_layer
 
-    table = console.table("Layers")
-    for title in ("layers", "number", "shape", "weight", "input", "output"):
-        table.add_column(title, justify="right" if title == "number" else "left")
+    rows = []
     for kind in kinds:
         shape = " x ".join(map(str, kind.shape))
         cells = [f"in float: {kind.reason}", "", ""]
@@ -213,7 +211,15 @@ def _layer_table(kinds: Sequence[LayerKind]) -> Table:
             words = describe_layer(kind.config)
             weight = f"kept: {words.weight}" if kind.is_kept else words.weight
             cells = [weight, words.input, words.output]
-        table.add_row(escape(kind.name), str(kind.number), shape, *map(escape, cells))
+        rows.append([kind.name, str(kind.number), shape, *cells])
+    table = console.table("Layers")
+    titles = ("layers", "number", "shape", "weight", "input", "output")
+    columns = zip(*rows, strict=True) if rows else [()] * len(titles)
+    shown = [(t, cells) for t, cells in zip(titles, columns, strict=True) if any(cells)]
+    for title, _ in shown:
+        table.add_column(title, justify="right" if title == "number" else "left", overflow="fold")
+    for row in zip(*(cells for _, cells in shown), strict=True):
+        table.add_row(*map(escape, row))
     return table
 
 

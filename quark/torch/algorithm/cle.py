@@ -7,7 +7,8 @@ them is divided by
 
 with r1_i the largest magnitude in row i of W₁, and r2_i that in column i of W₂ (equation 11). Both
 become sqrt(r1_i r2_i), so that no row and no column has a range that is much smaller than that of
-the whole weight, which one scale serves. Chains of layers take several rounds.
+the whole weight, which one scale serves. Chains of layers take several rounds. High biases can then
+move into the next layer (section 4.1.3, ``bias_absorption.py``).
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from collections.abc import Collection, Mapping
 
 import torch
 
+from quark.torch.algorithm.bias_absorption import absorb_biases
 from quark.torch.algorithm.layers import check_weights_quantized, has_quantized_weight, to_matrix
 from quark.torch.algorithm.rescaling import reduce_to_factors
 from quark.torch.graph.residency import resident
 from quark.torch.graph.structure import RESCALING, RescalingGroup
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.pipeline.context import Algorithm, Context
-from quark.torch.pipeline.shapes import FLOAT32, BlockShape, DataShape, Work
+from quark.torch.pipeline.shapes import FLOAT32, PASS_READS, BlockShape, DataShape, Work
 from quark.torch.quantization.config.algo import CLEConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
 
@@ -69,7 +71,7 @@ def resolve(context: Context, options: CLEConfig) -> Collection[str]:
 
 
 def apply(context: Context, options: CLEConfig) -> None:
-    """Equalize all pairs of quantized layers, round after round."""
+    """Equalize all pairs of quantized layers, round after round, and absorb biases if asked to."""
     groups = _select_groups(context)
     for rejection in context.structure.rejected:
         if rejection.producer in context.layers:
@@ -78,6 +80,8 @@ def apply(context: Context, options: CLEConfig) -> None:
         if max(_equalize_(context, group) for group in groups) < _SETTLED:
             break
     logger.info("Equalized: %s.", ", ".join(group.producer for group in groups))
+    if options.absorb_biases:
+        absorb_biases(context, groups)
 
 
 def _select_groups(context: Context) -> list[RescalingGroup]:
@@ -143,15 +147,22 @@ def _ranges(context: Context, group: RescalingGroup, sign: int) -> torch.Tensor:
 
 
 def work(options: CLEConfig, block: BlockShape, data: DataShape) -> Work:
-    """Return the work for a block: its weights several times, and a float32 weight."""
+    """Return the work for a block: its weights several times, and a float32 weight.
+
+    Biases are absorbed by a pass over the data; proofs on one batch are left out.
+    """
     memory = block.largest(lambda x: FLOAT32 * 2 * x.elements)
-    return Work(memory, 0, 10.0 * options.iterations * block.elements, reads=options.iterations)
+    flops = 10.0 * options.iterations * block.elements
+    if not options.absorb_biases:
+        return Work(memory, 0, flops, reads=options.iterations)
+    reads = options.iterations + PASS_READS
+    return Work(memory, 1, flops, stores=3, reads=reads, runs_model=True)
 
 
 ALGORITHM = Algorithm(
     check,
     apply,
-    needs_data=lambda options: False,
+    needs_data=lambda options: options.absorb_biases,
     work=work,
     resolve=resolve,
     proves=lambda options: (RESCALING,),

@@ -21,7 +21,7 @@ from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from quark.torch.quantization.nn.quantizer import QuantizedTensor
 
 MAX_CHANGE = 2.0  # factor by which a scale may grow or shrink
-# Elements of the matrices A, and of the rows, that are worked on at a time.
+# Elements of the matrices A, of the rows, and of the products that these are summed from.
 CHUNK = 1 << 24  # a few launches for a layer
 CACHED = 1 << 20  # on a CPU, whose cache they fit
 
@@ -46,19 +46,18 @@ def best_scales(
     outputs, groups = scales.shape
     width = len(hessian) // groups
     result = scales.clone()
-    chunk = CACHED if hessian.device.type == "cpu" else CHUNK
-    step = max(1, chunk // max(groups**2, len(hessian)))
+    is_cpu = hessian.device.type == "cpu"
+    step = max(1, (CACHED if is_cpu else CHUNK) // max(groups**2, len(hessian)))
+    # On a CPU, the products of one group fit its cache.
+    tile = 1 if is_cpu else max(1, CHUNK // (min(step, outputs) * len(hessian)))
     for start in range(0, outputs, step):
         rows = slice(start, start + step)
         q = codes[rows].view(-1, groups, width)  # (rows, groups, width)
         b = (weight[rows] @ hessian).view_as(q).mul_(q).sum(-1)  # (rows, groups)
         # (rows, groups, groups): A is symmetric, so its lower triangle is enough.
         a = q.new_zeros(len(q), groups, groups)
-        for g in range(groups):
-            # q_g H_g has an entry for each input of the groups h >= g. Its product with q, summed
-            # over the width of each group, is A_hg.
-            part = hessian[g * width : (g + 1) * width, g * width :]
-            a[:, g:, g] = (q[:, g] @ part).view(len(q), -1, width).mul_(q[:, g:]).sum(-1)
+        for g in range(0, groups, tile):
+            a[:, g:, g : g + tile] = _tile_of_products(q, hessian, g, tile)
         unused = a.diagonal(dim1=1, dim2=2) <= 0
         a.diagonal(dim1=1, dim2=2).add_(unused)
         lower, failed = torch.linalg.cholesky_ex(a)
@@ -68,6 +67,32 @@ def best_scales(
         accepted = ((change > 1 / MAX_CHANGE) & (change < MAX_CHANGE)).all(1) & (failed == 0)
         result[rows] = torch.where(accepted.unsqueeze(1), best, scales[rows])
     return result
+
+
+def _tile_of_products(
+    codes: torch.Tensor, hessian: torch.Tensor, first: int, tile: int
+) -> torch.Tensor:
+    """Return A_hg of each row for all groups h from ``first`` on, and the first of them as g.
+
+    Args:
+        codes: (rows, groups, width).
+        hessian: (inputs, inputs).
+        first: First group.
+        tile: Number of groups g.
+
+    Returns:
+        (rows, groups - first, tile), with fewer groups g where fewer are left.
+    """
+    width = codes.shape[-1]
+    later = codes[:, first:]  # (rows, groups - first, width)
+    start = first * width
+    parts = hessian[start : start + tile * width, start:]
+    parts = parts.view(-1, width, len(hessian) - start)  # (tile, width, later inputs)
+    # q_g H_g has an entry for each input of the groups h. Its product with q, summed over the width
+    # of each group, is A_hg.
+    products = torch.bmm(later[:, :tile].transpose(0, 1), parts)
+    sums = products.view(-1, *later.shape).mul_(later).sum(-1)  # (tile, rows, groups - first)
+    return sums.permute(1, 2, 0)
 
 
 def round_and_refit(

@@ -15,12 +15,13 @@ import torch.nn.functional as F
 
 
 class QSchemeType(Enum):
-    """Granularities by their documented names."""
+    """Granularities by their documented names; ``per_head`` is one scale for some channels."""
 
     per_tensor = "per_tensor"
     per_channel = "per_channel"
     per_group = "per_group"
     per_block = "per_block"
+    per_head = "per_head"
 
 
 GROUPED = (QSchemeType.per_group, QSchemeType.per_block)
@@ -37,13 +38,14 @@ def block_shape(
     """Return the shape of the block of elements that share a scale.
 
     Example, a weight of shape (out, in) = (8, 64): per tensor (8, 64); per channel along axis 0
-    (1, 64); per group of 32 along axis -1 (1, 32); per block of 4 x 16 (4, 16).
+    (1, 64); per group of 32 along axis -1 (1, 32); per block of 4 x 16 (4, 16); per head of 16
+    (8, 16).
 
     Args:
         shape: Shape of the tensor.
         qscheme: Granularity.
         axis: Channel axis, or the axis that groups divide.
-        group: Group size; -1 for the whole axis.
+        group: Group size; -1 for the whole axis. Channels of a head.
         per_token: Whether each position along all axes but the last has its own scale.
         block: Rows and columns of a two-dimensional block, along the last two axes; -1 for all.
 
@@ -55,6 +57,8 @@ def block_shape(
         return (1,) * (len(shape) - 1) + shape[-1:]
     if qscheme is QSchemeType.per_tensor:
         return shape
+    if qscheme is QSchemeType.per_head:
+        return (*shape[:-1], shape[-1] if group == -1 else group)
     if qscheme is QSchemeType.per_block:
         if block is None or len(shape) < 2:
             raise ValueError(f"per_block needs two axes and block_size, got {shape} and {block}.")
@@ -77,8 +81,9 @@ def scale_shape(
 ) -> tuple[int, ...]:
     """Return the shape of the scales of a tensor.
 
-    It is [] per tensor, [channels] per channel, and the grid of blocks otherwise. Example, a
-    weight of shape (8, 64): per group of 32 along axis -1, the scales have the shape (8, 2).
+    It is [] per tensor, [channels] per channel, [heads] per head, and the grid of blocks otherwise.
+    Example, a weight of shape (8, 64): per group of 32 along axis -1, the scales have the shape
+    (8, 2).
 
     Args:
         shape: Shape of the tensor.
@@ -89,6 +94,8 @@ def scale_shape(
     """
     if per_token or qscheme in GROUPED:
         return grid
+    if qscheme is QSchemeType.per_head:
+        return grid[-1:]
     return (shape[axis],) if qscheme is QSchemeType.per_channel else ()
 
 

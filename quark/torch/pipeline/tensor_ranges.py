@@ -89,6 +89,9 @@ class TensorRange:
         assert isinstance(observer, MinMaxObserver)
         if observer.scheme.qscheme is QSchemeType.per_tensor:
             lo, hi = lo.amin(), hi.amax()
+        elif observer.scheme.qscheme is QSchemeType.per_head:
+            heads = -1, observer.scheme.group
+            lo, hi = lo.view(heads).amin(1), hi.view(heads).amax(1)
         observer.widen(lo.to(device), hi.to(device))
 
 
@@ -140,4 +143,4 @@ def ranges_suffice(spec: QuantizationSpec) -> bool:
         return False
     scheme = spec.scheme
     is_per_channel = scheme.qscheme is QSchemeType.per_channel and scheme.axis == -1
-    return is_per_channel or scheme.qscheme is QSchemeType.per_tensor
+    return is_per_channel or scheme.qscheme in (QSchemeType.per_tensor, QSchemeType.per_head)

@@ -15,8 +15,14 @@ from quark.torch.quantization.config.compatibility import check_compatibility, w
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import assign, report_unmatched
 from quark.torch.quantization.config.spec import QuantizationSpec
+from quark.torch.quantization.config.type import QSchemeType
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
-from quark.torch.quantization.nn.layer import PARAMETERS, QuantizedLayer, input_axis
+from quark.torch.quantization.nn.layer import (
+    PARAMETERS,
+    QuantizedLayer,
+    input_axis,
+    is_linear,
+)
 from quark.torch.quantization.nn.operators import is_operator, operator, operator_names
 
 logger = logging.getLogger(__name__)
@@ -262,6 +268,7 @@ def check_fit(name: str, module: nn.Module, layer: QuantizationConfig) -> None:
             f"{name}.input_tensors: the inputs of a {type(module).__name__} are indices and cannot "
             "be quantized: leave input_tensors out of its configuration."
         )
+    _check_heads(name, module, layer)
     for tensor, spec in layer.specs():
         value = getattr(module, tensor, None) if tensor in PARAMETERS else None
         if value is None:
@@ -285,6 +292,28 @@ def check_fit(name: str, module: nn.Module, layer: QuantizationConfig) -> None:
                 f"elements along axis {axis}. Choose one that does ({', '.join(fits)}), or "
                 "exclude the layer."
             )
+
+
+def _check_heads(name: str, module: nn.Module, layer: QuantizationConfig) -> None:
+    """Raise if outputs with a scale per head have no whole heads.
+
+    Raises:
+        ValueError: The channels of a head are not known, or do not divide the outputs.
+    """
+    spec = layer.output_tensors
+    if spec is None or spec.qscheme is not QSchemeType.per_head:
+        return
+    if not is_linear(type(module)):
+        raise ValueError(
+            f"{name}.output_tensors: the outputs of a {type(module).__name__} have no heads. Only "
+            "linear layers take scales per head."
+        )
+    width = module.weight.shape[1 - input_axis(type(module))]  # type: ignore[index]  # a tensor
+    if spec.group_size is None or width % spec.group_size:
+        raise ValueError(
+            f"{name}.output_tensors: heads of {spec.group_size} channels do not divide its {width} "
+            "outputs. Give the channels of a head as group_size."
+        )
 
 
 def find_undivided_axis(

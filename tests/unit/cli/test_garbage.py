@@ -1,7 +1,13 @@
 """Collections of garbage in a process of the command line."""
 
+import gc
 import subprocess
 import sys
+from types import ModuleType
+
+import pytest
+
+from quark.cli import main
 
 
 def test_modules_are_not_collected_at_the_end_of_the_process():
@@ -18,6 +24,22 @@ def test_modules_are_not_collected_at_the_end_of_the_process():
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("quark ")
     assert "collected" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("file", "maker", "is_kept"),
+    [("lib.so", "nanobind", False), ("lib.so", "builtins", True), ("lib.py", "nanobind", True)],
+)
+def test_objects_are_freed_where_a_package_reports_leaks(file, maker, is_kept, monkeypatch):
+    """Modules of nanobind print each object that is left at the end of the process."""
+    module = ModuleType("fake_extension")
+    module.__file__ = file
+    module.function = type("nb_func", (), {"__module__": maker})()
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    frozen = []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(True))
+    main._keep_objects()
+    assert bool(frozen) == is_kept
 
 
 def test_imports_of_a_verb_start_no_full_collection():

@@ -45,6 +45,8 @@ def test_report_and_convert(hub, quark, tmp_path):
     result = quark("convert", "me/int4", out, "--to", "compressed-tensors")
     assert result.exit_code == 0, result.output
     assert (out / "config.json").is_file()
+    _, code = result.stdout.split("Load it:")
+    assert code.strip().startswith("model = ") and str(out) in code
 
 
 def test_a_name_that_is_not_there(hub, refused):

@@ -33,4 +33,14 @@ def test_the_short_list_and_all(quark):
     }
     assert rows["ptpc_fp8"]["bits"] == 8 + 32 / 1024
     assert rows["fp8"]["layouts"] == ["quark", "compressed-tensors", "fp8", "modelopt"]
+    assert rows["q4_k"]["gguf"] == {"type": "Q4_K", "bits": 4.5}
+    assert [rows[name]["gguf"] for name in ("int4_wo_128", "nvfp4", "fp8")] == [
+        {"type": "Q4_0", "bits": 4.5},
+        None,
+        None,
+    ]
+    assert rows["int4_wo_128"]["onnx"] and not rows["q4_k"]["onnx"]
+    row = next(line for line in short.splitlines() if line.split()[:1] == ["q4_k"])
+    assert row.split()[1] == "4.50" and row.split()[-1] == "gguf"
+    assert "gguf (4.5 bits)" in short
     assert f"{len(scheme_names()) - len(schemes.COMMON)} other schemes" in short

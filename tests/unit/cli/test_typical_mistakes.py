@@ -25,6 +25,8 @@ def mistake(quark, model_dir, tmp_path, monkeypatch):
     ("call", "advice"),
     [
         (["quantise"], "Did you mean 'quantize'?"),
+        (["quantize"], "For example: quark quantize --model_dir llama --output_dir llama-int4 "),
+        (["compare", "MODEL"], "For example: quark compare my-model my-model-int4 "),
         ([*QUANTIZE, "--quant_scheme", "fp9"], "Did you mean 'fp8'?"),
         ([*QUANTIZE, "--quant_scheme", "int4"], "Did you mean 'int4_wo_128'?"),
         (
@@ -44,6 +46,10 @@ def mistake(quark, model_dir, tmp_path, monkeypatch):
         (
             [*QUANTIZE, "--quant_scheme", "uint4_wo_32", "--model_export", "awq"],
             "give --custom_mode awq",
+        ),
+        (
+            [*QUANTIZE, "--quant_scheme", "int8", "--custom_mode", "awq"],
+            "Exclude such layers, quantize them otherwise, or use custom_mode='quark'",
         ),
         (
             ["quantize", "--model_dir", "gone", "--output_dir", "OUT", "--quant_scheme", "fp8"],

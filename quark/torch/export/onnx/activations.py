@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from quark.torch.export.onnx.functions import (
 from quark.torch.export.onnx.scales import rounds_scales
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.rounding import RoundType
+from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.nn.quantizer import QuantizedTensor
 
@@ -41,6 +43,18 @@ def activation_problem(spec: QuantizationSpec) -> str | None:
     return None
 
 
+def _by_channel(
+    state: QuantizedTensor,
+) -> tuple[Scheme, torch.Tensor | None, torch.Tensor | None]:
+    """Return the scheme, scale and zero point of a tensor, per channel where they are per head."""
+    scheme, scale, zeros = state.scheme, state.scale, state.zero_point
+    if scheme.qscheme is not QSchemeType.per_head:
+        return scheme, scale, zeros
+    per_channel = replace(scheme, qscheme=QSchemeType.per_channel, group=-1)
+    parts = [x if x is None else x.repeat_interleave(scheme.group) for x in (scale, zeros)]
+    return per_channel, parts[0], parts[1]
+
+
 class ActivationQuantizer(nn.Module):
     """Quantizes and dequantizes inputs or outputs.
 
@@ -60,7 +74,7 @@ class ActivationQuantizer(nn.Module):
 
     def __init__(self, state: QuantizedTensor, allows_pair: bool, functions: FunctionTable) -> None:
         super().__init__()
-        scheme, scale, zeros = state.scheme, state.scale, state.zero_point
+        scheme, scale, zeros = _by_channel(state)
         fmt = scheme.fmt
         per_tensor = scheme.qscheme is QSchemeType.per_tensor
         self.scheme, self.functions = scheme, functions

@@ -77,7 +77,7 @@ def write_onnx(model: nn.Module, target: Target, input_args: Any, options: OnnxO
     if any(p.dtype == torch.bfloat16 for p in model.parameters()):
         logger.warning(
             "The model is in bfloat16, in which ONNX Runtime computes nothing on a CPU: load it in "
-            "float32 or float16 for that."
+            "float32 or float16 (--data_type) for that."
         )
     with eval_mode(model):
         axes = inputs.dynamic_axes(model, options.dynamic_shapes)

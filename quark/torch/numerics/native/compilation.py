@@ -117,6 +117,39 @@ class Instruction(NamedTuple):
         raise TypeError("Only compiled functions can call an instruction.")
 
 
+class Operand(NamedTuple):
+    """An array of numpy that instructions of LLVM read or write.
+
+    Attributes:
+        address: Address of its first element, an integer of 64 bits.
+        kind: Name of the type of its elements, such as "float32".
+        shape: Number of its elements along each axis, integers of 64 bits.
+    """
+
+    address: Any
+    kind: str
+    shape: tuple[Any, ...]
+
+
+class ArrayInstruction(NamedTuple):
+    """A function of a tuple of contiguous arrays in instructions of LLVM, for loops on vectors.
+
+    Attributes:
+        build: Writes the instructions, given a builder, the module ``llvmlite.ir``, and an
+            ``Operand`` for each array, or None for None.
+    """
+
+    build: Callable[..., None]
+
+    def __call__(self, operands: tuple[Any, ...]) -> None:
+        """Raise an error: Python has no such function.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError("Only compiled functions can call an instruction.")
+
+
 def native_function(function: Callable[..., Any]) -> NativeFunction:
     """Mark a function that numba compiles."""
     return NativeFunction(function)
@@ -130,6 +163,11 @@ def native_sum(function: Callable[..., Any]) -> NativeFunction:
 def native_instruction(result: str, *arguments: str) -> Callable[[Callable[..., Any]], Instruction]:
     """Mark a function that builds instructions; see ``Instruction``."""
     return lambda build: Instruction(build, result, arguments)
+
+
+def native_array_instruction(build: Callable[..., None]) -> ArrayInstruction:
+    """Mark a function that builds instructions on arrays; see ``ArrayInstruction``."""
+    return ArrayInstruction(build)
 
 
 def native_by_type(choose: Callable[[str], Callable[..., Any]]) -> ByType:
@@ -153,6 +191,8 @@ def _compile(module: str, keeps: bool) -> dict[str, Any]:
             namespace[name] = _overloaded(member, extending.overload, namespace)
         elif isinstance(member, Instruction):
             namespace[name] = _intrinsic(member, extending.intrinsic)
+        elif isinstance(member, ArrayInstruction):
+            namespace[name] = _array_intrinsic(member, extending.intrinsic)
     for name, function in functions.items():
         own = _moved(function.python, namespace)
         namespace[name] = _jitted(own, numba.njit, keeps, function.reorders_sums)
@@ -205,6 +245,32 @@ def _intrinsic(member: Instruction, intrinsic: Any) -> Callable[..., Any]:
     return made
 
 
+def _array_intrinsic(member: ArrayInstruction, intrinsic: Any) -> Callable[..., Any]:
+    types, ir = import_module("numba.core.types"), import_module("llvmlite.ir")
+
+    def operand(context: Any, builder: Any, kind: Any, value: Any) -> Operand | None:
+        if isinstance(kind, types.NoneType):
+            return None
+        if not isinstance(kind, types.Array) or kind.layout != "C":
+            raise TypeError(f"An instruction takes contiguous arrays and None, not {kind}.")
+        made = context.make_array(kind)(context, builder, value)
+        shape = tuple(builder.extract_value(made.shape, i) for i in range(kind.ndim))
+        return Operand(builder.ptrtoint(made.data, ir.IntType(64)), str(kind.dtype), shape)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        (kinds,), (values,) = signature.args, args
+        members = [builder.extract_value(values, i) for i in range(len(kinds))]
+        pairs = zip(kinds, members, strict=True)
+        member.build(builder, ir, *(operand(context, builder, *pair) for pair in pairs))
+        return context.get_dummy_value()
+
+    def of_arrays(context: Any, operands: Any) -> Any:
+        return types.void(operands), generate
+
+    made: Callable[..., Any] = intrinsic(of_arrays)
+    return made
+
+
 @cache
 def _has_numba() -> bool:
     """Import numba; whether it is there and compiles."""
@@ -245,6 +311,15 @@ def can_run(*tensors: torch.Tensor | None) -> bool:
     if needs_grad or not are_plain or _get_current_dispatch_mode() is not None:
         return False
     return not _Spared.is_set and _has_numba()
+
+
+@cache
+def has_feature(name: str) -> bool:
+    """Whether numba makes instructions of an extension of the processor, such as "avx512f"."""
+    if not _has_numba():
+        return False
+    features = import_module("numba.core.registry").cpu_target.target_context.codegen()
+    return f"+{name}" in str(features.magic_tuple()[-1]).split(",")
 
 
 class _Spared:

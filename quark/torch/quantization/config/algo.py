@@ -163,6 +163,8 @@ class CLEConfig(PreQuantOptConfig):
     Attributes:
         iterations: Largest number of rounds over all pairs of layers. It ends earlier if no factor
             changes by more than a thousandth.
+        absorb_biases: Whether to move high biases into the next layers afterwards (section 4.1.3).
+            This needs calibration data.
 
     Raises:
         ValueError: ``iterations`` is less than 1.
@@ -170,6 +172,7 @@ class CLEConfig(PreQuantOptConfig):
 
     name: str = "cle"
     iterations: int = 50
+    absorb_biases: bool = False
 
     def __post_init__(self) -> None:
         if self.iterations < 1:

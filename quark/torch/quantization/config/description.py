@@ -16,6 +16,7 @@ _GRANULARITY = {
     QSchemeType.per_channel: "per channel",
     QSchemeType.per_group: "per group",
     QSchemeType.per_block: "per block",
+    QSchemeType.per_head: "per head",
 }
 
 
@@ -47,7 +48,9 @@ def describe(spec: QuantizationSpec | None, is_weight: bool = False) -> str:
     if not spec.fmt.scaled:
         return name
     words = [name, "per token" if scheme.per_token else _GRANULARITY[scheme.qscheme]]
-    if scheme.qscheme is QSchemeType.per_group:
+    if spec.qscheme is QSchemeType.per_head:
+        words[1:] = ["per token and head" if spec.is_dynamic else "per head"]
+    elif scheme.qscheme is QSchemeType.per_group:
         words.append("row" if scheme.group == -1 else str(scheme.group))
     if spec.block_size is not None:
         words.append("x".join(str(side) for side in spec.block_size))

@@ -31,7 +31,8 @@ class QuantizationConfig:
 
     Raises:
         TypeError: A field is not a specification.
-        ValueError: Inputs or outputs have static scales per group.
+        ValueError: Inputs or outputs have static scales per group, or another tensor than the
+            outputs has scales per head.
     """
 
     input_tensors: QuantizationSpec | None = None
@@ -68,6 +69,11 @@ class QuantizationConfig:
             if name.endswith("_tensors") and spec.dtype is Dtype.mx and not spec.is_dynamic:
                 spec = replace(spec, is_dynamic=True)  # there are no other scales of activations
                 setattr(self, name, spec)
+            if name != "output_tensors" and spec.qscheme is QSchemeType.per_head:
+                raise ValueError(
+                    f"{name}: scales per head are for output_tensors of keys and values. Use "
+                    "qscheme='per_tensor' or 'per_group'."
+                )
             grouped = spec.scheme.qscheme in (QSchemeType.per_group, QSchemeType.per_block)
             if name.endswith("_tensors") and grouped and not spec.is_dynamic:
                 raise ValueError(

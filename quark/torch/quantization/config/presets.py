@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import fields, replace
 from typing import Any
 
 from quark.torch.quantization.config.block_schemes import BLOCK_SCHEMES
 from quark.torch.quantization.config.config import QuantizationConfig
-from quark.torch.quantization.config.name_lookup import one_of, unknown
+from quark.torch.quantization.config.name_lookup import nearest, one_of
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.config.spec_classes import SPEC_CLASSES
 
@@ -25,6 +26,8 @@ _TENSORS: dict[str, tuple[str, str, bool, bool]] = {
     "int4_group": ("int4", "per_group", True, False),
     "int4_group_asym": ("int4", "per_group", False, False),
     "int4_group_dynamic": ("int4", "per_group", True, True),
+    "int4_head": ("int4", "per_head", True, False),
+    "int4_token_head": ("int4", "per_head", True, True),
     "uint4_channel": ("uint4", "per_channel", True, False),
     "uint4_channel_asym": ("uint4", "per_channel", False, False),
     "uint4_group": ("uint4", "per_group", True, False),
@@ -39,6 +42,8 @@ _TENSORS: dict[str, tuple[str, str, bool, bool]] = {
     "int8_channel": ("int8", "per_channel", True, False),
     "int8_group": ("int8", "per_group", True, False),
     "int8_token": ("int8", "per_token", True, True),
+    "int8_head": ("int8", "per_head", True, False),
+    "int8_token_head": ("int8", "per_head", True, True),
     "uint8_asym": ("uint8", "per_tensor", False, False),
     "uint8_group_asym": ("uint8", "per_group", False, False),
     "fp8": ("fp8_e4m3", "per_tensor", True, False),
@@ -46,6 +51,8 @@ _TENSORS: dict[str, tuple[str, str, bool, bool]] = {
     "fp8_e5m3": ("fp8_e5m3", "per_tensor", True, False),
     "fp8_channel": ("fp8_e4m3", "per_channel", True, False),
     "fp8_token": ("fp8_e4m3", "per_token", True, True),
+    "fp8_head": ("fp8_e4m3", "per_head", True, False),
+    "fp4_head": ("fp4", "per_head", True, False),
     "bfloat16": ("bfloat16", "", True, False),
     "float16": ("float16", "", True, False),
 }
@@ -250,6 +257,12 @@ KV_CACHE_SCHEMES: dict[str, str] = {
     "fp6e2m3_per_group": "fp6_e2m3_dynamic",
     "fp6e3m2_per_group": "fp6_e3m2_dynamic",
     "fp4_per_group": "fp4_group_dynamic",
+    "fp8_per_head": "fp8_head",
+    "int8_per_head": "int8_head",
+    "int8_per_token_head": "int8_token_head",
+    "int4_per_head": "int4_head",
+    "int4_per_token_head": "int4_token_head",
+    "fp4_per_head": "fp4_head",
 }
 
 
@@ -275,8 +288,25 @@ def scheme(name: str, group_size: int = GROUP_SIZE) -> QuantizationConfig:
         return _layer(_GROUPED[prefix], int(size))
     row = _SCHEMES.get(_respelled(known))
     if row is None:
-        raise ValueError(unknown(name, scheme_names(), "quant_scheme"))
+        near = similar_scheme(name, scheme_names())
+        hint = f" Did you mean {near!r}?" if near else ""
+        raise ValueError(
+            f"quant_scheme: {name!r} is unknown.{hint} 'quark schemes --all' and "
+            "LLMTemplate.get_supported_schemes() list all names."
+        )
     return _layer(row, group_size)
+
+
+def similar_scheme(name: str, names: Iterable[str]) -> str | None:
+    """Return the name most similar to an unknown one, or None: ``int4_wo_128`` for ``int4``.
+
+    Args:
+        name: The unknown name.
+        names: Known names.
+    """
+    names = list(names)
+    of_weights = [known for known in names if known.startswith(f"{name.lower()}_wo")]
+    return next(iter(of_weights[-1:] or nearest(name, names, 1)), None)
 
 
 def _respelled(name: str) -> str:

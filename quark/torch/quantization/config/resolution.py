@@ -1,11 +1,12 @@
 """Resolution of a configuration against a model: general names become names of its modules.
 
-A configuration is often written before there is a model. Three of its values stand for a role that
+A configuration is often written before there is a model. Four of its values stand for a role that
 each architecture names differently, and are resolved when a model is quantized:
 
 - ``lm_head`` in ``exclude``: the output head, such as ``embed_out`` of GPT-NeoX.
 - ``float_parts``: vision and audio towers, projectors, routers; see ``parts``.
 - ``FUSED_PROJECTIONS`` as ``shared_scale_groups``: all layers that share an input.
+- ``per_head`` without ``group_size``: the channels of a head; see ``head_sizes``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import replace
 from torch import nn
 
 from quark.torch.quantization.config.config import Config, QuantizationConfig
+from quark.torch.quantization.config.head_sizes import with_head_sizes
 from quark.torch.quantization.config.match import literal, matches
 from quark.torch.quantization.config.parts import Part, find_parts, output_layers
 
@@ -63,6 +65,9 @@ def resolve_names(config: Config, model: nn.Module) -> Config:
     The output head stands for ``lm_head`` in ``exclude``, and the parts of ``float_parts`` are
     added. Layers of towers make no key-value cache. Of ``FUSED_PROJECTIONS``, names
     without a layer in the model are left out.
+
+    Raises:
+        ValueError: Outputs have a scale per head, and the channels of a head are not known.
     """
     groups = config.shared_scale_groups
     names = [name for name, _ in model.named_modules()]
@@ -73,7 +78,7 @@ def resolve_names(config: Config, model: nn.Module) -> Config:
     parts = find_parts(model)
     towers = [part for part in parts if part.kind == "tower"]
     without = {name for name in names if any(tower.holds(name) for tower in towers)}
-    config = limit_cache(config, names, without)
+    config = with_head_sizes(limit_cache(config, names, without), model)
     exclude = resolve_exclude(config.exclude, model)
     in_float = [_pattern_of(part, model) for part in parts if part.kind in config.float_parts]
     exclude += [pattern for pattern in in_float if pattern not in exclude]

@@ -13,6 +13,7 @@ from quark.torch.numerics.formats import Format
 from quark.torch.numerics.scale_formats import E8M0, SCALE_FORMATS, ScaleFormat
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.name_lookup import one_of, unknown
+from quark.torch.quantization.config.per_head import per_head_problem
 from quark.torch.quantization.config.qat import (
     QATSpec,
     default_training_observer,
@@ -71,7 +72,7 @@ class QuantizationSpec:
             Defaults to True for formats that fix their blocks.
         qscheme: Granularity.
         ch_axis: Axis of channels, or axis that is divided into groups.
-        group_size: Elements per group; -1 = one group per row.
+        group_size: Elements per group, -1 = one group per row; for ``per_head``, of a head.
         symmetric: Whether ranges are symmetric around zero, without a zero point.
         round_method: Rounding of values between two codes.
         scale_type: Type in which scales are stored.
@@ -159,12 +160,13 @@ class QuantizationSpec:
         """The specification in terms of ``quark.torch.numerics``."""
         fmt = self.fmt
         qscheme = self.qscheme or QSchemeType.per_tensor
-        if fmt.block or self.dtype is Dtype.mx:
+        is_per_head = qscheme is QSchemeType.per_head
+        if fmt.block or self.dtype is Dtype.mx or (is_per_head and self.is_dynamic):
             qscheme = QSchemeType.per_group
         return Scheme(
             fmt=fmt,
             qscheme=qscheme,
-            axis=0 if self.ch_axis is None else self.ch_axis,
+            axis=-1 if is_per_head else self.ch_axis or 0,
             group=self.group_size or fmt.block or (MX_BLOCK if self.dtype is Dtype.mx else -1),
             symmetric=self.symmetric is not False,
             rounding=self.round_method or RoundType.half_even,
@@ -337,6 +339,7 @@ RULES: list[_Rule] = [
             f"got {s.group_size!r}."
         ),
     ),
+    (lambda s: per_head_problem(s) is not None, lambda s: f"{per_head_problem(s)}"),
     (
         lambda s: s.fmt.is_float and s.symmetric is False,
         lambda s: "floating-point formats have no zero point: leave out symmetric=False.",

@@ -306,8 +306,8 @@ def change_class(module: nn.Module, cls: type[nn.Module]) -> None:
 def activation_shape(layer: nn.Module, name: str, scheme: Scheme) -> tuple[int, ...]:
     """Return the shape of inputs or outputs, as far as the shape of their scales depends on it.
 
-    The shape is () unless scales are per channel. Then it has the number of channels along the
-    axis of the scales, and 0 elsewhere: (0, 64) for 64 channels along axis 1.
+    The shape is () unless scales are per channel or per head. Then it has the number of channels
+    along the axis of the scales, and 0 elsewhere: (0, 64) for 64 channels along axis 1.
 
     Args:
         layer: An operator.
@@ -315,9 +315,10 @@ def activation_shape(layer: nn.Module, name: str, scheme: Scheme) -> tuple[int, 
         scheme: Quantization scheme of the tensor.
 
     Raises:
-        ValueError: Scales are per channel, and the number of channels is not known.
+        ValueError: Scales are per channel or head, and the number of channels is not known.
     """
-    if scheme.qscheme is not QSchemeType.per_channel or scheme.per_token:
+    by_channel = scheme.qscheme in (QSchemeType.per_channel, QSchemeType.per_head)
+    if not by_channel or scheme.per_token:
         return ()
     axis = scheme.axis
     shape = [0] * (axis + 1 if axis >= 0 else -axis)
@@ -325,7 +326,7 @@ def activation_shape(layer: nn.Module, name: str, scheme: Scheme) -> tuple[int, 
     if not channels:
         raise ValueError(
             f"{name}: the number of channels of a {type(layer).__name__} is not known, so it takes "
-            "no static scales per channel. Use one scale per tensor."
+            "no static scales per channel or head. Use one scale per tensor."
         )
     shape[axis] = channels[0]
     return tuple(shape)

@@ -200,7 +200,7 @@ class PerChannelMinMaxObserver(MinMaxObserver):
 
 
 class PerGroupMinMaxObserver(MinMaxObserver):
-    """Minimum and maximum of each group of an integer format."""
+    """Minimum and maximum of each group of an integer format, or of each head."""
 
 
 class PerBlock2DMinMaxObserver(MinMaxObserver):

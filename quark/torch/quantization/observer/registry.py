@@ -67,5 +67,6 @@ def default_observer(scheme: Scheme) -> type[ObserverBase]:
         QSchemeType.per_channel: "PerChannelMinMaxObserver",
         QSchemeType.per_group: "PerGroupMinMaxObserver",
         QSchemeType.per_block: "PerBlock2DMinMaxObserver",
+        QSchemeType.per_head: "PerGroupMinMaxObserver",
     }
     return observer_class(names[scheme.qscheme])

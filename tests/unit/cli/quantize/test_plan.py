@@ -13,7 +13,7 @@ from importlib import import_module
 import pytest
 from transformers import LlamaConfig
 
-from quark.cli import models
+from quark.cli import console, models
 from quark.torch.export.checkpoint.files import CheckpointReader
 from quark.torch.pipeline import memory_limit
 from quark.torch.quantization import preparation
@@ -112,6 +112,19 @@ def test_says_what_does_not_fit(plan_of, quark, huge_dir, room, tmp_path):
     assert result.exit_code == 1
     assert "in float: excluded by lm_head" in result.stdout
     assert "is too little" in result.stdout
+
+
+def test_names_are_whole_on_a_narrow_terminal(quark, huge_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(console, "out", console._Console(highlight=False, width=80))
+    result = quark(
+        *("quantize", "--model_dir", huge_dir, "--quant_scheme", "fp8", "--plan"),
+        *("--output_dir", tmp_path / "out", "--skip_evaluation"),
+    )
+    _, table = result.stdout.split("\nLayers")
+    header, *rows = [line for line in table.splitlines() if line.strip(" ─")]
+    assert header.split() == ["layers", "number", "shape", "weight", "input"]
+    name = "".join(row[: header.index("number")].strip() for row in rows)
+    assert "model.layers.*.self_attn.q_proj" in name and "model.layers.*.mlp.down_proj" in name
 
 
 def test_a_run_is_refused_before_work(refused, huge_dir, room, tmp_path, monkeypatch):

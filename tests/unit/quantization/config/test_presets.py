@@ -345,6 +345,9 @@ def test_any_group_size():
     ("name", "near"),
     [
         ("int8_w", "int8_wo"),
+        ("int4", "int4_wo_128"),
+        ("INT3", "int3_wo_128"),
+        ("Q4_K_M", "q4_k"),
         ("w_mx_fp5_sym", None),
         ("fp8_weightonly", None),
         ("int4_wo_128x", "int4_wo_128"),
@@ -372,6 +375,12 @@ CACHES = {
     "fp6e2m3_per_group": dynamic(MXFP6_E2M3),
     "fp6e3m2_per_group": dynamic(MXFP6_E3M2),
     "fp4_per_group": dynamic(MXFP4),
+    "fp8_per_head": ("fp8_e4m3", "per_head", True, False),
+    "int8_per_head": ("int8", "per_head", True, False),
+    "int8_per_token_head": ("int8", "per_group", True, True),
+    "int4_per_head": ("int4", "per_head", True, False),
+    "int4_per_token_head": ("int4", "per_group", True, True),
+    "fp4_per_head": ("fp4", "per_head", True, False),
 }
 
 

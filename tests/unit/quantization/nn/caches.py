@@ -17,6 +17,7 @@ TOKEN = QuantizationSpec(dtype="int8", qscheme="per_channel", ch_axis=1, is_dyna
 GROUP = QuantizationSpec(
     dtype="int4", qscheme="per_group", ch_axis=-1, group_size=16, is_dynamic=True
 )
+HEAD = QuantizationSpec(dtype="int4", qscheme="per_head", is_dynamic=False)
 R3 = RotationConfig(r1=False, r3=True)
 IDS = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(4))
 

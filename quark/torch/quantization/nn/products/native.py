@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
-from quark.torch.numerics.native.compilation import array, can_run, run_rows
+from quark.torch.numerics.formats import Format
+from quark.torch.numerics.native.compilation import array, can_run, has_feature, run_rows
+from quark.torch.numerics.native.vectors import FEATURE, LANES
+from quark.torch.quantization.nn.products import native_kernels, native_vectors
 from quark.torch.quantization.nn.products.arrangement import PLANES, Parts, plane_widths
 from quark.torch.quantization.nn.products.fast_type import multiplied_type
-from quark.torch.quantization.nn.products.native_kernels import (
-    decode_rows,
-    multiply_rows,
-)
 from quark.torch.quantization.nn.products.panels import BUFFERS, HALF_BITS, HALF_EXPONENT, Panels
 
 logger = logging.getLogger(__name__)
@@ -52,12 +52,25 @@ def multiply(panels: Panels, parts: Parts, x: torch.Tensor) -> torch.Tensor:
 
 
 def _multiply_few(panels: Panels, parts: Parts, x: torch.Tensor) -> torch.Tensor:
-    to = panels.arrangement
+    to, count = panels.arrangement, len(x)
+    has_vectors = _has_vectors(panels)
+    if has_vectors and count > 1:
+        x = F.pad(x, (0, 0, 0, FEW_ROWS - count))
     y = torch.empty(to.panels, to.rows, len(x), dtype=torch.float32, device="cpu")
     inputs = x.to(torch.float32).contiguous()
-    form, numbers = _constants(panels, parts)
-    run_rows(multiply_rows, [*_tensors(panels, parts), y], array(inputs), form, numbers)
-    return y.flatten(0, 1).T
+    tensors, constants = [*_tensors(panels, parts), y], _constants(panels, parts)
+    if has_vectors:
+        narrowest = min(plane_widths(panels.fmt))
+        run_rows(native_vectors.multiply_rows, tensors, array(inputs), *constants, narrowest)
+    else:
+        run_rows(native_kernels.multiply_rows, tensors, array(inputs), *constants)
+    return y[..., :count].flatten(0, 1).T
+
+
+def _has_vectors(panels: Panels) -> bool:
+    """Whether scales are shared by whole vectors, which this machine has."""
+    is_whole = panels.arrangement.group % LANES == 0
+    return is_whole and has_feature(FEATURE)
 
 
 def decode(
@@ -74,7 +87,8 @@ def decode(
         Which panels, and their values, (panels, rows, inputs).
     """
     to = panels.arrangement
-    form, numbers = _constants(panels, parts)
+    constants = _constants(panels, parts)
+    kernels = native_vectors if _has_vectors(panels) else native_kernels
     step = max(1, _CHUNK // to.size)
     kept = BUFFERS.take(f"native {dtype}", min(step, to.panels) * to.size, dtype)
     for start in range(0, to.panels, step):
@@ -82,7 +96,7 @@ def decode(
         count = chunk.stop - chunk.start
         values = kept[: count * to.size].view(count, to.rows, to.inputs)
         tensors = [None if t is None else t[chunk] for t in _tensors(panels, parts)]
-        run_rows(decode_rows, [*tensors, values], form, numbers)
+        run_rows(kernels.decode_rows, [*tensors, values], *constants)
         yield chunk, values
 
 
@@ -103,12 +117,30 @@ def _constants(panels: Panels, parts: Parts) -> tuple[Any, Any]:
     """Return the constants of a format that kernels take, and numbers that its scales share."""
     fmt = panels.fmt
     flip = 128 if fmt.signed and fmt.bits == 8 and not fmt.is_float else 0
-    shifts = (HALF_BITS - fmt.bits - (not fmt.signed), HALF_EXPONENT - fmt.exponent_bits)
     unit = float(parts["tensor_scale"]) if "tensor_scale" in parts else 1.0
     stored = parts.get("zero_point")
     zero = panels.zero_point if stored is None else panels.offset * (stored.dtype != torch.int8)
-    form = np.array([flip, *(shifts if fmt.is_float else (0, 0))], dtype=np.int64)
-    return form, np.array([unit, zero + flip], dtype=np.float32)
+    numbers = np.array([unit, zero + flip], dtype=np.float32)
+    top = HALF_BITS - fmt.bits - (not fmt.signed)  # places by which the sign moves to the top
+    down = HALF_EXPONENT - fmt.exponent_bits
+    if not _has_vectors(panels):
+        form = np.array([flip, *((top, down) if fmt.is_float else (0, 0))], dtype=np.int64)
+        return form, numbers
+    constant = 0 if fmt.is_float or stored is not None else zero + flip
+    if fmt.bits <= 4:
+        return _value_table(panels.fmt, top, down) - np.float32(constant), numbers
+    if fmt.is_float:
+        return np.array([top, down, (0x7FFF >> down) - 0x8000], dtype=np.int16), numbers
+    return np.array([flip, constant, 0], dtype=np.int32), numbers
+
+
+def _value_table(fmt: Format, top: int, down: int) -> Any:
+    """Return what scales multiply for each of 16 stored codes, float32."""
+    codes = np.arange(LANES) % (1 << fmt.bits)
+    if not fmt.is_float:
+        return codes.astype(np.float32)
+    halves = ((codes << top).astype(np.int16) >> down) & np.int16((0x7FFF >> down) - 0x8000)
+    return halves.view(np.float16).astype(np.float32)
 
 
 def serves(panels: Panels, parts: Parts) -> bool:

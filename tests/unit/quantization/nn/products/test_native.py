@@ -2,14 +2,14 @@
 
 import logging
 
-import numpy as np
 import pytest
 import torch
 
 from quark.torch.numerics.formats import Dtype
 from quark.torch.numerics.native import compilation
+from quark.torch.numerics.native.vectors import FEATURE
 from quark.torch.numerics.qdq import dequantize
-from quark.torch.quantization.nn.products import fast_type, native, native_kernels
+from quark.torch.quantization.nn.products import fast_type, native
 from quark.torch.quantization.nn.products.arrangement import Arrangement
 from quark.torch.quantization.nn.products.panels import Panels
 from quark.torch.quantization.nn.products.product import PanelMethod
@@ -19,9 +19,13 @@ pytest.importorskip("numba")
 TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
-@pytest.fixture(autouse=True)
-def any_size(monkeypatch):
-    """Small weights take kernels too."""
+@pytest.fixture(autouse=True, params=["vectors", "general"])
+def any_size(request, monkeypatch):
+    """Small weights take kernels too: of vectors, where the machine has them, and the others."""
+    if request.param == "general":
+        monkeypatch.setattr(native, "has_feature", lambda name: False)
+    elif not compilation.has_feature(FEATURE):
+        pytest.skip("this machine has no vectors of 16 elements")
     monkeypatch.setattr(compilation, "LEAST_ELEMENTS", 1)
     monkeypatch.delenv(compilation.SWITCH, raising=False)
     native._log_refusal.cache_clear()
@@ -110,6 +114,24 @@ def test_values_are_rounded_to_bfloat16_as_by_torch():
     assert equal_bits(decoded(panels, parts, torch.bfloat16), expected.bfloat16())
 
 
+@pytest.mark.parametrize("group", [16, 48, 112])
+def test_rows_of_an_odd_number_of_vectors(group):
+    """Rows of 7 and 21 vectors: sums of several vectors at a time have a rest."""
+    inputs = {16: 112, 48: 336, 112: 112}[group]
+    codes = torch.arange(70 * inputs).remainder(16).view(70, inputs).byte()
+    scale = torch.rand(70, inputs // group) + 0.1
+    state = weight(Dtype.uint4, False)._replace(codes=codes, scale=scale)
+    state.spec.scheme.__dict__["group"] = group
+    panels, parts = Panels.pack(state, Arrangement.of_rows(70, inputs, group))
+    expected = dequantize(codes, scale, None, state.scheme)
+    assert equal_bits(decoded(panels, parts, torch.float32), expected)
+    for rows in (1, 3):
+        x = torch.randn(rows, inputs)
+        exact = x.double() @ expected.double().T
+        y = native.multiply(panels, parts, x)[:, :70]
+        assert (y - exact).abs().max() < 1e-6 * exact.abs().max()
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 33])
 @pytest.mark.parametrize("name", ["int4", "int3", "fp8_e4m3", "fp4"])
 def test_products_of_few_and_many_rows(rows, name, monkeypatch):
@@ -173,11 +195,14 @@ class TestRefusals:
         assert "int4 are not computed by kernels of numba: its values" in record.message
 
     def test_wrong_products(self, right, caplog, monkeypatch):
-        def wrong(*args):
-            native_kernels.multiply_rows(*args)
-            args[5][0, 0, 0] += np.float32(0.1)
+        run = native.run_rows
 
-        monkeypatch.setattr(native, "multiply_rows", wrong)
+        def wrong(function, tensors, *constants):
+            run(function, tensors, *constants)
+            if function.python.__name__ == "multiply_rows":
+                tensors[5][0, 0, 0] += 0.1
+
+        monkeypatch.setattr(native, "run_rows", wrong)
         assert not native.is_right(*right, torch.float32)
         assert "its product with" in caplog.text
 
@@ -185,7 +210,7 @@ class TestRefusals:
         def fail(*args):
             raise RuntimeError("no such instruction\nmore")
 
-        monkeypatch.setattr(native, "decode_rows", fail)
+        monkeypatch.setattr(native, "run_rows", fail)
         assert not native.is_right(*right, torch.float32)
         assert "numba: no such instruction." in caplog.text
 
