@@ -69,7 +69,7 @@ def _check_codes(codes: torch.Tensor, fmt: Format, what: str) -> None:
     """Check integer codes that a file stored in a wider type than they need."""
     if fmt.is_float or fmt.bits == 8 * codes.dtype.itemsize or not codes.numel():
         return
-    least, most = int(codes.min()), int(codes.max())
+    least, most = map(int, codes.aminmax())
     if not (fmt.qmin <= least and most <= fmt.qmax):
         raise ValueError(
             f"codes of its {what} reach from {least} to {most}, those of {fmt.name} only from "

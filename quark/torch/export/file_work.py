@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import cycle
 from threading import Condition
@@ -28,6 +28,8 @@ from quark.torch.export.checkpoint.writer import (
 from quark.torch.export.formats.base import ExportFormat
 from quark.torch.files import size_of
 from quark.torch.numerics.finite import check_finite
+from quark.torch.numerics.native.compilation import spares_memory
+from quark.torch.pipeline.allocator import reuse_freed_memory
 from quark.torch.pipeline.batches import show_progress
 from quark.torch.quantization.calibration import calibrate_layers, group_by_parent
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
@@ -35,6 +37,7 @@ from quark.torch.quantization.nn.layer import PARAMETERS, QuantizedLayer
 from quark.torch.quantization.nn.quantizer import PARTS
 from quark.torch.quantization.preparation import quantized_layers
 
+PART = 16 << 20  # bytes of a tensor in float that are read, checked and written at the same time
 IN_FLIGHT = 3  # times the largest unit: bytes of float tensors that are worked on at the same time
 
 
@@ -45,11 +48,13 @@ class _Unit:
     Attributes:
         groups: Groups of quantized layers; those of a group share a scale or a stored tensor.
         tensors: Names of tensors in float.
+        stored: Name in the output of the only tensor, if it is in float and copied in parts.
         size: Bytes of its tensors in float.
     """
 
     groups: list[tuple[str, ...]] = field(default_factory=list)
     tensors: list[str] = field(default_factory=list)
+    stored: str | None = None
     size: int = 0
 
 
@@ -148,7 +153,11 @@ class FileWork:
         for name, tensor in state.items():
             unit = units[_block(name) if name in joined else name]
             unit.tensors.append(name)
-            unit.size += size_of({name: tensor})
+            size = size_of({name: tensor})
+            if size > PART and name not in joined and self.source.stores_rows(name):
+                (unit.stored,) = original_names(self.model, self.fmt.join({name: tensor}))
+                size = PART
+            unit.size += size
         return list(units.values())
 
     def write(self, writer: ShardWriter) -> None:
@@ -163,18 +172,28 @@ class FileWork:
 
         def run(unit: _Unit) -> None:
             with budget.taken(unit.size):
+                if unit.stored is not None:
+                    self._copy(unit.tensors[0], unit.stored, writer)
+                    return
                 for name, tensor in self._tensors(unit).items():
                     writer.add(name, tensor)
 
         # Operations of each of these threads are on one thread.
         pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
-        try:
-            futures = [pool.submit(run, unit) for unit in self._units]
-            for future in show_progress(as_completed(futures), "quantizing"):
-                future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
-            torch.set_num_threads(threads)
+        with nullcontext() if spares_memory() else reuse_freed_memory():
+            try:
+                futures = [pool.submit(run, unit) for unit in self._units]
+                for future in show_progress(as_completed(futures), "quantizing"):
+                    future.result()
+            finally:
+                pool.shutdown(cancel_futures=True)
+                torch.set_num_threads(threads)
+
+    def _copy(self, name: str, stored: str, writer: ShardWriter) -> None:
+        """Write a tensor in float, part after part."""
+        for rows in self.source.read_rows(name, PART):
+            check_finite(name, rows)
+            writer.add_rows(stored, rows)
 
     def _tensors(self, unit: _Unit) -> dict[str, torch.Tensor]:
         """Return the tensors of a unit as they are stored."""

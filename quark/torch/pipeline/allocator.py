@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 
 # Options of mallopt, in bytes: larger blocks are mapped by themselves; more at the end is returned.
-_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
+# The last one is the number of blocks that may be mapped by themselves.
+_MMAP_THRESHOLD, _TRIM_THRESHOLD, _MMAP_COUNT = -3, -1, -4
+_HOLE, _END = 16 << 20, 32 << 20
 
 
 def return_free_memory() -> None:
@@ -29,8 +32,30 @@ def keep_holes_small() -> None:
     """
     set_option = _find("mallopt")
     if set_option is not None:
-        set_option(_MMAP_THRESHOLD, 16 << 20)
-        set_option(_TRIM_THRESHOLD, 32 << 20)
+        set_option(_MMAP_THRESHOLD, _HOLE)
+        set_option(_TRIM_THRESHOLD, _END)
+
+
+@contextmanager
+def reuse_freed_memory() -> Iterator[None]:
+    """Keep the memory of freed tensors for the next ones while the context lasts, under glibc.
+
+    The system clears memory that it gives, page by page. For tensors that are written once, that
+    takes as long as the work on them. Afterwards free memory is returned, and tensors of more than
+    16 MiB lie outside of the heap, as after ``keep_holes_small``.
+    """
+    set_option = _find("mallopt")
+    if set_option is None:
+        yield
+        return
+    set_option(_MMAP_COUNT, 0)
+    set_option(_TRIM_THRESHOLD, 2**31 - 1)
+    try:
+        yield
+    finally:
+        set_option(_MMAP_COUNT, 1 << 16)  # as glibc begins
+        keep_holes_small()
+        return_free_memory()
 
 
 @cache

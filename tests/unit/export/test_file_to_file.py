@@ -338,3 +338,32 @@ def test_the_model_without_values_is_the_one_that_is_loaded(source):
     assert {n: (t.shape, t.dtype) for n, t in model.state_dict().items()} == expected
     plain = empty_model(AutoConfig.from_pretrained(source("mixtral")), model.state_dict(), source())
     assert type(plain) is type(model) is type(loaded)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "tied"])
+def test_tensors_in_float_are_copied_in_parts(name, source, tmp_path, monkeypatch):
+    config = config_of("int4_wo_per_channel")
+    quantize_files(config, source(name), tmp_path / "whole", ExportSettings())
+    monkeypatch.setattr(file_work, "PART", 300)
+    parts = []
+    check = file_work.check_finite
+    monkeypatch.setattr(
+        file_work, "check_finite", lambda n, x: parts.append((n, x.nbytes)) or check(n, x)
+    )
+    quantize_files(config, source(name), tmp_path / "parts", ExportSettings())
+    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
+    embedding = [size for n, size in parts if n == "model.embed_tokens.weight"]
+    assert len(embedding) > 3 and max(embedding) <= 300
+
+
+def test_a_part_that_is_not_finite(source, tmp_path, monkeypatch):
+    directory = shutil.copytree(source(), tmp_path / "source")
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.embed_tokens.weight"][-1, -1] = float("nan")
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    monkeypatch.setattr(file_work, "PART", 300)
+    with pytest.raises(ValueError, match=r"model\.embed_tokens\.weight has NaN"):
+        quantize_files(
+            config_of("int4_wo_per_channel"), directory, tmp_path / "out", ExportSettings()
+        )
+    assert not (tmp_path / "out").exists()

@@ -153,6 +153,12 @@ class CheckpointReader:
             found: torch.Tensor = opened.get_tensor(key)
         return found
 
+    def rows(self, key: str, start: int, stop: int) -> torch.Tensor:
+        """Return rows of a tensor. Only they take memory, also while the file is mapped."""
+        with self._open(self.entries[key].file) as opened:
+            found: torch.Tensor = opened.get_slice(key)[start:stop]
+        return found
+
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Iterate over all tensors, file by file."""
         by_file: dict[str, list[str]] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,11 @@ from quark.torch.export.checkpoint.files import CheckpointReader
 from quark.torch.export.checkpoint.float_model import match_headers
 from quark.torch.export.checkpoint.header_checks import tied_names
 from quark.torch.export.checkpoint.reader import Reader
-from quark.torch.export.checkpoint.transformers_names import remember_conversions, rename_for_model
+from quark.torch.export.checkpoint.transformers_names import (
+    ConvertedReader,
+    remember_conversions,
+    rename_for_model,
+)
 from quark.torch.quantization.nn.experts import LinearExperts
 
 
@@ -242,6 +246,40 @@ class FloatSource:
             shape, dtype = self._types[name]
             values[name] = value.reshape(shape).to(dtype)
         return values
+
+    def stores_rows(self, name: str) -> bool:
+        """Whether the files hold a tensor in its shape, so that its rows can be read in parts."""
+        return self._row_reader(name) is not None
+
+    def read_rows(self, name: str, size: int) -> Iterator[torch.Tensor]:
+        """Iterate over parts of a tensor along its first axis, in the type of the model.
+
+        Args:
+            name: Name of a tensor for which ``stores_rows``.
+            size: Bytes of a part, which has at least a row.
+
+        Raises:
+            ValueError: The files do not hold the tensor in its shape.
+        """
+        found = self._row_reader(name)
+        if found is None:
+            raise ValueError(f"{name} is not stored in its shape: read it whole.")
+        reader, key = found
+        header = reader.entries[key]
+        rows = max(1, size * header.shape[0] // max(1, header.nbytes))
+        for start in range(0, header.shape[0], rows):
+            part = reader.rows(key, start, min(start + rows, header.shape[0]))
+            yield part.to(self._types[name][1])
+
+    def _row_reader(self, name: str) -> tuple[CheckpointReader, str] | None:
+        """Return the files that hold a tensor in its shape, and its name there; None if none do."""
+        reader, key = self._reader, self._stored(name)
+        if isinstance(reader, ConvertedReader):
+            reader, key = reader.reader, reader.stored.get(key, "")
+        if name in self._slices or not isinstance(reader, CheckpointReader):
+            return None
+        header, shape = reader.entries.get(key), tuple(self._types[name][0])
+        return (reader, key) if shape and header is not None and header.shape == shape else None
 
     def _split(self, stack: str, experts: LinearExperts) -> dict[str, torch.Tensor]:
         """Return the matrices or biases of a stacked tensor by their names in the model."""

@@ -73,6 +73,7 @@ class ShardWriter:
         for file, names in self._plan.filename_to_tensors.items():
             self._make_file(directory / file, names)
         self._missing = set(self._places)
+        self._rows: dict[str, int] = {}  # written rows of tensors that come in parts
 
     def _make_file(self, file: Path, names: Iterable[str]) -> None:
         """Write the header of a shard, and make the file as long as it will be."""
@@ -110,9 +111,36 @@ class ShardWriter:
         if expected is None or (expected.shape, expected.dtype) != (tensor.shape, tensor.dtype):
             announced = "nothing" if expected is None else _describe(expected)
             raise ValueError(f"{name} is {_describe(tensor)}, but {announced} was announced.")
-        if name not in self._missing:
+        if name not in self._missing or name in self._rows:
             raise ValueError(f"{name} is written twice.")
+        self._write(self._places[name], tensor)
+        self._missing.discard(name)
+
+    def add_rows(self, name: str, rows: torch.Tensor) -> None:
+        """Write the next rows of a tensor, that comes in parts along its first axis.
+
+        Args:
+            name: A name of ``entries``.
+            rows: Rows, on any device.
+
+        Raises:
+            ValueError: The tensor was not announced, has rows of another shape or type, or has
+                fewer rows.
+            OSError: The disk is full.
+        """
+        expected, start = self._entries.get(name), self._rows.get(name, 0)
+        if expected is None or not _fits(rows, expected, start) or name not in self._missing:
+            announced = "nothing" if expected is None else _describe(expected)
+            raise ValueError(
+                f"{_describe(rows)} follow {start} rows of {name}, but {announced} was announced."
+            )
         place = self._places[name]
+        self._write(place._replace(start=place.start + start * _size(expected[:1])), rows)
+        self._rows[name] = start + len(rows)
+        if self._rows[name] == expected.shape[0]:
+            self._missing.discard(name)
+
+    def _write(self, place: _Place, tensor: torch.Tensor) -> None:
         whole = tensor.detach().cpu().contiguous()
         flat = whole.as_strided((whole.numel(),), (1,))  # one element may have any stride
         data = flat.view(torch.uint8).numpy().data
@@ -121,7 +149,6 @@ class ShardWriter:
             written = 0
             while written < len(data):  # the system may write a part of a large tensor
                 written += opened.write(data[written:]) or 0
-        self._missing.discard(name)
 
     def finish(self) -> None:
         """Write the index, if there are several shards.
@@ -154,6 +181,12 @@ def _rank(tensor: Entry) -> int:
     if tensor.dtype not in _NAMES:
         raise ValueError(f"safetensors cannot hold tensors of {tensor.dtype}.")
     return _ORDER.index(_NAMES[tensor.dtype])
+
+
+def _fits(rows: torch.Tensor, whole: torch.Tensor, start: int) -> bool:
+    """Whether rows of a tensor have its type and shape, and lie inside of it."""
+    is_alike = (rows.shape[1:], rows.dtype) == (whole.shape[1:], whole.dtype)
+    return is_alike and 0 < rows.dim() == whole.dim() and start + len(rows) <= len(whole)
 
 
 def _describe(tensor: torch.Tensor) -> str:

@@ -63,13 +63,20 @@ def _is_served(scheme: Scheme) -> bool:
 
 def _factor(scale: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, bool]:
     """Return factors of values, or divisors, and whether they are divisors."""
-    inverse = scale.float().reciprocal()
-    # The reciprocal of a power of two is exact if it is finite, and a product is faster.
-    is_exact = scheme.scales_by_powers and bool(
-        (inverse.isfinite() & (scale.frexp().mantissa == 0.5)).all()
-    )
-    divides = scheme.divides and not is_exact
-    return (scale if divides else inverse), divides
+    scale = scale.float()
+    divides = scheme.divides and not (scheme.scales_by_powers and _have_exact_inverses(scale))
+    return (scale if divides else scale.reciprocal()), divides
+
+
+def _have_exact_inverses(scale: torch.Tensor) -> bool:
+    """Whether products with reciprocals give quotients: scales from 2^-126 to 2^126, powers of two.
+
+    Only the exponent has bits in them, and their reciprocals are normal numbers too.
+    """
+    bits = scale.contiguous().view(torch.int32)
+    least, most = bits.aminmax()
+    is_normal = int(least) >= 1 << 23 and int(most) <= (127 + 126) << 23
+    return is_normal and int((bits & 0x7FFFFF).amax()) == 0
 
 
 def _constants(fmt: Format) -> tuple[int, ...]:

@@ -335,6 +335,11 @@ def spare_memory() -> None:
     _Spared.is_set = _Spared.is_set or "numba" not in sys.modules
 
 
+def spares_memory() -> bool:
+    """Whether ``spare_memory`` left work to torch."""
+    return _Spared.is_set
+
+
 def expected_memory() -> int:
     """Return the bytes that numba and kernels will take once the first large tensor comes."""
     is_left_out = _Spared.is_set or os.environ.get(SWITCH) == "torch"

@@ -95,3 +95,43 @@ def test_the_index_is_the_last_file(tmp_path):
     writer.finish()
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert [*index["weight_map"]] == ["a", "b"]
+
+
+def test_rows_in_parts(tmp_path):
+    value = torch.randn(7, 4, 3).bfloat16()
+    entries = {"a": torch.ones(3), "parts": value.to("meta"), "z": torch.ones(2)}
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    whole, parts = (ShardWriter(tmp_path / name, entries, "5GB") for name in ("whole", "parts"))
+    whole.add("parts", value)
+    parts.add_rows("parts", value[:2])
+    with pytest.raises(ValueError, match="parts is written twice"):
+        parts.add("parts", value)
+    with pytest.raises(ValueError, match="parts was announced, but not written"):
+        parts.add("a", entries["a"]), parts.add("z", entries["z"]), parts.finish()
+    for start in (2, 5):
+        parts.add_rows("parts", value[start : start + 3])
+    for name in ("a", "z"):
+        whole.add(name, entries[name])
+    for writer in (whole, parts):
+        writer.finish()
+    contents = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "parts")]
+    assert contents[0] == contents[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("other", torch.ones(1, 4)),
+        ("matrix", torch.ones(1, 5)),
+        ("matrix", torch.ones(1, 4).half()),
+        ("matrix", torch.ones(4, 4)),
+        ("number", torch.ones(())),
+    ],
+    ids=["name", "shape", "type", "too many", "scalar"],
+)
+def test_rows_that_do_not_fit(name, rows, tmp_path):
+    entries = {"matrix": torch.ones(3, 4), "number": torch.ones(())}
+    writer = ShardWriter(tmp_path, entries, "5GB")
+    with pytest.raises(ValueError, match="follow 0 rows of"):
+        writer.add_rows(name, rows)

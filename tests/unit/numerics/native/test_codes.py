@@ -212,3 +212,19 @@ def test_a_scale_of_another_shape_is_refused(any_size):
     scheme = Scheme(Dtype.int8.value, QSchemeType.per_channel)
     with pytest.raises(ValueError, match="has 8 blocks"):
         quantize(torch.randn(8, 64), torch.ones(7), None, scheme)
+
+
+class TestExactInverses:
+    X = torch.tensor([1.0, -3.0, 1.9999999, 2.0**-126, 2.0**-60, 3.0e38])
+
+    @pytest.mark.parametrize("exponent", range(-126, 127))
+    def test_products_with_reciprocals_are_quotients(self, exponent):
+        scale = torch.full((6,), 2.0**exponent)
+        assert native_codes._have_exact_inverses(scale)
+        assert torch.equal(self.X * scale.reciprocal(), self.X / scale)
+
+    @pytest.mark.parametrize(
+        "scale", [0.0, 3.0, 2.0**-149, 2.0**-127, 2.0**127, float("inf"), float("nan")]
+    )
+    def test_other_scales_divide(self, scale):
+        assert not native_codes._have_exact_inverses(torch.tensor([1.0, scale, 0.5]))

@@ -189,12 +189,16 @@ if {first}:
 else:
     assert c.expected_memory() > 2**25
 divide_memory({bound})
-print(c.can_run(large), c.expected_memory())
+print(c.can_run(large), c.expected_memory(), c.spares_memory())
 """
 
     @pytest.mark.parametrize(
         ("first", "bound", "expected"),
-        [(False, "2**40", "False 0"), (True, "2**40", "True 0"), (False, "None", "True 0")],
+        [
+            (False, "2**40", "False 0 True"),
+            (True, "2**40", "True 0 False"),
+            (False, "None", "True 0 False"),
+        ],
         ids=["bound", "numba before the bound", "no bound"],
     )
     def test_a_bound_leaves_numba_out_of_memory(self, first, bound, expected):
