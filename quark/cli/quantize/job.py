@@ -26,7 +26,7 @@ from quark.cli.quantize.file_job import (
     quantize_files,
 )
 from quark.cli.quantize.graph_job import run_graph
-from quark.cli.quantize.model_checks import check_outputs, check_shared_inputs
+from quark.cli.quantize.model_checks import check_layout, check_outputs, check_shared_inputs
 from quark.cli.quantize.outline import (
     describe_float_layers,
     predicts_text,
@@ -116,6 +116,8 @@ def _quantize(request: Request, described: dict[str, Any]) -> None:
     config = fit_groups(request, config, outline)
     if why_not_kept(request):
         config = replace(config, keep_prequantized_layers=False)
+    if outline is not None:
+        check_layout(request, outline, config)
     if goes_through_files(request, described, config):
         _quantize_files(request, described, config, outline, source, length)
         return

@@ -9,6 +9,7 @@ from quark.cli import console
 if TYPE_CHECKING:
     from torch import nn
 
+    from quark.cli.quantize.request import Request
     from quark.torch.quantization.config.config import Config
 
 
@@ -37,6 +38,33 @@ def check_outputs(model: nn.Module, config: Config) -> None:
             f"{type(model).__name__} has no layers that match {' or '.join(patterns)}, which "
             "compute queries. Leave it out, or give a Config that names them with --config.",
         )
+
+
+def check_layout(request: Request, model: nn.Module, config: Config) -> None:
+    """Check that the layout of the checkpoint can hold what will be quantized.
+
+    Args:
+        request: The flags.
+        model: The float model on the meta device. It gets parameters that have no values of their own.
+        config: How it will be quantized.
+
+    Raises:
+        typer.BadParameter: It cannot.
+    """
+    from quark.torch.export.checkpoint.float_source import fill_with_placeholders
+    from quark.torch.export.checkpoint.writer import make_format
+    from quark.torch.quantization.checks import temporarily_quantized
+    from quark.torch.quantization.config.export import JsonExporterConfig
+
+    if "hf_format" not in request.exports or request.custom_mode == "quark":
+        return
+    options = JsonExporterConfig(weight_format=request.export_weight_format)
+    fill_with_placeholders(model)
+    try:
+        with temporarily_quantized(model, config):
+            make_format(model, None, options, request.custom_mode)
+    except ValueError as error:
+        raise console.wrong("--custom_mode", str(error)) from None
 
 
 def check_shared_inputs(model: nn.Module) -> None:

@@ -234,7 +234,8 @@ def _describe_run(
     data = _describe_data(request, model, length, is_calibrated, len(shape.blocks))
     algorithms = find_algorithms(config)
     options = JsonExporterConfig(weight_format=request.export_weight_format)
-    stored = selected_size(model, resolved, layers, options)
+    mode = request.custom_mode if "hf_format" in request.exports else "quark"
+    stored = selected_size(model, resolved, layers, options, mode)
     windows = counted_windows(request.num_eval_data or 0)
     window = request.eval_seq_len or length
     return Run(

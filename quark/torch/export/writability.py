@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 from torch import nn
@@ -19,6 +20,7 @@ from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.model_shape import selected
 
+OWN = "quark"  # the format that holds everything; other containers take about as many bytes
 
 def check_exports(
     model: nn.Module,
@@ -51,22 +53,28 @@ def check_exports(
     if config is None:
         size = len(exports) * size_of(model.state_dict())
     else:
-        size = sum(stored_size(model, config, each.options) for each in exports.values())
+        modes = [s.custom_mode if get_container(n).has_formats else OWN for n, s in exports.items()]
+        options = [settings.options for settings in exports.values()]
+        size = sum(map(partial(stored_size, model, config), options, modes))
     check_space(directory, size)
 
 
-def stored_size(model: nn.Module, config: Config, options: JsonExporterConfig | None = None) -> int:
-    """Return the bytes of the tensors of a checkpoint in Quark's own format.
-
-    Other formats differ by the type of their scales.
+def stored_size(
+    model: nn.Module,
+    config: Config,
+    options: JsonExporterConfig | None = None,
+    mode: str = OWN,
+) -> int:
+    """Return the bytes of the tensors of a checkpoint.
 
     Args:
         model: The float model. It is unchanged afterwards.
         config: How it will be quantized.
         options: Options of the export, None for the defaults.
+        mode: Checkpoint format, a name of ``FORMATS`` that can hold the layers.
     """
     with selected(model, config) as (resolved, layers):
-        return selected_size(model, resolved, layers, options)
+        return selected_size(model, resolved, layers, options, mode)
 
 
 def selected_size(
@@ -74,6 +82,7 @@ def selected_size(
     config: Config,
     layers: Mapping[str, QuantizationConfig],
     options: JsonExporterConfig | None = None,
+    mode: str = OWN,
 ) -> int:
     """Return the result of ``stored_size`` for layers that ``selected`` has chosen, inside of it.
 
@@ -82,7 +91,8 @@ def selected_size(
         config: The configuration that ``selected`` has resolved.
         layers: Configuration of each layer to quantize.
         options: Options of the export, None for the defaults.
+        mode: Checkpoint format, a name of ``FORMATS`` that can hold the layers.
     """
-    fmt = get_format("quark", config, options or JsonExporterConfig())
+    fmt = get_format(mode, config, options or JsonExporterConfig())
     tensors, tied = outline_of(model, fmt, layers), tied_names(model)
     return size_of({name: tensor for name, tensor in tensors.items() if name not in tied})

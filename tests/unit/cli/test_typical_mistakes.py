@@ -48,7 +48,7 @@ def mistake(quark, model_dir, tmp_path, monkeypatch):
             "give --custom_mode awq",
         ),
         (
-            [*QUANTIZE, "--quant_scheme", "int8", "--custom_mode", "awq"],
+            [*QUANTIZE, "--quant_scheme", "int8", "--custom_mode", "awq", "--plan"],
             "Exclude such layers, quantize them otherwise, or use custom_mode='quark'",
         ),
         (

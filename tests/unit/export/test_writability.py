@@ -50,6 +50,20 @@ def test_the_size_is_that_of_the_file(build, config_of, quantize, export, name, 
     assert file.stat().st_size - header == estimate
 
 
+@pytest.mark.parametrize(
+    ("mode", "name"),
+    [("torchao", "int4_wo_32"), ("awq", "uint4_wo_32"), ("mlx", "uint4_wo_32"), ("modelopt", "fp8")],
+)
+def test_other_layouts_take_other_sizes(build, config_of, quantize, export, tmp_path, mode, name):
+    """A byte holds one code of torchao, and two of others."""
+    estimate = stored_size(build(), config_of(name), mode=mode)
+    file = export(quantize(build(), name), custom_mode=mode) / "model.safetensors"
+    header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+    assert file.stat().st_size - header == estimate
+    if mode == "torchao":
+        assert estimate > 1.3 * stored_size(build(), config_of(name))
+
+
 def test_stacked_experts_are_counted_as_they_are_written(build, quantize, export):
     sizes = {"num_local_experts": 4, "num_experts_per_tok": 2}
     config = Config(scheme("int8_wo", 32), exclude=["lm_head"])
