@@ -45,7 +45,7 @@ def check_layout(request: Request, model: nn.Module, config: Config) -> None:
 
     Args:
         request: The flags.
-        model: The float model on the meta device. It gets parameters that have no values of their own.
+        model: The float model on the meta device. Its parameters become zeros without memory.
         config: How it will be quantized.
 
     Raises:

@@ -22,6 +22,7 @@ from quark.torch.quantization.model_shape import selected
 
 OWN = "quark"  # the format that holds everything; other containers take about as many bytes
 
+
 def check_exports(
     model: nn.Module,
     config: Config | None,

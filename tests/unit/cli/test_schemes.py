@@ -42,5 +42,5 @@ def test_the_short_list_and_all(quark):
     assert rows["int4_wo_128"]["onnx"] and not rows["q4_k"]["onnx"]
     row = next(line for line in short.splitlines() if line.split()[:1] == ["q4_k"])
     assert row.split()[1] == "4.50" and row.split()[-1] == "gguf"
-    assert "gguf (4.5 bits)" in short
+    assert "gguf (4.5 bits)" in schemes._other_files(rows["int2_wo_64"])
     assert f"{len(scheme_names()) - len(schemes.COMMON)} other schemes" in short

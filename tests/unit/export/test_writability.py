@@ -52,7 +52,12 @@ def test_the_size_is_that_of_the_file(build, config_of, quantize, export, name, 
 
 @pytest.mark.parametrize(
     ("mode", "name"),
-    [("torchao", "int4_wo_32"), ("awq", "uint4_wo_32"), ("mlx", "uint4_wo_32"), ("modelopt", "fp8")],
+    [
+        ("torchao", "int4_wo_32"),
+        ("awq", "uint4_wo_32"),
+        ("mlx", "uint4_wo_32"),
+        ("modelopt", "fp8"),
+    ],
 )
 def test_other_layouts_take_other_sizes(build, config_of, quantize, export, tmp_path, mode, name):
     """A byte holds one code of torchao, and two of others."""
