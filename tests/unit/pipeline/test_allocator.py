@@ -57,7 +57,8 @@ def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 with reuse_freed_memory() if {reuses} else nullcontext():
-    torch.ones({size})
+    for _ in range(40):
+        torch.ones({size})
     before = faults()
     for _ in range(10):
         torch.ones({size})
@@ -71,13 +72,14 @@ print(taken, psutil.Process().memory_info().rss >> 20)
 def test_freed_memory_is_reused(reuses):
     """Ten tensors of 16,384 pages, larger than glibc keeps in its heap by itself.
 
-    The heap finds its place for them within the first two.
+    The heap finds its place for them among the forty before: after two to ten of them, since where
+    it begins is random.
     """
     code = REUSE.format(reuses=reuses, size=64 * MIB // 4)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     faults, left = map(int, done.stdout.split())
-    assert faults < 50_000 if reuses else faults > 100_000
+    assert faults < 10_000 if reuses else faults > 100_000
     without = _taken_by_imports()
     assert left < without + 30  # it is returned afterwards
 
