@@ -121,6 +121,10 @@ BROKEN = {
         {"dtype": "mx", "mx_element_dtype": "int8", "ch_axis": -1, "symmetric": False},
         "blocks that share an exponent have no zero point: leave out symmetric=False",
     ),
+    "heads along another axis": (
+        {"dtype": "int8", "qscheme": "per_head", "ch_axis": 0},
+        "heads divide the last axis: leave out ch_axis=0",
+    ),
     "not an observer": (
         {"dtype": "int8", "qscheme": "per_tensor", "observer_cls": int},
         "observer_cls must be an observer class, got <class 'int'>",
