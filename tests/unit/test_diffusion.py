@@ -58,7 +58,12 @@ def test_low_rank_branches(name, share, tmp_path):
     assert losses["divided"] < share * losses["plain"]
     ModelExporter(None, tmp_path / "out").export_safetensors_model(models["divided"])
     read = ModelImporter(tmp_path / "out", "safetensors").import_model_info(make(name))
-    assert torch.equal(output(read, name), output(models["divided"], name))
+    for layer, module in models["divided"].named_modules():
+        if getattr(module, "low_rank_down", None) is not None:
+            assert torch.equal(read.get_submodule(layer).low_rank_down, module.low_rank_down)
+    # Products of layers in float depend on where weights begin in memory, on some processors.
+    found, expected = output(read, name), output(models["divided"], name)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
 @pytest.fixture
