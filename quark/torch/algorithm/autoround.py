@@ -16,18 +16,16 @@ from dataclasses import replace
 import torch
 
 from quark.torch.algorithm.block_training import (
+    TrainedWeight,
     compute_gradients,
     sample_batches,
     straight_through,
     total_error,
 )
 from quark.torch.algorithm.layer_inputs import quantize_inputs
-from quark.torch.algorithm.layers import check_weights_quantized, freeze
+from quark.torch.algorithm.layers import check_weights_quantized
 from quark.torch.algorithm.weight_rounding import iterate_blocks, resolve
-from quark.torch.graph.parameter_writes import write_
 from quark.torch.numerics.exponents import exponent_of, power_of_two
-from quark.torch.numerics.granularity import QSchemeType
-from quark.torch.numerics.qdq import fake_quantize
 from quark.torch.numerics.rounding import round_
 from quark.torch.numerics.scales import round_scale, round_zero_point
 from quark.torch.pipeline.block import Block, constant
@@ -83,14 +81,12 @@ def apply(context: Context, options: AutoRoundConfig) -> None:
             weight.write()
 
 
-class LearnedWeight:
+class LearnedWeight(TrainedWeight):
     """A weight whose rounding is learned.
 
     Args:
         layer: Its layer, with final scales.
-        ranges: Whether to learn ranges too. Ranges stay fixed where scales are powers of two, which
-            small changes do not reach, and where one scale belongs to the whole tensor, which
-            layers that are served together may share.
+        ranges: Whether to learn ranges too, where they are not fixed.
 
     Attributes:
         offset: Steps that are added before rounding, in the shape of the weight.
@@ -99,49 +95,15 @@ class LearnedWeight:
     """
 
     def __init__(self, layer: FakeQuantizedLayer, ranges: bool = True) -> None:
-        quantizer = layer.weight_quantizer
-        assert quantizer is not None
-        self._layer, self._quantizer = layer, quantizer
-        self._stage = stage = quantizer.last_stage(layer.weight)
-        self._scheme = scheme = stage.scheme
-        self._blocks = scheme.blocks(stage.values.shape)
-        is_fixed = scheme.scales_by_powers or scheme.qscheme is QSchemeType.per_tensor
-        is_symmetric = scheme.symmetric or scheme.fmt.is_float
-        ends = 0 if is_fixed or not ranges else 1 if is_symmetric else 2
-        scale = stage.scale.float()
-        self.offset = torch.zeros_like(stage.values, requires_grad=True)
-        self._zeros = stage.values == 0 if layer.keeps_zeros else None
+        super().__init__(layer)
+        is_symmetric = self._scheme.symmetric or self._scheme.fmt.is_float
+        ends = 0 if self._fixes_ranges or not ranges else 1 if is_symmetric else 2
+        scale = self._stage.scale.float()
+        self.offset = torch.zeros_like(self._stage.values, requires_grad=True)
         self.factors = scale.new_ones(ends, *scale.shape).requires_grad_()
 
-    def value(self) -> torch.Tensor:
-        """Return the rounded weight, with gradients with respect to offsets and factors."""
-        scheme, values = self._scheme, self._stage.values
-        scale, zero_point = self._qparams()
-        by = self._expand(scale)
-        steps = values / by if scheme.divides else values * by.reciprocal()
-        # Values outside of the range move with the zero point, values inside do not. `shift` is 0
-        # and has the gradient of the zero point. Clamped values have no gradient with respect to
-        # `steps + shift`, so `- shift` remains; elsewhere both cancel.
-        # Example: codes 0 … 15, zero point 3, steps -5 -> code clamped to 0, value 0 - 3 = -3,
-        # whose derivative with respect to the zero point is -1.
-        shift: torch.Tensor | float = 0.0
-        if zero_point is not None and zero_point.requires_grad:
-            shift = self._expand(zero_point - zero_point.detach())
-        ones = torch.ones_like(scale)
-        codes = fake_quantize(self._add_offset(steps) + shift, ones, zero_point, scheme) - shift
-        return (codes * by * self._stage.unit).to(self._layer.weight.dtype)
-
-    @torch.no_grad()
-    def write(self) -> None:
-        """Write the rounded weight and its scales to the layer, and freeze it."""
-        scale, zero_point = self._qparams()
-        old = self._stage.zero_point
-        if zero_point is not None and old is not None:
-            zero_point = zero_point.to(old.dtype)
-        weight = self.value()
-        self._quantizer.set_last_stage_scale(scale.to(self._stage.scale.dtype), zero_point)
-        write_(self._layer.weight, weight)
-        freeze(self._layer)
+    def _values(self) -> torch.Tensor:
+        return self._stage.values
 
     def _qparams(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return scale and zero point of the ranges times their factors, as they are stored."""
@@ -170,7 +132,7 @@ class LearnedWeight:
         rounded = round_scale(scale.detach(), to, tensor_scale, axis)
         return straight_through(scale, rounded)
 
-    def _add_offset(self, steps: torch.Tensor) -> torch.Tensor:
+    def _move(self, steps: torch.Tensor) -> torch.Tensor:
         """Add offsets to values in units of the scale; values of float formats come out rounded.
 
         Float formats have smaller steps below each power of two. A value that an offset moves below
@@ -189,11 +151,6 @@ class LearnedWeight:
         exact = steps / spacing + offset
         rounded = round_(exact.detach().clone(), self._scheme.rounding)
         return straight_through(exact, rounded) * spacing
-
-    def _expand(self, x: torch.Tensor) -> torch.Tensor:
-        """Expand values of scale blocks to the shape of the weight."""
-        whole = self._blocks.spread(x).expand(self._blocks.view)
-        return self._blocks.join(whole).reshape(self._stage.values.shape)
 
 
 def learn_rounding(

@@ -6,23 +6,88 @@ result does not depend on the number of processes.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Protocol
 
 import torch
 
+from quark.torch.algorithm.layers import freeze
+from quark.torch.graph.parameter_writes import write_
+from quark.torch.numerics.granularity import QSchemeType
+from quark.torch.numerics.qdq import fake_quantize
 from quark.torch.pipeline.accumulators import Sum
 from quark.torch.pipeline.block import Block
 from quark.torch.pipeline.processes import processes
 from quark.torch.pipeline.reducer import Reducer
+from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 
 
-class TrainedWeight(Protocol):
-    """A rounded weight that depends on parameters."""
+class TrainedWeight(ABC):
+    """A rounded weight that depends on parameters.
+
+    Ranges stay fixed where scales are powers of two, which small changes do not reach, and where
+    one scale belongs to the whole tensor, which layers that are served together may share.
+
+    Args:
+        layer: Its layer, with the scales to start from.
+    """
+
+    def __init__(self, layer: FakeQuantizedLayer) -> None:
+        quantizer = layer.weight_quantizer
+        assert quantizer is not None
+        self._layer, self._quantizer = layer, quantizer
+        self._stage = stage = quantizer.last_stage(layer.weight)
+        self._scheme = scheme = stage.scheme
+        self._blocks = scheme.blocks(stage.values.shape)
+        self._zeros = stage.values == 0 if layer.keeps_zeros else None
+        self._fixes_ranges = scheme.scales_by_powers or scheme.qscheme is QSchemeType.per_tensor
+
+    @abstractmethod
+    def _values(self) -> torch.Tensor:
+        """Return the weight before it is rounded, with its gradient if it trains."""
+
+    @abstractmethod
+    def _qparams(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return scale and zero point as they are stored, with their gradients."""
+
+    def _move(self, steps: torch.Tensor) -> torch.Tensor:
+        """Return values in units of the scale as they are rounded."""
+        return steps
 
     def value(self) -> torch.Tensor:
         """Return the rounded weight, with gradients with respect to the parameters."""
-        ...
+        scheme, values = self._scheme, self._values()
+        scale, zero_point = self._qparams()
+        by = self._expand(scale)
+        steps = values / by if scheme.divides else values * by.reciprocal()
+        # Values outside of the range move with the zero point, values inside do not. `shift` is 0
+        # and has the gradient of the zero point. Clamped values have no gradient with respect to
+        # `steps + shift`, so `- shift` remains; elsewhere both cancel.
+        # Example: codes 0 … 15, zero point 3, steps -5 -> code clamped to 0, value 0 - 3 = -3,
+        # whose derivative with respect to the zero point is -1.
+        shift: torch.Tensor | float = 0.0
+        if zero_point is not None and zero_point.requires_grad:
+            shift = self._expand(zero_point - zero_point.detach())
+        ones = torch.ones_like(scale)
+        codes = fake_quantize(self._move(steps) + shift, ones, zero_point, scheme) - shift
+        return (codes * by * self._stage.unit).to(self._layer.weight.dtype)
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Write the rounded weight and its scales to the layer, and freeze it."""
+        scale, zero_point = self._qparams()
+        old = self._stage.zero_point
+        if zero_point is not None and old is not None:
+            zero_point = zero_point.to(old.dtype)
+        weight = self.value()
+        self._quantizer.set_last_stage_scale(scale.to(self._stage.scale.dtype), zero_point)
+        write_(self._layer.weight, weight)
+        freeze(self._layer)
+
+    def _expand(self, x: torch.Tensor) -> torch.Tensor:
+        """Expand values of scale blocks to the shape of the weight."""
+        whole = self._blocks.spread(x).expand(self._blocks.view)
+        return self._blocks.join(whole).reshape(self._stage.values.shape)
 
 
 @torch.no_grad()

@@ -128,10 +128,24 @@ def correction_work(options: SolverConfig, block: BlockShape, data: DataShape) -
     solving = block.pooling + solver_memory(block) + corrections
     sets = len({layer.inputs for layer in block.layers}) + 1
     flops = 3 * gram_flops(block, data) + (REFITS + 1) * solver_flops(block)
+    flops += _correction_flops(block)
     if options.choose_damping:
         choice, arithmetic = damping_work(block)
         solving, flops = solving + choice, flops + arithmetic
     return Work(memory, 1.2 * sets + 1, flops, stores=5, solving=solving)
+
+
+def _correction_flops(block: BlockShape) -> float:
+    """Return the arithmetic of ``correct_weights_``; experts have none.
+
+    Both folds and all data have a factor each for an input, and a correction of three products for
+    a layer. Two of the corrections are judged by two products.
+    """
+    widths = {x.shared_input: x.inputs for x in block.layers if x.share == 1}
+    products = sum(
+        (3 * 3 + 2 * 2) * 2.0 * x.elements * x.inputs for x in block.layers if x.share == 1
+    )
+    return products + sum(3 * 2.0 * width**3 for width in widths.values())
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from quark.torch.algorithm.block_training import (
+    TrainedWeight,
     compute_gradients,
     count_elements,
     sample_batches,
@@ -23,11 +24,8 @@ from quark.torch.algorithm.block_training import (
     total_error,
 )
 from quark.torch.algorithm.layer_inputs import quantize_inputs
-from quark.torch.algorithm.layers import check_weights_quantized, freeze
+from quark.torch.algorithm.layers import check_weights_quantized
 from quark.torch.algorithm.weight_rounding import iterate_blocks, resolve
-from quark.torch.graph.parameter_writes import write_
-from quark.torch.numerics.granularity import QSchemeType
-from quark.torch.numerics.qdq import fake_quantize
 from quark.torch.numerics.scales import round_scale, round_zero_point
 from quark.torch.pipeline.block import Block, constant
 from quark.torch.pipeline.chunks import Chunks
@@ -91,15 +89,13 @@ def apply(context: Context, options: BlockwiseJointTuningConfig) -> None:
             weight.write()
 
 
-class TunedWeight:
+class TunedWeight(TrainedWeight):
     """A weight that trains with the scales and zero points that round it.
 
     Args:
         name: Name of its layer.
         layer: The layer, with the scales to start from.
-        options: Which parts train. Ranges stay fixed where scales are powers of two, which small
-            changes do not reach, and where one scale belongs to the whole tensor, which layers
-            that are served together may share.
+        options: Which parts train.
 
     Attributes:
         weight: The weight, float32; None if it does not train.
@@ -111,22 +107,16 @@ class TunedWeight:
     def __init__(
         self, name: str, layer: FakeQuantizedLayer, options: BlockwiseJointTuningConfig
     ) -> None:
-        quantizer = layer.weight_quantizer
-        assert quantizer is not None
-        self._layer, self._quantizer = layer, quantizer
-        self._stage = stage = quantizer.last_stage(layer.weight)
-        self._scheme = scheme = stage.scheme
-        self._blocks = scheme.blocks(stage.values.shape)
-        self._zeros = stage.values == 0 if layer.keeps_zeros else None
-        is_fixed = scheme.scales_by_powers or scheme.qscheme is QSchemeType.per_tensor
+        super().__init__(layer)
         self.weight = self.scale = self.start = None
         if options.weight_lr and _selects(options.trainable_modules, name):
-            self.weight = stage.values.clone().requires_grad_()
-        if options.qparam_lr and not is_fixed and _selects(options.quant_trainable_modules, name):
-            scale = stage.scale.float()
+            self.weight = self._stage.values.clone().requires_grad_()
+        trains = options.qparam_lr and _selects(options.quant_trainable_modules, name)
+        if trains and not self._fixes_ranges:
+            scale, zero_point = self._stage.scale.float(), self._stage.zero_point
             self.scale = scale.clone().requires_grad_()
-            if stage.zero_point is not None and not scheme.symmetric:
-                start = (scheme.fmt.qmin - stage.zero_point.float()) * scale
+            if zero_point is not None and not self._scheme.symmetric:
+                start = (self._scheme.fmt.qmin - zero_point.float()) * scale
                 self.start = start.requires_grad_()
 
     def parameters(self) -> list[torch.Tensor]:
@@ -137,35 +127,9 @@ class TunedWeight:
         """Return scales and starts, if they train."""
         return [x for x in (self.scale, self.start) if x is not None]
 
-    def value(self) -> torch.Tensor:
-        """Return the rounded weight, with gradients with respect to what trains."""
-        scheme = self._scheme
+    def _values(self) -> torch.Tensor:
         values = self._stage.values if self.weight is None else self.weight
-        if self._zeros is not None:  # zeros stay zero
-            values = values.masked_fill(self._zeros, 0.0)
-        scale, zero_point = self._qparams()
-        by = self._expand(scale)
-        steps = values / by if scheme.divides else values * by.reciprocal()
-        # As in AutoRound: `shift` is 0 and has the gradient of the zero point, which moves the
-        # values outside of the range alone.
-        shift: torch.Tensor | float = 0.0
-        if zero_point is not None and zero_point.requires_grad:
-            shift = self._expand(zero_point - zero_point.detach())
-        ones = torch.ones_like(scale)
-        codes = fake_quantize(steps + shift, ones, zero_point, scheme) - shift
-        return (codes * by * self._stage.unit).to(self._layer.weight.dtype)
-
-    @torch.no_grad()
-    def write(self) -> None:
-        """Write the rounded weight and its scales to the layer, and freeze it."""
-        scale, zero_point = self._qparams()
-        old = self._stage.zero_point
-        if zero_point is not None and old is not None:
-            zero_point = zero_point.to(old.dtype)
-        weight = self.value()
-        self._quantizer.set_last_stage_scale(scale.to(self._stage.scale.dtype), zero_point)
-        write_(self._layer.weight, weight)
-        freeze(self._layer)
+        return values if self._zeros is None else values.masked_fill(self._zeros, 0.0)
 
     def _qparams(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return scale and zero point as they are stored, with their gradients."""
@@ -184,11 +148,6 @@ class TunedWeight:
         else:
             whole = exact.detach().round().clamp(fmt.qmin, fmt.qmax)
         return scale, straight_through(exact, whole)
-
-    def _expand(self, x: torch.Tensor) -> torch.Tensor:
-        """Expand values of scale blocks to the shape of the weight."""
-        whole = self._blocks.spread(x).expand(self._blocks.view)
-        return self._blocks.join(whole).reshape(self._stage.values.shape)
 
 
 def tune(

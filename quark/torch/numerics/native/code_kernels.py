@@ -115,18 +115,23 @@ def round_to_floats(
         nan: Code of NaN, without its sign.
         divides: Whether values are divided.
     """
+    # Shifts by a variable number would take integers of 64 bits, and halve the vectors. Products
+    # of powers of two are exact.
+    steps_per_bit = np.float32(2.0 ** (mantissa_bits - 23))
+    sign_bit, nan_code = np.int32(1 << (bits - 1)), np.int32(nan)
+    least, most = np.int32(smallest), np.int32(largest)
     to_steps = np.int32(np.int32(23 - mantissa_bits) << 23)
-    unkept, sign_shift, sign_bit = 23 - mantissa_bits, 32 - bits, 1 << (bits - 1)
     for run in range(x.shape[0]):
         by = factor[run]
         for i in range(x.shape[1]):
             signed = np.float32(_scaled(x[run, i], by, divides)).view(np.int32)
             magnitude = np.int32(signed & 0x7FFFFFFF)
-            inside = np.int32(min(magnitude, np.int32(largest)))
-            exponent = np.int32(max(np.int32(inside & 0x7F800000), np.int32(smallest)))
+            inside = np.int32(min(magnitude, most))
+            exponent = np.int32(max(np.int32(inside & 0x7F800000), least))
             rounder = np.int32(exponent + to_steps)
             total = np.float32(inside.view(np.float32) + rounder.view(np.float32))
             steps = np.int32(total.view(np.int32) - rounder)
-            code = np.int32(np.int32(np.int32(exponent - np.int32(smallest)) >> unkept) + steps)
-            code = np.int32(nan) if magnitude > 0x7F800000 else code
-            out[run, i] = np.int32(code | np.int32(np.int32(signed >> sign_shift) & sign_bit))
+            below = np.float32(np.float32(np.int32(exponent - least)) * steps_per_bit)
+            code = np.int32(np.int32(below) + steps)
+            code = nan_code if magnitude > 0x7F800000 else code
+            out[run, i] = np.int32(code | (sign_bit if signed < 0 else np.int32(0)))
