@@ -12,9 +12,10 @@
 Every row is calibrated on English docstrings and evaluated on the texts of ``texts.py``. *KL* is in
 millinats, with its standard error over windows. *Against* is the difference to the row of GPTQ
 after the same preparation, paired over windows: the windows of a text differ much more than two
-rows do. A row of other software (``rivals.py``) is paired with our best one. Rows of models that
-have a name are kept in ``three_texts.json``, in place of the same row. The choice of recipes is
-checked against that file.
+rows do. Likewise in brackets behind perplexity: the difference of the loss (the logarithm of the
+perplexity) in millinats. A row of other software (``rivals.py``) is paired with our best one. Rows
+of models that have a name are kept in ``three_texts.json``, in place of the same row. The choice of
+recipes is checked against that file.
 """
 
 from __future__ import annotations
@@ -215,9 +216,19 @@ def table(title: str, rows: list[Row]) -> str:
         for t in texts:
             difference = kl[t] - torch.tensor(reference["texts"][t]["kl"])
             line.append("" if reference is row else with_error(difference, "+"))
-        line += [f"{row['texts'][t]['perplexity']:.5g}" for t in texts]
+        line += [_perplexity(row, reference, t) for t in texts]
         lines.append([*line, row["seconds"]])
     return markdown(title, columns, lines)
+
+
+def _perplexity(row: Row, reference: Row, text: str) -> str:
+    """Return a perplexity, with the difference of the loss to another row, if both have it."""
+    found, other = row["texts"][text], reference["texts"][text]
+    written = f"{found['perplexity']:.5g}"
+    if reference is row or not ("loss" in found and "loss" in other):
+        return written
+    difference = torch.tensor(found["loss"]) - torch.tensor(other["loss"])
+    return f"{written} ({with_error(difference, '+')})"
 
 
 def reference_of(row: Row, rows: list[Row]) -> Row:

@@ -81,7 +81,11 @@ LAYERS = [
     {"quark.torch.export.gguf", "quark.torch.export.onnx"},
     {"quark.torch.export"},
     {"quark.torch.quantization.api"},
-    {"quark.torch.quantization.graph", "quark.torch.training"},
+    {
+        "quark.torch.quantization.graph",
+        "quark.torch.trained_parameters",
+        "quark.torch.training",
+    },
     {"quark.torch.distillation"},
     {
         "quark.torch.report",

@@ -302,6 +302,12 @@ class PassFiles:
         self.entries[block] = self._read(group.exchange(name)[0])
         return self.entries[block]
 
+    def remove(self, block: str) -> None:
+        """Remove the file of a block that a later one replaces. The first process removes it."""
+        entry = self.entries.pop(block)
+        if processes().is_first:
+            entry.path.unlink()
+
     def _save(self, block: str, tensors: Mapping[str, torch.Tensor], notes: dict[str, Any]) -> str:
         """Write a file and return its name."""
         from safetensors import SafetensorError
