@@ -7,6 +7,7 @@
     python benchmarks/three_texts.py --model DIRECTORY
     python benchmarks/three_texts.py --part 1          # calibrated on other docstrings
     python benchmarks/three_texts.py --model real --rows mxfp4 --algorithms "" --peer auto-round
+    python benchmarks/three_texts.py --rows nvfp4:inputs --algorithms none  # weights in float
     python benchmarks/three_texts.py --kept            # the tables of three_texts.json
 
 Every row is calibrated on English docstrings and evaluated on the texts of ``texts.py``. *KL* is in
@@ -64,6 +65,7 @@ SCHEMES: dict[str, list[list[dict[str, Any]]]] = {
     "mxfp4": [[R1R2R4]],
     "nvfp4": [[], [R1R2]],
 }
+INPUTS = ":inputs"  # behind a scheme: inputs alone, which rounding of weights cannot improve
 NONE, REFERENCE = "none", "gptq"
 CHOSEN = ":choose_damping"  # behind a name: this option is on
 ALGORITHMS = (NONE, REFERENCE, "qronos", "yaqa", f"{REFERENCE}{CHOSEN}", f"yaqa{CHOSEN}")
@@ -145,7 +147,10 @@ class Bench:
 
     def row(self, scheme: str, algorithms: list[dict[str, Any]]) -> Row:
         """Return perplexity, and KL in millinats of each window, by text."""
-        config = LLMTemplate.get(self.model.config.model_type).get_config(scheme=scheme)
+        template = LLMTemplate.get(self.model.config.model_type)
+        config = template.get_config(scheme=scheme.removesuffix(INPUTS))
+        if scheme.endswith(INPUTS):
+            config.global_quant_config = replace(config.global_quant_config, weight=None)
         config, _ = fit_group_sizes(self.model, config)
         options = [algo_config_from_dict(given) for given in algorithms]
         config, model = replace(config, algo_config=options or None), copy.deepcopy(self.model)
@@ -302,7 +307,7 @@ def main() -> None:
             keep(options.model, bench, row)
 
     for scheme in schemes:
-        for before in SCHEMES.get(scheme, [[]]):
+        for before in SCHEMES.get(scheme.removesuffix(INPUTS), [[]]):
             for name in filter(None, options.algorithms.split(",")):
                 algorithms = [*before, *([] if name == NONE else [options_of(name)])]
                 say(f"{scheme} {label({'algorithms': algorithms})}")

@@ -52,7 +52,11 @@ LAYERS = [
     },
     {"quark.torch.quantization.preparation"},
     {"quark.torch.pipeline"},
-    {"quark.torch.quantization.plan", "quark.torch.evaluation"},
+    {
+        "quark.torch.quantization.plan",
+        "quark.torch.quantization.cache_scales",
+        "quark.torch.evaluation",
+    },
     {"quark.torch.algorithm", "quark.torch.quantization.calibration"},
     {"quark.torch.algorithm.rotation"},
     {"quark.torch.algorithm.registry"},
