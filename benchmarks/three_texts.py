@@ -297,7 +297,8 @@ def main() -> None:
     schemes = options.rows.split(",")
     if options.kept:
         for name, model in kept().items():
-            show(name, model, [row for row in model["rows"] if row["scheme"] in schemes])
+            if chosen := [row for row in model["rows"] if row["scheme"] in schemes]:
+                show(name, model, chosen)
         return
     bench, rows = Bench(options.model, options.part), []
 

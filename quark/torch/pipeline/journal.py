@@ -8,7 +8,8 @@ A journal is a directory::
     blocks/1-0003-<digest>.safetensors       what pass 1 made of the fourth block of its list
 
 A file of a block is written under another name, synced, and renamed to its name, which has the
-digest of its bytes. So a file of such a name is complete, or the disk is damaged.
+digest of its bytes. So a file of such a name is complete, or the disk is damaged. Of a pass whose
+blocks replace each other, such as the measured steps of a finish, the last one is kept.
 
 Of several processes the first one holds the lock, writes the files and says which there are. The
 others read them, so all see one file system.
