@@ -83,7 +83,8 @@ def auto_round(task: Task) -> Steps:
     elif "iters" in algorithm:
         how["iters"] = algorithm["iters"]
     windows, length = task.calibration.shape
-    how |= {"nsamples": windows, "seqlen": length, "batch_size": 8, "device_map": "cpu"}
+    batch = min(8, max(1, windows // 3))  # a step takes a part of the windows, however few
+    how |= {"nsamples": windows, "seqlen": length, "batch_size": batch, "device_map": "cpu"}
     rows = [{key: torch.tensor([row]) for key, row in each.items()} for each in task.samples()]
     yield lambda: AutoRound(model, tokenizer=tokenizer, dataset=rows, **how).quantize()[0]
 

@@ -36,17 +36,25 @@ def predict(model: Any, window: torch.Tensor) -> torch.Tensor:
     return model(window.unsqueeze(0)).logits[0, :-1].float().log_softmax(-1)
 
 
-def perplexity(predictions: list[torch.Tensor], windows: torch.Tensor) -> float:
-    """Return the perplexity of the tokens of some windows under log-probabilities."""
-    losses = [
+def losses(predictions: list[torch.Tensor], windows: torch.Tensor) -> torch.Tensor:
+    """Return the mean loss of the tokens of each window under log-probabilities, nats, (windows,).
+
+    The sums are in float64.
+    """
+    found = [
         -p.gather(1, window[1:].unsqueeze(1)).double().mean()
         for p, window in zip(predictions, windows, strict=True)
     ]
-    return float(f"{torch.stack(losses).mean().exp():.5g}")
+    return torch.stack(found)
+
+
+def perplexity(predictions: list[torch.Tensor], windows: torch.Tensor) -> float:
+    """Return the perplexity of the tokens of some windows under log-probabilities."""
+    return float(f"{losses(predictions, windows).mean().exp():.5g}")
 
 
 def judge_text(expected: list[torch.Tensor], model: Any, windows: torch.Tensor) -> dict[str, Any]:
-    """Return the perplexity of a model on a text, and KL in millinats of each window.
+    """Return the perplexity of a model on a text, and KL and loss in millinats of each window.
 
     Args:
         expected: Log-probabilities by the original for each window; see ``predict``.
@@ -59,4 +67,5 @@ def judge_text(expected: list[torch.Tensor], model: Any, windows: torch.Tensor) 
         for before, after in zip(expected, predictions, strict=True)
     ]
     kl = [float(f"{value:.4g}") for value in lost]
-    return {"perplexity": perplexity(predictions, windows), "kl": kl}
+    loss = [float(f"{1000 * value:.5g}") for value in losses(predictions, windows).tolist()]
+    return {"perplexity": perplexity(predictions, windows), "kl": kl, "loss": loss}

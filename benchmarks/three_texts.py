@@ -7,14 +7,16 @@
     python benchmarks/three_texts.py --model DIRECTORY
     python benchmarks/three_texts.py --part 1          # calibrated on other docstrings
     python benchmarks/three_texts.py --model real --rows mxfp4 --algorithms "" --peer auto-round
+    python benchmarks/three_texts.py --rows nvfp4:inputs --algorithms none  # weights in float
     python benchmarks/three_texts.py --kept            # the tables of three_texts.json
 
 Every row is calibrated on English docstrings and evaluated on the texts of ``texts.py``. *KL* is in
 millinats, with its standard error over windows. *Against* is the difference to the row of GPTQ
 after the same preparation, paired over windows: the windows of a text differ much more than two
-rows do. A row of other software (``rivals.py``) is paired with our best one. Rows of models that
-have a name are kept in ``three_texts.json``, in place of the same row. The choice of recipes is
-checked against that file.
+rows do. Likewise in brackets behind perplexity: the difference of the loss (the logarithm of the
+perplexity) in millinats. A row of other software (``rivals.py``) is paired with our best one. Rows
+of models that have a name are kept in ``three_texts.json``, in place of the same row. The choice of
+recipes is checked against that file.
 """
 
 from __future__ import annotations
@@ -63,6 +65,7 @@ SCHEMES: dict[str, list[list[dict[str, Any]]]] = {
     "mxfp4": [[R1R2R4]],
     "nvfp4": [[], [R1R2]],
 }
+INPUTS = ":inputs"  # behind a scheme: inputs alone, which rounding of weights cannot improve
 NONE, REFERENCE = "none", "gptq"
 CHOSEN = ":choose_damping"  # behind a name: this option is on
 ALGORITHMS = (NONE, REFERENCE, "qronos", "yaqa", f"{REFERENCE}{CHOSEN}", f"yaqa{CHOSEN}")
@@ -144,7 +147,10 @@ class Bench:
 
     def row(self, scheme: str, algorithms: list[dict[str, Any]]) -> Row:
         """Return perplexity, and KL in millinats of each window, by text."""
-        config = LLMTemplate.get(self.model.config.model_type).get_config(scheme=scheme)
+        template = LLMTemplate.get(self.model.config.model_type)
+        config = template.get_config(scheme=scheme.removesuffix(INPUTS))
+        if scheme.endswith(INPUTS):
+            config.global_quant_config = replace(config.global_quant_config, weight=None)
         config, _ = fit_group_sizes(self.model, config)
         options = [algo_config_from_dict(given) for given in algorithms]
         config, model = replace(config, algo_config=options or None), copy.deepcopy(self.model)
@@ -215,9 +221,19 @@ def table(title: str, rows: list[Row]) -> str:
         for t in texts:
             difference = kl[t] - torch.tensor(reference["texts"][t]["kl"])
             line.append("" if reference is row else with_error(difference, "+"))
-        line += [f"{row['texts'][t]['perplexity']:.5g}" for t in texts]
+        line += [_perplexity(row, reference, t) for t in texts]
         lines.append([*line, row["seconds"]])
     return markdown(title, columns, lines)
+
+
+def _perplexity(row: Row, reference: Row, text: str) -> str:
+    """Return a perplexity, with the difference of the loss to another row, if both have it."""
+    found, other = row["texts"][text], reference["texts"][text]
+    written = f"{found['perplexity']:.5g}"
+    if reference is row or not ("loss" in found and "loss" in other):
+        return written
+    difference = torch.tensor(found["loss"]) - torch.tensor(other["loss"])
+    return f"{written} ({with_error(difference, '+')})"
 
 
 def reference_of(row: Row, rows: list[Row]) -> Row:
@@ -281,7 +297,8 @@ def main() -> None:
     schemes = options.rows.split(",")
     if options.kept:
         for name, model in kept().items():
-            show(name, model, [row for row in model["rows"] if row["scheme"] in schemes])
+            if chosen := [row for row in model["rows"] if row["scheme"] in schemes]:
+                show(name, model, chosen)
         return
     bench, rows = Bench(options.model, options.part), []
 
@@ -291,7 +308,7 @@ def main() -> None:
             keep(options.model, bench, row)
 
     for scheme in schemes:
-        for before in SCHEMES.get(scheme, [[]]):
+        for before in SCHEMES.get(scheme.removesuffix(INPUTS), [[]]):
             for name in filter(None, options.algorithms.split(",")):
                 algorithms = [*before, *([] if name == NONE else [options_of(name)])]
                 say(f"{scheme} {label({'algorithms': algorithms})}")

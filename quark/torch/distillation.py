@@ -4,6 +4,9 @@ Codes stay. A weight is linear in its scales once the codes are fixed, so a scal
 ratio r = s' / s: the weight is W r. Source: quantization-aware distillation (arXiv 2601.20088) for
 the loss, EfficientQAT (arXiv 2407.11062, section 3.3) for training scales under fixed codes. Text
 that is kept back decides which step is the best, and whether one is better than none.
+
+With a journal, each measurement leaves a file that training goes on from: parameters, both moments
+of Adam, the best parameters so far, and the figures of the sequences that are kept back.
 """
 
 from __future__ import annotations
@@ -11,9 +14,9 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,15 +24,12 @@ from torch.func import functional_call
 
 from quark.torch.evaluation.divergence import kl_divergence
 from quark.torch.graph.residency import residency_of
-from quark.torch.numerics.scales import round_scale
-from quark.torch.numerics.scheme import Scheme
-from quark.torch.numerics.stages import per_value
 from quark.torch.pipeline.batches import padding_mask, run_batch, show_progress, split_sequences
+from quark.torch.pipeline.journal import Journal
 from quark.torch.pipeline.processes import processes
-from quark.torch.quantization.config.config import Config
-from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
-from quark.torch.quantization.nn.quantizer import QuantizedTensor, TensorQuantizer
+from quark.torch.pipeline.statistics import data_digest
 from quark.torch.quantization.preparation import quantized_layers
+from quark.torch.trained_parameters import TrainedParameters
 from quark.torch.training import distillation_loss
 
 logger = logging.getLogger("quark")
@@ -97,6 +97,7 @@ def distill(
     original: nn.Module,
     batches: Iterable[Any],
     options: DistillationOptions | None = None,
+    journal: Journal | None = None,
 ) -> Distillation:
     """Train the scales and the norms of a frozen model against the predictions of the original.
 
@@ -110,14 +111,17 @@ def distill(
         original: The float model, which has the same inputs and outputs. It is not changed.
         batches: Data for the model; at least two sequences. The last ones are kept back.
         options: Options; None for the default ones.
+        journal: That of the ``ModelQuantizer`` which has quantized the model: a run that was killed
+            goes on behind its last measurement, to the same bits. None: the finish begins anew.
 
     Raises:
         ValueError: The model is read in parts or not frozen, several processes run, nothing can
-            train, there are fewer than two sequences, or the model returns no logits.
+            train, there are fewer than two sequences, the model returns no logits, or the journal
+            has not begun or holds a finish with other options or data.
     """
     options = options or DistillationOptions()
-    _check(model)
-    trained = _Trained(model)
+    _check(model, journal)
+    trained = TrainedParameters(model)
     if not trained.parameters:
         raise ValueError("distill: the model has neither scales that may train nor norms.")
     sequences = list(split_sequences(batches))
@@ -128,30 +132,44 @@ def distill(
         )
     kept = min(len(sequences) - 1, max(1, round(options.kept_back * len(sequences))))
     teaching, judging = sequences[:-kept], sequences[-kept:]
+    files = None if journal is None else _Files(journal, options, sequences)
     run = _Run(model, original.eval(), trained, options)
-    with torch.no_grad():
-        first = run.measure(judging)
-    best, last, step = first, 0, 0
-    state = trained.state()
-    for step in show_progress(range(1, options.steps + 1), "distillation"):
+    progress = (files and files.read(run)) or _first_progress(run, judging)
+    progress = _train(run, progress, teaching, judging, files)
+    trained.restore(progress.state)
+    if progress.best_step:
+        trained.apply()
+    change = progress.best - progress.first
+    error = float(change.std()) / math.sqrt(len(change)) if len(change) > 1 else None
+    return Distillation(
+        before=float(progress.first.mean()),
+        after=float(progress.best.mean()),
+        change_error=error,
+        steps=progress.step,
+        best=progress.best_step,
+        scales=trained.count_scales(),
+        norms=trained.count_norms(),
+    )
+
+
+def _train(
+    run: _Run, progress: _Progress, teaching: list[Any], judging: list[Any], files: _Files | None
+) -> _Progress:
+    """Train from some progress until nothing gets better; return the progress at the end."""
+    options = run.options
+    for step in show_progress(range(progress.step + 1, options.steps + 1), "distillation"):
+        if progress.step - progress.best_step >= options.interval * options.patience:
+            break
         if not run.train(teaching, step):
             logger.warning("distill: the loss of step %d is not finite; training stops.", step)
-            break
+            return progress._replace(step=step)
         if step % options.interval and step != options.steps:
             continue
         with torch.no_grad():
-            figures = run.measure(judging)
-        if figures.mean() < best.mean():
-            best, last, state = figures, step, trained.state()
-        elif step - last >= options.interval * options.patience:
-            break
-    trained.restore(state)
-    if last:
-        trained.apply()
-    change = best - first
-    error = float(change.std()) / math.sqrt(len(change)) if len(change) > 1 else None
-    counts = trained.count_scales(), trained.count_norms()
-    return Distillation(float(first.mean()), float(best.mean()), error, step, last, *counts)
+            progress = progress.behind(step, run.measure(judging), run.trained)
+        if files is not None:
+            files.write(progress, run)
+    return progress
 
 
 def copy_of(model: nn.Module) -> nn.Module:
@@ -164,7 +182,7 @@ def copy_of(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model)
 
 
-def _check(model: nn.Module) -> None:
+def _check(model: nn.Module, journal: Journal | None) -> None:
     _check_in_memory(model)
     layers = dict(quantized_layers(model))
     unfrozen = [name for name, layer in layers.items() if not layer.frozen]
@@ -175,6 +193,11 @@ def _check(model: nn.Module) -> None:
         )
     if processes().count > 1:
         raise ValueError("distill runs in one process. Call it in the first one alone.")
+    if journal is not None and not journal.is_begun:
+        raise ValueError(
+            "distill: the journal does not know the model. Give the one that ModelQuantizer has "
+            "quantized it with."
+        )
 
 
 def _check_in_memory(model: nn.Module) -> None:
@@ -185,133 +208,84 @@ def _check_in_memory(model: nn.Module) -> None:
         )
 
 
-class _Trained:
-    """The parameters that train, and the tensors of the model that they stand for.
+class _Progress(NamedTuple):
+    """How far training is.
 
     Attributes:
-        parameters: Ratios of scales by the name of the layer, and norms by the name of the
-            parameter; float32.
+        step: Steps that ran.
+        best_step: The step whose parameters are the best; 0 if none was better than none.
+        first: Divergence of each sequence that is kept back before any step, (sequences,).
+        best: Likewise, behind the best step.
+        state: The parameters behind the best step.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        config = getattr(model, "quant_config", None)
-        shares = isinstance(config, Config) and bool(config.shared_scale_groups)
-        self._layers = {
-            name: layer
-            for name, layer in quantized_layers(model)
-            if (q := layer.weight_quantizer) is not None and _part_of(q, shares) is not None
-        }
-        self._parts = {n: str(_part_of(_quantizer(x), shares)) for n, x in self._layers.items()}
-        self._norms = dict(_norm_parameters(model))
-        self._scales = {n: self._scale(n).detach().clone() for n in self._layers}
-        made = {n: torch.ones_like(s, dtype=torch.float32) for n, s in self._scales.items()}
-        made |= {n: p.detach().float().clone() for n, p in self._norms.items()}
-        self.parameters = {n: value.requires_grad_() for n, value in made.items()}
+    step: int
+    best_step: int
+    first: torch.Tensor
+    best: torch.Tensor
+    state: dict[str, torch.Tensor]
 
-    def _scale(self, name: str) -> torch.Tensor:
-        scale: torch.Tensor = getattr(_quantizer(self._layers[name]), self._parts[name])
-        return scale
-
-    def values(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of the model that follow from the parameters, by their names."""
-        values = {
-            f"{name}.weight": self._weight(name, layer) for name, layer in self._layers.items()
-        }
-        return values | {n: self.parameters[n].to(p.dtype) for n, p in self._norms.items()}
-
-    def _weight(self, name: str, layer: FakeQuantizedLayer) -> torch.Tensor:
-        if not torch.is_grad_enabled():
-            return self._state(name).value(layer.weight.dtype)
-        weight, scheme = layer.weight.detach(), _quantizer(layer).scheme
-        ratio, old = self.parameters[name], self._scales[name].float()
-        rounded = self._new_scale(name).float() / old
-        ratio = ratio + (rounded - ratio).detach()  # straight-through gradient
-        values: torch.Tensor = weight.float() * per_value(ratio, scheme, weight.shape)
-        return values.to(weight.dtype)
-
-    def _state(self, name: str) -> QuantizedTensor:
-        """Return codes and new scales of a weight."""
-        layer, new = self._layers[name], self._new_scale(name)
-        state = layer.quantized_tensor("weight")
-        assert state is not None and state.scale is not None
-        if self._parts[name] == "scale":
-            return state._replace(scale=new)
-        # Block scales are relative to the tensor scale.
-        blocks = state.scale * (new / self._scales[name])
-        blocks = round_scale(blocks, state.scheme.scale, new)
-        return state._replace(scale=blocks, scale_2=new)
-
-    @torch.no_grad()
-    def _new_scale(self, name: str) -> torch.Tensor:
-        scale = self.parameters[name] * self._scales[name].float()
-        if self._parts[name] == "scale_2":
-            return scale
-        return round_scale(scale, _quantizer(self._layers[name]).scheme.scale)
-
-    @torch.no_grad()
-    def apply(self) -> None:
-        """Replace scales, weights and norms of the model. Codes stay."""
-        for name, layer in self._layers.items():
-            state, quantizer = self._state(name), _quantizer(layer)
-            layer.weight.data.copy_(state.value(layer.weight.dtype))
-            quantizer.scale, quantizer.scale_2 = state.scale, state.scale_2
-        for name, parameter in self._norms.items():
-            parameter.data.copy_(self.parameters[name])
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """Return a copy of the parameters."""
-        return {name: value.detach().clone() for name, value in self.parameters.items()}
-
-    @torch.no_grad()
-    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Set the parameters to a copy of them."""
-        for name, value in self.parameters.items():
-            value.copy_(state[name])
-
-    def count_scales(self) -> int:
-        """Return the number of scales that train."""
-        return sum(scale.numel() for scale in self._scales.values())
-
-    def count_norms(self) -> int:
-        """Return the number of parameters of norms."""
-        return sum(parameter.numel() for parameter in self._norms.values())
+    def behind(self, step: int, figures: torch.Tensor, trained: TrainedParameters) -> _Progress:
+        """Return the progress behind a step that was measured, with these figures."""
+        if figures.mean() < self.best.mean():
+            return _Progress(step, step, self.first, figures, trained.state())
+        return self._replace(step=step)
 
 
-def _quantizer(layer: FakeQuantizedLayer) -> TensorQuantizer:
-    quantizer = layer.weight_quantizer
-    assert quantizer is not None
-    return quantizer
+def _first_progress(run: _Run, judging: list[Any]) -> _Progress:
+    with torch.no_grad():
+        first = run.measure(judging)
+    return _Progress(0, 0, first, first, run.trained.state())
 
 
-def _part_of(quantizer: TensorQuantizer, shares: bool) -> str | None:
-    """Return the scale of a weight that may train: ``scale`` or ``scale_2``; None if none may.
+class _Files:
+    """The progress of a finish on the disk, in a journal.
 
-    Args:
-        quantizer: The quantizer of the weight.
-        shares: Whether layers share scales of whole weights.
+    Raises:
+        ValueError: The journal holds a finish with other options or data.
     """
-    part = "scale_2" if quantizer.scheme.scale.two_level else "scale"
-    scale = getattr(quantizer, part)
-    if scale is None or (part == "scale" and not _is_free(quantizer.scheme)):
-        return None
-    return None if shares and scale.numel() == 1 else part
 
+    def __init__(
+        self, journal: Journal, options: DistillationOptions, sequences: list[Any]
+    ) -> None:
+        self._request = {"options": asdict(options), "data": data_digest(sequences)}
+        measured = [s for s in range(1, options.steps) if s % options.interval == 0]
+        self._files = journal.begin_pass([str(step) for step in [*measured, options.steps]])
+        for entry in self._files.entries.values():
+            if entry.notes["request"] != self._request:
+                raise ValueError(
+                    f"{journal.directory} holds a finish with other options or data: "
+                    f"{entry.notes['request']}. Ask for the same to go on, or throw it away: "
+                    "--restart, or Journal(directory, restart=True)."
+                )
 
-def _is_free(scheme: Scheme) -> bool:
-    """Whether scales may take any value of a wide float type."""
-    scale = scheme.scale
-    is_wide = scale.fmt is None and not scale.span and not scale.power_of_two
-    return scheme.fmt.scaled and is_wide and not scheme.shares_exponents
+    def read(self, run: _Run) -> _Progress | None:
+        """Return the progress of the last file, and set parameters and moments; None without."""
+        if not self._files.entries:
+            return None
+        step = max(self._files.entries, key=int)
+        entry = self._files.entries[step]
+        parts: dict[str, dict[str, torch.Tensor]] = {}
+        for key, value in entry.tensors().items():
+            part, _, name = key.partition("/")
+            parts.setdefault(part, {})[name] = value
+        run.restore(int(step), *(parts[part] for part in ("parameter", "mean", "square")))
+        first, best = parts["figures"]["first"], parts["figures"]["best"]
+        return _Progress(int(step), entry.notes["best step"], first, best, parts["best"])
 
-
-def _norm_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Iterate over the float vectors of norms: parameters of modules whose class is a norm."""
-    for path, module in model.named_modules():
-        if "norm" not in type(module).__name__.lower():
-            continue
-        for name, parameter in module.named_parameters(path, recurse=False):
-            if parameter.is_floating_point() and parameter.dim() == 1:
-                yield name, parameter
+    def write(self, progress: _Progress, run: _Run) -> None:
+        """Write the progress, in place of what was written before."""
+        earlier = list(self._files.entries)
+        parts = {
+            **run.state(),
+            "best": progress.state,
+            "figures": {"first": progress.first, "best": progress.best},
+        }
+        tensors = {f"{part}/{n}": x for part, own in parts.items() for n, x in own.items()}
+        notes = {"request": self._request, "best step": progress.best_step}
+        self._files.write(str(progress.step), tensors, notes)
+        for step in earlier:
+            self._files.remove(step)
 
 
 class _Bound(nn.Module):
@@ -327,19 +301,51 @@ class _Bound(nn.Module):
 
 
 class _Run:
-    """Steps of training and measurements."""
+    """Steps of training and measurements.
+
+    Attributes:
+        trained: The parameters that train.
+        options: Options of the finish.
+    """
 
     def __init__(
-        self, model: nn.Module, original: nn.Module, trained: _Trained, options: DistillationOptions
+        self,
+        model: nn.Module,
+        original: nn.Module,
+        trained: TrainedParameters,
+        options: DistillationOptions,
     ) -> None:
         self._model, self._original = model, original
-        self._trained, self._options = trained, options
+        self.trained, self.options = trained, options
         rate = options.learning_rate
         self._optimizer = torch.optim.Adam(trained.parameters.values(), lr=rate)
 
+    def state(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return parameters, and what Adam keeps of their gradients, by name."""
+        parameters, kept = self.trained.parameters, self._optimizer.state
+        return {
+            "parameter": {name: p.detach() for name, p in parameters.items()},
+            "mean": {name: kept[p]["exp_avg"] for name, p in parameters.items()},
+            "square": {name: kept[p]["exp_avg_sq"] for name, p in parameters.items()},
+        }
+
+    def restore(
+        self,
+        step: int,
+        values: Mapping[str, torch.Tensor],
+        means: Mapping[str, torch.Tensor],
+        squares: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Set what ``state`` has returned behind a step."""
+        self.trained.restore(values)
+        for name, parameter in self.trained.parameters.items():
+            moments = {"exp_avg": means[name], "exp_avg_sq": squares[name]}
+            moved = {key: value.to(parameter.device) for key, value in moments.items()}
+            self._optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moved}
+
     def train(self, sequences: list[Any], step: int) -> bool:
         """Train on the next sequences; return whether the loss was finite."""
-        options, parameters = self._options, list(self._trained.parameters.values())
+        options, parameters = self.options, list(self.trained.parameters.values())
         size = options.batch_size
         chosen = [sequences[(size * (step - 1) + i) % len(sequences)] for i in range(size)]
         total = [torch.zeros_like(p) for p in parameters]
@@ -347,7 +353,7 @@ class _Run:
             with torch.no_grad():
                 target = _logits(run_batch(self._original, sequence))
             with torch.enable_grad():
-                student = _Bound(self._model, self._trained.values())
+                student = _Bound(self._model, self.trained.values())
                 found = _logits(run_batch(student, sequence))
                 loss = distillation_loss(found, target, mask=_mask(sequence, found))
                 gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
@@ -365,7 +371,7 @@ class _Run:
 
     def measure(self, sequences: list[Any]) -> torch.Tensor:
         """Return the mean divergence of each sequence, (sequences,) float64."""
-        student = _Bound(self._model, self._trained.values())
+        student = _Bound(self._model, self.trained.values())
         means = []
         for sequence in sequences:
             pair = [_logits(run_batch(m, sequence)) for m in (self._original, student)]

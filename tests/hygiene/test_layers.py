@@ -52,7 +52,11 @@ LAYERS = [
     },
     {"quark.torch.quantization.preparation"},
     {"quark.torch.pipeline"},
-    {"quark.torch.quantization.plan", "quark.torch.evaluation"},
+    {
+        "quark.torch.quantization.plan",
+        "quark.torch.quantization.cache_scales",
+        "quark.torch.evaluation",
+    },
     {"quark.torch.algorithm", "quark.torch.quantization.calibration"},
     {"quark.torch.algorithm.rotation"},
     {"quark.torch.algorithm.registry"},
@@ -81,7 +85,11 @@ LAYERS = [
     {"quark.torch.export.gguf", "quark.torch.export.onnx"},
     {"quark.torch.export"},
     {"quark.torch.quantization.api"},
-    {"quark.torch.quantization.graph", "quark.torch.training"},
+    {
+        "quark.torch.quantization.graph",
+        "quark.torch.trained_parameters",
+        "quark.torch.training",
+    },
     {"quark.torch.distillation"},
     {
         "quark.torch.report",

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from quark.torch import LLMTemplate, ModelExporter, ModelImporter, ModelQuantizer
-from quark.torch.distillation import DistillationOptions, copy_of, distill
+from quark.torch import Journal, LLMTemplate, ModelExporter, ModelImporter, ModelQuantizer
+from quark.torch.distillation import DistillationOptions, _Run, copy_of, distill
+from quark.torch.pipeline.journal import PassFiles
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.preparation import quantized_layers
@@ -17,6 +18,7 @@ from tests.models.test_streamed import streamed
 
 IDS = torch.randint(3, 64, (9, 16), generator=torch.Generator().manual_seed(5))
 BATCHES = list(IDS.split(3))
+SHORT = DistillationOptions(steps=6, interval=2, batch_size=2)
 QUICK = DistillationOptions(steps=30, interval=3, patience=10, learning_rate=3e-3)
 
 
@@ -124,6 +126,86 @@ def test_padding_does_not_count(pair):
     found = [distill(copy.deepcopy(model), original, d, QUICK) for d in ([IDS], [padded])]
     assert found[1].before == pytest.approx(found[0].before, rel=1e-5)
     assert found[1].after == pytest.approx(found[0].after, rel=1e-3)
+
+
+# ---- a run that goes on --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(build, tmp_path):
+    """Quantize and finish a model with a journal, as a process does that begins anew."""
+
+    def run(algorithm, options=SHORT, data=BATCHES):
+        original = build()
+        config = LLMTemplate.get("llama").get_config("int3_wo_32", algorithm=algorithm)
+        with Journal(tmp_path / "journal") as journal:
+            quantizer = ModelQuantizer(config, journal=journal)
+            model = quantizer.freeze(quantizer.quantize_model(copy_of(original), BATCHES))
+            return distill(model, original, data, options, journal=journal), bits(model)
+
+    return run
+
+
+def stop_at(monkeypatch, name, when):
+    """Let writing of a state, or its removal, be the last thing that a process does."""
+    method = getattr(PassFiles, name)
+
+    def stop(self, block, *arguments):
+        method(self, block, *arguments)
+        if block == when:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(PassFiles, name, stop)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "name", "when", "left"),
+    [("gptq", "write", "2", 4), (None, "remove", "2", 2), (None, "write", "6", 0)],
+)
+def test_a_killed_finish_goes_on_to_the_same_bits(
+    algorithm, name, when, left, run, monkeypatch, tmp_path
+):
+    expected, values = run(algorithm)
+    with Journal(tmp_path / "journal", restart=True):
+        pass
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop_at(patch, name, when)
+        run(algorithm)
+    steps, train = [], _Run.train
+
+    def count(self, sequences, step):
+        steps.append(step)
+        return train(self, sequences, step)
+
+    monkeypatch.setattr(_Run, "train", count)
+    found, others = run(algorithm)
+    assert len(steps) == left and found == expected and same(values, others)
+
+
+def test_one_state_is_kept(run, tmp_path):
+    run(None)
+    assert len(list((tmp_path / "journal" / "blocks").iterdir())) == 1
+
+
+def test_a_damaged_state_is_not_used(run, tmp_path):
+    expected, values = run(None)
+    [state] = (tmp_path / "journal" / "blocks").iterdir()
+    state.write_bytes(state.read_bytes()[:-1] + b"x")
+    found, others = run(None)
+    assert found == expected and same(values, others)
+
+
+def test_a_journal_of_another_finish(run, build, tmp_path):
+    run(None)
+    for changed in ({"options": replace(SHORT, learning_rate=1e-3)}, {"data": [IDS[:4]]}):
+        with pytest.raises(ValueError, match=r"a finish with other options or data.*--restart"):
+            run(None, **changed)
+    model = ModelQuantizer.freeze(ModelQuantizer(preset("int4_wo_32")).quantize_model(build()))
+    with (
+        Journal(tmp_path / "other") as journal,
+        pytest.raises(ValueError, match="the journal does not know the model"),
+    ):
+        distill(model, build(), BATCHES, journal=journal)
 
 
 # ---- refusals -----------------------------------------------------------------------------------

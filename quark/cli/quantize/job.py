@@ -139,7 +139,8 @@ def _quantize(request: Request, described: dict[str, Any]) -> None:
             measures = prepare_measures(request, described, tokenizer) if rank() == 0 else None
         windows = None if measures is None else [measures.windows]
         coverage = measure_coverage(tokenizer, calibration, statistics, windows)
-        steps = journal if config.algo_config else None  # of which it knows the blocks
+        has_steps = config.algo_config or request.finish  # which the journal knows
+        steps = journal if has_steps else None
         quantizer = ModelQuantizer(config, False, request.offload_dir, steps, devices)
         outcome = _quantize_and_evaluate(
             request, model, quantizer, calibration, measures, statistics
@@ -369,7 +370,7 @@ def _quantize_and_evaluate(
             return outcome
         model = quantizer.freeze(model)
         if original is not None:
-            outcome.finish = distill(model, original, batches or [])
+            outcome.finish = distill(model, original, batches or [], journal=quantizer.journal)
     outcome.seconds = time.monotonic() - start
     outcome.count_layers(model)
     outcome.experts = expert_tokens(model)

@@ -224,6 +224,7 @@ def _describe_run(
     from quark.torch.export.writability import selected_size
     from quark.torch.pipeline.run_steps import Run
     from quark.torch.quantization.algorithms import find_algorithms
+    from quark.torch.quantization.cache_scales import FACTORS, searches_heads
     from quark.torch.quantization.calibration import needs_data
     from quark.torch.quantization.config.algo import RoundingConfig
     from quark.torch.quantization.config.export import JsonExporterConfig
@@ -253,6 +254,7 @@ def _describe_run(
         rounds=any(isinstance(options, RoundingConfig) for _, options in algorithms),
         on_device=devices[0] != "cpu",
         devices=len(devices),
+        attends=2 * len(FACTORS) if is_calibrated and searches_heads(config) else 0,
     )
 
 

@@ -123,9 +123,9 @@ def _place(output: Path) -> Path:
 def open_journal(request: Request, config: Config) -> Iterator[Journal | None]:
     """Open the journal beside the output, and remove it when all is written.
 
-    There is none without an output, without room for it, and for a run without algorithms where a
-    run with them left its blocks. The processes of torchrun share one, and the first one decides
-    whether there is room. Without algorithms it holds no blocks, but knows its output.
+    There is none without an output, without room for it, and for a run without algorithms and
+    finish where a run with them left its blocks. The processes of torchrun share one, and the first
+    one decides whether there is room. Without such work it holds no blocks, but knows its output.
 
     Args:
         request: The flags.
@@ -139,13 +139,13 @@ def open_journal(request: Request, config: Config) -> Iterator[Journal | None]:
     from quark.torch.pipeline.processes import joined
 
     output = request.output_dir.resolve()
-    algorithms = len(config.algo_config or [])
+    works = len(config.algo_config or []) + (request.finish is not None)
     if not request.exports:
         yield None
         return
     with joined() as group:
-        is_kept = Journal.has_blocks(_place(output)) and not algorithms and not request.restart
-        has_room = not algorithms or not group.is_first or _has_room(request, output, algorithms)
+        is_kept = Journal.has_blocks(_place(output)) and not works and not request.restart
+        has_room = not works or not group.is_first or _has_room(request, output, works)
         is_opened = group.exchange(has_room and not is_kept)[0]
     if not is_opened:
         yield None
@@ -179,17 +179,20 @@ def _remove_empty(directories: list[Path]) -> None:
             path.rmdir()
 
 
-def _has_room(request: Request, output: Path, algorithms: int) -> bool:
-    """Whether the disk has room for a journal, which has each block once for each algorithm."""
+def _has_room(request: Request, output: Path, works: int) -> bool:
+    """Whether the disk has room for a journal, which has each block once for each algorithm.
+
+    The finish is one more: its scales and moments take less than the model.
+    """
     source = request.model_dir
     files = [source] if source.is_file() else source.glob("*.safetensors")
     size = sum(path.stat().st_size for path in files)
     existing = next(path for path in (output, *output.parents) if path.exists())
-    has_room = _free(existing) > size * (algorithms + 1)
+    has_room = _free(existing) > size * (works + 1)
     if not has_room:
         console.err.print(
             f"[yellow]warning:[/] {escape(str(existing))} has no room for finished blocks "
-            f"({size * algorithms / 1e9:.1f} GB): a run that is killed will start anew.",
+            f"({size * works / 1e9:.1f} GB): a run that is killed will start anew.",
             soft_wrap=True,
         )
     return has_room

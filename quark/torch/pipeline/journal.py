@@ -8,7 +8,8 @@ A journal is a directory::
     blocks/1-0003-<digest>.safetensors       what pass 1 made of the fourth block of its list
 
 A file of a block is written under another name, synced, and renamed to its name, which has the
-digest of its bytes. So a file of such a name is complete, or the disk is damaged.
+digest of its bytes. So a file of such a name is complete, or the disk is damaged. Of a pass whose
+blocks replace each other, such as the measured steps of a finish, the last one is kept.
 
 Of several processes the first one holds the lock, writes the files and says which there are. The
 others read them, so all see one file system.
@@ -301,6 +302,12 @@ class PassFiles:
         name = self._save(block, tensors, notes) if group.is_first else None
         self.entries[block] = self._read(group.exchange(name)[0])
         return self.entries[block]
+
+    def remove(self, block: str) -> None:
+        """Remove the file of a block that a later one replaces. The first process removes it."""
+        entry = self.entries.pop(block)
+        if processes().is_first:
+            entry.path.unlink()
 
     def _save(self, block: str, tensors: Mapping[str, torch.Tensor], notes: dict[str, Any]) -> str:
         """Write a file and return its name."""

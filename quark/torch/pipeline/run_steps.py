@@ -53,6 +53,7 @@ class Run(NamedTuple):
         algorithms: Name of each algorithm and what it takes for a block, in order.
         proves: How many kinds of structure are proved: rescalings, rotations.
         is_static: Whether ranges of activations are found by running the data.
+        attends: Times that attention is computed on the data to choose scales of the cache.
         output: Bytes of the checkpoints.
         packed: Bytes of the tensors that one of them holds and the model does not.
         evaluated: Tokens of an evaluation, 0 for none.
@@ -97,6 +98,7 @@ class Run(NamedTuple):
     rounds: bool = False
     quantizes: bool = True
     unpacks: bool = False
+    attends: int = 0
     tokenizer: int = 0
     tokenizer_loading: int = 0
 
@@ -128,6 +130,11 @@ def list_steps(run: Run, limit: int, streams: bool) -> list[Step]:
         memory = _pass_memory(run, not streams)
         flops = _model_flops(model, data)
         steps.append(Step("ranges of activations", memory, stores, flops, 0.0, PASS_READS, 1.0))
+        if run.attends:
+            # Products of queries and keys, and of probabilities and values.
+            once = 4.0 * data.tokens * data.length * data.hidden * data.blocks
+            flops += run.attends * once
+            steps.append(Step("scales of the cache", memory, stores, flops, 0.0, PASS_READS, 1.0))
     steps.append(Step("rounding", 8 * element + leaving, solver_flops=quantize, reads=reads))
     steps += [evaluation] if evaluation else []
     if run.tokenizer:

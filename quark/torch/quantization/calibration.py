@@ -20,6 +20,7 @@ from quark.torch.pipeline.model_pass import run_data
 from quark.torch.pipeline.processes import alone, processes
 from quark.torch.pipeline.statistics import Statistics
 from quark.torch.pipeline.tensor_ranges import can_combine, combine_observers
+from quark.torch.quantization.cache_scales import search_head_scales, searches_heads
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.match import matches
 from quark.torch.quantization.nn.experts import LinearExperts, corresponding_experts
@@ -65,6 +66,9 @@ def calibrate(model: nn.Module, plan: Plan) -> None:
     if next(_static_activations(model), None) is not None:
         if plan.has_data:
             calibrate_activations(model, plan.batches)
+            if searches_heads(plan.config):
+                with disabled_quantizers(model), alone():
+                    search_head_scales(model, plan.batches)
         elif plan.statistics is not None:
             compute_scales_from_statistics(model, plan.statistics)
     share_activation_scales(model, plan.config)

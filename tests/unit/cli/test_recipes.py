@@ -1,6 +1,7 @@
 """Recipes on the command line."""
 
 import json
+import shutil
 
 import pytest
 
@@ -30,21 +31,47 @@ def test_a_recipe_is_its_scheme_with_its_algorithms(quantize, tmp_path):
         assert (found / name).read_bytes() == (expected / name).read_bytes()
 
 
-def test_groups_are_made_to_divide_the_model(quark, build, tmp_path):
-    """576 hidden values take groups of 64, and 1536 in the MLP those of 128: said before work."""
+@pytest.fixture
+def odd_dir(build, model_dir, tmp_path):
+    """A model of one layer with the sizes of SmolLM2-135M: 576 hidden values, 9 heads."""
     sizes = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3}
-    build("llama", **sizes, intermediate_size=1536).save_pretrained(tmp_path / "model")
+    sizes |= {"intermediate_size": 1536, "vocab_size": 2048, "num_hidden_layers": 1}
+    place = tmp_path / "model"
+    build("llama", **sizes).save_pretrained(place)
+    for file in model_dir.glob("tokenizer*"):
+        shutil.copy(file, place)
+    return place
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_groups_are_made_to_divide_the_model(name, quark, odd_dir, tmp_path):
+    """576 hidden values take groups of 64, and 1536 in the MLP those of 128: said before work."""
     result = quark(
-        *("quantize", "--model_dir", tmp_path / "model", "--output_dir", tmp_path / "out"),
-        *("--recipe", "w4", "--plan", "--json", "--skip_evaluation"),
+        *("quantize", "--model_dir", odd_dir, "--output_dir", tmp_path / "out"),
+        *("--recipe", name, "--plan", "--json", "--skip_evaluation"),
     )
     assert result.exit_code == 0, result.output
     kinds = {kind["name"]: kind["config"] for kind in json.loads(result.stdout)["layers"]}
-    assert kinds["model.layers.*.self_attn.q_proj"]["weight"]["group_size"] == 64
-    assert kinds["model.layers.*.mlp.down_proj"]["weight"]["group_size"] == 128
     said = " ".join(result.stderr.split())
-    assert "groups of the recipe do not divide model.layers.*" in said
-    assert "the group size is 64 there" in said
+    for layer, inputs, fitting in (("self_attn.q_proj", 576, 64), ("mlp.down_proj", 1536, 128)):
+        config = kinds[f"model.layers.*.{layer}"]
+        stages = [config[t] for t in ("weight", "input_tensors") if config.get(t)]
+        specs = [spec for x in stages for spec in (x if isinstance(x, list) else [x])]
+        sizes = {size for spec in specs if (size := spec.get("group_size"))}
+        assert sizes <= {16, 32, fitting} and all(inputs % size == 0 for size in sizes)
+    are_in_128 = name in ("w4", "w3", "w2", "w4a4")
+    assert ("groups of the recipe do not divide model.layers.*" in said) is are_in_128
+    assert ("the group size is 64 there" in said) is are_in_128
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", RECIPES)
+def test_each_recipe_works_on_such_a_model(name, quark, odd_dir, tmp_path):
+    result = quark(
+        *("quantize", "--model_dir", odd_dir, "--output_dir", tmp_path / "out", "--recipe", name),
+        *("--num_calib_data", 4, "--seq_len", 32, "--skip_evaluation", "--verify"),
+    )
+    assert result.exit_code == 0, result.output
 
 
 @pytest.mark.parametrize(

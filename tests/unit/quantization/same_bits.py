@@ -40,6 +40,7 @@ ONLINE = RotationConfig(
 WAYS = {
     "to nearest": ("int4_wo_32",),
     "static": ("fp8",),
+    "cached heads": ("int4_wo_32",),
     "awq": ("uint4_wo_32", AWQConfig()),
     "gptq": ("int4_wo_32", GPTQConfig()),
     "chosen damping": ("int4_wo_32", GPTQConfig(choose_damping=True)),
@@ -84,8 +85,11 @@ def config_of(way):
     name, *algorithms = WAYS[way]
     config = preset(name, *algorithms)
     config.moe_calibrate_all_experts = way == "all experts"
-    if way == "static":  # with a quantized cache
-        layer = replace(config.global_quant_config, output_tensors=kv_cache_scheme("fp8"))
+    caches = {"static": "fp8", "cached heads": "int4_per_head"}
+    if way in caches:
+        config.kv_cache_post_rope = way == "cached heads"
+        cache = kv_cache_scheme(caches[way])
+        layer = replace(config.global_quant_config, output_tensors=cache)
         config.layer_quant_config = dict.fromkeys(["*k_proj", "*v_proj"], layer)
         config.kv_cache_quant_config = dict(config.layer_quant_config)
     return config

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[3]
 FEW, SEQUENCES = 9, 17  # 2 and 3 chunks
 QUICK = [
     *(("llama", way) for way in ("gptq", "chosen damping", "autoround", "joint tuning")),
-    ("llama", "svdquant"),
+    *(("llama", way) for way in ("svdquant", "cached heads")),
     *(("mixtral", way) for way in ("static", "sparsegpt")),
 ]
 ERRORS = ["other weights", "other data", "failure", "other threads", "other files"]

@@ -41,12 +41,15 @@ class AttentionRoute:
         projection: Name in the module of the layer that computes the keys; its output quantizer
             quantizes the keys. None if they are not quantized here.
         rotates: Whether queries and keys are rotated before they are quantized (R3).
+        watch: Takes keys, values, the output, and the function that computes the result for other
+            keys and values; None for nothing.
     """
 
-    _own: ClassVar[tuple[str, ...]] = ("config", "projection", "rotates")
+    _own: ClassVar[tuple[str, ...]] = ("config", "projection", "rotates", "watch")
     config: Any
     projection: str | None
     rotates: bool
+    watch: Callable[..., None] | None = None
 
     def __init__(self, config: Any, projection: str | None, rotates: bool = False) -> None:
         self.config, self.projection, self.rotates = config, projection, rotates
@@ -101,8 +104,8 @@ class AttentionRoute:
         if self.projection is not None:
             layer = module.get_submodule(self.projection)
             if layer.output_width > key.shape[1] * key.shape[3]:
-                value = _quantized(layer, value)
-            key = _quantized(layer, key)
+                value = quantized_heads(layer, value)
+            key = quantized_heads(layer, key)
         name = self.config._attn_implementation
         function = _function(type(module), name)
         quantizer = module._modules.get(PROBABILITIES)
@@ -112,10 +115,16 @@ class AttentionRoute:
                 "call model.set_attn_implementation('eager')."
             )
         softmax = QuantizedSoftmax(quantizer, query.dtype) if quantizer is not None else None
+
+        def compute(key: torch.Tensor, value: torch.Tensor) -> Any:
+            return function(module, query, key, value, *args, **kwargs)
+
         module.config = self.config  # some functions read it
         try:
             with nullcontext() if softmax is None else softmax:
-                result = function(module, query, key, value, *args, **kwargs)
+                result = compute(key, value)
+            if self.watch is not None:
+                self.watch(key, value, result[0], compute)
         finally:
             module.config = self
         if softmax is not None and softmax.calls != 1:
@@ -130,7 +139,7 @@ def _attend(module: Any, *args: Any, **kwargs: Any) -> Any:
     return module.config.attend(module, *args, **kwargs)
 
 
-def _quantized(layer: Any, heads: torch.Tensor) -> torch.Tensor:
+def quantized_heads(layer: Any, heads: torch.Tensor) -> torch.Tensor:
     """Quantize (batch, heads, tokens, size) as the outputs (batch, tokens, channels) of a layer."""
     x = heads.transpose(1, 2)
     y: torch.Tensor = layer.quantized_output(x.flatten(2))

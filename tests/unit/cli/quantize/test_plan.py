@@ -86,6 +86,18 @@ def test_a_gguf_file_takes_the_memory_of_reading_the_tokenizer_again(plan_of, mo
     assert reading("--model_export", "hf_format") == []
 
 
+def test_scales_of_cached_heads_take_a_pass(plan_of):
+    """In 4 bits, behind rotary embedding: attention is computed again for each scale."""
+
+    def names(*flags):
+        return [step["name"] for step in plan_of("int4_wo_32", "--kv_cache_dtype", *flags)["steps"]]
+
+    at = names("int4_per_head", "--kv_cache_post_rope").index("scales of the cache")
+    assert names("int4_per_head", "--kv_cache_post_rope")[at - 1] == "ranges of activations"
+    for others in (["int8_per_head", "--kv_cache_post_rope"], ["int4_per_head"]):
+        assert "scales of the cache" not in names(*others)
+
+
 def test_layers_are_chosen_once(plan_of, mixtral_dir, monkeypatch):
     """That takes seconds where a model has thousands of experts."""
     assign, calls = preparation.assign, []

@@ -152,6 +152,28 @@ def test_control_c_says_how_to_go_on(interrupted, quark, command, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "whole"]
 
 
+def test_a_killed_finish_goes_on(quark, command, monkeypatch, tmp_path):
+    at = command.index("--quant_algo")
+    command[at : at + 2] = ["--num_calib_data", 4, "--finish", "distill"]  # without an algorithm
+    write = PassFiles.write
+
+    def stop(self, block, *arguments):
+        write(self, block, *arguments)
+        if block == "20":  # steps
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PassFiles, "write", stop)
+        assert quark(*command).exit_code == 130
+    result = quark(*command)
+    assert result.exit_code == 0 and "going on behind" in result.stdout, result.output
+    command[4] = tmp_path / "whole"
+    assert quark(*command).exit_code == 0
+    sums = [(tmp_path / name / "SHA256SUMS").read_text() for name in ("out", "whole")]
+    assert sums[0] == sums[1]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "whole"]
+
+
 @pytest.fixture
 def stopped_at_the_end(request, quark, command, monkeypatch, tmp_path):
     """The command, killed when its output is in place and its journal is not removed yet."""

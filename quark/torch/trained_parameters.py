@@ -1,0 +1,149 @@
+"""The parameters of a quantized model that train while its codes stay: scales and norms.
+
+A weight is linear in its scales once the codes are fixed, so a scale s trains as the ratio
+r = s' / s: the weight is W r.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+
+from quark.torch.numerics.scales import round_scale
+from quark.torch.numerics.scheme import Scheme
+from quark.torch.numerics.stages import per_value
+from quark.torch.quantization.config.config import Config
+from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
+from quark.torch.quantization.nn.quantizer import QuantizedTensor, TensorQuantizer
+from quark.torch.quantization.preparation import quantized_layers
+
+
+class TrainedParameters:
+    """The parameters that train, and the tensors of the model that they stand for.
+
+    Attributes:
+        parameters: Ratios of scales by the name of the layer, and norms by the name of the
+            parameter; float32.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        config = getattr(model, "quant_config", None)
+        shares = isinstance(config, Config) and bool(config.shared_scale_groups)
+        self._layers = {
+            name: layer
+            for name, layer in quantized_layers(model)
+            if (q := layer.weight_quantizer) is not None and _part_of(q, shares) is not None
+        }
+        self._parts = {n: str(_part_of(_quantizer(x), shares)) for n, x in self._layers.items()}
+        self._norms = dict(_norm_parameters(model))
+        self._scales = {n: self._scale(n).detach().clone() for n in self._layers}
+        made = {n: torch.ones_like(s, dtype=torch.float32) for n, s in self._scales.items()}
+        made |= {n: p.detach().float().clone() for n, p in self._norms.items()}
+        self.parameters = {n: value.requires_grad_() for n, value in made.items()}
+
+    def _scale(self, name: str) -> torch.Tensor:
+        scale: torch.Tensor = getattr(_quantizer(self._layers[name]), self._parts[name])
+        return scale
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of the model that follow from the parameters, by their names."""
+        values = {
+            f"{name}.weight": self._weight(name, layer) for name, layer in self._layers.items()
+        }
+        return values | {n: self.parameters[n].to(p.dtype) for n, p in self._norms.items()}
+
+    def _weight(self, name: str, layer: FakeQuantizedLayer) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return self._state(name).value(layer.weight.dtype)
+        weight, scheme = layer.weight.detach(), _quantizer(layer).scheme
+        ratio, old = self.parameters[name], self._scales[name].float()
+        rounded = self._new_scale(name).float() / old
+        ratio = ratio + (rounded - ratio).detach()  # straight-through gradient
+        values: torch.Tensor = weight.float() * per_value(ratio, scheme, weight.shape)
+        return values.to(weight.dtype)
+
+    def _state(self, name: str) -> QuantizedTensor:
+        """Return codes and new scales of a weight."""
+        layer, new = self._layers[name], self._new_scale(name)
+        state = layer.quantized_tensor("weight")
+        assert state is not None and state.scale is not None
+        if self._parts[name] == "scale":
+            return state._replace(scale=new)
+        # Block scales are relative to the tensor scale.
+        blocks = state.scale * (new / self._scales[name])
+        blocks = round_scale(blocks, state.scheme.scale, new)
+        return state._replace(scale=blocks, scale_2=new)
+
+    @torch.no_grad()
+    def _new_scale(self, name: str) -> torch.Tensor:
+        scale = self.parameters[name] * self._scales[name].float()
+        if self._parts[name] == "scale_2":
+            return scale
+        return round_scale(scale, _quantizer(self._layers[name]).scheme.scale)
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Replace scales, weights and norms of the model. Codes stay."""
+        for name, layer in self._layers.items():
+            state, quantizer = self._state(name), _quantizer(layer)
+            layer.weight.data.copy_(state.value(layer.weight.dtype))
+            quantizer.scale, quantizer.scale_2 = state.scale, state.scale_2
+        for name, parameter in self._norms.items():
+            parameter.data.copy_(self.parameters[name])
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return a copy of the parameters."""
+        return {name: value.detach().clone() for name, value in self.parameters.items()}
+
+    @torch.no_grad()
+    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Set the parameters to a copy of them."""
+        for name, value in self.parameters.items():
+            value.copy_(state[name])
+
+    def count_scales(self) -> int:
+        """Return the number of scales that train."""
+        return sum(scale.numel() for scale in self._scales.values())
+
+    def count_norms(self) -> int:
+        """Return the number of parameters of norms."""
+        return sum(parameter.numel() for parameter in self._norms.values())
+
+
+def _quantizer(layer: FakeQuantizedLayer) -> TensorQuantizer:
+    quantizer = layer.weight_quantizer
+    assert quantizer is not None
+    return quantizer
+
+
+def _part_of(quantizer: TensorQuantizer, shares: bool) -> str | None:
+    """Return the scale of a weight that may train: ``scale`` or ``scale_2``; None if none may.
+
+    Args:
+        quantizer: The quantizer of the weight.
+        shares: Whether layers share scales of whole weights.
+    """
+    part = "scale_2" if quantizer.scheme.scale.two_level else "scale"
+    scale = getattr(quantizer, part)
+    if scale is None or (part == "scale" and not _is_free(quantizer.scheme)):
+        return None
+    return None if shares and scale.numel() == 1 else part
+
+
+def _is_free(scheme: Scheme) -> bool:
+    """Whether scales may take any value of a wide float type."""
+    scale = scheme.scale
+    is_wide = scale.fmt is None and not scale.span and not scale.power_of_two
+    return scheme.fmt.scaled and is_wide and not scheme.shares_exponents
+
+
+def _norm_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Iterate over the float vectors of norms: parameters of modules whose class is a norm."""
+    for path, module in model.named_modules():
+        if "norm" not in type(module).__name__.lower():
+            continue
+        for name, parameter in module.named_parameters(path, recurse=False):
+            if parameter.is_floating_point() and parameter.dim() == 1:
+                yield name, parameter
