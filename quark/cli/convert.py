@@ -94,6 +94,7 @@ def convert(
         raise console.wrong("--private", "needs --push_to_hub.")
     if push_to_hub is not None:
         check_upload(push_to_hub)
+    models.check_quantized(source, "IN")
     from quark.torch.export.conversion import convert as write
     from quark.torch.export.recognition import recognize_container
 
