@@ -64,7 +64,10 @@ def mistake(quark, model_dir, tmp_path, monkeypatch):
             ["quantize", "--model_dir", "MODEL", "--output_dir", "EXISTS", "--quant_scheme", "fp8"],
             "Choose another directory, or",
         ),
-        ([*QUANTIZE, "--quant_scheme", "fp8", "--seq_len", 9999], "more than the 64 tokens"),
+        (
+            [*QUANTIZE, "--quant_scheme", "fp8", "--seq_len", 9999],
+            "the 64 tokens of the model: give 64 or less",
+        ),
         (
             [*QUANTIZE, "--quant_scheme", "int4_wo_32", "--max_memory", "1MB"],
             "Give --max_memory ",
