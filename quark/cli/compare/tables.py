@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from quark.torch.report.comparison import ComparedModel, Comparison
 
 LAYERS = 10  # layers with the largest errors that are printed; the page has all
+NAME_WIDTH = 10  # of a model, at least, where its name is so long
+ERROR_WIDTH = 7  # of a standard error, which a narrow terminal shows below its number
 NATS = 1000  # divergences are printed in thousandths of a nat
 
 
@@ -59,11 +61,15 @@ def print_comparison(comparison: Comparison, output: Path | None) -> None:
 
 def _figure_table(rows: list[ComparedModel]) -> Table:
     table = console.table()
-    table.add_column("model", overflow="fold")
-    columns = ["size", "bits/weight", "perplexity", "change", "KL", "same top-1"]
+    longest = max(len(row.directory) for row in rows)
+    table.add_column("model", overflow="fold", min_width=min(longest, NAME_WIDTH))
     speaks = rows[0].continuation is not None
-    for column in [*columns, *(["tokens/s"] if speaks else [])]:
+    for column in ["size", "bits/\nweight", "per-\nplexity"]:
         table.add_column(column, justify="right", no_wrap=True)
+    for column in ["change", "KL", "same\ntop-1"]:
+        table.add_column(column, justify="right", min_width=ERROR_WIDTH)
+    if speaks:
+        table.add_column("tokens\n/s", justify="right", no_wrap=True)
     for row in rows:
         found = row.predictions
         cells = [
