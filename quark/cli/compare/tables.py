@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from quark.torch.report.comparison import ComparedModel, Comparison
 
 LAYERS = 10  # layers with the largest errors that are printed; the page has all
-NAME_WIDTH = 10  # of a model, at least, where its name is so long
-ERROR_WIDTH = 7  # of a standard error, which a narrow terminal shows below its number
+NAME_WIDTH = 8  # of a model, at least, where its name is so long
 NATS = 1000  # divergences are printed in thousandths of a nat
 
 
@@ -66,8 +65,9 @@ def _figure_table(rows: list[ComparedModel]) -> Table:
     speaks = rows[0].continuation is not None
     for column in ["size", "bits/\nweight", "per-\nplexity"]:
         table.add_column(column, justify="right", no_wrap=True)
-    for column in ["change", "KL", "same\ntop-1"]:
-        table.add_column(column, justify="right", min_width=ERROR_WIDTH)
+    # A narrow terminal shows a standard error below its number, such as 0.25%.
+    for column, width in {"change": 8, "KL": 6, "same\ntop-1": 6}.items():
+        table.add_column(column, justify="right", min_width=width)
     if speaks:
         table.add_column("tokens\n/s", justify="right", no_wrap=True)
     for row in rows:
