@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--output_dir", required=True)
     parser.add_argument("--samples", type=int, default=128, help="maximum number of pictures")
     options = parser.parse_args()
-    with TemporaryDirectory() as made:
+    with TemporaryDirectory(ignore_cleanup_errors=True) as made:  # Windows: files are mapped
         if options.model_dir is None:
             make_material(Path(made))
         path = options.model_dir or made

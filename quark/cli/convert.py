@@ -10,6 +10,7 @@ from rich.markup import escape
 
 from quark.cli import console, models
 from quark.cli.hub import check_upload, upload
+from quark.cli.loading import show_loading
 from quark.cli.model_files import find_model
 from quark.cli.options import CheckDigests, Json, TrustRemoteCode, add_verb, in_words, one_of, panel
 from quark.cli.outputs import check_directory
@@ -94,6 +95,7 @@ def convert(
         raise console.wrong("--private", "needs --push_to_hub.")
     if push_to_hub is not None:
         check_upload(push_to_hub)
+    models.check_quantized(source, "IN")
     from quark.torch.export.conversion import convert as write
     from quark.torch.export.recognition import recognize_container
 
@@ -106,9 +108,7 @@ def convert(
     if verdict is not None:
         rows["verified"] = escape(str(verdict))
     console.out.print("", console.facts(rows), sep="\n")
-    console.out.print("\n  Load it:\n")
-    console.show_code(recognize_container(target).load_code(target))
-    console.out.print()
+    show_loading([recognize_container(target)], target)
     if push_to_hub is not None:
         upload(target, push_to_hub, private)
     if as_json:

@@ -22,6 +22,11 @@ EVALUATION = "held-out docstrings of the standard library"
 CHARACTERS_PER_TOKEN = 8  # of English text in any vocabulary, at most
 logger = logging.getLogger("quark")
 FEW_BITS = 6  # per weight, of a quantized model: a further loss counts below
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+_COPY_TOKENIZER = (
+    "Copy the files of the tokenizer from the original model to this directory "
+    "(tokenizer.json, tokenizer_config.json)."
+)
 UNBOUNDED = 1 << 20  # tokens, for models without a maximum length
 
 
@@ -167,6 +172,24 @@ def check_model(directory: Path, trust_remote_code: bool = False, digests: bool 
         check_checkpoint(directory, trust_remote_code, digests)
 
 
+def check_quantized(directory: Path, flag: str) -> None:
+    """Check that a checkpoint says how it was quantized.
+
+    Raises:
+        FileNotFoundError: A file is missing.
+        ValueError: A file is damaged or of unknown kind.
+        typer.BadParameter: It is the checkpoint of a float model.
+    """
+    from quark.torch.export.recognition import recognize_container
+
+    if not recognize_container(directory).is_quantized(directory):
+        raise wrong(
+            flag,
+            f"{directory} is not a quantized checkpoint. Quantize the model first: "
+            f"quark quantize --model_dir {directory} --output_dir OUT --quant_scheme int4_wo_128.",
+        )
+
+
 def check_files(directory: Path, digests: bool = False) -> None:
     """Check the files of a model that Transformers cannot build, before any other work.
 
@@ -205,11 +228,16 @@ def load_tokenizer(directory: Path, flag: str, trust_remote_code: bool = False) 
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         first = str(error).strip().split("\n")[0]
-        raise wrong(flag, f"{directory} has no tokenizer that can be loaded ({first}).") from None
+        if not any((directory / file).is_file() for file in _TOKENIZER_FILES):
+            raise wrong(flag, f"{directory} has no tokenizer. {_COPY_TOKENIZER}") from None
+        raise wrong(
+            flag,
+            f"{directory} has no tokenizer that can be loaded ({first}). {_COPY_TOKENIZER}",
+        ) from None
     files = ["tokenizer_config.json", *tokenizer.vocab_files_names.values()]
     if not any((directory / file).is_file() for file in files):
         # Transformers returned an empty tokenizer of this type of model
-        raise wrong(flag, f"{directory} has no tokenizer. Copy its files to this directory.")
+        raise wrong(flag, f"{directory} has no tokenizer. {_COPY_TOKENIZER}")
     return tokenizer
 
 
@@ -259,7 +287,9 @@ def window_length(
     config = {**(inner if isinstance(inner, dict) else {}), **config}
     most = config.get("max_position_embeddings") or UNBOUNDED
     if wanted is not None and wanted > most:
-        raise wrong(flag, f"{wanted} is more than the {most} tokens that the model supports.")
+        raise wrong(
+            flag, f"{wanted} is more than the {most} tokens of the model: give {most} or less."
+        )
     return wanted or min(default, most)
 
 

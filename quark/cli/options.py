@@ -9,7 +9,7 @@ from copy import copy
 from dataclasses import MISSING, fields
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
 from typer.core import TyperCommand
@@ -21,7 +21,7 @@ SEQ_LEN = 512
 EVAL_WINDOWS = 16
 TYPED = "COMMANDLINE"  # source of a value that is given on the command line
 
-DataType = Literal["auto", "float16", "bfloat16", "float32"]
+DATA_TYPES = ("auto", "float16", "bfloat16", "float32")
 
 T = TypeVar("T")
 
@@ -114,10 +114,11 @@ def panel(name: str) -> Any:
 _model, _evaluation, _other = panel("Model"), panel("Evaluation"), panel("Other")
 
 DataTypeFlag = Annotated[
-    DataType,
+    str,
     _model(
         "--data_type",
         metavar="TYPE",
+        **one_of("--data_type", lambda: DATA_TYPES),
         help="Data type of the loaded model: float16, bfloat16, float32, or auto (as stored).",
     ),
 ]

@@ -126,6 +126,7 @@ def report(
     place |= {"trust_remote_code": trust_remote_code, "max_memory": max_memory}
     directory, original = _find_models(directory, original)
     models.check_model(directory, trust_remote_code, check_digests)
+    models.check_quantized(directory, "DIR")
     if original is not None:
         models.check_model(original, trust_remote_code)
     work = Measurement(source=directory, length=seq_len or SEQ_LEN, keeps_codes=True, **place)

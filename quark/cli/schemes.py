@@ -60,6 +60,18 @@ def listed_schemes(flag: str) -> list[str]:
     return [row["name"] for row in table[flag]]
 
 
+def schemes_of(layout: str) -> list[str]:
+    """Return the names of the schemes that a layout holds, usual ones of few bits first.
+
+    Args:
+        layout: Value of ``--custom_mode``, or ``gguf`` or ``onnx``.
+    """
+    rows = json.loads(TABLE.read_text(encoding="utf-8"))["quant_scheme"]
+    names = [row["name"] for row in rows if layout in _holders(row)]
+    usual = [name for name in ("int4_wo_128", *COMMON) if name in names]
+    return [*dict.fromkeys([*usual, *names])]
+
+
 def register(app: typer.Typer) -> None:
     """Add the verb to the command line."""
     add_verb(app, "schemes", schemes, HELP)
@@ -114,6 +126,12 @@ def _bits(row: dict[str, Any]) -> float:
     blocks = row["gguf"]
     is_named_so = blocks is not None and blocks["type"].lower() == row["name"]
     return float(blocks["bits"] if is_named_so else row["bits"])
+
+
+def _holders(row: dict[str, Any]) -> Iterator[str]:
+    """Iterate over the layouts and files that hold a scheme; GGUF files in more bits too."""
+    yield from row["layouts"]
+    yield from (name for name in ("gguf", "onnx") if row[name])
 
 
 def _other_files(row: dict[str, Any]) -> Iterator[str]:

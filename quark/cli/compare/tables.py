@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from quark.torch.report.comparison import ComparedModel, Comparison
 
 LAYERS = 10  # layers with the largest errors that are printed; the page has all
+NAME_WIDTH = 8  # of a model, at least, where its name is so long
 NATS = 1000  # divergences are printed in thousandths of a nat
 
 
@@ -59,11 +60,16 @@ def print_comparison(comparison: Comparison, output: Path | None) -> None:
 
 def _figure_table(rows: list[ComparedModel]) -> Table:
     table = console.table()
-    table.add_column("model", overflow="fold")
-    columns = ["size", "bits/weight", "perplexity", "change", "KL", "same top-1"]
+    longest = max(len(row.directory) for row in rows)
+    table.add_column("model", overflow="fold", min_width=min(longest, NAME_WIDTH))
     speaks = rows[0].continuation is not None
-    for column in [*columns, *(["tokens/s"] if speaks else [])]:
+    for column in ["size", "bits/\nweight", "per-\nplexity"]:
         table.add_column(column, justify="right", no_wrap=True)
+    # A narrow terminal shows a standard error below its number, such as 0.25%.
+    for column, width in {"change": 8, "KL": 6, "same\ntop-1": 6}.items():
+        table.add_column(column, justify="right", min_width=width)
+    if speaks:
+        table.add_column("tokens\n/s", justify="right", no_wrap=True)
     for row in rows:
         found = row.predictions
         cells = [

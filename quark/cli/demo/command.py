@@ -121,7 +121,8 @@ def demo(
         _use_one_thread()
     with console.stage("loading the model and the text", spinner=True):
         material = load_material(source, shown)
-    with tempfile.TemporaryDirectory(prefix="quark-demo-") as temporary:
+    # Windows removes no file that is mapped, such as those of the model that was loaded.
+    with tempfile.TemporaryDirectory(prefix="quark-demo-", ignore_cleanup_errors=True) as temporary:
         directory = output_dir or Path(temporary) / shown.exported
         comparison = compare([*shown.schemes], shown.exported, material, directory)
         _reload(shown, material, directory, comparison)

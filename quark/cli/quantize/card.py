@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quark import __version__
 from quark.cli import console, models
+from quark.cli.loading import serve_commands
 from quark.cli.quantize.request import Request
 from quark.cli.quantize.tables import Outcome
 
 if TYPE_CHECKING:
     from quark.torch.evaluation.predictions import Predictions
+    from quark.torch.export.containers.base import Container
 
 CARD = "README.md"
 _PLACE = "path/to/this/directory"
@@ -78,6 +80,7 @@ class CardFacts:
             f"This is {name}, quantized with Quark {__version__}.\n\n"
             f"| | |\n|---|---|\n{self._table(directory)}\n"
             f"## Load it\n\n```python\n{code.replace(str(directory), _PLACE)}\n```\n"
+            f"{_serving(containers, directory)}"
         )
 
     def _table(self, directory: Path) -> str:
@@ -104,6 +107,15 @@ class CardFacts:
             return ""
         text = place_name(self.request.eval_data) or models.EVALUATION
         return f"{console.format_perplexity(self.predictions)} on {text}"
+
+
+def _serving(containers: Sequence[Container], directory: Path) -> str:
+    """Return the section of the commands that serve the checkpoint; "" if there are none."""
+    commands = "\n".join(serve_commands(containers, directory)).replace(str(directory), _PLACE)
+    if not commands:
+        return ""
+    condition = "Whether a server computes this scheme depends on its release and the hardware."
+    return f"\n## Serve it\n\n```bash\n{commands}\n```\n\n{condition}\n"
 
 
 def original_name(path: Path) -> str:

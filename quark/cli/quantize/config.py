@@ -14,6 +14,11 @@ from quark.cli.quantize.request import Request, split_names
 
 logger = logging.getLogger(__name__)
 
+_WHAT_CONFIG = (
+    "Give the JSON of Config.to_dict() or a file of 'quark search', or --quant_scheme instead; "
+    "docs/from-other-tools.md names the schemes of other tools."
+)
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -184,6 +189,11 @@ def _read_config_file(path: Path) -> Config:
         data = read_json(path)
         if not isinstance(data, dict):
             raise ValueError(f"expected an object, got {type(data).__name__}.")
+    except ValueError as error:
+        raise wrong("--config", f"{path} is not a Config: {error} {_WHAT_CONFIG}") from None
+    if (described := _foreign_settings(data)) is not None:
+        raise wrong("--config", f"{path} is not a Config: it is {described}. {_WHAT_CONFIG}")
+    try:
         config = Config.from_dict(data)
     except (TypeError, ValueError) as error:
         raise wrong("--config", f"{path} is not a Config: {error}") from None
@@ -195,6 +205,14 @@ def _read_config_file(path: Path) -> Config:
             path,
         )
     return config
+
+
+def _foreign_settings(data: dict[str, Any]) -> str | None:
+    """Return what a JSON object is that other software reads; None if it may be a Config."""
+    if "quantization_config" in data or "architectures" in data:
+        return "the config.json of a model"
+    method = data.get("quant_method", "quark")
+    return None if method == "quark" else f"a configuration of {method}"
 
 
 def _build_from_schemes(request: Request, model_type: str) -> Config:

@@ -124,9 +124,7 @@ def _quantize(request: Request, described: dict[str, Any]) -> None:
     is_calibrated = needs_data(config, statistics is not None) or request.finish is not None
     kind = kind_of_dataset(request, outline) if is_calibrated else None
     show_plan(request, config, described, source, describe(request, kind, length), outline)
-    plan = None
-    if _has_plan(request, described):
-        plan = make_plan(request, config, devices, length, is_calibrated)
+    plan = _plan(request, described, config, devices, length, is_calibrated)
     if _stops_at(request, plan):
         return
     tokenizer = _find_text(request, is_calibrated and kind is None)
@@ -171,9 +169,7 @@ def _quantize_files(
     calibration = describe(request, None, length)
     show_plan(request, config, described, source, calibration, outline, "file2file")
     devices = accelerators.pick_devices(request.device)
-    plan = None
-    if _has_plan(request, described):
-        plan = make_plan(request, config, devices, length, False, through_files=True)
+    plan = _plan(request, described, config, devices, length, False, through_files=True)
     if _stops_at(request, plan):
         return
     with open_journal(request, config) as journal:
@@ -241,10 +237,21 @@ def _evaluate_unchanged(request: Request, described: dict[str, Any]) -> None:
         console.as_json({} if figures is None else figures.to_dict())
 
 
-def _has_plan(request: Request, described: dict[str, Any]) -> bool:
-    """Whether the headers of a model give a plan: Transformers knows its architecture."""
+def _plan(
+    request: Request, described: dict[str, Any], config: Config, *work: Any, **flow: Any
+) -> RunPlan | None:
+    """Return the plan of a run; None if headers give none: Transformers knows no such model.
+
+    Raises:
+        typer.BadParameter: The configuration does not fit the model.
+    """
     has_files = request.model_dir.is_file() or any(request.model_dir.glob("*.safetensors"))
-    return has_files and is_known_architecture(request, described)
+    if not has_files or not is_known_architecture(request, described):
+        return None
+    try:
+        return make_plan(request, config, *work, **flow)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def _stops_at(request: Request, plan: RunPlan | None) -> bool:

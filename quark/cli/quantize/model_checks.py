@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import typer
+
 from quark.cli import console
+from quark.cli.quantize.output import export_settings
+from quark.cli.schemes import OWN_LAYOUT, schemes_of
 
 if TYPE_CHECKING:
     from torch import nn
 
     from quark.cli.quantize.request import Request
+    from quark.torch.export.containers.base import Container
     from quark.torch.quantization.config.config import Config
 
 
@@ -41,7 +46,7 @@ def check_outputs(model: nn.Module, config: Config) -> None:
 
 
 def check_layout(request: Request, model: nn.Module, config: Config) -> None:
-    """Check that the layout of the checkpoint can hold what will be quantized.
+    """Check that every output can hold what will be quantized.
 
     Args:
         request: The flags.
@@ -49,22 +54,49 @@ def check_layout(request: Request, model: nn.Module, config: Config) -> None:
         config: How it will be quantized.
 
     Raises:
-        typer.BadParameter: It cannot.
+        ImportError: A package is missing.
+        typer.BadParameter: An output cannot; the message names a scheme that it can hold. Or the
+            configuration does not fit the model.
     """
     from quark.torch.export.checkpoint.float_source import fill_with_placeholders
-    from quark.torch.export.checkpoint.writer import make_format
+    from quark.torch.export.containers.base import get_container
     from quark.torch.quantization.checks import temporarily_quantized
-    from quark.torch.quantization.config.export import JsonExporterConfig
 
-    if "hf_format" not in request.exports or request.custom_mode == "quark":
+    containers = [get_container(name) for name in request.exports]
+    limited = [c for c in containers if not c.has_formats or request.custom_mode != OWN_LAYOUT]
+    if not limited:
         return
-    options = JsonExporterConfig(weight_format=request.export_weight_format)
+    for container in limited:
+        container.check_installed()
     fill_with_placeholders(model)
     try:
         with temporarily_quantized(model, config):
-            make_format(model, None, options, request.custom_mode)
+            for container in limited:
+                _check_container(request, container, model)
+    except ValueError as error:  # the configuration does not fit the model
+        raise typer.BadParameter(str(error)) from None
+
+
+def _check_container(request: Request, container: Container, model: nn.Module) -> None:
+    """Check that an output can hold a quantized model.
+
+    Raises:
+        typer.BadParameter: It cannot.
+    """
+    try:
+        container.check_writable(model, export_settings(request, None))
     except ValueError as error:
-        raise console.wrong("--custom_mode", str(error)) from None
+        flag = "--custom_mode" if container.has_formats else "--model_export"
+        layout = request.custom_mode if container.has_formats else container.name
+        raise console.wrong(flag, f"{error}{_example(request, layout)}") from None
+
+
+def _example(request: Request, layout: str) -> str:
+    """Return the sentence that names a scheme for a layout, other than the one that is given."""
+    names = [name for name in schemes_of(layout) if name != request.quant_scheme]
+    if request.quant_scheme is None or not names:
+        return ""
+    return f" It holds --quant_scheme {names[0]}, for example ('quark schemes' lists them)."
 
 
 def check_shared_inputs(model: nn.Module) -> None:

@@ -12,6 +12,7 @@ from rich.markup import escape
 from quark import __version__
 from quark.cli import console, models
 from quark.cli.coverage import Coverage
+from quark.cli.loading import show_loading
 from quark.cli.metrics import Figures
 from quark.cli.quantize.config import needs_data
 from quark.cli.quantize.outline import (
@@ -256,10 +257,9 @@ def show_outcome(request: Request, outcome: Outcome, plan: RunPlan | None) -> No
         rows["perplexity"] = console.format_perplexity(outcome.predictions)
     console.out.print("", console.facts(rows), sep="\n")
     if formats:
-        console.out.print("\n  Load it:\n")
-        for container in containers:
-            console.show_code(container.load_code(request.output_dir))
-    console.out.print()
+        show_loading(containers, request.output_dir)
+    else:
+        console.out.print()
     if request.json:
         console.as_json(_describe_outcome(request, outcome, plan))
 

@@ -11,6 +11,7 @@ from quark.torch.evaluation.chats import RenderChat, join_messages
 DATASET_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")  # [owner/]name[:configuration]
 TEXT_FILES = (".txt", ".md")  # in UTF-8
 FILE_READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+_GIVE_TEXT = "Give a text file such as my.txt, a directory, or a data set such as pileval"
 
 
 def load_documents(
@@ -55,7 +56,7 @@ def load_documents(
         records = _dataset_records(str(source), split)
         documents = [_record_text(record, text_field, source, render) for record in records]
     else:
-        raise FileNotFoundError(f"there is no file or directory {source}")
+        raise FileNotFoundError(f"there is no file or directory {source}. {_GIVE_TEXT}")
     if not any(document.strip() for document in documents):
         raise ValueError(f"there is no text in {source}")
     return documents
@@ -73,7 +74,7 @@ def check_source(source: str | Path) -> None:
     if path.is_file():
         _check_kind(path)
     elif not (path.is_dir() or _is_dataset_name(source)):
-        raise FileNotFoundError(f"there is no file or directory {source}")
+        raise FileNotFoundError(f"there is no file or directory {source}. {_GIVE_TEXT}")
     if not path.is_file() or path.suffix.lower() not in TEXT_FILES:
         _import_datasets(source)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
@@ -90,22 +91,22 @@ class Scratch:
         self._replace({name: _Place(file, key, t.stride()) for name, (key, t) in keys.items()})
 
     def _replace(self, places: dict[str, _Place]) -> None:
-        old = {self._places[name].file for name in places if name in self._places}
         self._places |= places
-        self._sweep(old)
+        self._sweep()
 
     def clear(self) -> None:
         """Remove all tensors."""
-        files = {place.file for place in self._places.values()}
         self._places.clear()
-        self._sweep(files)
+        self._sweep()
 
-    def _sweep(self, files: Iterable[Path]) -> None:
-        """Remove those of some files whose tensors have all been replaced."""
+    def _sweep(self) -> None:
+        """Remove own files whose tensors have all been replaced."""
         used = {place.file for place in self._places.values()}
-        for file in (set(files) - used) & self._own:
-            file.unlink(missing_ok=True)
-            self._own.discard(file)
+        for file in self._own - used:
+            # Windows removes no file while a tensor that was read maps it: the next sweep does.
+            with suppress(PermissionError):
+                file.unlink(missing_ok=True)
+                self._own.discard(file)
 
 
 def with_strides(x: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:

@@ -47,6 +47,7 @@ def test_report_and_convert(hub, quark, tmp_path):
     assert (out / "config.json").is_file()
     _, code = result.stdout.split("Load it:")
     assert code.strip().startswith("model = ") and str(out) in code
+    assert f"vllm serve {out}" in code
 
 
 def test_a_name_that_is_not_there(hub, refused):

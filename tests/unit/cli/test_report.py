@@ -151,5 +151,5 @@ def test_files_are_replaced_only_on_request(quark, quantize, refused, tmp_path):
 
 
 def test_what_is_no_quantized_model(refused, model_dir, tmp_path):
-    assert "not a quantized checkpoint" in refused("report", model_dir, "--json", code=1)
+    assert "not a quantized checkpoint" in refused("report", model_dir, "--json")
     assert "there is no" in refused("report", tmp_path / "gone", "--json")

@@ -1,4 +1,4 @@
-"""Ten typical mistakes: each ends in a sentence that says what to type."""
+"""Typical mistakes: each ends in a sentence that says what to type."""
 
 import pytest
 
@@ -12,6 +12,11 @@ def mistake(quark, model_dir, tmp_path, monkeypatch):
     (tmp_path / "EXISTS").mkdir()
     (tmp_path / "EXISTS" / "file").touch()
     (tmp_path / "MODEL").symlink_to(model_dir)
+    (tmp_path / "other.json").write_text('{"quant_method": "awq", "bits": 4}', encoding="utf-8")
+    (tmp_path / "recipe.yaml").write_text("default_stage: {}", encoding="utf-8")
+    (tmp_path / "BARE").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "BARE" / name).symlink_to(model_dir / name)
 
     def mistake(*call):
         result = quark(*call)
@@ -59,20 +64,43 @@ def mistake(quark, model_dir, tmp_path, monkeypatch):
             ["quantize", "--model_dir", "MODEL", "--output_dir", "EXISTS", "--quant_scheme", "fp8"],
             "Choose another directory, or",
         ),
-        ([*QUANTIZE, "--quant_scheme", "fp8", "--seq_len", 9999], "more than the 64 tokens"),
+        (
+            [*QUANTIZE, "--quant_scheme", "fp8", "--seq_len", 9999],
+            "the 64 tokens of the model: give 64 or less",
+        ),
         (
             [*QUANTIZE, "--quant_scheme", "int4_wo_32", "--max_memory", "1MB"],
             "Give --max_memory ",
         ),
         ([*QUANTIZE, "--quant_scheme", "fp8", "--device", "gpu"], "Give cpu, cuda or auto"),
         (["convert", "MODEL", "EXISTS", "--to", "gguf"], "give --overwrite"),
+        ([*QUANTIZE, "--quant_scheme", "int4_wo_24"], "Choose one that does ("),
+        (
+            [*QUANTIZE, "--quant_scheme", "int4_wo_24", "--custom_mode", "awq"],
+            "Choose one that does (",
+        ),
+        ([*QUANTIZE, "--config", "other.json"], "it is a configuration of awq. Give the JSON of"),
+        ([*QUANTIZE, "--config", "recipe.yaml"], "docs/from-other-tools.md names the schemes"),
+        ([*QUANTIZE, "--config", "MODEL/config.json"], "or --quant_scheme instead"),
+        (["convert", "MODEL", "OUT", "--to", "awq"], "quark quantize --model_dir MODEL --output"),
+        (["report", "MODEL"], "quark quantize --model_dir MODEL --output_dir OUT --quant_scheme"),
+        ([*QUANTIZE, "--quant_scheme", "int4_wo"], "Did you mean 'int4_wo_128'?"),
+        ([*QUANTIZE, "--quant_scheme", "fp8", "--data_type", "bf16"], "Did you mean 'bfloat16'?"),
+        ([*QUANTIZE, "--quant_scheme", "fp8", "--dataset", "my.txt"], "Give a text file such as"),
+        (
+            ["quantize", "--model_dir", "BARE", "--output_dir", "OUT", "--quant_scheme", "int8_wo"],
+            "Copy the files of the tokenizer from the original model to this directory",
+        ),
+        (
+            [*QUANTIZE, "--quant_scheme", "fp8", "--custom_mode", "awq"],
+            "It holds --quant_scheme int4_wo_128, for example",
+        ),
+        (
+            [*QUANTIZE, "--quant_scheme", "fp8", "--model_export", "gguf", "--plan"],
+            "It holds --quant_scheme int4_wo_128, for example",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_advice(call, advice, mistake):
     assert advice in " ".join(mistake(*call).split())
-
-
-def test_advice_for_a_float_model(quark, model_dir):
-    for call in (["report", model_dir, "--json"], ["convert", model_dir, "OUT", "--to", "awq"]):
-        assert "Quantize the model first ('quark quantize')" in quark(*call).stderr

@@ -265,6 +265,13 @@ class Container(ABC):
         where = json.dumps(str(path))
         return f"model = quark.torch.import_model_from_safetensors(None, {where})"
 
+    def serve_command(self, path: Path) -> str | None:
+        """Return the command of a server that reads such files; None, the default, without one.
+
+        Whether the server computes a scheme depends on its release.
+        """
+        return None
+
     def loader(self, path: Path, trust_remote_code: bool = False) -> Callable[[], nn.Module]:
         """Return a function that loads a checkpoint of this kind."""
         return lambda: self.open(path, trust_remote_code).fill()

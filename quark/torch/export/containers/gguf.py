@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import shlex
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,10 @@ class Gguf(Container):
         if find_spec("llama_cpp") is None:
             return super().load_code(self.file(path))
         return f"model = llama_cpp.Llama(model_path={json.dumps(str(self.file(path)))})"
+
+    def serve_command(self, path: Path) -> str:
+        """Return the command of llama.cpp."""
+        return shlex.join(["llama-cli", "-m", str(self.file(path))])
 
     def file(self, path: Path) -> Path:
         """Return the file that a path means.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
@@ -44,6 +45,7 @@ from quark.torch.graph.residency import residency_of
 from quark.torch.pipeline.batches import show_progress
 
 _COPIED = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")  # not weights
+_READ_BY_VLLM = ("quark", "awq", "gptq", "compressed-tensors", "fp8", "modelopt")
 _NOT_COPIED = (CONFIG, *SETTINGS_FILES)
 
 
@@ -203,6 +205,13 @@ class Safetensors(TensorDirectory):
             return super().load_code(path)
         where = json.dumps(str(path))
         return f"model = transformers.{_loading_class(path)}.from_pretrained({where})"
+
+    def serve_command(self, path: Path) -> str | None:
+        """Return the command of vLLM, for language models in a layout that it reads."""
+        config = read_config_json(path)
+        is_read = recognize_format(config, str(path)).name in _READ_BY_VLLM
+        is_decoder = is_read and _loading_class(path) == "AutoModelForCausalLM"
+        return shlex.join(["vllm", "serve", str(path)]) if is_decoder else None
 
 
 class CopiedFiles:

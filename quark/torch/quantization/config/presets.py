@@ -301,14 +301,16 @@ def scheme(name: str, group_size: int = GROUP_SIZE) -> QuantizationConfig:
 
 
 def similar_scheme(name: str, names: Iterable[str]) -> str | None:
-    """Return the name most similar to an unknown one, or None: ``int4_wo_128`` for ``int4``.
+    """Return the name most similar to an unknown one, or None.
+
+    The beginning of a name gives its largest group: ``int4_wo_128`` for ``int4`` and ``int4_wo``.
 
     Args:
         name: The unknown name.
         names: Known names.
     """
-    names = list(names)
-    of_weights = [known for known in names if known.startswith(f"{name.lower()}_wo")]
+    names, name = list(names), name.lower()
+    of_weights = [known for known in names if known.startswith(f"{name.removesuffix('_wo')}_wo")]
     return next(iter(of_weights[-1:] or nearest(name, names, 1)), None)
 
 

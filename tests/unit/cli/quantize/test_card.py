@@ -50,6 +50,7 @@ def test_card(quantize, model_dir, text):
         "perplexity": f"{' '.join(perplexity[1:])} on text.txt",
     }
     assert 'AutoModelForCausalLM.from_pretrained("path/to/this/directory")' in card
+    assert "```bash\nvllm serve path/to/this/directory\n```" in card
     assert str(path.parent) not in card
     assert str(text.parent) not in card
     listed = dict(line.split("  ")[::-1] for line in (path / DIGESTS).read_text().splitlines())

@@ -17,17 +17,17 @@ def place(model_dir, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "said", "code"),
+    ("flags", "said"),
     [
-        (["fp8", "--custom_mode", "awq"], "custom_mode='awq' cannot hold", 2),
-        (["fp8", "--model_export", "gguf"], "GGUF cannot hold", 2),
-        (["int4_wo_24"], "group_size=24 does not divide", 1),
+        (["fp8", "--custom_mode", "awq"], "custom_mode='awq' cannot hold"),
+        (["fp8", "--model_export", "gguf"], "GGUF cannot hold"),
+        (["int4_wo_24"], "group_size=24 does not divide"),
     ],
 )
-def test_refused_before_text_is_read(flags, said, code, place, refused, tmp_path, monkeypatch):
+def test_refused_before_text_is_read(flags, said, place, refused, tmp_path, monkeypatch):
     monkeypatch.setattr(models, "text_windows", None)  # would fail if it were called
     monkeypatch.setattr(ModelQuantizer, "quantize_model", None)
-    assert said in refused(*place, "--quant_scheme", *flags, code=code)
+    assert said in refused(*place, "--quant_scheme", *flags)
     assert list(tmp_path.iterdir()) == []
 
 

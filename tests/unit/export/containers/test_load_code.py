@@ -9,6 +9,7 @@ from quark.demo.text import model_directory
 from quark.torch import ModelExporter
 from quark.torch.export.containers.base import ExportSettings, get_container
 from quark.torch.export.formats.registry import FORMATS
+from quark.torch.export.recognition import recognize_container
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.presets import scheme
 
@@ -58,6 +59,28 @@ def test_hints_load_the_model(models, tmp_path, container, mode):
         expected, actual = model(IDS).logits, loaded(IDS).logits
     # Scales in GGUF, AWQ and GPTQ have 16 bits.
     torch.testing.assert_close(actual, expected, rtol=0, atol=0.02 * float(expected.std()))
+
+
+def test_commands_of_servers(models, tmp_path, quantize):
+    from transformers import BertConfig, BertModel
+
+    model = models("uint4_wo_32")
+    for container in ("hf_format", "gguf", "quark_format"):
+        settings = ExportSettings(tokenizer_path=model_directory())
+        ModelExporter(tmp_path / container).export(container, model, settings)
+    ModelExporter(tmp_path / "mlx").export_safetensors_model(model, custom_mode="mlx")
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    encoder = BertModel(BertConfig(**sizes, num_attention_heads=2, vocab_size=64)).eval()
+    ModelExporter(tmp_path / "bert").export_safetensors_model(quantize(encoder, "int8_wo"))
+    commands = {
+        name: recognize_container(tmp_path / name).serve_command(tmp_path / name)
+        for name in ("hf_format", "gguf", "quark_format", "mlx", "bert")
+    }
+    assert commands == {
+        "hf_format": f"vllm serve {tmp_path}/hf_format",
+        "gguf": f"llama-cli -m {tmp_path}/gguf/model.gguf",
+        **dict.fromkeys(["quark_format", "mlx", "bert"]),
+    }
 
 
 def test_fp8_is_loaded_by_this_package(models, tmp_path):
