@@ -93,16 +93,21 @@ def _proved(known: torch.Tensor) -> Tiles | None:
         return None
     memory = (ctypes.c_int32 * (size // 4)).from_address(torch.ops.mkldnn.data_ptr(weight))
     pairs = np.ctypeslib.as_array(memory).reshape(shape)
-    if not np.array_equal(pairs, in_tiles(known)):
-        _refuse(f"the order of a weight of {outputs} × {inputs} is another one")
-        return None
+    for tile, rows in zip(pairs, torch.split(known, TILE), strict=True):
+        if not np.array_equal(tile[None], in_tiles(rows)):
+            _refuse(f"the order of a weight of {outputs} × {inputs} is another one")
+            return None
     return Tiles(weight, pairs)
 
 
 def _known_weight(outputs: int, inputs: int) -> torch.Tensor:
     """Return a weight whose neighbours differ, with numbers that bfloat16 holds exactly."""
-    rows, columns = torch.arange(outputs, device="cpu"), torch.arange(inputs, device="cpu")
-    return ((rows[:, None] * 7 + columns * 31 + rows[:, None] * columns) % _PERIOD).bfloat16()
+    known = torch.empty(outputs, inputs, dtype=torch.bfloat16, device="cpu")
+    columns = torch.arange(inputs, device="cpu")
+    for start, rows in zip(range(0, outputs, TILE), torch.split(known, TILE), strict=True):
+        row = torch.arange(start, start + len(rows), device="cpu")[:, None]
+        rows.copy_((row * 7 + columns * 31 + row * columns) % _PERIOD)
+    return known
 
 
 def in_tiles(weight: torch.Tensor) -> Any:

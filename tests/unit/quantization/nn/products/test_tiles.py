@@ -66,6 +66,14 @@ def test_products_are_those_of_the_values(outputs, chunk, half, zeros, monkeypat
     assert torch.equal(native.multiply(panels, parts, eye)[:, :outputs], values.T)
 
 
+def test_threads_write_parts_of_the_tiles(monkeypatch):
+    monkeypatch.setattr(compilation, "_PIECE", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    panels, parts, values = packed(320, 64, 32, 32, True)
+    y = native.multiply(panels, parts, torch.eye(64).bfloat16())
+    assert torch.equal(y[:, :320], values.T)
+
+
 def test_another_weight_of_the_shape_takes_the_same_memory():
     for _ in range(3):
         panels, parts, values = packed(64, 64, 32, 32, False)
