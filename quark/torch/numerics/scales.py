@@ -27,6 +27,7 @@ EPS = torch.finfo(torch.float32).eps
 BFLOAT16_MAX = torch.finfo(torch.bfloat16).max
 _PIECE = 1 << 17  # elements of a weight that are reduced at once
 _SHORT = 32  # elements of a row that fill no vector registers of a CPU
+_EXACT_BITS = 24  # of integers that float32 holds
 
 
 class ZeroPointType(Enum):
@@ -53,6 +54,9 @@ def _extremes(view: torch.Tensor, reduced: tuple[int, ...]) -> tuple[torch.Tenso
     if by_kernel is not None:
         return by_kernel
     is_by_row = view.dim() > 1 and reduced == (view.dim() - 1,) and view.numel() > 0
+    if view.device.type != "cpu" and len(reduced) == 1 and view.numel() > 0:
+        lowest, highest = view.aminmax(dim=reduced[0])  # in one launch
+        return lowest, highest
     if not is_by_row or view.device.type != "cpu":
         return view.amin(reduced), view.amax(reduced)
     # CPUs reduce rows of float32 fastest, in pieces that stay in the cache. Short rows become the
@@ -119,36 +123,45 @@ def qparams_from_range(
         return power_of_two(exponents.clamp(max=largest_exponent(fmt, largest))), None
     if scheme.scale.two_level and tensor_scale is None:
         tensor_scale = tensor_scale_from_range(lo, hi, scheme)
-    amax = torch.maximum(-lo, hi)
     if fmt.is_float:
+        amax = torch.maximum(-lo, hi)
         scale = torch.where(amax == 0, EPS, _divided(amax, fmt.max_value))
         scale = round_scale(scale, scheme.scale, tensor_scale, scheme.axis)
         return scale.clamp(max=largest_scale(scheme, largest)), None
     if scheme.scale.span and not scheme.symmetric:
         lo = -round_to_super_blocks(-lo, scheme.scale, scheme.axis, least=0)
     steps = fmt.qmax - fmt.qmin
-    reach = amax if scheme.symmetric else hi / 2 - lo / 2  # hi - lo may overflow
+    # Of values on both sides, hi - lo may overflow.
+    reach = torch.maximum(-lo, hi) if scheme.symmetric else torch.add(hi / 2, lo, alpha=-0.5)
     scale = _divided(reach, steps / 2)
-    scale = round_scale(scale.clamp(min=EPS), scheme.scale, tensor_scale, scheme.axis)
+    scale = round_scale(scale, scheme.scale, tensor_scale, scheme.axis, EPS)
     if scheme.symmetric:
         middle = (fmt.qmin + fmt.qmax + 1) // 2
         scale = scale.clamp(max=largest_scale(scheme, largest))
         return scale, torch.full_like(scale, middle, dtype=torch.int32)
-    zero_point = _zero_point(lo, scale.float(), scheme)
+    zero_point, code = _zero_point(lo, scale.float(), scheme)
     # A rounded zero point moves the range by up to half a step beyond the values. Example: codes
     # 0 to 15 for values from -1 to 1 have the zero point 8 and begin at -8 / 7.5.
-    code = torch.maximum(fmt.qmax - zero_point.double(), zero_point.double() - fmt.qmin)
-    smaller = scale / 2 if scheme.scale.power_of_two else (largest / code * (1 - 2**-8)).to(scale)
-    return torch.where(scale.double() * code > largest, smaller, scale), zero_point
+    most = torch.full_like(code, largest) / code  # a GPU multiplies a scalar by reciprocals
+    smaller = scale / 2 if scheme.scale.power_of_two else (most * (1 - 2**-8)).to(scale.dtype)
+    return torch.where(scale > most, smaller, scale), zero_point
 
 
-def _zero_point(lo: torch.Tensor, scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    """Return the code of zero, for codes that begin at ``lo``."""
+def _zero_point(
+    lo: torch.Tensor, scale: torch.Tensor, scheme: Scheme
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the code of zero, for codes that begin at ``lo``, and the largest code less it."""
     fmt = scheme.fmt
+    begin = lo / scale
     if scheme.float_zero_point:
-        return fmt.qmin - lo / scale
-    rounded = fmt.qmin - (lo / scale).round().double()  # 2^31 - 1 is no float32
-    return rounded.clamp(fmt.qmin, fmt.qmax).to(torch.int32)
+        zero_point = fmt.qmin - begin
+        return zero_point, torch.maximum(fmt.qmax - zero_point, -begin)
+    below = begin.round()
+    if fmt.bits > _EXACT_BITS:
+        below = below.double()
+    below = below.neg().clamp(0, fmt.qmax - fmt.qmin)  # codes below that of zero
+    code = torch.maximum(fmt.qmax - fmt.qmin - below, below)
+    return (below + fmt.qmin if fmt.qmin else below).to(torch.int32), code
 
 
 def largest_exponent(fmt: Format, largest: float) -> int:
@@ -234,6 +247,7 @@ def round_scale(
     to: ScaleFormat,
     tensor_scale: torch.Tensor | None = None,
     axis: int = -1,
+    least: float = 0.0,
 ) -> torch.Tensor:
     """Round float32 scales to their stored format. No scale becomes zero or infinite.
 
@@ -242,7 +256,10 @@ def round_scale(
         to: Their format.
         tensor_scale: Tensor scale [] of two-level scales, or None.
         axis: Axis of the blocks, for scales in super-blocks.
+        least: Smaller scales are rounded as this one.
     """
+    if least and (to.span or to.power_of_two or to.fmt is not None):
+        scale = scale.clamp(min=least)
     if to.span:
         return round_to_super_blocks(scale, to, axis)
     if to.power_of_two:
@@ -255,7 +272,7 @@ def round_scale(
         ratio = round_to_grid_(scale / unit, to.fmt, RoundType.half_even)
         return ratio.clamp_(min=_smallest(to.fmt)) * unit
     smallest, largest = scale_limits(to.dtype)
-    return scale.clamp(smallest, largest).to(to.dtype)
+    return scale.clamp(max(smallest, least), largest).to(to.dtype)
 
 
 def round_zero_point(zero_point: torch.Tensor, scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:

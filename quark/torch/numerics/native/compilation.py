@@ -194,6 +194,10 @@ def _compile(module: str, keeps: bool) -> dict[str, Any]:
         elif isinstance(member, ArrayInstruction):
             namespace[name] = _array_intrinsic(member, extending.intrinsic)
     for name, function in functions.items():
+        home = function.python.__module__
+        if home != module:
+            namespace[name] = _compile(home, keeps)[function.python.__name__]
+            continue
         own = _moved(function.python, namespace)
         namespace[name] = _jitted(own, numba.njit, keeps, function.reorders_sums)
     return {name: namespace[name] for name in functions}

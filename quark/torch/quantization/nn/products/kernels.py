@@ -90,10 +90,10 @@ def _multiply_int8(panels: Panels, parts: Parts, x: torch.Tensor) -> torch.Tenso
 # Device and name -> kernel. The first one that fits a weight and is proved multiplies it.
 KERNELS: dict[tuple[str, str], Kernel] = {
     ("cpu", "int4, AVX-512"): Kernel(
-        Dtype.uint4.value, 32, _int4_group, _int4_factors, _multiply_int4, 48
+        Dtype.uint4.value, 32, _int4_group, _int4_factors, _multiply_int4, 16
     ),
     ("cpu", "int4, AVX2"): Kernel(
-        Dtype.uint4.value, 16, _int4_group, _int4_factors, _multiply_int4, 48
+        Dtype.uint4.value, 16, _int4_group, _int4_factors, _multiply_int4, 16
     ),
     ("cpu", "int8"): Kernel(Dtype.int8.value, 0, _int8_group, _int8_factors, _multiply_int8, 16),
 }

@@ -8,6 +8,7 @@ this CPU multiplies fastest, and multiplied by one product of torch.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -19,16 +20,23 @@ import torch.nn.functional as F
 from quark.torch.numerics.formats import Format
 from quark.torch.numerics.native.compilation import array, can_run, has_feature, run_rows
 from quark.torch.numerics.native.vectors import FEATURE, LANES
-from quark.torch.quantization.nn.products import native_columns, native_kernels, native_vectors
+from quark.torch.quantization.nn.products import (
+    native_columns,
+    native_kernels,
+    native_tiles,
+    native_vectors,
+)
 from quark.torch.quantization.nn.products.arrangement import PLANES, Parts, plane_widths
 from quark.torch.quantization.nn.products.fast_type import multiplied_type
+from quark.torch.quantization.nn.products.native_tiles import TILE
 from quark.torch.quantization.nn.products.panels import BUFFERS, HALF_BITS, HALF_EXPONENT, Panels
+from quark.torch.quantization.nn.products.tiles import take_tiles
 
 logger = logging.getLogger(__name__)
 
 FEW_ROWS = 4  # rows up to which it is faster to multiply values in the first cache
 TOLERANCE = 1e-5  # of the largest output: what another order of sums gives
-_CHUNK = 1 << 22  # elements of the panels that are decoded together; torch multiplies fewer slower
+_CHUNK = 1 << 23  # elements of the panels that are decoded together; torch multiplies fewer slower
 _MOST_PLANES = len(PLANES) - 1  # a plane of 8 bits is alone
 
 
@@ -44,10 +52,35 @@ def multiply(panels: Panels, parts: Parts, x: torch.Tensor) -> torch.Tensor:
         return _multiply_few(panels, parts, x)
     dtype, to = multiplied_type(x.dtype), panels.arrangement
     x = x.to(dtype)
+    if dtype == torch.bfloat16 and to.half:
+        product = _multiply_tiles(panels, parts, x.contiguous())
+        if product is not None:
+            return product
     y = torch.empty(len(x), to.panels * to.rows, dtype=dtype, device="cpu")
     for chunk, values in decode(panels, parts, dtype):
         outputs = slice(chunk.start * to.rows, chunk.stop * to.rows)
         torch.mm(x, values.flatten(0, 1).T, out=y[:, outputs])
+    return y
+
+
+def _multiply_tiles(panels: Panels, parts: Parts, x: torch.Tensor) -> torch.Tensor | None:
+    """Return the product of rows of bfloat16 by tiles, None where torch does not multiply them."""
+    to, table = panels.arrangement, _constants(panels, parts)[0]
+    rows, whole = to.panels * to.rows, math.lcm(TILE, to.rows)
+    pieces = -(-rows * to.inputs // _CHUNK)
+    step = -(-rows // pieces // whole) * whole
+    y = torch.empty(len(x), rows, dtype=x.dtype, device="cpu") if step < rows else None
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        tiles = take_tiles(stop - start, to.inputs)
+        if tiles is None:
+            return None
+        chunk = slice(start // to.rows, stop // to.rows)
+        run_rows(native_tiles.write_columns, _columns(panels, parts, chunk), table, tiles.pairs)
+        product = tiles.multiply(x)
+        if y is None:
+            return product
+        y[:, start:stop] = product
     return y
 
 
@@ -115,17 +148,22 @@ def _decode_columns(panels: Panels, parts: Parts, chunk: slice, kept: torch.Tens
     """
     to, count = panels.arrangement, chunk.stop - chunk.start
     values = kept.view(to.inputs, count * to.rows)
+    table, _ = _constants(panels, parts)
+    tensors = _columns(panels, parts, chunk)
+    run_rows(native_columns.decode_columns, tensors, table, array(values))
+    return values.view(to.inputs, count, to.rows).permute(1, 2, 0)
+
+
+def _columns(panels: Panels, parts: Parts, chunk: slice) -> list[torch.Tensor | None]:
+    """Return panels with halves as kernels take them: plane, scales, zero points, numbers."""
+    to, zeros = panels.arrangement, panels.zero_points(parts)
     shape = (-1, 2, to.inputs // to.group, to.half)
-    zeros = panels.zero_points(parts)
-    tensors = [
+    return [
         parts["plane_4"].view(to.panels, to.inputs, to.half)[chunk],
         panels.scale(parts).view(shape)[chunk].contiguous(),
         zeros.view(shape)[chunk].contiguous() if isinstance(zeros, torch.Tensor) else None,
-        torch.arange(count, device="cpu"),
+        torch.arange(chunk.stop - chunk.start, device="cpu"),
     ]
-    table, _ = _constants(panels, parts)
-    run_rows(native_columns.decode_columns, tensors, table, array(values))
-    return values.view(to.inputs, count, to.rows).permute(1, 2, 0)
 
 
 def _tensors(panels: Panels, parts: Parts) -> list[torch.Tensor | None]:

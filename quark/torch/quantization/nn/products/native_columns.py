@@ -27,7 +27,7 @@ class _Columns:
 
     Args:
         vectors: Instructions.
-        operands: As of ``_decode_group``.
+        operands: As of ``decode_group``.
     """
 
     def __init__(self, vectors: Vectors, operands: tuple[Operand | None, ...]) -> None:
@@ -79,7 +79,7 @@ class _Columns:
 
 
 @native_array_instruction
-def _decode_group(builder: Any, ir: Any, *operands: Operand | None) -> None:
+def decode_group(builder: Any, ir: Any, *operands: Operand | None) -> None:
     """Write the values of a group of columns of a panel.
 
     Args:
@@ -118,4 +118,4 @@ def decode_columns(
         place[0], place[1] = panel, numbers[panel]
         for index in range(scale.shape[2]):
             place[2], place[3], place[4] = index, index * group, (index + 1) * group
-            _decode_group((plane, place, scale, zeros, table, values))
+            decode_group((plane, place, scale, zeros, table, values))
