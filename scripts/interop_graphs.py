@@ -107,7 +107,7 @@ def frozen_graph(name: str) -> tuple[Any, torch.Tensor]:
 
 
 def write(name: str, folder: Path) -> tuple[torch.Tensor, float, Codes]:
-    """Write a graph by each way out; return its outputs on other pictures, their scale, and ties."""
+    """Write a graph by each way out; return outputs on other pictures, their scale, and ties."""
     graph, x = frozen_graph(name)
     export_onnx(model=graph, output_dir=folder, input_args=x)
     for file, folds in (("codes.pt2", True), ("values.pt2", False)):

@@ -138,7 +138,7 @@ class _Block(torch.nn.Module):
 @pytest.mark.client("openvino")
 @pytest.mark.parametrize("slope", [None, 1.0])
 def test_openvino_leaves_out_a_rounding_between_a_convolution_and_a_sum(slope):
-    """Why ``export_program`` puts an identity there. If this fails, it may not be needed any more."""
+    """Why ``export_program`` puts an identity there. It may be needless if this fails."""
     import openvino
     import torch.ao.quantization.fx._decomposed  # registers the operators
 
