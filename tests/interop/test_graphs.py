@@ -105,6 +105,65 @@ def test_openvino_program(name, edges, weight):
     check_codes(model, x, run_openvino_program(model, x))
 
 
+class _Block(torch.nn.Module):
+    """x + round(conv(round(conv(x)))), all scales powers of two, so that no sum is rounded."""
+
+    def __init__(self, rounds, slope=None):
+        super().__init__()
+        self.rounds, self.slope = rounds, slope
+        self.weight = torch.randint(-9, 10, (16, 16, 1, 1)) / 256
+
+    def forward(self, x):
+        operators = torch.ops.quantized_decomposed
+
+        def quantize(x, scale):
+            return operators.quantize_per_tensor.default(x, scale, 0, -128, 127, torch.int8)
+
+        def dequantize(codes, scale):
+            return operators.dequantize_per_tensor.default(codes, scale, 0, -128, 127, torch.int8)
+
+        def convolution(codes, scale):
+            weight = dequantize(quantize(self.weight, 2**-8), 2**-8)
+            return torch.conv2d(dequantize(codes, scale), weight)
+
+        codes = quantize(x, 0.25)
+        y = convolution(quantize(convolution(codes, 0.25), 0.25), 0.25)
+        if self.slope is not None:
+            y = torch.nn.functional.leaky_relu(y, self.slope)
+        if self.rounds:
+            y = dequantize(quantize(y, 0.25), 0.25)
+        return dequantize(quantize(y + dequantize(codes, 0.25), 0.5), 0.5)
+
+
+@pytest.mark.client("openvino")
+@pytest.mark.parametrize("slope", [None, 1.0])
+def test_openvino_leaves_out_a_rounding_between_a_convolution_and_a_sum(slope):
+    """Why ``export_program`` puts an identity there. It may be needless if this fails."""
+    import openvino
+    import torch.ao.quantization.fx._decomposed  # registers the operators
+
+    x = torch.randint(0, 80, (2, 16, 8, 8)) / 4
+    models = []
+    for rounds in (True, False):
+        torch.manual_seed(0)
+        models.append(_Block(rounds, slope))
+    rounded, unrounded = (model(x) for model in models)
+    program = torch.export.export(models[0], (x,))
+    y = run_openvino(openvino.convert_model(program, example_input=(x,)), x)
+    assert (rounded != unrounded).sum() > 100
+    assert torch.equal(y, unrounded if slope is None else rounded)
+
+
+@pytest.mark.client("openvino")
+def test_openvino_has_the_codes_of_residual_blocks():
+    """The 256 codes behind two blocks; without the identity, 30 of them differ."""
+    net, data = network("resnet"), images(9)
+    net = torch.nn.Sequential(net.stem, torch.nn.ReLU(), net.pool, net.blocks).eval()
+    quantizer = ModelQuantizer(graph_config(QuantizationConfig(INT8, INT8, INT8, INT32)))
+    model = quantizer.freeze(quantizer.quantize_model(export(net), data[:8]))
+    check_codes(model, data[8], run_openvino_program(model, data[8]))
+
+
 @pytest.mark.client("executorch")
 @pytest.mark.parametrize("name", NETWORKS)
 def test_xnnpack(name):

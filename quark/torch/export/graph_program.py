@@ -7,12 +7,20 @@ XNNPACK, OpenVINO. An edge and a convolution become
     dequantize_per_channel(codes, scales, zero_points, 0, -128, 127, int8) ↗
 
 OpenVINO reads no codes of weights. It gets values of weights, and a quantize_per_channel before the
-dequantize_per_channel.
+dequantize_per_channel. It also computes a convolution and the residual sum behind it at once:
+
+    q(dq(q(conv(x))) + y)    becomes    q(conv(x) + y)
+
+without the first rounding, where that is the first operation behind the convolution. So OpenVINO
+gets an identity there, leaky_relu with the slope 1, which it computes in the same operation:
+
+    q(dq(q(leaky_relu(conv(x), 1))) + y)
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,6 +38,7 @@ from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.graph_mode.edges import edge_modules, edge_quantizers
 from quark.torch.quantization.graph_mode.inputs import check_arguments
+from quark.torch.quantization.graph_mode.nodes import operator_name
 from quark.torch.quantization.nn.layer import QuantizedLayer
 from quark.torch.quantization.nn.quantizer import QuantizedTensor
 
@@ -58,7 +67,9 @@ def export_program(
         args: Example of the arguments.
         kwargs: Example of keyword arguments.
         fold_quantize: Whether weights are codes, as Inductor and XNNPACK take them. Otherwise they
-            are quantized values in float32, which the program quantizes, as OpenVINO takes them.
+            are quantized values in float32, which the program quantizes, as OpenVINO takes them;
+            and an identity, ``leaky_relu`` with the slope 1, stands between a convolution and its
+            quantizer in front of a sum, so that OpenVINO does not leave out this rounding.
 
     Raises:
         ImportError: This version of torch does not have the operators.
@@ -71,8 +82,11 @@ def export_program(
     _check(graph)
     _register_operators()
     copied = copy.deepcopy(graph)
+    layers = graph_layers(copied)
+    if not fold_quantize:
+        _separate_sums(copied, layers)
     _replace_edges(copied)
-    for name, layer in graph_layers(copied).items():
+    for name, layer in layers.items():
         copied.set_submodule(name, _Layer(layer, fold_quantize))
     kwargs = kwargs or {}
     shapes = dynamic_shapes(graph, kwargs)
@@ -80,6 +94,22 @@ def export_program(
         program = torch.export.export(copied.eval(), args, kwargs, dynamic_shapes=shapes)
     remove_source_lines(program)
     return program
+
+
+def _separate_sums(graph: fx.GraphModule, layers: Mapping[str, QuantizedLayer]) -> None:
+    """Insert an identity between convolutions and their quantizers in front of sums, in place."""
+    edges = edge_modules(graph)
+    for node in list(graph.graph.nodes):
+        if node.op != "call_module" or str(node.target) not in edges:
+            continue
+        layer = layers.get(str(node.args[0].target))
+        weight = None if layer is None else layer.value("weight")
+        is_convolution = weight is not None and weight.dim() > 2
+        if is_convolution and any(operator_name(reader) == "add" for reader in node.users):
+            with graph.graph.inserting_before(node):
+                identity = torch.ops.aten.leaky_relu.default
+                same = graph.graph.call_function(identity, (node.args[0], 1.0))
+            node.replace_input_with(node.args[0], same)
 
 
 def _replace_edges(graph: fx.GraphModule) -> None:

@@ -71,6 +71,20 @@ def test_weights_can_be_values_that_the_program_quantizes(layer):
     assert all("quantized_decomposed.quantize_per_" in str(n.target) for n in readers)
 
 
+def test_an_identity_in_front_of_sums_keeps_their_rounding():
+    """OpenVINO leaves out a rounding that stands directly between a convolution and a sum."""
+    model, (x,) = frozen(network("resnet")), images(1)
+    folded, program = (export_program(model, (x,), fold_quantize=f) for f in (True, False))
+    assert torch.equal(program.module()(x), model(x))
+    assert "leaky_relu" not in str(folded.graph)
+    identities = [n for n in program.graph.nodes if "leaky_relu" in str(n.target)]
+    assert len(identities) == 2  # of two residual blocks
+    for node in identities:
+        (reader,) = node.users
+        assert node.args[1] == 1.0 and "conv" in str(node.args[0].target)
+        assert "quantize_per_tensor" in str(reader.target)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_programs_of_half_precision(dtype):
     model, x = frozen(network("resnet").to(dtype)), images(1)[0].to(dtype)
