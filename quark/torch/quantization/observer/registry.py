@@ -67,8 +67,8 @@ def observer_problem(spec: Any) -> str | None:
     is_integer = not spec.fmt.is_float and not spec.scheme.shares_exponents
     if given.is_for_integers and not is_integer:
         return (
-            f"{given.__name__} weighs rounding against cutting by equal steps, and {spec.dtype.name} "
-            "has none: give an integer dtype, or another observer_cls."
+            f"{given.__name__} weighs cutting against rounding to equal steps, which "
+            f"{spec.dtype.name} does not have: give an integer dtype, or another observer_cls."
         )
     return None
 
