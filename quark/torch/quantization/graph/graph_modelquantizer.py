@@ -53,12 +53,18 @@ class FxGraphQuantizer(ModelQuantizer):
             trainer: Trains the quantized graph, and returns it.
 
         Raises:
-            TypeError: The model is no module, or the trainer returns something else.
+            TypeError: The model is no module, or the trainer no function or one that returns
+                something else.
             ValueError: The model cannot be traced, the configuration does not fit, data is
                 missing, or a value is not finite.
         """
         if not isinstance(model, nn.Module):
             raise TypeError(f"model: expected an nn.Module, got a {type(model).__name__}.")
+        if trainer is not None and not callable(trainer):
+            raise TypeError(
+                "trainer: expected a function that takes the quantized graph, trains it and returns "
+                f"it, got a {type(trainer).__name__}."
+            )
         graph = model if is_exported(model) else trace_graph(model, args, kwargs, dynamic_shapes)
         quantized = super().quantize_model(graph, calibdata)
         assert isinstance(quantized, GraphModule)
