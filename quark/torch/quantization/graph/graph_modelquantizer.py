@@ -62,8 +62,8 @@ class FxGraphQuantizer(ModelQuantizer):
             raise TypeError(f"model: expected an nn.Module, got a {type(model).__name__}.")
         if trainer is not None and not callable(trainer):
             raise TypeError(
-                "trainer: expected a function that takes the quantized graph, trains it and returns "
-                f"it, got a {type(trainer).__name__}."
+                "trainer: expected a function that takes the quantized graph and trains it, got a "
+                f"{type(trainer).__name__}."
             )
         graph = model if is_exported(model) else trace_graph(model, args, kwargs, dynamic_shapes)
         quantized = super().quantize_model(graph, calibdata)
