@@ -70,14 +70,18 @@ def save_params(
         overwrite: Whether an existing directory may be replaced.
 
     Raises:
-        ValueError: No directory is given, the model is not quantized or not frozen, its keys are
-            quantized after rotary embedding, or a graph comes without ``args``.
+        TypeError: ``args`` is no tuple.
+        ValueError: No directory is given, ``model_type`` is no name of a file, the model is not
+            quantized or not frozen, its keys are quantized after rotary embedding, or a graph comes
+            without ``args``.
         FileExistsError: The directory is in use.
     """
     from safetensors.torch import save_file
 
     if export_dir is None:
         raise ValueError("Give export_dir, the directory to write.")
+    if not model_type or Path(model_type).name != model_type:
+        raise ValueError(f"model_type: expected the name of the files, got {model_type!r}.")
     if _is_graph_mode(quant_mode):
         if args is None:
             raise ValueError("args is missing: give an example of the arguments of the graph.")

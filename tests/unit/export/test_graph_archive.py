@@ -124,6 +124,17 @@ def test_archives_are_loaded_in_graph_mode_alone(tmp_path):
         load_graph_archive(tmp_path / "m.pth")
 
 
+def test_bad_arguments_are_refused_before_work(tmp_path):
+    graph, (x,) = frozen("mobilenet"), images(1)
+    how = {"export_dir": tmp_path / "d", "quant_mode": "fx_graph_mode"}
+    with pytest.raises(TypeError, match=r"expected a tuple of arguments, as \(x,\)"):
+        save_params(graph, "n", x, **how)
+    for name in ("../n", "a/b", ""):
+        with pytest.raises(ValueError, match="model_type: expected the name"):
+            save_params(graph, name, (x,), **how)
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_archive_may_lie_beside_other_outputs(tmp_path):
     graph, options = frozen_graph(export(network("mobilenet"))), {"quant_mode": "fx_graph_mode"}
     (x,) = images(1)

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 from torch.fx import GraphModule
+from torch.utils._pytree import tree_leaves
 
 from quark.torch.export.api import export_onnx
 from quark.torch.quantization.api import ModelQuantizer
@@ -93,7 +94,7 @@ class FxGraphQuantizer(ModelQuantizer):
             ValueError: The model is not quantized or does not take the arguments, or ONNX cannot
                 express it.
         """
-        check_arguments(model, input_args)
+        check_arguments(model, tuple(tree_leaves(input_args)))
         is_frozen = all(layer.frozen for _, layer in quantized_layers(model))
         frozen = model if is_frozen else self.freeze(copy.deepcopy(model).eval())
         export_onnx(model=frozen, output_dir=export_dir, input_args=input_args)
