@@ -138,6 +138,7 @@ def _spec(dtype: str, qscheme: str, observer: str, symmetric: bool = True) -> Qu
 
 def _ways() -> dict[str, Way]:
     observers = [f"PerTensor{name}Observer" for name in ("MinMax", "Percentile", "MSE")]
+    extrapolated = _spec("uint8", "per_tensor", "PerTensorExtrapolatedMinMaxObserver", False)
     tensor, _, tensor_mse = (_spec("int8", "per_tensor", name) for name in observers)
     uint8, percentile, mse = (_spec("uint8", "per_tensor", name, False) for name in observers)
     (channel, channel_mse), (int4, int4_mse) = (
@@ -161,6 +162,9 @@ def _ways() -> dict[str, Way]:
         "int8 per channel, MSE": Way(channel_mse, mse, (), bias),
         "int8 per channel, MSE of weights": Way(channel_mse, uint8, (), bias),
         "int8 per channel, MSE of weights, GPTQ": Way(channel_mse, uint8, (gptq,), bias),
+        "int8 per channel, MSE of weights, GPTQ, extrapolated": Way(
+            channel_mse, extrapolated, (gptq,), bias
+        ),
         "int8 per channel, bias correction": Way(channel, uint8, (correction,), bias),
         "int8 per channel, GPTQ": Way(channel, uint8, (gptq,), bias),
         "int8 per channel, MSE, GPTQ": Way(channel_mse, mse, (gptq,), bias),

@@ -100,23 +100,23 @@ def test_script(name, run_onnx, tmp_path):
         assert any(not torch.equal(p, before[n]) for n, p in quantized.named_parameters())
     frozen = quantizer.freeze(quantized.eval())
 
-    export_onnx(model=frozen, output_dir=tmp_path / "onnx", input_args=x)
+    export_onnx(model=frozen, output_dir=tmp_path / "out", input_args=x)
     save_params(
         frozen,
         model_type="net",
         args=(x,),
-        export_dir=tmp_path / "pth",
+        export_dir=tmp_path / "out",
         quant_mode=QuantizationMode.fx_graph_mode,
     )
     loaded = load_params(
-        pth_path=tmp_path / "pth" / "net_quantized.pth", quant_mode=QuantizationMode.fx_graph_mode
+        pth_path=tmp_path / "out" / "net_quantized.pth", quant_mode=QuantizationMode.fx_graph_mode
     )
     with torch.no_grad():
         y = frozen(x)
         assert torch.equal(loaded(x), y)
         error = (y - model(x)).norm() / model(x).norm()
         assert error > 0 and (name in TRAINED or error < 0.3)
-        [from_onnx] = run_onnx(tmp_path / "onnx", x)
+        [from_onnx] = run_onnx(tmp_path / "out", x)
     assert (from_onnx - y).norm() < 0.05 * y.norm()
 
 
@@ -142,11 +142,11 @@ def test_fx_graph_quantizer(tmp_path, run_onnx):
     )
     assert steps == [quantized]
     frozen = quantizer.freeze(quantized.eval())
-    quantizer.export_onnx_model(frozen, (loader[0],), tmp_path / "onnx")
+    quantizer.export_onnx_model(frozen, (loader[0],), tmp_path / "out")
     x = torch.cat(loader)
     with torch.no_grad():
         y = frozen(x)
-    assert (run_onnx(tmp_path / "onnx", x)[0] - y).norm() < 0.05 * y.norm()
+    assert (run_onnx(tmp_path / "out", x)[0] - y).norm() < 0.05 * y.norm()
 
 
 def test_patterns_and_types_of_layers():

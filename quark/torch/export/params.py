@@ -6,6 +6,7 @@ with the specification of each quantized tensor; ``<model_type>.safetensors`` ha
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from quark import __version__
-from quark.torch.digests import check_unchanged
+from quark.torch.digests import DIGESTS, check_unchanged
 from quark.torch.export.checkpoint.architecture import empty_model, made_config
 from quark.torch.export.checkpoint.files import NATIVE, CheckpointReader
 from quark.torch.export.checkpoint.graphs import is_quantized_graph
@@ -55,7 +56,7 @@ def save_params(
     """Write ``<model_type>.json`` and ``<model_type>.safetensors`` into a directory.
 
     A graph is written as ``<model_type>_quantized.pth``, an archive of ``torch.export.save`` that
-    torch opens without this package.
+    torch opens without this package. It may lie beside other outputs, such as ``quark_model.onnx``.
 
     Args:
         model: A frozen model. It is not changed.
@@ -69,20 +70,23 @@ def save_params(
         overwrite: Whether an existing directory may be replaced.
 
     Raises:
-        ValueError: No directory is given, the model is not quantized or not frozen, its keys are
-            quantized after rotary embedding, or a graph comes without ``args``.
+        TypeError: ``args`` is no tuple.
+        ValueError: No directory is given, ``model_type`` is no name of a file, the model is not
+            quantized or not frozen, its keys are quantized after rotary embedding, or a graph comes
+            without ``args``.
         FileExistsError: The directory is in use.
     """
     from safetensors.torch import save_file
 
     if export_dir is None:
         raise ValueError("Give export_dir, the directory to write.")
+    if not model_type or Path(model_type).name != model_type:
+        raise ValueError(f"model_type: expected the name of the files, got {model_type!r}.")
     if _is_graph_mode(quant_mode):
         if args is None:
             raise ValueError("args is missing: give an example of the arguments of the graph.")
         archive = graph_archive(model, args, kwargs)
-        with fresh_directory(export_dir, overwrite, len(archive)) as directory:
-            (directory / f"{model_type}_quantized.pth").write_bytes(archive)
+        _write_archive(archive, Path(export_dir), f"{model_type}_quantized.pth", overwrite)
         return
     check_params(model)
     fmt = make_format(model, None, _options(compressed, reorder), "quark")
@@ -96,6 +100,22 @@ def save_params(
     with fresh_directory(export_dir, overwrite, size_of(tensors)) as directory:
         save_file(tensors, directory / f"{model_type}.safetensors", metadata={"format": "pt"})
         write_json(directory / f"{model_type}.json", described)
+
+
+def _write_archive(archive: bytes, folder: Path, name: str, overwrite: bool) -> None:
+    """Write the archive of a graph; other outputs of this package in the directory stay.
+
+    So ``export_onnx`` and ``save_params`` can write to one directory, one after the other.
+
+    Raises:
+        FileExistsError: The directory is in use by other files, or has an archive of this name.
+    """
+    stays = folder.is_dir() and not overwrite and not (folder / name).exists()
+    with fresh_directory(folder, overwrite or stays, len(archive)) as directory:
+        if stays:
+            ignored = shutil.ignore_patterns(DIGESTS)  # they are written again, with the archive
+            shutil.copytree(folder, directory, ignore=ignored, dirs_exist_ok=True)
+        (directory / name).write_bytes(archive)
 
 
 def _is_graph_mode(quant_mode: QuantizationMode | str) -> bool:

@@ -8,6 +8,7 @@ from torch import nn
 
 from quark.torch import (
     ModelQuantizer,
+    export_onnx,
     load_params,
     save_params,
 )
@@ -121,3 +122,34 @@ def test_archives_are_loaded_in_graph_mode_alone(tmp_path):
         load_params(pth_path=tmp_path / "m.pth")
     with pytest.raises(FileNotFoundError):
         load_graph_archive(tmp_path / "m.pth")
+
+
+def test_bad_arguments_are_refused_before_work(tmp_path):
+    graph, (x,) = frozen("mobilenet"), images(1)
+    how = {"export_dir": tmp_path / "d", "quant_mode": "fx_graph_mode"}
+    with pytest.raises(TypeError, match=r"expected a tuple of arguments, as \(x,\)"):
+        save_params(graph, "n", x, **how)
+    for name in ("../n", "a/b", ""):
+        with pytest.raises(ValueError, match="model_type: expected the name"):
+            save_params(graph, name, (x,), **how)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_archive_may_lie_beside_other_outputs(tmp_path):
+    graph, options = frozen_graph(export(network("mobilenet"))), {"quant_mode": "fx_graph_mode"}
+    (x,) = images(1)
+    export_onnx(model=graph, output_dir=tmp_path / "d", input_args=x)
+    before = (tmp_path / "d/quark_model.onnx").read_bytes()
+    for name in ("a", "b"):
+        save_params(graph, name, (x,), export_dir=tmp_path / "d", **options)
+    assert (tmp_path / "d/quark_model.onnx").read_bytes() == before
+    digests = (tmp_path / "d/SHA256SUMS").read_text()
+    assert {line.split()[1] for line in digests.splitlines()} == {
+        p.name for p in (tmp_path / "d").iterdir() if p.name != "SHA256SUMS"
+    }
+    with pytest.raises(FileExistsError, match="pass overwrite=True"):
+        save_params(graph, "a", (x,), export_dir=tmp_path / "d", **options)
+    (tmp_path / "d/notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"holds notes.txt"):
+        save_params(graph, "c", (x,), export_dir=tmp_path / "d", **options)
+    assert not (tmp_path / "d/c_quantized.pth").exists()

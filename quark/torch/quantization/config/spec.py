@@ -37,6 +37,7 @@ from quark.torch.quantization.observer.registry import (
     OBSERVERS,
     default_observer,
     observer_class,
+    observer_problem,
 )
 
 MX_BLOCK = 32
@@ -386,13 +387,7 @@ RULES: list[_Rule] = [
         lambda s: s.scheme.scale == E8M0 and not (s.fmt.is_float or s.dtype is Dtype.mx),
         lambda s: "e8m0 scales are for floats and mx: use scale_type='pof2' with integers.",
     ),
-    (
-        lambda s: (
-            s.observer_cls is not None
-            and not (isinstance(s.observer_cls, type) and issubclass(s.observer_cls, ObserverBase))
-        ),
-        lambda s: f"observer_cls must be an observer class, got {s.observer_cls!r}.",
-    ),
+    (lambda s: observer_problem(s) is not None, lambda s: f"{observer_problem(s)}"),
     (lambda s: training_problem(s) is not None, lambda s: f"{training_problem(s)}"),
     (lambda s: super_block_problem(s) is not None, lambda s: f"{super_block_problem(s)}"),
 ]

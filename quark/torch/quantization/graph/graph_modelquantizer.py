@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 from torch.fx import GraphModule
+from torch.utils._pytree import tree_leaves
 
 from quark.torch.export.api import export_onnx
 from quark.torch.quantization.api import ModelQuantizer
@@ -53,12 +54,18 @@ class FxGraphQuantizer(ModelQuantizer):
             trainer: Trains the quantized graph, and returns it.
 
         Raises:
-            TypeError: The model is no module, or the trainer returns something else.
+            TypeError: The model is no module, or the trainer no function or one that returns
+                something else.
             ValueError: The model cannot be traced, the configuration does not fit, data is
                 missing, or a value is not finite.
         """
         if not isinstance(model, nn.Module):
             raise TypeError(f"model: expected an nn.Module, got a {type(model).__name__}.")
+        if trainer is not None and not callable(trainer):
+            raise TypeError(
+                "trainer: expected a function that takes the quantized graph and trains it, got a "
+                f"{type(trainer).__name__}."
+            )
         graph = model if is_exported(model) else trace_graph(model, args, kwargs, dynamic_shapes)
         quantized = super().quantize_model(graph, calibdata)
         assert isinstance(quantized, GraphModule)
@@ -87,7 +94,7 @@ class FxGraphQuantizer(ModelQuantizer):
             ValueError: The model is not quantized or does not take the arguments, or ONNX cannot
                 express it.
         """
-        check_arguments(model, input_args)
+        check_arguments(model, tuple(tree_leaves(input_args)))
         is_frozen = all(layer.frozen for _, layer in quantized_layers(model))
         frozen = model if is_frozen else self.freeze(copy.deepcopy(model).eval())
         export_onnx(model=frozen, output_dir=export_dir, input_args=input_args)

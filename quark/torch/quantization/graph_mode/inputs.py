@@ -101,8 +101,13 @@ def check_arguments(
     """Check that a graph takes arguments.
 
     Raises:
-        ValueError: It takes another number, type or shape of tensors.
+        TypeError: The arguments are no tuple.
+        ValueError: The graph takes another number, type or shape of tensors.
     """
+    if not isinstance(args, tuple):
+        raise TypeError(
+            f"args: expected a tuple of arguments, as (x,), got a {type(args).__name__}."
+        )
     nodes, values = placeholders(graph), tree_leaves((args, dict(kwargs or {})))
     if len(values) != len(nodes):
         names = ", ".join(node.name for node in nodes)

@@ -42,7 +42,10 @@ class ObserverBase:
 
     Attributes:
         largest: Largest magnitude that a code may stand for, by the types of the tensors.
+        is_for_integers: Whether it takes integers alone.
     """
+
+    is_for_integers = False
 
     def __init__(self, qspec: HasScheme, device: torch.device | None = None) -> None:
         self.scheme = qspec.scheme

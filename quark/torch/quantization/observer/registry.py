@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
 
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.scheme import Scheme
@@ -27,6 +28,7 @@ OBSERVERS: dict[str, str] = {
     "PerTensorHistogramObserverPro": "histogram",
     "PerTensorPercentileObserver": "histogram",
     "PerTensorMSEObserver": "histogram",
+    "PerTensorExtrapolatedMinMaxObserver": "extrapolation",
     "PerHeadMSEObserver": "heads",
     "PerBlockMXDiffsObserver": "scale_search",
     "PerChannelMSEObserver": "scale_search",
@@ -40,6 +42,7 @@ OBSERVERS: dict[str, str] = {
 # Documented ``observer_method`` names of per-tensor statistics.
 OBSERVER_METHODS: dict[str, str] = {
     "min_max": "PerTensorMinMaxObserver",
+    "extrapolated_min_max": "PerTensorExtrapolatedMinMaxObserver",
     "histogram": "PerTensorHistogramObserver",
     "histogrampro": "PerTensorHistogramObserverPro",
     "MSE": "PerTensorMSEObserver",
@@ -52,6 +55,22 @@ def observer_class(name: str) -> type[ObserverBase]:
     module = import_module(f"{_PACKAGE}.{OBSERVERS[name]}")
     observer: type[ObserverBase] = getattr(module, name)
     return observer
+
+
+def observer_problem(spec: Any) -> str | None:
+    """Return why the observer of a specification does not fit it; None if it does."""
+    given = spec.observer_cls
+    if given is None:
+        return None
+    if not (isinstance(given, type) and issubclass(given, ObserverBase)):
+        return f"observer_cls must be an observer class, got {given!r}."
+    is_integer = not spec.fmt.is_float and not spec.scheme.shares_exponents
+    if given.is_for_integers and not is_integer:
+        return (
+            f"{given.__name__} weighs cutting against rounding to equal steps, which "
+            f"{spec.dtype.name} does not have: give an integer dtype, or another observer_cls."
+        )
+    return None
 
 
 def default_observer(scheme: Scheme) -> type[ObserverBase]:

@@ -75,6 +75,11 @@ def test_trainers_of_something_else_are_refused():
         )
 
 
+def test_trainers_that_are_no_functions_are_refused_before_work():
+    with pytest.raises(TypeError, match="trainer: expected a function that takes"):
+        FxGraphQuantizer(CONFIG).quantize_model(nn.Identity(), (), trainer="adam")
+
+
 class Branches(nn.Module):
     """Control flow that depends on a value."""
 
