@@ -67,21 +67,18 @@ def _multiply_tiles(panels: Panels, parts: Parts, x: torch.Tensor) -> torch.Tens
     """Return the product of rows of bfloat16 by tiles, None where torch does not multiply them."""
     to, table = panels.arrangement, _constants(panels, parts)[0]
     rows, whole = to.panels * to.rows, math.lcm(TILE, to.rows)
-    pieces = -(-rows * to.inputs // _CHUNK)
-    step = -(-rows // pieces // whole) * whole
-    y = torch.empty(len(x), rows, dtype=x.dtype, device="cpu") if step < rows else None
-    for start in range(0, rows, step):
-        stop = min(start + step, rows)
-        tiles = take_tiles(stop - start, to.inputs)
-        if tiles is None:
-            return None
-        chunk = slice(start // to.rows, stop // to.rows)
+    step = -(-rows // -(-rows * to.inputs // _CHUNK) // whole) * whole
+    pieces = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+    first, last = (take_tiles(pieces[i].stop - pieces[i].start, to.inputs) for i in (0, -1))
+    if first is None or last is None:
+        return None
+    products = []
+    for piece in pieces:
+        tiles = last if piece is pieces[-1] else first
+        chunk = slice(piece.start // to.rows, piece.stop // to.rows)
         run_rows(native_tiles.write_columns, _columns(panels, parts, chunk), table, tiles.pairs)
-        product = tiles.multiply(x)
-        if y is None:
-            return product
-        y[:, start:stop] = product
-    return y
+        products.append(tiles.multiply(x))
+    return torch.cat(products, 1) if len(products) > 1 else products[0]
 
 
 def _multiply_few(panels: Panels, parts: Parts, x: torch.Tensor) -> torch.Tensor:

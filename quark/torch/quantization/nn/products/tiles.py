@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
-from collections import OrderedDict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +23,8 @@ logger = logging.getLogger(__name__)
 
 MULTIPLE = 32  # inputs: oneDNN fills up others with zeros
 _BATCH = 128  # rows that oneDNN orders a weight for; it takes the same order for any number
-_MOST = 1 << 26  # bytes that are kept for all shapes
+_MOST = 1 << 27  # bytes that are kept for all shapes
+_LONG = 4096  # calls without use after which the memory of a shape may go to others
 _PERIOD = 251  # of the known weight: prime, and exact in bfloat16
 
 
@@ -51,27 +51,45 @@ class _Kept(threading.local):
     """Memory of this thread by shape, None where the order is another one."""
 
     def __init__(self) -> None:
-        self.shapes: OrderedDict[tuple[int, int], Tiles | None] = OrderedDict()
+        self.shapes: dict[tuple[int, int], Tiles | None] = {}
+        self.used: dict[tuple[int, int], int] = {}  # number of the last call for a shape
+        self.calls = 0
+
+    def make_room(self, size: int) -> bool:
+        """Return whether memory of ``size`` bytes may be added; drop shapes without use for long.
+
+        Those of the layers of one model are used in turn, so none of them is dropped for another.
+        """
+        total: int = sum(tiles.pairs.nbytes for tiles in self.shapes.values() if tiles)
+        for shape, call in [*self.used.items()]:
+            tiles = self.shapes[shape]
+            if total + size > _MOST and tiles and self.calls - call > _LONG:
+                total -= tiles.pairs.nbytes
+                del self.shapes[shape], self.used[shape]
+        return total + size <= _MOST
 
 
 _KEPT = _Kept()
 
 
 def take_tiles(outputs: int, inputs: int) -> Tiles | None:
-    """Return memory of a weight of a shape, with any values; None if torch has no such weights.
+    """Return memory of a weight of a shape, with any values.
 
     The next call for the shape returns the same memory.
+
+    Returns:
+        The memory; None if torch has no such weights, or too much is kept for other shapes.
     """
-    shapes, shape = _KEPT.shapes, (outputs, inputs)
-    has_onednn = torch._C._has_mkldnn and torch._C._get_mkldnn_enabled()
+    shape, has_onednn = (outputs, inputs), torch._C._has_mkldnn and torch._C._get_mkldnn_enabled()
     if inputs % MULTIPLE or not has_onednn:
         return None
-    if shape not in shapes:
-        shapes[shape] = _make(outputs, inputs)
-    shapes.move_to_end(shape)
-    while len(shapes) > 1 and sum(t.pairs.nbytes for t in shapes.values() if t) > _MOST:
-        shapes.popitem(last=False)
-    return shapes[shape]
+    _KEPT.calls += 1
+    if shape not in _KEPT.shapes:
+        if not _KEPT.make_room(2 * -(-outputs // TILE) * TILE * inputs):
+            return None
+        _KEPT.shapes[shape] = _make(outputs, inputs)
+    _KEPT.used[shape] = _KEPT.calls
+    return _KEPT.shapes[shape]
 
 
 def _make(outputs: int, inputs: int) -> Tiles | None:

@@ -83,10 +83,20 @@ def test_another_weight_of_the_shape_takes_the_same_memory():
 
 
 def test_the_memory_that_is_kept_is_bounded(monkeypatch):
+    """Shapes that are in use stay, and panels multiply others; those without use for long go."""
     monkeypatch.setattr(tiles, "_MOST", 3 * 64 * 64 * 2)
-    for outputs in (64, 128, 64, 192, 64):
-        assert tiles.take_tiles(outputs, 64).weight.shape == (outputs, 64)
-    assert list(tiles._KEPT.shapes) == [(64, 64)]
+    monkeypatch.setattr(tiles, "_LONG", 4)
+    first = tiles.take_tiles(64, 64)
+    assert tiles.take_tiles(128, 64).weight.shape == (128, 64)
+    panels, parts, values = packed(192, 64, 32, 32, False)
+    y = native.multiply(panels, parts, torch.eye(64).bfloat16())
+    assert torch.equal(y[:, :192], values.T)
+    assert list(tiles._KEPT.shapes) == [(64, 64), (128, 64)]
+    for _ in range(4):
+        assert tiles.take_tiles(64, 64) is first
+    assert tiles.take_tiles(128, 128) is None
+    assert tiles.take_tiles(65, 64).weight.shape == (65, 64)
+    assert list(tiles._KEPT.shapes) == [(64, 64), (65, 64)]
 
 
 def reversed_tiles(weight, in_tiles=tiles.in_tiles):
