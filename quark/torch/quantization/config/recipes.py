@@ -13,8 +13,7 @@ _GPTQ = {"name": "gptq"}
 _YAQA = {"name": "yaqa"}
 _CHOSEN = {**_YAQA, "choose_damping": True}
 _SMOOTH = {"name": "smooth", "alpha": 1}
-_ROTATION = {"name": "rotation", "r1": True, "r2": True}
-_ROTATIONS = {**_ROTATION, "r4": True}
+_ROTATIONS = {"name": "rotation", "r1": True, "r2": True, "r4": True}
 
 # Name -> (scheme, options of algorithms in order). Reasons: docs/mixed-precision.md. A check fails
 # if benchmarks/three_texts.json has a better row.
@@ -27,7 +26,7 @@ RECIPES: dict[str, tuple[str, tuple[dict[str, Any], ...]]] = {
     "w4a4": ("int4_wa_128", (_ROTATIONS, _YAQA)),
     "fp8": ("ptpc_fp8", ()),
     "mxfp4": ("mxfp4", (_ROTATIONS, _YAQA)),
-    "nvfp4": ("nvfp4", (_ROTATION, _YAQA)),
+    "nvfp4": ("nvfp4", (_AWQ, _YAQA)),
 }
 
 
