@@ -1,6 +1,6 @@
 """Flags that several verbs share, flags with several values, and verbs built from a dataclass.
 
-typer makes flags of the parameters of a function, with one value for each mention. ``quark quantize``
+typer makes flags of the parameters of a function, with one value for each mention. The verb quantize
 has dozens of flags in one dataclass, and flags of the documented script take all values up to the
 next flag.
 """
