@@ -10,13 +10,13 @@ WORKDIR /source
 COPY constraints.txt pyproject.toml README.md LICENSE ./
 COPY quark quark
 RUN pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cpu \
-    --constraint constraints.txt ".[data,gguf,onnx,media]" \
+    --constraint constraints.txt ".[data,fast,gguf,onnx,media]" \
     && rm -r /source \
-    && useradd --create-home quark
+    && useradd --uid 1000 --create-home quark
 
 # Any user may run it: caches go to a directory that all can write.
 ENV HOME=/tmp USER=quark
-USER quark
+USER 1000
 WORKDIR /data
 ENTRYPOINT ["quark"]
 CMD ["--help"]

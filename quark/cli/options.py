@@ -1,4 +1,9 @@
-"""Flags that several verbs share, flags with several values, and verbs built from a dataclass."""
+"""Flags that several verbs share, flags with several values, and verbs built from a dataclass.
+
+typer makes flags of the parameters of a function, with one value for each mention. The verb
+quantize has dozens of flags in one dataclass, and flags of the documented script take all values up
+to the next flag.
+"""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_schemes_of_layers(request_of):
             ["--quant_scheme", "fp8", "--skip_evaluation", "--eval_data", "x"],
             "conflicts with --skip",
         ),
-        (["--quant_scheme", "fp8", "--data_type", "int7"], "'int7' is not one of"),
+        (["--quant_scheme", "fp8", "--data_type", "int7"], "'int7' is unknown. Known: auto"),
         (["--quant_scheme", "fp8", "--num_calib_data", "0"], "--num_calib_data"),
         (["--quant_scheme", "fp8", "--seq_len", "65"], "more than the 64 tokens"),
         (["--quant_scheme", "fp8", "--dataset", "gone.txt"], "no file or directory gone.txt"),
