@@ -2,8 +2,8 @@
 
     python foreign_writers.py WRITER SOURCE FOLDER
 
-SOURCE is a directory of Transformers, for llama.cpp a GGUF file. Prints a line of JSON: a list of
-[kind, path] of what was written to FOLDER.
+SOURCE is a directory of Transformers, for llama.cpp a GGUF file. ``calibration.json`` in FOLDER has
+sequences of token ids. Prints a line of JSON: a list of [kind, path] of what was written to FOLDER.
 """
 
 from __future__ import annotations
@@ -26,6 +26,27 @@ GGUF_KINDS = (
 )
 # Schemes of compressed-tensors.
 LLM_COMPRESSOR_KINDS = ("W4A16", "W4A16_ASYM", "W8A16", "FP8_DYNAMIC", "W8A8")
+# Schemes of amd-quark for all layers but the head.
+AMD_KINDS = (
+    *("fp8", "ptpc_fp8", "int8", "ptpc_int8", "int4_wo_32", "int4_wo_128", "int4_wo_per_channel"),
+    *("uint4_wo_32", "uint4_wo_128", "mxfp4", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4_mxfp6_e2m3"),
+    *("mxfp4_fp8", "amdfp4", "int8 + fp8 cache"),
+)
+# Options of the configuration of gptqmodel.
+GPTQ_KINDS: dict[str, dict[str, Any]] = {
+    "4 bits, groups of 32": {"bits": 4, "group_size": 32},
+    "4 bits, groups of 128, columns by activation": {
+        **{"bits": 4, "group_size": 128},
+        **{"desc_act": True, "act_group_aware": False},
+    },
+    "4 bits with offsets, groups of 64": {"bits": 4, "group_size": 64, "sym": False},
+    "3 bits, groups of 32": {"bits": 3, "group_size": 32},
+    "2 bits, groups of 32": {"bits": 2, "group_size": 32},
+    "8 bits, groups of 128": {"bits": 8, "group_size": 128},
+}
+AWQ_GROUPS = (32, 64, 128)
+# Configurations of ModelOpt.
+MODELOPT_KINDS = ("FP8_DEFAULT_CFG", "NVFP4_DEFAULT_CFG", "MXFP8_DEFAULT_CFG")
 
 
 def mlx(source: Path, folder: Path) -> Written:
@@ -110,6 +131,91 @@ def llm_compressor(source: Path, folder: Path) -> Written:
     return written
 
 
+def amd_quark(source: Path, folder: Path) -> Written:
+    """Write by amd-quark, with its named schemes."""
+    import torch
+    from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
+
+    batches = [torch.tensor([ids]) for ids in calibration(folder)]
+    written = []
+    for kind in AMD_KINDS:
+        scheme, cache, _ = kind.partition(" + fp8 cache")
+        options = {"kv_cache_scheme": "fp8"} if cache else {}
+        template: Any = LLMTemplate.get("llama")
+        quantizer: Any = ModelQuantizer(
+            template.get_config(scheme=scheme, exclude_layers=["lm_head"], **options)
+        )
+        model, path = quantizer.quantize_model(load_float(source), batches), folder / kind
+        export_safetensors(quantizer.freeze(model), path)
+        written.append((kind, path))
+    return written
+
+
+def gptqmodel(source: Path, folder: Path) -> Written:
+    """Write by gptqmodel."""
+    import torch
+    from gptqmodel import GPTQModel, QuantizeConfig
+
+    sequences = [{"input_ids": x, "attention_mask": [1] * len(x)} for x in calibration(folder)]
+    written = []
+    for kind, options in GPTQ_KINDS.items():
+        config = QuantizeConfig(device="cpu", offload_to_disk=False, **options)
+        model = GPTQModel.load(str(source), config, dtype=torch.float32)
+        model.quantize(sequences, batch_size=8)
+        model.save(str(folder / kind))
+        written.append((kind, folder / kind))
+    return written
+
+
+def autoawq(source: Path, folder: Path) -> Written:
+    """Write by AutoAWQ, with the order of codes that it calls GEMM."""
+    import torch
+    from awq import AutoAWQForCausalLM
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    texts = tokenizer.batch_decode(calibration(folder))
+    written = []
+    for group in AWQ_GROUPS:
+        model = AutoAWQForCausalLM.from_pretrained(
+            str(source), torch_dtype=torch.float32, device_map="cpu"
+        )
+        form = {"zero_point": True, "q_group_size": group, "w_bit": 4, "version": "GEMM"}
+        model.quantize(tokenizer, form, calib_data=texts, max_calib_seq_len=128)
+        path = folder / f"{group}"
+        model.save_quantized(str(path))
+        written.append((f"4 bits with offsets, groups of {group}", path))
+    return written
+
+
+def modelopt(source: Path, folder: Path) -> Written:
+    """Write by ModelOpt for serving, and beside that the model that it computes with itself."""
+    import copy
+
+    import modelopt.torch.opt as mto
+    import modelopt.torch.quantization as mtq
+    import torch
+    from modelopt.torch.export import export_hf_checkpoint
+
+    mto.enable_huggingface_checkpointing()
+    batches = [torch.tensor([ids]) for ids in calibration(folder)]
+    written = []
+    for kind in MODELOPT_KINDS:
+        model, path = load_float(source), folder / kind
+        config = copy.deepcopy(getattr(mtq, kind))
+        model = mtq.quantize(model, config, lambda model: [model(ids) for ids in batches])
+        model.save_pretrained(path / "own")
+        export_hf_checkpoint(model, dtype=torch.float32, export_dir=path)
+        written.append((kind, path))
+    return written
+
+
+def calibration(folder: Path) -> list[list[int]]:
+    """Return the sequences of token ids for calibration."""
+    sequences: list[list[int]] = json.loads((folder / "calibration.json").read_text())
+    return sequences
+
+
 def load_float(source: Path, **options: Any) -> Any:
     """Return the float model of a directory, in float32."""
     import torch
@@ -119,9 +225,13 @@ def load_float(source: Path, **options: Any) -> Any:
 
 
 WRITERS: dict[str, Callable[[Path, Path], Written]] = {
+    "amd-quark": amd_quark,
+    "autoawq": autoawq,
+    "gptqmodel": gptqmodel,
     "llama.cpp": llama_cpp,
     "llm-compressor": llm_compressor,
     "mlx": mlx,
+    "modelopt": modelopt,
     "torchao": torchao,
 }
 

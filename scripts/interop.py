@@ -110,9 +110,15 @@ CLIENTS = {
         {"CMAKE_ARGS": "-DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_EXAMPLES=OFF"},
     ),
     "mlx": Client((("install", "mlx[cpu]==0.32.4", "mlx-lm==0.32.2", "transformers==5.23.0"),)),
+    "autoawq": Client(  # it asks for Triton, and packs without it
+        (
+            ("install", "torch", "transformers==4.51.3", "accelerate", "datasets", "zstandard"),
+            ("install", "--no-deps", "autoawq==0.2.9"),
+        )
+    ),
     "modelopt": Client(
         (
-            ("install", "numpy", "scipy", "pydantic", "omegaconf", "ninja", "pulp"),
+            ("install", *TRANSFORMERS, "scipy", "pydantic", "omegaconf", "ninja", "pulp"),
             ("install", "--no-deps", "nvidia-modelopt==0.47.0", "onnx_graphsurgeon"),
             ("install", "--no-deps", "nvidia-ml-py"),
         )

@@ -81,6 +81,34 @@ def transformers() -> Compute:
     return compute
 
 
+def modelopt() -> Compute:
+    """Compute by the model that ModelOpt keeps beside its files, which it does not open itself."""
+    import modelopt.torch.opt as mto
+    from transformers import AutoModelForCausalLM
+
+    mto.enable_huggingface_checkpointing()
+
+    def compute(task: Task) -> LogProbabilities:
+        model = AutoModelForCausalLM.from_pretrained(task.path / "own", dtype="float32")
+        return of_model(model, task.prompts)
+
+    return compute
+
+
+def autoawq() -> Compute:
+    """Compute by AutoAWQ, without kernels."""
+    import torch
+    from awq import AutoAWQForCausalLM
+
+    def compute(task: Task) -> LogProbabilities:
+        model = AutoAWQForCausalLM.from_quantized(
+            str(task.path), fuse_layers=False, device_map="cpu", torch_dtype=torch.float32
+        )
+        return of_model(model.model, task.prompts)
+
+    return compute
+
+
 def lm_eval() -> Compute:
     """Ask lm-evaluation-harness for the likelihood of each token after those before it."""
     from lm_eval.models.huggingface import HFLM
@@ -240,6 +268,8 @@ CLIENTS: dict[str, Callable[[], Compute]] = {
     "mlx": mlx,
     "transformers": transformers,
     "onnxruntime": onnxruntime,
+    "autoawq": autoawq,
+    "modelopt": modelopt,
     "compressed-tensors": transformers,
     "gptqmodel": transformers,
     "llm-compressor": transformers,

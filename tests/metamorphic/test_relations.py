@@ -23,11 +23,13 @@ SCHEMES = (
     *("nvfp4", "nvfp4_weight_only", "float16"),
 )
 FAMILIES = ("llama", "mixtral")
+REFUSED = [("mixtral", "torchao")]  # torchao stacks experts: test_torchao.py has the refusal
 CASES = [
     Case(family, scheme, layout)
     for family in FAMILIES
     for scheme in SCHEMES
     for layout in ROWS[scheme]["layouts"]
+    if (family, layout) not in REFUSED
 ]
 SOLVED = [Case(family, "int4_wo_32", "quark", solved=True) for family in FAMILIES]
 
