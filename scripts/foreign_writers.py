@@ -171,17 +171,15 @@ def autoawq(source: Path, folder: Path) -> Written:
     """Write by AutoAWQ, with the order of codes that it calls GEMM."""
     import torch
     from awq import AutoAWQForCausalLM
-    from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    texts = tokenizer.batch_decode(calibration(folder))
+    sequences = calibration(folder)
     written = []
     for group in AWQ_GROUPS:
         model = AutoAWQForCausalLM.from_pretrained(
             str(source), torch_dtype=torch.float32, device_map="cpu"
         )
         form = {"zero_point": True, "q_group_size": group, "w_bit": 4, "version": "GEMM"}
-        model.quantize(tokenizer, form, calib_data=texts, max_calib_seq_len=128)
+        model.quantize(None, form, calib_data=sequences, max_calib_seq_len=len(sequences[0]))
         path = folder / f"{group}"
         model.save_quantized(str(path))
         written.append((f"4 bits with offsets, groups of {group}", path))

@@ -119,6 +119,7 @@ CLIENTS = {
     "modelopt": Client(
         (
             ("install", *TRANSFORMERS, "scipy", "pydantic", "omegaconf", "ninja", "pulp"),
+            ("install", "requests"),
             ("install", "--no-deps", "nvidia-modelopt==0.47.0", "onnx_graphsurgeon"),
             ("install", "--no-deps", "nvidia-ml-py"),
         )

@@ -121,7 +121,11 @@ def qparams_from_range(
         tensor_scale = tensor_scale_from_range(lo, hi, scheme)
     amax = torch.maximum(-lo, hi)
     if fmt.is_float:
-        scale = torch.where(amax == 0, EPS, _divided(amax, fmt.max_value))
+        if fmt.values:  # a table reaches farther on one side
+            scale = torch.maximum(_divided(lo, fmt.values[0]), _divided(hi, fmt.values[-1]))
+        else:
+            scale = _divided(amax, fmt.max_value)
+        scale = torch.where(amax == 0, EPS, scale)
         scale = round_scale(scale, scheme.scale, tensor_scale, scheme.axis)
         return scale.clamp(max=largest_scale(scheme, largest)), None
     if scheme.scale.span and not scheme.symmetric:
