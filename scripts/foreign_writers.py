@@ -45,8 +45,8 @@ GPTQ_KINDS: dict[str, dict[str, Any]] = {
     "8 bits, groups of 128": {"bits": 8, "group_size": 128},
 }
 AWQ_GROUPS = (32, 64, 128)
-# Configurations of ModelOpt.
-MODELOPT_KINDS = ("FP8_DEFAULT_CFG", "NVFP4_DEFAULT_CFG", "MXFP8_DEFAULT_CFG")
+# Names of configurations of ModelOpt. It computes others on GPUs alone.
+MODELOPT_KINDS = ("FP8_DEFAULT", "W4A16_NVFP4")
 
 
 def mlx(source: Path, folder: Path) -> Written:
@@ -134,6 +134,7 @@ def llm_compressor(source: Path, folder: Path) -> Written:
 def amd_quark(source: Path, folder: Path) -> Written:
     """Write by amd-quark, with its named schemes."""
     import torch
+
     from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
 
     batches = [torch.tensor([ids]) for ids in calibration(folder)]
@@ -187,7 +188,11 @@ def autoawq(source: Path, folder: Path) -> Written:
 
 
 def modelopt(source: Path, folder: Path) -> Written:
-    """Write by ModelOpt for serving, and beside that the model that it computes with itself."""
+    """Write by ModelOpt for serving, and beside that what it computes itself.
+
+    That is the model with its quantizers. Those of NVFP4 need a GPU: then it is the float model
+    with the weights that its class of tensors gives for the codes in the files.
+    """
     import copy
 
     import modelopt.torch.opt as mto
@@ -200,12 +205,32 @@ def modelopt(source: Path, folder: Path) -> Written:
     written = []
     for kind in MODELOPT_KINDS:
         model, path = load_float(source), folder / kind
-        config = copy.deepcopy(getattr(mtq, kind))
+        config = copy.deepcopy(getattr(mtq, f"{kind}_CFG"))
         model = mtq.quantize(model, config, lambda model: [model(ids) for ids in batches])
-        model.save_pretrained(path / "own")
+        if "NVFP4" not in kind:
+            model.save_pretrained(path / "own")
         export_hf_checkpoint(model, dtype=torch.float32, export_dir=path)
+        if "NVFP4" in kind:
+            nvfp4_values(source, path).save_pretrained(path / "own")
         written.append((kind, path))
     return written
+
+
+def nvfp4_values(source: Path, path: Path) -> Any:
+    """Return the float model with the weights of files in NVFP4, as ModelOpt dequantizes them."""
+    import torch
+    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+    from safetensors.torch import load_file
+
+    model, stored = load_float(source), load_file(path / "model.safetensors")
+    names = [key.removesuffix("_scale_2") for key in stored if key.endswith("_scale_2")]
+    assert names
+    for name in names:
+        weight = model.get_parameter(name)
+        codes = NVFP4QTensor(weight.shape, torch.float32, stored[name])
+        scales = {"scale": stored[f"{name}_scale"], "double_scale": stored[f"{name}_scale_2"]}
+        weight.data = codes.dequantize(**scales, block_sizes={-1: 16})
+    return model
 
 
 def calibration(folder: Path) -> list[list[int]]:

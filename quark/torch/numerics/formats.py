@@ -52,7 +52,7 @@ class Format:
 
     @property
     def is_float(self) -> bool:
-        """Whether values are those of an exponent or of a table, so that no zero point moves them."""
+        """Whether codes stand for floats or values of a table, which no zero point moves."""
         return self.exponent_bits > 0 or self.values != ()
 
     @property

@@ -1,4 +1,4 @@
-"""Formats whose values are a table: rounding and codes by definition, and what does not serve them."""
+"""Formats whose values are a table: rounding and codes by definition, and refusals."""
 
 import numpy as np
 import pytest
