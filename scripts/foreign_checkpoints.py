@@ -22,17 +22,8 @@ from typing import Any
 
 import torch
 from foreign_writers import WRITERS
-from interop import (
-    CALIBRATION,
-    CLIENTS,
-    LENGTH,
-    OFFLINE,
-    WINDOWS,
-    environment,
-    installed,
-    say,
-    version_of,
-)
+from interop import CALIBRATION, LENGTH, OFFLINE, WINDOWS
+from interop_clients import CLIENTS, environment, installed, say, version_of
 from interop_rows import CLOSE, EXACT, Expected
 from interop_workers import of_model
 

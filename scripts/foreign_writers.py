@@ -44,7 +44,7 @@ GPTQ_KINDS: dict[str, dict[str, Any]] = {
     "2 bits, groups of 32": {"bits": 2, "group_size": 32},
     "8 bits, groups of 128": {"bits": 8, "group_size": 128},
 }
-AWQ_GROUPS = (32, 64, 128)
+AWQ_GROUPS = (32, 128)
 # Names of configurations of ModelOpt. It computes others on GPUs alone.
 MODELOPT_KINDS = ("FP8_DEFAULT", "W4A16_NVFP4")
 

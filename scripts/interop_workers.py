@@ -96,15 +96,26 @@ def modelopt() -> Compute:
 
 
 def autoawq() -> Compute:
-    """Compute by AutoAWQ, without kernels."""
+    """Compute by float weights, as AutoAWQ dequantizes codes: its kernels for CPUs are gone."""
     import torch
-    from awq import AutoAWQForCausalLM
+    from awq.utils.packing_utils import dequantize_gemm
+    from safetensors.torch import load_file
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     def compute(task: Task) -> LogProbabilities:
-        model = AutoAWQForCausalLM.from_quantized(
-            str(task.path), fuse_layers=False, device_map="cpu", torch_dtype=torch.float32
-        )
-        return of_model(model.model, task.prompts)
+        config = AutoConfig.from_pretrained(task.path)
+        form = config.quantization_config
+        del config.quantization_config
+        model = AutoModelForCausalLM.from_config(config, torch_dtype=torch.float32).eval()
+        stored = load_file(task.path / "model.safetensors")
+        for name in [key.removesuffix(".qweight") for key in stored if key.endswith(".qweight")]:
+            codes, zeros, scales = (
+                stored.pop(f"{name}.{x}") for x in ("qweight", "qzeros", "scales")
+            )
+            sizes = form["bits"], form["group_size"]
+            stored[f"{name}.weight"] = dequantize_gemm(codes, zeros, scales.float(), *sizes).T
+        model.load_state_dict(stored)
+        return of_model(model, task.prompts)
 
     return compute
 

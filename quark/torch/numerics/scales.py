@@ -121,11 +121,7 @@ def qparams_from_range(
         tensor_scale = tensor_scale_from_range(lo, hi, scheme)
     amax = torch.maximum(-lo, hi)
     if fmt.is_float:
-        if fmt.values:  # a table reaches farther on one side
-            scale = torch.maximum(_divided(lo, fmt.values[0]), _divided(hi, fmt.values[-1]))
-        else:
-            scale = _divided(amax, fmt.max_value)
-        scale = torch.where(amax == 0, EPS, scale)
+        scale = torch.where(amax == 0, EPS, _float_scale(lo, hi, fmt))
         scale = round_scale(scale, scheme.scale, tensor_scale, scheme.axis)
         return scale.clamp(max=largest_scale(scheme, largest)), None
     if scheme.scale.span and not scheme.symmetric:
@@ -144,6 +140,13 @@ def qparams_from_range(
     code = torch.maximum(fmt.qmax - zero_point.double(), zero_point.double() - fmt.qmin)
     smaller = scale / 2 if scheme.scale.power_of_two else (largest / code * (1 - 2**-8)).to(scale)
     return torch.where(scale.double() * code > largest, smaller, scale), zero_point
+
+
+def _float_scale(lo: torch.Tensor, hi: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Return the scale under which no value exceeds those of a format without zero points."""
+    if fmt.values:  # a table may reach farther on one side
+        return torch.maximum(_divided(lo, fmt.values[0]), _divided(hi, fmt.values[-1]))
+    return _divided(torch.maximum(-lo, hi), fmt.max_value)
 
 
 def _zero_point(lo: torch.Tensor, scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:

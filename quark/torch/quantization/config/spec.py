@@ -383,10 +383,7 @@ RULES: list[_Rule] = [
         lambda s: "blocks that share an exponent have no zero point: leave out symmetric=False.",
     ),
     (
-        lambda s: (
-            s.scheme.scale == E8M0
-            and (bool(s.fmt.values) or not (s.fmt.is_float or s.dtype is Dtype.mx))
-        ),
+        lambda s: s.scheme.scale == E8M0 and not (s.fmt.exponent_bits or s.dtype is Dtype.mx),
         lambda s: "e8m0 scales are for floats and mx: use scale_type='pof2' with other formats.",
     ),
     (

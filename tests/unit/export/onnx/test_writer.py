@@ -15,7 +15,6 @@ from tests import configurations
 from tests.configurations import spec
 
 onnx = pytest.importorskip("onnx")
-pytest.importorskip("onnx.reference")
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
@@ -221,29 +220,6 @@ def test_codes_fill_their_bits(tmp_path, run_onnx, dtype):
         stored = codes[f"layers.{i}.weight.codes"].raw_data
         assert len(stored) == 64 * 8 * bits[name] // 8, name
         assert result.equal(model.layers[i].value("weight").T), name
-
-
-@torch.no_grad()
-def test_opset_28_has_types_for_narrow_floats_and_their_scales(tmp_path):
-    """The evaluator of the package onnx computes the weights; ONNX Runtime has no such opset."""
-    kinds = {
-        "mxfp4_weight_only": ("FLOAT4E2M1", "FLOAT8E8M0", 4),
-        "w_mxfp6_e3m2": ("FLOAT6E3M2", "FLOAT8E8M0", 6),
-        "w_mxfp6_e2m3": ("FLOAT6E2M3", "FLOAT8E8M0", 6),
-        "nvfp4_weight_only": ("FLOAT4E2M1", "FLOAT", 4),
-    }
-    model, x = parallel(kinds), torch.eye(64)
-    export_onnx(model, tmp_path / "out", x, opset_version=28)
-    path = tmp_path / "out" / "quark_model.onnx"
-    onnx.checker.check_model(str(path), full_check=True)
-    stored = {t.name: t for t in read(tmp_path / "out").graph.initializer}
-    results = onnx.reference.ReferenceEvaluator(str(path)).run(None, {"x": x.numpy()})
-    name_of = onnx.TensorProto.DataType.Name
-    for i, (kind, result) in enumerate(zip(kinds.values(), results, strict=True)):
-        codes, scale = (stored[f"layers.{i}.weight.{part}"] for part in ("codes", "scale"))
-        found = name_of(codes.data_type), name_of(scale.data_type), len(codes.raw_data) / 64
-        assert found == kind
-        assert torch.from_numpy(result).equal(model.layers[i].value("weight").T), kind
 
 
 @torch.no_grad()
