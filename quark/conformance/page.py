@@ -138,9 +138,9 @@ def _checkpoints(results: dict[str, Any]) -> str:
     return (
         "## Checkpoints\n\n"
         f"`scripts/interop.py --json` wrote these results, the last on {results['date']}. This "
-        "package writes a quantized copy of the shipped model, and the reader computes log-probabilities "
-        "of text. The last columns are the largest and the median difference from the model in "
-        f"memory, and the change of the perplexity. Versions: {versions}.\n\n"
+        "package writes a quantized copy of the shipped model, and the reader computes "
+        "log-probabilities of text. The last columns are the largest and the median difference "
+        f"from the model in memory, and the change of the perplexity. Versions: {versions}.\n\n"
         + _table(head, "llllrrr", rows)
     )
 
