@@ -67,8 +67,11 @@ def run(
     source = source_of(writer, folder)
     (folder / "calibration.json").write_text(json.dumps(calibration))
     say(f"{writer} writes")
-    command = [str(python), str(SCRIPTS / "foreign_writers.py"), writer, str(source), str(folder)]
-    done = subprocess.run(command, env=settings, stdout=subprocess.PIPE, text=True, check=True)
+    script = SCRIPTS.absolute() / "foreign_writers.py"
+    command = [str(python.absolute()), str(script), writer, str(source), str(folder)]
+    pipe: Any = {"stdout": subprocess.PIPE, "text": True}
+    # gptqmodel writes logs to the working directory.
+    done = subprocess.run(command, cwd=folder, env=settings, check=True, **pipe)
     written: list[tuple[str, str]] = json.loads(done.stdout)
     tasks, results = folder / "tasks.json", folder / "results.json"
     checkpoints = [(path, False, "") for _, path in written]
