@@ -337,6 +337,7 @@ DOORS: dict[str, Door] = {
     **_FILE_DOORS,
     "gguf in float": Door("gguf", _agree(_in_float, _stream_in_float), True),
     "k-quants": Door("k-quants", _agree(_in_float, _stream_in_float)),
+    "k-quants packed": Door("k-quants", _agree(_load, _stream)),
     "archive": Door("archive", _archive, True),
     "program": Door("program", _program),
     "graph": Door("graph", _graph, True),

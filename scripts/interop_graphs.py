@@ -25,7 +25,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from interop import OFFLINE, ROOT, environment, installed, say, version_of
+from interop import OFFLINE
+from interop_clients import ROOT, environment, installed, say, version_of
 
 from quark.torch import ModelQuantizer, export_onnx
 from quark.torch.export import export_program

@@ -81,6 +81,45 @@ def transformers() -> Compute:
     return compute
 
 
+def modelopt() -> Compute:
+    """Compute by the model that ModelOpt keeps beside its files, which it does not open itself."""
+    import modelopt.torch.opt as mto
+    from transformers import AutoModelForCausalLM
+
+    mto.enable_huggingface_checkpointing()
+
+    def compute(task: Task) -> LogProbabilities:
+        model = AutoModelForCausalLM.from_pretrained(task.path / "own", dtype="float32")
+        return of_model(model, task.prompts)
+
+    return compute
+
+
+def autoawq() -> Compute:
+    """Compute by float weights, as AutoAWQ dequantizes codes: its kernels for CPUs are gone."""
+    import torch
+    from awq.utils.packing_utils import dequantize_gemm
+    from safetensors.torch import load_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    def compute(task: Task) -> LogProbabilities:
+        config = AutoConfig.from_pretrained(task.path)
+        form = config.quantization_config
+        del config.quantization_config
+        model = AutoModelForCausalLM.from_config(config, torch_dtype=torch.float32).eval()
+        stored = load_file(task.path / "model.safetensors")
+        for name in [key.removesuffix(".qweight") for key in stored if key.endswith(".qweight")]:
+            codes, zeros, scales = (
+                stored.pop(f"{name}.{x}") for x in ("qweight", "qzeros", "scales")
+            )
+            sizes = form["bits"], form["group_size"]
+            stored[f"{name}.weight"] = dequantize_gemm(codes, zeros, scales.float(), *sizes).T
+        model.load_state_dict(stored)
+        return of_model(model, task.prompts)
+
+    return compute
+
+
 def lm_eval() -> Compute:
     """Ask lm-evaluation-harness for the likelihood of each token after those before it."""
     from lm_eval.models.huggingface import HFLM
@@ -240,6 +279,8 @@ CLIENTS: dict[str, Callable[[], Compute]] = {
     "mlx": mlx,
     "transformers": transformers,
     "onnxruntime": onnxruntime,
+    "autoawq": autoawq,
+    "modelopt": modelopt,
     "compressed-tensors": transformers,
     "gptqmodel": transformers,
     "llm-compressor": transformers,

@@ -21,8 +21,8 @@ Write a quantized checkpoint in the format of another tool, with the same codes 
 
 Nothing is quantized again. If the other format cannot hold a layer, an error names the layer before
 any tensor is read. The input is a checkpoint in one of the formats of [cyan]--to[/cyan], of any
-version, MXFP4 of gpt-oss, the native format, or a GGUF file with Q4_0 to Q8_0, K-quants, MXFP4 or
-NVFP4 weights.
+version, MXFP4 of gpt-oss, the native format, or a GGUF file with Q4_0 to Q8_0, K-quants, IQ4_NL,
+MXFP4 or NVFP4 weights.
 
 [bold]Examples[/bold]
 

@@ -38,7 +38,9 @@ def magnitudes(fmt: Format) -> Array:
 
 @cache
 def _grid(fmt: Format) -> tuple[Array, int]:
-    """Return all values of a format, ascending, and the place of zero."""
+    """Return all values of a format, ascending, and the place of the code 0."""
+    if fmt.values:
+        return np.array(fmt.values, dtype=np.float64), 0
     if not fmt.is_float:
         return np.arange(fmt.qmin, fmt.qmax + 1, dtype=np.float64), -fmt.qmin
     values = magnitudes(fmt)

@@ -137,10 +137,10 @@ def _checkpoints(results: dict[str, Any]) -> str:
     head = "reader | layout | scheme | result | largest | median | perplexity"
     return (
         "## Checkpoints\n\n"
-        f"`scripts/interop.py --json` wrote these results on {results['date']}. This package "
-        "writes a quantized copy of the shipped model, and the reader computes log-probabilities "
-        "of text. The last columns are the largest and the median difference from the model in "
-        f"memory, and the change of the perplexity. Versions: {versions}.\n\n"
+        f"`scripts/interop.py --json` wrote these results, the last on {results['date']}. This "
+        "package writes a quantized copy of the shipped model, and the reader computes "
+        "log-probabilities of text. The last columns are the largest and the median difference "
+        f"from the model in memory, and the change of the perplexity. Versions: {versions}.\n\n"
         + _table(head, "llllrrr", rows)
     )
 
@@ -153,7 +153,9 @@ def _foreign(results: list[dict[str, Any]]) -> str:
         "## Checkpoints of other software\n\n"
         "`scripts/foreign_checkpoints.py` wrote these results. The writer quantizes the shipped "
         "model and computes log-probabilities of text from its files. This package loads the same "
-        "files in float32. The last columns compare the two. llama.cpp rounds inputs to 8 bits. "
+        "files in float32. The last columns compare the two. llama.cpp rounds inputs to 8 bits, "
+        "gptqmodel computes in bfloat16. AutoAWQ, and ModelOpt for NVFP4, dequantize the codes of "
+        "their files; ModelOpt computes fp8 by the model that it wrote, still with quantizers. "
         "Where a layer rounds inputs, values beside a tie between two codes go either way.\n\n"
         + _table(" | ".join(cells), "lllrrr", rows)
     )

@@ -17,7 +17,7 @@ MX_FLOATS = ("fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4")
 
 
 def floats() -> list[str]:
-    """Return the names of the float formats."""
+    """Return the names of the float formats, and of those whose values are a table."""
     return [dtype.name for dtype in Dtype if dtype.value.is_float]
 
 

@@ -29,7 +29,9 @@ def extremes(fmt: Format) -> torch.Tensor:
     what lies beyond; both zeros; subnormal numbers and the ends of the exponents of float32; each
     between its neighbours in float32; infinities.
     """
-    if fmt.is_float:
+    if fmt.values:
+        values = torch.tensor(fmt.values, dtype=torch.float64)
+    elif fmt.is_float:
         values = torch.from_numpy(magnitudes(fmt))[: 1 << 8]
     else:
         values = torch.arange(min(fmt.qmax, 1 << 8) + 1, dtype=torch.float64)

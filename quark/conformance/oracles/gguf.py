@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +12,10 @@ from quark.conformance.samples import usual_values
 from quark.torch.export.gguf.blocks import block_spec, pack_blocks, unpack_blocks
 from quark.torch.numerics.qdq import dequantize
 
-FORMATS = {"Q4_0": "int4", "Q4_1": "uint4", "Q8_0": "int8", "MXFP4": "fp4", "NVFP4": "fp4"}
+FORMATS = {
+    **{"Q4_0": "int4", "Q4_1": "uint4", "Q8_0": "int8", "IQ4_NL": "iq4_nl"},
+    **{"MXFP4": "fp4", "NVFP4": "fp4"},
+}
 
 
 def compare_all(every: int) -> Iterator[Comparison]:
@@ -26,8 +29,8 @@ def compare_all(every: int) -> Iterator[Comparison]:
     for kind, name in FORMATS.items():
         x = _multiples() if kind == "Q4_1" else usual_values(256, 128)
         number = GGMLQuantizationType[kind]
-        # The package has no rounding to NVFP4.
-        data = _nvfp4_blocks() if kind == "NVFP4" else quants.quantize(x.numpy(), number)
+        make = _GIVEN.get(kind)
+        data = make() if make is not None else quants.quantize(x.numpy(), number)
         blocks = torch.from_numpy(data.copy())
         theirs = torch.from_numpy(quants.dequantize(data, number))
         state = unpack_blocks(blocks, block_spec(kind, blocks, kind), kind)
@@ -44,6 +47,18 @@ def _nvfp4_blocks() -> Any:
     scales = torch.arange(1, 127).repeat(4)[torch.randperm(504, generator=generator)]
     blocks[..., :4] = scales.reshape(63, 2, 4)
     return blocks.flatten(1).to(torch.uint8).numpy()
+
+
+def _iq4_nl_blocks() -> Any:
+    """Return rows of any codes under scales of both signs in float16, (256, 72) uint8."""
+    generator = torch.Generator().manual_seed(4)
+    blocks = torch.randint(0, 256, (256, 4, 18), generator=generator).to(torch.uint8)
+    scales = torch.randn(256, 4, 1, generator=generator).half()
+    return torch.cat([scales.view(torch.uint8), blocks[..., 2:]], -1).flatten(1).numpy()
+
+
+# Blocks of types to which the package does not round.
+_GIVEN: dict[str, Callable[[], Any]] = {"NVFP4": _nvfp4_blocks, "IQ4_NL": _iq4_nl_blocks}
 
 
 def _multiples() -> torch.Tensor:

@@ -30,6 +30,7 @@ class Format:
         fraction_bits: Bits after the binary point of an integer code.
         block: Elements that share an exponent, if the format fixes their number; else 0.
         sub_block: Elements of a block that share a one-bit shift of the exponent.
+        values: Values of all codes, ascending, if no rule of the other fields gives them.
     """
 
     name: str
@@ -47,11 +48,12 @@ class Format:
     fraction_bits: int = 0
     block: int = 0
     sub_block: int = 0
+    values: tuple[float, ...] = ()
 
     @property
     def is_float(self) -> bool:
-        """Whether the format has an exponent."""
-        return self.exponent_bits > 0
+        """Whether codes stand for floats or values of a table, which no zero point moves."""
+        return self.exponent_bits > 0 or self.values != ()
 
     @property
     def is_encoded(self) -> bool:
@@ -123,6 +125,17 @@ class Dtype(Enum):
     fp6_e3m2 = Format("fp6_e3m2", 6, True, 3, 2, 28.0, word_codes=4, word_dtype=torch.uint8)
     fp6_e2m3 = Format("fp6_e2m3", 6, True, 2, 3, 7.5, word_codes=4, word_dtype=torch.uint8)
     fp4 = Format("fp4", 4, True, 2, 1, 6.0, word_codes=2, word_dtype=torch.uint8)
+    iq4_nl = Format(
+        "iq4_nl",
+        4,
+        max_value=113.0,
+        word_codes=2,
+        word_dtype=torch.uint8,
+        values=tuple(
+            float(x)
+            for x in (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+        ),
+    )
     mx = Format("mx", 8, narrow=True, fraction_bits=6)
     mx6 = Format("mx6", 5, narrow=True, word_codes=8, word_dtype=torch.uint8, block=16, sub_block=2)
     mx9 = Format("mx9", 8, narrow=True, block=16, sub_block=2)

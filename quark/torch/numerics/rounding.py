@@ -42,8 +42,37 @@ def round_to_grid_(x: torch.Tensor, fmt: Format, mode: RoundType) -> torch.Tenso
     and rounds to 3; 0.3 is below the smallest normal number 2^0, has the step 2^-1 and rounds to
     0.5.
     """
+    if fmt.values:
+        table = torch.tensor(fmt.values, dtype=x.dtype, device=x.device)
+        nearest = table[round_to_table(x, fmt, mode)]
+        return x.copy_(torch.where(x.isnan(), x, nearest))
     steps, step = round_to_steps_(x, fmt, mode)
     return steps.mul_(step)
+
+
+def round_to_table(x: torch.Tensor, fmt: Format, mode: RoundType) -> torch.Tensor:
+    """Return the codes, int64, of values rounded to those of a table.
+
+    Example, the table (-2, 0, 1, 4): 2.5 lies in the middle of 1 and 4, the codes 2 and 3, and
+    rounds to the even code 2.
+    """
+    values = torch.tensor(fmt.values, dtype=x.dtype, device=x.device)
+    if mode is RoundType.floor:
+        return torch.bucketize(x, values, right=True).sub_(1).clamp_(0)
+    middles = (values[1:] + values[:-1]) / 2
+    low, high = (torch.bucketize(x, middles, right=right) for right in (False, True))
+    takes_low = x < 0 if mode is RoundType.round else low % 2 == 0
+    return torch.where(takes_low, low, high)  # they differ in the middle of two values alone
+
+
+def table_step(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the value of a table below each value, and the distance to the next one.
+
+    Beyond the ends, they are those of the nearest two values.
+    """
+    values = torch.tensor(fmt.values, dtype=x.dtype, device=x.device)
+    low = torch.bucketize(x, values, right=True).sub_(1).clamp_(0, len(values) - 2)
+    return values[low], values.diff()[low]
 
 
 def round_to_steps_(

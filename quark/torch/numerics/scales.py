@@ -124,8 +124,8 @@ def qparams_from_range(
     if scheme.scale.two_level and tensor_scale is None:
         tensor_scale = tensor_scale_from_range(lo, hi, scheme)
     if fmt.is_float:
-        amax = torch.maximum(-lo, hi)
-        scale = torch.where(amax == 0, EPS, _divided(amax, fmt.max_value))
+        is_zero = torch.maximum(-lo, hi) == 0
+        scale = torch.where(is_zero, EPS, _float_scale(lo, hi, fmt))
         scale = round_scale(scale, scheme.scale, tensor_scale, scheme.axis)
         return scale.clamp(max=largest_scale(scheme, largest)), None
     if scheme.scale.span and not scheme.symmetric:
@@ -145,6 +145,13 @@ def qparams_from_range(
     most = torch.full_like(code, largest) / code  # a GPU multiplies a scalar by reciprocals
     smaller = scale / 2 if scheme.scale.power_of_two else (most * (1 - 2**-8)).to(scale.dtype)
     return torch.where(scale > most, smaller, scale), zero_point
+
+
+def _float_scale(lo: torch.Tensor, hi: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Return the scale under which no value exceeds those of a format without zero points."""
+    if fmt.values:  # a table may reach farther on one side
+        return torch.maximum(_divided(lo, fmt.values[0]), _divided(hi, fmt.values[-1]))
+    return _divided(torch.maximum(-lo, hi), fmt.max_value)
 
 
 def _zero_point(

@@ -29,8 +29,9 @@ def _names(belongs):
 
 CASTS = _names(lambda fmt: not fmt.scaled)
 SHARED = _names(shares_exponents)
-FLOATS = _names(lambda fmt: fmt.is_float and fmt.scaled and fmt.signed)
-UNSIGNED_FLOATS = _names(lambda fmt: fmt.is_float and not fmt.signed)
+TABLES = _names(lambda fmt: fmt.values)
+FLOATS = _names(lambda fmt: fmt.exponent_bits and fmt.scaled and fmt.signed)
+UNSIGNED_FLOATS = _names(lambda fmt: fmt.exponent_bits and not fmt.signed)
 NATIVE = [name for name in FLOATS if Dtype[name].value.native is not None]
 ENCODED = [name for name in FLOATS if name not in NATIVE]
 ALL_INTEGERS = _names(lambda fmt: not fmt.is_float and not shares_exponents(fmt))

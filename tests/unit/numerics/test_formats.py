@@ -71,7 +71,8 @@ PACKED = {
 
 
 def test_every_format_is_of_one_kind():
-    groups = (kinds.ALL_INTEGERS, kinds.FLOATS, kinds.UNSIGNED_FLOATS, kinds.CASTS, kinds.SHARED)
+    floats = kinds.FLOATS, kinds.UNSIGNED_FLOATS, kinds.CASTS, kinds.TABLES
+    groups = (kinds.ALL_INTEGERS, kinds.SHARED, *floats)
     assert sorted(name for group in groups for name in group) == sorted(Dtype.__members__)
     assert {*INTEGERS} <= {*kinds.ALL_INTEGERS}
     assert {*FLOATS} == {*kinds.NATIVE, *kinds.CASTS} and {*ENCODED} <= {*kinds.ENCODED}

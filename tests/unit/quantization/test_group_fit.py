@@ -76,7 +76,7 @@ def test_what_no_size_divides_is_left_to_the_refusal(build, config_of):
 
 @pytest.mark.parametrize(
     ("name", "other"),
-    [("q2_k", "q4_0"), ("q3_k", "q4_0"), ("q4_k", "q5_0"), ("q5_k", "q5_1"), ("q6_k", "q8_0")],
+    [("q2_k", "iq4_nl"), ("q3_k", "iq4_nl"), ("q4_k", "q5_0"), ("q5_k", "q5_1"), ("q6_k", "q8_0")],
 )
 def test_layers_that_super_blocks_do_not_divide_take_another_scheme(build, config_of, name, other):
     model = build("llama", **SIZES, intermediate_size=256)

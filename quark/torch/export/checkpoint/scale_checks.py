@@ -33,8 +33,8 @@ def check_scales(model: nn.Module) -> None:
 def check_layer_scales(layer: PackedLayer, name: str) -> None:
     """Check that the scales of a packed layer are sound.
 
-    Scales are finite and positive. Only integer weights may have scales that are zero or negative:
-    the blocks of GGUF files do. Float zero points are finite.
+    Scales are finite and positive. Only weights in integers and in tables may have scales that are
+    zero or negative: the blocks of GGUF files do. Float zero points are finite.
 
     Args:
         layer: The layer.
@@ -48,7 +48,8 @@ def check_layer_scales(layer: PackedLayer, name: str) -> None:
         quantizer = getattr(layer, f"{short}_quantizer")
         if quantizer is None:
             continue
-        may_be_signed = tensor in PARAMETERS and not spec.fmt.is_float
+        is_block = bool(spec.fmt.values) or not spec.fmt.is_float
+        may_be_signed = tensor in PARAMETERS and is_block
         for part, scale in (
             ("scale", quantizer.scale),
             ("scale_2", getattr(layer, f"{short}_scale_2")),

@@ -5,7 +5,7 @@ A block is a sequence of parts. Its values are
 =============================  ==================================================
 parts                          value
 =============================  ==================================================
-scale                          scale * code
+scale                          scale * code, or scale * value of the code (IQ4_NL)
 scale, minimum                 scale * code + minimum
 scale, factors                 scale * factor * code
 scale, minimum, factors        scale * factor * code - minimum * factor of minimum
@@ -71,6 +71,7 @@ _LAYOUTS: dict[str, tuple[int, tuple[str | int, ...], tuple[tuple[int, int], ...
     "Q5_0": (32, ("scale", 1, 0), (_HALVES, _OWN_BITS)),
     "Q5_1": (32, ("scale", "minimum", 1, 0), (_HALVES, _OWN_BITS)),
     "Q8_0": (32, ("scale", 0), ((8, 1),)),
+    "IQ4_NL": (32, ("scale", 0), (_HALVES,)),
     "Q2_K": (256, ("factors", 0, "scale", "minimum"), ((2, 32),)),
     "Q3_K": (256, (1, 0, "factors", "scale"), ((2, 32), (1, 32))),
     "Q4_K": (256, ("scale", "minimum", "factors", 0), ((4, 32),)),

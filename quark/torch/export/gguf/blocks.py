@@ -26,7 +26,7 @@ _E4M3_ONE = 7 << 3  # bits of the e4m3 number 1
 SUPPORTED = (
     "integer weights: symmetric ones of up to 8 bits and asymmetric ones of up to 5, with one "
     "scale per tensor, per output channel or per group of a multiple of 32 inputs; mxfp4; "
-    "nvfp4 for layers with a multiple of 64 inputs; and "
+    "nvfp4 for layers with a multiple of 64 inputs; iq4_nl; and "
     "q2_k, q3_k, q4_k, q5_k and q6_k for layers with a multiple of 256 inputs"
 )
 
@@ -41,7 +41,8 @@ def block_type(spec: QuantizationSpec, columns: int) -> str | None:
     scheme = spec.scheme
     if spec.quantizes_codes:
         return None
-    if scheme.scale == E8M0 or scheme.scale.span or scheme.scale.two_level:
+    scale = scheme.scale
+    if spec.fmt.values or scale == E8M0 or scale.span or scale.two_level:
         fitting = (name for name, kind in BLOCK_TYPES.items() if kind.scheme.fits(spec))
         return next((name for name in fitting if columns % BLOCK_TYPES[name].size == 0), None)
     group = columns if scheme.group == -1 else scheme.group
@@ -100,11 +101,14 @@ def pack_blocks(state: QuantizedTensor, kind: str) -> torch.Tensor:
     """
     form = BLOCK_TYPES[kind]
     assert state.codes is not None and state.scale is not None
+    parts: Parts
     rows, columns = state.codes.shape
-    if form.scheme.fmt.is_float:
+    if form.scheme.fmt.values:
+        codes, parts = state.codes, {"scale": _to_half(state.scale.float().reshape(rows, -1))}
+    elif form.scheme.fmt.is_float:
         codes = state.codes
         scales = encode_scale(state.scale, state.scheme, state.scale_2).view(torch.uint8)
-        parts: Parts = {"scales": scales.reshape(rows, -1, form.part_bytes("scales"))}
+        parts = {"scales": scales.reshape(rows, -1, form.part_bytes("scales"))}
     elif form.scheme.has_super_blocks:
         codes = (state.codes.to(torch.int16) + form.offset).to(torch.uint8)
         parts = _pack_super_blocks(state, form)
@@ -229,6 +233,8 @@ def unpack_blocks(
         codes = codes | split_plane(parts[number], bits, width) << low
         low += bits
     rows = len(blocks)
+    if form.scheme.fmt.values:
+        return QuantizedTensor(spec, codes.reshape(rows, -1), _halves(parts["scale"]), None)
     if form.scheme.fmt.is_float:
         codes, scales = codes.reshape(rows, -1), parts["scales"].reshape(rows, -1)
         if form.scheme.has_tensor_scale:

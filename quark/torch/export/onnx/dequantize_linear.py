@@ -2,7 +2,7 @@
 
 DequantizeLinear computes scale * (code - zero point). Integers for which ONNX has no type are
 stored in the next wider one. fp6 is stored as its values in FLOAT8E4M3FN, fp4 as 4-bit indices of a
-table of its values.
+table of its values. Opset 28 has types for both, and for scales that are powers of two.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from quark.torch.numerics.codec import decode
 from quark.torch.numerics.formats import Format
 from quark.torch.numerics.granularity import GROUPED, QSchemeType
+from quark.torch.numerics.scale_formats import E8M0
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.config.type import Dtype
@@ -43,6 +44,8 @@ _NATIVE = {torch.float8_e4m3fn: "FLOAT8E4M3FN", torch.float8_e5m2: "FLOAT8E5M2"}
 BLOCKED_OPSET = 21  # the first with block_size, 16-bit and 4-bit integers
 BYTES = ("INT8", "UINT8")
 DECODED = "FLOAT8E4M3FN"  # holds all values of fp4 and fp6 exactly
+PACKED_OPSET, PACKED_IR = 28, 14  # the first with 6-bit floats, and with scales in E8M0
+_PACKED = {"fp4": "FLOAT4E2M1", "fp6_e2m3": "FLOAT6E2M3", "fp6_e3m2": "FLOAT6E3M2"}
 
 
 class DequantizeInputs(NamedTuple):
@@ -56,6 +59,9 @@ class DequantizeInputs(NamedTuple):
         axis: Axis of the channels or blocks, None per tensor.
         block: Elements of a block along ``axis``, 0 per tensor and per channel.
         table: float32 value of each code, if codes are indices; or None.
+        packed_type: Name of the type that has the codes from ``PACKED_OPSET`` on; "" for
+            ``code_type``.
+        scale_type: Name of the ONNX type of the scale; "" for its own.
     """
 
     codes: torch.Tensor
@@ -65,6 +71,8 @@ class DequantizeInputs(NamedTuple):
     axis: int | None = None
     block: int = 0
     table: torch.Tensor | None = None
+    packed_type: str = ""
+    scale_type: str = ""
 
     @property
     def is_pairable(self) -> bool:
@@ -81,6 +89,15 @@ class DequantizeInputs(NamedTuple):
         """Lowest opset in which DequantizeLinear accepts the inputs."""
         least = _OPSETS.get(self.code_type, BLOCKED_OPSET)
         return max(least, BLOCKED_OPSET) if self.block else least
+
+    def in_types_of(self, opset: int) -> DequantizeInputs:
+        """Return the inputs in the types that an opset has for their codes and scales."""
+        if opset < PACKED_OPSET:
+            return self._replace(scale_type="")
+        if not self.packed_type:
+            return self
+        codes = self.codes.float() if self.table is None else self.table[self.codes.int()]
+        return self._replace(codes=codes, code_type=self.packed_type, table=None)
 
     def transposed(self) -> DequantizeInputs:
         """Return a matrix with its axes exchanged."""
@@ -101,7 +118,7 @@ def code_type(fmt: Format) -> str | None:
     """
     if fmt.native is not None:
         return _NATIVE.get(fmt.native)
-    if fmt.is_float and (fmt.bits == 8 or not fmt.signed):
+    if fmt.values or (fmt.is_float and (fmt.bits == 8 or not fmt.signed)):
         return None
     if fmt.is_float and fmt.bits in _WIDTHS:
         return f"UINT{fmt.bits}"
@@ -175,7 +192,10 @@ def to_dequantize_inputs(state: QuantizedTensor) -> DequantizeInputs:
     scale = _to_onnx_shape(scale.float(), scheme, codes.shape)
     zeros = None if zeros is None else _to_onnx_shape(zeros, scheme, codes.shape).to(codes.dtype)
     axis, block = _axis_and_block(scheme, codes.shape)
-    return DequantizeInputs(codes.contiguous(), scale, zeros, kind, axis, block, table)
+    packed, power = _PACKED.get(fmt.name, ""), "FLOAT8E8M0" if scheme.scale == E8M0 else ""
+    return DequantizeInputs(
+        codes.contiguous(), scale, zeros, kind, axis, block, table, packed, power
+    )
 
 
 def _merge_sub_blocks(

@@ -54,12 +54,13 @@ class ParameterPlaceholder(nn.Module):
         return values if values.dtype == dtype else values.to(dtype)
 
 
-def replace_placeholders(model: Any, root: nn.Module) -> set[Any]:
+def replace_placeholders(model: Any, root: nn.Module, opset: int) -> set[Any]:
     """Replace the placeholders in a graph by codes, scales and DequantizeLinear nodes.
 
     Args:
         model: ``onnx_ir.Model`` of ``root``. It is changed.
         root: The module that was traced.
+        opset: Version of the operators.
 
     Returns:
         The new nodes (``onnx_ir.Node``).
@@ -71,7 +72,8 @@ def replace_placeholders(model: Any, root: nn.Module) -> set[Any]:
         part = parts.get(owner)
         if last != _PLACEHOLDER or not isinstance(part, ParameterPlaceholder):
             continue
-        values = _ParameterNodes(model.graph, first, owner).add(part.stored, part.placeholder)
+        stored = part.stored.in_types_of(opset)
+        values = _ParameterNodes(model.graph, first, owner).add(stored, part.placeholder)
         values.type, values.shape = value.type, value.shape
         values.name = owner.removeprefix("model.")
         value.replace_all_uses_with(values)
@@ -104,12 +106,13 @@ class _ParameterNodes:
         if stored.scale is None:
             dtype = stored.codes.dtype
         else:
-            parts = [value, self.tensor("scale", stored.scale)]
+            parts = [value, self.tensor("scale", stored.scale, stored.scale_type)]
             if stored.zero_point is not None:
                 parts.append(self.tensor("zero_point", stored.zero_point, stored.code_type))
             axis = {} if stored.axis is None else {"axis": stored.axis}
             block = {"block_size": stored.block} if stored.block else {}
-            value = self.node("DequantizeLinear", *parts, **axis, **block)
+            kind = {"output_dtype": ir.DataType.FLOAT.value} if stored.scale_type else {}
+            value = self.node("DequantizeLinear", *parts, **axis, **block, **kind)
         if stored.codes.shape != placeholder.shape:
             value = self.node(
                 "Reshape", value, self.tensor("shape", torch.tensor(placeholder.shape))
@@ -123,12 +126,13 @@ class _ParameterNodes:
         return value
 
     def tensor(self, name: str, values: torch.Tensor, code_type: str = "") -> Any:
-        """Add an initializer, in the ONNX type ``code_type`` if that is narrower than a byte."""
+        """Add an initializer, in the ONNX type ``code_type`` if torch has no such type here."""
         import onnx_ir as ir
         from onnx_ir.tensor_adapters import TorchTensor
 
         name = f"{self.name}.{name}"
-        if code_type and ir.DataType[code_type].bitwidth < 8:
+        is_wide = values.dtype == torch.float32 and code_type != ""
+        if code_type and (is_wide or ir.DataType[code_type].bitwidth < 8):
             narrow = values.numpy(force=True).astype(ir.DataType[code_type].numpy())
             content = ir.Tensor(narrow, name=name)
         else:

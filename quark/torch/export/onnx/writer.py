@@ -20,6 +20,8 @@ from quark.torch.export.onnx.activations import ActivationQuantizer, activation_
 from quark.torch.export.onnx.dequantize_linear import (
     NARROW_IR,
     NARROW_OPSET,
+    PACKED_IR,
+    PACKED_OPSET,
     SUPPORTED,
     bias_problem,
     weight_problem,
@@ -91,7 +93,7 @@ def write_onnx(model: nn.Module, target: Target, input_args: Any, options: OnnxO
         opset = _choose_opset(copied, options.opset_version)
         graph = _trace(traceable, inputs, axes, output_names, opset, options)
         functions.define(graph, opset)
-    new_nodes = replace_placeholders(graph, traceable)
+    new_nodes = replace_placeholders(graph, traceable, opset)
     if options.do_constant_folding:
         _fold_constants(graph, new_nodes)
     set_names(graph, options.output_names)
@@ -257,8 +259,9 @@ def _set_versions(model: Any) -> None:
     for value in list(model.graph.initializers.values()):
         value.metadata_props.clear()
     model.producer_name, model.producer_version = "quark", __version__
-    if model.opset_imports[""] >= NARROW_OPSET:
-        model.ir_version = max(model.ir_version, NARROW_IR)
+    for opset, least in ((NARROW_OPSET, NARROW_IR), (PACKED_OPSET, PACKED_IR)):
+        if model.opset_imports[""] >= opset:
+            model.ir_version = max(model.ir_version, least)
 
 
 def _save(model: Any, path: Path, external: str | None) -> None:

@@ -89,9 +89,11 @@ def training_problem(spec: Any) -> str | None:
         return None
     if spec.is_dynamic or spec.second_stage is not None or spec.is_scale_quant:
         return "trained scales are static and of one stage: leave out is_dynamic and other stages."
-    if not spec.fmt.scaled or spec.scheme.shares_exponents or spec.scheme.scale.fmt is not None:
+    is_free = spec.fmt.scaled and not spec.fmt.values and not spec.scheme.shares_exponents
+    if not is_free or spec.scheme.scale.fmt is not None:
         return (
-            "trained scales need a format whose scales are float32, float16, bfloat16 or pof2. "
+            "trained scales need integers or floats with scales in float32, float16, bfloat16 or "
+            "pof2. "
             "Leave out qat_spec and trained observers: weights train without them too."
         )
     if training == "lsq":

@@ -384,8 +384,8 @@ RULES: list[_Rule] = [
         lambda s: "blocks that share an exponent have no zero point: leave out symmetric=False.",
     ),
     (
-        lambda s: s.scheme.scale == E8M0 and not (s.fmt.is_float or s.dtype is Dtype.mx),
-        lambda s: "e8m0 scales are for floats and mx: use scale_type='pof2' with integers.",
+        lambda s: s.scheme.scale == E8M0 and not (s.fmt.exponent_bits or s.dtype is Dtype.mx),
+        lambda s: "e8m0 scales are for floats and mx: use scale_type='pof2' with other formats.",
     ),
     (lambda s: observer_problem(s) is not None, lambda s: f"{observer_problem(s)}"),
     (lambda s: training_problem(s) is not None, lambda s: f"{training_problem(s)}"),

@@ -167,6 +167,15 @@ class TestWritten:
         assert one.keys() == other.keys() and all(one[n].equal(other[n]) for n in one)
 
 
+def test_experts_that_are_split_are_refused(written, tmp_path):
+    with pytest.raises(ValueError, match=r"cannot hold the experts of .*0\.mlp\.experts"):
+        written(preset("int8_wo"), "mixtral")
+    assert not (tmp_path / "ao").exists()
+    _, path = written(preset("int8_wo", exclude=["lm_head", "*experts*"]), "mixtral")
+    stored = load_file(path / "model.safetensors")
+    assert any(key.endswith("q_proj._weight_qdata") for key in stored)
+
+
 class TestRefusedFiles:
     @pytest.mark.parametrize(
         ("change", "said"),

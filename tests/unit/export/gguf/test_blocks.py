@@ -84,13 +84,13 @@ def test_the_package_reads_what_a_scheme_gives(quantize, name):
     assert block_type(scheme(name).weight, 96) == (None if name in K_QUANTS else kind)
 
 
-@pytest.mark.parametrize("name", ["q2_k", "q3_k", "q4_k"])
+@pytest.mark.parametrize("name", ["q2_k", "q3_k", "q4_k", "iq4_nl"])
 @pytest.mark.parametrize(
     "algorithm",
     [GPTQConfig(), QronosConfig(), AWQConfig(), AutoRoundConfig(iters=3)],
     ids=lambda options: options.name,
 )
-def test_algorithms_keep_the_super_blocks(build, quantize, name, algorithm):
+def test_algorithms_keep_the_blocks(build, quantize, name, algorithm):
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
     model = quantize(build(**sizes), preset(name, algorithm))
     plain = quantize(build(**sizes), preset(name))

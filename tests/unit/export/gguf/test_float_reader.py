@@ -19,9 +19,8 @@ from tests.configurations import config, half_groups
 
 gguf = pytest.importorskip("gguf")
 VOCABULARY = 2048  # of the tokenizer
-# Types of blocks by tensor. Only the values of IQ4_NL are read.
-KINDS = {"ffn_down": "Q5_1", "attn_q": "Q4_1", "attn_v": "IQ4_NL", "token_embd": "Q8_0"}
-LAYOUT_OF = {"IQ4_NL": "Q4_0"}  # the package does not quantize IQ4_NL, which has this layout
+# Types of blocks by tensor. Only the values of TQ2_0 are read.
+KINDS = {"ffn_down": "Q5_1", "attn_q": "Q4_1", "attn_v": "TQ2_0", "token_embd": "Q8_0"}
 
 
 def write_gguf(path, source, kinds):
@@ -37,8 +36,7 @@ def write_gguf(path, source, kinds):
         number, data = tensor.tensor_type, tensor.data
         if kind is not None:
             number = gguf.GGMLQuantizationType[kind]
-            layout = gguf.GGMLQuantizationType[LAYOUT_OF.get(kind, kind)]
-            data = gguf.quantize(gguf.dequantize(data, tensor.tensor_type), layout)
+            data = gguf.quantize(gguf.dequantize(data, tensor.tensor_type), number)
         writer.add_tensor(tensor.name, data, raw_dtype=number)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -50,7 +48,7 @@ def write_gguf(path, source, kinds):
 def file(build, quantize, tmp_path_factory):
     """A GGUF file of a small model, with blocks of many types."""
     place = tmp_path_factory.mktemp("gguf")
-    model = build("tied", vocab_size=VOCABULARY)
+    model = build("tied", vocab_size=VOCABULARY, hidden_size=256)  # elements of a block of TQ2_0
     model = quantize(model, config(half_groups("int8"), exclude=["lm_head", "*down_proj"]), None)
     ModelExporter(place / "plain").export_gguf_model(model, model_directory(), "small")
     (place / "mixed").mkdir()
@@ -76,7 +74,7 @@ def test_values_are_those_that_transformers_reads(file, expected, logits):
     model = load_in_float(file)
     assert type(model.model.layers[0].mlp.down_proj) is torch.nn.Linear
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_values_of_each_tensor_are_those_of_the_package(file, monkeypatch):

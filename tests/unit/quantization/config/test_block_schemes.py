@@ -16,6 +16,7 @@ EXPECTED = {
     "q5_0": ("int5", 32, True, HALF, False),
     "q5_1": ("uint5", 32, False, HALF, False),
     "q8_0": ("int8", 32, True, HALF, False),
+    "iq4_nl": ("iq4_nl", 32, True, HALF, False),
     "q2_k": ("uint2", 16, False, SUPER_BLOCKS["uint4x16"], True),
     "q3_k": ("int3", 16, True, SUPER_BLOCKS["int6x16"], False),
     "q4_k": ("uint4", 32, False, SUPER_BLOCKS["uint6x8"], True),

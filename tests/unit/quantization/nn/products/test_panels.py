@@ -15,8 +15,10 @@ from quark.torch.quantization.nn.products.arrangement import (
 from quark.torch.quantization.nn.products.panels import Panels
 from quark.torch.quantization.nn.quantizer import QuantizedTensor
 
-FORMATS = [  # of up to 8 bits, with values that float16 has
-    d for d in Dtype if d.value.bits <= 8 and not d.value.sub_block and d.value.max_value < 65536
+FORMATS = [  # of up to 8 bits, with values that float16 has by a rule
+    d
+    for d in Dtype
+    if d.value.bits <= 8 and not (d.value.sub_block or d.value.values) and d.value.max_value < 65536
 ]
 ORDERS = [Arrangement.of_rows(70, 64, 32)] + [
     Arrangement.of_columns(70, 64, 32, half) for half in (16, 32)
