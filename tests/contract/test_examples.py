@@ -63,7 +63,7 @@ def test_a_language_model_with_low_bit_weights(run):
         ("fp8_cache.py", "quark"),
         ("awq.py", "awq"),
         ("gptq.py", "gptq"),
-        ("rotated_nvfp4.py", "quark"),
+        ("rotated_mxfp4.py", "quark"),
     ],
 )
 def test_a_language_model(run, one_block, name, method):
