@@ -36,14 +36,17 @@ def check_state(state: QuantizedTensor, what: str) -> None:
         if found is None:
             continue
         numbers = found.float()
-        if not numbers.isfinite().all():
+        if not numbers.numel():
+            continue
+        least, most = numbers.aminmax()  # NaN is both
+        if not bool(least.isfinite() & most.isfinite()):
             raise ValueError(f"the {name} of its {what} is NaN or infinite{_hint(numbers)}.")
-        if (numbers < 0).any():
+        if least < 0:
             raise ValueError(
                 f"the {name} of its {what} is negative{_hint(numbers)}. llama.cpp writes such "
                 "scales (Q4_0, Q5_0), and no other format holds them: quantize the values again."
             )
-        if codes is None and (numbers == 0).any():
+        if codes is None and least == 0:
             raise ValueError(
                 f"the {name} of its {what} is 0, which everything is divided by: calibrate with "
                 "data that reaches it, or exclude the layer."

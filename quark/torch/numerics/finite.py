@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from quark.torch.numerics.native.ranges import find_extremes
+from quark.torch.numerics.native.ranges import find_extremes, find_largest
 
 
 def is_finite(x: torch.Tensor) -> bool:
@@ -46,7 +46,9 @@ def has_nan(x: torch.Tensor) -> bool:
         least = 128 - int(is_nan.sum())
         is_symmetric = torch.equal(is_nan, (codes + 128).view(x.dtype).float().isnan())
         if is_symmetric and least < 128 and bool(is_nan[least:].all()):
-            return int((x.view(torch.uint8) & 127).max()) >= least
+            stored = x.detach().view(torch.uint8)
+            largest = find_largest(stored, 127)
+            return (int((stored & 127).max()) if largest is None else largest) >= least
     return bool((x.float() if x.itemsize == 1 else x).isnan().any())
 
 

@@ -54,3 +54,15 @@ def test_nan_among_codes(dtype):
     assert [has_nan(code) for code in codes.split(1)] == is_nan.tolist()
     assert has_nan(codes) == bool(is_nan.any()) and not has_nan(codes[~is_nan])
     assert not has_nan(codes[:0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("place", [0, 700 * 513, -1])
+def test_one_code_of_a_large_tensor(dtype, place):
+    """A kernel finds the largest code of parts."""
+    codes = torch.arange(1024 * 513).remainder(256).to(torch.uint8)
+    codes[codes.view(dtype).float().isnan()] = 0
+    assert not has_nan(codes.view(dtype))
+    for code in (0x7F, 0xFF):
+        codes[place] = code
+        assert has_nan(codes.view(dtype))

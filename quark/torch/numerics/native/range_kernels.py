@@ -59,3 +59,20 @@ def find_extremes_32(x: Array, lo: Array, hi: Array) -> None:
             low = high = np.int32(0x7FFFFFFF)  # NaN
         lo[run] = low ^ np.int32(np.int32(low >> 31) & 0x7FFFFFFF)
         hi[run] = high ^ np.int32(np.int32(high >> 31) & 0x7FFFFFFF)
+
+
+@native_function
+def find_largest_code(codes: Array, out: Array, mask: int) -> None:
+    """Find the largest code of each run, of the bits in a mask alone.
+
+    Args:
+        codes: uint8 (runs, length).
+        out: uint8 (runs,), overwritten.
+        mask: Bits that count.
+    """
+    bits = np.uint8(mask)
+    for run in range(codes.shape[0]):
+        most = np.uint8(0)
+        for i in range(codes.shape[1]):
+            most = np.uint8(max(most, np.uint8(codes[run, i] & bits)))
+        out[run] = most

@@ -5,7 +5,11 @@ from __future__ import annotations
 import torch
 
 from quark.torch.numerics.native.compilation import can_run, run_rows
-from quark.torch.numerics.native.range_kernels import find_extremes_16, find_extremes_32
+from quark.torch.numerics.native.range_kernels import (
+    find_extremes_16,
+    find_extremes_32,
+    find_largest_code,
+)
 from quark.torch.numerics.native.runs import count_outer_axes, split_runs
 
 # Type -> kernel, and the bits of infinity for kernels of several types.
@@ -43,3 +47,18 @@ def find_extremes(
     lo, hi = lo.view(shape), hi.view(shape)
     others = [axis for axis in reduced if axis < outer]
     return (lo.amin(others), hi.amax(others)) if others else (lo, hi)
+
+
+def find_largest(codes: torch.Tensor, mask: int) -> int | None:
+    """Return the largest of some codes of one byte, of the bits in a mask; None without a kernel.
+
+    Args:
+        codes: uint8, not empty.
+        mask: Bits that count.
+    """
+    if not codes.is_contiguous() or not can_run(codes):
+        return None
+    runs = split_runs(codes, 0)
+    out = torch.empty(len(runs), dtype=torch.uint8)
+    run_rows(find_largest_code, [runs, out], mask)
+    return int(out.max())
