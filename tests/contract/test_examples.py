@@ -70,7 +70,9 @@ def test_a_language_model(run, one_block, name, method):
     _, figures, output = run(name, "--model_dir", str(one_block), *FEW)
     before, after = figures["perplexity before"], figures["perplexity after"]
     assert before != after
-    assert after == pytest.approx(before, rel=0.1)
+    assert after == pytest.approx(
+        before, rel=0.2
+    )  # MXFP4 inputs change a model of one block by 15 %
     section = json.loads((output / "config.json").read_text())["quantization_config"]
     assert section["quant_method"] == method
     assert len(read_contents(output).summary.layers) == 7

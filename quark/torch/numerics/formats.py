@@ -128,7 +128,7 @@ class Dtype(Enum):
     iq4_nl = Format(
         "iq4_nl",
         4,
-        max_value=113.0,
+        max_value=127.0,
         word_codes=2,
         word_dtype=torch.uint8,
         values=tuple(

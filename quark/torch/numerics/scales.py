@@ -240,6 +240,8 @@ def represented_range(
     """
     assert scale is not None
     fmt, scale = scheme.fmt, scale.float()
+    if fmt.values:
+        return fmt.values[0] * scale, fmt.values[-1] * scale
     if scheme.symmetric or fmt.is_float or zero_point is None:
         reach = scale * (fmt.max_value if fmt.is_float else (fmt.qmax - fmt.qmin) / 2)
         if of_tensor_scale and scheme.scale.fmt is not None:

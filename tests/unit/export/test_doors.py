@@ -41,6 +41,7 @@ SEVERAL = [
     "float to files",
     "gptq to files",
     "k-quants",
+    "k-quants packed",
     "archive",
     "program",
     "graph",

@@ -61,15 +61,15 @@ def test_first_threshold():
     ("fields", "message"),
     [
         ({**TENSOR, "is_dynamic": True, "qat_spec": QATSpec()}, "leave out is_dynamic"),
-        ({"dtype": "bfloat16", "observer_cls": LSQObserver}, "need a format whose scales"),
+        ({"dtype": "bfloat16", "observer_cls": LSQObserver}, "need integers or floats"),
         (
             {"dtype": "fp4", "qscheme": "per_group", "ch_axis": -1, "group_size": 32}
             | {"scale_format": "e8m0", "qat_spec": QATSpec()},
-            "need a format whose scales",
+            "need integers or floats",
         ),
         (
             {"dtype": "mx6", "ch_axis": -1, "is_dynamic": False, "qat_spec": QATSpec()},
-            "need a format whose scales",
+            "need integers or floats",
         ),
         ({**TENSOR, "observer_cls": LSQObserver, "qat_spec": TQTSpec()}, "goes with"),
         ({**TENSOR, "observer_cls": TQTObserver, "qat_spec": QATSpec()}, "goes with"),
