@@ -208,7 +208,7 @@ def _read_config_file(path: Path) -> Config:
 
 
 def _foreign_settings(data: dict[str, Any]) -> str | None:
-    """Return what a JSON object is that other software reads; None if it may be a Config."""
+    """Return the name of a JSON file of other software; None if it may be a configuration."""
     if "quantization_config" in data or "architectures" in data:
         return "the config.json of a model"
     method = data.get("quant_method", "quark")

@@ -48,10 +48,10 @@ class TrainedWeight(ABC):
 
     @abstractmethod
     def _qparams(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return scale and zero point as they are stored, with their gradients."""
+        """Return scale and zero point, rounded to their stored types, with gradients."""
 
     def _move(self, steps: torch.Tensor) -> torch.Tensor:
-        """Return values in units of the scale as they are rounded."""
+        """Return the values that are rounded, given those in units of the scale."""
         return steps
 
     def value(self) -> torch.Tensor:
