@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import torch
 
-from quark.torch.numerics.finite import find_infinite
 from quark.torch.numerics.scale_formats import POF2
 from quark.torch.numerics.scales import (
     BFLOAT16_MAX,
@@ -141,7 +140,7 @@ class MinMaxObserver(ObserverBase):
         """
         if self.lo is None or self.hi is None:
             raise RuntimeError("No data was observed, so there is no range to derive a scale from.")
-        if find_infinite({"lo": self.lo, "hi": self.hi}) is not None:
+        if not bool((torch.isfinite(self.lo) & torch.isfinite(self.hi)).all()):
             raise FloatingPointError("NaN or infinite values were observed.")
         return self.qparams()
 
