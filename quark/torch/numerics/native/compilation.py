@@ -5,10 +5,11 @@ variable ``QUARK_KERNELS=torch``, operations of torch compute the same bits. A k
 over memory where torch makes ten.
 
 A file of kernels holds plain functions of scalars and arrays, marked with ``native_function``. They
-may call each other, but no functions of other files: numba keeps machine code on the disk until the
-file changes. Its folder is ``__pycache__`` beside the file, or one of the user's; if it cannot be
-written, each process compiles anew. Numba cannot run several of its own parallel loops at the same
-time, so threads of Python take parts of the rows instead: kernels hold no lock.
+may call each other, and take instructions from other files, but no functions: numba keeps machine
+code on the disk until the file itself changes. Its folder is ``__pycache__`` beside the file, or
+one of the user's; if it cannot be written, each process compiles anew. Numba cannot run several of
+its own parallel loops at the same time, so threads of Python take parts of the rows instead:
+kernels hold no lock.
 """
 
 from __future__ import annotations
@@ -194,10 +195,6 @@ def _compile(module: str, keeps: bool) -> dict[str, Any]:
         elif isinstance(member, ArrayInstruction):
             namespace[name] = _array_intrinsic(member, extending.intrinsic)
     for name, function in functions.items():
-        home = function.python.__module__
-        if home != module:
-            namespace[name] = _compile(home, keeps)[function.python.__name__]
-            continue
         own = _moved(function.python, namespace)
         namespace[name] = _jitted(own, numba.njit, keeps, function.reorders_sums)
     return {name: namespace[name] for name in functions}

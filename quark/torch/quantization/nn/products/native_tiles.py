@@ -4,7 +4,7 @@ A tile has 64 outputs. It holds a pair of values of each of them, for two inputs
 other, then the next pairs. A product reads it from the first to the last number. oneDNN copies a
 weight in rows or columns to this order first. Weights in columns (see ``native_columns``) have
 their outputs beside each other too. For weights in rows, the exchange of axes takes as long as the
-copy.
+copy. Numba keeps the machine code until this file changes, also if ``native_columns`` does.
 """
 
 from __future__ import annotations
