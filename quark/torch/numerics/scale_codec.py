@@ -91,6 +91,8 @@ def _exponent(scale: torch.Tensor) -> torch.Tensor:
     """Return the exponents of powers of two from 2^127 down to the smallest subnormal, 2^-149."""
     # Subnormal numbers have no exponent bits: 2^-130 * 2^64 = 2^-66 has.
     tiny = scale < 2.0**-126
+    if scale.device.type == "cpu" and not bool(tiny.any()):
+        return exponent_of(scale)
     return torch.where(tiny, exponent_of(scale * 2.0**64) - 64, exponent_of(scale))
 
 

@@ -1,7 +1,11 @@
 """Kernels that find the range of runs: neighboring elements that share a scale.
 
 A run is a row of an array of bits. Loops have no branches, and their integers have the width of the
-bits, so that the compiler makes vector instructions of them.
+bits, so that the compiler makes vector instructions of them. It makes poor ones of short loops, so
+runs of block formats, such as 32 elements, are compared by instructions that are written here.
+
+Bits of positive floats are in the order of the floats. Negative ones are in the opposite order,
+which inverting all bits but the sign corrects: the result is the key of a float.
 """
 
 from __future__ import annotations
@@ -10,55 +14,87 @@ from typing import Any
 
 import numpy as np
 
-from quark.torch.numerics.native.compilation import native_function
+from quark.torch.numerics.native.compilation import (
+    Operand,
+    native_array_instruction,
+    native_function,
+)
+from quark.torch.numerics.native.vectors import LANES, Vectors
 
 Array = Any
 
 
-@native_function
-def find_extremes_16(x: Array, lo: Array, hi: Array, infinity: int) -> None:
-    """Find the smallest and the largest value of each run of bfloat16 or float16.
-
-    Bits of positive floats are in the order of the floats. Negative ones are in the opposite order,
-    which inverting all bits but the sign corrects.
+@native_array_instruction
+def _find_extreme_keys(builder: Any, ir: Any, x: Operand, lo: Operand, hi: Operand) -> None:
+    """Write the smallest and the largest key of each run of at least a vector.
 
     Args:
-        x: Bits, int16 (runs, length).
-        lo: Bits of the smallest values, int16 (runs,), overwritten; NaN if there is one in the run.
+        builder: Builder of instructions.
+        ir: The module ``llvmlite.ir``.
+        x: Bits, int16 or int32 (runs, length).
+        lo: Smallest keys, in the same type (runs,), overwritten.
+        hi: Largest keys, likewise.
+    """
+    vectors = Vectors(builder, ir)
+    runs, length = x.shape
+    width = 8 * vectors.bytes(x)
+    signs, others = (
+        ir.Constant(vectors.of(ir.IntType(width)), [number] * LANES)
+        for number in (width - 1, 2 ** (width - 1) - 1)
+    )
+
+    def keys(index: Any) -> Any:
+        bits = vectors.load(x, index)
+        return builder.xor(bits, builder.and_(builder.ashr(bits, signs), others))
+
+    def write(run: Any, _: list[Any]) -> list[Any]:
+        start = builder.mul(run, length)
+
+        def compare(index: Any, known: list[Any]) -> list[Any]:
+            found = keys(index)
+            low = builder.select(builder.icmp_signed("<", found, known[0]), found, known[0])
+            high = builder.select(builder.icmp_signed(">", found, known[1]), found, known[1])
+            return [low, high]
+
+        # The last vector comes first. It may have elements of the one before, which changes nothing.
+        end = builder.add(start, length)
+        last, before = (builder.sub(end, vectors.constant(n)) for n in (LANES, 1))
+        _, (low, high) = vectors.loop(start, before, LANES, [keys(last)] * 2, compare)
+        vectors.store(vectors.smallest(low), lo, run)
+        vectors.store(vectors.largest(high), hi, run)
+        return []
+
+    vectors.loop(vectors.constant(0), runs, 1, [], write)
+
+
+@native_function
+def find_extremes(x: Array, lo: Array, hi: Array, infinity: int) -> None:
+    """Find the smallest and the largest value of each run of bfloat16, float16 or float32.
+
+    Args:
+        x: Bits, int16 or int32 (runs, length).
+        lo: Bits of the smallest values, in the same type (runs,), overwritten; NaN if there is one
+            in the run.
         hi: Bits of the largest values, likewise.
         infinity: Bits of infinity.
     """
+    bits, sign = x.dtype.type, 8 * x.itemsize - 1
+    nan = most = bits((1 << sign) - 1)
+    if x.shape[1] >= LANES:
+        _find_extreme_keys((x, lo, hi))
+    else:
+        for run in range(x.shape[0]):
+            low, high = most, bits(~most)
+            for i in range(x.shape[1]):
+                key = bits(x[run, i] ^ bits(bits(x[run, i] >> sign) & most))
+                low, high = bits(min(low, key)), bits(max(high, key))
+            lo[run], hi[run] = low, high
     for run in range(x.shape[0]):
-        low, high = np.int16(0x7FFF), np.int16(-0x8000)
-        for i in range(x.shape[1]):
-            bits = x[run, i]
-            key = np.int16(bits ^ np.int16(np.int16(bits >> 15) & 0x7FFF))
-            low, high = np.int16(min(low, key)), np.int16(max(high, key))
-        if high > infinity or low < -infinity - 1:
-            low = high = np.int16(0x7FFF)  # NaN
-        lo[run] = low ^ np.int16(np.int16(low >> 15) & 0x7FFF)
-        hi[run] = high ^ np.int16(np.int16(high >> 15) & 0x7FFF)
-
-
-@native_function
-def find_extremes_32(x: Array, lo: Array, hi: Array) -> None:
-    """Find the smallest and the largest value of each run of float32; see ``find_extremes_16``.
-
-    Args:
-        x: Bits, int32 (runs, length).
-        lo: Bits of the smallest values, int32 (runs,), overwritten; NaN if there is one in the run.
-        hi: Bits of the largest values, likewise.
-    """
-    for run in range(x.shape[0]):
-        low, high = np.int32(0x7FFFFFFF), np.int32(-0x80000000)
-        for i in range(x.shape[1]):
-            bits = x[run, i]
-            key = np.int32(bits ^ np.int32(np.int32(bits >> 31) & 0x7FFFFFFF))
-            low, high = np.int32(min(low, key)), np.int32(max(high, key))
-        if high > 0x7F800000 or low < -0x7F800001:
-            low = high = np.int32(0x7FFFFFFF)  # NaN
-        lo[run] = low ^ np.int32(np.int32(low >> 31) & 0x7FFFFFFF)
-        hi[run] = high ^ np.int32(np.int32(high >> 31) & 0x7FFFFFFF)
+        low, high = lo[run], hi[run]
+        is_nan = high > infinity or low < -infinity - 1
+        low, high = nan if is_nan else low, nan if is_nan else high
+        lo[run] = low ^ bits(bits(low >> sign) & most)
+        hi[run] = high ^ bits(bits(high >> sign) & most)
 
 
 @native_function

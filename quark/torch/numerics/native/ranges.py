@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from quark.torch.numerics.native import range_kernels
 from quark.torch.numerics.native.compilation import can_run, run_rows
-from quark.torch.numerics.native.range_kernels import (
-    find_extremes_16,
-    find_extremes_32,
-    find_largest_code,
-)
 from quark.torch.numerics.native.runs import count_outer_axes, split_runs
 
-# Type -> kernel, and the bits of infinity for kernels of several types.
-_KERNELS = {
-    torch.bfloat16: (find_extremes_16, (0x7F80,)),
-    torch.float16: (find_extremes_16, (0x7C00,)),
-    torch.float32: (find_extremes_32, ()),
-}
+_INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F800000}  # its bits
 
 
 def find_extremes(
@@ -33,13 +24,17 @@ def find_extremes(
         Both in the shape without these axes, NaN where there is one; None if no kernel serves.
     """
     outer = count_outer_axes(view.shape, reduced)
-    if outer is None or view.dtype not in _KERNELS or not view.is_contiguous() or not can_run(view):
+    if (
+        outer is None
+        or view.dtype not in _INFINITY
+        or not view.is_contiguous()
+        or not can_run(view)
+    ):
         return None
-    kernel, constants = _KERNELS[view.dtype]
     bits = torch.int32 if view.dtype == torch.float32 else torch.int16
     runs = split_runs(view.detach(), outer)
     lo, hi = torch.empty(2, len(runs), dtype=bits)
-    run_rows(kernel, [runs.view(bits), lo, hi], *constants)
+    run_rows(range_kernels.find_extremes, [runs.view(bits), lo, hi], _INFINITY[view.dtype])
     lo, hi = lo.view(view.dtype), hi.view(view.dtype)
     shape = view.shape[:outer]
     if shape.numel() < len(runs):  # parts of a single run
@@ -60,5 +55,5 @@ def find_largest(codes: torch.Tensor, mask: int) -> int | None:
         return None
     runs = split_runs(codes, 0)
     out = torch.empty(len(runs), dtype=torch.uint8)
-    run_rows(find_largest_code, [runs, out], mask)
+    run_rows(range_kernels.find_largest_code, [runs, out], mask)
     return int(out.max())

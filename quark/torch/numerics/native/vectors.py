@@ -62,19 +62,20 @@ class Vectors:
 
     def _load(self, operand: Operand, index: Any, kind: Any) -> Any:
         place = self._place(operand, index, kind)
-        return self.builder.load(place, align=self._bytes(operand))
+        return self.builder.load(place, align=self.bytes(operand))
 
     def store(self, value: Any, operand: Operand, index: Any) -> None:
         """Write a number or a vector to an array, from an element on."""
         self.builder.store(
-            value, self._place(operand, index, value.type), align=self._bytes(operand)
+            value, self._place(operand, index, value.type), align=self.bytes(operand)
         )
 
-    def _bytes(self, operand: Operand) -> int:
+    def bytes(self, operand: Operand) -> int:
+        """Return the bytes of an element of an array."""
         return int(np.dtype(operand.kind).itemsize)
 
     def _place(self, operand: Operand, index: Any, kind: Any) -> Any:
-        offset = self.builder.mul(index, self.constant(self._bytes(operand)))
+        offset = self.builder.mul(index, self.constant(self.bytes(operand)))
         return self.builder.inttoptr(self.builder.add(operand.address, offset), kind.as_pointer())
 
     def lookup(self, table: Any, places: Any) -> Any:
@@ -88,20 +89,28 @@ class Vectors:
 
     def sum(self, x: Any) -> Any:
         """Return the sum of the elements of a vector."""
-        name = f"llvm.vector.reduce.fadd.v{LANES}f32"
         kind = self.ir.FunctionType(self.float, [self.float, x.type])
-        module = self.builder.module
-        function = module.globals.get(name) or self.ir.Function(module, kind, name)
+        function = self._reduction(f"fadd.v{LANES}f32", kind)
         start = self.ir.Constant(self.float, 0.0)
         return self.builder.call(function, [start, x], fastmath=SUM_FLAGS)
 
+    def smallest(self, x: Any) -> Any:
+        """Return the smallest element of a vector of signed integers."""
+        return self._extreme("smin", x)
+
     def largest(self, x: Any) -> Any:
-        """Return the largest element of a vector of int32."""
-        name = f"llvm.vector.reduce.smax.v{LANES}i32"
-        kind = self.ir.FunctionType(self.int, [x.type])
-        module = self.builder.module
-        function = module.globals.get(name) or self.ir.Function(module, kind, name)
+        """Return the largest element of a vector of signed integers."""
+        return self._extreme("smax", x)
+
+    def _extreme(self, which: str, x: Any) -> Any:
+        kind = self.ir.FunctionType(x.type.element, [x.type])
+        function = self._reduction(f"{which}.v{LANES}i{x.type.element.width}", kind)
         return self.builder.call(function, [x])
+
+    def _reduction(self, name: str, kind: Any) -> Any:
+        """Return a function of LLVM that makes a number of a vector, declared once."""
+        name, module = f"llvm.vector.reduce.{name}", self.builder.module
+        return module.globals.get(name) or self.ir.Function(module, kind, name)
 
     def bfloat16_bits(self, x: Any) -> Any:
         """Return the bits of float32 numbers that are rounded to bfloat16, ties to even."""

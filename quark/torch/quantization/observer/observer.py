@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from quark.torch.numerics.finite import is_finite
 from quark.torch.numerics.scale_formats import POF2
 from quark.torch.numerics.scales import (
     BFLOAT16_MAX,
@@ -140,7 +141,8 @@ class MinMaxObserver(ObserverBase):
         """
         if self.lo is None or self.hi is None:
             raise RuntimeError("No data was observed, so there is no range to derive a scale from.")
-        if not bool((torch.isfinite(self.lo) & torch.isfinite(self.hi)).all()):
+        # Of two finite ends, half of the distance is finite, and of no others.
+        if not is_finite(torch.add(self.hi / 2, self.lo, alpha=-0.5)):
             raise FloatingPointError("NaN or infinite values were observed.")
         return self.qparams()
 
