@@ -69,17 +69,30 @@ def test_every_value(dtype, any_size):
         np.testing.assert_array_equal(hi.float().numpy(), expected.max(1))
 
 
+@pytest.mark.parametrize("dtype", TYPES)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(
     data=st.data(),
     rows=st.integers(1, 9),
-    length=st.sampled_from([8, 9, 15, 16, 17, 31, 33, 64, 100]),
+    length=st.sampled_from([8, 9, 15, 16, 17, 24, 31, 32, 33, 64, 100, 300]),
 )
-def test_any_float32(data, rows, length, any_size):
-    x = data.draw(arrays(np.float32, (rows, length), elements=st.floats(width=32)))
-    lo, hi = find_extremes(torch.from_numpy(x), (1,))
-    np.testing.assert_array_equal(lo.numpy(), x.min(1))
-    np.testing.assert_array_equal(hi.numpy(), x.max(1))
+def test_any_bits(dtype, data, rows, length, any_size):
+    bits = data.draw(arrays(f"int{8 * dtype.itemsize}", (rows, length)))
+    x = torch.from_numpy(bits).view(dtype)
+    lo, hi = find_extremes(x, (1,))
+    np.testing.assert_array_equal(lo.float().numpy(), x.float().numpy().min(1))
+    np.testing.assert_array_equal(hi.float().numpy(), x.float().numpy().max(1))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("length", [*range(8, 70), 256, 1001])
+def test_every_place_counts(length, dtype, any_size):
+    """The extreme of a row is found wherever it lies."""
+    rows = torch.zeros(length, length, dtype=dtype).fill_diagonal_(-2.0)
+    lo, hi = find_extremes(torch.cat([rows, -rows]), (1,))
+    expected = torch.tensor([-2.0, 0.0]).repeat_interleave(length).to(dtype)
+    assert torch.equal(lo, expected)
+    assert torch.equal(hi, -expected.flip(0))
 
 
 @pytest.mark.parametrize("dtype", TYPES)
