@@ -319,3 +319,17 @@ def test_set_group_size_refuses(size):
 
 def test_both_spellings_are_one_class():
     assert QTensorConfig is QuantizationSpec
+
+
+class OwnObserver(PerTensorMinMaxObserver):
+    """A user's observer."""
+
+
+@pytest.mark.parametrize("given", ["PerTensorMinMaxObserver", OwnObserver], ids=["name", "class"])
+def test_an_observer_is_a_name_until_it_is_read(given):
+    spec = QuantizationSpec("int8", qscheme="per_tensor", observer_cls=given)
+    changed = spec.changed(symmetric=True).for_parameter().stages[0]
+    assert (spec.given_observer, changed.given_observer) == (given, given)
+    expected = PerTensorMinMaxObserver if isinstance(given, str) else given
+    assert spec.observer_cls is changed.observer_cls is expected
+    assert type(spec.make_observer()) is expected
