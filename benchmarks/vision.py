@@ -229,7 +229,8 @@ def kib(model: torch.nn.Module) -> float:
         if isinstance(layer, FakeQuantizedLayer) and layer.quant_config.weight is not None:
             scheme, elements = layer.quant_config.weight.scheme, layer.weight.numel()
             scales = math.prod(scheme.scale_shape(layer.weight.shape))
-            bits += elements * (scheme.fmt.bits - 32) + 8 * scheme.scale.dtype.itemsize * scales
+            scale_bits = 8 * scheme.scale.stored_dtype.itemsize
+            bits += elements * (scheme.fmt.bits - 32) + scale_bits * scales
     return bits / 8 / 1024
 
 

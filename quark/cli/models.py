@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from quark.torch.export.checkpoint.files import Entry
+    from quark.torch.export.checkpoint.headers import Entry
 
 CALIBRATION = "text of this package"
 EVALUATION = "held-out docstrings of the standard library"

@@ -10,8 +10,8 @@ from functools import cache
 import numpy as np
 import torch
 
+from quark.torch.numerics.enumerations import RoundType
 from quark.torch.numerics.formats import Format
-from quark.torch.numerics.rounding import RoundType
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from quark.conformance.samples import BLOCK
+from quark.torch.numerics.enumerations import RoundType
 from quark.torch.numerics.formats import Dtype, Format
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.qdq import dequantize, dynamic_qparams, fake_quantize, quantize
-from quark.torch.numerics.rounding import RoundType
 from quark.torch.numerics.scale_formats import E4M3, E8M0
 from quark.torch.numerics.scheme import Scheme
 

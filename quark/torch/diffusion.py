@@ -24,7 +24,7 @@ from torch import nn
 from quark.torch.digests import write_digests
 from quark.torch.export.api import ModelExporter, ModelImporter
 from quark.torch.export.checkpoint.config_json import CONFIG, SECTION, read_config_json
-from quark.torch.export.checkpoint.files import STEM
+from quark.torch.export.checkpoint.headers import STEM
 from quark.torch.export.containers.base import ExportSettings
 from quark.torch.export.containers.registry import SAFETENSORS
 from quark.torch.export.diffusers_loading import import_diffusers

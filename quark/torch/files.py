@@ -9,13 +9,15 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from quark.torch.digests import write_digests
 from quark.torch.earlier_output import foreign_names
 from quark.torch.replacement import hold, partial_directory, place, recover
+
+if TYPE_CHECKING:
+    import torch
+
 
 # Called with the number of bytes that will be written, opens the directory to write them to.
 Target = Callable[[int], AbstractContextManager[Path]]

@@ -109,8 +109,8 @@ def test_lists_and_help_start_without_torch(arguments):
     assert loaded & {"torch", "numpy", *NEVER} == set()
 
 
-def test_inspect_reads_headers_without_the_libraries_of_models(tmp_path):
-    """No model is built, so nothing that builds one is imported."""
+def test_inspect_reads_headers_without_torch(tmp_path):
+    """Names, shapes and types are read, so nothing that computes is imported."""
     save_file({"model.norm.weight": torch.ones(64)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     done = subprocess.run(
@@ -120,7 +120,7 @@ def test_inspect_reads_headers_without_the_libraries_of_models(tmp_path):
         check=True,
     )
     assert json.loads(done.stdout)["parameters"] == 64
-    assert set(done.stderr.split()) & {"accelerate", "sympy.core", *NEVER} == set()
+    assert set(done.stderr.split()) & {"torch", *NEVER} == set()
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,7 @@ LAYERS = [
     },
     {"quark.torch.quantization.graph_mode"},
     {"quark.torch.statistics"},
+    {"quark.torch.export.checkpoint.headers"},
     {
         "quark.torch.export.formats.layouts",
         "quark.torch.export.checkpoint.files",

@@ -134,9 +134,9 @@ def _quantize(row: Row, material: Material) -> nn.Module:
     """Fill a row, and return a copy of the model quantized by its scheme."""
     from quark.torch.export.checkpoint.writer import collect, make_format
     from quark.torch.export.checkpoint_contents import summarize
+    from quark.torch.numerics.dtypes import type_name
     from quark.torch.quantization.api import ModelQuantizer
     from quark.torch.quantization.config.builder import build_config
-    from quark.torch.quantization.config.description import type_name
     from quark.torch.quantization.config.export import JsonExporterConfig
 
     model = copy.deepcopy(material.model)

@@ -165,7 +165,7 @@ def _read(place: Path) -> Contents:
     Raises:
         typer.BadParameter: There is no checkpoint.
     """
-    from quark.torch.export.recognition import recognize_container
+    from quark.torch.export.containers.recognition import recognize_container
 
     if not place.exists():
         raise console.wrong(

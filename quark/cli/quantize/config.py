@@ -253,7 +253,7 @@ def _build_from_schemes(request: Request, model_type: str) -> Config:
 
 def _excluded_parts(request: Request, template: LLMTemplate) -> list[str]:
     """Return the kinds of parts that stay in float: all but those of ``--include_parts``."""
-    from quark.torch.quantization.config.parts import check_parts
+    from quark.torch.quantization.config.part_kinds import check_parts
 
     if request.excluded is not None:
         if request.include_parts:

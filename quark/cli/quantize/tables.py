@@ -60,7 +60,7 @@ class Outcome:
     def count_layers(self, model: Any) -> None:
         """Set the figures about the layers of a quantized model."""
         from quark.torch.quantization.calibration import group_by_parent
-        from quark.torch.quantization.config.config import NAMED_ONLY
+        from quark.torch.quantization.config.layer_types import NAMED_ONLY
         from quark.torch.quantization.nn.operators import is_operator
         from quark.torch.quantization.preparation import quantized_layers
 

@@ -20,8 +20,8 @@ from quark.conformance.results import (
 )
 from quark.conformance.samples import block_values, extremes, half_values, usual_values
 from quark.torch.export.formats.layouts.dense_words import pack_bytes
+from quark.torch.numerics.enumerations import RoundType
 from quark.torch.numerics.formats import Dtype
-from quark.torch.numerics.rounding import RoundType
 from quark.torch.numerics.scales import largest_value
 
 SCALE_MODES = ("even", "floor", "ceil")

@@ -12,8 +12,8 @@ from quark.conformance.definitions import blocks, nearest
 from quark.conformance.results import in_blocks, mx_scheme, rounded
 from quark.conformance.samples import block_values, extremes, half_values
 from quark.torch.numerics.codec import decode
+from quark.torch.numerics.enumerations import RoundType
 from quark.torch.numerics.formats import Dtype
-from quark.torch.numerics.rounding import RoundType
 from quark.torch.numerics.scales import largest_value
 
 FORMATS = {

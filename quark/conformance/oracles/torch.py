@@ -27,7 +27,7 @@ def compare_all(every: int) -> Iterator[Comparison]:
         fmt = Dtype[name].value
         if fmt.native is not None:
             x = half_values(every).clamp(-fmt.max_value, fmt.max_value)
-            cast = x.to(fmt.native).float()
+            cast = x.to(fmt.code_dtype).float()
             yield compare(name, "cast", rounded(x, fmt), nearest(x, fmt), cast, x)
     x = usual_values(256, 64)
     for name in ("int8", "uint8", "int4", "uint4"):

@@ -13,7 +13,7 @@ from quark.torch.algorithm.layers import (
     rounds_rows_apart,
     weight_matrix,
 )
-from quark.torch.numerics.granularity import join_rows
+from quark.torch.numerics.pieces import join_rows
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 
 FRACTIONS = tuple(1 - i / 20 for i in range(1, 11))  # of the range: 0.95 … 0.5

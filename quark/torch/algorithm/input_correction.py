@@ -35,7 +35,7 @@ from quark.torch.algorithm.layers import (
     write_weight_matrix_,
 )
 from quark.torch.algorithm.weight_rounding import pool_expert_statistics, round_by_input
-from quark.torch.numerics.granularity import join_rows
+from quark.torch.numerics.pieces import join_rows
 from quark.torch.pipeline.block import Block
 from quark.torch.pipeline.context import Context
 from quark.torch.pipeline.shapes import (

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from quark.torch.graph.parameter_writes import write_
 from quark.torch.pipeline.kept_records import Records, kept_records
 from quark.torch.pipeline.processes import Processes, State, describe, processes
+from quark.torch.quantization.config.tensor_names import PARAMETERS
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
-from quark.torch.quantization.nn.layer import PARAMETERS
 from quark.torch.quantization.nn.quantizer import PARTS
 
 logger = logging.getLogger("quark")

@@ -28,7 +28,7 @@ from quark.torch.algorithm.weight_rounding import (
     pool_expert_statistics,
     select_by_block,
 )
-from quark.torch.numerics.granularity import join_rows
+from quark.torch.numerics.pieces import join_rows
 from quark.torch.pipeline.accumulators import Gram
 from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.pipeline.shapes import (

@@ -13,7 +13,7 @@ import torch
 
 from quark.torch.algorithm.layers import group_width, has_scales_per_row
 from quark.torch.numerics.column_rounder import ColumnRounding, ZeroKeepingRounder
-from quark.torch.numerics.granularity import join_rows
+from quark.torch.numerics.pieces import join_rows
 from quark.torch.numerics.scales import round_scale
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.numerics.super_blocks import minima

@@ -19,8 +19,8 @@ from quark.torch.export.onnx.writer import MAX_FILE_SIZE, OnnxOptions
 from quark.torch.export.transformers_loading import map_to_quark
 from quark.torch.export.verification import Verdict
 from quark.torch.files import check_vacant, fresh_directory
+from quark.torch.numerics.dtypes import type_name
 from quark.torch.quantization.config.config import Config
-from quark.torch.quantization.config.description import type_name
 from quark.torch.quantization.config.export import ExporterConfig, JsonExporterConfig
 from quark.torch.quantization.preparation import check_plain
 

@@ -11,15 +11,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torch import nn
-
-from quark.torch.export.checkpoint.files import Entry
+from quark.torch.export.checkpoint.headers import Entry
 from quark.torch.export.formats.base import ExportFormat, get_format
+from quark.torch.numerics.dtypes import type_name
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.description import (
     LayerDescription,
     describe_layer,
-    type_name,
 )
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.match import config_for, matches
@@ -258,7 +256,7 @@ def _quantized_layers(
     """
     names = (name.removesuffix(".weight") for name in states if name.endswith(".weight"))
     for name in sorted(names, key=_by_number):
-        layer = config_for(name, nn.Linear, config)
+        layer = config_for(name, None, config)
         if layer is not None and _is_quantized(name, layer, states, model_dtype):
             yield name, layer
 
@@ -281,8 +279,8 @@ def _is_quantized(
         return False
     if layer.weight is None:
         return layer.output_tensors is not None
-    dtype = layer.weight.coded.fmt.storage_dtype
-    return stored.dtype == dtype and type_name(dtype) != model_dtype
+    kind = layer.weight.coded.fmt.storage_type
+    return type_name(stored.dtype) == kind and kind != model_dtype
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:

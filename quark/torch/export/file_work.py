@@ -32,8 +32,9 @@ from quark.torch.numerics.native.compilation import spares_memory
 from quark.torch.pipeline.allocator import reuse_freed_memory
 from quark.torch.pipeline.batches import show_progress
 from quark.torch.quantization.calibration import calibrate_layers, group_by_parent
+from quark.torch.quantization.config.tensor_names import PARAMETERS
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
-from quark.torch.quantization.nn.layer import PARAMETERS, QuantizedLayer
+from quark.torch.quantization.nn.layer import QuantizedLayer
 from quark.torch.quantization.nn.quantizer import PARTS
 from quark.torch.quantization.preparation import quantized_layers
 

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_unflatten
 from quark.torch.export.archive_check import checked_archive
 from quark.torch.graph.trace import iter_tensors
 from quark.torch.numerics.custom_operators import register_custom_operators
+from quark.torch.numerics.enumerations import RoundType
 from quark.torch.numerics.granularity import QSchemeType
-from quark.torch.numerics.rounding import RoundType
 from quark.torch.quantization.graph_mode.edges import MovedQuantizer
 from quark.torch.quantization.graph_mode.inputs import check_arguments
 from quark.torch.quantization.nn.layer import QuantizedLayer

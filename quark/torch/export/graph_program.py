@@ -32,8 +32,8 @@ from quark.torch.export.graph_archive import (
     graph_layers,
     remove_source_lines,
 )
+from quark.torch.numerics.enumerations import RoundType
 from quark.torch.numerics.granularity import QSchemeType
-from quark.torch.numerics.rounding import RoundType
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.graph_mode.edges import edge_modules, edge_quantizers

@@ -10,8 +10,9 @@ from torch import nn
 
 from quark.torch.digests import check_unchanged
 from quark.torch.export.checkpoint.config_json import CONFIG, keep_notes, read_config_json
-from quark.torch.export.checkpoint.files import NATIVE, CheckpointReader, NativeReader
+from quark.torch.export.checkpoint.files import CheckpointReader, NativeReader
 from quark.torch.export.checkpoint.graphs import GRAPH, build_for_load, check_edges
+from quark.torch.export.checkpoint.headers import NATIVE
 from quark.torch.export.checkpoint.reader import Reader, load
 from quark.torch.export.formats.base import ExportFormat
 from quark.torch.export.recognition import (

@@ -17,8 +17,9 @@ from torch import nn
 from quark import __version__
 from quark.torch.digests import DIGESTS, check_unchanged
 from quark.torch.export.checkpoint.architecture import empty_model, made_config
-from quark.torch.export.checkpoint.files import NATIVE, CheckpointReader
+from quark.torch.export.checkpoint.files import CheckpointReader
 from quark.torch.export.checkpoint.graphs import is_quantized_graph
+from quark.torch.export.checkpoint.headers import NATIVE
 from quark.torch.export.checkpoint.low_rank_config import with_low_rank
 from quark.torch.export.checkpoint.reader import load
 from quark.torch.export.checkpoint.rotation_config import with_rotations
@@ -31,11 +32,11 @@ from quark.torch.graph.residency import residency_of
 from quark.torch.quantization.config.config import OLDEST, Config, QuantizationConfig
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.match import literal
-from quark.torch.quantization.config.spec import member
+from quark.torch.quantization.config.name_lookup import member
+from quark.torch.quantization.config.tensor_names import LOW_RANK, PRESCALE, SHORT_NAMES
 from quark.torch.quantization.config.type import QuantizationMode
 from quark.torch.quantization.nn.attention import key_routes
-from quark.torch.quantization.nn.layer import LOW_RANK, PRESCALE, QuantizedLayer
-from quark.torch.quantization.nn.packed import SHORT_NAMES
+from quark.torch.quantization.nn.layer import QuantizedLayer
 from quark.torch.quantization.nn.probabilities import probability_quantizers
 
 FLOAT_OPTIONS = JsonExporterConfig(weight_format="fake_quantized")  # without ``compressed``

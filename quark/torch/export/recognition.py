@@ -1,15 +1,7 @@
-"""Recognition of a checkpoint: the kind of its files, and the tool that it was written for.
-
-A directory that holds a model in several containers, as ``--model_export`` can write it, is read as
-the first of them in ``CONTAINERS``; give the file to read another one. A directory that has two
-checkpoints which share a ``config.json`` is refused.
-"""
+"""Loading of a checkpoint of any container: quantized or in float, whole or in parts."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +9,7 @@ import torch
 from torch import nn
 
 from quark.torch.digests import check_unchanged
-from quark.torch.export.checkpoint.config_json import CONFIG, SECTION, read_config_json
+from quark.torch.export.checkpoint.config_json import SECTION, read_config_json
 from quark.torch.export.checkpoint.dequantized import FloatReader
 from quark.torch.export.checkpoint.float_model import check_float_model, load_float_model
 from quark.torch.export.checkpoint.float_source import open_float_model
@@ -29,38 +21,16 @@ from quark.torch.export.checkpoint.streamed_model import (
     stream_tensors,
 )
 from quark.torch.export.checkpoint_contents import Contents
-from quark.torch.export.containers.base import Container, get_container
-from quark.torch.export.containers.registry import CONTAINERS, SAFETENSORS
-from quark.torch.export.formats.base import ExportFormat, format_class
-from quark.torch.export.formats.registry import FORMATS
+from quark.torch.export.containers.base import Container
+from quark.torch.export.containers.recognition import naming as naming
+from quark.torch.export.containers.recognition import recognize_container as recognize_container
+from quark.torch.export.containers.recognition import recognize_format as recognize_format
+from quark.torch.export.containers.registry import SAFETENSORS
 from quark.torch.export.verification import Verdict
 from quark.torch.pipeline.memory_limit import free_memory
 from quark.torch.quantization.nn.runtime import check_runtime, set_runtime
 
 _WORK = 1.8  # memory that a model in memory and the work on it take, in sizes of its files
-
-
-def recognize_container(path: str | Path) -> Container:
-    """Return the container that a file or directory is.
-
-    Raises:
-        FileNotFoundError: It does not exist, or is none that is known.
-        ValueError: It is a directory with two checkpoints, of which one may be outdated.
-    """
-    path = Path(path)
-    containers = [get_container(name) for name in CONTAINERS]
-    matches = [c for c in containers if c.holds(path)]
-    if not matches:
-        kinds = ", ".join(c.title for c in containers)
-        problem = f"has no {CONFIG}" if path.is_dir() else "does not exist or is of no known kind"
-        raise FileNotFoundError(f"{path} {problem}: give a checkpoint ({kinds}).")
-    sharing = [c for c in matches if c.has_config_json]
-    if len(sharing) > 1:
-        raise ValueError(
-            f"{path} holds two checkpoints, {' and '.join(c.title for c in sharing)}, which may "
-            "differ: move one of them to a directory of its own."
-        )
-    return matches[0]
 
 
 def open_checkpoint(source: str | Path, trust_remote_code: bool = False, **options: Any) -> Loading:
@@ -104,17 +74,6 @@ def check_checkpoint(
             container.open_in_float(source, None, trust_remote_code)
         else:
             container.open(source, trust_remote_code)
-
-
-@contextmanager
-def naming(source: Path) -> Iterator[None]:
-    """Put the name of a checkpoint before the message of a ``ValueError`` that lacks it."""
-    try:
-        yield
-    except ValueError as error:
-        if re.search(rf"(?<![\w.]){re.escape(str(source))}(?!\w)", str(error)):
-            raise
-        raise ValueError(f"{source}: {error}") from error
 
 
 def open_dequantized(
@@ -261,34 +220,6 @@ def verify(
             text and there are no ``inputs``.
     """
     return recognize_container(path).verify(Path(path), model, trust_remote_code, inputs)
-
-
-def recognize_format(config_json: dict[str, Any], where: str) -> ExportFormat:
-    """Return the format of the checkpoint that a ``config.json`` describes.
-
-    Args:
-        config_json: What ``read_config_json`` returns.
-        where: Name of the file, for messages.
-
-    Raises:
-        ValueError: It has no ``quantization_config``, or one of an unknown method, or one with
-            unknown keys or names.
-    """
-    section = config_json.get(SECTION)
-    if not isinstance(section, dict):
-        raise ValueError(
-            f"{where} has no {SECTION}: this is not a quantized checkpoint. "
-            "Quantize the model first ('quark quantize')."
-        )
-    method = section.get("quant_method", "quark")
-    if not isinstance(method, str) or method not in FORMATS:
-        raise ValueError(
-            f"{where}: quant_method={method!r} is unknown (known: {', '.join(FORMATS)})."
-        )
-    try:
-        return format_class(method).from_section(section)
-    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError) as error:
-        raise ValueError(f"{where}: the {SECTION} of {method!r} is malformed ({error}).") from None
 
 
 def load_checkpoint(

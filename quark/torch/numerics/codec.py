@@ -10,8 +10,9 @@ from functools import cache
 
 import torch
 
+from quark.torch.numerics.enumerations import RoundType
 from quark.torch.numerics.formats import Format
-from quark.torch.numerics.rounding import RoundType, round_to_steps_, round_to_table
+from quark.torch.numerics.rounding import round_to_steps_, round_to_table
 
 _MANTISSA = 7  # bits of mantissa of bfloat16
 

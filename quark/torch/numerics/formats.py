@@ -5,8 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
-import torch
+from quark.torch.numerics.dtypes import torch_dtype
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -20,11 +24,11 @@ class Format:
         exponent_bits: Exponent width of a float, 0 for integers.
         mantissa_bits: Stored mantissa width of a float, 0 for integers.
         max_value: Largest finite magnitude of a float, 0 for integers.
-        native: torch dtype with exactly the values of a float format.
+        native: Name of the type of torch with exactly the values of a float format.
         scaled: Whether values are divided by a scale before rounding. bfloat16 and float16 are
             plain casts.
         word_codes: Number of codes in a packed word; 1 stores codes unpacked.
-        word_dtype: Element type of packed storage. A word may span several elements.
+        word_dtype: Name of the type of the elements of packed storage. A word may span several.
         first_high: Whether the first code of a word is in its highest bits.
         narrow: Whether an integer format excludes its most negative code.
         fraction_bits: Bits after the binary point of an integer code.
@@ -39,10 +43,10 @@ class Format:
     exponent_bits: int = 0
     mantissa_bits: int = 0
     max_value: float = 0.0
-    native: torch.dtype | None = None
+    native: str | None = None
     scaled: bool = True
     word_codes: int = 1
-    word_dtype: torch.dtype | None = None
+    word_dtype: str | None = None
     first_high: bool = False
     narrow: bool = False
     fraction_bits: int = 0
@@ -81,19 +85,29 @@ class Format:
         return math.frexp(self.max_value)[1] - 1 if self.is_float else 0
 
     @property
-    def code_dtype(self) -> torch.dtype:
-        """Type of a tensor of unpacked codes."""
+    def code_type(self) -> str:
+        """Name of the type of a tensor of unpacked codes."""
         if self.native is not None:
             return self.native
         if self.is_float:
-            return torch.uint8
+            return "uint8"
         wide = 8 if self.bits <= 8 else 16 if self.bits <= 16 else 32
-        return getattr(torch, f"int{wide}" if self.signed else f"uint{wide}")  # type: ignore[no-any-return]
+        return f"int{wide}" if self.signed else f"uint{wide}"
+
+    @property
+    def storage_type(self) -> str:
+        """Name of the type of a tensor of packed codes."""
+        return self.word_dtype or self.code_type
+
+    @property
+    def code_dtype(self) -> torch.dtype:
+        """Type of a tensor of unpacked codes."""
+        return torch_dtype(self.code_type)
 
     @property
     def storage_dtype(self) -> torch.dtype:
         """Type of a tensor of packed codes."""
-        return self.word_dtype or self.code_dtype
+        return torch_dtype(self.storage_type)
 
 
 class Dtype(Enum):
@@ -107,41 +121,41 @@ class Dtype(Enum):
     uint16 = Format("uint16", 16, signed=False)
     int8 = Format("int8", 8)
     uint8 = Format("uint8", 8, signed=False)
-    uint7 = Format("uint7", 7, signed=False, word_codes=8, word_dtype=torch.uint8)
-    uint6 = Format("uint6", 6, signed=False, word_codes=4, word_dtype=torch.uint8)
-    uint5 = Format("uint5", 5, signed=False, word_codes=8, word_dtype=torch.uint8)
-    int7 = Format("int7", 7, word_codes=8, word_dtype=torch.uint8)
-    int6 = Format("int6", 6, word_codes=4, word_dtype=torch.uint8)
-    int5 = Format("int5", 5, word_codes=8, word_dtype=torch.uint8)
-    int4 = Format("int4", 4, word_codes=8, word_dtype=torch.int32)
-    uint4 = Format("uint4", 4, signed=False, word_codes=8, word_dtype=torch.int32)
-    int3 = Format("int3", 3, word_codes=8, word_dtype=torch.uint8)
-    uint3 = Format("uint3", 3, signed=False, word_codes=8, word_dtype=torch.uint8)
-    uint2 = Format("uint2", 2, signed=False, word_codes=4, word_dtype=torch.uint8, first_high=True)
-    int2 = Format("int2", 2, word_codes=4, word_dtype=torch.uint8, first_high=True)
-    fp8_e4m3 = Format("fp8_e4m3", 8, True, 4, 3, 448.0, torch.float8_e4m3fn)
-    fp8_e5m2 = Format("fp8_e5m2", 8, True, 5, 2, 57344.0, torch.float8_e5m2)
+    uint7 = Format("uint7", 7, signed=False, word_codes=8, word_dtype="uint8")
+    uint6 = Format("uint6", 6, signed=False, word_codes=4, word_dtype="uint8")
+    uint5 = Format("uint5", 5, signed=False, word_codes=8, word_dtype="uint8")
+    int7 = Format("int7", 7, word_codes=8, word_dtype="uint8")
+    int6 = Format("int6", 6, word_codes=4, word_dtype="uint8")
+    int5 = Format("int5", 5, word_codes=8, word_dtype="uint8")
+    int4 = Format("int4", 4, word_codes=8, word_dtype="int32")
+    uint4 = Format("uint4", 4, signed=False, word_codes=8, word_dtype="int32")
+    int3 = Format("int3", 3, word_codes=8, word_dtype="uint8")
+    uint3 = Format("uint3", 3, signed=False, word_codes=8, word_dtype="uint8")
+    uint2 = Format("uint2", 2, signed=False, word_codes=4, word_dtype="uint8", first_high=True)
+    int2 = Format("int2", 2, word_codes=4, word_dtype="uint8", first_high=True)
+    fp8_e4m3 = Format("fp8_e4m3", 8, True, 4, 3, 448.0, "float8_e4m3fn")
+    fp8_e5m2 = Format("fp8_e5m2", 8, True, 5, 2, 57344.0, "float8_e5m2")
     fp8_e5m3 = Format("fp8_e5m3", 8, False, 5, 3, 114688.0)
-    fp6_e3m2 = Format("fp6_e3m2", 6, True, 3, 2, 28.0, word_codes=4, word_dtype=torch.uint8)
-    fp6_e2m3 = Format("fp6_e2m3", 6, True, 2, 3, 7.5, word_codes=4, word_dtype=torch.uint8)
-    fp4 = Format("fp4", 4, True, 2, 1, 6.0, word_codes=2, word_dtype=torch.uint8)
+    fp6_e3m2 = Format("fp6_e3m2", 6, True, 3, 2, 28.0, word_codes=4, word_dtype="uint8")
+    fp6_e2m3 = Format("fp6_e2m3", 6, True, 2, 3, 7.5, word_codes=4, word_dtype="uint8")
+    fp4 = Format("fp4", 4, True, 2, 1, 6.0, word_codes=2, word_dtype="uint8")
     iq4_nl = Format(
         "iq4_nl",
         4,
         max_value=127.0,
         word_codes=2,
-        word_dtype=torch.uint8,
+        word_dtype="uint8",
         values=tuple(
             float(x)
             for x in (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
         ),
     )
     mx = Format("mx", 8, narrow=True, fraction_bits=6)
-    mx6 = Format("mx6", 5, narrow=True, word_codes=8, word_dtype=torch.uint8, block=16, sub_block=2)
+    mx6 = Format("mx6", 5, narrow=True, word_codes=8, word_dtype="uint8", block=16, sub_block=2)
     mx9 = Format("mx9", 8, narrow=True, block=16, sub_block=2)
     bfp16 = Format("bfp16", 8, block=8)
-    bfloat16 = Format("bfloat16", 16, True, 8, 7, 3.3895313892515355e38, torch.bfloat16, False)
-    float16 = Format("float16", 16, True, 5, 10, 65504.0, torch.float16, False)
+    bfloat16 = Format("bfloat16", 16, True, 8, 7, 3.3895313892515355e38, "bfloat16", False)
+    float16 = Format("float16", 16, True, 5, 10, 65504.0, "float16", False)
 
     def __repr__(self) -> str:
         return f"Dtype.{self.name}"

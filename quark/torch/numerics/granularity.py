@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
-import torch
-import torch.nn.functional as F
+if TYPE_CHECKING:
+    import torch
 
 
 class QSchemeType(Enum):
@@ -156,6 +157,8 @@ class Blocks:
         """View ``x`` in blocks. Padding with zeros does not widen a range that includes 0."""
         x = x.reshape(self.shape)
         if self.padded != self.shape:
+            from torch.nn import functional as F
+
             widths = [p - n for n, p in zip(self.shape, self.padded, strict=True)]
             x = F.pad(x, [side for width in reversed(widths) for side in (0, width)])
         return x.reshape(self.view)
@@ -180,18 +183,3 @@ class Blocks:
                 f"{tuple(scale.shape)} was given."
             )
         return scale.reshape(self.scale_view)
-
-
-def row_pieces(x: torch.Tensor, elements: int) -> list[torch.Tensor]:
-    """Split along the first axis into pieces of about ``elements`` elements, which fit a CPU cache.
-
-    A small tensor, or a tensor on another device, is one piece.
-    """
-    if x.device.type != "cpu" or x.numel() <= elements:
-        return [x]
-    return list(torch.split(x, max(1, elements * x.shape[0] // x.numel())))
-
-
-def join_rows(pieces: list[torch.Tensor]) -> torch.Tensor:
-    """Undo ``row_pieces``."""
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 
 from quark.torch.numerics.formats import Format
-from quark.torch.numerics.granularity import join_rows, row_pieces
 from quark.torch.numerics.native.words import find_words
+from quark.torch.numerics.pieces import join_rows, row_pieces
 
 PIECE = 1 << 20  # codes that are packed at a time
 

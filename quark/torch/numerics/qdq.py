@@ -22,9 +22,10 @@ from quark.torch.numerics.codec import (
     round_bfloat16_to_codes,
     round_to_codes,
 )
-from quark.torch.numerics.granularity import join_rows, row_pieces
+from quark.torch.numerics.enumerations import RoundType
 from quark.torch.numerics.native.codes import find_codes
-from quark.torch.numerics.rounding import RoundType, round_, round_to_grid_
+from quark.torch.numerics.pieces import join_rows, row_pieces
+from quark.torch.numerics.rounding import round_, round_to_grid_
 from quark.torch.numerics.scales import block_range, largest_value, qparams_from_range
 from quark.torch.numerics.scheme import Scheme
 

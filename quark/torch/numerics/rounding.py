@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-from enum import Enum
-
 import torch
 
+from quark.torch.numerics.enumerations import RoundType
 from quark.torch.numerics.formats import Format
-
-
-class RoundType(Enum):
-    """Rounding mode of values between two codes.
-
-    ``half_even`` rounds to the nearest, ties to the even code; ``round`` rounds to the nearest,
-    ties away from zero; ``floor`` rounds towards minus infinity.
-    """
-
-    round = 2
-    floor = 3
-    half_even = 8
 
 
 def round_(x: torch.Tensor, mode: RoundType) -> torch.Tensor:

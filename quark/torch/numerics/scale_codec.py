@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 
 from quark.torch.numerics.codec import decode, encode
+from quark.torch.numerics.enumerations import RoundType
 from quark.torch.numerics.exponents import exponent_of, power_of_two
 from quark.torch.numerics.formats import Format
-from quark.torch.numerics.rounding import RoundType, round_to_grid_
+from quark.torch.numerics.rounding import round_to_grid_
 from quark.torch.numerics.scheme import Scheme
 
 BIAS = 127
@@ -30,7 +31,7 @@ def stored_shape(grid: tuple[int, ...], scheme: Scheme) -> tuple[int, ...]:
 
 def stored_dtype(scheme: Scheme) -> torch.dtype:
     """Return the type in which scales are stored."""
-    return torch.uint8 if scheme.fmt.block else scheme.scale.dtype
+    return torch.uint8 if scheme.fmt.block else scheme.scale.stored_dtype
 
 
 def encode_scale(
@@ -49,14 +50,15 @@ def encode_scale(
         if fmt.sub_block:
             return _with_shifts(step.movedim(scheme.axis, -1), fmt)
         return (step + _step_offset(fmt) + BIAS).to(torch.uint8)
-    if to.fmt is None or to.dtype == torch.float32:
-        return scale.to(to.dtype)
+    if to.fmt is None or to.stored_dtype == torch.float32:
+        return scale.to(to.stored_dtype)
     ratio = scale
     # Scale = ratio * tensor scale was rounded to float32, so the quotient may be a float32 step
     # beside the ratio: rounding it to the grid recovers the ratio exactly.
     if tensor_scale is not None:
         ratio = round_to_grid_(scale / tensor_scale, to.fmt, RoundType.half_even)
-    return ratio.to(to.dtype) if to.dtype.is_floating_point else encode(ratio, to.fmt).to(to.dtype)
+    dtype = to.stored_dtype
+    return ratio.to(dtype) if dtype.is_floating_point else encode(ratio, to.fmt).to(dtype)
 
 
 def decode_scale(
@@ -72,7 +74,7 @@ def decode_scale(
             count = _axis_last(scheme.scale_shape(shape), scheme)[-1]
             return power_of_two(_without_shifts(stored, fmt, count).movedim(-1, scheme.axis))
         return power_of_two(stored.to(torch.int32) - BIAS - _step_offset(fmt))
-    if to.fmt is None or to.dtype == torch.float32:
+    if to.fmt is None or to.stored_dtype == torch.float32:
         return stored
     ratio = stored.float() if stored.is_floating_point() else decode(stored, to.fmt)
     return ratio if tensor_scale is None else ratio * tensor_scale

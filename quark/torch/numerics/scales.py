@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from enum import Enum
 
 import torch
 import torch.nn.functional as F
 
+from quark.torch.numerics.enumerations import RoundType
 from quark.torch.numerics.exponents import (
     block_exponent,
     micro_exponents,
@@ -16,7 +16,7 @@ from quark.torch.numerics.exponents import (
 )
 from quark.torch.numerics.formats import Format
 from quark.torch.numerics.native.ranges import find_extremes
-from quark.torch.numerics.rounding import RoundType, round_to_grid_
+from quark.torch.numerics.rounding import round_to_grid_
 from quark.torch.numerics.scale_formats import ScaleFormat
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.numerics.super_blocks import round_to_super_blocks
@@ -28,13 +28,6 @@ BFLOAT16_MAX = torch.finfo(torch.bfloat16).max
 _PIECE = 1 << 17  # elements of a weight that are reduced at once
 _SHORT = 32  # elements of a row that fill no vector registers of a CPU
 _EXACT_BITS = 24  # of integers that float32 holds
-
-
-class ZeroPointType(Enum):
-    """Type of zero points: integers, or floats that keep their fraction."""
-
-    int32 = "int32"
-    float32 = "float32"
 
 
 def block_range(x: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor]:
@@ -280,8 +273,8 @@ def round_scale(
         unit = torch.ones_like(scale) if tensor_scale is None else tensor_scale
         ratio = round_to_grid_(scale / unit, to.fmt, RoundType.half_even)
         return ratio.clamp_(min=_smallest(to.fmt)) * unit
-    smallest, largest = scale_limits(to.dtype)
-    return scale.clamp(max(smallest, least), largest).to(to.dtype)
+    smallest, largest = scale_limits(to.stored_dtype)
+    return scale.clamp(max(smallest, least), largest).to(to.stored_dtype)
 
 
 def round_zero_point(zero_point: torch.Tensor, scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:

@@ -6,14 +6,16 @@ import json
 import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING
 
-import torch
-
+from quark.torch.numerics.enumerations import RoundType
 from quark.torch.numerics.formats import Format
 from quark.torch.numerics.granularity import GROUPED, Blocks, QSchemeType, block_shape, scale_shape
-from quark.torch.numerics.rounding import RoundType
 from quark.torch.numerics.scale_formats import E8M0, FLOAT32, ScaleFormat
 from quark.torch.numerics.scheme_text import changed_fields, format_entry, read_fields
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,10 @@ from dataclasses import fields, replace
 from enum import Enum
 from typing import Any
 
-import torch
-
+from quark.torch.numerics.dtypes import ITEM_SIZES
+from quark.torch.numerics.enumerations import RoundType
 from quark.torch.numerics.formats import Dtype, Format
 from quark.torch.numerics.granularity import QSchemeType
-from quark.torch.numerics.rounding import RoundType
 from quark.torch.numerics.scale_formats import FLOAT32, ScaleFormat
 
 _ENUMS: dict[str, type[Enum]] = {"qscheme": QSchemeType, "rounding": RoundType}
@@ -60,8 +59,6 @@ def _plain(value: Any) -> Any:
         return format_entry(value)
     if isinstance(value, ScaleFormat):
         return changed_fields(value, FLOAT32)
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
     return value.name if isinstance(value, Enum) else value
 
 
@@ -71,15 +68,8 @@ def _read(name: str, value: Any) -> Any:
         return replace(Dtype(entry["name"]).value, **read_fields(entry))
     if name == "scale":
         return replace(FLOAT32, **read_fields(value))
-    if name in ("dtype", "native", "word_dtype") and value is not None:
-        return _torch_dtype(value)
+    if name in ("dtype", "native", "word_dtype") and value not in (None, *ITEM_SIZES):
+        raise ValueError(f"{value!r} is not a type of torch.")
     if name in _ENUMS:
         return _ENUMS[name][value]
     return tuple(value) if isinstance(value, list) else value
-
-
-def _torch_dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is not a type of torch.")
-    return dtype

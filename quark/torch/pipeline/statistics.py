@@ -16,8 +16,8 @@ from quark.torch.pipeline.accumulators import Gram
 from quark.torch.pipeline.batches import split_sequences
 from quark.torch.pipeline.tensor_ranges import TensorRange, ranges_suffice
 from quark.torch.quantization.config.layer import QuantizationConfig
+from quark.torch.quantization.config.tensor_names import PARAMETERS
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
-from quark.torch.quantization.nn.layer import PARAMETERS
 
 
 class Probe(NamedTuple):

@@ -36,7 +36,7 @@ from quark.torch.quantization.config.algo import (
 from quark.torch.quantization.config.attention import softmax_layers
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.layer import QuantizationConfig
-from quark.torch.quantization.nn.layer import PARAMETERS
+from quark.torch.quantization.config.tensor_names import PARAMETERS
 from quark.torch.quantization.plan import Plan
 from quark.torch.quantization.preparation import quantized_layers
 

@@ -23,9 +23,9 @@ from quark.torch.pipeline.tensor_ranges import can_combine, combine_observers
 from quark.torch.quantization.cache_scales import search_head_scales, searches_heads
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.match import matches
+from quark.torch.quantization.config.tensor_names import PARAMETERS
 from quark.torch.quantization.nn.experts import LinearExperts, corresponding_experts
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
-from quark.torch.quantization.nn.layer import PARAMETERS
 from quark.torch.quantization.nn.quantizer import PARTS, QuantizedTensor, TensorQuantizer
 from quark.torch.quantization.plan import Plan
 from quark.torch.quantization.preparation import quantized_layers

@@ -12,8 +12,9 @@ from torch import nn
 from quark.torch.pipeline.shapes import BlockShape, DataShape, LayerShape, ModelShape
 from quark.torch.pipeline.unit_cache import Unit, find_units
 from quark.torch.quantization.calibration import group_by_parent
-from quark.torch.quantization.config.config import NAMED_ONLY, Config
+from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.layer import QuantizationConfig
+from quark.torch.quantization.config.layer_types import NAMED_ONLY
 from quark.torch.quantization.config.match import matches
 from quark.torch.quantization.config.parts import find_parts
 from quark.torch.quantization.config.resolution import (

@@ -15,14 +15,10 @@ from quark.torch.quantization.config.compatibility import check_compatibility, w
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import assign, report_unmatched
 from quark.torch.quantization.config.spec import QuantizationSpec
+from quark.torch.quantization.config.tensor_names import PARAMETERS
 from quark.torch.quantization.config.type import QSchemeType
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
-from quark.torch.quantization.nn.layer import (
-    PARAMETERS,
-    QuantizedLayer,
-    input_axis,
-    is_linear,
-)
+from quark.torch.quantization.nn.layer import QuantizedLayer, input_axis, is_linear
 from quark.torch.quantization.nn.operators import is_operator, operator, operator_names
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from quark.torch.quantization.config.config import NAMED_ONLY, Config
+from quark.torch.quantization.config.config import Config
+from quark.torch.quantization.config.layer_types import NAMED_ONLY
 from quark.torch.quantization.config.match import config_for, matches
 from quark.torch.quantization.nn.experts import is_stacked
 from quark.torch.quantization.nn.operators import is_operator

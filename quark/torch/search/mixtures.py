@@ -23,8 +23,9 @@ from quark.torch.quantization.calibration import (
     compute_scales_from_statistics,
 )
 from quark.torch.quantization.config.builder import build_config
-from quark.torch.quantization.config.config import NAMED_ONLY, Config
+from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.layer import QuantizationConfig
+from quark.torch.quantization.config.layer_types import NAMED_ONLY
 from quark.torch.quantization.config.match import literal, matches
 from quark.torch.quantization.config.resolution import resolve_exclude
 from quark.torch.quantization.nn.experts import temporarily_split_experts

@@ -12,8 +12,8 @@ from quark.torch import ModelQuantizer
 from quark.torch.algorithm import autoround, block_training
 from quark.torch.algorithm.autoround import MIN_FACTOR, LearnedWeight, learn_rounding, total_error
 from quark.torch.algorithm.weight_rounding import iterate_blocks
+from quark.torch.numerics.enumerations import ZeroPointType
 from quark.torch.numerics.granularity import QSchemeType
-from quark.torch.numerics.scales import ZeroPointType
 from quark.torch.quantization.config.algo import AutoRoundConfig, AWQConfig
 from quark.torch.quantization.config.config import Config, QuantizationSpec
 from quark.torch.quantization.config.layer import QuantizationConfig

@@ -9,8 +9,8 @@ from quark.conformance import definitions, results
 from quark.conformance.comparison import Comparison, compare
 from quark.conformance.oracles.definitions import compare_all
 from quark.conformance.registry import ORACLES, is_installed, run
+from quark.torch.numerics.enumerations import RoundType
 from quark.torch.numerics.formats import Dtype
-from quark.torch.numerics.rounding import RoundType
 
 EVERY = 331  # one 16-bit value of so many
 IN_DEV = {"definitions", "torch", "ml_dtypes", "onnx", "gguf"}  # what the tests are installed with

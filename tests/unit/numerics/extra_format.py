@@ -1,7 +1,5 @@
 """A plug-in of pytest that adds a number format, as one more line of ``Dtype`` would."""
 
-import torch
-
 from quark.torch.numerics.formats import Dtype, Format
 
 NAME = "fp5_e2m2"
@@ -16,4 +14,4 @@ def _add(fmt):
     Dtype._member_map_[fmt.name] = Dtype._value2member_map_[fmt] = member
 
 
-_add(Format(NAME, 5, True, 2, 2, 7.0, word_codes=8, word_dtype=torch.uint8))
+_add(Format(NAME, 5, True, 2, 2, 7.0, word_codes=8, word_dtype="uint8"))

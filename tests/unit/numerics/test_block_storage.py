@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quark.torch.numerics import qdq
+from quark.torch.numerics.enumerations import RoundType
 from quark.torch.numerics.formats import Dtype
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.packing import pack, unpack
@@ -19,7 +20,6 @@ from quark.torch.numerics.qdq import (
     quantize,
     recover_codes,
 )
-from quark.torch.numerics.rounding import RoundType
 from quark.torch.numerics.scale_codec import decode_scale, encode_scale
 from quark.torch.numerics.scale_formats import E4M3, E5M3, E8M0, POF2, ScaleFormat
 from quark.torch.numerics.scales import block_range, tensor_scale_from_range
@@ -28,8 +28,8 @@ from tests.unit.numerics.kinds import FLOATS, SHARED
 
 SCALES = {
     "float32": ScaleFormat(),
-    "float16": ScaleFormat(torch.float16),
-    "bfloat16": ScaleFormat(torch.bfloat16),
+    "float16": ScaleFormat("float16"),
+    "bfloat16": ScaleFormat("bfloat16"),
     "pof2": POF2,
     "e8m0": E8M0,
     "e4m3": E4M3,

@@ -14,10 +14,11 @@ from quark.torch.numerics.codec import (
     round_bfloat16_to_codes,
     round_to_codes,
 )
+from quark.torch.numerics.enumerations import RoundType
 from quark.torch.numerics.formats import Dtype
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.qdq import dequantize, fake_quantize, quantize
-from quark.torch.numerics.rounding import RoundType, round_to_grid_
+from quark.torch.numerics.rounding import round_to_grid_
 from quark.torch.numerics.scale_formats import E8M0
 from quark.torch.numerics.scheme import Scheme
 

@@ -7,10 +7,10 @@ import torch
 from torch.library import opcheck
 
 from quark.torch.numerics import custom_operators, hadamard, qdq
+from quark.torch.numerics.enumerations import RoundType
 from quark.torch.numerics.formats import Dtype
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.packing import pack, unpack
-from quark.torch.numerics.rounding import RoundType
 from quark.torch.numerics.scale_formats import E4M3, E8M0
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.presets import (

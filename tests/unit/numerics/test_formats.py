@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quark.torch.numerics.codec import decode
+from quark.torch.numerics.dtypes import torch_dtype, type_name
 from quark.torch.numerics.formats import Dtype
 from tests.unit.numerics import kinds
 
@@ -125,7 +126,8 @@ def test_float_fields_fill_the_code(name):
     kind, info = FLOATS[name]
     assert 1 + fmt.exponent_bits + fmt.mantissa_bits == fmt.bits
     assert (fmt.exponent_bits, fmt.mantissa_bits) == (info.nexp, info.nmant)
-    assert fmt.native == fmt.code_dtype == kind
+    assert fmt.native == type_name(kind)
+    assert fmt.code_dtype == kind
 
 
 @pytest.mark.parametrize("name", kinds.ENCODED)
@@ -156,7 +158,7 @@ def test_formats_as_wide_as_bfloat16_are_not_scaled():
 @pytest.mark.parametrize("dtype", Dtype, ids=lambda d: d.name)
 def test_packed_type(dtype):
     fmt = dtype.value
-    stored = fmt.word_dtype if fmt.word_codes > 1 else fmt.code_dtype
+    stored = torch_dtype(fmt.word_dtype) if fmt.word_codes > 1 else fmt.code_dtype
     assert dtype.to_torch_packed_dtype() == fmt.storage_dtype == PACKED.get(dtype.name, stored)
 
 

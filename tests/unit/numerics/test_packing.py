@@ -25,8 +25,8 @@ def all_codes(fmt):
         return torch.arange(1 << fmt.bits).to(fmt.code_dtype)
     if fmt.native is not None:
         if fmt.bits == 8:
-            return torch.arange(256, dtype=torch.uint8).view(fmt.native)
-        return torch.arange(-32768, 32768).to(torch.int16).view(fmt.native)
+            return torch.arange(256, dtype=torch.uint8).view(fmt.code_dtype)
+        return torch.arange(-32768, 32768).to(torch.int16).view(fmt.code_dtype)
     return torch.arange(fmt.qmin, fmt.qmax + 1).to(fmt.code_dtype)
 
 
@@ -186,7 +186,7 @@ def test_whole_codes_are_not_copied(name):
 
 def test_two_bits_in_words_of_their_own():
     """How files of versions before 1.0 hold 2-bit codes."""
-    fmt = replace(Dtype.int2.value, word_codes=1, word_dtype=torch.int32)
+    fmt = replace(Dtype.int2.value, word_codes=1, word_dtype="int32")
     words = torch.tensor([[-2, -1, 0, 1]], dtype=torch.int32)
     assert unpack(words, fmt, 4).tolist() == [[-2, -1, 0, 1]]
     assert fmt.storage_dtype == torch.int32 and packed_size(4, fmt) == 4

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from quark.torch.numerics import packing, qdq, scales
 from quark.torch.numerics.codec import decode
 from quark.torch.numerics.formats import Dtype
-from quark.torch.numerics.granularity import QSchemeType, join_rows, row_pieces
+from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.packing import pack, unpack
+from quark.torch.numerics.pieces import join_rows, row_pieces
 from quark.torch.numerics.qdq import dynamic_qparams
 from quark.torch.numerics.scale_formats import E4M3, E8M0, FLOAT32
 from quark.torch.numerics.scales import block_range, qparams_from_range

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from quark.torch.numerics import qdq
+from quark.torch.numerics.enumerations import RoundType
 from quark.torch.numerics.formats import Dtype
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.qdq import (
@@ -17,7 +18,6 @@ from quark.torch.numerics.qdq import (
     fake_quantize_,
     quantize,
 )
-from quark.torch.numerics.rounding import RoundType
 from quark.torch.numerics.scheme import Scheme
 from tests.unit.numerics.kinds import (
     CASTS,
@@ -100,12 +100,12 @@ def test_integers_per_channel_as_torch(name, symmetric, axis):
 @pytest.mark.parametrize("name", NATIVE)
 def test_fp8_as_casts_of_clamped_values(name, scale):
     fmt, scale = Dtype[name].value, torch.tensor(scale)
-    every_code = torch.arange(256, dtype=torch.uint8).view(fmt.native).float()
+    every_code = torch.arange(256, dtype=torch.uint8).view(fmt.code_dtype).float()
     every_code = every_code[every_code.isfinite()]
     middles = (every_code[1:] + every_code[:-1]) / 2
     x = torch.cat([torch.randn(4096) * fmt.max_value / 3, every_code, middles]) * scale
     clamped = (x / scale).clamp(-fmt.max_value, fmt.max_value)
-    expected = clamped.to(fmt.native)
+    expected = clamped.to(fmt.code_dtype)
     assert same(quantize(x, scale, None, Scheme(fmt)), expected)
     assert same(fake_quantize(x, scale, None, Scheme(fmt)), expected.float() * scale)
 

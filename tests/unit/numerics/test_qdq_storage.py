@@ -5,6 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quark.torch.numerics.dtypes import type_name
+from quark.torch.numerics.enumerations import RoundType
 from quark.torch.numerics.formats import Dtype
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.packing import ORDERS, pack, unpack
@@ -16,7 +18,6 @@ from quark.torch.numerics.qdq import (
     quantize,
     recover_codes,
 )
-from quark.torch.numerics.rounding import RoundType
 from quark.torch.numerics.scale_formats import ScaleFormat
 from quark.torch.numerics.scheme import Scheme
 
@@ -62,7 +63,7 @@ def problems(draw, name, granularity):
         group=draw(st.sampled_from([-1, 1, 2, 3, 4, 16])),
         symmetric=symmetric,
         rounding=draw(st.sampled_from(RoundType)),
-        scale=ScaleFormat(draw(st.sampled_from(TYPES))),
+        scale=ScaleFormat(type_name(draw(st.sampled_from(TYPES)))),
         float_zero_point=draw(st.booleans()) and not symmetric,
     )
     magnitude = draw(st.sampled_from([1e-6, 0.02, 1.0, 300.0]))
@@ -107,7 +108,7 @@ def test_fake_casts_are_what_storage_gives_back(name, layout, kind):
     x = LAYOUTS[layout](torch.randn(5, 7) * 1000).to(kind)
     faked = fake_quantize(x, None, None, scheme)
     assert same(through_storage(x, None, None, scheme), faked)
-    assert same(faked, x.to(scheme.fmt.native).to(kind))
+    assert same(faked, x.to(scheme.fmt.code_dtype).to(kind))
     kept = x.clone()
     assert fake_quantize_(kept, None, None, scheme) is kept
     assert same(kept, faked)

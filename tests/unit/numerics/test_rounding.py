@@ -13,8 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quark.torch.numerics.enumerations import RoundType
 from quark.torch.numerics.formats import Dtype
-from quark.torch.numerics.rounding import RoundType, round_, round_to_grid_
+from quark.torch.numerics.rounding import round_, round_to_grid_
 
 INTEGERS = ["int8", "uint8", "int4", "uint4", "int3", "int2"]
 FP8 = {

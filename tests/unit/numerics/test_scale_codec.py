@@ -30,8 +30,8 @@ def grouped(name, group, scale=E8M0, **options):
     return Scheme(fmt, PER_GROUP, axis=-1, group=group, scale=scale, **options)
 
 
-E4M3 = ScaleFormat(torch.float8_e4m3fn, Dtype.fp8_e4m3.value, two_level=True)
-TWO_LEVEL_E5M3 = ScaleFormat(torch.uint8, Dtype.fp8_e5m3.value, two_level=True)
+E4M3 = ScaleFormat("float8_e4m3fn", Dtype.fp8_e4m3.value, two_level=True)
+TWO_LEVEL_E5M3 = ScaleFormat("uint8", Dtype.fp8_e5m3.value, two_level=True)
 SCHEMES = {
     "mxfp4": grouped("fp4", 32),
     "mxfp6": grouped("fp6_e3m2", 32, scale_mode="ceil"),
@@ -47,7 +47,7 @@ SCHEMES = {
     "two-level e5m3": grouped("fp4", 16, TWO_LEVEL_E5M3),
     "int4 under e4m3": grouped("int4", 16, E4M3),
     **{f"fp4 {t.name}": grouped("fp4", 16, t.format) for t in ScaleType},
-    "int4 float16": grouped("int4", 8, ScaleFormat(torch.float16)),
+    "int4 float16": grouped("int4", 8, ScaleFormat("float16")),
     "int8 pof2": Scheme(Dtype.int8.value, scale=POF2),
     "fp8 per tensor": Scheme(Dtype.fp8_e4m3.value),
 }

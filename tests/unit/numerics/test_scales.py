@@ -10,6 +10,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from quark.torch.numerics.dtypes import type_name
 from quark.torch.numerics.formats import Dtype
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.qdq import dynamic_qparams, fake_quantize
@@ -139,7 +140,9 @@ DEGENERATE = {
 @pytest.mark.parametrize("name", SCALED)
 def test_degenerate_ranges(name, symmetric, kind):
     for case, (lo, hi) in DEGENERATE.items():
-        scale, zero_point = solve(lo, hi, name, symmetric=symmetric, scale=ScaleFormat(kind))
+        scale, zero_point = solve(
+            lo, hi, name, symmetric=symmetric, scale=ScaleFormat(type_name(kind))
+        )
         assert scale.dtype == kind, case
         assert scale.isfinite() and scale > 0 and scale.float().reciprocal().isfinite(), case
         if zero_point is not None:
@@ -157,7 +160,7 @@ def test_degenerate_ranges(name, symmetric, kind):
 )
 def test_any_range(name, symmetric, kind, lo, hi):
     assume(lo <= hi)
-    scale, zero_point = solve(lo, hi, name, symmetric=symmetric, scale=ScaleFormat(kind))
+    scale, zero_point = solve(lo, hi, name, symmetric=symmetric, scale=ScaleFormat(type_name(kind)))
     assert scale.isfinite() and scale > 0
     assert zero_point is None or zero_point.isfinite()
 
@@ -194,7 +197,7 @@ def test_the_stored_scale_is_the_one_used(name, symmetric, kind):
         QSchemeType.per_channel,
         0,
         symmetric=symmetric,
-        scale=ScaleFormat(kind),
+        scale=ScaleFormat(type_name(kind)),
     )
     x = torch.randn(16, 64)
     scale, zero_point = dynamic_qparams(x, scheme)
@@ -208,7 +211,7 @@ def test_the_stored_scale_is_the_one_used(name, symmetric, kind):
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16], ids=str)
 def test_scales_are_rounded_once_and_zero_points_follow(kind, magnitude):
     lo, hi = -magnitude * torch.rand(500), magnitude * torch.rand(500)
-    scheme = Scheme(Dtype.uint8.value, symmetric=False, scale=ScaleFormat(kind))
+    scheme = Scheme(Dtype.uint8.value, symmetric=False, scale=ScaleFormat(type_name(kind)))
     exact, offset = qparams_from_range(lo, hi, Scheme(Dtype.uint8.value, symmetric=False))
     scale, zero_point = qparams_from_range(lo, hi, scheme)
     assert torch.equal(scale, exact.to(kind))

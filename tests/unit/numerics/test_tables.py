@@ -6,6 +6,7 @@ import torch
 
 from quark.torch.numerics.code_recovery import recovers_codes
 from quark.torch.numerics.codec import decode, encode, round_to_codes
+from quark.torch.numerics.enumerations import RoundType
 from quark.torch.numerics.formats import Dtype
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.qdq import (
@@ -16,7 +17,7 @@ from quark.torch.numerics.qdq import (
     quantize,
     recover_codes,
 )
-from quark.torch.numerics.rounding import RoundType, round_to_grid_
+from quark.torch.numerics.rounding import round_to_grid_
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.qat import QATSpec
 from quark.torch.quantization.config.spec import QuantizationSpec

@@ -15,8 +15,8 @@ from quark.torch.export.checkpoint.placement import put_tensor, tie
 from quark.torch.export.checkpoint.reader import Loading, Reader, zero_offset
 from quark.torch.export.checkpoint.scale_checks import check_layer_scales
 from quark.torch.numerics.finite import check_finite
+from quark.torch.quantization.config.tensor_names import LOW_RANK, PRESCALE
 from quark.torch.quantization.nn.experts import LinearExperts
-from quark.torch.quantization.nn.layer import LOW_RANK, PRESCALE
 from quark.torch.quantization.nn.packed import PackedLayer
 
 

@@ -18,7 +18,8 @@ from torch import fx, nn
 
 from quark.torch.export.checkpoint.files import TensorHeader
 from quark.torch.numerics.granularity import QSchemeType
-from quark.torch.quantization.config.config import LAYER_TYPES, Config
+from quark.torch.quantization.config.config import Config
+from quark.torch.quantization.config.layer_types import LAYER_TYPES
 from quark.torch.quantization.config.match import literal
 from quark.torch.quantization.graph_mode.edges import EDGES, edge_quantizers, reset_edges
 from quark.torch.quantization.graph_mode.passes.graph_edits import copy_graph

@@ -25,8 +25,9 @@ from quark.torch.export.formats.layouts.act_order import has_act_order
 from quark.torch.files import size_of
 from quark.torch.graph.residency import iterate_parts, residency_of
 from quark.torch.quantization.config.match import with_layers
+from quark.torch.quantization.config.tensor_names import PARAMETERS
 from quark.torch.quantization.nn.experts import split_experts, stack_experts
-from quark.torch.quantization.nn.layer import PARAMETERS, float_class
+from quark.torch.quantization.nn.layer import float_class
 from quark.torch.quantization.nn.packed import PackedLayer
 
 ATTRIBUTE = "_prequantized"  # of a float model that was dequantized

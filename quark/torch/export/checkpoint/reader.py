@@ -24,6 +24,7 @@ from quark.torch.quantization.config.algo import RotationConfig, SVDQuantConfig
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.head_sizes import with_head_sizes
 from quark.torch.quantization.config.match import assign
+from quark.torch.quantization.config.tensor_names import PARAMETERS, SHORT_NAMES
 from quark.torch.quantization.nn.attention import (
     PROBABILITIES,
     check_routes,
@@ -31,9 +32,9 @@ from quark.torch.quantization.nn.attention import (
     route_keys,
 )
 from quark.torch.quantization.nn.experts import split_experts, stack_experts
-from quark.torch.quantization.nn.layer import PARAMETERS, QuantizedLayer
+from quark.torch.quantization.nn.layer import QuantizedLayer
 from quark.torch.quantization.nn.operators import is_operator
-from quark.torch.quantization.nn.packed import SHORT_NAMES, PackedLayer, PackedQuantizer
+from quark.torch.quantization.nn.packed import PackedLayer, PackedQuantizer
 from quark.torch.quantization.nn.probabilities import (
     probability_modules,
     probability_quantizers,

@@ -7,8 +7,8 @@ from torch import nn
 
 from quark.torch.export.formats.layouts.packed import PackedLayout
 from quark.torch.numerics.scheme import Scheme
-from quark.torch.quantization.nn.layer import PARAMETERS
-from quark.torch.quantization.nn.packed import SHORT_NAMES, PackedLayer
+from quark.torch.quantization.config.tensor_names import PARAMETERS, SHORT_NAMES
+from quark.torch.quantization.nn.packed import PackedLayer
 from quark.torch.quantization.nn.probabilities import probability_quantizers
 
 

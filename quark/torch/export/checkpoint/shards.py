@@ -14,11 +14,12 @@ from typing import NamedTuple
 
 import torch
 
-from quark.torch.export.checkpoint.files import DTYPES, INDEX_SUFFIX, STEM, Entry
+from quark.torch.export.checkpoint.headers import INDEX_SUFFIX, STEM, TYPES, Entry
 from quark.torch.files import write_json
+from quark.torch.numerics.dtypes import torch_dtype
 from quark.torch.pipeline.batches import show_progress
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NAMES = {torch_dtype(name): spelling for spelling, name in TYPES.items()}
 # Types in the order of the files that the package safetensors writes, from the last to the first.
 _ORDER = (
     *("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "I16", "U16", "F16", "BF16"),

@@ -7,21 +7,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
-from quark.torch.export.checkpoint.dequantized import DequantizedReader, FloatReader
-from quark.torch.export.checkpoint.reader import Loading, cast_float_parameters
 from quark.torch.export.checkpoint_contents import Contents
 from quark.torch.export.containers.registry import CONTAINERS, load_container
-from quark.torch.export.verification import Verdict
 from quark.torch.files import Target
-from quark.torch.graph.residency import residency_of
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.name_lookup import one_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from quark.torch.export.checkpoint.dequantized import FloatReader
+    from quark.torch.export.checkpoint.reader import Loading
+    from quark.torch.export.verification import Verdict
+
 
 SHARD_SIZE = "5GB"
 
@@ -157,6 +159,9 @@ class Container(ABC):
             FileNotFoundError: Files are missing.
             ValueError: A file is damaged or not understood, or files of this kind are not read.
         """
+        from quark.torch.export.checkpoint.dequantized import DequantizedReader
+        from quark.torch.export.checkpoint.reader import cast_float_parameters
+
         loading = self.open(path, trust_remote_code, **options)
         model = self.architecture(path, trust_remote_code, **options)
         if dtype is not None:
@@ -209,6 +214,8 @@ class Container(ABC):
         Raises:
             ValueError: It cannot. The message has the reason.
         """
+        from quark.torch.graph.residency import residency_of
+
         if self.whole_because and residency_of(model) is not None:
             raise ValueError(
                 f"The model is read in parts, and {self.title} needs all of it in memory: "

@@ -8,26 +8,23 @@ import math
 import shlex
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from quark.torch.export.checkpoint.config_json import CONFIG
-from quark.torch.export.checkpoint.dequantized import FloatReader
-from quark.torch.export.checkpoint.reader import Loading, prepare_load
 from quark.torch.export.checkpoint_contents import Contents, LayerSummary, Summary, by_type
 from quark.torch.export.containers.base import Container, ExportSettings
-from quark.torch.export.gguf.architectures import import_gguf
-from quark.torch.export.gguf.blocks import has_codes
-from quark.torch.export.gguf.float_reader import open_gguf_in_float
-from quark.torch.export.gguf.importer import FLOAT_TYPES, match_gguf, open_gguf
 from quark.torch.export.gguf.reader import MAGIC, GgufFile
-from quark.torch.export.gguf.tokenizer import load_tokenizer
-from quark.torch.export.gguf.writer import check_header, check_writable, write_gguf
-from quark.torch.export.verification import Verdict, verify_predictions
 from quark.torch.files import Target
 from quark.torch.quantization.config.description import LayerDescription
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from quark.torch.export.checkpoint.dequantized import FloatReader
+    from quark.torch.export.checkpoint.reader import Loading
+    from quark.torch.export.verification import Verdict
+
 
 SUFFIX = ".gguf"
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -52,16 +49,24 @@ class Gguf(Container):
 
     def open(self, path: Path, trust_remote_code: bool = False, **options: Any) -> Loading:
         """Return a model that is ready for the tensors; see ``Container.open``."""
+        from quark.torch.export.checkpoint.reader import prepare_load
+        from quark.torch.export.gguf.importer import open_gguf
+
         return prepare_load(*open_gguf(self.file(path), **options))
 
     def architecture(
         self, path: Path, trust_remote_code: bool = False, **options: Any
     ) -> nn.Module:
         """Return the float model of a file; see ``Container.architecture``."""
+        from quark.torch.export.gguf.importer import match_gguf
+
         return match_gguf(self.file(path), **options).model
 
     def has_codes(self, path: Path) -> bool:
         """Whether a file has blocks, and all of them are of types whose codes are read."""
+        from quark.torch.export.gguf.blocks import has_codes
+        from quark.torch.export.gguf.importer import FLOAT_TYPES
+
         kinds = {tensor.kind for tensor in GgufFile(self.file(path)).tensors.values()}
         blocks = kinds - FLOAT_TYPES.keys()
         return bool(blocks) and all(map(has_codes, blocks))
@@ -74,6 +79,8 @@ class Gguf(Container):
         **options: Any,
     ) -> tuple[nn.Module, FloatReader]:
         """Return the float model of a file of any type; see ``Container.open_in_float``."""
+        from quark.torch.export.gguf.float_reader import open_gguf_in_float
+
         return open_gguf_in_float(self.file(path), dtype, **options)
 
     def contents(self, path: Path) -> Contents:
@@ -97,6 +104,8 @@ class Gguf(Container):
 
     def tokenizer(self, path: Path) -> Any | None:
         """Return the tokenizer; None, with a warning, if Transformers cannot make it."""
+        from quark.torch.export.gguf.tokenizer import load_tokenizer
+
         try:
             return load_tokenizer(self.file(path))
         except ValueError as error:
@@ -105,21 +114,29 @@ class Gguf(Container):
 
     def check_installed(self) -> None:
         """Check that the package gguf is installed."""
+        from quark.torch.export.gguf.architectures import import_gguf
+
         import_gguf()
 
     def check_writable(self, model: nn.Module, settings: ExportSettings) -> None:
         """Check that blocks can hold every layer; see ``Container.check_writable``."""
+        from quark.torch.export.gguf.writer import check_header, check_writable
+
         check_writable(model)
         check_header(model, _tokenizer_path(settings))
 
     def write(self, model: nn.Module, target: Target, settings: ExportSettings) -> None:
         """Write the file and its tokens, loaded from ``settings.tokenizer_path``."""
+        from quark.torch.export.gguf.writer import write_gguf
+
         write_gguf(model, target, settings.file_name, _tokenizer_path(settings))
 
     def verify(
         self, path: Path, model: nn.Module, trust_remote_code: bool = False, inputs: Any = None
     ) -> Verdict:
         """Compare predictions with those of Transformers, or of this package where it fails."""
+        from quark.torch.export.verification import verify_predictions
+
         path = self.file(path)
         return verify_predictions(
             path,

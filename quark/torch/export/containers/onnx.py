@@ -5,25 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from quark.torch.export.containers.base import Container, ExportSettings
-from quark.torch.export.onnx.runtime import check_runtime
-from quark.torch.export.onnx.verification import verify_graph
-from quark.torch.export.onnx.writer import (
-    FILE_NAME,
-    OnnxOptions,
-    check_config,
-    check_packages,
-    check_writable,
-    write_onnx,
-)
-from quark.torch.export.verification import Verdict
 from quark.torch.files import Target
 from quark.torch.quantization.config.config import QuantizationConfig
+from quark.torch.quantization.config.export import ONNX_FILE
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from quark.torch.export.verification import Verdict
 
 
 class Onnx(Container):
@@ -31,33 +24,43 @@ class Onnx(Container):
 
     name = "onnx"
     title = "an ONNX file"
-    patterns = (f"{FILE_NAME}*",)
+    patterns = (f"{ONNX_FILE}*",)
     is_read = False
     whole_because = "torch traces the whole model, and its graph holds all weights"
 
     def holds(self, path: Path) -> bool:
         """Whether a path is an ONNX file, or a directory with one that was written here."""
-        return (path / FILE_NAME).is_file() or (path.suffix == ".onnx" and path.is_file())
+        return (path / ONNX_FILE).is_file() or (path.suffix == ".onnx" and path.is_file())
 
     def check_installed(self) -> None:
         """Check that torch and onnxscript can export."""
+        from quark.torch.export.onnx.writer import check_packages
+
         check_packages()
 
     def check_verifiable(self, dtypes: Collection[str]) -> None:
         """Check that ONNX Runtime is installed and computes in these types on a CPU."""
+        from quark.torch.export.onnx.runtime import check_runtime
+
         check_runtime(dtypes)
 
     def check_config(self, layers: Iterable[QuantizationConfig]) -> None:
         """Check that a graph computes layers quantized like this."""
+        from quark.torch.export.onnx.writer import check_config
+
         for layer in layers:
             check_config(layer, "this configuration")
 
     def check_writable(self, model: nn.Module, settings: ExportSettings) -> None:
         """Check that a graph computes every layer; see ``Container.check_writable``."""
+        from quark.torch.export.onnx.writer import check_writable
+
         check_writable(model)
 
     def write(self, model: nn.Module, target: Target, settings: ExportSettings) -> None:
         """Trace a model on ``settings.inputs`` and write its graph; see ``Container.write``."""
+        from quark.torch.export.onnx.writer import OnnxOptions, write_onnx
+
         inputs = _token_ids(model) if settings.inputs is None else settings.inputs
         write_onnx(model, target, inputs, settings.graph or OnnxOptions())
 
@@ -65,14 +68,18 @@ class Onnx(Container):
         self, path: Path, model: nn.Module, trust_remote_code: bool = False, inputs: Any = None
     ) -> Verdict:
         """Run the graph in ONNX Runtime and compare its outputs with those of ``model``."""
-        return verify_graph(path / FILE_NAME if path.is_dir() else path, model, inputs)
+        from quark.torch.export.onnx.verification import verify_graph
+
+        return verify_graph(path / ONNX_FILE if path.is_dir() else path, model, inputs)
 
     def load_code(self, path: Path) -> str:
         """Return the line that loads the graph with ONNX Runtime."""
-        return f"session = onnxruntime.InferenceSession({json.dumps(str(path / FILE_NAME))})"
+        return f"session = onnxruntime.InferenceSession({json.dumps(str(path / ONNX_FILE))})"
 
 
 def _token_ids(model: Any) -> dict[str, torch.Tensor]:
     """Return inputs of a language model: ids from the whole vocabulary, (2, 16)."""
+    import torch
+
     ids = torch.arange(32).reshape(2, 16) * model.config.get_text_config().vocab_size // 32
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

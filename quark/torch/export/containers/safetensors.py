@@ -5,15 +5,11 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import torch
-from torch import fx, nn
-
-from quark.torch.export.checkpoint.architecture import empty_model, read_config
 from quark.torch.export.checkpoint.config_json import (
     CONFIG,
     SECTION,
@@ -21,28 +17,22 @@ from quark.torch.export.checkpoint.config_json import (
     calibration_notes,
     read_config_json,
 )
-from quark.torch.export.checkpoint.files import NATIVE, CheckpointReader
-from quark.torch.export.checkpoint.float_source import read_generation_config
-from quark.torch.export.checkpoint.graphs import copy_for_load, is_quantized_graph
-from quark.torch.export.checkpoint.reader import Loading, Reader, load, prepare_load
-from quark.torch.export.checkpoint.shards import ShardWriter
-from quark.torch.export.checkpoint.streamed_writer import StreamedState
-from quark.torch.export.checkpoint.writer import collect, make_format, write_model_files
+from quark.torch.export.checkpoint.headers import NATIVE, Entry, Headers
 from quark.torch.export.checkpoint_contents import Contents, summarize
-from quark.torch.export.checks import check_written
 from quark.torch.export.containers.base import Container, ExportSettings
+from quark.torch.export.containers.recognition import recognize_format
 from quark.torch.export.containers.registry import SAFETENSORS
 from quark.torch.export.formats.base import ExportFormat, format_class
 from quark.torch.export.formats.registry import FORMATS
-from quark.torch.export.recognition import recognize_format
-from quark.torch.export.verification import (
-    Verdict,
-    verify_graph_tensors,
-    verify_predictions,
-)
-from quark.torch.files import Target, size_of
-from quark.torch.graph.residency import residency_of
-from quark.torch.pipeline.batches import show_progress
+from quark.torch.files import Target
+
+if TYPE_CHECKING:
+    from torch import fx, nn
+
+    from quark.torch.export.checkpoint.files import CheckpointReader
+    from quark.torch.export.checkpoint.reader import Loading, Reader
+    from quark.torch.export.verification import Verdict
+
 
 _COPIED = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")  # not weights
 _READ_BY_VLLM = ("quark", "awq", "gptq", "compressed-tensors", "fp8", "modelopt")
@@ -64,8 +54,19 @@ class TensorDirectory(Container):
         """
         raise NotImplementedError
 
+    def headers(self, path: Path) -> Mapping[str, Entry]:
+        """Return the headers of the tensors of a directory, by name.
+
+        Raises:
+            FileNotFoundError: A file is missing.
+            ValueError: A file is damaged.
+        """
+        return self.reader(path).entries
+
     def open(self, path: Path, trust_remote_code: bool = False, **options: Any) -> Loading:
         """Return a model that is ready for the tensors; see ``Container.open``."""
+        from quark.torch.export.checkpoint.reader import prepare_load
+
         fmt = recognize_format(read_config_json(path), str(path / CONFIG))
         model = self.architecture(path, trust_remote_code, **options)
         return prepare_load(model, fmt, self.reader(path))
@@ -74,6 +75,9 @@ class TensorDirectory(Container):
         self, path: Path, trust_remote_code: bool = False, **options: Any
     ) -> nn.Module:
         """Return the float model of a directory; see ``Container.architecture``."""
+        from quark.torch.export.checkpoint.architecture import empty_model, read_config
+        from quark.torch.export.checkpoint.float_source import read_generation_config
+
         entries = self.reader(path).entries
         config = read_config(path, trust_remote_code)
         model = empty_model(config, entries, path, trust_remote_code=trust_remote_code, **options)
@@ -86,6 +90,10 @@ class TensorDirectory(Container):
         Raises:
             ValueError: The outputs differ, or the graph itself was loaded from a checkpoint.
         """
+        from quark.torch.export.checkpoint.graphs import copy_for_load
+        from quark.torch.export.checkpoint.reader import load
+        from quark.torch.export.verification import verify_graph_tensors
+
         reader = self.reader(path)
         graph = copy_for_load(model, reader.entries)
         if graph is None:
@@ -113,9 +121,7 @@ class TensorDirectory(Container):
             str(config.get("model_type", "unknown type")),
             _origin(section, calibration_notes(config)) if isinstance(section, dict) else {},
             note,
-            summarize(
-                self.reader(path).entries, fmt, config.get("dtype") or config.get("torch_dtype")
-            ),
+            summarize(self.headers(path), fmt, config.get("dtype") or config.get("torch_dtype")),
         )
 
     def tokenizer(self, path: Path) -> Any:
@@ -155,37 +161,37 @@ class Safetensors(TensorDirectory):
 
     def reader(self, path: Path) -> CheckpointReader:
         """Return the tensors of a directory."""
+        from quark.torch.export.checkpoint.files import CheckpointReader
+
         return CheckpointReader(path)
+
+    def headers(self, path: Path) -> Mapping[str, Entry]:
+        """Return the headers of the tensors of a directory by name, read without torch."""
+        return Headers(path).entries
 
     def write(self, model: nn.Module, target: Target, settings: ExportSettings) -> None:
         """Write config.json, *.safetensors and the tokenizer; see ``Container.write``."""
+        from quark.torch.export.checkpoint.directory_writer import write_directory
+
         fmt = _make_format(model, settings)
-        if residency_of(model) is None:
-            tensors = collect(model, fmt)
-            values: Iterable[tuple[str, torch.Tensor]] = tensors.items()
-        else:
-            state = StreamedState(model, fmt)
-            tensors, values = state.outline, state.tensors()
-        with target(size_of(tensors)) as directory:
-            writer = ShardWriter(
-                directory,
-                tensors,
-                settings.max_shard_size,
-                settings.file_name,
-                fmt.file_metadata(tensors),
-            )
-            for name, tensor in show_progress(values, "writing"):
-                writer.add(name, tensor)
-            writer.finish()
-            write_model_files(model, fmt.config_section(), directory, settings.tokenizer)
-            check_written(tensors, self.reader(directory))
+        write_directory(
+            model,
+            fmt,
+            target,
+            settings.max_shard_size,
+            settings.file_name,
+            settings.tokenizer,
+        )
 
     def verify(
         self, path: Path, model: nn.Module, trust_remote_code: bool = False, inputs: Any = None
     ) -> Verdict:
         """Compare predictions with those of Transformers, or of this package where it fails."""
+        from quark.torch.export.checkpoint.graphs import is_quantized_graph
+        from quark.torch.export.verification import verify_predictions
+
         if is_quantized_graph(model):
-            return self.verify_graph(path, cast(fx.GraphModule, model))
+            return self.verify_graph(path, cast("fx.GraphModule", model))
         return verify_predictions(
             path,
             model,
@@ -252,6 +258,8 @@ def _transformers_packages(config: dict[str, Any]) -> Mapping[str, str] | None:
 
 
 def _make_format(model: nn.Module, settings: ExportSettings) -> ExportFormat:
+    from quark.torch.export.checkpoint.writer import make_format
+
     return make_format(model, settings.quant_config, settings.options, settings.custom_mode)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from quark.torch.export.formats.config_section import (
     config_for_blocks,
@@ -29,14 +29,14 @@ from quark.torch.export.formats.layer_checks import (
     weight_shape,
     weight_spec,
 )
-from quark.torch.export.formats.layouts.awq import MIDDLE_ZEROS, AwqLayout
 from quark.torch.export.formats.third_party import ThirdPartyFormat
-from quark.torch.numerics.packing import ORDERS
 from quark.torch.quantization.config.config import Config, QuantizationConfig
-from quark.torch.quantization.config.export import JsonExporterConfig
+from quark.torch.quantization.config.export import PACK_METHODS, JsonExporterConfig
 from quark.torch.quantization.config.type import Dtype
-from quark.torch.quantization.nn.layer import QuantizedLayer
-from quark.torch.quantization.nn.tensor_layout import TensorLayout
+
+if TYPE_CHECKING:
+    from quark.torch.quantization.nn.layer import QuantizedLayer
+    from quark.torch.quantization.nn.tensor_layout import TensorLayout
 
 
 class AwqFormat(ThirdPartyFormat):
@@ -58,6 +58,8 @@ class AwqFormat(ThirdPartyFormat):
     @property
     def layout(self) -> TensorLayout:
         """Layout of the tensors."""
+        from quark.torch.export.formats.layouts.awq import AwqLayout
+
         return AwqLayout(self.options.pack_method)
 
     def check_writable(
@@ -102,6 +104,8 @@ class AwqFormat(ThirdPartyFormat):
         self, layers: dict[str, QuantizationConfig], reader: Any
     ) -> dict[str, QuantizationConfig]:
         """Return the layers stored in codes, symmetric if all zero points are the middle code."""
+        from quark.torch.export.formats.layouts.awq import MIDDLE_ZEROS
+
         layers = super().stored_layers(layers, reader)
         zeros = (reader.tensor(key) for key in reader.entries if key.endswith(".qzeros"))
         if not all((words == MIDDLE_ZEROS).all() for words in zeros):
@@ -122,5 +126,5 @@ class AwqFormat(ThirdPartyFormat):
         layer = QuantizationConfig(weight=weight)
         excluded = read_names(section, "modules_to_not_convert")
         config = config_without(layer, excluded) if excluded else config_for_blocks(layer)
-        order = read_choice(section, "pack_method", tuple(ORDERS), "reorder")
+        order = read_choice(section, "pack_method", PACK_METHODS, "reorder")
         return replace(config, export=JsonExporterConfig(pack_method=order))

@@ -12,10 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from quark.torch.export.formats.base import ExportFormat
 from quark.torch.export.formats.compressed_tensors_args import (
@@ -34,19 +31,18 @@ from quark.torch.export.formats.kv_cache import (
     kv_cache_config,
 )
 from quark.torch.export.formats.layer_checks import weight_shape, weight_spec
-from quark.torch.export.formats.layouts.compressed_tensors import CompressedTensorsLayout
 from quark.torch.export.formats.third_party import ThirdPartyFormat
-from quark.torch.export.formats.transforms import (
-    ROTATION,
-    InputTransform,
-    TransformReader,
-    TransformWriter,
-    read_transforms,
-)
+from quark.torch.export.formats.transforms import ROTATION, InputTransform, read_transforms
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.spec import QuantizationSpec
-from quark.torch.quantization.nn.layer import QuantizedLayer
-from quark.torch.quantization.nn.tensor_layout import TensorLayout
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from quark.torch.quantization.nn.layer import QuantizedLayer
+    from quark.torch.quantization.nn.tensor_layout import TensorLayout
+
 
 MIXED = "mixed-precision"  # format of a checkpoint whose groups differ
 
@@ -86,6 +82,8 @@ class CompressedTensorsFormat(ThirdPartyFormat):
 
     def layout_of(self, config: QuantizationConfig) -> TensorLayout:
         """Return the layout of the tensors of a layer with this configuration."""
+        from quark.torch.export.formats.layouts.compressed_tensors import CompressedTensorsLayout
+
         return self.with_act_order(CompressedTensorsLayout(format_name(config) != INT))
 
     def check_writable(
@@ -96,6 +94,8 @@ class CompressedTensorsFormat(ThirdPartyFormat):
         Raises:
             ValueError: The format cannot hold a layer.
         """
+        from quark.torch.export.formats.transform_tensors import TransformWriter
+
         super().check_writable(layers, float_layers)
         self._check_cache(layers)
         self.rotations = TransformWriter()
@@ -156,6 +156,8 @@ class CompressedTensorsFormat(ThirdPartyFormat):
         self, layer: QuantizedLayer, scales: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """Return the tensors of a layer, with ``weight_shape`` for weights in dense words."""
+        import torch
+
         tensors = super().layer_tensors(layer, scales)
         for name, tensor in tensors.items():
             if name.endswith("_global_scale"):
@@ -195,6 +197,8 @@ class CompressedTensorsFormat(ThirdPartyFormat):
         """
         if not self.transforms:
             return reader
+        from quark.torch.export.formats.transform_tensors import TransformReader
+
         made = TransformReader(reader, model, self.transforms, self.quantized)
         self.config = replace(self.config, algo_config=list(made.algorithms))
         return made

@@ -12,8 +12,8 @@ from quark.torch.quantization.config.attention import check_softmax
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.spec import QuantizationSpec
+from quark.torch.quantization.config.tensor_names import PARAMETERS
 from quark.torch.quantization.config.type import Dtype
-from quark.torch.quantization.nn.layer import PARAMETERS
 
 _TOKENS = (1, -2)  # axis of the tokens in inputs of (batch, tokens, features)
 _AGAIN = "Quantize the float model again."

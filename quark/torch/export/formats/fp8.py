@@ -15,25 +15,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
-from quark.torch.export.checkpoint.files import TensorHeader
 from quark.torch.export.formats.config_section import read_choice, read_names
 from quark.torch.export.formats.kv_cache import STATIC_FP8, kv_cache_config
 from quark.torch.export.formats.layer_checks import weight_spec
-from quark.torch.export.formats.layouts.packed import PackedLayout
-from quark.torch.export.formats.stacked_experts import FP8_STACKS, UnstackedReader
 from quark.torch.export.formats.third_party import ThirdPartyFormat
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import literal
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.config.type import Dtype
-from quark.torch.quantization.nn.layer import QuantizedLayer
-from quark.torch.quantization.nn.tensor_layout import TensorLayout
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from quark.torch.export.checkpoint.files import TensorHeader
+    from quark.torch.export.formats.stacked_experts import UnstackedReader
+    from quark.torch.quantization.nn.layer import QuantizedLayer
+    from quark.torch.quantization.nn.tensor_layout import TensorLayout
+
 
 ACTIVATION_SCHEMES = ("static", "dynamic")
 BLOCK_SCALE = "weight_scale_inv"
@@ -57,6 +59,8 @@ class Fp8Format(ThirdPartyFormat):
     @property
     def layout(self) -> TensorLayout:
         """Layout of the tensors."""
+        from quark.torch.export.formats.layouts.packed import PackedLayout
+
         return PackedLayout(self.options.pack_method)
 
     def check_writable(
@@ -102,6 +106,8 @@ class Fp8Format(ThirdPartyFormat):
 
     def layer_reader(self, reader: Any, model: nn.Module) -> Any:
         """Return a reader with codes and float32 scales of each layer."""
+        from quark.torch.export.formats.stacked_experts import FP8_STACKS, UnstackedReader
+
         return _WideScales(UnstackedReader(reader, model, FP8_STACKS))
 
     def config_section(self) -> dict[str, Any]:
@@ -160,6 +166,8 @@ class _WideScales:
     """Tensors of another reader, with scales in float32 that are stored as float8_e8m0fnu."""
 
     def __init__(self, reader: UnstackedReader) -> None:
+        import torch
+
         self.reader = reader
         self.entries: dict[str, TensorHeader] = {
             key: entry._replace(dtype=torch.float32, stored_bytes=entry.nbytes)

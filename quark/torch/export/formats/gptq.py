@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from quark.torch.export.formats.base import ExportFormat
 from quark.torch.export.formats.config_section import (
@@ -31,14 +29,17 @@ from quark.torch.export.formats.layer_checks import (
     weight_shape,
     weight_spec,
 )
-from quark.torch.export.formats.layouts.dense_words import unpack_words
-from quark.torch.export.formats.layouts.gptq import GptqLayout
 from quark.torch.export.formats.third_party import ThirdPartyFormat
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.match import literal
-from quark.torch.quantization.nn.layer import QuantizedLayer
-from quark.torch.quantization.nn.tensor_layout import TensorLayout
+
+if TYPE_CHECKING:
+    import torch
+
+    from quark.torch.quantization.nn.layer import QuantizedLayer
+    from quark.torch.quantization.nn.tensor_layout import TensorLayout
+
 
 BITS = (2, 3, 4, 8)
 V1, V2 = "gptq", "gptq_v2"  # values of checkpoint_format
@@ -78,6 +79,8 @@ class GptqFormat(ThirdPartyFormat):
     @property
     def layout(self) -> TensorLayout:
         """Layout of the tensors."""
+        from quark.torch.export.formats.layouts.gptq import GptqLayout
+
         return self.with_act_order(GptqLayout(self.zero_offset))
 
     def stored_layers(
@@ -89,6 +92,8 @@ class GptqFormat(ThirdPartyFormat):
             ValueError: A zero point of 0 was stored minus one, or ``g_idx`` contradicts
                 ``group_size``.
         """
+        from quark.torch.export.formats.layouts.dense_words import unpack_words
+
         layers = super().stored_layers(layers, reader)
         if self.symmetric or not self.zero_offset:
             return layers
@@ -136,6 +141,8 @@ class GptqFormat(ThirdPartyFormat):
         self, layer: QuantizedLayer, scales: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """Return the tensors of a layer, including ``g_idx``."""
+        import torch
+
         inputs = weight_shape(layer)[1]
         size = self.group_size if self.group_size > 0 else inputs
         g_idx = torch.arange(inputs, dtype=torch.int32) // size

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Collection, Mapping
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from quark.torch.export.formats.config_section import IN_BLOCKS
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.quantization.config.config import QuantizationConfig
 from quark.torch.quantization.config.spec import QuantizationSpec
-from quark.torch.quantization.nn.layer import QuantizedLayer
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from quark.torch.quantization.nn.layer import QuantizedLayer
 
 
 def describe_problems(problems: Mapping[str, str | None]) -> str:

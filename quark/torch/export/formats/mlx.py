@@ -15,12 +15,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import nn
-
-from quark.torch.export.checkpoint.files import TensorHeader
 from quark.torch.export.formats.config_section import (
     read_choice,
     unsigned_weight_spec,
@@ -33,21 +29,28 @@ from quark.torch.export.formats.layer_checks import (
     weight_shape,
     weight_spec,
 )
-from quark.torch.export.formats.layouts.mlx import MlxLayout, integer_zero_points
 from quark.torch.export.formats.third_party import ThirdPartyFormat
+from quark.torch.numerics.dtypes import type_name
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import literal
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.config.type import ScaleType, ZeroPointType
-from quark.torch.quantization.nn.layer import QuantizedLayer
-from quark.torch.quantization.nn.tensor_layout import TensorLayout
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from quark.torch.export.checkpoint.files import TensorHeader
+    from quark.torch.quantization.nn.layer import QuantizedLayer
+    from quark.torch.quantization.nn.tensor_layout import TensorLayout
+
 
 BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 MODE = "affine"
 _SCALE_TYPES = {
-    torch.float16: ScaleType.float16,
-    torch.bfloat16: ScaleType.bfloat16,
-    torch.float32: ScaleType.float32,
+    "float16": ScaleType.float16,
+    "bfloat16": ScaleType.bfloat16,
+    "float32": ScaleType.float32,
 }
 _PARTS = ("weight", "scales", "biases")
 
@@ -66,6 +69,8 @@ class MlxFormat(ThirdPartyFormat):
     @property
     def layout(self) -> TensorLayout:
         """Layout of the tensors."""
+        from quark.torch.export.formats.layouts.mlx import MlxLayout
+
         return MlxLayout()
 
     def check_writable(
@@ -80,6 +85,8 @@ class MlxFormat(ThirdPartyFormat):
 
     def _common_problem(self, name: str, layer: QuantizedLayer) -> str | None:
         """Return why the format cannot hold a layer, whatever its number format, or None."""
+        from torch import nn
+
         for tensor in ("input", "output"):
             if getattr(layer.quant_config, f"{tensor}_tensors") is not None:
                 return f"its {tensor} is quantized"
@@ -117,6 +124,8 @@ class MlxFormat(ThirdPartyFormat):
                 others[literal(path)] = QuantizationConfig(weight=_read_spec(section, given))
             elif given is not True:
                 raise ValueError(f"quant_method='mlx': {path}={given!r} is not supported.")
+        from torch import nn
+
         types: dict[type[nn.Module], QuantizationConfig] = {nn.Embedding: layer}
         return Config(
             layer, layer_quant_config=others, layer_type_quant_config=types, exclude=exclude
@@ -190,16 +199,20 @@ class _Aliases:
 def _is_stored(name: str, entries: Mapping[str, TensorHeader]) -> bool:
     """Whether a layer has words of codes, or scales."""
     weight = entries.get(f"{name}.weight")
-    return f"{name}.scales" in entries or (weight is not None and weight.dtype == torch.uint32)
+    return f"{name}.scales" in entries or (
+        weight is not None and type_name(weight.dtype) == "uint32"
+    )
 
 
 def _as_stored(layer: QuantizationConfig, name: str, reader: Any) -> QuantizationConfig:
     """Return the configuration of a layer with the types of its scales and zero points."""
+    from quark.torch.export.formats.layouts.mlx import integer_zero_points
+
     assert layer.weight is not None
     entries: dict[str, TensorHeader] = reader.entries
     biases = f"{name}.biases"
     scales = entries.get(f"{name}.scales")
-    scale_type = None if scales is None else _SCALE_TYPES.get(scales.dtype)
+    scale_type = None if scales is None else _SCALE_TYPES.get(type_name(scales.dtype))
     if biases not in entries or scale_type is None:
         return layer  # the check of the headers names what is wrong
     layer = with_weight_fields(layer, scale_type=scale_type)

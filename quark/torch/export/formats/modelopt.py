@@ -16,24 +16,25 @@ An fp8 key-value cache adds ``k_proj.k_scale`` and ``v_proj.v_scale`` []. The se
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quark import __version__
 from quark.torch.export.formats.config_section import read_choice, read_names
 from quark.torch.export.formats.kv_cache import SCALE_NAMES, STATIC_FP8, kv_cache_config
 from quark.torch.export.formats.layer_checks import check_name_parts
-from quark.torch.export.formats.layouts.packed import PackedLayout
 from quark.torch.export.formats.third_party import ThirdPartyFormat
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import config_for, literal
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.config.spec import QuantizationSpec
-from quark.torch.quantization.nn.layer import QuantizedLayer
-from quark.torch.quantization.nn.tensor_layout import TensorLayout
+
+if TYPE_CHECKING:
+    import torch
+
+    from quark.torch.quantization.nn.layer import QuantizedLayer
+    from quark.torch.quantization.nn.tensor_layout import TensorLayout
+
 
 # quant_algo -> the same scheme here.
 ALGORITHMS = {
@@ -71,6 +72,8 @@ class ModelOptFormat(ThirdPartyFormat):
     @property
     def layout(self) -> TensorLayout:
         """Layout of the tensors."""
+        from quark.torch.export.formats.layouts.packed import PackedLayout
+
         return PackedLayout(self.options.pack_method)
 
     def check_writable(
@@ -122,7 +125,7 @@ class ModelOptFormat(ThirdPartyFormat):
         projection = path.rpartition(".")[2]
         if SCALE_NAMES.get(projection) == last:
             return f"{path}.output_quantizer.scale"
-        layer = config_for(path, nn.Linear, self.config) if last == "input_scale" else None
+        layer = config_for(path, None, self.config) if last == "input_scale" else None
         inputs = None if layer is None else layer.input_tensors
         if inputs is not None and inputs.second_stage is not None:
             return f"{path}.input_scale_2"

@@ -9,18 +9,10 @@ codes 15 and 2, which are -6 and 1, times 2^(scale - 127).
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from quark.torch.export.formats.config_section import read_names
 from quark.torch.export.formats.layer_checks import weight_shape, weight_spec
-from quark.torch.export.formats.stacked_experts import (
-    ExpertStacks,
-    StackedTensor,
-    UnstackedReader,
-)
 from quark.torch.export.formats.third_party import ThirdPartyFormat
 from quark.torch.numerics.scale_formats import E8M0
 from quark.torch.quantization.config.config import Config, QuantizationConfig
@@ -28,8 +20,14 @@ from quark.torch.quantization.config.match import literal
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.config.spec import MX_BLOCK
 from quark.torch.quantization.config.type import Dtype
-from quark.torch.quantization.nn.experts import LinearExperts
-from quark.torch.quantization.nn.layer import QuantizedLayer
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from quark.torch.export.formats.stacked_experts import ExpertStacks, UnstackedReader
+    from quark.torch.quantization.nn.layer import QuantizedLayer
+
 
 BLOCKS, SCALES, BIAS = "_blocks", "_scales", "_bias"
 _SUPPORTED = (
@@ -44,10 +42,13 @@ class Mxfp4Format(ThirdPartyFormat):
     name = "mxfp4"
     transformers_packages: ClassVar = None  # on a CPU, Transformers computes in bfloat16
     supported = _SUPPORTED
-    stacks = ExpertStacks({}, {})
+    stacks: ExpertStacks | None = None
 
     def check_model(self, model: nn.Module) -> None:
         """Record the stacked parameters of experts; ``layer_problem`` refuses other layers."""
+        from quark.torch.export.formats.stacked_experts import ExpertStacks
+        from quark.torch.quantization.nn.experts import LinearExperts
+
         stacks: dict[str, list[str]] = {}
         for path, module in model.named_modules():
             if not isinstance(module, LinearExperts):
@@ -62,7 +63,7 @@ class Mxfp4Format(ThirdPartyFormat):
     def layer_problem(self, name: str, layer: QuantizedLayer) -> str | None:
         """Return why the format cannot hold a layer, or None."""
         weight = weight_spec(layer)
-        if f"{name}.weight" not in self.stacks:
+        if not self.is_joined(f"{name}.weight"):
             return "it is no expert with a bias that Transformers stores stacked"
         if layer.quant_config.input_tensors is not None:
             return "its input is quantized"
@@ -82,11 +83,11 @@ class Mxfp4Format(ThirdPartyFormat):
 
     def is_joined(self, key: str) -> bool:
         """Whether a tensor becomes part of a stacked one."""
-        return key in self.stacks
+        return self.stacks is not None and key in self.stacks
 
     def join(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the tensors with those of all experts stacked."""
-        return self.stacks.join(state)
+        return state if self.stacks is None else self.stacks.join(state)
 
     def config_section(self) -> dict[str, Any]:
         """Return the section that Transformers reads."""
@@ -119,6 +120,8 @@ class Mxfp4Format(ThirdPartyFormat):
 
     def layer_reader(self, reader: Any, model: nn.Module) -> UnstackedReader:
         """Return a reader with codes, scales and bias of each expert."""
+        from quark.torch.export.formats.stacked_experts import StackedTensor, UnstackedReader
+
         kinds = {
             BLOCKS: StackedTensor("weight", merged_axes=2),
             SCALES: StackedTensor("weight_scale"),

@@ -7,14 +7,10 @@ are quantized in the same blocks. Experts may be stored stacked, as in the forma
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
-from torch import nn
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from quark.torch.export.formats.config_section import read_choice, read_names
 from quark.torch.export.formats.layer_checks import weight_spec
-from quark.torch.export.formats.layouts.packed import PackedLayout
-from quark.torch.export.formats.stacked_experts import FP8_STACKS, UnstackedReader
 from quark.torch.export.formats.third_party import ThirdPartyFormat
 from quark.torch.numerics.scale_formats import E8M0
 from quark.torch.quantization.config.config import Config
@@ -22,8 +18,13 @@ from quark.torch.quantization.config.match import literal
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.config.spec import MX_BLOCK, QuantizationSpec
 from quark.torch.quantization.config.type import Dtype
-from quark.torch.quantization.nn.layer import QuantizedLayer
-from quark.torch.quantization.nn.tensor_layout import TensorLayout
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from quark.torch.quantization.nn.layer import QuantizedLayer
+    from quark.torch.quantization.nn.tensor_layout import TensorLayout
+
 
 BLOCK = [1, MX_BLOCK]
 
@@ -39,6 +40,8 @@ class Mxfp8Format(ThirdPartyFormat):
     @property
     def layout(self) -> TensorLayout:
         """Layout of the tensors."""
+        from quark.torch.export.formats.layouts.packed import PackedLayout
+
         return PackedLayout(self.options.pack_method)
 
     def layer_problem(self, name: str, layer: QuantizedLayer) -> str | None:
@@ -53,6 +56,8 @@ class Mxfp8Format(ThirdPartyFormat):
 
     def layer_reader(self, reader: Any, model: nn.Module) -> Any:
         """Return a reader with the tensors of each expert."""
+        from quark.torch.export.formats.stacked_experts import FP8_STACKS, UnstackedReader
+
         return UnstackedReader(reader, model, FP8_STACKS)
 
     def config_section(self) -> dict[str, Any]:

@@ -17,28 +17,26 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from math import prod
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import nn
-
-from quark.torch.export.checkpoint.files import Entry
-from quark.torch.export.checks import check_state
 from quark.torch.export.formats.base import ExportFormat
 from quark.torch.export.formats.config_section import read_names
 from quark.torch.export.formats.earlier_versions import check_readable, is_earlier
-from quark.torch.export.formats.layouts.act_order import ACT_ORDER_PROBLEM, has_act_order
-from quark.torch.export.formats.layouts.earlier import EarlierPackedLayout, EarlierValueLayout
-from quark.torch.export.formats.layouts.packed import PackedLayout, ValueLayout
-from quark.torch.numerics.qdq import fake_quantize, quantize
+from quark.torch.numerics.dtypes import ITEM_SIZES, type_name
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.spec import QuantizationSpec
+from quark.torch.quantization.config.tensor_names import LOW_RANK, PARAMETERS, PRESCALE, SHORT_NAMES
 from quark.torch.quantization.config.type import QSchemeType
-from quark.torch.quantization.nn.layer import LOW_RANK, PARAMETERS, PRESCALE, QuantizedLayer
-from quark.torch.quantization.nn.operators import operator
-from quark.torch.quantization.nn.packed import SHORT_NAMES
-from quark.torch.quantization.nn.quantizer import QuantizedTensor
-from quark.torch.quantization.nn.tensor_layout import TensorLayout
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from quark.torch.export.checkpoint.headers import Entry
+    from quark.torch.quantization.nn.layer import QuantizedLayer
+    from quark.torch.quantization.nn.quantizer import QuantizedTensor
+    from quark.torch.quantization.nn.tensor_layout import TensorLayout
+
 
 _SUFFIXES = {
     f"{short}_{part}": f"{short}_quantizer.{part}"
@@ -70,6 +68,12 @@ class QuarkFormat(ExportFormat):
     @property
     def layout(self) -> TensorLayout:
         """Layout of the tensors, by the options and the version of the configuration."""
+        from quark.torch.export.formats.layouts.earlier import (
+            EarlierPackedLayout,
+            EarlierValueLayout,
+        )
+        from quark.torch.export.formats.layouts.packed import PackedLayout, ValueLayout
+
         earlier, pack_method = is_earlier(self.config), self.options.pack_method
         if self.options.weight_format == "fake_quantized":
             return EarlierValueLayout() if earlier else ValueLayout()
@@ -97,6 +101,9 @@ class QuarkFormat(ExportFormat):
         self, layer: QuantizedLayer, scales: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """Return the stored weight, bias, scales, zero points and rotation of a layer."""
+        from quark.torch.export.checks import check_state
+        from quark.torch.numerics.qdq import fake_quantize, quantize
+
         tensors: dict[str, torch.Tensor] = {}
         layout = self.layout_of(layer.quant_config)
         if layer.input_rotation is not None:
@@ -129,6 +136,8 @@ class QuarkFormat(ExportFormat):
         self, layers: Mapping[str, QuantizedLayer], float_layers: Sequence[str]
     ) -> None:
         """Check that no layer has act order, which the format cannot hold."""
+        from quark.torch.export.formats.layouts.act_order import ACT_ORDER_PROBLEM, has_act_order
+
         name = next((name for name, layer in layers.items() if has_act_order(layer)), None)
         if name is not None:
             raise ValueError(
@@ -147,6 +156,8 @@ class QuarkFormat(ExportFormat):
 
     def prepare_for_load(self, module: nn.Module, layer: QuantizationConfig) -> nn.Module:
         """Replace a float layer in place by an empty one that accepts the stored tensors."""
+        from quark.torch.quantization.nn.operators import operator
+
         return operator(type(module)).packed.from_module(module, layer, self.layout_of(layer))
 
     def state_name(self, key: str) -> str:
@@ -158,9 +169,9 @@ class QuarkFormat(ExportFormat):
         """Return the number of weights; see ``ExportFormat.weight_count``."""
         last = spec.coded.for_parameter()
         fmt = last.fmt
-        if fmt.word_codes == 1 or codes.dtype != fmt.storage_dtype:
+        if fmt.word_codes == 1 or type_name(codes.dtype) != fmt.storage_type:
             return prod(codes.shape)  # an element each: wide codes, values, or old 2-bit codes
-        row = codes.shape[-1] * codes.dtype.itemsize * 8 // fmt.bits
+        row = codes.shape[-1] * ITEM_SIZES[fmt.storage_type] * 8 // fmt.bits
         if last.qscheme is QSchemeType.per_group and last.scheme.has_zero_point:
             assert scale is not None
             if scale.shape[0] != codes.shape[0]:  # stored (in, out), scales (groups, out)

@@ -6,12 +6,8 @@ import logging
 from abc import abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-import torch
-from torch import nn
-
-from quark.torch.export.checkpoint.files import Entry, TensorHeader
 from quark.torch.export.formats.base import ExportFormat
 from quark.torch.export.formats.config_section import with_all_weight_fields
 from quark.torch.export.formats.kv_cache import (
@@ -25,22 +21,24 @@ from quark.torch.export.formats.layer_checks import (
     describe_problems,
     weight_group_size,
 )
-from quark.torch.export.formats.layouts.act_order import (
-    GROUPS,
-    ActOrderLayout,
-    has_act_order,
-    is_in_order,
-)
 from quark.torch.export.formats.quark import QuarkFormat
+from quark.torch.numerics.dtypes import type_name
 from quark.torch.quantization.config.config import QuantizationConfig
 from quark.torch.quantization.config.match import config_for, literal
 from quark.torch.quantization.config.spec import QuantizationSpec
+from quark.torch.quantization.config.tensor_names import GROUPS
 from quark.torch.quantization.config.type import ScaleType
-from quark.torch.quantization.nn.layer import QuantizedLayer
-from quark.torch.quantization.nn.packed import PackedLayer
-from quark.torch.quantization.nn.tensor_layout import TensorLayout
 
-_SCALE_TYPES = {torch.float16: ScaleType.float16, torch.bfloat16: ScaleType.bfloat16}
+if TYPE_CHECKING:
+    import torch
+
+    from quark.torch.export.checkpoint.files import TensorHeader
+    from quark.torch.export.checkpoint.headers import Entry
+    from quark.torch.quantization.nn.layer import QuantizedLayer
+    from quark.torch.quantization.nn.tensor_layout import TensorLayout
+
+
+_SCALE_TYPES = {"float16": ScaleType.float16, "bfloat16": ScaleType.bfloat16}
 _WEIGHT_GROUPS = f"weight_{GROUPS}"
 
 K = TypeVar("K", bound=Hashable)
@@ -78,6 +76,8 @@ class ThirdPartyFormat(QuarkFormat):
 
     def with_act_order(self, layout: TensorLayout) -> TensorLayout:
         """Return a layout that also stores the group of each input, if the checkpoint does."""
+        from quark.torch.export.formats.layouts.act_order import ActOrderLayout
+
         return ActOrderLayout(layout) if self.has_act_order else layout
 
     def check_writable(
@@ -88,6 +88,8 @@ class ThirdPartyFormat(QuarkFormat):
         Raises:
             ValueError: The format cannot hold a layer, or the options ask for values.
         """
+        from quark.torch.export.formats.layouts.act_order import has_act_order
+
         if not self.supports_act_order:
             super().check_writable(layers, float_layers)
         if self.options.weight_format != "real_quantized":
@@ -114,6 +116,8 @@ class ThirdPartyFormat(QuarkFormat):
 
     def _common_problem(self, name: str, layer: QuantizedLayer) -> str | None:
         """Return why no format of another tool can hold a layer, or None."""
+        from torch import nn
+
         problem = common_problem(layer, (nn.Linear,), self.supports_rotation)
         output = layer.quant_config.output_tensors
         is_cache = self.supports_kv_cache and name.rpartition(".")[2] in SCALE_NAMES
@@ -175,7 +179,7 @@ class ThirdPartyFormat(QuarkFormat):
             )
         self.has_act_order = self._stores_act_order(reader)
         dtypes = {
-            entry.dtype
+            type_name(entry.dtype)
             for key, entry in entries.items()
             if self.state_name(key).endswith(".weight_quantizer.scale")
         }
@@ -184,11 +188,13 @@ class ThirdPartyFormat(QuarkFormat):
             self.config = with_all_weight_fields(self.config, scale_type=scale_type)
         exclude = [*self.config.exclude, *map(literal, in_float)]
         self.config = replace(self.config, exclude=exclude)
-        in_codes = {n: config_for(n, nn.Linear, self.config) for n in layers if n not in in_float}
+        in_codes = {n: config_for(n, None, self.config) for n in layers if n not in in_float}
         return {n: layer for n, layer in in_codes.items() if layer is not None}
 
     def _stores_act_order(self, reader: Any) -> bool:
         """Whether the inputs of a layer are not in the order of their groups."""
+        from quark.torch.export.formats.layouts.act_order import is_in_order
+
         stored = self.tensor_names.get(_WEIGHT_GROUPS)
         keys = [key for key in reader.entries if key.rpartition(".")[2] == stored]
         configs = (self.config.global_quant_config, *self.config.layer_quant_config.values())
@@ -226,6 +232,8 @@ def _kept_remedy(layers: Mapping[str, QuantizedLayer]) -> str:
 
     Of the layers of a frozen model these alone are packed.
     """
+    from quark.torch.quantization.nn.packed import PackedLayer
+
     if {isinstance(layer, PackedLayer) for layer in layers.values()} != {True, False}:
         return ""
     return (

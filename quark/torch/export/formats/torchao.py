@@ -14,19 +14,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import nn
-
-from quark.torch.export.checkpoint.files import Entry, TensorHeader
 from quark.torch.export.formats.layer_checks import (
     integer_weight_problem,
     weight_group_size,
     weight_shape,
     weight_spec,
 )
-from quark.torch.export.formats.layouts.torchao import TorchaoLayout
 from quark.torch.export.formats.third_party import ThirdPartyFormat
 from quark.torch.export.formats.torchao_schemes import (
     INPUTS,
@@ -37,21 +32,28 @@ from quark.torch.export.formats.torchao_schemes import (
     parse_metadata,
 )
 from quark.torch.files import parse_json
+from quark.torch.numerics.dtypes import type_name
 from quark.torch.numerics.formats import Format
 from quark.torch.numerics.granularity import QSchemeType
-from quark.torch.numerics.scale_codec import stored_dtype
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import literal
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.config.type import Dtype, ScaleType
-from quark.torch.quantization.nn.experts import LinearExperts
-from quark.torch.quantization.nn.layer import QuantizedLayer
-from quark.torch.quantization.nn.tensor_layout import TensorLayout
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from quark.torch.export.checkpoint.files import TensorHeader
+    from quark.torch.export.checkpoint.headers import Entry
+    from quark.torch.quantization.nn.layer import QuantizedLayer
+    from quark.torch.quantization.nn.tensor_layout import TensorLayout
+
 
 _SCALE_TYPES = {
-    torch.float16: ScaleType.float16,
-    torch.bfloat16: ScaleType.bfloat16,
-    torch.float32: ScaleType.float32,
+    "float16": ScaleType.float16,
+    "bfloat16": ScaleType.bfloat16,
+    "float32": ScaleType.float32,
 }
 _QDATA = "._weight_qdata"
 _CODES = ("_weight_qdata", "_weight_zero_point")
@@ -81,6 +83,8 @@ class TorchaoFormat(ThirdPartyFormat):
     @property
     def layout(self) -> TensorLayout:
         """Layout of the tensors."""
+        from quark.torch.export.formats.layouts.torchao import TorchaoLayout
+
         return TorchaoLayout()
 
     def check_model(self, model: nn.Module) -> None:
@@ -89,6 +93,8 @@ class TorchaoFormat(ThirdPartyFormat):
         Raises:
             ValueError: It has.
         """
+        from quark.torch.quantization.nn.experts import LinearExperts
+
         name = next((n for n, m in model.named_modules() if isinstance(m, LinearExperts)), None)
         if name is not None:
             raise ValueError(
@@ -104,13 +110,15 @@ class TorchaoFormat(ThirdPartyFormat):
         self.schemes = {name: _scheme_of(layer) for name, layer in layers.items()}
         self.described = {
             name: json.dumps(
-                self.schemes[name].metadata(weight_shape(layer), _name_of(layer.value_dtype))
+                self.schemes[name].metadata(weight_shape(layer), type_name(layer.value_dtype))
             )
             for name, layer in layers.items()
         }
 
     def layer_problem(self, name: str, layer: QuantizedLayer) -> str | None:
         """Return why the format cannot hold a layer, or None."""
+        from quark.torch.numerics.scale_codec import stored_dtype
+
         weight, inputs = weight_spec(layer), layer.quant_config.input_tensors
         group, width = weight_group_size(weight), weight_shape(layer)[1]
         if weight.dtype is Dtype.fp8_e4m3 and weight.second_stage is None:
@@ -118,7 +126,7 @@ class TorchaoFormat(ThirdPartyFormat):
                 return f"its weight has scales {weight.scheme.qscheme.name}"
         elif problem := integer_weight_problem(weight, range(2, 9)):
             return problem
-        if stored_dtype(weight.scheme) not in _SCALE_TYPES:
+        if type_name(stored_dtype(weight.scheme)) not in _SCALE_TYPES:
             return f"its scales are {stored_dtype(weight.scheme)}"
         if group > 0 and width % group:
             return f"its {width} inputs have groups of {group}"
@@ -217,7 +225,7 @@ class TorchaoFormat(ThirdPartyFormat):
                 raise ValueError("its zero points are described and not stored, or stored alone")
         except ValueError as error:
             raise ValueError(f"quant_method='torchao': {name}.weight: {error}.") from None
-        scale_type = None if scale is None else _SCALE_TYPES.get(scale.dtype)
+        scale_type = None if scale is None else _SCALE_TYPES.get(type_name(scale.dtype))
         return scheme.layer(scale_type or ScaleType.float32)
 
     def convert_loaded(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -286,7 +294,3 @@ def _parse_several(described: Any) -> tuple[TorchaoScheme, dict[str, TorchaoSche
         raise ValueError(f"{key} quantizes nothing")
     default = schemes.pop("_default", None)
     return default or next(iter(schemes.values())), schemes
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

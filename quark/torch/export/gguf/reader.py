@@ -10,9 +10,11 @@ import mmap
 import struct
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
+if TYPE_CHECKING:
+    import torch
+
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 ALIGNMENT, MAX_AXES = 32, 4
@@ -137,6 +139,8 @@ class GgufFile:
         Raises:
             ValueError: The file has become shorter.
         """
+        import torch
+
         tensor = self.tensors[name]
         data = bytearray(tensor.bytes)
         with self.path.open("rb") as file:

@@ -17,8 +17,8 @@ from quark.torch.export.onnx.functions import (
     to_layer_dtype,
 )
 from quark.torch.export.onnx.scales import rounds_scales
+from quark.torch.numerics.enumerations import RoundType
 from quark.torch.numerics.granularity import QSchemeType
-from quark.torch.numerics.rounding import RoundType
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.nn.quantizer import QuantizedTensor

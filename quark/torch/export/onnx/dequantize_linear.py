@@ -40,7 +40,7 @@ _OPSETS = {
     "INT2": NARROW_OPSET,
     "UINT2": NARROW_OPSET,
 }
-_NATIVE = {torch.float8_e4m3fn: "FLOAT8E4M3FN", torch.float8_e5m2: "FLOAT8E5M2"}
+_NATIVE = {"float8_e4m3fn": "FLOAT8E4M3FN", "float8_e5m2": "FLOAT8E5M2"}
 BLOCKED_OPSET = 21  # the first with block_size, 16-bit and 4-bit integers
 BYTES = ("INT8", "UINT8")
 DECODED = "FLOAT8E4M3FN"  # holds all values of fp4 and fp6 exactly

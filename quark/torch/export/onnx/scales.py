@@ -69,7 +69,7 @@ def round_to_float(op: Any, x: Any, fmt: Format) -> Any:
     """
     x = op.Clip(x, -fmt.max_value if fmt.signed else 0.0, fmt.max_value)
     if fmt.native is not None:
-        return cast(op, cast(op, x, fmt.native), torch.float32)
+        return cast(op, cast(op, x, fmt.code_dtype), torch.float32)
     magnitude, step = op.Abs(x), _smallest_value(fmt)
     for exponent in range(fmt.min_exponent + 1, fmt.max_exponent + 1):
         wider = 2.0 ** (exponent - fmt.mantissa_bits)
@@ -179,11 +179,10 @@ def _round_scale(op: Any, scale: Any, to: ScaleFormat, tensor_scale: Any) -> Any
         unit = 1.0 if tensor_scale is None else tensor_scale
         ratio = round_to_float(op, op.Div(scale, unit), to.fmt)
         return op.Mul(op.Max(ratio, _smallest_value(to.fmt)), unit)
-    smallest, largest = scale_limits(to.dtype)
+    smallest, largest = scale_limits(to.stored_dtype)
     scale = op.Clip(scale, smallest, largest)
-    return (
-        scale if to.dtype == torch.float32 else cast(op, cast(op, scale, to.dtype), torch.float32)
-    )
+    stored = to.stored_dtype
+    return scale if stored == torch.float32 else cast(op, cast(op, scale, stored), torch.float32)
 
 
 def _shared_exponent_steps(

@@ -37,6 +37,7 @@ from quark.torch.export.onnx.tracing import trace_module
 from quark.torch.files import Target
 from quark.torch.graph.eval_mode import eval_mode
 from quark.torch.quantization.config.config import QuantizationConfig
+from quark.torch.quantization.config.export import ONNX_FILE
 from quark.torch.quantization.nn.attention import PROBABILITIES
 from quark.torch.quantization.nn.fake_quantized import QUANTIZERS
 from quark.torch.quantization.nn.layer import QuantizedLayer
@@ -44,7 +45,6 @@ from quark.torch.quantization.nn.probabilities import probability_quantizers
 
 logger = logging.getLogger(__name__)
 
-FILE_NAME = "quark_model.onnx"
 DEFAULT_OPSET = 20
 OLDEST_OPSET = 18  # the oldest that torch can convert to
 MAX_FILE_SIZE = 2_000_000_000  # bytes: protobuf messages have less than 2^31
@@ -99,9 +99,9 @@ def write_onnx(model: nn.Module, target: Target, input_args: Any, options: OnnxO
     set_names(graph, options.output_names)
     _set_versions(graph)
     size = sum(value.const_value.nbytes for value in graph.graph.initializers.values())
-    external = f"{FILE_NAME}.data" if size > options.max_file_size else None
+    external = f"{ONNX_FILE}.data" if size > options.max_file_size else None
     with target(size) as directory:
-        _save(graph, directory / FILE_NAME, external)
+        _save(graph, directory / ONNX_FILE, external)
 
 
 def _trace(

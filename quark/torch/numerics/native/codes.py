@@ -6,16 +6,16 @@ import struct
 
 import torch
 
+from quark.torch.numerics.enumerations import RoundType
 from quark.torch.numerics.formats import Format
 from quark.torch.numerics.native.code_kernels import round_to_floats, round_to_integers
 from quark.torch.numerics.native.compilation import can_run, run_rows
 from quark.torch.numerics.native.runs import count_outer_axes, split_runs, spread_over_runs
-from quark.torch.numerics.rounding import RoundType
 from quark.torch.numerics.scheme import Scheme
 
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
 _LARGEST_ZERO = 1 << 20  # zero point that integer kernels take
-_NAN = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7F}  # codes as torch rounds NaN
+_NAN = {"float8_e4m3fn": 0x7F, "float8_e5m2": 0x7F}  # codes as torch rounds NaN
 
 
 def find_codes(

@@ -6,8 +6,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torch import nn
-
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import config_for
 from quark.torch.quantization.config.name_lookup import one_of
@@ -43,7 +41,7 @@ def with_attention(config: Config, patterns: Sequence[str], scheme: str) -> Conf
                 "which would stay in float there. Give a pattern that ends in another name, or a "
                 "Config whose entries for queries have output_tensors."
             )
-        base = config_for(pattern, nn.Linear, config) or QuantizationConfig()
+        base = config_for(pattern, None, config) or QuantizationConfig()
         queries[pattern] = replace(base, output_tensors=spec)
     return replace(
         config,

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
 from quark import __version__
 from quark.torch.quantization.config.algo import ALGO_CONFIGS as ALGO_CONFIGS
 from quark.torch.quantization.config.algo import AlgoConfig as AlgoConfig
@@ -43,14 +41,13 @@ from quark.torch.quantization.config.graph import PassOptions as PassOptions
 from quark.torch.quantization.config.graph import ShiftLimits as ShiftLimits
 from quark.torch.quantization.config.layer import QLayerConfig as QLayerConfig
 from quark.torch.quantization.config.layer import QuantizationConfig as QuantizationConfig
-from quark.torch.quantization.config.name_lookup import one_of
-from quark.torch.quantization.config.parts import check_parts
+from quark.torch.quantization.config.name_lookup import member, one_of
+from quark.torch.quantization.config.part_kinds import check_parts
 from quark.torch.quantization.config.qat import QATSpec as QATSpec
 from quark.torch.quantization.config.qat import TQTSpec as TQTSpec
 from quark.torch.quantization.config.serialize import known, path_of, plain
 from quark.torch.quantization.config.spec import QTensorConfig as QTensorConfig
 from quark.torch.quantization.config.spec import QuantizationSpec as QuantizationSpec
-from quark.torch.quantization.config.spec import member
 from quark.torch.quantization.config.spec_bases import DataTypeSpec as DataTypeSpec
 from quark.torch.quantization.config.spec_bases import ProgressiveSpec as ProgressiveSpec
 from quark.torch.quantization.config.spec_bases import ScaleQuantSpec as ScaleQuantSpec
@@ -60,8 +57,11 @@ from quark.torch.quantization.config.type import QuantFlow, QuantizationMode
 from quark.torch.quantization.config.value_types import check_fields
 
 if TYPE_CHECKING:
+    from torch.nn import Module
+
     from quark.torch.quantization.config.spec_classes import *  # noqa: F403
 else:
+    Module = Any  # annotations are read where no torch is imported
     # Type checkers read the names above instead: they understand no names that are computed.
     globals().update(SPEC_CLASSES)
 
@@ -108,21 +108,6 @@ else:
 
 _ByName = dict[str, QuantizationConfig]
 
-# Module types that a file may name. Names from files are looked up here only.
-LAYER_TYPES: dict[str, type[nn.Module]] = {
-    cls.__name__: cls
-    for cls in (
-        nn.Linear,
-        nn.Conv1d,
-        nn.Conv2d,
-        nn.Conv3d,
-        nn.ConvTranspose2d,
-        nn.Embedding,
-        nn.EmbeddingBag,
-    )
-}
-# Module types that a global configuration skips. They are quantized if a type or name selects them.
-NAMED_ONLY = {nn.Conv1d, nn.Conv3d, nn.Embedding, nn.EmbeddingBag}
 OLDEST = "0.8"  # the last version whose files have no version
 
 # Fields without a key in config.json: they act before a checkpoint is written.
@@ -214,7 +199,7 @@ class Config:
     """
 
     global_quant_config: QuantizationConfig = field(default_factory=QuantizationConfig)
-    layer_type_quant_config: dict[type[nn.Module], QuantizationConfig] = field(default_factory=dict)
+    layer_type_quant_config: dict[type[Module], QuantizationConfig] = field(default_factory=dict)
     layer_quant_config: _ByName = field(default_factory=dict)
     kv_cache_quant_config: _ByName = field(default_factory=dict)
     softmax_quant_spec: QuantizationSpec | None = None
@@ -273,6 +258,8 @@ class Config:
                         f"{name}[{key!r}]: expected a QuantizationConfig, got {layer!r}."
                     )
         for kind in self.layer_type_quant_config:
+            from torch import nn
+
             if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
                 raise TypeError(
                     "layer_type_quant_config: expected module classes such as nn.Linear, "
@@ -358,7 +345,9 @@ def _read(name: str, value: Any) -> Any:
         for key, layer in value.items():
             with path_of(f"{name}.{key}"):
                 layers[key] = QuantizationConfig.from_dict(layer)
-        if name == "layer_type_quant_config":
+        if name == "layer_type_quant_config" and layers:
+            from quark.torch.quantization.config.layer_types import LAYER_TYPES
+
             return {LAYER_TYPES[one_of(k, LAYER_TYPES, name)]: v for k, v in layers.items()}
         return layers
     if name in ("algo_config", "pre_quant_opt_config"):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from quark.torch.numerics.scale_formats import E8M0, FLOAT32, ScaleFormat
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.config.spec import QuantizationSpec
@@ -81,14 +79,9 @@ def describe_layer(layer: QuantizationConfig, is_cache: bool = False) -> LayerDe
     )
 
 
-def type_name(dtype: torch.dtype) -> str:
-    """Return the name of a type without ``torch.``."""
-    return str(dtype).removeprefix("torch.")
-
-
 def _scale_name(scale: ScaleFormat) -> str:
     if scale == E8M0:
         return "e8m0"
     if scale.power_of_two:
         return "power-of-two"
-    return type_name(scale.dtype) if scale.fmt is None else scale.fmt.name
+    return scale.dtype if scale.fmt is None else scale.fmt.name

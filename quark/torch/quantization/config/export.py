@@ -8,6 +8,7 @@ from quark.torch.quantization.config.name_lookup import one_of
 
 WEIGHT_FORMATS = ("real_quantized", "fake_quantized")
 PACK_METHODS = ("reorder", "order")
+ONNX_FILE = "quark_model.onnx"  # name of a graph in its directory
 
 
 @dataclass

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import nn
-
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import config_for
 from quark.torch.quantization.config.presets import kv_cache_scheme
@@ -35,7 +33,7 @@ def with_kv_cache(
     spec = kv_cache_scheme(scheme)
     cache = {}
     for pattern in patterns:
-        base = config_for(pattern, nn.Linear, config) or QuantizationConfig()
+        base = config_for(pattern, None, config) or QuantizationConfig()
         cache[pattern] = replace(base, output_tensors=spec)
     # Entries of the caller come first and keep their schemes: the first match counts, and outputs
     # are taken from kv_cache_quant_config in any case.

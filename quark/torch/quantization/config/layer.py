@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from quark.torch.quantization.config.name_lookup import member
 from quark.torch.quantization.config.serialize import known, path_of, plain
-from quark.torch.quantization.config.spec import QuantizationSpec, member
+from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.config.spec_bases import DataTypeSpec, TwoStageSpec
 from quark.torch.quantization.config.type import DeviceType, Dtype, QSchemeType
 from quark.torch.quantization.config.value_types import check_fields

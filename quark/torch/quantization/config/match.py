@@ -9,16 +9,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
-from torch import nn
-
-from quark.torch.quantization.config.config import (
-    LAYER_TYPES,
-    NAMED_ONLY,
-    Config,
-    QuantizationConfig,
-)
+from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.name_lookup import nearest
+
+if TYPE_CHECKING:
+    from torch import nn
 
 logger = logging.getLogger(__name__)
 
@@ -38,24 +35,40 @@ def first_match(name: str, patterns: dict[str, QuantizationConfig]) -> Quantizat
     return next((c for pattern, c in patterns.items() if fnmatchcase(name, pattern)), None)
 
 
-def config_for(name: str, kind: type[nn.Module], config: Config) -> QuantizationConfig | None:
+def config_for(
+    name: str, kind: type[nn.Module] | None, config: Config
+) -> QuantizationConfig | None:
     """Return the configuration of the module called ``name``, or None if it stays in float.
 
     The entry is chosen by name, else by type, else it is the global one. Outputs that make the
     key-value cache are quantized even if the layer is excluded.
+
+    Args:
+        name: Full name of the module.
+        kind: Its type; None for ``nn.Linear``.
+        config: Configuration of the model.
     """
     cache = first_match(name, config.kv_cache_quant_config)
     if matches(name, config.exclude):
         layer = QuantizationConfig()
     else:
-        layer = (
-            first_match(name, config.layer_quant_config)
-            or config.layer_type_quant_config.get(kind)
-            or (QuantizationConfig() if kind in NAMED_ONLY else config.global_quant_config)
-        )
+        layer = first_match(name, config.layer_quant_config) or _config_for_type(kind, config)
     if cache is not None and layer.output_tensors is None:
         layer = replace(layer, output_tensors=cache.output_tensors)
     return None if layer.is_empty else layer
+
+
+def _config_for_type(kind: type[nn.Module] | None, config: Config) -> QuantizationConfig:
+    """Return the configuration of modules of a type that no name selects."""
+    if kind is None and not config.layer_type_quant_config:
+        return config.global_quant_config
+    from torch.nn import Linear
+
+    from quark.torch.quantization.config.layer_types import NAMED_ONLY
+
+    kind = kind or Linear
+    usual = QuantizationConfig() if kind in NAMED_ONLY else config.global_quant_config
+    return config.layer_type_quant_config.get(kind) or usual
 
 
 def assign(names: dict[str, type[nn.Module]], config: Config) -> dict[str, QuantizationConfig]:
@@ -103,6 +116,8 @@ def without_order(names: dict[str, type[nn.Module]], config: Config) -> Config:
     for pattern in config.exclude:
         hit = [n for n in names if fnmatchcase(n, pattern)]
         exclude += [n for n in (map(literal, hit) if hit else [pattern]) if n not in exclude]
+    from quark.torch.quantization.config.layer_types import LAYER_TYPES
+
     operators = {n: kind for n, kind in names.items() if kind.__name__ in (*LAYER_TYPES, "Conv1D")}
     layers = {n: _decided(n, kind, config) for n, kind in operators.items()}
     cache = {n: first_match(n, config.kv_cache_quant_config) for n in operators}

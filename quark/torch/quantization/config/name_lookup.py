@@ -5,6 +5,10 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
+from enum import Enum
+from typing import TypeVar
+
+E = TypeVar("E", bound=Enum)
 
 
 def one_of(name: str, choices: Iterable[str], what: str) -> str:
@@ -61,3 +65,14 @@ def names_as_subject(names: Iterable[str], count: int = 3) -> str:
     first, *rest = sorted(names)
     more = f" and {len(rest) + 1 - count} more" if len(rest) >= count else ""
     return ", ".join([first, *rest][:count]) + more + (" are" if rest else " is")
+
+
+def member(enum: type[E], value: E | str | None, what: str) -> E | None:
+    """Return the member of ``enum`` with the name ``value``, or ``value`` if it is a member.
+
+    Raises:
+        ValueError: No member has that name; the message names the nearest.
+    """
+    if value is None or isinstance(value, enum):
+        return value
+    return enum[one_of(str(value), enum.__members__, what)]

@@ -1,4 +1,4 @@
-"""Kinds of parts of a model. It imports nothing, so that listing the names costs nothing.
+"""Kinds of parts of a model. It imports nothing heavy, so that listing the names costs nothing.
 
 =============  ====================================================================================
 kind           modules
@@ -9,4 +9,20 @@ kind           modules
 =============  ====================================================================================
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from quark.torch.quantization.config.name_lookup import one_of
+
 PARTS = ("tower", "projector", "router")
+
+
+def check_parts(kinds: Iterable[Any]) -> list[str]:
+    """Return kinds of parts as ``PARTS`` spells them.
+
+    Raises:
+        ValueError: A kind is unknown; the message names the nearest.
+    """
+    return [one_of(str(kind), PARTS, "float_parts") for kind in kinds]

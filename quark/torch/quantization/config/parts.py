@@ -12,9 +12,6 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from quark.torch.quantization.config.name_lookup import one_of
-from quark.torch.quantization.config.part_kinds import PARTS
-
 _LAYERS = (nn.Linear, nn.modules.conv._ConvNd)
 
 
@@ -34,15 +31,6 @@ class Part(NamedTuple):
     def holds(self, name: str) -> bool:
         """Whether a module belongs to the part, by its name."""
         return name == self.name or name.startswith(f"{self.name}.")
-
-
-def check_parts(kinds: Iterable[Any]) -> list[str]:
-    """Return kinds of parts as ``PARTS`` spells them.
-
-    Raises:
-        ValueError: A kind is unknown; the message names the nearest.
-    """
-    return [one_of(str(kind), PARTS, "float_parts") for kind in kinds]
 
 
 def find_parts(model: nn.Module) -> list[Part]:

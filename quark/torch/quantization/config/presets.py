@@ -366,7 +366,7 @@ def _spec(name: str, group_size: int) -> QuantizationSpec:
         blocks |= {"ch_axis": -1, "group_size": group_size}
     return QuantizationSpec(
         dtype,  # type: ignore[arg-type]
-        observer_cls=_OBSERVERS.get(name),  # type: ignore[arg-type]  # a name stands for it
+        observer_cls=_OBSERVERS.get(name),
         symmetric=symmetric,
         is_dynamic=dynamic,
         scale_type="float",  # type: ignore[arg-type]

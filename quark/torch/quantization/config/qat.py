@@ -9,9 +9,7 @@ from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.quantization.config.name_lookup import one_of
 from quark.torch.quantization.config.serialize import known, plain
 from quark.torch.quantization.config.type import TQTThresholdInitMeth
-from quark.torch.quantization.observer.lsq_observer import LSQObserver
-from quark.torch.quantization.observer.observer import ObserverBase
-from quark.torch.quantization.observer.tqt_observer import TQTObserver
+from quark.torch.quantization.observer.registry import is_observer
 
 
 @dataclass
@@ -62,30 +60,37 @@ def qat_spec_from_dict(data: Any) -> QATSpec:
     return cls(**known(options, cls, "qat_spec"))
 
 
-def default_training_observer(qat_spec: Any) -> type[ObserverBase] | None:
-    """Return the observer of the first range of ``qat_spec``, or None if it trains no range."""
+def default_training_observer(qat_spec: Any) -> str | None:
+    """Return the name of the observer of the first range of ``qat_spec``.
+
+    It is None if no range is trained.
+    """
     if not isinstance(qat_spec, QATSpec):
         return None
-    return TQTObserver if isinstance(qat_spec, TQTSpec) else LSQObserver
+    return "TQTObserver" if isinstance(qat_spec, TQTSpec) else "LSQObserver"
 
 
 def range_training(qat_spec: Any, observer: Any) -> str | None:
-    """Return how the scale of a tensor is trained: ``lsq``, ``tqt`` or None."""
-    kind = observer if isinstance(observer, type) else object
-    if isinstance(qat_spec, TQTSpec) or issubclass(kind, TQTObserver):
+    """Return how the scale of a tensor is trained: ``lsq``, ``tqt`` or None.
+
+    Args:
+        qat_spec: Options of the training.
+        observer: Class of the observer, or its name.
+    """
+    if isinstance(qat_spec, TQTSpec) or is_observer(observer, "TQTObserver"):
         return "tqt"
-    if isinstance(qat_spec, QATSpec) or issubclass(kind, LSQObserver):
+    if isinstance(qat_spec, QATSpec) or is_observer(observer, "LSQObserver"):
         return "lsq"
     return None
 
 
 def training_problem(spec: Any) -> str | None:
     """Return why a ``QuantizationSpec`` cannot have trained scales although it asks for them."""
-    qat_spec, observer = spec.qat_spec, spec.observer_cls
+    qat_spec, observer = spec.qat_spec, spec.given_observer
     if qat_spec is not None and not isinstance(qat_spec, QATSpec):
         return f"qat_spec={qat_spec!r}: give QATSpec() or TQTSpec()."
     training = range_training(qat_spec, observer)
-    if training is None or not isinstance(observer, type):
+    if training is None or not isinstance(observer, (str, type)):
         return None
     if spec.is_dynamic or spec.second_stage is not None or spec.is_scale_quant:
         return "trained scales are static and of one stage: leave out is_dynamic and other stages."
@@ -99,13 +104,13 @@ def training_problem(spec: Any) -> str | None:
     if training == "lsq":
         return None
     is_mixed = qat_spec is not None and not isinstance(qat_spec, TQTSpec)
-    if issubclass(observer, LSQObserver) or is_mixed:
+    if is_observer(observer, "LSQObserver") or is_mixed:
         return "LSQObserver goes with QATSpec(), TQTObserver with TQTSpec()."
     if spec.fmt.is_float or spec.symmetric is False:
         return "trained thresholds (TQT) need a symmetric integer format; QATSpec() trains others."
     method = getattr(qat_spec, "threshold_init_meth", None)
-    if method is not None and not issubclass(observer, TQTObserver):
-        return f"threshold_init_meth is for TQTObserver, got {observer.__name__}."
+    if method is not None and not is_observer(observer, "TQTObserver"):
+        return f"threshold_init_meth is for TQTObserver, got {spec.observer_cls.__name__}."
     if method is TQTThresholdInitMeth._KL_J and spec.scheme.qscheme is not QSchemeType.per_tensor:
         return "threshold_init_meth=_KL_J is for one scale per tensor: use _3SD."
     return None

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from enum import Enum
-from typing import Any, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from quark.torch.numerics.formats import Format
 from quark.torch.numerics.scale_formats import E8M0, SCALE_FORMATS, ScaleFormat
 from quark.torch.numerics.scheme import Scheme
-from quark.torch.quantization.config.name_lookup import one_of, unknown
+from quark.torch.quantization.config.name_lookup import member, one_of, unknown
 from quark.torch.quantization.config.per_head import per_head_problem
 from quark.torch.quantization.config.qat import (
     QATSpec,
@@ -32,30 +29,21 @@ from quark.torch.quantization.config.type import (
     ZeroPointType,
 )
 from quark.torch.quantization.config.value_types import check_fields
-from quark.torch.quantization.observer.observer import ObserverBase
 from quark.torch.quantization.observer.registry import (
     OBSERVERS,
+    ObserverField,
     default_observer,
-    observer_class,
     observer_problem,
 )
+
+if TYPE_CHECKING:
+    from quark.torch.quantization.observer.observer import ObserverBase
 
 MX_BLOCK = 32
 MX_ELEMENTS = ("int8", "fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4")
 SCALE_MODES = ("even", "floor", "ceil")
 
-E = TypeVar("E", bound=Enum)
-
-
-def member(enum: type[E], value: E | str | None, what: str) -> E | None:
-    """Return the member of ``enum`` with the name ``value``, or ``value`` if it is a member.
-
-    Raises:
-        ValueError: No member has that name; the message names the nearest.
-    """
-    if value is None or isinstance(value, enum):
-        return value
-    return enum[one_of(str(value), enum.__members__, what)]
+_OBSERVER = ObserverField()
 
 
 @dataclass(eq=True)
@@ -96,7 +84,7 @@ class QuantizationSpec:
     """
 
     dtype: Dtype
-    observer_cls: type[ObserverBase] | None = None
+    observer_cls: ObserverField = _OBSERVER
     is_dynamic: bool | None = None
     qscheme: QSchemeType | None = None
     ch_axis: int | None = None
@@ -124,20 +112,28 @@ class QuantizationSpec:
         self.scale_type = member(ScaleType, self.scale_type, "scale_type")
         self.zero_point_type = member(ZeroPointType, self.zero_point_type, "zero_point_type")
         self.mx_element_dtype = member(Dtype, self.mx_element_dtype, "mx_element_dtype")
-        if isinstance(self.observer_cls, str):
-            name = one_of(self.observer_cls, OBSERVERS, "observer_cls")
-            self.observer_cls = observer_class(name)
+        if isinstance(self.given_observer, str):
+            self.observer_cls = one_of(self.given_observer, OBSERVERS, "observer_cls")
         if self.block_size is not None:
             self.block_size = tuple(self.block_size)  # type: ignore[assignment]
         if self.fixes_blocks and self.is_dynamic is None:
             self.is_dynamic = True  # scales come from each tensor
-        if self.observer_cls is None:
+        if self.given_observer is None:
             self.observer_cls = default_training_observer(self.qat_spec)
         for broken, message in RULES:
             if broken(self):
                 raise ValueError(f"QuantizationSpec(dtype={self.dtype.name}): {message(self)}")
-        if self.observer_cls is None:
+        if self.given_observer is None:
             self.observer_cls = default_observer(self.scheme)
+
+    @property
+    def given_observer(self) -> type[ObserverBase] | str | None:
+        """Class of the observer, or its name if the class has not been imported for this."""
+        return _OBSERVER.given(self)
+
+    def changed(self, **changes: Any) -> QuantizationSpec:
+        """Return a specification with other values of some fields; no observer is imported."""
+        return replace(self, **{"observer_cls": self.given_observer, **changes})
 
     @property
     def fixes_blocks(self) -> bool:
@@ -182,7 +178,7 @@ class QuantizationSpec:
     def _scale_format(self) -> ScaleFormat:
         second = self.second_stage
         if second is not None and second.is_scale_quant:
-            stored = second.fmt.native or torch.uint8
+            stored = second.fmt.native or "uint8"
             return ScaleFormat(stored, second.fmt, two_level=True)
         if self.dtype is Dtype.mx:
             return E8M0
@@ -210,7 +206,7 @@ class QuantizationSpec:
     @property
     def range_training(self) -> str | None:
         """How the scale is trained: ``lsq`` by a step size, ``tqt`` by a threshold, or None."""
-        return range_training(self.qat_spec, self.observer_cls)
+        return range_training(self.qat_spec, self.given_observer)
 
     @property
     def threshold_init(self) -> TQTThresholdInitMeth:
@@ -223,7 +219,7 @@ class QuantizationSpec:
     @property
     def stages(self) -> list[QuantizationSpec]:
         """The specifications of the stages, one or two."""
-        first = replace(self, second_stage=None)
+        first = self.changed(second_stage=None)
         first.is_parameter = self.is_parameter
         return [first] if self.second_stage is None else [first, self.second_stage]
 
@@ -237,7 +233,7 @@ class QuantizationSpec:
         if not 1 <= len(stages) <= 2:
             raise ValueError(f"A tensor is quantized in one or two stages, got {len(stages)}.")
         second = stages[1] if len(stages) == 2 else None
-        return replace(stages[0], second_stage=second)
+        return stages[0].changed(second_stage=second)
 
     def for_parameter(self, is_transposed: bool = False) -> QuantizationSpec:
         """Return the specification for a weight or bias.
@@ -254,7 +250,7 @@ class QuantizationSpec:
         second = self.second_stage
         second = None if second is None else second.for_parameter(is_transposed)
         dynamic = False if self.is_dynamic else self.is_dynamic
-        made = replace(self, is_dynamic=dynamic, ch_axis=axis, second_stage=second)
+        made = self.changed(is_dynamic=dynamic, ch_axis=axis, second_stage=second)
         made.is_parameter = True
         return made
 
@@ -287,7 +283,7 @@ class QuantizationSpec:
         else:
             data["qat_spec"] = self.qat_spec.to_dict()
         if self.fixes_blocks:  # the format implies these values; readers expect null
-            implied = {"is_dynamic": True, "observer_cls": default_observer(self.scheme).__name__}
+            implied = {"is_dynamic": True, "observer_cls": default_observer(self.scheme)}
             data |= {name: None for name, value in implied.items() if data[name] == value}
         return dict(sorted(data.items()))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from quark.torch.quantization.config.name_lookup import one_of
 from quark.torch.quantization.config.spec import QuantizationSpec
-from quark.torch.quantization.observer.registry import OBSERVER_METHODS, observer_class
+from quark.torch.quantization.observer.registry import OBSERVER_METHODS
 
 
 class DataTypeSpec:
@@ -25,7 +25,7 @@ class DataTypeSpec:
         method = given.pop("observer_method", None)
         if method is not None:
             name = OBSERVER_METHODS[one_of(method, OBSERVER_METHODS, "observer_method")]
-            given["observer_cls"] = observer_class(name)
+            given["observer_cls"] = name
         if "block_size" in given:
             given["group_size"] = given.pop("block_size")
         chosen = {name: value for name, value in given.items() if value is not None}

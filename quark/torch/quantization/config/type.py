@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from enum import Enum
 
+from quark.torch.numerics.enumerations import RoundType, ZeroPointType
 from quark.torch.numerics.formats import Dtype
 from quark.torch.numerics.granularity import QSchemeType
-from quark.torch.numerics.rounding import RoundType
 from quark.torch.numerics.scale_formats import ScaleType
-from quark.torch.numerics.scales import ZeroPointType
-from quark.torch.quantization.observer.tqt_observer import TQTThresholdInitMeth
+from quark.torch.quantization.observer.threshold_method import TQTThresholdInitMeth
 
 __all__ = [
     "DeviceType",

@@ -10,14 +10,8 @@ from torch import nn
 from quark.torch.graph.parameter_writes import write_
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.config.spec import QuantizationSpec
-from quark.torch.quantization.nn.layer import (
-    LOW_RANK,
-    PARAMETERS,
-    PRESCALE,
-    QuantizedLayer,
-    activation_shape,
-    change_class,
-)
+from quark.torch.quantization.config.tensor_names import LOW_RANK, PARAMETERS, PRESCALE
+from quark.torch.quantization.nn.layer import QuantizedLayer, activation_shape, change_class
 from quark.torch.quantization.nn.learned_range import make_quantizer
 from quark.torch.quantization.nn.quantizer import QuantizedTensor, TensorQuantizer
 

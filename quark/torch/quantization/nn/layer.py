@@ -12,6 +12,7 @@ from quark.torch.numerics.custom_operators import rotate
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.layer import QuantizationConfig
+from quark.torch.quantization.config.tensor_names import PARAMETERS
 from quark.torch.quantization.nn.convolution import (
     CONVOLUTIONS,
     TRANSPOSED,
@@ -20,10 +21,6 @@ from quark.torch.quantization.nn.convolution import (
     iterate_windows,
 )
 from quark.torch.quantization.nn.quantizer import QuantizedTensor
-
-PARAMETERS = ("weight", "bias")
-# Parameters of a layer in float beside these, or None; see ``QuantizedLayer``.
-PRESCALE, LOW_RANK = "input_prescale", ("low_rank_down", "low_rank_up")
 
 # Tensor of the configuration -> attributes in which operators hold the number of its channels.
 _CHANNELS = {

@@ -17,13 +17,14 @@ from quark.torch.numerics.custom_operators import (
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.config.spec import QuantizationSpec
-from quark.torch.quantization.nn.layer import (
+from quark.torch.quantization.config.tensor_names import (
+    GROUPS,
     LOW_RANK,
     PARAMETERS,
     PRESCALE,
-    QuantizedLayer,
-    change_class,
+    SHORT_NAMES,
 )
+from quark.torch.quantization.nn.layer import QuantizedLayer, change_class
 from quark.torch.quantization.nn.packed_parameter import PackedParameter, is_exporting
 from quark.torch.quantization.nn.quantizer import PARTS, QuantizedTensor
 from quark.torch.quantization.nn.stored_tensor import (
@@ -34,15 +35,7 @@ from quark.torch.quantization.nn.stored_tensor import (
 )
 from quark.torch.quantization.nn.tensor_layout import DeclaredParts, StoredParts, TensorLayout
 
-SHORT_NAMES = {
-    "weight": "weight",
-    "bias": "bias",
-    "input_tensors": "input",
-    "output_tensors": "output",
-}
-
-
-_LAYER_PARTS = (*PARTS[2:], "groups")  # parts that are buffers of the layer
+_LAYER_PARTS = (*PARTS[2:], GROUPS)  # parts that are buffers of the layer
 Layer = TypeVar("Layer", bound="PackedLayer")
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.scheme import Scheme
-from quark.torch.quantization.observer.observer import ObserverBase
+
+if TYPE_CHECKING:
+    from quark.torch.quantization.observer.observer import ObserverBase
 
 _PACKAGE = "quark.torch.quantization.observer"
 
@@ -57,14 +59,55 @@ def observer_class(name: str) -> type[ObserverBase]:
     return observer
 
 
+class ObserverField:
+    """Field of a dataclass that is given the class of an observer, or its name in ``OBSERVERS``.
+
+    A name becomes the class when the field is read: a configuration is read without torch.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, owner: None, cls: type) -> None: ...
+
+    @overload
+    def __get__(self, owner: object, cls: type) -> type[ObserverBase] | None: ...
+
+    def __get__(self, owner: object | None, cls: type) -> type[ObserverBase] | None:
+        if owner is None:
+            return None  # default of the field
+        given = self.given(owner)
+        return observer_class(given) if isinstance(given, str) else given
+
+    def __set__(self, owner: object, value: type[ObserverBase] | str | None) -> None:
+        vars(owner)[self._name] = value
+
+    def given(self, owner: object) -> type[ObserverBase] | str | None:
+        """Return the class or the name that was given."""
+        given: type[ObserverBase] | str | None = vars(owner)[self._name]
+        return given
+
+
+def is_observer(given: type[ObserverBase] | str | None, name: str) -> bool:
+    """Whether an observer, a class or a name, is the one called ``name`` or derives from it."""
+    if isinstance(given, str):
+        return given == name
+    return isinstance(given, type) and issubclass(given, observer_class(name))
+
+
 def observer_problem(spec: Any) -> str | None:
     """Return why the observer of a specification does not fit it; None if it does."""
+    given = spec.given_observer
+    is_integer = not spec.fmt.is_float and not spec.scheme.shares_exponents
+    usual = default_observer(spec.scheme)
+    if given is None or (isinstance(given, str) and (is_integer or given == usual)):
+        return None  # and its class is not imported
+    from quark.torch.quantization.observer.observer import ObserverBase
+
     given = spec.observer_cls
-    if given is None:
-        return None
     if not (isinstance(given, type) and issubclass(given, ObserverBase)):
         return f"observer_cls must be an observer class, got {given!r}."
-    is_integer = not spec.fmt.is_float and not spec.scheme.shares_exponents
     if given.is_for_integers and not is_integer:
         return (
             f"{given.__name__} weighs cutting against rounding to equal steps, which "
@@ -73,15 +116,15 @@ def observer_problem(spec: Any) -> str | None:
     return None
 
 
-def default_observer(scheme: Scheme) -> type[ObserverBase]:
-    """Return the default observer of a scheme: minimum and maximum."""
+def default_observer(scheme: Scheme) -> str:
+    """Return the name of the default observer of a scheme: minimum and maximum."""
     if not scheme.fmt.scaled:
-        return observer_class("PlaceholderObserver")
+        return "PlaceholderObserver"
     if scheme.fmt.block:
-        return observer_class("PerBlockBFPObserver")
+        return "PerBlockBFPObserver"
     is_grouped_float = scheme.fmt.is_float and scheme.qscheme is QSchemeType.per_group
     if scheme.shares_exponents or is_grouped_float:
-        return observer_class("PerBlockMXObserver")
+        return "PerBlockMXObserver"
     names = {
         QSchemeType.per_tensor: "PerTensorMinMaxObserver",
         QSchemeType.per_channel: "PerChannelMinMaxObserver",
@@ -89,4 +132,4 @@ def default_observer(scheme: Scheme) -> type[ObserverBase]:
         QSchemeType.per_block: "PerBlock2DMinMaxObserver",
         QSchemeType.per_head: "PerGroupMinMaxObserver",
     }
-    return observer_class(names[scheme.qscheme])
+    return names[scheme.qscheme]

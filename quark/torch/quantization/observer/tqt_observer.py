@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from enum import Enum
 from typing import Protocol
 
 import torch
@@ -14,15 +13,9 @@ from quark.torch.numerics.qdq import fake_quantize
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.observer.histogram import Histogram
 from quark.torch.quantization.observer.observer import HasScheme, ObserverBase
+from quark.torch.quantization.observer.threshold_method import TQTThresholdInitMeth
 
 OCTAVES = 10  # thresholds that are tried, each half of the one before
-
-
-class TQTThresholdInitMeth(Enum):
-    """Initialization of trained thresholds: ``_3SD`` by moments, ``_KL_J`` by divergence."""
-
-    _3SD = "_3sd"
-    _KL_J = "_kl_j"
 
 
 class HasThreshold(HasScheme, Protocol):

@@ -8,9 +8,10 @@ from quark.torch import ModelQuantizer, export_onnx
 from quark.torch.export.onnx.functions import FunctionTable
 from quark.torch.export.onnx.layers import OnnxLayer
 from quark.torch.export.onnx.scales import floor_power_of_two, round_to_float
+from quark.torch.numerics.enumerations import RoundType
 from quark.torch.numerics.exponents import exponent_of, power_of_two
 from quark.torch.numerics.formats import Dtype
-from quark.torch.numerics.rounding import RoundType, round_to_grid_
+from quark.torch.numerics.rounding import round_to_grid_
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.config.spec import MX_ELEMENTS, QuantizationSpec

@@ -9,12 +9,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis.extra.numpy import arrays
 
+from quark.torch.numerics.enumerations import RoundType
 from quark.torch.numerics.formats import Dtype
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.native import codes as native_codes
 from quark.torch.numerics.native.codes import find_codes
 from quark.torch.numerics.qdq import dynamic_qparams, quantize
-from quark.torch.numerics.rounding import RoundType
 from quark.torch.numerics.scale_formats import E4M3, E8M0, POF2
 from quark.torch.numerics.scheme import Scheme
 from tests.unit.numerics.kinds import FLOATS, INTEGERS, NATIVE, encode, largest

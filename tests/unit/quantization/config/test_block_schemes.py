@@ -1,14 +1,13 @@
 """The schemes of ggml's blocks: formats, groups and scales."""
 
 import pytest
-import torch
 
 from quark.torch.numerics.scale_formats import SUPER_BLOCKS, ScaleFormat
 from quark.torch.quantization.config.block_schemes import BLOCK_SCHEMES, fallback_of
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.config.spec import QuantizationSpec
 
-HALF = ScaleFormat(torch.float16)
+HALF = ScaleFormat("float16")
 # Scheme -> format, elements of a group, symmetric, scales, whether zero points keep a fraction.
 EXPECTED = {
     "q4_0": ("int4", 32, True, HALF, False),

@@ -301,3 +301,12 @@ class TestWithLayers:
         assert list(config.layer_quant_config) == [Q0, K0, "*k_proj"]
         assert config.exclude == [DOWN0, "lm_head"]
         assert assign(LINEARS, config) == assign(LINEARS, before) | {Q0: NAMED, K0: TYPE}
+
+
+@pytest.mark.parametrize(
+    "by_type", [{}, {nn.Linear: TYPE}, {nn.Embedding: TYPE}], ids=["none", "linear", "embedding"]
+)
+def test_no_type_stands_for_a_linear_layer(by_type):
+    config = Config(GLOBAL, layer_type_quant_config=by_type)
+    assert config_for("a", None, config) is config_for("a", nn.Linear, config)
+    assert config_for("a", None, config) is (TYPE if nn.Linear in by_type else GLOBAL)

@@ -8,7 +8,8 @@ from quark.torch import LLMTemplate
 from quark.torch.quantization.config.builder import build_config
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.match import assign
-from quark.torch.quantization.config.parts import PARTS, find_parts, output_layers
+from quark.torch.quantization.config.part_kinds import PARTS
+from quark.torch.quantization.config.parts import find_parts, output_layers
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.config.resolution import output_head, resolve_names
 from quark.torch.quantization.nn.experts import split_experts

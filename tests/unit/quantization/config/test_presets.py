@@ -94,8 +94,8 @@ def described(spec):
 
 
 # Scheme -> elements of a group and scales of the weight, where the caller says 128.
-E4M3_TWO_LEVEL = ScaleFormat(torch.float8_e4m3fn, Dtype.fp8_e4m3.value, two_level=True)
-E5M3_TWO_LEVEL = ScaleFormat(torch.uint8, Dtype.fp8_e5m3.value, two_level=True)
+E4M3_TWO_LEVEL = ScaleFormat("float8_e4m3fn", Dtype.fp8_e4m3.value, two_level=True)
+E5M3_TWO_LEVEL = ScaleFormat("uint8", Dtype.fp8_e5m3.value, two_level=True)
 BLOCKS = {
     "mxfp4": (32, E8M0),
     "mxfp4_weight_only": (32, E8M0),

@@ -3,7 +3,6 @@
 import re
 
 import pytest
-import torch
 
 from quark.torch.numerics.scale_formats import E4M3, E5M3, E8M0, FLOAT32, POF2, ScaleFormat
 from quark.torch.quantization.config import spec as spec_module
@@ -247,7 +246,7 @@ def test_scheme_has_the_defaults_of_what_is_left_out():
     assert scheme.qscheme is QSchemeType.per_tensor
     assert scheme.symmetric and not scheme.per_token and not scheme.float_zero_point
     assert scheme.rounding is RoundType.half_even
-    assert scheme.scale == ScaleFormat(torch.float32) and scheme.scale_mode == "even"
+    assert scheme.scale == ScaleFormat("float32") and scheme.scale_mode == "even"
     assert scheme.block is None and not scheme.flat
 
 
@@ -263,13 +262,13 @@ def test_scheme_takes_every_field():
     assert scheme.fmt is Dtype.uint4.value
     assert (scheme.qscheme, scheme.axis, scheme.group) == (QSchemeType.per_group, -1, 32)
     assert not scheme.symmetric and scheme.float_zero_point
-    assert (scheme.rounding, scheme.scale) == (RoundType.floor, ScaleFormat(torch.float16))
+    assert (scheme.rounding, scheme.scale) == (RoundType.floor, ScaleFormat("float16"))
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"scale_format": "float32", "scale_type": "float16"}, ScaleFormat(torch.float16)),
+        ({"scale_format": "float32", "scale_type": "float16"}, ScaleFormat("float16")),
         ({"scale_format": "e8m0", "scale_type": "float16"}, E8M0),
         ({"scale_format": "e4m3"}, E4M3),
         ({"scale_format": "e5m3"}, E5M3),
@@ -320,3 +319,17 @@ def test_set_group_size_refuses(size):
 
 def test_both_spellings_are_one_class():
     assert QTensorConfig is QuantizationSpec
+
+
+class OwnObserver(PerTensorMinMaxObserver):
+    """A user's observer."""
+
+
+@pytest.mark.parametrize("given", ["PerTensorMinMaxObserver", OwnObserver], ids=["name", "class"])
+def test_an_observer_is_a_name_until_it_is_read(given):
+    spec = QuantizationSpec("int8", qscheme="per_tensor", observer_cls=given)
+    changed = spec.changed(symmetric=True).for_parameter().stages[0]
+    assert (spec.given_observer, changed.given_observer) == (given, given)
+    expected = PerTensorMinMaxObserver if isinstance(given, str) else given
+    assert spec.observer_cls is changed.observer_cls is expected
+    assert type(spec.make_observer()) is expected

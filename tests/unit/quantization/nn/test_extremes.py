@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quark.torch.quantization.config.presets import scheme, scheme_names
-from quark.torch.quantization.nn.layer import PARAMETERS
+from quark.torch.quantization.config.tensor_names import PARAMETERS
 from quark.torch.quantization.nn.quantizer import TensorQuantizer
 
 FRACTIONS = (1.0, 0.999, 0.996, 0.99, 0.97, 0.93, 0.9, 0.8, 0.76, 0.6, 0.51)

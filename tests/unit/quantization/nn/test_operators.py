@@ -10,10 +10,10 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from quark.torch.quantization.config.config import (
-    LAYER_TYPES,
     QuantizationConfig,
     QuantizationSpec,
 )
+from quark.torch.quantization.config.layer_types import LAYER_TYPES
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from quark.torch.quantization.nn.operators import (
     OPERATORS,

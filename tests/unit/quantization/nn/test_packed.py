@@ -10,9 +10,8 @@ from quark.torch.export.formats.layouts.packed import PackedLayout, ValueLayout
 from quark.torch.numerics.packing import pack, unpack
 from quark.torch.numerics.qdq import dequantize
 from quark.torch.quantization.config.config import QuantizationConfig, QuantizationSpec
-from quark.torch.quantization.nn.layer import PARAMETERS
+from quark.torch.quantization.config.tensor_names import PARAMETERS, SHORT_NAMES
 from quark.torch.quantization.nn.operators import QParamsLinear, QuantLinear
-from quark.torch.quantization.nn.packed import SHORT_NAMES
 from quark.torch.quantization.nn.quantizer import QuantizedTensor
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]

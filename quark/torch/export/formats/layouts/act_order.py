@@ -17,12 +17,12 @@ from collections.abc import Iterable
 import torch
 
 from quark.torch.quantization.config.spec import QuantizationSpec
+from quark.torch.quantization.config.tensor_names import GROUPS
 from quark.torch.quantization.nn.layer import QuantizedLayer
 from quark.torch.quantization.nn.packed import PackedLayer
 from quark.torch.quantization.nn.quantizer import QuantizedTensor
 from quark.torch.quantization.nn.tensor_layout import DeclaredParts, StoredParts, TensorLayout
 
-GROUPS = "groups"  # part of a tensor: group of each input, int32 (inputs,)
 ACT_ORDER_PROBLEM = "its inputs are grouped in another order than they come in (act order)"
 
 

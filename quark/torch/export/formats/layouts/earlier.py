@@ -36,7 +36,7 @@ class EarlierPackedLayout(PackedLayout):
 
     def _format(self, scheme: Scheme) -> Format:
         if scheme.fmt.name == "int2":
-            return replace(scheme.fmt, word_codes=1, word_dtype=torch.int32)
+            return replace(scheme.fmt, word_codes=1, word_dtype="int32")
         return scheme.fmt
 
     def biased_exponents(self, spec: QuantizationSpec, stored: torch.Tensor) -> torch.Tensor:

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from quark.torch.numerics.enumerations import RoundType
 from quark.torch.numerics.formats import Format
 from quark.torch.numerics.native.compilation import LEAST_ELEMENTS, array, can_run, run_rows
 from quark.torch.numerics.native.vectors import LANES
-from quark.torch.numerics.rounding import RoundType
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.nn.products.compiled_inputs import (
     block_rows,

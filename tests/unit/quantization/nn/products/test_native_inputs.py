@@ -9,10 +9,10 @@ import torch
 from quark.torch import set_runtime
 from quark.torch.export.recognition import load_checkpoint
 from quark.torch.numerics import qdq
+from quark.torch.numerics.enumerations import RoundType
 from quark.torch.numerics.formats import Dtype
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.native import compilation
-from quark.torch.numerics.rounding import RoundType
 from quark.torch.numerics.scale_formats import E8M0, POF2
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.nn.products import native_inputs

@@ -40,8 +40,8 @@ def weight(dtype, symmetric, zeros=None):
     fmt = dtype.value
     bits = torch.arange(70 * 64, dtype=torch.int32).remainder(1 << fmt.bits).view(70, 64)
     if fmt.native is not None:
-        codes = bits.byte().view(fmt.native)
-        codes = torch.where(codes.float().isfinite(), codes.float(), 1.0).to(fmt.native)
+        codes = bits.byte().view(fmt.code_dtype)
+        codes = torch.where(codes.float().isfinite(), codes.float(), 1.0).to(fmt.code_dtype)
     else:
         codes = (bits + (0 if fmt.is_float else fmt.qmin)).to(fmt.code_dtype)
     scale = torch.rand(70, 2) + 0.1

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from quark.torch.numerics import qdq
+from quark.torch.numerics.enumerations import RoundType
 from quark.torch.numerics.formats import Dtype
-from quark.torch.numerics.rounding import RoundType
 from quark.torch.numerics.scale_formats import E5M3, POF2
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.nn import runtime_layer
