@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from sound_files import (
+    COMPRESSED,
     GRAPH,
     LAYOUTS,
     MODEL,
@@ -319,6 +320,9 @@ _FILE_DOORS = {
     f"{kind} to files": Door(kind, _agree(_quantize_files, _quantize_model))
     for kind in ("float", *LAYOUTS, "fp8 blocks")
 }
+_COMPRESSED_DOORS = {
+    f"compressed {name}": Door(name, _agree(_load, _stream), True) for name in COMPRESSED
+}
 DOORS: dict[str, Door] = {
     "float": Door("float", _load, True),
     "report": Door("float", _original),
@@ -335,6 +339,7 @@ DOORS: dict[str, Door] = {
     "float in parts": Door("float", _agree(_load_finite, _stream), True),
     **_LAYOUT_DOORS,
     **_FILE_DOORS,
+    **_COMPRESSED_DOORS,
     "gguf in float": Door("gguf", _agree(_in_float, _stream_in_float), True),
     "k-quants": Door("k-quants", _agree(_in_float, _stream_in_float)),
     "k-quants packed": Door("k-quants", _agree(_load, _stream)),

@@ -10,9 +10,10 @@ digests compared.
 
 ValueError and OSError with a message are clear refusals. These are defects, printed with the round
 that repeats them: any other error (at the door of Transformers: any other error from this package),
-more than LIMIT_SECONDS, more than LIMIT_BYTES of memory (where the system tells), the end of the
-process, a result that differs although a tensor or an index was damaged, a flipped bit that is not
-noticed, and, where a door opens files in two ways (in memory and in parts, say), two outcomes.
+more than LIMIT_SECONDS of CPU time (Windows does not limit it), no answer within WAIT_SECONDS, more
+than LIMIT_BYTES of memory (where the system tells), the end of the process, a result that differs
+although a tensor or an index was damaged, a flipped bit that is not noticed, and, where a door
+opens files in two ways (in memory and in parts, say), two outcomes.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import multiprocessing
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import traceback
@@ -44,7 +46,9 @@ from doors import DOORS, Door, available
 from measure import peak_memory
 from sound_files import write
 
-LIMIT_SECONDS, LIMIT_BYTES = 20, 1 << 30
+LIMIT_SECONDS, WAIT_SECONDS, LIMIT_BYTES = 20, 600, 1 << 30
+# Exit status of a process that used up its CPU time. Windows has no timer of CPU time.
+OUT_OF_TIME = -signal.SIGPROF if hasattr(signal, "SIGPROF") else None
 OUTCOMES = ("refused", "loaded", "defect")
 OURS = "/quark/"
 
@@ -79,6 +83,12 @@ def _compare(
     return "loaded" if is_same else "another result, without a word"
 
 
+def limit_cpu_time(seconds: float) -> None:
+    """End this process after so many more seconds of CPU time, if the system can; 0: no limit."""
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
 def serve(name: str, directory: Path, pipe: Connection) -> None:
     """Open sound files, then each requested copy, and answer with its outcome."""
     logging.disable(logging.CRITICAL)
@@ -89,7 +99,10 @@ def serve(name: str, directory: Path, pipe: Connection) -> None:
     expected = door.open(directory, door.has_digests)
     pipe.send("loaded")
     while request := pipe.recv():
-        pipe.send(open_damaged(door, *request, expected))
+        limit_cpu_time(LIMIT_SECONDS)
+        outcome = open_damaged(door, *request, expected)
+        limit_cpu_time(0)
+        pipe.send(outcome)
 
 
 class Opener:
@@ -118,16 +131,17 @@ class Opener:
         self.process.join()
 
     def open(self, directory: Path, damage: str) -> str:
-        """Open damaged files within the time limit, and return the outcome."""
+        """Open damaged files within the time limits, and return the outcome."""
         self.pipe.send((directory, damage))
         try:
-            if self.pipe.poll(LIMIT_SECONDS):
+            if self.pipe.poll(WAIT_SECONDS):
                 outcome: str = self.pipe.recv()
                 return outcome
-            outcome = "too slow"
+            outcome = f"no answer within {WAIT_SECONDS} seconds"
         except (EOFError, OSError):
             self.process.join()
-            outcome = f"the process ended with {self.process.exitcode}"
+            code = self.process.exitcode
+            outcome = "too slow" if code == OUT_OF_TIME else f"the process ended with {code}"
         self.process.kill()
         self.start()
         return outcome

@@ -31,6 +31,8 @@ LAYOUTS = (
     "mxfp4",
     "transforms",
 )  # of safetensors; transforms are rotations of inputs for compressed-tensors
+# Schemes whose tensors compressed-tensors stores in other ways than integers of 4 bits.
+COMPRESSED = ("int5_wo_32", "nvfp4", "mxfp8", "mxfp6_e2m3", "ptpc_fp8")
 MODEL = "params"  # name of the files of save_params
 GRAPH = "fx_graph_mode"
 
@@ -95,9 +97,11 @@ def build_model(kind: str) -> Any:
         layer = scheme({"modelopt": "nvfp4_weight_only"}.get(kind, kind))
     elif kind == "transforms":
         layer = scheme("int4_wo_32")
+    elif kind in COMPRESSED:
+        layer = scheme(kind)
     model = build_float(2048 if kind == "gguf" else 64)  # tokens of the tokenizer
     config = Config(layer, exclude=["lm_head"], algo_config=_rotations(kind))
-    return ModelQuantizer.freeze(ModelQuantizer(config).quantize_model(model))
+    return ModelQuantizer.freeze(ModelQuantizer(config).quantize_model(model, [ids()]))
 
 
 def _rotations(kind: str) -> list[Any]:
@@ -202,7 +206,10 @@ def write(kind: str, directory: Path) -> None:
 
 
 # Kind of files -> layout, where it is another name.
-_MODES = {"fp8 blocks": "fp8", "int8": "quark", "transforms": "compressed-tensors"}
+_MODES = {
+    **{"fp8 blocks": "fp8", "int8": "quark"},
+    **dict.fromkeys(("transforms", *COMPRESSED), "compressed-tensors"),
+}
 
 # Type of the blocks of a tensor -> places of its float16 scales in a block.
 _BLOCKS = {

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from interop_workers import modelopt_model
+
 Written = list[tuple[str, Path]]
 # Kinds of mlx_lm.convert: bits, inputs of a group.
 MLX_KINDS = ((2, 32), (3, 64), (4, 32), (4, 64), (4, 128), (5, 32), (6, 64), (8, 32))
@@ -211,26 +213,9 @@ def modelopt(source: Path, folder: Path) -> Written:
             model.save_pretrained(path / "own")
         export_hf_checkpoint(model, dtype=torch.float32, export_dir=path)
         if "NVFP4" in kind:
-            nvfp4_values(source, path).save_pretrained(path / "own")
+            modelopt_model(path).save_pretrained(path / "own")
         written.append((kind, path))
     return written
-
-
-def nvfp4_values(source: Path, path: Path) -> Any:
-    """Return the float model with the weights of files in NVFP4, as ModelOpt dequantizes them."""
-    import torch
-    from modelopt.torch.quantization.qtensor import NVFP4QTensor
-    from safetensors.torch import load_file
-
-    model, stored = load_float(source), load_file(path / "model.safetensors")
-    names = [key.removesuffix("_scale_2") for key in stored if key.endswith("_scale_2")]
-    assert names
-    for name in names:
-        weight = model.get_parameter(name)
-        codes = NVFP4QTensor(weight.shape, torch.float32, stored[name])
-        scales = {"scale": stored[f"{name}_scale"], "double_scale": stored[f"{name}_scale_2"]}
-        weight.data = codes.dequantize(**scales, block_sizes={-1: 16})
-    return model
 
 
 def calibration(folder: Path) -> list[list[int]]:

@@ -188,7 +188,7 @@ def as_dict(row: Row, holds: bool, cells: list[str]) -> dict[str, str]:
     named = {name: cell for name, cell in given if cell}
     note = cells[-1]
     result = "refused" if note.startswith("refused") else "as expected" if holds else note
-    return {**named, "result": result}
+    return {**named, "result": result, "date": datetime.date.today().isoformat()}
 
 
 def keep_results(path: Path, results: list[dict[str, str]], pythons: dict[str, Path]) -> None:

@@ -124,6 +124,8 @@ TABLE: tuple[tuple[str, str, Expected, tuple[str, ...]], ...] = (
     ("gptqmodel", "gptq", CLOSE, (*GROUPS_OF_4, "int3_wo_128", "int2_wo_32", "int8_wo_128")),
     ("gptqmodel", "gptq", CLOSE, ("int8_wo",)),
     ("gptqmodel", "gptq", LACKS, ("int4_wo_per_channel",)),
+    ("modelopt", "modelopt", EXACT, ("nvfp4_weight_only",)),
+    ("modelopt", "modelopt", TIES, ("fp8",)),
     ("lm-eval", "quark", EXACT, ("int8", "fp8", "int4_wo_128", "int3_wo_128")),
     ("lm-eval", "quark", TIES, ("mxfp4",)),
     ("amd-quark", "quark", SAME, (*BY_AMD, *GROUPS_OF_4)),

@@ -82,17 +82,64 @@ def transformers() -> Compute:
 
 
 def modelopt() -> Compute:
-    """Compute by the model that ModelOpt keeps beside its files, which it does not open itself."""
+    """Compute by the model that ModelOpt keeps beside its files, else by the values of its classes.
+
+    ModelOpt does not open files for serving itself.
+    """
     import modelopt.torch.opt as mto
     from transformers import AutoModelForCausalLM
 
     mto.enable_huggingface_checkpointing()
 
     def compute(task: Task) -> LogProbabilities:
-        model = AutoModelForCausalLM.from_pretrained(task.path / "own", dtype="float32")
+        own = task.path / "own"
+        if own.exists():
+            model = AutoModelForCausalLM.from_pretrained(own, dtype="float32")
+        else:
+            model = modelopt_model(task.path)
         return of_model(model, task.prompts)
 
     return compute
+
+
+def modelopt_model(path: Path) -> Any:
+    """Return a float model with the weights that ModelOpt's classes of tensors give for files.
+
+    Inputs of fp8 layers pass ModelOpt's quantizers, with the ranges in the files.
+    """
+    import modelopt.torch.quantization as mtq
+    import torch
+    from modelopt.torch.quantization.qtensor import FP8QTensor, NVFP4QTensor
+    from safetensors.torch import load_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config, stored = AutoConfig.from_pretrained(path), load_file(path / "model.safetensors")
+    del config.quantization_config
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    names = [key.removesuffix("_scale") for key in stored if key.endswith(".weight_scale")]
+    assert names
+    for name in names:
+        shape = model.get_parameter(name).shape
+        codes, scale = stored[name], stored.pop(f"{name}_scale")
+        if f"{name}_scale_2" in stored:
+            packed = NVFP4QTensor(shape, torch.float32, codes)
+            given = {"double_scale": stored.pop(f"{name}_scale_2"), "block_sizes": {-1: 16}}
+        else:
+            packed, given = FP8QTensor(shape, torch.float32, codes), {}
+        stored[name] = packed.dequantize(torch.float32, scale=scale, **given)
+    ranges = {key: stored.pop(key) for key in [*stored] if key.endswith(".input_scale")}
+    model.load_state_dict(stored, strict=not config.tie_word_embeddings)
+    if ranges:
+        inputs = [{"quantizer_name": "*", "enable": False}]
+        inputs += [{"quantizer_name": "*input_quantizer", "cfg": {"num_bits": (4, 3)}}]
+        mtq.quantize(model, {"quant_cfg": inputs, "algorithm": None})
+    for key, scale in ranges.items():
+        layer = model.get_submodule(key.removesuffix(".input_scale"))
+        layer.input_quantizer.amax = scale * 448
+    for name, module in model.named_modules():
+        if ranges and name.endswith("input_quantizer") and not hasattr(module, "_amax"):
+            module.disable()
+    return model
 
 
 def autoawq() -> Compute:

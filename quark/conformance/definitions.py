@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from quark.torch.numerics.enumerations import RoundType
-from quark.torch.numerics.formats import Format
+from quark.torch.numerics.formats import Format, TableFormat
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
@@ -39,7 +39,7 @@ def magnitudes(fmt: Format) -> Array:
 @cache
 def _grid(fmt: Format) -> tuple[Array, int]:
     """Return all values of a format, ascending, and the place of the code 0."""
-    if fmt.values:
+    if isinstance(fmt, TableFormat):
         return np.array(fmt.values, dtype=np.float64), 0
     if not fmt.is_float:
         return np.arange(fmt.qmin, fmt.qmax + 1, dtype=np.float64), -fmt.qmin

@@ -132,16 +132,16 @@ def _table(head: str, sides: str, rows: list[tuple[Any, ...]]) -> str:
 def _checkpoints(results: dict[str, Any]) -> str:
     """Return the section about checkpoints that other software opens."""
     versions = ", ".join(f"{name} {given}" for name, given in results["versions"].items())
-    cells = ("client", "layout", "scheme", "result", "largest", "median", "perplexity")
+    cells = ("client", "layout", "scheme", "result", "largest", "median", "perplexity", "date")
     rows = [tuple(row.get(cell) or "" for cell in cells) for row in results["rows"]]
-    head = "reader | layout | scheme | result | largest | median | perplexity"
+    head = "reader | layout | scheme | result | largest | median | perplexity | date"
     return (
         "## Checkpoints\n\n"
         f"`scripts/interop.py --json` wrote these results, the last on {results['date']}. This "
         "package writes a quantized copy of the shipped model, and the reader computes "
-        "log-probabilities of text. The last columns are the largest and the median difference "
-        f"from the model in memory, and the change of the perplexity. Versions: {versions}.\n\n"
-        + _table(head, "llllrrr", rows)
+        "log-probabilities of text. The next columns are the largest and the median difference "
+        "from the model in memory, and the change of the perplexity. Rows without a date were "
+        f"run before dates were kept. Versions: {versions}.\n\n" + _table(head, "llllrrrl", rows)
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from quark.conformance.definitions import magnitudes
-from quark.torch.numerics.formats import Format
+from quark.torch.numerics.formats import Format, TableFormat
 
 PATTERNS = 1 << 16
 BLOCK = 32
@@ -29,7 +29,7 @@ def extremes(fmt: Format) -> torch.Tensor:
     what lies beyond; both zeros; subnormal numbers and the ends of the exponents of float32; each
     between its neighbours in float32; infinities.
     """
-    if fmt.values:
+    if isinstance(fmt, TableFormat):
         values = torch.tensor(fmt.values, dtype=torch.float64)
     elif fmt.is_float:
         values = torch.from_numpy(magnitudes(fmt))[: 1 << 8]

@@ -25,8 +25,7 @@ from quark.torch.algorithm.block_training import (
 from quark.torch.algorithm.layer_inputs import quantize_inputs
 from quark.torch.algorithm.layers import check_weights_quantized
 from quark.torch.algorithm.weight_rounding import iterate_blocks, resolve
-from quark.torch.numerics.exponents import exponent_of, power_of_two
-from quark.torch.numerics.rounding import round_, table_step
+from quark.torch.numerics.rounding import round_, steps_around
 from quark.torch.numerics.scales import round_scale, round_zero_point
 from quark.torch.pipeline.block import Block, constant
 from quark.torch.pipeline.chunks import Chunks
@@ -144,18 +143,13 @@ class LearnedWeight(TrainedWeight):
             offset = offset.masked_fill(self._zeros, 0.0)
         if not fmt.is_float:
             return steps + offset
-        if fmt.values:
-            below, spacing = table_step(steps.detach(), fmt)
-            exact = (steps - below) / spacing + offset
-            rounded = round_(exact.detach().clone(), self._scheme.rounding)
-            return straight_through(exact, rounded) * spacing + below
         # Example: fp4_e2m1 has steps of 1 from 2 to 4 and of 0.5 from 1 to 2. The value 2.2 with
         # the offset -0.5 becomes 1.7, which rounds to 2 in steps of 1, not to 1.5.
-        exponent = exponent_of(steps.detach()).clamp(fmt.min_exponent, fmt.max_exponent)
-        spacing = power_of_two(exponent - fmt.mantissa_bits)
-        exact = steps / spacing + offset
+        begin, spacing = steps_around(steps.detach(), fmt)
+        exact = (steps if begin is None else steps - begin) / spacing + offset
         rounded = round_(exact.detach().clone(), self._scheme.rounding)
-        return straight_through(exact, rounded) * spacing
+        moved = straight_through(exact, rounded) * spacing
+        return moved if begin is None else moved + begin
 
 
 def learn_rounding(

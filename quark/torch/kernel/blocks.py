@@ -39,7 +39,8 @@ def element_format(name: str | Dtype | None) -> Format:
     """
     for member in ELEMENTS:
         if name in (member, member.name):
-            return member.value
+            fmt: Format = member.value
+            return fmt
     names = ", ".join(member.name for member in ELEMENTS)
     raise ValueError(f"Elements of MX blocks are one of {names}; {name!r} was given.")
 

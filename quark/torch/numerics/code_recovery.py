@@ -27,13 +27,9 @@ def recovers_codes(scale: torch.Tensor | None, scheme: Scheme, dtype: torch.dtyp
     if scale is None or not fmt.scaled or scheme.float_zero_point or not scale.numel():
         return False
     error = 1 / (2 / max(limits.eps, torch.finfo(torch.float32).eps) + 1) + _PRODUCTS
-    if fmt.values:
-        ends = torch.tensor(fmt.values, dtype=torch.float32)
-        largest, step = float(ends.abs().amax()), float(ends.abs().amin())
-        is_exact = largest * error < float(ends.diff().amin()) / 2
-    elif fmt.is_float:
-        largest, step = fmt.max_value, 2.0 ** (fmt.min_exponent - fmt.mantissa_bits)
-        is_exact = error < 2.0 ** -(fmt.mantissa_bits + 2)
+    if fmt.is_float:
+        largest, step = fmt.max_value, fmt.smallest
+        is_exact = error < fmt.separation / 2
     else:
         is_centred = scheme.symmetric and fmt.signed
         reach = max(-fmt.qmin, fmt.qmax) if is_centred else fmt.qmax - fmt.qmin

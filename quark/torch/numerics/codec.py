@@ -11,7 +11,7 @@ from functools import cache
 import torch
 
 from quark.torch.numerics.enumerations import RoundType
-from quark.torch.numerics.formats import Format
+from quark.torch.numerics.formats import Format, TableFormat
 from quark.torch.numerics.rounding import round_to_steps_, round_to_table
 
 _MANTISSA = 7  # bits of mantissa of bfloat16
@@ -22,7 +22,7 @@ def encode(x: torch.Tensor, fmt: Format) -> torch.Tensor:
 
     A code is sign, exponent and mantissa from the highest bit down; unsigned formats have no sign.
     """
-    if fmt.values:
+    if isinstance(fmt, TableFormat):
         return round_to_table(x, fmt, RoundType.half_even).to(torch.int32)
     bits = x.view(torch.int32)
     # For normal numbers, exponent and mantissa are adjacent bits in both formats: cut off the
@@ -42,7 +42,7 @@ def round_to_codes(x: torch.Tensor, fmt: Format, mode: RoundType) -> torch.Tenso
     counts the steps from zero. Example, fp4 (one mantissa bit): 2.9 has the exponent 1, so 2 codes
     lie below each exponent from 0 to 1, and it is 3 steps of 1: its code is 2 (1 - 0) + 3 = 5.
     """
-    if fmt.values:
+    if isinstance(fmt, TableFormat):
         return round_to_table(x, fmt, mode).to(torch.int32)
     steps, step = round_to_steps_(x, fmt, mode)
     smallest = (127 + fmt.min_exponent - fmt.mantissa_bits) << 23  # bits of the smallest step
@@ -144,7 +144,7 @@ def decode(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 
 def _values(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
-    if fmt.values:
+    if isinstance(fmt, TableFormat):
         return torch.tensor(fmt.values, dtype=torch.float32, device=codes.device)[codes]
     sign_bit = 1 << (fmt.bits - 1) if fmt.signed else 0
     magnitude = codes & ((1 << (fmt.bits - bool(sign_bit))) - 1)

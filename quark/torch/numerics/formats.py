@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from quark.torch.numerics.dtypes import torch_dtype
@@ -34,7 +35,6 @@ class Format:
         fraction_bits: Bits after the binary point of an integer code.
         block: Elements that share an exponent, if the format fixes their number; else 0.
         sub_block: Elements of a block that share a one-bit shift of the exponent.
-        values: Values of all codes, ascending, if no rule of the other fields gives them.
     """
 
     name: str
@@ -52,12 +52,21 @@ class Format:
     fraction_bits: int = 0
     block: int = 0
     sub_block: int = 0
-    values: tuple[float, ...] = ()
 
     @property
     def is_float(self) -> bool:
         """Whether codes stand for floats or values of a table, which no zero point moves."""
-        return self.exponent_bits > 0 or self.values != ()
+        return self.exponent_bits > 0
+
+    @property
+    def has_rule(self) -> bool:
+        """Whether the bits of a code give its value. Kernels compute values by this rule."""
+        return True
+
+    @property
+    def takes_signed_scales(self) -> bool:
+        """Whether scales may be zero or negative, as in blocks of GGUF files."""
+        return not self.is_float
 
     @property
     def is_encoded(self) -> bool:
@@ -85,6 +94,26 @@ class Format:
         return math.frexp(self.max_value)[1] - 1 if self.is_float else 0
 
     @property
+    def smallest(self) -> float:
+        """Smallest nonzero magnitude of a float."""
+        return 2.0 ** (self.min_exponent - self.mantissa_bits)
+
+    @property
+    def separation(self) -> float:
+        """Least distance between neighboring floats, relative to the larger magnitude of both."""
+        return 2.0 ** -(self.mantissa_bits + 1)
+
+    def reach(self, steps: float = 0) -> tuple[float, float]:
+        """Return the smallest and the largest value, moved outwards by a number of steps.
+
+        Example, fp4: the step at 6 is 2, so half a step leads from 6 to 7.
+        """
+        if not self.is_float:
+            return self.qmin - steps, self.qmax + steps
+        most = self.max_value + steps * 2.0 ** (self.max_exponent - self.mantissa_bits)
+        return -most if self.signed else 0.0, most
+
+    @property
     def code_type(self) -> str:
         """Name of the type of a tensor of unpacked codes."""
         if self.native is not None:
@@ -108,6 +137,48 @@ class Format:
     def storage_dtype(self) -> torch.dtype:
         """Type of a tensor of packed codes."""
         return torch_dtype(self.storage_type)
+
+
+@dataclass(frozen=True)
+class TableFormat(Format):
+    """A number format whose values follow no rule: a code is a place in a table.
+
+    Attributes:
+        values: Values of all codes, ascending.
+    """
+
+    values: tuple[float, ...] = ()
+
+    @property
+    def is_float(self) -> bool:
+        """True: no zero point moves the values."""
+        return True
+
+    @property
+    def has_rule(self) -> bool:
+        """False: codes are looked up."""
+        return False
+
+    @property
+    def takes_signed_scales(self) -> bool:
+        """True: llama.cpp writes such scales."""
+        return True
+
+    @property
+    def smallest(self) -> float:
+        """Smallest nonzero magnitude of the table."""
+        return min(abs(value) for value in self.values if value)
+
+    @property
+    def separation(self) -> float:
+        """Least distance between neighboring values, relative to the larger magnitude of both."""
+        pairs = pairwise(self.values)
+        return min((high - low) / max(abs(low), abs(high)) for low, high in pairs)
+
+    def reach(self, steps: float = 0) -> tuple[float, float]:
+        """Return the first and the last value, moved outwards by the outermost distances."""
+        first, second, *_, last_but_one, last = self.values
+        return first - steps * (second - first), last + steps * (last - last_but_one)
 
 
 class Dtype(Enum):
@@ -139,7 +210,7 @@ class Dtype(Enum):
     fp6_e3m2 = Format("fp6_e3m2", 6, True, 3, 2, 28.0, word_codes=4, word_dtype="uint8")
     fp6_e2m3 = Format("fp6_e2m3", 6, True, 2, 3, 7.5, word_codes=4, word_dtype="uint8")
     fp4 = Format("fp4", 4, True, 2, 1, 6.0, word_codes=2, word_dtype="uint8")
-    iq4_nl = Format(
+    iq4_nl = TableFormat(
         "iq4_nl",
         4,
         max_value=127.0,
@@ -187,8 +258,10 @@ class Dtype(Enum):
 
     def to_bitwidth(self) -> int:
         """Width of one code in bits."""
-        return self.value.bits
+        fmt: Format = self.value
+        return fmt.bits
 
     def to_torch_packed_dtype(self) -> torch.dtype:
         """Type of a tensor of packed codes."""
-        return self.value.storage_dtype
+        fmt: Format = self.value
+        return fmt.storage_dtype

@@ -252,7 +252,7 @@ def _to_codes(x: torch.Tensor, by: Factors, scheme: Scheme) -> torch.Tensor:
 def _is_counted(x: torch.Tensor, scale: torch.Tensor, scheme: Scheme) -> bool:
     """Whether ``round_bfloat16_to_codes`` gives the codes: the same, in half the time on a CPU."""
     fmt = scheme.fmt
-    is_counted = fmt.is_encoded and not fmt.values and fmt.signed and fmt.bits <= 8
+    is_counted = fmt.is_encoded and fmt.has_rule and fmt.signed and fmt.bits <= 8
     is_narrow = x.dtype == torch.bfloat16 and is_counted
     if not is_narrow or not scheme.scales_by_powers or scheme.rounding is not RoundType.half_even:
         return False
@@ -293,17 +293,10 @@ def _is_inside(x: torch.Tensor, by: Factors, scheme: Scheme) -> torch.Tensor:
     x = _divide(x, by, scheme)
     # Values up to half a step beyond the last code still round to it. 0.501 instead of 0.5 allows
     # for the rounding of the reciprocal. Example, fp4: max 6, step 2, so the limit is 7.002.
-    if fmt.values:
-        low, high = fmt.values[:2], fmt.values[-2:]
-        least, most = low[0] - 0.501 * (low[1] - low[0]), high[1] + 0.501 * (high[1] - high[0])
-        return (x >= least) & (x <= most)
-    if fmt.is_float:
-        step = 2.0 ** (fmt.max_exponent - fmt.mantissa_bits)
-        limit = fmt.max_value + 0.501 * step
-        return (x <= limit) & (x >= (-limit if fmt.signed else 0.0))
-    if by.zero_point is not None:
+    if not fmt.is_float and by.zero_point is not None:
         x = x.add_(by.zero_point)
-    return (x >= fmt.qmin - 0.501) & (x <= fmt.qmax + 0.501)
+    least, most = fmt.reach(0.501)
+    return (x >= least) & (x <= most)
 
 
 def _map(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from quark.torch.numerics.enumerations import RoundType
-from quark.torch.numerics.formats import Format
+from quark.torch.numerics.exponents import exponent_of, power_of_two
+from quark.torch.numerics.formats import Format, TableFormat
 
 
 def round_(x: torch.Tensor, mode: RoundType) -> torch.Tensor:
@@ -29,7 +30,7 @@ def round_to_grid_(x: torch.Tensor, fmt: Format, mode: RoundType) -> torch.Tenso
     and rounds to 3; 0.3 is below the smallest normal number 2^0, has the step 2^-1 and rounds to
     0.5.
     """
-    if fmt.values:
+    if isinstance(fmt, TableFormat):
         table = torch.tensor(fmt.values, dtype=x.dtype, device=x.device)
         nearest = table[round_to_table(x, fmt, mode)]
         return x.copy_(torch.where(x.isnan(), x, nearest))
@@ -37,7 +38,7 @@ def round_to_grid_(x: torch.Tensor, fmt: Format, mode: RoundType) -> torch.Tenso
     return steps.mul_(step)
 
 
-def round_to_table(x: torch.Tensor, fmt: Format, mode: RoundType) -> torch.Tensor:
+def round_to_table(x: torch.Tensor, fmt: TableFormat, mode: RoundType) -> torch.Tensor:
     """Return the codes, int64, of values rounded to those of a table.
 
     Example, the table (-2, 0, 1, 4): 2.5 lies in the middle of 1 and 4, the codes 2 and 3, and
@@ -52,11 +53,19 @@ def round_to_table(x: torch.Tensor, fmt: Format, mode: RoundType) -> torch.Tenso
     return torch.where(takes_low, low, high)  # they differ in the middle of two values alone
 
 
-def table_step(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the value of a table below each value, and the distance to the next one.
+def steps_around(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Return where the steps of a float format around each value begin, and their sizes.
 
-    Beyond the ends, they are those of the nearest two values.
+    Example, fp4: 2.2 lies among the steps of 1 from 2 to 4, and 1.7 among those of 0.5 from 1 to 2.
+
+    Returns:
+        None for whole multiples of the size, which begin at zero; the value below ``x`` of a table,
+        of whose two nearest values beyond its ends.
+        The sizes, in the shape of ``x``.
     """
+    if not isinstance(fmt, TableFormat):
+        exponent = exponent_of(x).clamp(fmt.min_exponent, fmt.max_exponent)
+        return None, power_of_two(exponent - fmt.mantissa_bits)
     values = torch.tensor(fmt.values, dtype=x.dtype, device=x.device)
     low = torch.bucketize(x, values, right=True).sub_(1).clamp_(0, len(values) - 2)
     return values[low], values.diff()[low]

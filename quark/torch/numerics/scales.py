@@ -142,9 +142,16 @@ def qparams_from_range(
 
 def _float_scale(lo: torch.Tensor, hi: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Return the scale under which no value exceeds those of a format without zero points."""
-    if fmt.values:  # a table may reach farther on one side
-        return torch.maximum(_divided(lo, fmt.values[0]), _divided(hi, fmt.values[-1]))
-    return _divided(torch.maximum(-lo, hi), fmt.max_value)
+    least, most = fmt.reach()
+    if _is_lopsided(fmt):
+        return torch.maximum(_divided(lo, least), _divided(hi, most))
+    return _divided(torch.maximum(-lo, hi), most)
+
+
+def _is_lopsided(fmt: Format) -> bool:
+    """Whether a format without zero points reaches farther on one side of zero, as a table may."""
+    least, most = fmt.reach()
+    return fmt.is_float and least < 0 and -least != most
 
 
 def _zero_point(
@@ -190,11 +197,6 @@ def largest_scale(scheme: Scheme, largest: float) -> float:
     return min(most, torch.finfo(to.held_dtype).max)
 
 
-def _smallest(fmt: Format) -> float:
-    """Return the smallest positive value of a float format."""
-    return 2.0 ** (fmt.min_exponent - fmt.mantissa_bits)
-
-
 def _divided(x: torch.Tensor, by: float) -> torch.Tensor:
     """Divide by a number. A GPU multiplies by the reciprocal of a scalar, which rounds twice."""
     return x / torch.full_like(x, by)
@@ -213,7 +215,7 @@ def tensor_scale_from_range(lo: torch.Tensor, hi: torch.Tensor, scheme: Scheme) 
     amax = F.pad(torch.maximum(-lo, hi).flatten(), (0, 1)).amax()  # 0 of an empty tensor
     largest = scheme.fmt.max_value if scheme.fmt.is_float else scheme.fmt.qmax + 0.5
     scale = _divided(amax, largest * to.max_value)
-    least = torch.finfo(torch.float32).smallest_normal / _smallest(to)
+    least = torch.finfo(torch.float32).smallest_normal / to.smallest
     return torch.where(amax == 0, EPS, scale.clamp(min=least))
 
 
@@ -233,8 +235,9 @@ def represented_range(
     """
     assert scale is not None
     fmt, scale = scheme.fmt, scale.float()
-    if fmt.values:
-        return fmt.values[0] * scale, fmt.values[-1] * scale
+    if _is_lopsided(fmt):
+        least, most = fmt.reach()
+        return least * scale, most * scale
     if scheme.symmetric or fmt.is_float or zero_point is None:
         reach = scale * (fmt.max_value if fmt.is_float else (fmt.qmax - fmt.qmin) / 2)
         if of_tensor_scale and scheme.scale.fmt is not None:
@@ -272,7 +275,7 @@ def round_scale(
     if to.fmt is not None:
         unit = torch.ones_like(scale) if tensor_scale is None else tensor_scale
         ratio = round_to_grid_(scale / unit, to.fmt, RoundType.half_even)
-        return ratio.clamp_(min=_smallest(to.fmt)) * unit
+        return ratio.clamp_(min=to.fmt.smallest) * unit
     smallest, largest = scale_limits(to.stored_dtype)
     return scale.clamp(max(smallest, least), largest).to(to.stored_dtype)
 

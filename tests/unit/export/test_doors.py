@@ -3,6 +3,9 @@
 import json
 import random
 import shutil
+import signal
+import subprocess
+import sys
 from itertools import cycle
 from pathlib import Path
 
@@ -63,6 +66,7 @@ MORE = [
     *(f"torchao {way}" for way in ("in parts", "in float", "fast", "to files")),
     *(f"transforms {way}" for way in ("in parts", "in float", "fast", "to files")),
     *(f"mxfp4 {way}" for way in ("in parts", "in float", "fast", "to files")),
+    *(f"compressed {name}" for name in ("int5_wo_32", "nvfp4", "mxfp8", "mxfp6_e2m3", "ptpc_fp8")),
 ]
 
 
@@ -215,3 +219,15 @@ def test_types_that_rounds_of_the_fuzzer_had(fuzzer, sound, tmp_path, key, value
     (path / "config.json").write_text(json.dumps({**described, key: value}))
     with pytest.raises(ValueError, match=said):
         doors.DOORS["quark"].open(path, False)
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="the system has no such timer")
+def test_the_fuzzer_limits_cpu_time():
+    """Waiting does not count: another program may have the processor."""
+    code = (
+        "import fuzz, time; fuzz.limit_cpu_time(0.5); time.sleep(1); print('waited', flush=True)\n"
+        "while True: pass"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True)
+    assert (done.stdout.strip(), done.returncode) == ("waited", -signal.SIGPROF), done.stderr

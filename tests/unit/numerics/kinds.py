@@ -29,7 +29,7 @@ def _names(belongs):
 
 CASTS = _names(lambda fmt: not fmt.scaled)
 SHARED = _names(shares_exponents)
-TABLES = _names(lambda fmt: fmt.values)
+TABLES = _names(lambda fmt: not fmt.has_rule)
 FLOATS = _names(lambda fmt: fmt.exponent_bits and fmt.scaled and fmt.signed)
 UNSIGNED_FLOATS = _names(lambda fmt: fmt.exponent_bits and not fmt.signed)
 NATIVE = [name for name in FLOATS if Dtype[name].value.native is not None]

@@ -141,6 +141,26 @@ def test_values_of_floats_without_a_torch_type(name):
     assert 1 + fmt.exponent_bits + fmt.mantissa_bits == fmt.bits
 
 
+@pytest.mark.parametrize("name", [*kinds.FLOATS, *kinds.TABLES])
+def test_answers_of_floats_and_tables(name):
+    """They follow from the sorted values of all codes."""
+    fmt = Dtype[name].value
+    values = np.array(fmt.values) if name in kinds.TABLES else kinds.values_of(name).astype(float)
+    values = np.unique(values[np.isfinite(values)])
+    gaps, magnitudes = np.diff(values), np.abs(values)
+    low, high = values[0] - gaps[0] / 2, values[-1] + gaps[-1] / 2
+    assert fmt.reach() == (values[0], values[-1]) and fmt.reach(0.5) == (low, high)
+    assert fmt.smallest == magnitudes[magnitudes > 0].min()
+    assert fmt.separation == (gaps / np.maximum(magnitudes[1:], magnitudes[:-1])).min()
+    assert fmt.has_rule == (name not in kinds.TABLES)
+
+
+@pytest.mark.parametrize("name", kinds.INTEGERS)
+def test_reach_of_integers(name):
+    fmt = Dtype[name].value
+    assert fmt.reach(0.5) == (fmt.qmin - 0.5, fmt.qmax + 0.5)
+
+
 @pytest.mark.parametrize("name", ENCODED)
 def test_limits_of_floats_without_a_torch_type(name):
     fmt, info = Dtype[name].value, ENCODED[name]

@@ -48,8 +48,7 @@ def check_layer_scales(layer: PackedLayer, name: str) -> None:
         quantizer = getattr(layer, f"{short}_quantizer")
         if quantizer is None:
             continue
-        is_block = bool(spec.fmt.values) or not spec.fmt.is_float
-        may_be_signed = tensor in PARAMETERS and is_block
+        may_be_signed = tensor in PARAMETERS and spec.fmt.takes_signed_scales
         for part, scale in (
             ("scale", quantizer.scale),
             ("scale_2", getattr(layer, f"{short}_scale_2")),

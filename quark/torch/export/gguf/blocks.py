@@ -13,7 +13,6 @@ from quark.torch.export.gguf.block_types import BLOCK_TYPES, BlockType
 from quark.torch.export.gguf.planes import FACTORS, join_plane, split_plane
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.scale_codec import decode_scale, encode_scale, stored_dtype
-from quark.torch.numerics.scale_formats import E8M0
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.numerics.super_blocks import factors, minima
 from quark.torch.quantization.config.spec import QuantizationSpec
@@ -42,7 +41,7 @@ def block_type(spec: QuantizationSpec, columns: int) -> str | None:
     if spec.quantizes_codes:
         return None
     scale = scheme.scale
-    if spec.fmt.values or scale == E8M0 or scale.span or scale.two_level:
+    if spec.fmt.is_float or scale.span or scale.two_level:
         fitting = (name for name, kind in BLOCK_TYPES.items() if kind.scheme.fits(spec))
         return next((name for name in fitting if columns % BLOCK_TYPES[name].size == 0), None)
     group = columns if scheme.group == -1 else scheme.group
@@ -103,7 +102,7 @@ def pack_blocks(state: QuantizedTensor, kind: str) -> torch.Tensor:
     assert state.codes is not None and state.scale is not None
     parts: Parts
     rows, columns = state.codes.shape
-    if form.scheme.fmt.values:
+    if form.scheme.fmt.is_float and form.scheme.has_half_scales:
         codes, parts = state.codes, {"scale": _to_half(state.scale.float().reshape(rows, -1))}
     elif form.scheme.fmt.is_float:
         codes = state.codes
@@ -233,7 +232,7 @@ def unpack_blocks(
         codes = codes | split_plane(parts[number], bits, width) << low
         low += bits
     rows = len(blocks)
-    if form.scheme.fmt.values:
+    if form.scheme.fmt.is_float and form.scheme.has_half_scales:
         return QuantizedTensor(spec, codes.reshape(rows, -1), _halves(parts["scale"]), None)
     if form.scheme.fmt.is_float:
         codes, scales = codes.reshape(rows, -1), parts["scales"].reshape(rows, -1)

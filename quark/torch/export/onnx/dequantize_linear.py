@@ -118,7 +118,7 @@ def code_type(fmt: Format) -> str | None:
     """
     if fmt.native is not None:
         return _NATIVE.get(fmt.native)
-    if fmt.values or (fmt.is_float and (fmt.bits == 8 or not fmt.signed)):
+    if not fmt.has_rule or (fmt.is_float and (fmt.bits == 8 or not fmt.signed)):
         return None
     if fmt.is_float and fmt.bits in _WIDTHS:
         return f"UINT{fmt.bits}"

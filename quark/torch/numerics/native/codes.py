@@ -58,7 +58,7 @@ def find_codes(
 def _is_served(scheme: Scheme) -> bool:
     fmt = scheme.fmt
     is_known = fmt.signed and fmt.bits <= 8 if fmt.is_float else fmt.bits <= 16
-    return fmt.scaled and is_known and not fmt.values and scheme.rounding is RoundType.half_even
+    return fmt.scaled and is_known and fmt.has_rule and scheme.rounding is RoundType.half_even
 
 
 def _factor(scale: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, bool]:

@@ -41,6 +41,11 @@ class BlockScheme(NamedTuple):
         return self.scale in SUPER_BLOCKS
 
     @property
+    def has_half_scales(self) -> bool:
+        """Whether each scale is a float16 number."""
+        return self.scale == "float16"
+
+    @property
     def has_tensor_scale(self) -> bool:
         """Whether a float32 number multiplies the scales of a tensor."""
         return self.scale == TWO_LEVEL

@@ -94,7 +94,7 @@ def training_problem(spec: Any) -> str | None:
         return None
     if spec.is_dynamic or spec.second_stage is not None or spec.is_scale_quant:
         return "trained scales are static and of one stage: leave out is_dynamic and other stages."
-    is_free = spec.fmt.scaled and not spec.fmt.values and not spec.scheme.shares_exponents
+    is_free = spec.fmt.scaled and spec.fmt.has_rule and not spec.scheme.shares_exponents
     if not is_free or spec.scheme.scale.fmt is not None:
         return (
             "trained scales need integers or floats with scales in float32, float16, bfloat16 or "

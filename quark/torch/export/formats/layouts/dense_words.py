@@ -90,4 +90,5 @@ def unpack_words(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
 
 def _eight_codes(bits: int) -> Format:
     """Return an integer format that packs eight codes of ``bits`` bits into ``bits`` bytes."""
-    return replace(Dtype[f"uint{bits}"].value, word_codes=8, word_dtype="uint8", first_high=False)
+    fmt: Format = Dtype[f"uint{bits}"].value
+    return replace(fmt, word_codes=8, word_dtype="uint8", first_high=False)

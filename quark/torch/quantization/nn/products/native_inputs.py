@@ -93,7 +93,7 @@ def _is_served(scheme: Scheme, has: tuple[bool, ...]) -> bool:
         has: Whether scale, zero point and tensor scale are given.
     """
     fmt, to = scheme.fmt, scheme.scale
-    is_known = fmt.signed and not fmt.values if fmt.is_float else fmt.bits <= 16
+    is_known = fmt.signed and fmt.has_rule if fmt.is_float else fmt.bits <= 16
     has_scale = to.held_dtype == torch.float32 and not to.span
     has_range = fmt.is_float or (scheme.symmetric and fmt.signed)
     is_dynamic = has_range and (has[2] or not to.two_level)

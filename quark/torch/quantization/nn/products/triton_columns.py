@@ -47,7 +47,7 @@ class PanelRounding(NamedTuple):
         pruned = None
         if isinstance(rounding, ZeroKeepingRounder):
             pruned, rounding = rounding.zeros.T.contiguous(), rounding.rounding
-        if not isinstance(rounding, ColumnRounder) or rounding.scheme.fmt.values:
+        if not isinstance(rounding, ColumnRounder) or not rounding.scheme.fmt.has_rule:
             return None
         return cls(rounding.factors, pruned, rounding.scheme)
 

@@ -201,7 +201,7 @@ def _kernel_shape(x: torch.Tensor, given: Numbers, scheme: Scheme) -> tuple[int,
     """Return numbers of blocks and of their elements; None if the kernel does not take them."""
     scale, _, tensor_scale = given
     shape = block_rows(x, scheme, scale)
-    if shape is None or scheme.fmt.values or scheme.scale.held_dtype != torch.float32:
+    if shape is None or not scheme.fmt.has_rule or scheme.scale.held_dtype != torch.float32:
         return None
     if scheme.symmetric or scheme.fmt.is_float:
         has_range = scheme.fmt.signed or scheme.fmt.is_float

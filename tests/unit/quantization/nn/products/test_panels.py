@@ -17,8 +17,8 @@ from quark.torch.quantization.nn.quantizer import QuantizedTensor
 
 FORMATS = [  # of up to 8 bits, with values that float16 has by a rule
     d
-    for d in Dtype
-    if d.value.bits <= 8 and not (d.value.sub_block or d.value.values) and d.value.max_value < 65536
+    for d, fmt in ((d, d.value) for d in Dtype)
+    if fmt.bits <= 8 and fmt.has_rule and not fmt.sub_block and fmt.max_value < 65536
 ]
 ORDERS = [Arrangement.of_rows(70, 64, 32)] + [
     Arrangement.of_columns(70, 64, 32, half) for half in (16, 32)
