@@ -56,7 +56,7 @@ def _find_extreme_keys(builder: Any, ir: Any, x: Operand, lo: Operand, hi: Opera
             high = builder.select(builder.icmp_signed(">", found, known[1]), found, known[1])
             return [low, high]
 
-        # The last vector comes first. It may have elements of the one before, which changes nothing.
+        # The last vector comes first. It may have elements of the one before, which does no harm.
         end = builder.add(start, length)
         last, before = (builder.sub(end, vectors.constant(n)) for n in (LANES, 1))
         _, (low, high) = vectors.loop(start, before, LANES, [keys(last)] * 2, compare)
