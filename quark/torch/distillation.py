@@ -250,7 +250,7 @@ class _Files:
     ) -> None:
         self._request = {"options": asdict(options), "data": data_digest(sequences)}
         measured = [s for s in range(1, options.steps) if s % options.interval == 0]
-        self._files = journal.begin_pass([str(step) for step in [*measured, options.steps]])
+        self._files = journal.begin_steps([str(step) for step in [*measured, options.steps]])
         for entry in self._files.entries.values():
             if entry.notes["request"] != self._request:
                 raise ValueError(

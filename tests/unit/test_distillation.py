@@ -184,12 +184,27 @@ def test_a_killed_finish_goes_on_to_the_same_bits(
 
 def test_one_state_is_kept(run, tmp_path):
     run(None)
-    assert len(list((tmp_path / "journal" / "blocks").iterdir())) == 1
+    assert len(list((tmp_path / "journal" / "steps").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "expected"),
+    [("gptq", "2 finished blocks and the last measured step"), (None, "the last measured step")],
+)
+def test_steps_are_no_blocks(algorithm, expected, run, monkeypatch, tmp_path):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop_at(patch, "write", "2")
+        run(algorithm)
+    with Journal(tmp_path / "journal") as journal:
+        assert journal.describe() == expected and Journal.has_blocks(journal.directory)
+        assert journal.finished == (2 if algorithm else 0)
+    with Journal(tmp_path / "journal", restart=True) as journal:
+        assert journal.describe() == ""
 
 
 def test_a_damaged_state_is_not_used(run, tmp_path):
     expected, values = run(None)
-    [state] = (tmp_path / "journal" / "blocks").iterdir()
+    [state] = (tmp_path / "journal" / "steps").iterdir()
     state.write_bytes(state.read_bytes()[:-1] + b"x")
     found, others = run(None)
     assert found == expected and same(values, others)

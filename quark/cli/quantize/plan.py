@@ -396,5 +396,6 @@ def _size(file: Path) -> int:
 
 def round_up(size: int) -> str:
     """Return a size that is a little more, as a flag takes it."""
-    unit, name = (10**9, "GB") if size >= 10**10 else (10**6, "MB")
+    units = ((10**10, 10**9, "GB"), (10**7, 10**6, "MB"), (0, 10**3, "kB"))
+    unit, name = next((unit, name) for least, unit, name in units if size >= least)
     return f"{-(-size // unit)}{name}"

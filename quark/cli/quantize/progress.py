@@ -154,18 +154,19 @@ def open_journal(request: Request, config: Config) -> Iterator[Journal | None]:
     output.parent.mkdir(parents=True, exist_ok=True)
     with Journal(_place(output), request.restart) as journal:
         place = escape(str(journal.directory))
-        if journal.finished:
-            console.out.print(f"  going on behind {journal.finished} finished blocks in {place}")
+        if found := journal.describe():
+            console.out.print(f"  going on behind {found} in {place}")
         try:
             yield journal
         except BaseException:
-            if not journal.finished:
+            found = journal.describe()
+            if not found:
                 journal.remove()
                 _remove_empty(made)
             elif journal.is_begun:
                 console.err.print(
-                    f"{journal.finished} finished blocks are in {place}: the same command goes on "
-                    "behind them, with --restart it starts anew.",
+                    f"{place} holds {found}: the same command goes on behind that, with --restart "
+                    "it starts anew.",
                     soft_wrap=True,
                 )
             raise

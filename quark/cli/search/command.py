@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 from rich.markup import escape
 
 from quark.cli import accelerators, console
 from quark.cli.collect import (
-    DataFlags,
     collect,
     describe_collection,
     find_float_model,
@@ -22,23 +20,19 @@ from quark.cli.collect import (
     read_optional_statistics,
     read_windows,
 )
-from quark.cli.console import format_bytes
 from quark.cli.memory_check import check_measurement
-from quark.cli.options import (
-    EVAL_WINDOWS,
-    Json,
-    ManyValues,
-    add_verb,
-    counted_windows,
-    in_words,
-    panel,
-    parse_size,
-    verb,
-)
+from quark.cli.options import ManyValues, add_verb, counted_windows, verb
 from quark.cli.outputs import check_file, check_offload_directory
 from quark.cli.quantize.config import check_algorithms, layer_scheme
-from quark.cli.quantize.plan import round_up
 from quark.cli.quantize.request import split_names
+from quark.cli.search.budget import (
+    check_flags,
+    check_reach,
+    check_size,
+    choose,
+    measure_seconds,
+)
+from quark.cli.search.flags import SearchRequest
 from quark.cli.search.measurement import Measure, curve_of, measure_result
 from quark.cli.search.tables import print_result
 
@@ -50,12 +44,9 @@ if TYPE_CHECKING:
     from quark.torch.quantization.config.layer import QuantizationConfig
     from quark.torch.search.loss_curve import LossCurve
     from quark.torch.search.mixtures import Mixture
-    from quark.torch.search.sizes import Size
 
 FORMATS = ("int2_wo_64", "int3_wo_128", "int4_wo_128", "int4_wo_32", "int8_wo")
 PROBES = 2  # batches on which sensitivities are measured
-TARGETS = ("target_bits", "target_size", "target_read", "max_perplexity_increase")
-GRID = 64  # steps of size that the bisection distinguishes
 
 HELP = f"""
 Choose the format of each layer with the least loss at a given size.
@@ -80,92 +71,6 @@ for [cyan]quark quantize --config[/cyan].
 Default formats: [cyan]{", ".join(FORMATS)}[/cyan].
 """
 
-_search, _output, _evaluation = panel("Search"), panel("Output"), panel("Evaluation")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SearchRequest(DataFlags):
-    """The flags of ``quark search``; see its help."""
-
-    target_bits: Annotated[
-        float | None,
-        _search(metavar="X", min=1.0, help="Maximum bits per weight, scales included."),
-    ] = None
-    target_size: Annotated[
-        int | None,
-        _search(
-            metavar="SIZE",
-            parser=parse_size,
-            help="Instead: maximum size of the checkpoint, such as 4GB, with what stays in float.",
-        ),
-    ] = None
-    target_read: Annotated[
-        int | None,
-        _search(
-            metavar="SIZE",
-            parser=parse_size,
-            help="Instead: maximum size of the weights that a token reads, which limits tokens per "
-            "second. Of experts, these are the ones that the router chooses.",
-        ),
-    ] = None
-    max_perplexity_increase: Annotated[
-        float | None,
-        _search(
-            metavar="X",
-            min=0.0,
-            help="Instead: the smallest mixture that raises the perplexity, rounded to nearest, by "
-            "at most this percentage.",
-        ),
-    ] = None
-    formats: Annotated[
-        str | None,
-        _search(
-            metavar="A,B,C",
-            help="Schemes to choose from, for weights or for weights and inputs, separated by "
-            "commas.",
-        ),
-    ] = None
-    together: Annotated[
-        bool,
-        _search(
-            help="Give layers that share an input (query, key, value; gate, up) one format, for "
-            "software that fuses them.",
-        ),
-    ] = False
-    exclude_layers: Annotated[
-        list[str] | None, _search(metavar="PATTERN …", help="Layers that stay in float.")
-    ] = None
-    statistics: Annotated[
-        Path | None,
-        _search(
-            metavar="DIR",
-            help="Statistics of 'quark collect' (default: collect first).",
-        ),
-    ] = None
-    quant_algo: Annotated[
-        list[str] | None,
-        _search(metavar="NAME,…", help="Algorithms to write into the file, such as qronos."),
-    ] = None
-    output: Annotated[Path, _output(metavar="FILE", help="Configuration to write.")] = Path(
-        "mixed.json"
-    )
-    picture: Annotated[
-        Path | None, _output(metavar="FILE", help="SVG of loss over size to write.")
-    ] = None
-    overwrite: Annotated[bool, _output(help="Replace these files.")] = False
-    eval_data: Annotated[
-        str | None,
-        _evaluation(
-            metavar="FILE|NAME", help="Text to measure perplexity on, as for --dataset; held-out."
-        ),
-    ] = None
-    num_eval_data: Annotated[
-        int, _evaluation(metavar="N", min=0, help="Maximum number of windows (0 = all).")
-    ] = EVAL_WINDOWS
-    skip_evaluation: Annotated[bool, _evaluation(help="Measure nothing.")] = False
-    as_json: Json = False
-    given: frozenset[str] = frozenset()
-
 
 class _Command(ManyValues):
     many = ("exclude_layers",)
@@ -188,13 +93,16 @@ def _search_formats(request: SearchRequest) -> None:
     _check(request)
     formats = _parse_formats(request)
     algorithms = _parse_algorithms(request, formats)
-    _check_size(request, formats)
+    check_size(request, formats)
     statistics = read_optional_statistics(request.statistics, request.check_digests)
     source = find_float_model(request)
     _check_memory(request, source)
     windows = read_windows(request, source) if statistics is None else None
     evaluation = None if request.skip_evaluation else _read_evaluation_windows(request, source)
     model = load_float_model(request, source)
+    device = accelerators.pick_device(request.device)
+    check_reach(request, model, formats)
+    seconds = measure_seconds(request, model, formats, device)
     if windows is not None:
         statistics = collect(model, windows, request, PROBES)
     assert statistics is not None
@@ -205,15 +113,14 @@ def _search_formats(request: SearchRequest) -> None:
         mixture = Mixture(units, per_token=request.target_read is not None)
         outside = size_outside(model, statistics, units)
     configure = partial(mixed_config, model, formats=formats)
-    device = accelerators.pick_device(request.device)
     limit = results_limit(residency_of(model) is not None, request.max_memory, device)
     with ActivationStore(limit) as store:
         measure = Measure(model, statistics, evaluation, configure, Reference(store))
-        chosen = _choose(request, mixture, outside, measure)
+        chosen = choose(request, mixture, outside, measure, seconds)
         curve = curve_of(mixture, measure, solved)
         config = replace(measure.configure(chosen), algo_config=algorithms)
         _write_files(request, config, mixture, chosen, curve)
-        result = measure_result(mixture, chosen, outside, measure, curve)
+        result = measure_result(mixture, chosen, outside, measure, curve, seconds)
     if request.as_json:
         console.as_json({"output": str(request.output), "layers": chosen, **asdict(result)})
         return
@@ -227,14 +134,7 @@ def _check(request: SearchRequest) -> None:
     Raises:
         typer.BadParameter: Flags contradict each other, or a file cannot be written.
     """
-    if sum(getattr(request, name) is not None for name in TARGETS) != 1:
-        flags = [f"--{name}" for name in TARGETS]
-        raise console.wrong(flags[0], f"give one of {in_words(flags)}.")
-    if request.max_perplexity_increase is not None and request.skip_evaluation:
-        raise console.wrong(
-            "--skip_evaluation",
-            "the perplexity is needed for --max_perplexity_increase.",
-        )
+    check_flags(request)
     for name in ("dataset", "num_calib_data"):
         if request.statistics is not None and name in request.given:
             raise console.wrong(
@@ -273,22 +173,6 @@ def _parse_formats(request: SearchRequest) -> dict[str, QuantizationConfig]:
     return formats
 
 
-def _check_size(request: SearchRequest, formats: Mapping[str, QuantizationConfig]) -> None:
-    """Check that codes alone fit the size, before the model is read.
-
-    Raises:
-        typer.BadParameter: They do not.
-    """
-    bits = {n: c.weight.coded.fmt.bits for n, c in formats.items() if c.weight is not None}
-    least = min(bits, key=lambda name: bits[name])
-    if request.target_bits is not None and request.target_bits < bits[least]:
-        raise console.wrong(
-            "--target_bits",
-            f"{request.target_bits:g} is less than the {bits[least]} bits of {least}, the smallest "
-            "format, whose scales need more. Give a larger size, or allow smaller formats.",
-        )
-
-
 def _parse_algorithms(
     request: SearchRequest, formats: Mapping[str, QuantizationConfig]
 ) -> list[AlgoConfig]:
@@ -306,58 +190,6 @@ def _parse_algorithms(
 def _read_evaluation_windows(request: SearchRequest, source: Path) -> torch.Tensor:
     held_out = replace(request, dataset=request.eval_data, num_calib_data=request.num_eval_data)
     return read_windows(held_out, source, held_out=True)
-
-
-def _choose(
-    request: SearchRequest, mixture: Mixture, outside: Size, measure: Measure
-) -> dict[str, str]:
-    """Return the format of each layer: the best for a size, or the smallest within the limit."""
-    if request.target_bits is not None:
-        return mixture.choose(request.target_bits)
-    if request.target_size is not None:
-        return _choose_within("--target_size", mixture, request.target_size, outside.stored)
-    if request.target_read is not None:
-        return _choose_within("--target_read", mixture, request.target_read, outside.read)
-    limit = request.max_perplexity_increase
-    assert limit is not None
-    original = measure.original()
-    assert original is not None
-    highest = original.perplexity * (1 + limit / 100)
-    bits = [bits for bits, _ in mixture.points()]
-    steps = [bits[0] + (bits[-1] - bits[0]) * step / GRID for step in range(GRID + 1)]
-
-    def is_within(step: int) -> bool:
-        predictions = measure.mixture(f"{steps[step]:.2f} bits", mixture.choose(steps[step]))
-        assert predictions is not None
-        return predictions.perplexity <= highest
-
-    low, high = -1, GRID  # above the limit, within the limit
-    if not is_within(high):
-        raise ValueError(
-            f"Even the largest mixture, of {bits[-1]:.2f} bits per weight, raises the perplexity "
-            f"by more than {limit:g} %: raise the limit, or add larger formats."
-        )
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if is_within(middle) else (middle, high)
-    return mixture.choose(steps[high])
-
-
-def _choose_within(flag: str, mixture: Mixture, size: int, outside: int) -> dict[str, str]:
-    """Return the best format of each layer for a size in bytes, with those outside of the layers.
-
-    Raises:
-        typer.BadParameter: Even the smallest formats take more.
-    """
-    least = outside + math.ceil(mixture.least * mixture.weights / 8)
-    if size < least:
-        raise console.wrong(
-            flag,
-            f"{format_bytes(size)} are less than {format_bytes(least)}, with the smallest formats "
-            f"and the {format_bytes(outside)} that stay in float. Give {flag} "
-            f"{round_up(least)}, or allow smaller formats.",
-        )
-    return mixture.choose((size - outside) * 8 / mixture.weights)
 
 
 def _write_files(

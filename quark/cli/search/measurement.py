@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from quark.torch.search.loss_curve import LossCurve
     from quark.torch.search.mixtures import Mixture
     from quark.torch.search.sizes import Size
+    from quark.torch.search.times import Seconds
 
 ORIGINAL, MIXTURE = "the original", "the mixture"  # titles of measurements
 TOLERANCE = 0.005  # relative difference of sizes that count as equal
@@ -93,6 +94,7 @@ class Row:
             are those.
         bytes: Size of the checkpoint.
         bytes_per_token: Size of the weights that a token reads.
+        milliseconds: Of a token in the layers that get formats; None if they were not measured.
         loss: Predicted divergence from the original, nats per token.
         divergence: Measured divergence, KL(original ‖ mixture); None if it was not measured.
         perplexity: Measured perplexity, None if it was not measured.
@@ -102,6 +104,7 @@ class Row:
     bits_per_weight: float
     bytes: int
     bytes_per_token: int
+    milliseconds: float | None
     loss: float
     divergence: float | None
     perplexity: float | None
@@ -124,7 +127,12 @@ class Result:
 
 
 def measure_result(
-    mixture: Mixture, chosen: Mapping[str, str], outside: Size, measure: Measure, curve: LossCurve
+    mixture: Mixture,
+    chosen: Mapping[str, str],
+    outside: Size,
+    measure: Measure,
+    curve: LossCurve,
+    seconds: Seconds | None,
 ) -> Result:
     """Measure a mixture, and the largest format for all layers that is not larger.
 
@@ -134,8 +142,10 @@ def measure_result(
         outside: Size of what is not quantized.
         measure: Measures mixtures.
         curve: Corrects predicted losses.
+        seconds: Those of a token in each layer, by format; None if they were not measured.
     """
     from quark.torch.search.sizes import size_of_mixture
+    from quark.torch.search.times import time_of
 
     original = measure.original()
     mixed, rows = mixture.cost(chosen), mixture.uniform()
@@ -150,6 +160,7 @@ def measure_result(
     sizes = []
     for name, (bits, loss) in ordered:
         size, found = size_of_mixture(mixture.units, formats[name], outside), measured.get(name)
+        time = None if seconds is None else 1e3 * time_of(mixture.units, seconds, formats[name])
         figures = (None, None) if found is None else (found.kl, found.perplexity)
-        sizes.append(Row(name, bits, *size, curve(loss), *figures))
+        sizes.append(Row(name, bits, *size, time, curve(loss), *figures))
     return Result(sizes, None if original is None else original.perplexity, routers)

@@ -53,15 +53,10 @@ def _size_table(result: Result) -> Table:
     """Return a table of the mixture and of each format for all layers."""
     table = console.table()
     table.add_column("", no_wrap=True)
-    for column in (
-        "bits/\nweight",
-        "size",
-        "read per\ntoken",
-        "loss",
-        "KL",
-        "per-\nplexity",
-        "change",
-    ):
+    is_timed = any(row.milliseconds is not None for row in result.sizes)
+    times = ["ms per\ntoken"] if is_timed else []
+    sizes = ("bits/\nweight", "size", "read per\ntoken", *times)
+    for column in (*sizes, "loss", "KL", "per-\nplexity", "change"):
         table.add_column(column, justify="right", no_wrap=True)
     reference = result.original_perplexity
     for row in result.sizes:
@@ -74,6 +69,7 @@ def _size_table(result: Result) -> Table:
             console.format_bits(row.bits_per_weight),
             console.format_bytes(row.bytes),
             console.format_bytes(row.bytes_per_token),
+            *([] if row.milliseconds is None else [f"{row.milliseconds:.3g}"]),
             _millinats(row.loss),
             _millinats(row.divergence),
             "" if value is None else f"{value:.2f}",

@@ -6,10 +6,11 @@ A journal is a directory::
     output.json                              which output belongs to it, before that is in place
     lock                                     held by the process that runs
     blocks/1-0003-<digest>.safetensors       what pass 1 made of the fourth block of its list
+    steps/2-0003-<digest>.safetensors        the finish behind its fourth measured step
 
-A file of a block is written under another name, synced, and renamed to its name, which has the
-digest of its bytes. So a file of such a name is complete, or the disk is damaged. Of a pass whose
-blocks replace each other, such as the measured steps of a finish, the last one is kept.
+A file of a block or step is written under another name, synced, and renamed to its name, which has
+the digest of its bytes. So a file of such a name is complete, or the disk is damaged. Steps replace
+each other: the last one is kept.
 
 Of several processes the first one holds the lock, writes the files and says which there are. The
 others read them, so all see one file system.
@@ -44,8 +45,8 @@ _NAME = re.compile(r"(\d+)-(\d+)-([0-9a-f]{64})\.safetensors")
 _NOTES = "notes"  # key of the metadata of a file
 _PARTIAL = "partial"
 _RUN, _OUTPUT = "run.json", "output.json"
-_BLOCKS = "blocks"
-_PARTS = (_RUN, _OUTPUT, ".*.json.partial-*", "lock", _BLOCKS)
+_BLOCKS, _STEPS = "blocks", "steps"
+_PARTS = (_RUN, _OUTPUT, ".*.json.partial-*", "lock", _BLOCKS, _STEPS)
 
 
 class Journal:
@@ -69,14 +70,14 @@ class Journal:
 
     def __init__(self, directory: str | Path, restart: bool = False) -> None:
         self.directory = Path(directory).resolve()
-        self._blocks = self.directory / _BLOCKS
+        self._blocks, self._steps = self.directory / _BLOCKS, self.directory / _STEPS
         self._passes, self.is_begun = 0, False
         self._lock: FileLock | None = None  # of the first process
         with joined() as group:
             if group.is_first:
                 self._open(restart)
             group.exchange(None)  # the others look for the directory when it is there
-            if not self._blocks.is_dir():
+            if not self._steps.is_dir():
                 raise FileNotFoundError(
                     f"Process {group.rank} of {group.count} does not see {self.directory}, which "
                     "process 0 has made: choose an output on a disk that all machines share."
@@ -96,10 +97,11 @@ class Journal:
         self._lock = lock
         if restart:
             self._clear()
-        self._blocks.mkdir(exist_ok=True)
-        for path in self._blocks.iterdir():
-            if not _NAME.fullmatch(path.name):  # a process was killed while it wrote the file
-                path.unlink()
+        for place in (self._blocks, self._steps):
+            place.mkdir(exist_ok=True)
+            for path in place.iterdir():
+                if not _NAME.fullmatch(path.name):  # a process was killed while it wrote the file
+                    path.unlink()
 
     def for_this_thread(self) -> Journal:
         """Return the journal of this thread: each counts its passes, the first one has the lock."""
@@ -113,6 +115,17 @@ class Journal:
     def finished(self) -> int:
         """Number of finished blocks, of all passes together."""
         return _count(self._blocks)
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether a finish has measured a step."""
+        return _count(self._steps) > 0
+
+    def describe(self) -> str:
+        """Return what is finished, such as ``12 finished blocks``; empty if nothing is."""
+        count = self.finished
+        blocks = [f"{count} finished block{'s' if count > 1 else ''}"] if count else []
+        return " and ".join([*blocks, *(["the last measured step"] if self.has_steps else [])])
 
     def begin(self, request: Mapping[str, Any]) -> None:
         """Begin a run, or go on with it. Of several processes, the request of the first one counts.
@@ -132,7 +145,7 @@ class Journal:
 
     def _check_request(self, request: Mapping[str, Any]) -> None:
         path, given = self.directory / _RUN, json.loads(json.dumps(request))
-        if not self.finished:
+        if not self.describe():
             write_json(path, given)
             sync_directory(self.directory)
         try:
@@ -151,8 +164,19 @@ class Journal:
         Args:
             blocks: Names of the blocks.
         """
+        return self._begin(self._blocks, blocks)
+
+    def begin_steps(self, steps: list[str]) -> PassFiles:
+        """Return the files of a finish, which writes and removes steps as a pass does blocks.
+
+        Args:
+            steps: Names of the steps that are measured.
+        """
+        return self._begin(self._steps, steps)
+
+    def _begin(self, place: Path, names: list[str]) -> PassFiles:
         self._passes += 1
-        return PassFiles(self._blocks, self._passes - 1, blocks)
+        return PassFiles(place, self._passes - 1, names)
 
     @staticmethod
     def has_note(directory: Path) -> bool:
@@ -161,8 +185,8 @@ class Journal:
 
     @staticmethod
     def has_blocks(directory: Path) -> bool:
-        """Whether a directory is a journal with finished blocks."""
-        return _count(directory / _BLOCKS) > 0
+        """Whether a directory is a journal with finished blocks or a measured step."""
+        return any(_count(directory / part) for part in (_BLOCKS, _STEPS))
 
     def note_output(self, request: Mapping[str, Any], output: Path) -> None:
         """Note which output belongs to the journal, before it takes its place.
@@ -221,7 +245,8 @@ class Journal:
     def _clear(self) -> None:
         # Blocks first: a process that is killed here leaves none under another request. The note of
         # the output goes last: until then, the output is known to belong to the journal.
-        shutil.rmtree(self._blocks, ignore_errors=True)
+        for place in (self._blocks, self._steps):
+            shutil.rmtree(place, ignore_errors=True)
         partial = self.directory.glob(".*.json.partial-*")
         for path in [self.directory / _RUN, *partial, self.directory / _OUTPUT]:
             path.unlink(missing_ok=True)

@@ -9,6 +9,7 @@ measured once under coarse rounding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from torch import nn
 
 from quark.torch.algorithm.layers import has_quantized_weight, to_matrix
 from quark.torch.algorithm.weight_rounding import round_layer
-from quark.torch.export.formats.base import ExportFormat, get_format
+from quark.torch.export.formats.quark import QuarkFormat
 from quark.torch.graph.residency import resident
 from quark.torch.pipeline.accumulators import Gram
 from quark.torch.pipeline.statistics import Statistics
@@ -33,6 +34,7 @@ from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.config.match import literal
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from quark.torch.quantization.preparation import (
+    check_fit,
     quantized_layers,
     replace_layers,
     restore_layers,
@@ -73,6 +75,29 @@ class Unit:
     share: float = 1.0
 
 
+def find_problem(model: nn.Module, unit: Sequence[str], layer: QuantizationConfig) -> str | None:
+    """Return the reason why a format does not fit a unit, or None."""
+    try:
+        for name in unit:
+            check_fit(name, model.get_submodule(name), layer)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def stored_bits(config: QuantizationConfig, shape: tuple[int, ...]) -> int:
+    """Return the bits that the weight of a layer takes in a checkpoint: codes, scales, zero points.
+
+    Args:
+        config: How the layer is quantized, its weight at least.
+        shape: Shape of the weight.
+    """
+    assert config.weight is not None
+    layout = QuarkFormat(Config(), JsonExporterConfig()).layout_of(config)
+    parts = layout.declare(config.weight, shape, True)
+    return sum(8 * math.prod(size) * dtype.itemsize for size, dtype in parts.values())
+
+
 def layer_costs(
     model: nn.Module,
     statistics: Statistics,
@@ -91,7 +116,6 @@ def layer_costs(
     """
     if not names:
         return {}
-    fmt = get_format("quark", Config(), JsonExporterConfig())
     named = Config(layer_quant_config={literal(name): layer for name in names})
     replace_layers(model, select_layers(model, named))
     try:
@@ -99,18 +123,17 @@ def layer_costs(
         layers, costs = dict(quantized_layers(model)), dict[str, Cost]()
         for name in names:
             with resident(model, name):
-                costs[name] = _compute_cost(name, layers[name], statistics, fmt, solved)
+                costs[name] = _compute_cost(name, layers[name], statistics, solved)
         return costs
     finally:
         restore_layers(model)
 
 
 def _compute_cost(
-    name: str, layer: FakeQuantizedLayer, statistics: Statistics, fmt: ExportFormat, solved: bool
+    name: str, layer: FakeQuantizedLayer, statistics: Statistics, solved: bool
 ) -> Cost:
     compute_weight_scales({name: layer}, Config())
-    stored = fmt.layer_tensors(layer, {})
-    bits = sum(8 * t.nbytes for part, t in stored.items() if part.startswith("weight"))
+    bits = stored_bits(layer.quant_config, tuple(layer.weight.shape))
     gram = statistics.grams({name: layer})[name]
     is_solved = solved and gram.total is not None and has_quantized_weight(layer.quant_config)
     weight = _round_by_gptq(name, layer, gram) if is_solved else round_to_nearest(layer)

@@ -31,13 +31,12 @@ from quark.torch.quantization.config.resolution import resolve_exclude
 from quark.torch.quantization.nn.experts import temporarily_split_experts
 from quark.torch.quantization.nn.operators import is_operator
 from quark.torch.quantization.preparation import (
-    check_fit,
     replace_layers,
     restore_layers,
     select_layers,
 )
 from quark.torch.search.allocation import Frontier
-from quark.torch.search.costs import Cost, Unit, layer_costs
+from quark.torch.search.costs import Cost, Unit, find_problem, layer_costs
 from quark.torch.search.sizes import read_shares
 
 logger = logging.getLogger(__name__)
@@ -86,9 +85,7 @@ class Mixture:
                 "smallest formats with their scales. Give a larger size, or allow smaller formats."
             )
         chosen = self._frontier.choose(bits_per_weight * self.weights + 0.5)
-        names = [list(unit.bits)[index] for unit, index in zip(self.units, chosen, strict=True)]
-        pairs = zip(self.units, names, strict=True)
-        return {layer: name for unit, name in pairs for layer in unit.layers}
+        return formats_of(self.units, chosen)
 
     def cost(self, chosen: Mapping[str, str]) -> tuple[float, float]:
         """Return bits per weight and loss of a mixture.
@@ -110,6 +107,13 @@ class Mixture:
         layers = [layer for unit in self.units for layer in unit.layers]
         names = [n for n in self.units[0].bits if all(n in unit.bits for unit in self.units)]
         return {name: self.cost(dict.fromkeys(layers, name)) for name in names}
+
+
+def formats_of(units: Sequence[Unit], chosen: Sequence[int]) -> dict[str, str]:
+    """Return the format of each layer by its name, given the index of the format of each unit."""
+    names = [list(unit.bits)[index] for unit, index in zip(units, chosen, strict=True)]
+    pairs = zip(units, names, strict=True)
+    return {layer: name for unit, name in pairs for layer in unit.layers}
 
 
 @torch.no_grad()
@@ -241,7 +245,7 @@ def _find_fitting(
         ValueError: No format fits a unit.
     """
     problems: dict[str, dict[tuple[str, ...], str]] = {
-        name: {unit: reason for unit in units if (reason := _find_problem(model, unit, layer))}
+        name: {unit: reason for unit in units if (reason := find_problem(model, unit, layer))}
         for name, layer in formats.items()
     }
     for unit in units:
@@ -259,16 +263,6 @@ def _find_fitting(
         name: [layer for unit in units if unit not in reasons for layer in unit]
         for name, reasons in problems.items()
     }
-
-
-def _find_problem(model: nn.Module, unit: Sequence[str], layer: QuantizationConfig) -> str | None:
-    """Return the reason why a format does not fit a unit, or None."""
-    try:
-        for name in unit:
-            check_fit(name, model.get_submodule(name), layer)
-    except ValueError as error:
-        return str(error)
-    return None
 
 
 def _unite_shared_inputs(statistics: Statistics) -> list[tuple[str, ...]]:

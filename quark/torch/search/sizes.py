@@ -11,7 +11,8 @@ small formats for attention make tokens faster.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
 from typing import NamedTuple
@@ -19,9 +20,13 @@ from typing import NamedTuple
 from torch import nn
 
 from quark.torch.pipeline.statistics import Statistics
+from quark.torch.quantization.config.layer import QuantizationConfig
+from quark.torch.quantization.config.match import matches
 from quark.torch.quantization.config.parts import output_layers
+from quark.torch.quantization.config.resolution import output_head, resolve_exclude
 from quark.torch.quantization.nn.experts import temporarily_split_experts
-from quark.torch.search.costs import Unit
+from quark.torch.quantization.nn.layer import input_axis, is_linear
+from quark.torch.search.costs import Unit, find_problem, stored_bits
 
 
 class Size(NamedTuple):
@@ -61,6 +66,54 @@ def _shared_parts(one: str, other: str) -> int:
     """Return the number of leading parts of two names that are equal."""
     pairs = zip(one.split("."), other.split("."), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def candidate_layers(model: nn.Module, exclude: Iterable[str] = ()) -> dict[str, tuple[int, int]]:
+    """Return outputs and inputs of the linear layers of a model that may get a format, by name.
+
+    Args:
+        model: A float model, with experts split.
+        exclude: Patterns of layers to leave out, beside the output head.
+    """
+    patterns, heads = resolve_exclude(list(exclude), model), output_head(model)
+    shapes = {}
+    for name, module in model.named_modules():
+        if is_linear(type(module)) and name not in heads and not matches(name, patterns):
+            shape, axis = model.get_parameter(f"{name}.weight").shape, input_axis(type(module))
+            shapes[name] = (shape[1 - axis], shape[axis])
+    return shapes
+
+
+def reachable_bits(
+    model: nn.Module, formats: Mapping[str, QuantizationConfig], exclude: Iterable[str] = ()
+) -> tuple[float, float]:
+    """Return the least and the most bits per weight of any layer in any format that fits it.
+
+    Args:
+        model: The float model; the values of its parameters are not read.
+        formats: Configurations of a layer by name of the format.
+        exclude: Patterns of layers to leave out, beside the output head.
+
+    Raises:
+        ValueError: No format fits any layer.
+    """
+    with temporarily_split_experts(model):
+        bits = [
+            stored_bits(config, shape) / math.prod(shape)
+            for name in candidate_layers(model, exclude)
+            if (shape := tuple(model.get_parameter(f"{name}.weight").shape))
+            for config in formats.values()
+            if find_problem(model, [name], config) is None
+        ]
+    if not bits:
+        raise ValueError(f"None of {', '.join(formats)} fits a layer: give other formats.")
+    return min(bits), max(bits)
+
+
+def stored_bytes(model: nn.Module) -> int:
+    """Return the bytes of the tensors of a model, those that have two names once."""
+    tensors = model.state_dict(keep_vars=True).values()
+    return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
 
 
 def size_outside(model: nn.Module, statistics: Statistics, units: Sequence[Unit]) -> Size:

@@ -3,11 +3,23 @@
 import itertools
 
 import pytest
+import torch
 
-from quark.torch import collect_statistics
+from quark.torch import LLMTemplate, ModelQuantizer, collect_statistics
+from quark.torch.export.formats.base import get_format
+from quark.torch.quantization.config.config import Config
+from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.presets import scheme
+from quark.torch.quantization.preparation import quantized_layers
+from quark.torch.search.costs import stored_bits
 from quark.torch.search.mixtures import Mixture, measure_costs
-from quark.torch.search.sizes import read_shares, size_of_mixture, size_outside
+from quark.torch.search.sizes import (
+    reachable_bits,
+    read_shares,
+    size_of_mixture,
+    size_outside,
+    stored_bytes,
+)
 
 FORMATS = {name: scheme(name) for name in ("int2_wo_32", "int4_wo_32", "int8_wo")}
 EXPERTS, CHOSEN = 4, 2
@@ -89,3 +101,31 @@ def test_mixtures_for_a_size_per_token_are_the_best(bits, experts):
     outside = size_outside(model, statistics, units)
     read = size_of_mixture(units, chosen, outside).read
     assert read == pytest.approx(outside.read + used * mixture.weights / 8, abs=1)
+
+
+@pytest.mark.parametrize(
+    "name", ["int3_wo_32", "uint4_wo_32", "int8_wo", "fp8", "mxfp4", "nvfp4", "mx6", "iq4_nl"]
+)
+def test_stored_bits_are_those_of_the_written_tensors(name, build):
+    model = ModelQuantizer(LLMTemplate.get("llama").get_config(name)).quantize_model(
+        build(), [torch.arange(8)[None]]
+    )
+    fmt = get_format("quark", Config(), JsonExporterConfig())
+    for _, layer in quantized_layers(ModelQuantizer.freeze(model)):
+        stored = fmt.layer_tensors(layer, {})
+        bits = sum(8 * t.nbytes for part, t in stored.items() if part.startswith("weight"))
+        assert stored_bits(layer.quant_config, tuple(layer.weight.shape)) == bits
+
+
+def test_reach_is_that_of_the_smallest_and_the_largest_layer(build, batches):
+    model = build()
+    units = measure_costs(model, collect_statistics(model, batches), FORMATS)
+    bits = [count / unit.weights for unit in units for count in unit.bits.values()]
+    assert reachable_bits(model, FORMATS) == (min(bits), max(bits))
+    with pytest.raises(ValueError, match="None of int4_wo_128 fits a layer"):
+        reachable_bits(model, {"int4_wo_128": scheme("int4_wo_128")})
+
+
+def test_a_tied_table_counts_once(build):
+    model = build("tied")
+    assert stored_bytes(model) == sum(p.nbytes for p in model.parameters())

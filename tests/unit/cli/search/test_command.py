@@ -253,6 +253,8 @@ def test_search_for_a_perplexity(search, collected):
         (("--target_bits", 4, "--formats", ","), "one or more"),
         (("--target_bits", 4, "--formats", "w_fp8_a_fp8_o_fp8"), "output_tensors"),
         (("--target_bits", 4, "--quant_algo", "smoothquant"), "smooth"),
+        (("--target_bits", 4, "--runtime", "fast"), "only --target_ms measures"),
+        (("--target_ms", 4, "--runtime", "slow"), "runtime='slow' is unknown"),
         (("--target_bits", 4, "--statistics", "nowhere"), "nowhere"),
         (("--target_bits", 4, "--statistics", "x", "--num_calib_data", 4), "contains this already"),
         (("--target_bits", 4, "--output", "nowhere/mixed.json"), "no directory nowhere"),
@@ -266,11 +268,55 @@ def test_wrong_calls(flags, said, search):
     assert not path.exists()
 
 
-def test_too_few_bits_are_an_error(search, collected):
-    result, path = search("--statistics", collected, "--target_bits", 2, "--skip_evaluation")
-    assert result.exit_code == 1
-    assert "smaller formats" in result.output
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--target_bits", 2), r"2 is out of reach: .* take 3\.\d+ to 9\.\d+ bits per weight"),
+        (("--target_bits", 99), r"99 is out of reach: .* take 3\.\d+ to 9\.\d+ bits per weight"),
+        (("--target_size", "9TB"), r"9\.0 TB limits nothing: the float model takes \d"),
+        (("--target_read", "1GB"), r"1\.0 GB limits nothing: the float model takes \d"),
+        (("--target_ms", 1e6), r"1e\+06 limits nothing: the layers take \d.* ms or less"),
+        (("--target_ms", 1e-6), r"1e-06 ms are less than \d.* ms, the time of a token"),
+    ],
+)
+def test_budgets_out_of_reach(flags, said, search, collected):
+    result, path = search("--statistics", collected, *flags, "--skip_evaluation")
+    assert result.exit_code == 2
+    assert re.search(said, " ".join(result.output.split())), result.output
     assert not path.exists()
+
+
+def test_a_budget_that_limits_nothing_is_refused_before_data_runs(search, text, monkeypatch):
+    monkeypatch.setattr("quark.cli.search.command.collect", lambda *_: pytest.fail("data ran"))
+    result, _ = search("--dataset", text, *DATA, "--target_bits", 99)
+    assert result.exit_code == 2, result.output
+
+
+def test_search_for_milliseconds(search, collected, quantize, monkeypatch):
+    """14 layers: int4 takes 14 ms, int8 28 ms, int2 42 ms; the times are given."""
+    per_layer = {"int2_wo_32": 3e-3, "int4_wo_32": 1e-3, "int8_wo": 2e-3}
+    runtimes = []
+
+    def times(model, formats, exclude, runtime, device):
+        runtimes.append(runtime)
+        names = [name for name, _ in model.named_modules() if name.endswith("_proj")]
+        return {name: dict.fromkeys(names, per_layer[name]) for name in formats}
+
+    monkeypatch.setattr("quark.torch.search.times.measure_times", times)
+    given = ("--statistics", collected, "--skip_evaluation")
+    result, _ = search(*given, "--target_ms", 13.9)
+    assert result.exit_code == 2
+    assert "13.9 ms are less than 14 ms" in " ".join(result.output.split())
+    result, path = search(*given, "--target_ms", 20.5, "--runtime", "exact", "--json")
+    assert result.exit_code == 0, result.output
+    rows = {row["name"]: row for row in json.loads(result.stdout)["sizes"]}
+    chosen = json.loads(result.stdout)["layers"]
+    assert sorted(chosen.values()).count("int8_wo") == 6 and "int2_wo_32" not in chosen.values()
+    assert rows["mixed"]["milliseconds"] == pytest.approx(20)
+    assert rows["int2_wo_32"]["milliseconds"] == pytest.approx(42)
+    quantize("--config", path, *DATA)
+    result, _ = search(*given, "--target_ms", 20.5, "--overwrite")
+    assert "ms per" in result.stdout and runtimes == ["fast", "exact", "fast"]
 
 
 def test_routers_of_a_mixture_of_experts(quark, mixtral_dir, text, tmp_path):
