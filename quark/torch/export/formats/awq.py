@@ -122,7 +122,7 @@ class AwqFormat(ThirdPartyFormat):
         known = (True, False) if "export" in section else (True,)
         weight = unsigned_weight_spec(4, read_group_size(section, 128), symmetric=False)
         if not read_choice(section, "zero_point", known, True):
-            weight = replace(weight, dtype=Dtype.int4, symmetric=True)
+            weight = weight.changed(dtype=Dtype.int4, symmetric=True)
         layer = QuantizationConfig(weight=weight)
         excluded = read_names(section, "modules_to_not_convert")
         config = config_without(layer, excluded) if excluded else config_for_blocks(layer)

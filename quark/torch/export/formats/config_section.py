@@ -90,7 +90,7 @@ def config_without(layer: QuantizationConfig, name_parts: Sequence[str]) -> Conf
 
 def with_weight_fields(layer: QuantizationConfig, **fields: Any) -> QuantizationConfig:
     """Return a layer's configuration with other fields of its weight specification, if any."""
-    return layer if layer.weight is None else replace(layer, weight=replace(layer.weight, **fields))
+    return layer if layer.weight is None else replace(layer, weight=layer.weight.changed(**fields))
 
 
 def with_all_weight_fields(config: Config, **fields: Any) -> Config:

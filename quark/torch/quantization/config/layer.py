@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quark.torch.quantization.config.name_lookup import member
@@ -68,7 +68,7 @@ class QuantizationConfig:
             if not isinstance(spec, QuantizationSpec):
                 raise TypeError(f"{name}: expected a QuantizationSpec, got {spec!r}.")
             if name.endswith("_tensors") and spec.dtype is Dtype.mx and not spec.is_dynamic:
-                spec = replace(spec, is_dynamic=True)  # there are no other scales of activations
+                spec = spec.changed(is_dynamic=True)  # there are no other scales of activations
                 setattr(self, name, spec)
             if name != "output_tensors" and spec.qscheme is QSchemeType.per_head:
                 raise ValueError(

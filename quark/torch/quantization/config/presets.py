@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 from quark.torch.quantization.config.block_schemes import BLOCK_SCHEMES
@@ -352,7 +352,7 @@ def _spec(name: str, group_size: int) -> QuantizationSpec:
     if name in _STAGES:
         first, second, is_scale_quant = _STAGES[name]
         stages = [_spec(first, group_size), _spec(second, group_size)]
-        stages[1] = replace(stages[1], is_scale_quant=is_scale_quant)
+        stages[1] = stages[1].changed(is_scale_quant=is_scale_quant)
         return QuantizationSpec.of_stages(stages)
     dtype, granularity, symmetric, dynamic = _TENSORS[name]
     if not granularity:

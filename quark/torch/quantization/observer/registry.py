@@ -41,6 +41,9 @@ OBSERVERS: dict[str, str] = {
     "TQTObserver": "tqt_observer",
 }
 
+# Names of those that take integers alone.
+FOR_INTEGERS = {"PerTensorExtrapolatedMinMaxObserver"}
+
 # Documented ``observer_method`` names of per-tensor statistics.
 OBSERVER_METHODS: dict[str, str] = {
     "min_max": "PerTensorMinMaxObserver",
@@ -100,8 +103,7 @@ def observer_problem(spec: Any) -> str | None:
     """Return why the observer of a specification does not fit it; None if it does."""
     given = spec.given_observer
     is_integer = not spec.fmt.is_float and not spec.scheme.shares_exponents
-    usual = default_observer(spec.scheme)
-    if given is None or (isinstance(given, str) and (is_integer or given == usual)):
+    if given is None or (isinstance(given, str) and (is_integer or given not in FOR_INTEGERS)):
         return None  # and its class is not imported
     from quark.torch.quantization.observer.observer import ObserverBase
 

@@ -1,8 +1,6 @@
 """Checkpoints of other tools: every stored bit read by the rules of its tool, and back here."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -10,7 +8,6 @@ from safetensors.torch import load_file, save_file
 
 from quark.torch import ModelExporter, ModelImporter
 from quark.torch.export.formats.layouts.dense_words import pack_words, unpack_words
-from quark.torch.export.recognition import read_contents
 from quark.torch.quantization.config.config import (
     AWQConfig,
     GPTQConfig,
@@ -144,34 +141,6 @@ def interleaved(words):
 def spread(parts, inputs):
     """Groups (outputs, groups) to inputs (outputs, inputs)."""
     return parts.repeat_interleave(inputs // parts.shape[1], 1)
-
-
-# Reads what checkpoints hold, in a process that imports only what this takes.
-CONTENTS = """
-import json, pathlib, sys
-from quark.torch.export.containers.recognition import recognize_container
-for path in map(pathlib.Path, sys.argv[1:]):
-    contents = recognize_container(path).contents(path)
-    print(json.dumps([contents.note, contents.summary.to_dict(), "torch" in sys.modules]))
-"""
-
-
-def test_headers_are_understood_without_torch(made, build, quantize, tmp_path):
-    """Of every format but MLX, which quantizes embeddings by their type in torch."""
-    first = {mode: case for case, (mode, _) in reversed(CASES.items()) if mode != "mlx"}
-    model = quantize(build(), preset("int4_wo_32"))
-    ModelExporter(tmp_path).export_safetensors_model(model)
-    paths = [tmp_path, *(made(case)[1] for case in first.values())]
-    done = subprocess.run(
-        [sys.executable, "-c", CONTENTS, *paths], capture_output=True, text=True, check=True
-    )
-    lines = done.stdout.splitlines()
-    assert len(lines) == len(first) + 1
-    for path, line in zip(paths, lines, strict=True):
-        note, summary, has_torch = json.loads(line)
-        assert (note, has_torch) == ("", False), path
-        assert summary["layers"]
-        assert summary == json.loads(json.dumps(read_contents(path).summary.to_dict()))
 
 
 class TestAway:

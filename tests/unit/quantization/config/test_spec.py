@@ -21,6 +21,7 @@ from quark.torch.quantization.observer.observer import (
     PerTensorMinMaxObserver,
     PlaceholderObserver,
 )
+from quark.torch.quantization.observer.registry import FOR_INTEGERS, OBSERVERS, observer_class
 
 GROUP = {"qscheme": "per_group", "ch_axis": -1, "group_size": 32}
 
@@ -333,3 +334,8 @@ def test_an_observer_is_a_name_until_it_is_read(given):
     expected = PerTensorMinMaxObserver if isinstance(given, str) else given
     assert spec.observer_cls is changed.observer_cls is expected
     assert type(spec.make_observer()) is expected
+
+
+@pytest.mark.parametrize("name", OBSERVERS)
+def test_the_table_says_which_observers_are_for_integers(name):
+    assert observer_class(name).is_for_integers is (name in FOR_INTEGERS)
