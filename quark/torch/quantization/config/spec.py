@@ -31,7 +31,7 @@ from quark.torch.quantization.config.type import (
     TQTThresholdInitMeth,
     ZeroPointType,
 )
-from quark.torch.quantization.config.value_types import check_fields
+from quark.torch.quantization.config.value_types import check_fields, check_options
 from quark.torch.quantization.observer.observer import ObserverBase
 from quark.torch.quantization.observer.registry import (
     OBSERVERS,
@@ -92,6 +92,7 @@ class QuantizationSpec:
         max_input_numel: No effect.
 
     Raises:
+        TypeError: A field has a value of another type.
         ValueError: A name is unknown, or fields contradict each other.
     """
 
@@ -136,6 +137,7 @@ class QuantizationSpec:
         for broken, message in RULES:
             if broken(self):
                 raise ValueError(f"QuantizationSpec(dtype={self.dtype.name}): {message(self)}")
+        check_options(self)
         if self.observer_cls is None:
             self.observer_cls = default_observer(self.scheme)
 

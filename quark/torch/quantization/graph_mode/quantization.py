@@ -64,6 +64,7 @@ from quark.torch.quantization.preparation import (
 
 logger = logging.getLogger("quark")
 
+_QUANTIZING = ("quark", "quantized_decomposed", "torchao")  # namespaces of operators
 _EXPORT = "torch.export.export(model.eval(), args).module()"
 
 
@@ -135,6 +136,12 @@ def quantize_graph(
     """
     for name, _ in quantized_layers(graph):
         raise ValueError(f"{name} is quantized already: export the float model again.")
+    for node in call_functions(graph):
+        if node.target.namespace in _QUANTIZING:  # type: ignore[union-attr]
+            raise ValueError(
+                f"{node.name} ({node.target}) is an operator of a quantized model: export the "
+                "float model."
+            )
     copied = independent_copy(graph)
     data = () if dataloader is None else fit_batches(copied, make_repeatable(dataloader))
     inputs = example_inputs(copied, data)
