@@ -108,7 +108,7 @@ def check_value(value: Any, hint: Any, path: str, words: Mapping[Any, str] = _JS
     elif origin is dict and isinstance(value, dict):
         for key, part in value.items():
             check_value(part, arguments[1], _join(path, key), words)
-    elif not _fits(value, origin or hint):
+    elif not _fits(value, origin or hint, words):
         expected = words.get(origin or hint, "a name")
         raise ValueError(f"{path}: expected {expected}, got {_short(value)}.")
 
@@ -116,7 +116,7 @@ def check_value(value: Any, hint: Any, path: str, words: Mapping[Any, str] = _JS
 def _check_union(value: Any, hints: tuple[Any, ...], path: str, words: Mapping[Any, str]) -> None:
     """Check that a value fits one of several annotations; name the part that does not."""
     for hint in hints:
-        if _fits(value, _kind(get_origin(hint) or hint)):
+        if _fits(value, _kind(get_origin(hint) or hint), words):
             check_value(value, hint, path, words)
             return
     names = [words.get(_kind(get_origin(hint) or hint), "a name") for hint in hints]
@@ -124,8 +124,8 @@ def _check_union(value: Any, hints: tuple[Any, ...], path: str, words: Mapping[A
     raise ValueError(f"{path}: expected {expected}, got {_short(value)}.")
 
 
-def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of a type, its parts aside."""
+def _fits(value: Any, kind: Any, words: Mapping[Any, str]) -> bool:
+    """Whether a value is of a type, its parts aside. In JSON, a number is also finite."""
     if kind is Any or not isinstance(kind, type) or (isinstance(value, kind) and kind is bool):
         return True
     if kind is int:
@@ -133,7 +133,8 @@ def _fits(value: Any, kind: Any) -> bool:
         return is_integer and abs(int(value)) < _LARGEST
     if kind is float:
         is_number = isinstance(value, Real) and not isinstance(value, bool)
-        return is_number and abs(value) < _LARGEST and math.isfinite(value)
+        is_finite = is_number and abs(value) < _LARGEST and math.isfinite(value)
+        return is_finite if words is _JSON else is_number
     if issubclass(kind, Enum):
         return isinstance(value, (str, kind))
     if kind in (list, tuple):
