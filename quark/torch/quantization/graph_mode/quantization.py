@@ -52,6 +52,7 @@ from quark.torch.quantization.graph_mode.selection import (
     configure_nodes,
     graph_config,
     report_float_operators,
+    report_unmatched_types,
 )
 from quark.torch.quantization.graph_mode.shifts import apply_shift_limits, check_shift_specs
 from quark.torch.quantization.nn.learned_range import LearnedRangeQuantizer
@@ -210,6 +211,7 @@ def _check(
     Raises:
         ValueError: The configuration does not fit the graph, or data is missing.
     """
+    report_unmatched_types(model, config)
     config = graph_config(config, model)
     algorithms = find_algorithms(config)
     check_for_graphs(algorithms)
