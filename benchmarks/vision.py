@@ -158,6 +158,7 @@ def _ways() -> dict[str, Way]:
         "int8 per tensor, CLE, bias correction": Way(tensor, uint8, (cle, correction), bias),
         "int8 per tensor, CLE, trained": Way(tensor, uint8, (cle,), bias, 1),
         "int8 per tensor, trained": Way(tensor, uint8, (), bias, 1),
+        "int8 per tensor, fused": Way(tensor, uint8, (), bias, is_fused=True),
         "int8 per channel": Way(channel, uint8, (), bias, is_timed=True),
         "int8 per channel, MSE": Way(channel_mse, mse, (), bias),
         "int8 per channel, MSE of weights": Way(channel_mse, uint8, (), bias),

@@ -35,6 +35,7 @@ from quark.torch.pipeline.model_state import restored_on_failure
 from quark.torch.quantization.api import ModelQuantizer
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.name_lookup import one_of
+from quark.torch.quantization.config.value_types import check_types
 from quark.torch.quantization.nn.layer import QuantizedLayer
 
 INDEX = "model_index.json"
@@ -196,6 +197,7 @@ def export_pipeline(pipeline: Any, directory: str | Path, overwrite: bool = Fals
         FileExistsError: The directory is in use and ``overwrite`` is off.
         ValueError: No component is quantized, or one cannot be written.
     """
+    check_types(bool, overwrite=overwrite)
     components = pipeline.components
     quantized = {name for name, component in components.items() if _is_quantized(component)}
     if not quantized:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from quark.torch.quantization.config.value_types import check_types
 from quark.torch.quantization.graph_mode.edges import edge_quantizers
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from quark.torch.quantization.nn.following_range import AVERAGING_CONSTANT
@@ -38,8 +39,11 @@ def follow_ranges(
         averaging_constant: Weight of a new tensor in the moving averages, above 0, at most 1.
 
     Raises:
+        TypeError: ``steps`` is no integer, or ``averaging_constant`` no number.
         ValueError: The model has no layer that can train, or a value is out of range.
     """
+    check_types(int | None, steps=steps)
+    check_types(float, averaging_constant=averaging_constant)
     if steps is not None and steps < 1:
         raise ValueError(f"steps={steps}: give a positive number, or None for no limit.")
     if not 0 < averaging_constant <= 1:
@@ -147,8 +151,10 @@ def distillation_loss(
         hidden_weight: Weight of the hidden states.
 
     Raises:
+        TypeError: ``temperature`` or ``hidden_weight`` is no number.
         ValueError: Shapes differ, or the temperature is not positive.
     """
+    check_types(float, temperature=temperature, hidden_weight=hidden_weight)
     if not temperature > 0:
         raise ValueError(f"temperature={temperature}: give a positive number.")
     rows = _masked(logits, mask, "mask")

@@ -308,3 +308,36 @@ def test_ranges_of_the_edges_of_graphs_follow_freeze_and_train_again():
     assert moves(6) == {False}
     unfreeze(frozen)
     assert moves(7) == {True}
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind"), [("eager", "lsq"), ("graph", "tqt"), ("graph", "following")]
+)
+def test_training_under_torch_compile_has_the_bits_of_training_without(mode, kind):
+    """In-place activations and a batch norm too; ranges are frozen after two of three steps."""
+    qat_spec = {"lsq": QATSpec(), "tqt": TQTSpec("_3SD"), "following": None}[kind]
+    tensor = QuantizationSpec("int8", **TENSOR, qat_spec=qat_spec)
+    config = Config(QuantizationConfig(weight=tensor, input_tensors=tensor))
+    if mode == "graph":
+        layer = QuantizationConfig(weight=tensor, input_tensors=tensor, output_tensors=tensor)
+        config = graph_config(layer)
+    results = []
+    for compiles in (False, True):
+        torch._dynamo.reset()
+        net = export(conv_net().eval(), IMAGES) if mode == "graph" else conv_net()
+        model = ModelQuantizer(config).quantize_model(net, [IMAGES]).train()
+        first = {name: value.clone() for name, value in model.state_dict().items()}
+        call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiles else model
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        for step in range(3):
+            if step == 2:
+                freeze_ranges(model)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(call(IMAGES), LABELS).backward()
+            optimizer.step()
+        results.append(ModelQuantizer.freeze(model.eval()).state_dict())
+    expected, state = results
+    assert expected.keys() == state.keys()
+    assert [name for name in state if not torch.equal(state[name], expected[name])] == []
+    ranges = [name for name in state if name.endswith(("scale", "learned_range"))]
+    assert ranges and any(not torch.equal(state[name], first[name]) for name in ranges)

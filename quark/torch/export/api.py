@@ -22,6 +22,7 @@ from quark.torch.files import check_vacant, fresh_directory
 from quark.torch.numerics.dtypes import type_name
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.export import ExporterConfig, JsonExporterConfig
+from quark.torch.quantization.config.value_types import check_types
 from quark.torch.quantization.preparation import check_plain
 
 
@@ -42,6 +43,7 @@ class ModelExporter:
         verdict: What came of that at the last export, None if it was not asked for.
 
     Raises:
+        TypeError: ``overwrite`` or ``verify`` is no bool.
         ValueError: No directory is given.
     """
 
@@ -52,6 +54,7 @@ class ModelExporter:
         overwrite: bool = False,
         verify: bool = False,
     ) -> None:
+        check_types(bool, overwrite=overwrite, verify=verify)
         if isinstance(config, (str, Path)):
             config, export_dir = None, config
         if export_dir is None:

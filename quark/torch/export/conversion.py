@@ -14,6 +14,7 @@ from quark.torch.export.recognition import naming, recognize_container
 from quark.torch.export.verification import Verdict
 from quark.torch.files import check_space, check_vacant, size_of
 from quark.torch.quantization.config.name_lookup import one_of
+from quark.torch.quantization.config.value_types import check_types
 
 
 def convert(
@@ -48,8 +49,11 @@ def convert(
         FileExistsError: The target is in use.
         FileNotFoundError: Files of the source are missing.
         ImportError: A package is missing.
+        TypeError: An option has a value of another type.
         ValueError: The source is damaged, or the format unknown or unable to hold it.
     """
+    check_types(bool, overwrite=overwrite, verify=verify)
+    check_types(bool, trust_remote_code=trust_remote_code, check_digests=check_digests)
     source, target = Path(source), Path(target)
     to = one_of(to, conversion_targets(), "to")
     if target.resolve() in (source.resolve(), *source.resolve().parents):

@@ -50,6 +50,7 @@ from quark.torch.quantization.checks import with_shared_inputs
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.resolution import resolve_names, shares_inputs
 from quark.torch.quantization.config.type import QuantFlow
+from quark.torch.quantization.config.value_types import check_types
 from quark.torch.quantization.nn.experts import split_experts, stack_experts
 from quark.torch.quantization.preparation import (
     mark_as_quantized,
@@ -115,9 +116,11 @@ def quantize_files(
         FileExistsError: The target is in use and ``overwrite`` is off.
         FileNotFoundError: A file of the source is missing.
         OSError: The disk is too full. Nothing is left behind.
+        TypeError: ``overwrite`` or ``keeps_types`` is no bool.
         ValueError: The configuration needs a model in memory or does not fit, a file is damaged or
             has values that are not finite, or the format cannot hold a layer.
     """
+    check_types(bool, overwrite=overwrite, keeps_types=keeps_types)
     check_file_to_file(config)
     check_vacant(target, overwrite)
     model, files = _open(source, trust_remote_code)

@@ -36,6 +36,7 @@ from quark.torch.numerics.enumerations import RoundType
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.spec import QuantizationSpec
+from quark.torch.quantization.config.value_types import check_types
 from quark.torch.quantization.graph_mode.edges import edge_modules, edge_quantizers
 from quark.torch.quantization.graph_mode.inputs import check_arguments
 from quark.torch.quantization.graph_mode.nodes import operator_name
@@ -73,10 +74,11 @@ def export_program(
 
     Raises:
         ImportError: This version of torch does not have the operators.
-        TypeError: The model is no graph.
+        TypeError: The model is no graph, or an argument has another type.
         ValueError: It is not quantized or not frozen, or the operators cannot express how a tensor
             is quantized.
     """
+    check_types(bool, fold_quantize=fold_quantize)
     graph = check_frozen_graph(model)
     check_arguments(graph, args, kwargs)
     _check(graph)

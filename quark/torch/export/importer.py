@@ -21,6 +21,7 @@ from quark.torch.export.recognition import (
     open_checkpoint,
     recognize_format,
 )
+from quark.torch.quantization.config.value_types import check_types
 from quark.torch.quantization.nn.runtime import check_runtime, set_runtime
 
 
@@ -49,6 +50,7 @@ class ModelImporter:
         check_digests: bool = False,
         runtime: str = "exact",
     ) -> None:
+        check_types(bool, check_digests=check_digests)
         check_runtime(runtime)
         if saved_format not in ("quark_format", "safetensors", "hf_format"):
             raise ValueError(
@@ -121,6 +123,7 @@ def import_model_from_safetensors(
         ValueError: A file is damaged, says what is not understood, or does not fit the model; or
             both ``model`` and ``dequantize`` are given; or ``runtime`` is unknown.
     """
+    check_types(bool, trust_remote_code=trust_remote_code, dequantize=dequantize)
     check_runtime(runtime)
     if model is not None and dequantize:
         raise ValueError("dequantize=True builds the model itself: give None for model.")

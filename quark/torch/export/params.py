@@ -35,6 +35,7 @@ from quark.torch.quantization.config.match import literal
 from quark.torch.quantization.config.name_lookup import member
 from quark.torch.quantization.config.tensor_names import LOW_RANK, PRESCALE, SHORT_NAMES
 from quark.torch.quantization.config.type import QuantizationMode
+from quark.torch.quantization.config.value_types import check_types
 from quark.torch.quantization.nn.attention import key_routes
 from quark.torch.quantization.nn.layer import QuantizedLayer
 from quark.torch.quantization.nn.probabilities import probability_quantizers
@@ -71,7 +72,7 @@ def save_params(
         overwrite: Whether an existing directory may be replaced.
 
     Raises:
-        TypeError: ``args`` is no tuple.
+        TypeError: ``args`` is no tuple, or an option has a value of another type.
         ValueError: No directory is given, ``model_type`` is no name of a file, the model is not
             quantized or not frozen, its keys are quantized after rotary embedding, or a graph comes
             without ``args``.
@@ -79,6 +80,8 @@ def save_params(
     """
     from safetensors.torch import save_file
 
+    check_types(bool, compressed=compressed, reorder=reorder, overwrite=overwrite)
+    check_types(str, model_type=model_type)
     if export_dir is None:
         raise ValueError("Give export_dir, the directory to write.")
     if not model_type or Path(model_type).name != model_type:
@@ -180,10 +183,12 @@ def load_params(
             with them.
 
     Raises:
+        TypeError: An option has a value of another type.
         ValueError: A file has changed, is damaged or does not fit the model, an archive has
             contents that could run code, or ``pth_path`` does not go with ``quant_mode``.
         FileNotFoundError: A file, or its digest, is missing.
     """
+    check_types(bool, compressed=compressed, reorder=reorder, check_digests=check_digests)
     if _is_graph_mode(quant_mode):
         return _load_graph(model, pth_path, check_digests)
     if pth_path:
@@ -214,7 +219,7 @@ def _load_graph(model: nn.Module | None, path: str | Path, check_digests: bool) 
         raise ValueError("Of a graph, give pth_path alone: its archive holds the whole model.")
     if check_digests:
         check_unchanged(Path(path))
-    return load_graph_archive(path)
+    return load_graph_archive(Path(path))
 
 
 def check_params_unchanged(json_path: str | Path, safetensors_path: str | Path) -> None:

@@ -28,6 +28,7 @@ from quark.torch.export.containers.recognition import recognize_format as recogn
 from quark.torch.export.containers.registry import SAFETENSORS
 from quark.torch.export.verification import Verdict
 from quark.torch.pipeline.memory_limit import free_memory
+from quark.torch.quantization.config.value_types import check_types
 from quark.torch.quantization.nn.runtime import check_runtime, set_runtime
 
 _WORK = 1.8  # memory that a model in memory and the work on it take, in sizes of its files
@@ -219,6 +220,7 @@ def verify(
         ValueError: The predictions differ, nothing can open the checkpoint, or the model takes no
             text and there are no ``inputs``.
     """
+    check_types(bool, trust_remote_code=trust_remote_code)
     return recognize_container(path).verify(Path(path), model, trust_remote_code, inputs)
 
 
@@ -255,6 +257,7 @@ def load_checkpoint(
             cannot be read in parts. The message names ``source``. Or ``runtime`` is unknown, or
             does not fit a model that is read in parts.
     """
+    check_types(bool, trust_remote_code=trust_remote_code, check_digests=check_digests)
     check_runtime(runtime)
     source = Path(source)
     if check_digests:

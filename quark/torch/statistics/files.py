@@ -13,7 +13,7 @@ from quark.torch.files import fresh_directory, read_json, write_json
 from quark.torch.pipeline.accumulators import Gram
 from quark.torch.pipeline.statistics import Probe, Statistics
 from quark.torch.pipeline.tensor_ranges import TensorRange
-from quark.torch.quantization.config.value_types import check_value
+from quark.torch.quantization.config.value_types import check_types, check_value
 from quark.torch.quantization.observer.histogram import BINS
 
 HEADER, TENSORS = "statistics.json", "statistics.safetensors"
@@ -50,6 +50,7 @@ def save_statistics(statistics: Statistics, path: str | Path, overwrite: bool = 
     """
     from safetensors.torch import save_file
 
+    check_types(bool, overwrite=overwrite)
     tensors: dict[str, torch.Tensor] = {}
     for name, gram in statistics.inputs.items():
         if gram.total is not None and gram.magnitude is not None:
@@ -89,6 +90,7 @@ def load_statistics(path: str | Path, check_digests: bool = False) -> Statistics
         FileNotFoundError: The directory holds no statistics, or no digests of them.
         ValueError: A file has changed, is damaged, or of another version.
     """
+    check_types(bool, check_digests=check_digests)
     if check_digests:
         check_unchanged(Path(path))
     header = _read_header(Path(path) / HEADER)

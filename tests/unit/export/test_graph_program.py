@@ -141,6 +141,12 @@ def test_what_has_no_operator_is_refused(case):
         export_program(frozen(network("resnet"), layer), tuple(images(1)))
 
 
+@pytest.mark.parametrize("value", ["no", 1, None])
+def test_flags_are_true_or_false(value):
+    with pytest.raises(TypeError, match="fold_quantize: expected True or False, got"):
+        export_program(frozen(network("resnet")), tuple(images(1)), fold_quantize=value)
+
+
 def test_what_is_no_frozen_graph_is_refused():
     x = tuple(images(1))
     with pytest.raises(TypeError, match="expected a quantized graph, got a UNet"):

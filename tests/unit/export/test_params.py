@@ -8,7 +8,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import quark
-from quark.torch import ModelQuantizer, load_params, save_params
+from quark.torch import (
+    ModelExporter,
+    ModelQuantizer,
+    import_model_from_safetensors,
+    load_params,
+    save_params,
+)
 from quark.torch.digests import DIGESTS
 from quark.torch.export.checkpoint.streamed_model import stream_model
 from quark.torch.quantization.config.config import Config
@@ -182,3 +188,21 @@ def test_a_model_that_is_read_in_parts_is_refused(build, config_of, tmp_path):
     with pytest.raises(ValueError, match=r"read in parts.*--max_memory"):
         save_params(model, "llama", export_dir=tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["compressed", "reorder", "overwrite"])
+def test_flags_are_true_or_false(name, tmp_path):
+    """A text would turn on what it names, such as the replacement of a directory."""
+    with pytest.raises(TypeError, match=f"{name}: expected True or False, got 'no'"):
+        save_params(nn.Linear(2, 2), "net", export_dir=tmp_path, **{name: "no"})
+    if name != "overwrite":
+        with pytest.raises(TypeError, match=f"{name}: expected True or False, got 'no'"):
+            load_params(None, tmp_path / "a.json", tmp_path / "a.safetensors", **{name: "no"})
+
+
+def test_exports_do_not_take_a_text_for_a_flag(tmp_path):
+    for name in ("overwrite", "verify"):
+        with pytest.raises(TypeError, match=f"{name}: expected True or False, got 'no'"):
+            ModelExporter(export_dir=tmp_path, **{name: "no"})
+    with pytest.raises(TypeError, match="trust_remote_code: expected True or False, got 'no'"):
+        import_model_from_safetensors(None, tmp_path, trust_remote_code="no")

@@ -78,8 +78,18 @@ class Onnx(Container):
 
 
 def _token_ids(model: Any) -> dict[str, torch.Tensor]:
-    """Return inputs of a language model: ids from the whole vocabulary, (2, 16)."""
+    """Return inputs of a language model: ids from the whole vocabulary, (2, 16).
+
+    Raises:
+        ValueError: The model is no language model of Transformers.
+    """
     import torch
 
+    if not hasattr(getattr(model, "config", None), "get_text_config"):
+        raise ValueError(
+            "input_args is missing: give an example of the inputs, as a tensor, a tuple of "
+            f"arguments or a mapping of them. {type(model).__name__} is no language model of "
+            "Transformers, for which tokens are one."
+        )
     ids = torch.arange(32).reshape(2, 16) * model.config.get_text_config().vocab_size // 32
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from quark.torch.export.onnx.cache import cache_axes, call, is_past, with_cache
+from quark.torch.quantization.graph_mode.inputs import check_arguments
 
 BATCH, SEQUENCE = "batch", "sequence"
 
@@ -37,7 +38,8 @@ class ModelInputs(NamedTuple):
 
         Raises:
             ValueError: The arguments do not match the signature of forward, or none is a tensor;
-                or ``use_cache`` is set for a model without a cache of keys and values.
+                or a graph takes other shapes or types; or ``use_cache`` is set for a model without
+                a cache of keys and values.
         """
         signature = inspect.signature(model.forward)
         positional = (args,) if isinstance(args, torch.Tensor) else args
@@ -57,6 +59,8 @@ class ModelInputs(NamedTuple):
                     f"{type(model).__name__} takes any number of inputs ({signature}), which have "
                     "no names here: export a module whose forward names them."
                 )
+        if isinstance(model, fx.GraphModule):
+            check_arguments(model, tuple(bound.values()))
         if "use_cache" in signature.parameters:
             bound["use_cache"] = False
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -67,9 +71,20 @@ class ModelInputs(NamedTuple):
         return cls(with_cache(model, tensors) if use_cache else tensors, constants)
 
     def run(self, model: nn.Module) -> tuple[list[str], list[torch.Tensor]]:
-        """Run the model once; return the names of its outputs ([] if unnamed), and the outputs."""
-        with torch.no_grad():
-            output = call(model, self.tensors, self.constants)
+        """Run the model once; return the names of its outputs ([] if unnamed), and the outputs.
+
+        Raises:
+            ValueError: The model does not run on its inputs.
+        """
+        try:
+            with torch.no_grad():
+                output = call(model, self.tensors, self.constants)
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            given = {n: f"{tuple(t.shape)} {t.dtype}" for n, t in self.tensors.items()}
+            raise ValueError(
+                f"{type(model).__name__} does not run on input_args ({_listed(given)}): {error}\n"
+                "Give input_args of the shapes and types that the model takes."
+            ) from error
         if isinstance(output, Mapping):
             named = _named_tensors(output)
             return list(named), list(named.values())
@@ -202,6 +217,10 @@ def _dynamic_axes(graph: fx.GraphModule, name: str) -> dict[int, str]:
     symbols = {axis: str(n) for axis, n in enumerate(sizes) if not isinstance(n, int)}
     batches = [symbol for symbol in sorted(first) if not symbol.isdigit()]
     return {a: BATCH if batches == [symbol] else symbol for a, symbol in symbols.items()}
+
+
+def _listed(texts: Mapping[str, str]) -> str:
+    return ", ".join(f"{name}: {text}" for name, text in texts.items())
 
 
 def _leaf_tensors(output: Any) -> Iterator[torch.Tensor]:

@@ -38,6 +38,7 @@ from quark.torch.files import Target
 from quark.torch.graph.eval_mode import eval_mode
 from quark.torch.quantization.config.config import QuantizationConfig
 from quark.torch.quantization.config.export import ONNX_FILE
+from quark.torch.quantization.config.value_types import check_options
 from quark.torch.quantization.nn.attention import PROBABILITIES
 from quark.torch.quantization.nn.fake_quantized import QUANTIZERS
 from quark.torch.quantization.nn.layer import QuantizedLayer
@@ -59,10 +60,13 @@ class OnnxOptions:
     verbose: bool = False
     opset_version: int | None = None
     do_constant_folding: bool = True
-    dynamic_shapes: Mapping[str, Any] | None = None
+    dynamic_shapes: Mapping[str, Mapping[int, str]] | None = None
     matmul_nbits: bool = False
     max_file_size: int = MAX_FILE_SIZE
     use_cache: bool = False
+
+    def __post_init__(self) -> None:
+        check_options(self, path="")  # fields are arguments of the method
 
 
 def write_onnx(model: nn.Module, target: Target, input_args: Any, options: OnnxOptions) -> None:

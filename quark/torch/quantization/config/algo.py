@@ -17,7 +17,7 @@ from quark.torch.quantization.config.algo_training import (
 from quark.torch.quantization.config.pruning import PruningConfig as PruningConfig
 from quark.torch.quantization.config.pruning import SparseGPTConfig as SparseGPTConfig
 from quark.torch.quantization.config.pruning import WandaConfig as WandaConfig
-from quark.torch.quantization.config.value_types import check_fields
+from quark.torch.quantization.config.value_types import check_fields, check_options
 
 
 @dataclass
@@ -54,6 +54,9 @@ class OnlineRotationConfig:
     shared_parallel: bool = True
     online_rotation_layers: list[str] | None = None
     use_input_prescale: bool = False
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
 @dataclass
@@ -106,6 +109,7 @@ class RotationConfig(PreQuantOptConfig):
     smooth_positions: list[str] | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if isinstance(self.online_config, dict):
             given = present_options(
                 self.online_config, OnlineRotationConfig, "option of online_config"
@@ -180,6 +184,7 @@ class CLEConfig(PreQuantOptConfig):
     absorb_biases: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.iterations < 1:
             raise ValueError(f"cle: iterations must be at least 1, got {self.iterations}.")
 
@@ -216,6 +221,7 @@ class SolverConfig(RoundingConfig):
     choose_damping: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.desc_act and not self.static_groups:
             raise ValueError(
                 f"{type(self).__name__}: desc_act=True needs static_groups=True, since the order "

@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from quark.torch.quantization.config.name_lookup import unknown
+from quark.torch.quantization.config.value_types import check_options
 
 # Option of an earlier version -> its present name; None for an option without effect.
 _RENAMED: dict[str, str | None] = {
@@ -43,9 +44,16 @@ def present_options(data: dict[str, Any], cls: type, what: str) -> dict[str, Any
 
 
 class AlgoConfig:
-    """Base class of the options of an algorithm. ``name`` names the algorithm in files."""
+    """Base class of the options of an algorithm. ``name`` names the algorithm in files.
+
+    Raises:
+        TypeError: An option has a value of another type.
+    """
 
     name: str
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
     def steps(self) -> list[AlgoConfig]:
         """Return the options of the algorithms to apply in turn: this one, for most options."""

@@ -54,7 +54,7 @@ from quark.torch.quantization.config.spec_bases import ScaleQuantSpec as ScaleQu
 from quark.torch.quantization.config.spec_bases import TwoStageSpec as TwoStageSpec
 from quark.torch.quantization.config.spec_classes import SPEC_CLASSES as SPEC_CLASSES
 from quark.torch.quantization.config.type import QuantFlow, QuantizationMode
-from quark.torch.quantization.config.value_types import check_fields
+from quark.torch.quantization.config.value_types import check_fields, check_options
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -249,6 +249,7 @@ class Config:
             if not isinstance(algorithm, AlgoConfig):
                 raise TypeError(f"algo_config: expected options of algorithms, got {algorithm!r}.")
         self.algo_config, self.pre_quant_opt_config = algorithms or None, []
+        check_options(self)
 
     def _check_layers(self) -> None:
         for name in ("layer_type_quant_config", "layer_quant_config", "kv_cache_quant_config"):
@@ -298,6 +299,8 @@ class Config:
             data = {key: value for key, value in data.items() if key not in _FOREIGN_KEYS}
         given = known(data, cls, "quantization_config")
         given = {k: _as_list(v) if k in _LISTS else v for k, v in given.items()}
+        nullable = {f.name for f in fields(cls) if str(f.type).endswith("None")}
+        given = {k: v for k, v in given.items() if v is not None or k in nullable}
         plain_types = {k: v for k, v in given.items() if v is not None and k not in _READ}
         check_fields(plain_types, cls)
         given = {k: v if v is None else _read(k, v) for k, v in given.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from quark.torch.quantization.config.name_lookup import one_of
+from quark.torch.quantization.config.value_types import check_options
 
 WEIGHT_FORMATS = ("real_quantized", "fake_quantized")
 PACK_METHODS = ("reorder", "order")
@@ -26,6 +27,7 @@ class JsonExporterConfig:
         pack_method: Order of 4-bit codes in a 32-bit word: ``reorder`` (interleaved) or ``order``.
 
     Raises:
+        TypeError: An option has a value of another type.
         ValueError: ``weight_format`` or ``pack_method`` is unknown.
     """
 
@@ -36,7 +38,9 @@ class JsonExporterConfig:
     pack_method: str = "reorder"
 
     def __post_init__(self) -> None:
-        self.kv_cache_group = list(self.kv_cache_group or [])
+        self.kv_cache_group = [] if self.kv_cache_group is None else self.kv_cache_group
+        check_options(self)
+        self.kv_cache_group = list(self.kv_cache_group)
         self.weight_format = one_of(self.weight_format, WEIGHT_FORMATS, "weight_format")
         self.pack_method = one_of(self.pack_method, PACK_METHODS, "pack_method")
 

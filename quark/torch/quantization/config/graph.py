@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from quark.torch.quantization.config.value_types import check_options
+
 
 @dataclass(frozen=True)
 class PassOptions:
@@ -24,6 +26,7 @@ class PassOptions:
             that is beyond those of the calibration data. It rewrites nothing.
 
     Raises:
+        TypeError: An option has a value of another type.
         ValueError: ``largest_pool`` is less than 2.
     """
 
@@ -34,6 +37,7 @@ class PassOptions:
     float_outputs: bool = False
 
     def __post_init__(self) -> None:
+        check_options(self)
         if self.largest_pool is not None and self.largest_pool < 2:
             raise ValueError(
                 f"largest_pool must be at least 2, or None for no limit, got {self.largest_pool}."

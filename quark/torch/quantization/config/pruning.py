@@ -33,6 +33,7 @@ class PruningConfig(BlockAlgoConfig):
     model_decoder_layers: str = ""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         structure, name = self.mask_structure, type(self).__name__
         if structure != UNSTRUCTURED:
             numbers = re.fullmatch(r"(\d{1,4}):(\d{1,4})", structure, re.ASCII)

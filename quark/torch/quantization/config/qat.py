@@ -9,6 +9,7 @@ from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.quantization.config.name_lookup import one_of
 from quark.torch.quantization.config.serialize import known, plain
 from quark.torch.quantization.config.type import TQTThresholdInitMeth
+from quark.torch.quantization.config.value_types import check_options
 from quark.torch.quantization.observer.registry import is_observer
 
 
@@ -32,6 +33,7 @@ class TQTSpec(QATSpec):
             with one scale, else to ``_3SD``.
 
     Raises:
+        TypeError: The method is no name.
         ValueError: The name of the method is unknown.
     """
 
@@ -42,6 +44,7 @@ class TQTSpec(QATSpec):
         if isinstance(method, str):
             name = one_of(method, TQTThresholdInitMeth.__members__, "threshold_init_meth")
             self.threshold_init_meth = TQTThresholdInitMeth[name]
+        check_options(self)
 
 
 _CLASSES: dict[str, type[QATSpec]] = {"QATSpec": QATSpec, "TQTSpec": TQTSpec}

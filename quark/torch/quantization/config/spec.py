@@ -28,7 +28,7 @@ from quark.torch.quantization.config.type import (
     TQTThresholdInitMeth,
     ZeroPointType,
 )
-from quark.torch.quantization.config.value_types import check_fields
+from quark.torch.quantization.config.value_types import check_fields, check_options
 from quark.torch.quantization.observer.registry import (
     OBSERVERS,
     ObserverField,
@@ -80,6 +80,7 @@ class QuantizationSpec:
         max_input_numel: No effect.
 
     Raises:
+        TypeError: A field has a value of another type.
         ValueError: A name is unknown, or fields contradict each other.
     """
 
@@ -123,6 +124,7 @@ class QuantizationSpec:
         for broken, message in RULES:
             if broken(self):
                 raise ValueError(f"QuantizationSpec(dtype={self.dtype.name}): {message(self)}")
+        check_options(self)
         if self.given_observer is None:
             self.observer_cls = default_observer(self.scheme)
 

@@ -101,12 +101,17 @@ def check_arguments(
     """Check that a graph takes arguments.
 
     Raises:
-        TypeError: The arguments are no tuple.
+        TypeError: The arguments are no tuple, or the keyword arguments no mapping.
         ValueError: The graph takes another number, type or shape of tensors.
     """
     if not isinstance(args, tuple):
         raise TypeError(
             f"args: expected a tuple of arguments, as (x,), got a {type(args).__name__}."
+        )
+    if not isinstance(kwargs, Mapping | None):
+        raise TypeError(
+            "kwargs: expected a mapping of arguments, as {'x': x}, got a "
+            f"{type(kwargs).__name__}."
         )
     nodes, values = placeholders(graph), tree_leaves((args, dict(kwargs or {})))
     if len(values) != len(nodes):

@@ -52,6 +52,7 @@ from quark.torch.quantization.graph_mode.selection import (
     configure_nodes,
     graph_config,
     report_float_operators,
+    report_unmatched_types,
 )
 from quark.torch.quantization.graph_mode.shifts import apply_shift_limits, check_shift_specs
 from quark.torch.quantization.nn.learned_range import LearnedRangeQuantizer
@@ -64,6 +65,7 @@ from quark.torch.quantization.preparation import (
 
 logger = logging.getLogger("quark")
 
+_QUANTIZING = ("quark", "quantized_decomposed", "torchao")  # namespaces of operators
 _EXPORT = "torch.export.export(model.eval(), args).module()"
 
 
@@ -135,6 +137,12 @@ def quantize_graph(
     """
     for name, _ in quantized_layers(graph):
         raise ValueError(f"{name} is quantized already: export the float model again.")
+    for node in call_functions(graph):
+        if node.target.namespace in _QUANTIZING:  # type: ignore[union-attr]
+            raise ValueError(
+                f"{node.name} ({node.target}) is an operator of a quantized model: export the "
+                "float model."
+            )
     copied = independent_copy(graph)
     data = () if dataloader is None else fit_batches(copied, make_repeatable(dataloader))
     inputs = example_inputs(copied, data)
@@ -203,6 +211,7 @@ def _check(
     Raises:
         ValueError: The configuration does not fit the graph, or data is missing.
     """
+    report_unmatched_types(model, config)
     config = graph_config(config, model)
     algorithms = find_algorithms(config)
     check_for_graphs(algorithms)

@@ -104,6 +104,24 @@ def configure_nodes(
     return configs
 
 
+def report_unmatched_types(graph: fx.GraphModule, config: Config) -> None:
+    """Warn about types of modules that match neither a layer nor an operator.
+
+    Args:
+        graph: A graph with layers.
+        config: Configuration of the user.
+    """
+    kinds = {module_type(node) for node in graph.graph.nodes if is_aten(node)}
+    for cls in config.layer_type_quant_config:
+        is_layer = any(isinstance(module, cls) for module in graph.modules())
+        if not is_layer and f"{cls.__module__}.{cls.__qualname__}" not in kinds:
+            logger.warning(
+                "layer_type_quant_config: %s is the type of no layer or operator of the graph: it "
+                "has no effect.",
+                cls.__name__,
+            )
+
+
 def report_float_operators(graph: fx.GraphModule, movements: set[fx.Node]) -> None:
     """Log the operators that compute in float because they have no quantized form.
 

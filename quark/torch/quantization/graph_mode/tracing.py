@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 
 from quark.torch.graph.eval_mode import eval_mode
+from quark.torch.quantization.config.value_types import check_types
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +36,12 @@ def trace_graph(
         dynamic_shapes: Axes that may have any size, as ``torch.export.export`` takes them.
 
     Raises:
-        TypeError: The arguments are not a tuple.
+        TypeError: The arguments are not a tuple, or the keyword arguments not a dict.
         ValueError: The model cannot be traced. The message has the line of its code.
     """
     if not isinstance(args, tuple):
         raise TypeError(f"args: expected a tuple of arguments, got a {type(args).__name__}.")
+    check_types(dict | None, kwargs=kwargs)
     printed = io.StringIO()  # torch prints the graph so far if it fails
     try:
         with eval_mode(model), redirect_stderr(printed):

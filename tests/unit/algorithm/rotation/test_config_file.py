@@ -100,9 +100,8 @@ def changed(part, key, value):
     ("options", "said"),
     [
         ({"scaling_layers": [1]}, "must be an object with first_layer"),
-        ({"scaling_layers": {"layers": [1]}}, "must be an object with first_layer"),
+        ({"scaling_layers": {"layers": [{}]}}, "must be an object with first_layer"),
         ({"scaling_layers": {"first_layer": [{}]}}, "entry of first_layer needs prev_modules"),
-        ({"scaling_layers": {"first_layer": [1]}}, "entry of first_layer needs prev_modules"),
         (changed("first_layer", "prev_modules", "model.embed_tokens"), "lists of names"),
         ({"scaling_layers": {"middle_layers": []}}, "must be an object with first_layer"),
         (changed("first_layer", "norm_module", "model.nor"), "'model.nor'. Did you mean"),
@@ -119,7 +118,6 @@ def changed(part, key, value):
         "list",
         "keys",
         "entry",
-        "no entry",
         "no list",
         "empty",
         "name",
@@ -134,6 +132,13 @@ def test_files_that_do_not_fit(options, said, unchanged):
     context = context_of(build(small_config("llama")))
     with unchanged(context.model), pytest.raises(ValueError, match=said):
         apply(context, RotationConfig(r2=True, **options))
+
+
+def test_entries_are_objects():
+    with pytest.raises(
+        TypeError, match=r"scaling_layers\.first_layer\[0\]: expected a dict, got 1"
+    ):
+        RotationConfig(scaling_layers={"first_layer": [1]})
 
 
 class Scale(nn.LayerNorm):

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import fx, nn
 
-from quark.torch import ModelExporter, export_onnx
+from quark.torch import ModelExporter, ModelQuantizer, export_onnx
 from quark.torch.export.onnx.runtime import OnnxSession
 from quark.torch.quantization.config.config import (
     BFP16Spec,
+    Config,
     FP8E4M3PerTensorSpec,
     QuantizationConfig,
 )
@@ -202,4 +203,28 @@ def test_edges_without_an_operator_are_refused_before_work(tmp_path):
     model, (x,) = frozen(network("resnet"), replace(EVERYTHING, input_tensors=down)), images(1)
     with pytest.raises(ValueError, match=r"cannot hold the edge x: it rounds half to even"):
         export_onnx(model, tmp_path / "d", x)
+    assert not (tmp_path / "d").exists()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (torch.randn(2, 4, 16, 16), r"\(2, 4, 16, 16\), but the graph takes \(2, 3, 16, 16\)"),
+        ((torch.randn(3, 16, 16),), r"\(3, 16, 16\), but the graph takes \(2, 3, 16, 16\)"),
+        ({"x": torch.ones(2, 3, 16, 16).int()}, "x is torch.int32, but the graph takes .*float32"),
+        (None, "input_args is missing: give an example of the inputs"),
+    ],
+    ids=["channels", "rank", "type", "nothing"],
+)
+def test_inputs_that_the_graph_does_not_take_are_refused(tmp_path, inputs, message):
+    with pytest.raises(ValueError, match=message):
+        export_onnx(frozen(network("resnet")), tmp_path / "d", inputs)
+    assert not (tmp_path / "d").exists()
+
+
+def test_inputs_that_a_model_does_not_take_are_refused(tmp_path):
+    config = Config(QuantizationConfig(weight=INT8))
+    model = ModelQuantizer(config).quantize_model(nn.Sequential(nn.Conv2d(3, 4, 3)))
+    with pytest.raises(ValueError, match=r"does not run on input_args \(input: \(1, 4, 8, 8\)"):
+        export_onnx(ModelQuantizer.freeze(model), tmp_path / "d", torch.randn(1, 4, 8, 8))
     assert not (tmp_path / "d").exists()

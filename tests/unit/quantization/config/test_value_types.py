@@ -1,15 +1,20 @@
 """Values of files are checked against the annotations of what they are read into."""
 
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
 
+import numpy as np
 import pytest
 
-from quark.torch.quantization.config.algo import ALGO_CONFIGS, AWQConfig
+from quark.torch.export.onnx.writer import OnnxOptions
+from quark.torch.quantization.config.algo import ALGO_CONFIGS, AWQConfig, OnlineRotationConfig
 from quark.torch.quantization.config.algo_lookup import algo_config_from_dict
-from quark.torch.quantization.config.config import Config
+from quark.torch.quantization.config.config import Config, PassOptions
+from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.presets import scheme
+from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.config.type import QSchemeType
-from quark.torch.quantization.config.value_types import check_value
+from quark.torch.quantization.config.value_types import check_types, check_value
 from tests.mutations import mutations
 
 CONFIG = Config(
@@ -98,3 +103,49 @@ def test_the_message_has_the_path():
     said = r"layer_quant_config\.\*\.q_proj: weight: group_size: expected an integer or null, got"
     with pytest.raises(ValueError, match=said):
         Config.from_dict(data)
+
+
+CLASSES = [*ALGO_CONFIGS.values(), OnlineRotationConfig, PassOptions, JsonExporterConfig]
+CLASSES += [Config, OnnxOptions, QuantizationSpec]
+REQUIRED = {QuantizationSpec: {"dtype": "int8", "qscheme": "per_tensor"}}
+FLAGS_AND_NUMBERS = [
+    pytest.param(cls, field.name, kind, id=f"{cls.__name__}.{field.name}")
+    for cls in CLASSES
+    for field in fields(cls)
+    for kind in ("bool", "int", "float")
+    if field.type in (kind, f"{kind} | None")
+]
+
+
+@pytest.mark.parametrize(("cls", "name", "kind"), FLAGS_AND_NUMBERS)
+def test_options_of_another_type_are_refused(cls, name, kind):
+    """A text is true as a flag, so it would turn on what it names."""
+    expected = {"bool": "True or False", "int": "an integer", "float": "a number"}[kind]
+    for value in ("no", [1]):
+        with pytest.raises((TypeError, ValueError)) as caught:
+            cls(**{**REQUIRED.get(cls, {}), name: value})
+        assert name in str(caught.value)
+        is_rule = isinstance(caught.value, ValueError)  # a rule of the class that says more
+        assert is_rule or f"expected {expected}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "hint", "said"),
+    [
+        ("no", bool, "x: expected True or False, got 'no'"),
+        (1, bool, "x: expected True or False, got 1"),
+        (2.5, int | None, "x: expected an integer or None, got 2.5"),
+        ("ab", Sequence[str], "x: expected a list, got 'ab'"),
+        ((1,), Sequence[str], r"x\[0\]: expected a text, got 1"),
+        ([1], Mapping[str, int] | None, r"x: expected a dict or None, got \[1\]"),
+        ({"a": 1}, Mapping[str, Mapping[int, str]], r"x\.a: expected a dict, got 1"),
+    ],
+)
+def test_arguments_of_another_type_are_refused(value, hint, said):
+    with pytest.raises(TypeError, match=said):
+        check_types(hint, x=value)
+
+
+def test_numbers_of_numpy_are_numbers():
+    check_types(int, x=np.int64(3))
+    check_types(float, x=np.float32(0.5))

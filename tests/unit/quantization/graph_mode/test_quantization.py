@@ -61,6 +61,13 @@ def test_global_configurations_quantize_convolutions_of_any_rank():
     assert [layer.float_class for layer in layers] == [nn.Conv1d, nn.Conv3d]
 
 
+def quantized_eagerly():
+    """The graph of a model that eager mode has quantized."""
+    config = Config(QuantizationConfig(INT8, weight=INT8), log_severity_level=3)
+    model = ModelQuantizer(config).quantize_model(network("resnet"), images())
+    return export(ModelQuantizer.freeze(model))
+
+
 EAGER = Config(EVERYTHING, log_severity_level=3)
 
 
@@ -70,8 +77,14 @@ EAGER = Config(EVERYTHING, log_severity_level=3)
         (lambda: export(network("unet")), EAGER, "set quant_mode=QuantizationMode.fx_graph_mode"),
         (lambda: network("unet"), graph_config(), r"torch.export.export\(model.eval\(\), args\)"),
         (lambda: quantize(export(network("unet"))), graph_config(), "is quantized already"),
+        (quantized_eagerly, graph_config(), "an operator of a quantized model: export the float"),
     ],
-    ids=["a graph in eager mode", "a module in graph mode", "a quantized graph"],
+    ids=[
+        "a graph in eager mode",
+        "a module in graph mode",
+        "a quantized graph",
+        "frozen eagerly",
+    ],
 )
 def test_what_does_not_go_with_the_mode_is_refused(make, config, message):
     with pytest.raises(ValueError, match=message):

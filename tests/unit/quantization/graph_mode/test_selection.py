@@ -74,6 +74,15 @@ def test_patterns_of_nothing_are_reported(graphs, caplog):
     assert "'addd' matches no module" in record.message and "Nearest: add" in record.message
 
 
+def test_types_of_nothing_are_reported(graphs, caplog):
+    """Layers, operators that are a module of torch, and a type that the graph does not have."""
+    kinds = dict.fromkeys([nn.Conv2d, nn.ReLU, nn.LSTM], EVERYTHING)
+    with caplog.at_level(logging.WARNING):
+        quantize(graphs["resnet"], layer_type_quant_config=kinds)
+    (record,) = (r for r in caplog.records if "layer_type_quant_config" in r.message)
+    assert "LSTM is the type of no layer or operator of the graph" in record.message
+
+
 def test_operators_in_float_are_reported(graphs, caplog):
     with caplog.at_level(logging.INFO, logger="quark"):
         quantize(graphs["transformer"])
