@@ -103,6 +103,7 @@ def _check_params(request: Request) -> None:
 
 def _quantize(request: Request, described: dict[str, Any]) -> None:
     from quark.torch.export.checkpoint.config_json import keep_notes
+    from quark.torch.graph.residency import release
     from quark.torch.quantization.api import ModelQuantizer
 
     source = models.describe_source(request.model_dir, described, "--model_dir")
@@ -152,6 +153,7 @@ def _quantize(request: Request, described: dict[str, Any]) -> None:
         keep_notes(model, coverage.notes())
         model_type = str(described.get("model_type", "model"))
         write(request, model, tokenizer, model_type, announce, card)
+        release(model)  # which maps files of the journal, and Windows removes no mapped file
     show_outcome(request, outcome, plan)
     _report_figures(request, outcome.after)
 
