@@ -11,7 +11,7 @@ from rich.markup import escape
 from quark.cli import console, models
 from quark.cli.hub import check_upload, upload
 from quark.cli.loading import show_loading
-from quark.cli.model_files import find_model
+from quark.cli.model_files import check_quantized, find_model
 from quark.cli.options import CheckDigests, Json, TrustRemoteCode, add_verb, in_words, one_of, panel
 from quark.cli.outputs import check_directory
 from quark.torch.export.containers.registry import conversion_targets
@@ -95,7 +95,7 @@ def convert(
         raise console.wrong("--private", "needs --push_to_hub.")
     if push_to_hub is not None:
         check_upload(push_to_hub)
-    models.check_quantized(source, "IN")
+    check_quantized(source, "IN")
     from quark.torch.export.conversion import convert as write
     from quark.torch.export.recognition import recognize_container
 

@@ -17,14 +17,12 @@ from quark.cli.console import stage, wrong
 _FLAG = "--push_to_hub"
 
 
-def check_upload(name: str) -> None:
-    """Check that a repository can be written, before the work whose result it will hold.
+def check_repository_name(name: str) -> None:
+    """Check that a name can be that of a repository.
 
     Raises:
-        typer.BadParameter: The name cannot be that of a repository, there is no token, or the
-            token may not write there.
+        typer.BadParameter: It cannot.
     """
-    from huggingface_hub import HfApi, constants, get_token, is_offline_mode
     from huggingface_hub.utils import validate_repo_id
 
     try:
@@ -35,6 +33,18 @@ def check_upload(name: str) -> None:
             f"{name!r} cannot be the name of a repository. Give NAME or OWNER/NAME, of letters, "
             "digits, '-', '_' and '.'.",
         ) from None
+
+
+def check_upload(name: str) -> None:
+    """Check that a repository can be written, before the work whose result it will hold.
+
+    Raises:
+        typer.BadParameter: The name cannot be that of a repository, there is no token, or the
+            token may not write there.
+    """
+    from huggingface_hub import HfApi, constants, get_token, is_offline_mode
+
+    check_repository_name(name)
     if is_offline_mode():
         raise wrong(_FLAG, "HF_HUB_OFFLINE is set. Unset it, or leave this out.")
     if get_token() is None:

@@ -1,11 +1,15 @@
-"""Where a model is: a directory, a GGUF file, or a name on the Hub."""
+"""Where a model is, and what it is: a directory, a GGUF file, or a name on the Hub."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quark.cli.console import stage, wrong
+
+if TYPE_CHECKING:
+    from quark.torch.export.containers.base import Container
 
 GRAPH_SUFFIX = ".pt2"
 PYTHON_ENTRY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")  # module:function
@@ -75,3 +79,32 @@ def find_gguf(given: Path, flag: str) -> Path | None:
         return container.file(given)
     except ValueError as error:
         raise wrong(flag, str(error)) from None
+
+
+def find_container(path: Path, flag: str) -> Container:
+    """Return the container that a path is.
+
+    Raises:
+        typer.BadParameter: It is no checkpoint, or two.
+    """
+    from quark.torch.export.containers.recognition import recognize_container
+
+    try:
+        return recognize_container(path)
+    except (FileNotFoundError, ValueError) as error:
+        raise wrong(flag, str(error)) from None
+
+
+def check_quantized(directory: Path, flag: str) -> None:
+    """Check that a checkpoint says how it was quantized.
+
+    Raises:
+        ValueError: A file is damaged.
+        typer.BadParameter: It is the checkpoint of a float model, or none.
+    """
+    if not find_container(directory, flag).is_quantized(directory):
+        raise wrong(
+            flag,
+            f"{directory} is not a quantized checkpoint. Quantize the model first: "
+            f"quark quantize --model_dir {directory} --output_dir OUT --quant_scheme int4_wo_128.",
+        )

@@ -35,6 +35,7 @@ def read_config(directory: Path, flag: str) -> dict[str, Any]:
 
     Raises:
         typer.BadParameter: The path is not that of a model.
+        ValueError: A file is damaged.
     """
     from quark.torch.export.checkpoint.config_json import read_config_json
 
@@ -53,7 +54,7 @@ def read_config(directory: Path, flag: str) -> dict[str, Any]:
         )
     try:
         return read_config_json(directory)
-    except (FileNotFoundError, ValueError) as error:
+    except FileNotFoundError as error:
         raise wrong(flag, f"{error} The directory of a model has a config.json.") from None
 
 
@@ -172,24 +173,6 @@ def check_model(directory: Path, trust_remote_code: bool = False, digests: bool 
         check_checkpoint(directory, trust_remote_code, digests)
 
 
-def check_quantized(directory: Path, flag: str) -> None:
-    """Check that a checkpoint says how it was quantized.
-
-    Raises:
-        FileNotFoundError: A file is missing.
-        ValueError: A file is damaged or of unknown kind.
-        typer.BadParameter: It is the checkpoint of a float model.
-    """
-    from quark.torch.export.recognition import recognize_container
-
-    if not recognize_container(directory).is_quantized(directory):
-        raise wrong(
-            flag,
-            f"{directory} is not a quantized checkpoint. Quantize the model first: "
-            f"quark quantize --model_dir {directory} --output_dir OUT --quant_scheme int4_wo_128.",
-        )
-
-
 def check_files(directory: Path, digests: bool = False) -> None:
     """Check the files of a model that Transformers cannot build, before any other work.
 
@@ -213,6 +196,7 @@ def load_tokenizer(directory: Path, flag: str, trust_remote_code: bool = False) 
 
     Raises:
         typer.BadParameter: There is no tokenizer.
+        ValueError: Its files cannot be loaded.
     """
     from transformers import AutoTokenizer
 
@@ -230,9 +214,8 @@ def load_tokenizer(directory: Path, flag: str, trust_remote_code: bool = False) 
         first = str(error).strip().split("\n")[0]
         if not any((directory / file).is_file() for file in _TOKENIZER_FILES):
             raise wrong(flag, f"{directory} has no tokenizer. {_COPY_TOKENIZER}") from None
-        raise wrong(
-            flag,
-            f"{directory} has no tokenizer that can be loaded ({first}). {_COPY_TOKENIZER}",
+        raise ValueError(
+            f"{directory} has no tokenizer that can be loaded ({first}). {_COPY_TOKENIZER}"
         ) from None
     files = ["tokenizer_config.json", *tokenizer.vocab_files_names.values()]
     if not any((directory / file).is_file() for file in files):

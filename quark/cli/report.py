@@ -16,7 +16,7 @@ from quark.cli.collect import read_statistics
 from quark.cli.coverage import scripts_of
 from quark.cli.evaluate import BatchSize, Limit, Original, SeqLen
 from quark.cli.memory_check import Measurement, check_measurement
-from quark.cli.model_files import find_model
+from quark.cli.model_files import check_quantized, find_container, find_model
 from quark.cli.options import (
     EVAL_WINDOWS,
     SEQ_LEN,
@@ -126,7 +126,7 @@ def report(
     place |= {"trust_remote_code": trust_remote_code, "max_memory": max_memory}
     directory, original = _find_models(directory, original)
     models.check_model(directory, trust_remote_code, check_digests)
-    models.check_quantized(directory, "DIR")
+    check_quantized(directory, "DIR")
     if original is not None:
         models.check_model(original, trust_remote_code)
     work = Measurement(source=directory, length=seq_len or SEQ_LEN, keeps_codes=True, **place)
@@ -206,6 +206,7 @@ def _find_models(directory: Path, original: Path | None) -> tuple[Path, Path | N
     directory = find_model(directory, "DIR")
     if not directory.exists():
         raise console.wrong("DIR", f"there is no {directory}. Give a checkpoint's directory.")
+    find_container(directory, "DIR")
     if original is not None:
         original = find_model(original, "--original")
         models.read_config(original, "--original")

@@ -30,7 +30,9 @@ NOT_RUN = {
     ("docs/other-models.md", "from diffusers"): (
         "needs diffusers; tests/unit/export/test_diffusers_loading.py"
     ),
+    ("docs/serve.md", "python3 -m venv"): "installs; .ci/run does the same in a fresh clone",
     ("docs/serve.md", "vllm serve"): "needs vLLM",
+    ("docs/serve.md", "curl"): "needs a server",
     ("docs/serve.md", "python -m sglang"): "needs SGLang",
     ("docs/serve.md", "llama-cli"): "needs llama.cpp",
     ("docs/training.md", "import torch"): "test_training_document.py runs it",

@@ -49,6 +49,12 @@ BEFORE = {
     + "config = LLMTemplate.get('llama').get_config(scheme='int4_wo_32', algorithm='gptq')",
     "docs/onnx.md": MODEL + "model = quantize(model, 'int8')",
     "docs/other-models.md": PICTURES,
+    "docs/serve.md": MODEL
+    + """
+from quark.torch import export_onnx
+inputs = {"input_ids": ids, "attention_mask": mask}
+export_onnx(quantize(model, "int8"), "INT8-ONNX", inputs, use_cache=True)
+""",
     "docs/training.md": MODEL + TEACHER,
     "docs/graph-mode.md": "",
     "docs/graph-passes.md": "",
@@ -81,9 +87,15 @@ DONE = {
         and not has_quantizers(names["model"])  # the page only makes configurations for it
     ),
     "docs/runtime.md": lambda names, folder: names["model"](names["ids"]).logits.isfinite().all(),
+    "docs/serve.md": lambda names, folder: names["tokenizer"].decode(names["tokens"]),
     "docs/training.md": lambda names, folder: len(names["optimizer"].param_groups[1]["params"]),
 }
-SLOW = {"docs/compile.md", "docs/onnx.md", "docs/graph-mode.md"}  # each traces for seconds
+SLOW = {
+    "docs/compile.md",
+    "docs/onnx.md",
+    "docs/graph-mode.md",
+    "docs/serve.md",
+}  # each traces for seconds
 
 
 @pytest.fixture

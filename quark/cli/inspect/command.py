@@ -11,7 +11,7 @@ from rich.markup import escape
 from quark.cli import console, models
 from quark.cli.hub import headers_of
 from quark.cli.inspect.structure import as_dict, find_structure, show
-from quark.cli.model_files import find_model, is_hub_name
+from quark.cli.model_files import find_container, find_model, is_hub_name
 from quark.cli.options import Json, add_verb, in_words, panel
 from quark.torch.export.formats.registry import FORMATS
 
@@ -165,16 +165,11 @@ def _read(place: Path) -> Contents:
     Raises:
         typer.BadParameter: There is no checkpoint.
     """
-    from quark.torch.export.containers.recognition import recognize_container
-
     if not place.exists():
         raise console.wrong(
             "DIR", f"there is no directory {place} and no file of that name. Give a checkpoint."
         )
-    try:
-        container = recognize_container(place)
-    except (FileNotFoundError, ValueError) as error:
-        raise console.wrong("DIR", str(error)) from None
+    container = find_container(place, "DIR")
     if container.has_config_json:
         models.read_config(place, "DIR")
     return container.contents(place)

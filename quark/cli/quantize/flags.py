@@ -221,6 +221,13 @@ class OutputFlags:
             "By default they keep its codes and scales, in the layout of quark."
         ),
     ] = False
+    use_cache: Annotated[
+        bool,
+        _output(
+            help="Keys and values of earlier tokens are inputs and outputs of the ONNX file, so "
+            "that generation computes each token once."
+        ),
+    ] = False
     params_save: Annotated[
         bool, _output(help="Also write the parameters and the module structure (save_params).")
     ] = False

@@ -17,6 +17,7 @@ from quark.cli.metrics import Figures, Measures, prepare_measures, show_scores, 
 from quark.cli.model_files import find_model
 from quark.cli.options import SEQ_LEN
 from quark.cli.process_group import rank, wait_for_all
+from quark.cli.quantize import model_checks
 from quark.cli.quantize.card import CardFacts
 from quark.cli.quantize.config import fit_groups, make_config, needs_data
 from quark.cli.quantize.data import describe, kind_of_dataset, read_batches
@@ -26,7 +27,6 @@ from quark.cli.quantize.file_job import (
     quantize_files,
 )
 from quark.cli.quantize.graph_job import run_graph
-from quark.cli.quantize.model_checks import check_layout, check_outputs, check_shared_inputs
 from quark.cli.quantize.outline import (
     describe_float_layers,
     predicts_text,
@@ -103,6 +103,7 @@ def _check_params(request: Request) -> None:
 
 def _quantize(request: Request, described: dict[str, Any]) -> None:
     from quark.torch.export.checkpoint.config_json import keep_notes
+    from quark.torch.graph.residency import release
     from quark.torch.quantization.api import ModelQuantizer
 
     source = models.describe_source(request.model_dir, described, "--model_dir")
@@ -117,7 +118,8 @@ def _quantize(request: Request, described: dict[str, Any]) -> None:
     if why_not_kept(request):
         config = replace(config, keep_prequantized_layers=False)
     if outline is not None:
-        check_layout(request, outline, config)
+        model_checks.check_patterns(request, outline, config)
+        model_checks.check_layout(request, outline, config)
     if goes_through_files(request, described, config):
         _quantize_files(request, described, config, outline, source, length)
         return
@@ -151,6 +153,7 @@ def _quantize(request: Request, described: dict[str, Any]) -> None:
         keep_notes(model, coverage.notes())
         model_type = str(described.get("model_type", "model"))
         write(request, model, tokenizer, model_type, announce, card)
+        release(model)  # which maps files of the journal, and Windows removes no mapped file
     show_outcome(request, outcome, plan)
     _report_figures(request, outcome.after)
 
@@ -165,7 +168,7 @@ def _quantize_files(
 ) -> None:
     """Quantize the files of the model, and evaluate what was written if that is requested."""
     if outline is not None:
-        check_outputs(outline, config)
+        model_checks.check_outputs(outline, config)
     calibration = describe(request, None, length)
     show_plan(request, config, described, source, calibration, outline, "file2file")
     devices = accelerators.pick_devices(request.device)
@@ -362,9 +365,9 @@ def _quantize_and_evaluate(
     from quark.torch.evaluation.samples import complete_batches
     from quark.torch.export.expert_tokens import expert_tokens
 
-    check_outputs(model, quantizer.config)
+    model_checks.check_outputs(model, quantizer.config)
     if request.weight_matrix_merge:
-        check_shared_inputs(model)
+        model_checks.check_shared_inputs(model)
     outcome = Outcome()
     if measures is not None:
         outcome.before = measures.losses(model, "perplexity of the original")

@@ -141,6 +141,7 @@ def _keep(request: Request, model: nn.Module, tokenizer: Any) -> str:
 def export_settings(request: Request, tokenizer: Any) -> ExportSettings:
     """Return the settings of the exports of a request."""
     from quark.torch.export.containers.base import ExportSettings
+    from quark.torch.export.onnx.writer import OnnxOptions
     from quark.torch.quantization.config.export import JsonExporterConfig
 
     options = JsonExporterConfig(
@@ -151,6 +152,7 @@ def export_settings(request: Request, tokenizer: Any) -> ExportSettings:
         options=options,
         tokenizer=ProcessorFiles(tokenizer, request.model_dir),
         tokenizer_path=request.model_dir,
+        graph=OnnxOptions(use_cache=request.use_cache),
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from quark.cli.console import wrong
-from quark.cli.hub import check_upload
+from quark.cli.hub import check_repository_name, check_upload
 from quark.cli.model_files import GRAPH_SUFFIX, PYTHON_ENTRY
 from quark.cli.models import read_config
 from quark.cli.outputs import check_directory, check_offload_directory
@@ -203,8 +203,9 @@ def check_flags(request: Request) -> None:
         raise wrong("--push_to_hub", "this run writes no checkpoint. Leave it out.")
     if request.private and request.push_to_hub is None:
         raise wrong("--private", "needs --push_to_hub.")
-    if request.push_to_hub is not None and not request.plan:
-        check_upload(request.push_to_hub)
+    if request.push_to_hub is not None:
+        check = check_repository_name if request.plan else check_upload
+        check(request.push_to_hub)
 
 
 def _check_flow(request: Request) -> None:
@@ -239,6 +240,8 @@ def _check_containers(request: Request) -> None:
             container.check_installed()
         except ImportError as error:
             raise wrong("--model_export", str(error)) from None
+    if request.use_cache and "onnx" not in request.exports:
+        raise wrong("--use_cache", "is for ONNX files: give --model_export onnx, or leave it out.")
     sharing = [container.name for container in containers if container.has_config_json]
     if len(sharing) > 1:
         names = " and ".join(sharing)

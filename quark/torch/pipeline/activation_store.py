@@ -7,8 +7,9 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -121,6 +122,7 @@ class ActivationStore:
         self._places: dict[int, torch.Tensor | _File] = {}  # reserved
         self._size = 0
         self._directory: TemporaryDirectory | None = None
+        self._numbers = count()  # of files: none is written anew while a tensor maps it
 
     def __enter__(self) -> ActivationStore:
         return self
@@ -149,7 +151,8 @@ class ActivationStore:
         old = self.tensors.get(index, self._places.pop(index, None))
         strides = torch.empty_like(x, device="meta").stride()
         if old is None or (old.shape, old.dtype, old.stride()) != (x.shape, x.dtype, strides):
-            old = self._make(index, x.shape, x.dtype, strides)
+            self._remove(old)
+            old = self._make(x.shape, x.dtype, strides)
         self.tensors[index] = old
         self._read(index).copy_(x)
 
@@ -161,7 +164,7 @@ class ActivationStore:
         """
         for index, like in other.tensors.items():
             if index not in self.tensors and index not in self._places:
-                self._places[index] = self._make(index, like.shape, like.dtype, like.stride())
+                self._places[index] = self._make(like.shape, like.dtype, like.stride())
 
     def recycle(self) -> None:
         """Remove all tensors, and keep their places for the next ones."""
@@ -181,8 +184,15 @@ class ActivationStore:
         held = self.tensors[index]
         return held.open() if isinstance(held, _File) else held
 
+    def _remove(self, held: torch.Tensor | _File | None) -> None:
+        """Remove the file of a tensor that another one replaces."""
+        if isinstance(held, _File):
+            # Windows removes no file while a tensor maps it: that of the directory does.
+            with suppress(PermissionError):
+                Path(held.path).unlink()
+
     def _make(
-        self, index: int, shape: torch.Size, dtype: torch.dtype, strides: tuple[int, ...]
+        self, shape: torch.Size, dtype: torch.dtype, strides: tuple[int, ...]
     ) -> torch.Tensor | _File:
         size = shape.numel() * dtype.itemsize
         if self._size + size <= self.limit or not size:
@@ -190,7 +200,7 @@ class ActivationStore:
             return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
         if self._directory is None:
             self._directory = TemporaryDirectory("quark-activations-", _directory.get())
-        file = _File(str(self._directory.path / str(index)), shape, strides, dtype)
+        file = _File(str(self._directory.path / str(next(self._numbers))), shape, strides, dtype)
         file.allocate()
         return file
 

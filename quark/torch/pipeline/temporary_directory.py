@@ -83,10 +83,24 @@ def _is_own(path: Path) -> bool:
 
 
 def _remove(path: Path, lock: FileLock) -> None:
-    """Remove a directory and end its lock."""
-    shutil.rmtree(path, ignore_errors=True)
+    """Remove a directory and end its lock.
+
+    Windows removes no file that is open or mapped. A directory with such files keeps its lock file,
+    so that the next sweep removes it.
+    """
+    with suppress(OSError):
+        for inner in path.iterdir():
+            if inner.is_dir() and not inner.is_symlink():
+                shutil.rmtree(inner, ignore_errors=True)
+            elif inner.name != LOCK:
+                with suppress(OSError):
+                    inner.unlink()
+    is_empty = path.is_dir() and all(inner.name == LOCK for inner in path.iterdir())
+    if is_empty:
+        with suppress(OSError):  # Windows removes it after its release alone
+            (path / LOCK).unlink(missing_ok=True)
     lock.release(force=True)
-    if os.name == "nt":  # which removes no open file
+    if is_empty:
         with suppress(OSError):
             (path / LOCK).unlink(missing_ok=True)
             path.rmdir()

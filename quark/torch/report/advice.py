@@ -35,6 +35,12 @@ class Worst:
     value: float
 
 
+def _compared(original: float, size: float) -> str:
+    if size <= original:
+        return f"{original / size:.1f} times smaller than"
+    return f"{size / original:.1f} times as large as"
+
+
 def verdict(
     size: int,
     original: int | None,
@@ -58,7 +64,7 @@ def verdict(
         f"{bits / weights:.2f} bits per weight."
     ]
     if original is not None:
-        said.insert(0, f"The model is {original / size:.1f} times smaller than the original.")
+        said.insert(0, f"The model is {_compared(original, size)} the original.")
     if predictions is None:
         said.append("The effect on predictions was not measured: give --dataset.")
     elif predictions.original is None or predictions.agreement is None:

@@ -64,15 +64,19 @@ def kind_of(name: str) -> str:
 
 
 def float_parts(model: nn.Module, config: Config) -> list[FloatPart]:
-    """Return the modules that are not quantized, in order; shared modules count once."""
+    """Return the modules that are not quantized, in order; what is shared counts once."""
     found = []
+    owners: dict[int, str] = {}  # parameter -> the first module that has it
     for name, module in model.named_modules():
         if isinstance(module, PackedLayer):
             continue
         own: list[Any] = [p for p in module._parameters.values() if p is not None]
         if own:
-            count, size = sum(p.numel() for p in own), sum(p.nbytes for p in own)
-            reason = _reason(name, module, config)
+            counted = [p for p in own if id(p) not in owners]
+            owners |= {id(p): name for p in counted}
+            count, size = sum(p.numel() for p in counted), sum(p.nbytes for p in counted)
+            tied = f"has the weight of {owners[id(own[0])]}"
+            reason = _reason(name, module, config) if counted else tied
             found.append(FloatPart(name, kind_of(name), count, size, reason))
     return found
 

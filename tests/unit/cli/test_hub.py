@@ -75,6 +75,12 @@ def test_a_plan_uploads_nothing(account, quark, model_dir, tmp_path):
     assert account.calls == []
 
 
+def test_a_plan_refuses_a_name_that_no_repository_has(refused, model_dir, tmp_path):
+    target = ["--model_dir", model_dir, "--output_dir", tmp_path / "out"]
+    said = refused("quantize", *target, *FLAGS, "--push_to_hub", "bad name", "--plan")
+    assert "'bad name' cannot be the name of a repository. Give NAME or OWNER/NAME" in said
+
+
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [

@@ -5,6 +5,7 @@ import shutil
 from importlib.util import find_spec
 
 import pytest
+from transformers import MambaConfig, MambaForCausalLM
 
 from quark.torch.export.formats.registry import FORMATS
 from quark.torch.quantization import Config, Int8PerTensorSpec, QuantizationConfig
@@ -49,6 +50,26 @@ def test_onnx(quantize, onnx_operators):
     assert sum(n.op_type == "DequantizeLinear" for n in graph.node) == 14
     assert "onnxruntime.InferenceSession" in said
     assert ("verified: opened by onnxruntime" in said) == is_verified
+
+
+def test_onnx_with_a_cache(quantize, refused, model_dir, tmp_path):
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    path, _ = quantize(*FLAGS, "--model_export", "onnx", "--use_cache")
+    graph = onnx.load(path / "quark_model.onnx").graph
+    names = {f"past_key_values.{i}.{part}" for i in (0, 1) for part in ("key", "value")}
+    assert names <= {i.name for i in graph.input}
+    place = ["--model_dir", model_dir, "--output_dir", tmp_path / "out", *FLAGS]
+    assert "give --model_export onnx" in refused("quantize", *place, "--use_cache")
+
+
+def test_a_model_without_keys_and_values_has_no_such_file(refused, tmp_path):
+    pytest.importorskip("onnxscript")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "vocab_size": 64}
+    MambaForCausalLM(MambaConfig(**sizes)).save_pretrained(tmp_path / "mamba")
+    place = ["--model_dir", tmp_path / "mamba", "--output_dir", tmp_path / "out", *FLAGS]
+    said = refused("quantize", *place, "--model_export", "onnx", "--use_cache")
+    assert "MambaForCausalLM does not keep keys and values" in said
 
 
 @pytest.mark.parametrize(("export", "file"), [("gguf", "a GGUF file"), ("onnx", "an ONNX file")])

@@ -63,6 +63,16 @@ def test_memory_stays_below_the_limit_and_files_go(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system does not tell")
+def test_a_tensor_in_use_stays_when_one_of_another_shape_replaces_it(tmp_path):
+    with offload_directory(tmp_path), ActivationStore(limit=0) as store:
+        store[0] = torch.arange(5000.0)
+        used = store[0]
+        store[0] = torch.zeros(3)
+        assert used.tolist() == list(range(5000)) and store[0].tolist() == [0, 0, 0]
+        (directory,) = tmp_path.iterdir()
+        assert len(list(directory.glob("[0-9]*"))) == 1, "the old file is removed"
+
+
 def test_what_waits_on_disk_takes_no_memory():
     with ActivationStore(limit=0) as store:
         for index in range(4):

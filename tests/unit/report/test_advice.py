@@ -154,6 +154,8 @@ def test_the_verdict(perplexity, error, grade):
     assert said[1].startswith("1 layers with 50% of the parameters are quantized, to 4.25 bits")
     assert grade in said[2]
     assert "90.0% ± 2.0%" in said[2]
+    (larger, *_) = verdict(40_000, 10_000, predictions, [layer(bits=4.25)], floats)
+    assert larger == "The model is 4.0 times as large as the original."
 
 
 def test_rotated_layers_are_mentioned():

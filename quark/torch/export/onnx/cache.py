@@ -49,7 +49,7 @@ def with_cache(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, tor
             model(**first, past_key_values=cache, use_cache=True)
         pairs = [_pair(layer) for layer in cache.layers]
         is_sound = pairs and all(x.dim() == 4 and x.shape[2] == past for p in pairs for x in p)
-    except (AttributeError, TypeError):  # it takes no such cache
+    except (AttributeError, IndexError, TypeError):  # it takes no such cache
         is_sound = False
     if not is_sound:
         raise ValueError(

@@ -144,4 +144,4 @@ def test_files_that_are_missing_or_damaged(refused, model_dir, tmp_path):
     file.unlink()
     assert "no *.safetensors files" in refused("inspect", path, code=1)
     (path / "config.json").write_text("[]")
-    assert "does not describe a model" in refused("inspect", path)
+    assert "does not describe a model" in refused("inspect", path, code=1)

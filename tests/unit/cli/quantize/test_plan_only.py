@@ -2,18 +2,66 @@
 
 import pytest
 
+SIZES = ["--group_size_per_layer", "*_proj", 16]
 PATTERNS = [
-    (["--exclude_layers", "*down_porj"], "matches no module"),
-    (["--layer_quant_scheme", "*nosuch", "int8_wo"], "matches no module"),
+    (["--layer_quant_scheme", "*nosuch", "int8_wo"], "no layer matches '*nosuch'. Layers: "),
+    (["--layer_quant_scheme", "*down_porj", "int8_wo"], "Nearest: down_proj"),
+    (["--layer_quant_scheme", "*mlp", "int8_wo"], "no layer matches '*mlp'"),
+    (["--group_size_per_layer", "*nosuch", 16], "no layer matches '*nosuch'"),
+    (["--layer_quant_scheme", "lm_head", "int8_wo"], "these layers stay in float by default"),
+    (
+        ["--exclude_layers", "*v_proj", "--layer_quant_scheme", "*.v_proj", "int8_wo"],
+        "--exclude_layers keeps these layers in float",
+    ),
+    (
+        ["--layer_quant_scheme", "*_proj", "int8_wo", "*v_proj", "fp8_wo"],
+        "'*v_proj' has no effect: '*_proj' comes before",
+    ),
+    ([*SIZES, "--layer_quant_scheme", "*_proj", "int8_wo"], "'*_proj' has no effect"),
 ]
 
 
+def plan(model_dir, place):
+    made = [
+        "--model_dir",
+        model_dir,
+        "--output_dir",
+        place,
+        "--quant_scheme",
+        "w_int4_per_group_sym",
+    ]
+    return ["quantize", *made, "--group_size", 32, "--plan"]
+
+
 @pytest.mark.parametrize(("flags", "said"), PATTERNS)
-def test_a_plan_warns_of_patterns_that_match_nothing(quark, model_dir, tmp_path, flags, said):
-    made = ["--model_dir", model_dir, "--output_dir", tmp_path / "out", "--quant_scheme", "int8"]
-    result = quark("quantize", *made, *flags, "--plan")
+def test_patterns_that_decide_nothing_are_refused(refused, model_dir, tmp_path, flags, said):
+    assert said in refused(*plan(model_dir, tmp_path / "out"), *flags)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        SIZES,
+        ["--layer_quant_scheme", "*.0.*", "int8_wo", "*v_proj", "fp8_wo"],  # of layer 1
+        ["--exclude_layers", "--layer_quant_scheme", "lm_head", "int8_wo"],
+    ],
+)
+def test_patterns_that_decide_about_a_layer(quark, model_dir, tmp_path, flags):
+    result = quark(*plan(model_dir, tmp_path / "out"), *flags)
     assert result.exit_code == 0, result.output
-    assert said in " ".join(result.output.split())
+
+
+def test_single_experts_are_layers(quark, mixtral_dir, tmp_path):
+    flags = ["--layer_quant_scheme", "*experts.*.w2", "int8_wo"]
+    result = quark(*plan(mixtral_dir, tmp_path / "out"), *flags)
+    assert result.exit_code == 0, result.output
+
+
+def test_a_plan_warns_of_exclusions_that_match_nothing(quark, model_dir, tmp_path):
+    """Lists of layers that stay in float serve models of several architectures."""
+    result = quark(*plan(model_dir, tmp_path / "out"), "--exclude_layers", "*down_porj")
+    assert result.exit_code == 0, result.output
+    assert "'*down_porj' matches no module" in " ".join(result.output.split())
     assert not (tmp_path / "out").exists()
 
 

@@ -1,0 +1,100 @@
+"""Exit codes of the verbs: 2 where another call is needed, 1 where files or the machine fail."""
+
+import os
+import shutil
+
+import pytest
+
+TEXT = ["--num_calib_data", 2]
+# Verb -> a call, with CHECKPOINT for the model or checkpoint that it reads.
+CALLS = {
+    "quantize": ["--model_dir", "CHECKPOINT", "--output_dir", "OUT", "--quant_scheme", "int8_wo"],
+    "collect": ["--model_dir", "CHECKPOINT", "--output_dir", "OUT", *TEXT],
+    "search": ["--model_dir", "CHECKPOINT", "--target_bits", 6, "--output", "out.json"],
+    "convert": ["CHECKPOINT", "OUT", "--to", "compressed-tensors"],
+    "evaluate": ["CHECKPOINT", "--limit", 2],
+    "compare": ["CHECKPOINT", "SOUND", "--output", "out.html", "--limit", 2],
+    "report": ["CHECKPOINT", "--output", "out.html"],
+    "inspect": ["CHECKPOINT"],
+}
+
+
+def without_config(path):
+    (path / "config.json").unlink()
+
+
+def empty(path):
+    for file in path.iterdir():
+        file.unlink()
+
+
+def text_file(path):
+    shutil.rmtree(path)
+    path.write_text("no checkpoint", encoding="utf-8")
+
+
+def cut(path):
+    os.truncate(path / "model.safetensors", (path / "model.safetensors").stat().st_size - 10)
+
+
+def no_header(path):
+    (path / "model.safetensors").write_bytes(b"")
+
+
+def no_weights(path):
+    (path / "model.safetensors").unlink()
+
+
+def half_a_config(path):
+    (path / "config.json").write_text('{"model_type": ', encoding="utf-8")
+
+
+WRONG = [shutil.rmtree, without_config, empty, text_file]
+DAMAGED = [cut, no_header, no_weights, half_a_config]
+
+
+@pytest.fixture(scope="module")
+def sound(model_dir, tmp_path_factory):
+    """A quantized checkpoint."""
+    from typer.testing import CliRunner
+
+    from quark.cli.main import app
+
+    path = tmp_path_factory.mktemp("sound") / "int8"
+    call = ["--model_dir", model_dir, "--output_dir", path, "--quant_scheme", "int8_wo"]
+    result = CliRunner().invoke(app, ["quantize", *map(str, call), "--skip_evaluation"])
+    assert result.exit_code == 0, result.output
+    return path
+
+
+@pytest.fixture
+def place(sound, tmp_path, monkeypatch):
+    """A directory with two copies of a checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("SOUND", "CHECKPOINT"):
+        shutil.copytree(sound, name)
+    return tmp_path
+
+
+@pytest.mark.parametrize("verb", CALLS)
+@pytest.mark.parametrize("damage", [*WRONG, *DAMAGED], ids=lambda function: function.__name__)
+def test_codes(verb, damage, place, refused):
+    before = set(place.iterdir())
+    damage(place / "CHECKPOINT")
+    said = refused(verb, *CALLS[verb], code=2 if damage in WRONG else 1)
+    assert "CHECKPOINT" in said
+    assert set(place.iterdir()) <= before, "a refused call has written something"
+
+
+@pytest.mark.parametrize("verb", CALLS)
+def test_a_wrong_flag(verb, place, refused):
+    assert "No such option" in refused(verb, *CALLS[verb], "--no_such_flag")
+
+
+@pytest.mark.parametrize("verb", ["quantize", "collect", "evaluate", "compare"])
+def test_a_tokenizer(verb, place, refused):
+    (place / "CHECKPOINT/tokenizer.json").write_text("{", encoding="utf-8")
+    assert "no tokenizer that can be loaded" in refused(verb, *CALLS[verb], code=1)
+    for file in (place / "CHECKPOINT").glob("tokenizer*"):
+        file.unlink()
+    assert "has no tokenizer" in refused(verb, *CALLS[verb])
