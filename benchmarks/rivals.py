@@ -171,6 +171,23 @@ def gptqmodel(task: Task) -> Steps:
     yield values
 
 
+def modelopt(task: Task) -> Steps:
+    import modelopt.torch.quantization as mtq
+
+    how, model = copy.deepcopy(mtq.INT4_AWQ_CFG), task.model()
+    _, _, group, _ = WEIGHTS[task.scheme]
+    given = how["quant_cfg"]
+    for entry in given.values() if isinstance(given, dict) else (e.get("cfg") for e in given):
+        if isinstance(entry, dict) and "block_sizes" in entry:
+            entry["block_sizes"] = {-1: group}
+
+    def run(module: Any) -> None:
+        for batch in task.calibration.split(8):
+            module(batch)
+
+    yield lambda: mtq.quantize(model, how, run)
+
+
 Algorithms = dict[str, list[dict[str, Any]]]  # as in algorithms.py: name for the table -> options
 _GPTQ: Algorithms = {"gptq": [{"name": "gptq"}]}
 _AWQ: Algorithms = {"awq": [{"name": "awq"}]}
@@ -183,7 +200,7 @@ _ROTATION: Algorithms = {"rotation R1 R2": [{"name": "rotation", "r1": True, "r2
 _SMOOTH: Algorithms = {
     f"smooth, alpha {alpha}": [{"name": "smoothquant", "alpha": alpha}] for alpha in (0.8, 1)
 }
-_INT4 = ("int4_wo_128", "uint4_wo_128")
+_INT4 = ("int4_wo_128", "int4_wo_64", "uint4_wo_128")
 # Peer -> what asks it, and what it is asked for: algorithms by scheme and name for the table.
 PEERS: dict[str, tuple[Callable[[Task], Steps], dict[str, Algorithms]]] = {
     "auto-round": (
@@ -203,6 +220,7 @@ PEERS: dict[str, tuple[Callable[[Task], Steps], dict[str, Algorithms]]] = {
         },
     ),
     "gptqmodel": (gptqmodel, dict.fromkeys(WEIGHTS, _GPTQ)),
+    "modelopt": (modelopt, dict.fromkeys(("int4_wo_128", "int4_wo_64"), _AWQ)),
 }
 
 

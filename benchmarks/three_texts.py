@@ -1,7 +1,7 @@
 """Accuracy on text that calibration never saw: like calibration, code, and other scripts.
 
     python benchmarks/three_texts.py
-    python benchmarks/three_texts.py --rows mxfp4 --algorithms gptq,yaqa
+    python benchmarks/three_texts.py --rows mxfp4 --before awq,r1r2r4 --algorithms gptq,yaqa
     python benchmarks/three_texts.py --model real      # SmolLM2-135M-Instruct: real_model.py
     python benchmarks/three_texts.py --model twin      # the shipped model with outliers
     python benchmarks/three_texts.py --model DIRECTORY
@@ -55,22 +55,42 @@ AWQ: dict[str, Any] = {"name": "awq"}
 SMOOTH: dict[str, Any] = {"name": "smooth", "alpha": 1}
 R1R2: dict[str, Any] = {"name": "rotation", "r1": True, "r2": True}
 R1R2R4: dict[str, Any] = {**R1R2, "r4": True}
-# Scheme -> preparations, one of which comes before the algorithm that rounds.
-SCHEMES: dict[str, list[list[dict[str, Any]]]] = {
-    "int4_wo_128": [[], [AWQ]],
-    "int3_wo_128": [[], [AWQ]],
-    "w_int2_per_group_asym": [[]],
-    "w_int8_per_channel_a_int8_per_tensor_sym": [[], [SMOOTH]],
-    "int4_wa_128": [[R1R2R4]],
-    "mxfp4": [[R1R2R4]],
-    "nvfp4": [[], [R1R2]],
-}
+_ALL_INPUTS = {"online_rotation_layers": ["*"]}
+BLOCKS: dict[str, Any] = {"name": "rotation", "r1": False, "rotation_size": 32}
+BLOCKS |= {"online_config": _ALL_INPUTS}
+PRESCALED = BLOCKS | {"online_config": _ALL_INPUTS | {"use_input_prescale": True}}
 INPUTS = ":inputs"  # behind a scheme: inputs alone, which rounding of weights cannot improve
 NONE, REFERENCE = "none", "gptq"
+# Name -> what comes before the algorithm that rounds.
+PREPARATIONS: dict[str, list[dict[str, Any]]] = {
+    NONE: [],
+    "awq": [AWQ],
+    "smooth": [SMOOTH],
+    "r1r2": [R1R2],
+    "r1r2r4": [R1R2R4],
+    "blocks": [BLOCKS],
+    "prescaled": [PRESCALED],
+}
+# Scheme -> its preparations.
+SCHEMES = {
+    "int4_wo_128": (NONE, "awq"),
+    "int3_wo_128": (NONE, "awq"),
+    "w_int2_per_group_asym": (NONE,),
+    "w_int8_per_channel_a_int8_per_tensor_sym": (NONE, "smooth"),
+    "int4_wa_128": (NONE, "awq", "r1r2r4"),
+    "mxfp4": (NONE, "awq", "r1r2r4"),
+    "nvfp4": (NONE, "awq", "r1r2"),
+}
 CHOSEN = ":choose_damping"  # behind a name: this option is on
 ALGORITHMS = (NONE, REFERENCE, "qronos", "yaqa", f"{REFERENCE}{CHOSEN}", f"yaqa{CHOSEN}")
 # What of other software is measured, where it has the scheme.
-ASKED = {"auto-round": ("autoround, 50 steps",), "llm-compressor": ("gptq", "smooth, alpha 0.8")}
+ASKED = {
+    "auto-round": ("autoround, 50 steps",),
+    "llm-compressor": ("gptq", "smooth, alpha 0.8"),
+    "gptqmodel": ("gptq",),
+    "modelopt": ("awq",),
+    "amd-quark": ("gptq",),
+}
 
 Row = dict[str, Any]
 
@@ -82,6 +102,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="shipped", help=f"{', '.join(MODELS)}, or a directory")
     parser.add_argument("--rows", default=",".join(SCHEMES), help="schemes, with commas between")
     parser.add_argument("--algorithms", default=",".join(ALGORITHMS), help="those that round")
+    parser.add_argument(
+        "--before", help=f"of {', '.join(PREPARATIONS)}; those of the scheme if left out"
+    )
     parser.add_argument(
         "--part",
         type=int,
@@ -197,7 +220,10 @@ def label(row: Row) -> str:
         names = [name for name, value in options.items() if value is True]
         on = [name.upper() if len(name) == 2 else name.replace("_", " ") for name in names]
         steps = [f"{options['iters']} steps"] if "iters" in options else []
-        words.append(" ".join([options["name"], *on, *steps]))
+        online = options.get("online_config")
+        blocks = [f"of {options['rotation_size']} inputs"] if online else []
+        factors = ["behind factors"] if online and "use_input_prescale" in online else []
+        words.append(" ".join([options["name"], *on, *steps, *blocks, *factors]))
     made = ", ".join(words) or NONE
     made = f"{row['software']}: {made}" if "software" in row else made
     return f"{made} (part {row['part']})" if "part" in row else made
@@ -295,6 +321,7 @@ def main() -> None:
     options = arguments()
     torch.set_num_threads(1)
     schemes = options.rows.split(",")
+    given = options.before.split(",") if options.before else ()
     if options.kept:
         for name, model in kept().items():
             if chosen := [row for row in model["rows"] if row["scheme"] in schemes]:
@@ -308,7 +335,8 @@ def main() -> None:
             keep(options.model, bench, row)
 
     for scheme in schemes:
-        for before in SCHEMES.get(scheme.removesuffix(INPUTS), [[]]):
+        own = SCHEMES.get(scheme.removesuffix(INPUTS), (NONE,))
+        for before in (PREPARATIONS[name] for name in (given or own)):
             for name in filter(None, options.algorithms.split(",")):
                 algorithms = [*before, *([] if name == NONE else [options_of(name)])]
                 say(f"{scheme} {label({'algorithms': algorithms})}")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import typer
 
 from quark.cli import console
@@ -38,14 +41,26 @@ def recipes(as_json: Json = False) -> None:
         console.as_json({"recipes": rows})
         return
     table = console.table()
-    for column in ("--recipe", "--quant_scheme", "algorithms"):
+    for column in ("--recipe", "--quant_scheme"):
         table.add_column(column, no_wrap=True)
+    table.add_column("algorithms", overflow="fold")
     for name, (scheme, algorithms) in RECIPES.items():
         table.add_row(name, scheme, ", ".join(_describe(options) for options in algorithms))
     console.out.print("", table)
 
 
-def _describe(options: dict[str, object]) -> str:
+def _describe(options: dict[str, Any]) -> str:
     """Return the name of an algorithm with its options: ``smooth (alpha 0.8)``."""
-    given = [name if v is True else f"{name} {v}" for name, v in options.items() if name != "name"]
+    given = list(_in_words({name: value for name, value in options.items() if name != "name"}))
     return f"{options['name']} ({', '.join(given)})" if given else str(options["name"])
+
+
+def _in_words(options: dict[str, Any]) -> Iterator[str]:
+    """Iterate over options in words, those inside of others too."""
+    for name, value in options.items():
+        if isinstance(value, dict):
+            yield from _in_words(value)
+        elif isinstance(value, bool):
+            yield name if value else f"no {name}"
+        else:
+            yield f"{name} {' '.join(value) if isinstance(value, list) else value}"

@@ -396,6 +396,5 @@ def _size(file: Path) -> int:
 
 def round_up(size: int) -> str:
     """Return a size that is a little more, as a flag takes it."""
-    units = ((10**10, 10**9, "GB"), (10**7, 10**6, "MB"), (0, 10**3, "kB"))
-    unit, name = next((unit, name) for least, unit, name in units if size >= least)
-    return f"{-(-size // unit)}{name}"
+    power, name = (9, "GB") if size >= 10**10 else (6, "MB") if size >= 10**7 else (3, "kB")
+    return f"{-(-size // 10**power)}{name}"
