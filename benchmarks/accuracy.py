@@ -26,9 +26,9 @@ from quark.torch.evaluation.documents import load_documents
 from quark.torch.evaluation.perplexity import perplexity, token_windows
 from quark.torch.export.checkpoint.writer import collect, make_format
 from quark.torch.export.checkpoint_contents import summarize
+from quark.torch.numerics.dtypes import type_name
 from quark.torch.quantization.config import presets
 from quark.torch.quantization.config.config import Config
-from quark.torch.quantization.config.description import type_name
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.kv_cache import with_kv_cache
 

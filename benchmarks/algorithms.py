@@ -39,11 +39,11 @@ from quark.torch.evaluation.perplexity import perplexity, token_windows
 from quark.torch.export.checkpoint.writer import collect, make_format
 from quark.torch.export.checkpoint_contents import summarize
 from quark.torch.graph.discovery import discover
+from quark.torch.numerics.dtypes import type_name
 from quark.torch.numerics.formats import Dtype
 from quark.torch.quantization.config import presets
 from quark.torch.quantization.config.algo_lookup import algo_config_from_dict
 from quark.torch.quantization.config.config import Config, QuantizationConfig, QuantizationSpec
-from quark.torch.quantization.config.description import type_name
 from quark.torch.quantization.config.export import JsonExporterConfig
 
 KINDS = ("plain", "twin", "second")  # of models

@@ -60,17 +60,21 @@ def make_config(request: Request, model_type: str) -> Config:
 
 
 def fit_groups(request: Request, config: Config, outline: nn.Module | None) -> Config:
-    """Return the configuration with groups and super-blocks that divide the layers of the model.
+    """Return the configuration with groups, super-blocks and rotations that divide the layers.
 
-    Layers that super-blocks do not divide take another scheme. A recipe names no group size, so a
-    smaller one may take its place. The new schemes and sizes are printed.
+    Layers that super-blocks do not divide take another scheme. A recipe names no size of groups and
+    rotations, so smaller ones may take their place. The new schemes and sizes are printed.
 
     Args:
         request: The flags.
         config: The configuration.
         outline: The model on the meta device, or None.
     """
-    from quark.torch.quantization.group_fit import fit_group_sizes, fit_super_blocks
+    from quark.torch.quantization.group_fit import (
+        fit_group_sizes,
+        fit_rotation_size,
+        fit_super_blocks,
+    )
 
     if outline is None:
         return config
@@ -91,6 +95,13 @@ def fit_groups(request: Request, config: Config, outline: nn.Module | None) -> C
             "The groups of the recipe do not divide %s: the group size is %d there.",
             ", ".join(patterns),
             size,
+        )
+    config, rotated = fit_rotation_size(outline, config)
+    if rotated is not None:
+        logger.warning(
+            "The rotations of the recipe do not divide the inputs of all layers: they rotate %d "
+            "inputs at a time.",
+            rotated,
         )
     return config
 

@@ -1,7 +1,8 @@
-"""Groups and super-blocks that divide the weights of a model."""
+"""Groups, super-blocks and rotations that divide the inputs of the layers of a model."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -9,12 +10,14 @@ from typing import Any
 
 from torch import nn
 
+from quark.torch.quantization.config.algo import RotationConfig
 from quark.torch.quantization.config.block_schemes import BLOCK_SCHEMES, fallback_of
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import assign, literal
 from quark.torch.quantization.config.resolution import resolve_names
 from quark.torch.quantization.model_shape import name_of_kind
 from quark.torch.quantization.nn.experts import temporarily_split_experts
+from quark.torch.quantization.nn.layer import input_axis
 from quark.torch.quantization.nn.operators import is_operator
 from quark.torch.quantization.preparation import find_undivided_axis
 
@@ -78,6 +81,33 @@ def fit_super_blocks(model: nn.Module, config: Config) -> tuple[Config, dict[str
     return config, names
 
 
+def fit_rotation_size(model: nn.Module, config: Config) -> tuple[Config, int | None]:
+    """Return a configuration with rotations that divide the inputs of a model.
+
+    Where ``rotation_size`` does not divide the inputs of all linear layers that are quantized, the
+    largest power of two that divides both takes its place, if there is one. Example: 32 becomes 16
+    for a model with 48 hidden values and 96 in its MLPs.
+
+    Args:
+        model: The float model; its parameters need no values. It is unchanged afterwards.
+        config: How it will be quantized.
+
+    Returns:
+        The configuration, and the new size, or None if nothing changed.
+    """
+    algorithms = config.algo_config or []
+    rotation = next((a for a in algorithms if isinstance(a, RotationConfig)), None)
+    if rotation is None or rotation.rotation_size is None:
+        return config, None
+    shapes = filter(None, _quantized_layers(model, config)[1].values())
+    common = math.gcd(*(shape[input_axis(kind)] for kind, shape in shapes if len(shape) == 2))
+    size = math.gcd(rotation.rotation_size, common & -common)
+    if common % rotation.rotation_size == 0 or size == 1:
+        return config, None
+    fitted = [replace(a, rotation_size=size) if a is rotation else a for a in algorithms]
+    return replace(config, algo_config=fitted), size
+
+
 def _fit(
     model: nn.Module,
     config: Config,
@@ -90,10 +120,7 @@ def _fit(
         config: How it will be quantized.
         replacement: Returns the configuration for layers of some shapes, or None to leave theirs.
     """
-    with temporarily_split_experts(model):
-        operators = {n: type(m) for n, m in model.named_modules() if is_operator(type(m))}
-        layers = assign(operators, resolve_names(config, model))
-        shapes = {name: _shape_of(model.get_submodule(name)) for name in layers}
+    layers, shapes = _quantized_layers(model, config)
     fitted: dict[str, QuantizationConfig] = {}
     for pattern, names in _group(layers).items():
         layer = layers[names[0]]
@@ -105,6 +132,16 @@ def _fit(
     # The longest patterns come first: the "*" of a shorter one may match several parts of a name.
     first = {pattern: fitted[pattern] for pattern in sorted(fitted, key=len, reverse=True)}
     return replace(config, layer_quant_config={**first, **config.layer_quant_config}), fitted
+
+
+def _quantized_layers(
+    model: nn.Module, config: Config
+) -> tuple[dict[str, QuantizationConfig], dict[str, Shape | None]]:
+    """Return how each layer is quantized, and its shape, by name."""
+    with temporarily_split_experts(model):
+        operators = {n: type(m) for n, m in model.named_modules() if is_operator(type(m))}
+        layers = assign(operators, resolve_names(config, model))
+        return layers, {name: _shape_of(model.get_submodule(name)) for name in layers}
 
 
 def _shape_of(module: Any) -> Shape | None:

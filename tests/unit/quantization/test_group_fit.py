@@ -3,10 +3,15 @@
 import pytest
 
 from quark.torch import ModelQuantizer
+from quark.torch.quantization.config.algo import RotationConfig
 from quark.torch.quantization.config.match import assign
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.config.resolution import resolve_names
-from quark.torch.quantization.group_fit import fit_group_sizes, fit_super_blocks
+from quark.torch.quantization.group_fit import (
+    fit_group_sizes,
+    fit_rotation_size,
+    fit_super_blocks,
+)
 from quark.torch.quantization.nn.operators import is_operator
 
 SIZES = {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 1}
@@ -91,3 +96,25 @@ def test_layers_that_super_blocks_do_not_divide_take_another_scheme(build, confi
     wide = build("llama", hidden_size=256, intermediate_size=512)
     assert fit_super_blocks(wide, config) == (config, {})
     assert fit_super_blocks(model, config_of("int4_wo_32")) == (config_of("int4_wo_32"), {})
+
+
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "given", "expected"),
+    [
+        (96, 160, 32, None),
+        (48, 96, 32, 16),
+        (48, 96, None, None),
+        (40, 96, 64, 8),
+        (45, 96, 32, None),
+    ],
+)
+def test_rotations_divide_all_inputs(build, config_of, hidden, intermediate, given, expected):
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "head_dim": 16}
+    model = build("llama", **sizes)
+    rotation = RotationConfig(r1=False, rotation_size=given)
+    config = config_of("int4_wo_32", algo_config=[rotation])
+    fitted, size = fit_rotation_size(model, config)
+    assert size == expected
+    assert fitted.algo_config[0].rotation_size == (given if expected is None else expected)
+    assert config.algo_config == [rotation] and rotation.rotation_size == given  # unchanged
+    assert fit_rotation_size(model, config_of("int4_wo_32"))[1] is None
