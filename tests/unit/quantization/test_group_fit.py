@@ -105,7 +105,7 @@ def test_layers_that_super_blocks_do_not_divide_take_another_scheme(build, confi
         (48, 96, 32, 16),
         (48, 96, None, None),
         (40, 96, 64, 8),
-        (45, 96, 32, None),
+        (48, 45, 32, None),
     ],
 )
 def test_rotations_divide_all_inputs(build, config_of, hidden, intermediate, given, expected):
