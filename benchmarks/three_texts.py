@@ -70,6 +70,7 @@ PREPARATIONS: dict[str, list[dict[str, Any]]] = {
     "r1r2r4": [R1R2R4],
     "blocks": [BLOCKS],
     "prescaled": [PRESCALED],
+    "smoothed": [SMOOTH | {"alpha": 0.5}, BLOCKS],
 }
 # Scheme -> its preparations.
 SCHEMES = {
