@@ -168,8 +168,8 @@ class TestParts:
         stored = []
         make = ActivationStore._make
 
-        def note(store, index, shape, dtype, strides):
-            made = make(store, index, shape, dtype, strides)
+        def note(store, shape, dtype, strides):
+            made = make(store, shape, dtype, strides)
             stored.append((store.limit, store._size))
             return made
 

@@ -42,7 +42,7 @@ def test_every_scheme(dtype):
             assert y.dtype is dtype and bool(y.isfinite().all()), (spec, x[0, :2])
             # Saturation takes half of the largest values at most, unless scales are narrow.
             stored, large = spec.scheme.scale, x.abs() > 0.9 * x.abs().max()
-            is_wide = stored.dtype is not torch.float16 or dtype is torch.float16
+            is_wide = stored.stored_dtype is not torch.float16 or dtype is torch.float16
             if spec.fmt.scaled and (stored.fmt is None or stored.two_level) and is_wide:
                 assert bool((y / x)[large].gt(0.45).all()), (spec, x[0, :2])
             if not spec.is_dynamic and quantizer.scheme.fmt.scaled:
