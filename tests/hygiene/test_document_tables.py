@@ -1,4 +1,4 @@
-"""The tables of options in the documents have every option, and the defaults of the dataclasses."""
+"""Tables of the documents: options and defaults of the dataclasses, names of the registries."""
 
 import re
 from dataclasses import MISSING, fields
@@ -8,6 +8,7 @@ import pytest
 
 from quark.torch.algorithm.registry import ALGORITHMS
 from quark.torch.distillation import DistillationOptions
+from quark.torch.export.formats.registry import FORMATS
 from quark.torch.quantization.config import algo
 from quark.torch.quantization.config.graph import PassOptions, ShiftLimits
 
@@ -147,6 +148,13 @@ def test_all_algorithms_are_listed(algorithms):
     assert listed == {*ALGORITHMS, "smoothquant"}  # another name of smooth
     with_options = {name for name in ALGORITHMS if defaults(algo.ALGO_CONFIGS[name])}
     assert with_options == {name for classes in SECTIONS.values() for name in classes} - {"distill"}
+
+
+def test_all_formats_of_other_tools_are_listed(root):
+    text = (root / "docs/checkpoint-format.md").read_text(encoding="utf-8")
+    table = sections(text)["Formats of other tools"]
+    listed = [CODE.findall(cells[0])[0] for cells in rows(table, "`custom_mode`")]
+    assert sorted(listed) == sorted({*FORMATS} - {"quark"})
 
 
 def test_options_of_passes(passes):
