@@ -5,12 +5,15 @@ from dataclasses import MISSING, fields
 from fractions import Fraction
 
 import pytest
+import torch
 
+from quark.torch import register_custom_operators
 from quark.torch.algorithm.registry import ALGORITHMS
 from quark.torch.distillation import DistillationOptions
 from quark.torch.export.formats.registry import FORMATS
 from quark.torch.quantization.config import algo
 from quark.torch.quantization.config.graph import PassOptions, ShiftLimits
+from quark.torch.quantization.observer.registry import OBSERVER_METHODS, OBSERVERS
 
 CODE = re.compile(r"`([^`]+)`")
 HEADING = re.compile(r"^#+ ", re.MULTILINE)
@@ -155,6 +158,25 @@ def test_all_formats_of_other_tools_are_listed(root):
     table = sections(text)["Formats of other tools"]
     listed = [CODE.findall(cells[0])[0] for cells in rows(table, "`custom_mode`")]
     assert sorted(listed) == sorted({*FORMATS} - {"quark"})
+
+
+def test_observers(root):
+    text = sections((root / "docs/numerics.md").read_text(encoding="utf-8"))["Observers"]
+    table = [[CODE.findall(cell) for cell in cells[1:3]] for cells in rows(text, "observer")]
+    assert {name for _, classes in table for name in classes} <= {*OBSERVERS}
+    methods = {method: classes for methods, classes in table for method in methods}
+    assert methods.keys() == OBSERVER_METHODS.keys() - {"histogrampro"}  # the same as histogram
+    assert [m for m, classes in methods.items() if OBSERVER_METHODS[m] not in classes] == []
+
+
+def test_operators_of_graphs(root):
+    text = (root / "docs/compile.md").read_text(encoding="utf-8")
+    table = [(CODE.findall(names), what) for names, what in rows(text, "operator")]
+    in_programs = {name for names, what in table if "alone" not in what for name in names}
+    register_custom_operators()
+    schemas = [schema.name.split("::") for schema in torch._C._jit_get_all_schemas()]
+    registered = {name for namespace, name in schemas if namespace == "quark"}
+    assert in_programs <= registered <= {name for names, _ in table for name in names}
 
 
 def test_options_of_passes(passes):
