@@ -49,8 +49,8 @@ def find_algorithms(config: Config) -> list[tuple[Algorithm, AlgoConfig]]:
     """Return the algorithms of a configuration with their options, in order.
 
     Raises:
-        ValueError: An algorithm is not available, follows one that rounds weights, or changes
-            weights behind one that divides or prunes them.
+        ValueError: An algorithm is not available, follows one that rounds weights or corrects
+            biases, or changes weights behind one that divides or prunes them.
     """
     algorithms: list[tuple[Algorithm, AlgoConfig]] = []
     is_divided, pruning = False, None
@@ -70,11 +70,8 @@ def find_algorithms(config: Config) -> list[tuple[Algorithm, AlgoConfig]]:
             )
         if isinstance(options, PruningConfig):
             pruning = options.name
-        if isinstance(before, RoundingConfig):
-            raise ValueError(
-                f"algo_config: {options.name} follows {before.name}, which rounds weights for "
-                f"good. Put {before.name} last."
-            )
+        if isinstance(before, RoundingConfig | BiasCorrectionConfig):
+            raise ValueError(_order_problem(before, options))
         if options.name not in ALGORITHMS:
             raise ValueError(
                 f"Algorithm {options.name!r} is not available in this version "
@@ -82,6 +79,18 @@ def find_algorithms(config: Config) -> list[tuple[Algorithm, AlgoConfig]]:
             )
         algorithms.append((load_algorithm(options.name), options))
     return algorithms
+
+
+def _order_problem(before: AlgoConfig, options: AlgoConfig) -> str:
+    """Return why an algorithm cannot follow one that rounds weights or corrects biases."""
+    is_correction = [isinstance(given, BiasCorrectionConfig) for given in (before, options)]
+    is_rounding = [isinstance(given, RoundingConfig) for given in (before, options)]
+    reason, remedy = "which rounds weights for good", f"Put {before.name} last"
+    if is_correction[0]:
+        reason = "which corrects biases for the weights that it received"
+    if any(is_correction) and any(is_rounding):
+        remedy = "Leave bias_correction out: the other one minimizes the whole error of the outputs"
+    return f"algo_config: {options.name} follows {before.name}, {reason}. {remedy}."
 
 
 def check_algorithms(

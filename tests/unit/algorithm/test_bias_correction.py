@@ -8,6 +8,7 @@ from torch import nn
 
 from quark.torch.quantization.api import ModelQuantizer
 from quark.torch.quantization.config.config import (
+    AWQConfig,
     BiasCorrectionConfig,
     Config,
     GPTQConfig,
@@ -96,7 +97,17 @@ def test_no_bias_at_all_is_an_error():
     assert torch.equal(model[0].weight, weight)
 
 
-def test_it_comes_before_rounding():
+@pytest.mark.parametrize(
+    ("algorithms", "why"),
+    [
+        ([GPTQConfig(), CORRECTION], "bias_correction follows gptq, .* Leave bias_correction out"),
+        ([CORRECTION, GPTQConfig()], "gptq follows bias_correction, .* Leave bias_correction out"),
+        ([CORRECTION, AWQConfig()], "awq follows bias_correction, .* Put bias_correction last"),
+    ],
+    ids=["after rounding", "before rounding", "before rescaling"],
+)
+def test_it_comes_last_and_without_rounding(algorithms, why):
+    """Biases that fit other weights than the final ones would make the error larger."""
     model = nn.Sequential(nn.Linear(6, 5)).eval()
-    with pytest.raises(ValueError, match="bias_correction follows gptq"):
-        quantize(model, [torch.rand(3, 6)], GPTQConfig(), CORRECTION)
+    with pytest.raises(ValueError, match=why):
+        quantize(model, [torch.rand(3, 6)], *algorithms)
