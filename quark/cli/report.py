@@ -234,6 +234,7 @@ def _print_summary(numbers: dict[str, Any], output: Path) -> None:
     console.out.print()
     for sentence in numbers["verdict"]:
         console.say(sentence)
+    console.out.print()
     if numbers["worst"]:
         table = console.table("Worst layers")
         table.add_column("layer", overflow="fold")

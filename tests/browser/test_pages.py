@@ -13,6 +13,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from quark.cli.demo import material
@@ -21,7 +22,7 @@ from quark.demo.text import model_directory
 
 HERE, MODEL = Path(__file__).parent, model_directory()
 WINDOWS = ("--seq_len", 64, "--limit", 3)
-WIDTHS = pytest.mark.parametrize("width", [400, 1280])
+WIDTHS = pytest.mark.parametrize("width", [390, 1280])
 pytestmark = [
     pytest.mark.browser,
     pytest.mark.skipif(
@@ -44,6 +45,9 @@ def show(page, width):
     [shown] = measure([page], width)
     assert shown["errors"] == []
     assert shown["width"] <= width, "the page scrolls sideways"
+    assert shown["faults"] == [], "texts of charts"
+    if width < 700:
+        assert shown["sideways"] == [], "tables that scroll sideways"
     return shown
 
 
@@ -71,6 +75,10 @@ def test_a_report(width, report):
     shown = show(page, width)
     text = " ".join(shown["text"].split())
     assert all(" ".join(sentence.split()) in text for sentence in numbers["verdict"])
+    assert (
+        "Only 3 windows of text: each standard error (±) is itself uncertain by about 50%."
+        in (numbers["verdict"][3])
+    )
     assert all(layer["name"] in text for layer in numbers["layers"])
     assert all(" ".join(row["text"].split()) in text for row in numbers["advice"])
     by_layer = shown["charts"]["by-layer"]
@@ -82,14 +90,35 @@ def test_a_report(width, report):
 @WIDTHS
 def test_a_comparison(width, report, tmp_path):
     page, made = tmp_path / "page.html", report[0].parent
-    given = ("--dataset", made / "text.txt", *WINDOWS, "--layers")
-    quark("compare", MODEL, made / "int4", *given, "--output", page)
+    quark("quantize", "--model_dir", MODEL, "--output_dir", tmp_path / "int2",
+          "--quant_scheme", "int2_wo_32", "--skip_evaluation")  # fmt: skip
+    given = ("--dataset", made / "text.txt", *WINDOWS, "--layers", "--speed")
+    quark("compare", MODEL, made / "int4", tmp_path / "int2", *given, "--output", page)
     shown = show(page, width)
     numbers = json.loads(page.with_suffix(".json").read_text("utf-8"))
     perplexities = [f"{model['predictions']['perplexity']:.2f}" for model in numbers["models"]]
-    assert len(perplexities) == 2
+    assert len(perplexities) == 3
     assert all(figure in shown["text"] for figure in perplexities)
-    assert shown["charts"] and all("int4" in chart for chart in shown["charts"].values())
+    assert len(shown["charts"]) == 2
+    assert all("int4" in chart and "int2" in chart for chart in shown["charts"].values())
+    assert "Only 3 windows of text" in shown["text"]
+    assert "computed by the runtime exact of Quark" in shown["text"]
+
+
+@WIDTHS
+def test_many_blocks(width, tmp_path):
+    """The axis of a deep model with a long name shows the names that fit."""
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=40,
+        num_attention_heads=2, num_key_value_heads=2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "deep")
+    names = "--model_dir", tmp_path / "deep", "--output_dir", tmp_path / ("long-" * 8 + "name")
+    quark("quantize", *names, "--quant_scheme", "int4_wo_32", "--skip_evaluation")
+    quark("report", names[3], "--original", names[1], "--output", tmp_path / "page.html")
+    by_layer = show(tmp_path / "page.html", width)["charts"]["by-layer"]
+    assert "layers.0" in by_layer
+    assert 3 <= by_layer.count("layers.") <= (5 if width < 700 else 20)
 
 
 @WIDTHS
@@ -98,6 +127,7 @@ def test_the_page_of_the_demo(width, tmp_path, monkeypatch):
     quark("demo", "--schemes", "int8_wo,int2_wo_32", "--output", tmp_path / "page.html")
     shown = show(tmp_path / "page.html", width)
     assert all(name in shown["charts"]["sizes"] for name in ("int8_wo", "int2_wo_32"))
+    assert "1000" in shown["charts"]["sizes"]  # ticks of the logarithmic axis are whole numbers
     assert "Every model continues: Raise an exception if" in shown["text"]
 
 

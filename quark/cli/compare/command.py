@@ -181,6 +181,7 @@ def _compare_models(request: CompareRequest) -> None:
                 request.apply_chat_template,
             ),
             speed_tokens=SPEED_TOKENS if request.speed else 0,
+            runtime=request.runtime,
             tasks=tasks,
             layers=request.layers,
             trust_remote_code=request.trust_remote_code,

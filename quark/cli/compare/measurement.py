@@ -36,6 +36,7 @@ class Plan:
         tokenizer: Tokenizer of all models.
         prompt: Text to continue, or None.
         speed_tokens: Tokens that each model writes to measure its speed, 0 for no measurement.
+        runtime: How quantized layers compute: the value of ``--runtime``.
         tasks: The tasks of lm-evaluation-harness; None for none.
         layers: Whether the weights of each layer are compared.
         trust_remote_code: Whether Python code of a model may run.
@@ -51,6 +52,7 @@ class Plan:
     tokenizer: Any
     prompt: Prompt | None
     speed_tokens: int
+    runtime: str
     tasks: Tasks | None
     layers: bool
     trust_remote_code: bool
@@ -105,6 +107,7 @@ def measure_models(directories: dict[str, Path], plan: Plan) -> Comparison:
         Text(plan.source, *plan.windows.shape),
         "" if plan.prompt is None else plan.prompt.text,
         measured,
+        plan.runtime,
     )
 
 

@@ -22,6 +22,7 @@ NATS = 1000  # divergences are printed in thousandths of a nat
 def print_comparison(comparison: Comparison, output: Path | None) -> None:
     """Print the figures of all models, their continuations, and the layers with large errors."""
     from quark.torch.evaluation.tasks import Score
+    from quark.torch.report.advice import few_windows
 
     text, rows = comparison.text, comparison.models
     console.out.print("", _figure_table(rows))
@@ -30,8 +31,10 @@ def print_comparison(comparison: Comparison, output: Path | None) -> None:
         "of a nat per token. ± is the standard error.\n",
         style="dim",
     )
+    if few := few_windows(text.windows):
+        console.say(f"{few}\n")
     if rows[0].speed is not None:
-        console.out.print(_speed_table(rows), "", sep="\n")
+        console.out.print(_speed_table(rows, comparison.runtime), "", sep="\n")
     if rows[0].tasks:
         show_scores(
             {
@@ -89,8 +92,8 @@ def _figure_table(rows: list[ComparedModel]) -> Table:
     return table
 
 
-def _speed_table(rows: list[ComparedModel]) -> Table:
-    table = console.table("Speed and memory on this machine, one sequence")
+def _speed_table(rows: list[ComparedModel], runtime: str) -> Table:
+    table = console.table(f"Speed and memory on this machine, one sequence, runtime {runtime}")
     table.add_column("model", overflow="fold")
     has_device = any(row.speed and row.speed.device_memory is not None for row in rows)
     for column in ["prompt tokens/s", "new tokens/s", "memory", *["GPU memory"] * has_device]:

@@ -10,6 +10,7 @@ from quark.torch.report.layer import Layer
 from quark.torch.report.storage import FloatPart
 
 WORST = 5
+FEW_WINDOWS = 8  # from here on a standard error is known to about a quarter
 # Increase of perplexity -> what to call it.
 _GRADES = ((0.01, "hardly measurable"), (0.03, "a small loss"), (0.1, "a noticeable loss"))
 # Layers are ranked by the first of these that is known.
@@ -92,6 +93,22 @@ def _describe_change(predictions: Predictions) -> str:
     least, most = _grade(change - 2 * error), _grade(change + 2 * error)
     words = least if least == most else f"{least} or {most}, which a larger --limit can tell apart"
     return f"{change:+.1%} ± {error:.1%}: {words}"
+
+
+def few_windows(windows: int) -> str:
+    """Return a warning that standard errors are uncertain themselves; "" for enough windows.
+
+    The standard deviation of n normal values has the relative standard error 1/√(2(n − 1)).
+    """
+    if windows >= FEW_WINDOWS:
+        return ""
+    if windows == 1:
+        return "One window of text gives no standard errors. Use longer text or a larger --limit."
+    share = (2 * (windows - 1)) ** -0.5
+    return (
+        f"Only {windows} windows of text: each standard error (±) is itself uncertain by about "
+        f"{share:.0%}. Use longer text or a larger --limit."
+    )
 
 
 def _error(error: float | None) -> str:

@@ -55,11 +55,13 @@ class Comparison:
         text: Text that they were run on.
         prompt: Text that they continue, "" for none.
         models: The models.
+        runtime: How quantized layers compute: ``exact``, or another value of ``--runtime``.
     """
 
     text: Text
     prompt: str
     models: list[ComparedModel]
+    runtime: str = "exact"
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain JSON types."""

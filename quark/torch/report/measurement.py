@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.torch.evaluation.predictions import Reference
+from quark.torch.evaluation.predictions import Predictions, Reference
 from quark.torch.evaluation.scripts import read_shares
 from quark.torch.export.checkpoint.config_json import notes_of
 from quark.torch.export.checkpoint.reader import Loading
@@ -44,7 +44,7 @@ from quark.torch.report.activations import (
     output_error,
     sample_of,
 )
-from quark.torch.report.advice import is_harmless, ranked, verdict, worst_layers
+from quark.torch.report.advice import few_windows, is_harmless, ranked, verdict, worst_layers
 from quark.torch.report.contents import Report, Text
 from quark.torch.report.continuation import Prompt
 from quark.torch.report.layer import Layer
@@ -178,6 +178,14 @@ def _describe_text(text: TextRun | None, source: str, model: nn.Module) -> dict[
     }
 
 
+def _describe_few_windows(text: Text | None, predictions: Predictions | None) -> list[str]:
+    """Return a warning about standard errors from few windows; empty where there are none."""
+    if text is None or predictions is None or predictions.change_error is None:
+        return []
+    few = few_windows(text.windows)
+    return [few] if few else []
+
+
 def _report(loading: Loading, layers: list[Layer], **known: Any) -> Report:
     """Return the report; ``known`` has the figures that come from other sources."""
     model, config = loading.model, loading.fmt.config
@@ -191,6 +199,7 @@ def _report(loading: Loading, layers: list[Layer], **known: Any) -> Report:
         bytes=total,
         verdict=[
             *verdict(total, known["original_bytes"], known["predictions"], layers, floats),
+            *_describe_few_windows(known["text"], known["predictions"]),
             *([describe_agreement(known["routers"])] if known["routers"] else []),
             *([describe_unseen_inputs(known["unseen"])] if known["unseen"] else []),
         ],

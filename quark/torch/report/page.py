@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quark.torch.evaluation.scripts import describe_scripts
+from quark.torch.report.advice import few_windows
 
 # The bundle of plotly.js with scatter, bar and pie, as npm's plotly.js-basic-dist-min has it.
 PLOTLY = "plotly/plotly-basic-4.1.1.min.js.gz"
@@ -63,6 +64,7 @@ def _render(template: str, report: dict[str, Any], generator: str = GENERATOR, *
     environment.filters |= {
         "percent": _percent,
         "decimals": _decimals,
+        "few_windows": few_windows,
         "scripts": describe_scripts,
     }
     numbers = gzip.compress(json.dumps(report).encode(), mtime=0)  # the same bytes at any time

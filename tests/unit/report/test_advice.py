@@ -9,7 +9,7 @@ from quark.torch.evaluation.predictions import Predictions
 from quark.torch.quantization.config.description import LayerDescription
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.report.activations import Channel, Inputs
-from quark.torch.report.advice import is_harmless, ranked, verdict
+from quark.torch.report.advice import few_windows, is_harmless, ranked, verdict
 from quark.torch.report.layer import Layer
 from quark.torch.report.remedies import remedies
 from quark.torch.report.storage import FloatPart, kind_of, kinds
@@ -156,6 +156,20 @@ def test_the_verdict(perplexity, error, grade):
     assert "90.0% ± 2.0%" in said[2]
     (larger, *_) = verdict(40_000, 10_000, predictions, [layer(bits=4.25)], floats)
     assert larger == "The model is 4.0 times as large as the original."
+
+
+@pytest.mark.parametrize("windows", [2, 4, 7])
+def test_few_windows(windows):
+    """The uncertainty of a standard error, against that of draws."""
+    draws = torch.randn(20_000, windows, generator=torch.Generator().manual_seed(0)).std(dim=1)
+    share = int(few_windows(windows).split("about ")[1].split("%")[0]) / 100
+    # The formula is that of many values: of two it is a little less than the ratio of draws.
+    assert share == pytest.approx(float(draws.std() / draws.mean()), rel=0.1)
+
+
+def test_enough_windows_and_one():
+    assert few_windows(8) == ""
+    assert few_windows(1).startswith("One window of text gives no standard errors.")
 
 
 def test_rotated_layers_are_mentioned():
