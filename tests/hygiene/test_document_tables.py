@@ -75,7 +75,7 @@ def literal(text):
 
 
 def stated(cell, names, algorithm):
-    """What the cell of the default states for each of some options of an algorithm."""
+    """Return the default that a table has for each of some options of an algorithm."""
     for part in cell.split("; "):
         owner = re.match(r"`(\w+)`: ", part)
         if owner is None:
@@ -103,7 +103,7 @@ def is_default(text, default, same):
 
 
 def problems(text, classes):
-    """What a section lacks, or states otherwise than the dataclasses."""
+    """Return the differences between a section and the dataclasses."""
     named = set()
     for names_cell, cell, *_ in rows(text, "option"):
         names = CODE.findall(names_cell)

@@ -122,7 +122,7 @@ class Journal:
         return _count(self._steps) > 0
 
     def describe(self) -> str:
-        """Return what is finished, such as ``12 finished blocks``; empty if nothing is."""
+        """Return the finished work as text, such as ``12 finished blocks``; empty without any."""
         count = self.finished
         blocks = [f"{count} finished block{'s' if count > 1 else ''}"] if count else []
         return " and ".join([*blocks, *(["the last measured step"] if self.has_steps else [])])

@@ -39,7 +39,7 @@ def write_directory(
         tokenizer: Tokenizer to write, or None.
 
     Raises:
-        OSError: The disk is too full, or a tensor was not written as it is.
+        OSError: The disk is too full, or a tensor was not written unchanged.
         ValueError: The model cannot be held.
     """
     if residency_of(model) is None:

@@ -143,7 +143,7 @@ def _fits(value: Any, kind: Any, words: Mapping[Any, str]) -> bool:
 
 
 def _kind(kind: Any) -> Any:
-    """Return the type that JSON has for an abstract one; others as they are."""
+    """Return the type that JSON has for an abstract one; another type unchanged."""
     return _KINDS.get(kind, kind)
 
 
