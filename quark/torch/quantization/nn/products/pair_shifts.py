@@ -42,7 +42,7 @@ def without_shifts(state: QuantizedTensor) -> QuantizedTensor:
     )
     scale = scales.amax(-1, keepdim=True) / 2
     codes = state.codes << _shifts(scales, fmt.sub_block).to(state.codes.dtype)
-    return QuantizedTensor(spec, codes, scale.squeeze(-1), None)
+    return QuantizedTensor(spec, codes, scale.squeeze(-1), None, order=state.order)
 
 
 def with_shifts(codes: torch.Tensor, state: QuantizedTensor) -> torch.Tensor:
@@ -61,7 +61,8 @@ def with_shifts(codes: torch.Tensor, state: QuantizedTensor) -> torch.Tensor:
 def _pair_scales(state: QuantizedTensor) -> torch.Tensor | None:
     """Return the scales of the pairs of each block, (outputs, blocks, pairs); None without any."""
     fmt, codes, scale = state.scheme.fmt, state.codes, state.scale
-    if not fmt.sub_block or codes is None or codes.dim() != 2 or scale is None:
+    has_shifts = fmt.sub_block and not state.spec.quantizes_codes
+    if not has_shifts or codes is None or codes.dim() != 2 or scale is None:
         return None
     outputs, inputs = codes.shape
     pairs = fmt.block // fmt.sub_block
