@@ -10,8 +10,6 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from quark.torch.numerics.native import compilation
-
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read once, when Triton is imported
 
@@ -51,12 +49,6 @@ def pytest_ignore_collect(collection_path, config):
     if config.option.markexpr == "smoke" and collection_path.suffix == ".py":
         return True if collection_path.parent.name != "smoke" else None
     return None
-
-
-@pytest.fixture(autouse=True)
-def kernels_of_each_test(monkeypatch):
-    """Undo ``spare_memory``, which leaves out kernels for the rest of a process."""
-    monkeypatch.setattr(compilation._Spared, "is_set", False)
 
 
 def pytest_collection_finish():
