@@ -2,6 +2,7 @@
 
 import gc
 import os
+import zlib
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
@@ -49,6 +50,15 @@ def pytest_ignore_collect(collection_path, config):
     if config.option.markexpr == "smoke" and collection_path.suffix == ".py":
         return True if collection_path.parent.name != "smoke" else None
     return None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Leave most cases of large matrices to the night. Their names decide, not their order."""
+    for item in items:
+        marker = item.get_closest_marker("sampled")
+        if marker and zlib.crc32(item.nodeid.encode()) % marker.args[0]:
+            item.add_marker("nightly")
 
 
 def pytest_collection_finish():
