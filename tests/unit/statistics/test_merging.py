@@ -123,7 +123,7 @@ def test_gptq_does_the_same(name, collected, build, config_of):
     makes = MIXTURE if name == "mixtral" else {}
     expected = quantized(build(name, **makes), config, whole)
     found = quantized(build(name, **makes), config, merge_statistics(parts))
-    # A sum in another order may turn a tie, and the codes behind it; another Gram turns nine of ten.
+    # A sum in another order may turn a tie, and codes after it; another Gram turns nine of ten.
     for key, tensor in expected.items():
         same = torch.isclose(found[key], tensor, rtol=1e-4, atol=1e-5)
         assert same.float().mean() > 0.95, key
