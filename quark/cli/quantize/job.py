@@ -143,6 +143,8 @@ def _quantize(request: Request, described: dict[str, Any]) -> None:
         announce = note_output(request, journal)
         model = _load(request, request.model_dir, devices[0], in_float=True)
         check_writable(request, model, config)
+        if request.use_cache:
+            model_checks.check_cache(model)  # with values, which steps may depend on
         with console.stage("reading data"):
             calibration = read_batches(request, kind, reader, length) if is_calibrated else None
             measures = prepare_measures(request, described, tokenizer) if rank() == 0 else None
@@ -240,6 +242,8 @@ def _evaluate_unchanged(request: Request, described: dict[str, Any]) -> None:
         source = request.reload_dir if request.model_reload else request.model_dir
         model = _load(request, source, device)
     check_writable(request, model, None)
+    if request.use_cache:
+        model_checks.check_cache(model)
     measures = prepare_measures(request, described, tokenizer)
     figures = None if measures is None else measures.figures(model, "the model")
     write(request, model, tokenizer, str(described.get("model_type", "model")))
