@@ -1,4 +1,4 @@
-r"""Quantize weights and inputs to MXFP4, behind rotations, with GPTQ.
+r"""Quantize weights and inputs to MXFP4, after rotations, with GPTQ.
 
     python examples/rotated_mxfp4.py --output_dir OUT
     python examples/rotated_mxfp4.py --model_dir MODEL --output_dir OUT
