@@ -55,6 +55,7 @@ AWQ: dict[str, Any] = {"name": "awq"}
 SMOOTH: dict[str, Any] = {"name": "smooth", "alpha": 1}
 R1R2: dict[str, Any] = {"name": "rotation", "r1": True, "r2": True}
 R1R2R4: dict[str, Any] = {**R1R2, "r4": True}
+HALF = SMOOTH | {"alpha": 0.5}
 _ALL_INPUTS = {"online_rotation_layers": ["*"]}
 BLOCKS: dict[str, Any] = {"name": "rotation", "r1": False, "rotation_size": 32}
 BLOCKS |= {"online_config": _ALL_INPUTS}
@@ -70,7 +71,9 @@ PREPARATIONS: dict[str, list[dict[str, Any]]] = {
     "r1r2r4": [R1R2R4],
     "blocks": [BLOCKS],
     "prescaled": [PRESCALED],
-    "smoothed": [SMOOTH | {"alpha": 0.5}, BLOCKS],
+    "half": [HALF],
+    "smoothed": [HALF, BLOCKS],
+    "smoothed16": [HALF, BLOCKS | {"rotation_size": 16}],
 }
 # Scheme -> its preparations.
 SCHEMES = {

@@ -1,10 +1,10 @@
-r"""Quantize weights and inputs to MXFP4, after rotations, with GPTQ.
+r"""Quantize weights and inputs to MXFP4 by its recipe: SmoothQuant, rotations of inputs, GPTQ.
 
     python examples/rotated_mxfp4.py --output_dir OUT
     python examples/rotated_mxfp4.py --model_dir MODEL --output_dir OUT
 
 MODEL is a directory, or a name on the Hugging Face Hub; without it, the model of this package. OUT
-is a checkpoint for Transformers and vLLM.
+is a checkpoint for Transformers, where this package is imported: it adds the rotations.
 """
 
 import argparse
@@ -31,10 +31,10 @@ def main() -> None:
     windows = token_windows(calibration_documents(), tokenizer, TOKENS, count)
     print(f"perplexity before: {perplexity(model, windows[:HELD_OUT]):.3f}")
 
-    # Rotations spread outliers over all channels, where scales that are powers of two lose less.
-    # They merge into weights. For nvfp4, whose scales are finer, take "awq" in their place.
-    template = LLMTemplate.get(model.config.model_type)
-    config = template.get_config(scheme="mxfp4", algorithm=["rotation", "gptq"])
+    # SmoothQuant makes outliers of inputs smaller. Then each block of 32 inputs, which share a
+    # scale, is rotated in the forward pass, so that what is left of outliers stays in its block.
+    # In nvfp4, whose blocks of 16 have finer scales, rotations lose: take get_recipe("nvfp4").
+    config = LLMTemplate.get(model.config.model_type).get_recipe("mxfp4")
     quantizer = ModelQuantizer(config)
     model = quantizer.freeze(quantizer.quantize_model(model, windows[HELD_OUT:].split(1)))
     print(f"perplexity after: {perplexity(model, windows[:HELD_OUT]):.3f}")
