@@ -1,6 +1,7 @@
 """Products of packed weights alone, beside float layers and other software.
 
     python benchmarks/products.py --peer torchao --peer onnxruntime
+    python benchmarks/products.py --schemes fp8,mxfp4 --runtimes fast --rows 128
 
 The weights are those of the linear layers of four blocks of the model of ``inference.py``. Each
 process runs all layers with one row of inputs (a token is generated) and with 128 to 2048 (a prompt
@@ -45,16 +46,19 @@ def linear_layers(model: Any) -> list[torch.nn.Module]:
     return [module for name, module in layers if name.endswith("_proj")]
 
 
-def time_layers(processes: dict[str, tuple[Sequence[Layer], torch.dtype]], rounds: int) -> Figures:
+def time_layers(
+    processes: dict[str, tuple[Sequence[Layer], torch.dtype]], counts: list[int], rounds: int
+) -> Figures:
     """Return CPU milliseconds of all layers for each number of rows, in alternation.
 
     Args:
         processes: Name -> layers, in the same order, and the type of their inputs.
+        counts: Numbers of rows.
         rounds: Number of rounds.
     """
     weights = [layer.weight for layer in processes["float32"][0]]  # type: ignore[attr-defined]
     figures: Figures = {name: {} for name in processes}
-    for rows in ROWS:
+    for rows in counts:
         work = {}
         for name, (layers, dtype) in processes.items():
             inputs = [torch.randn(rows, weight.shape[1], dtype=dtype) for weight in weights]
@@ -89,19 +93,21 @@ def _layers_in(dtype: torch.dtype) -> torch.nn.Sequential:
     return torch.nn.Sequential(*(make(i, o) for o, i in outputs_inputs * BLOCKS))
 
 
-def measure_schemes(folder: str, schemes: list[str], rounds: int) -> Figures:
+def measure_schemes(
+    folder: str, schemes: list[str], runtimes: list[str], counts: list[int], rounds: int
+) -> Figures:
     """Measure the runtimes of schemes."""
     from quark.torch.export.recognition import load_checkpoint
 
     processes = float_layers()
     for scheme in schemes:
-        for runtime in RUNTIMES:
+        for runtime in runtimes:
             layers = linear_layers(load_checkpoint(f"{folder}/{scheme}", runtime=runtime).eval())
             processes[f"{scheme}, {runtime}"] = layers, torch.bfloat16
-    return time_layers(processes, rounds)
+    return time_layers(processes, counts, rounds)
 
 
-def measure_torchao(rounds: int) -> Figures:
+def measure_torchao(counts: list[int], rounds: int) -> Figures:
     """Measure the weight-only formats of torchao."""
     from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
@@ -112,17 +118,17 @@ def measure_torchao(rounds: int) -> Figures:
         layers = _layers_in(torch.bfloat16)
         quantize_(layers, config)
         processes[name] = layers, torch.bfloat16
-    return time_layers(processes, rounds)
+    return time_layers(processes, counts, rounds)
 
 
-def measure_onnxruntime(rounds: int) -> Figures:
+def measure_onnxruntime(counts: list[int], rounds: int) -> Figures:
     """Measure MatMulNBits of ONNX Runtime with random codes."""
     processes = float_layers()
     weights = [layer.weight for layer in processes["float32"][0]]  # type: ignore[attr-defined]
     for name, level in ONNX_LEVELS.items():
         layers = [_matmul_nbits(*weight.shape, level) for weight in weights]
         processes[name] = layers, torch.float32
-    return time_layers(processes, rounds)
+    return time_layers(processes, counts, rounds)
 
 
 def _matmul_nbits(outputs: int, inputs: int, level: int) -> Layer:
@@ -160,9 +166,8 @@ def _matmul_nbits(outputs: int, inputs: int, level: int) -> Layer:
 def rows_of(label: str, figures: Figures) -> list[list[object]]:
     """Return the rows of a table; ratios are speeds in those of float32."""
     own = figures["float32"]
-    rows = [str(count) for count in ROWS]
     return [
-        [label, name, *(v for r in rows for v in (row[r], own[r] / row[r]))]
+        [label, name, *(v for r in row for v in (row[r], own[r] / row[r]))]
         for name, row in figures.items()
     ]
 
@@ -171,30 +176,37 @@ def main() -> None:
     """Print a table of all schemes, runtimes and peers."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--schemes", default=",".join(SCHEMES))
+    parser.add_argument("--runtimes", default=",".join(RUNTIMES))
+    parser.add_argument(
+        "--rows", default=",".join(map(str, ROWS)), help="numbers of rows of inputs"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peer", choices=["torchao", "onnxruntime"], action="append", default=[])
     flags = parser.parse_args()
-    schemes = flags.schemes.split(",")
+    schemes, runtimes = flags.schemes.split(","), flags.runtimes.split(",")
+    counts = [int(count) for count in flags.rows.split(",")]
     folder = tempfile.mkdtemp(prefix="products-")
     rows: list[list[object]] = []
     try:
         say("writing models")
         in_fresh_process("products.py", "write", folder, schemes)
         say("quark")
-        figures = in_fresh_process("products.py", "schemes", folder, schemes, flags.rounds)
+        figures = in_fresh_process(
+            "products.py", "schemes", folder, schemes, runtimes, counts, flags.rounds
+        )
         rows += rows_of("quark", figures)
         for peer in flags.peer:
             from peers import environment
 
             say(peer)
             python = environment(peer)
-            figures = in_fresh_process("products.py", peer, flags.rounds, python=python)
+            figures = in_fresh_process("products.py", peer, counts, flags.rounds, python=python)
             rows += rows_of(peer, figures)
     finally:
         shutil.rmtree(folder)
     print(machine(), "\n")
     head = ["software", "weights"]
-    head += [c for r in ROWS for c in (f"{r} rows, ms", ": float32")]
+    head += [c for r in counts for c in (f"{r} rows, ms", ": float32")]
     print(markdown("Products of four blocks", head, rows))
 
 

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import zlib
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
@@ -9,8 +10,6 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-
-from quark.torch.numerics.native import compilation
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read once, when Triton is imported
@@ -53,10 +52,13 @@ def pytest_ignore_collect(collection_path, config):
     return None
 
 
-@pytest.fixture(autouse=True)
-def kernels_of_each_test(monkeypatch):
-    """Undo ``spare_memory``, which leaves out kernels for the rest of a process."""
-    monkeypatch.setattr(compilation._Spared, "is_set", False)
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Leave most cases of large matrices to the night. Their names decide, not their order."""
+    for item in items:
+        marker = item.get_closest_marker("sampled")
+        if marker and zlib.crc32(item.nodeid.encode()) % marker.args[0]:
+            item.add_marker("nightly")
 
 
 def pytest_collection_finish():

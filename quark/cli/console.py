@@ -84,7 +84,7 @@ def show_json_only(wanted: bool) -> None:
 
 
 def open_log_file(path: Path | None) -> None:
-    """Write the log to a file too for the rest of the session, behind what it holds.
+    """Write the log to a file too for the rest of the session, after what it holds.
 
     Raises:
         typer.BadParameter: It cannot be written.

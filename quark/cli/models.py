@@ -293,6 +293,23 @@ def check_text(source: str | None, flag: str) -> None:
         raise wrong(flag, str(error)) from None
 
 
+def check_template(source: str | None, flag: str, reader: Any) -> None:
+    """Check that a tokenizer or processor has a chat template, if a text has conversations.
+
+    Raises:
+        typer.BadParameter: It has none.
+    """
+    from quark.torch.evaluation.datasets import split_shares
+    from quark.torch.evaluation.samples import check_template, kind_of_source
+
+    names = [] if source is None else [name for name, _ in split_shares(source)]
+    try:
+        if any(kind_of_source(name) == "messages" for name in names):
+            check_template(reader)
+    except (OSError, ValueError) as error:
+        raise wrong(flag, str(error)) from None
+
+
 def text_windows(
     source: str | None, flag: str, tokenizer: Any, length: int, limit: int, held_out: bool
 ) -> torch.Tensor:

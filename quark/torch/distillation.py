@@ -1,4 +1,4 @@
-"""A finish behind quantization: scales and norms train against the predictions of the float model.
+"""A finish after quantization: scales and norms train against the predictions of the float model.
 
 Codes stay. A weight is linear in its scales once the codes are fixed, so a scale s trains as the
 ratio r = s' / s: the weight is W r. Source: quantization-aware distillation (arXiv 2601.20088) for
@@ -75,7 +75,7 @@ class Distillation:
 
     Attributes:
         before: Mean KL(float ‖ quantized) at a position of the sequences kept back, nats.
-        after: Likewise, behind the best step; ``before`` if no step was better.
+        after: Likewise, after the best step; ``before`` if no step was better.
         change_error: Standard error of ``after - before``, paired over sequences; None of one.
         steps: Steps that ran.
         best: The step whose scales and norms the model has; 0 if none was better.
@@ -112,7 +112,7 @@ def distill(
         batches: Data for the model; at least two sequences. The last ones are kept back.
         options: Options; None for the default ones.
         journal: That of the ``ModelQuantizer`` which has quantized the model: a run that was killed
-            goes on behind its last measurement, to the same bits. None: the finish begins anew.
+            goes on after its last measurement, to the same bits. None: the finish begins anew.
 
     Raises:
         ValueError: The model is read in parts or not frozen, several processes run, nothing can
@@ -215,8 +215,8 @@ class _Progress(NamedTuple):
         step: Steps that ran.
         best_step: The step whose parameters are the best; 0 if none was better than none.
         first: Divergence of each sequence that is kept back before any step, (sequences,).
-        best: Likewise, behind the best step.
-        state: The parameters behind the best step.
+        best: Likewise, after the best step.
+        state: The parameters after the best step.
     """
 
     step: int
@@ -226,7 +226,7 @@ class _Progress(NamedTuple):
     state: dict[str, torch.Tensor]
 
     def behind(self, step: int, figures: torch.Tensor, trained: TrainedParameters) -> _Progress:
-        """Return the progress behind a step that was measured, with these figures."""
+        """Return the progress after a step that was measured, with these figures."""
         if figures.mean() < self.best.mean():
             return _Progress(step, step, self.first, figures, trained.state())
         return self._replace(step=step)
@@ -336,7 +336,7 @@ class _Run:
         means: Mapping[str, torch.Tensor],
         squares: Mapping[str, torch.Tensor],
     ) -> None:
-        """Set what ``state`` has returned behind a step."""
+        """Set what ``state`` has returned after a step."""
         self.trained.restore(values)
         for name, parameter in self.trained.parameters.items():
             moments = {"exp_avg": means[name], "exp_avg_sq": squares[name]}

@@ -200,6 +200,7 @@ EXPERTS = {
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["fp8", "floats"])
 @pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.sampled(2)
 def test_experts(tmp_path, build, quantize, run_onnx, unchanged, name, kind):
     """A few tokens leave experts without any."""
     sizes = {"num_hidden_layers": 1, "num_experts_per_tok": 2, "initializer_range": 0.3}

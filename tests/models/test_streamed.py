@@ -1,5 +1,6 @@
 """Models that are read from files when they are used: the same bits as those in memory."""
 
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from quark.torch.evaluation.perplexity import perplexity
 from quark.torch.export.checkpoint.streamed_model import stream_model
 from quark.torch.export.recognition import load_checkpoint
 from quark.torch.graph.residency import residency_of, resident
+from quark.torch.numerics.native.memory import spares_memory
 from quark.torch.quantization.config import algo
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.presets import scheme
@@ -161,6 +163,25 @@ def test_a_quantized_model(mode, batches, tmp_path):
         assert torch.equal(model(windows).logits, expected(windows).logits)
     whole = sum(t.nbytes for t in expected.state_dict().values())
     assert 0 < cache.peak < whole * 0.7
+
+
+@pytest.mark.parametrize("is_quantized", [False, True])
+def test_kernels_are_left_out_while_a_model_under_a_bound_lives(
+    is_quantized, tmp_path, monkeypatch
+):
+    build(small_config("llama")).save_pretrained(tmp_path / "model")
+    source = tmp_path / ("out" if is_quantized else "model")
+    if is_quantized:
+        config = Config(scheme("int8_wo"), exclude=["lm_head"])
+        ModelQuantizer(config).direct_quantize_checkpoint(str(tmp_path / "model"), str(source))
+    monkeypatch.delitem(sys.modules, "numba", raising=False)
+    with_bound = load_checkpoint(source, max_memory=1 << 40)
+    assert spares_memory()
+    del with_bound
+    gc.collect()
+    assert not spares_memory()
+    load_checkpoint(source)
+    assert not spares_memory()
 
 
 def test_a_tied_head_is_read_once(batches, tmp_path):

@@ -216,7 +216,7 @@ def _show_next(shown: Demonstration, output_dir: Path | None, page: Path, second
     )
     console.say(
         f"\nDone in {seconds:.0f} s. Lower perplexity is better, and ± is a standard error. "
-        f"{shown.size_hint} {escape(where)}\n"
+        f"{shown.hint} {escape(where)}\n"
         f"\nPage, with what each model writes: {escape(str(page))}\n\nWith your own model:\n"
     )
     console.show_code(

@@ -32,7 +32,7 @@ class Demonstration:
         prompt: Text that the models continue, or a question.
         is_question: Whether the prompt is a question for a chat.
         new_tokens: Maximum length of the answer.
-        size_hint: What is said of the size of the model.
+        hint: What else a reader should know of the losses.
         dtype: Type that the model is loaded in, ``auto`` for the stored one.
     """
 
@@ -41,7 +41,7 @@ class Demonstration:
     prompt: str
     is_question: bool
     new_tokens: int
-    size_hint: str
+    hint: str
     dtype: str
 
 
@@ -54,7 +54,7 @@ SHIPPED = Demonstration(
     "Raise an exception if",
     False,
     24,
-    "Larger models lose much less than this small one.",
+    "A model trained on more text may lose more, which --real shows.",
     "auto",
 )
 REAL = Demonstration(

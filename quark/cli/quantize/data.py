@@ -6,6 +6,8 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from quark.cli import models
 from quark.cli.console import wrong
 from quark.cli.quantize.outline import reads_text
@@ -78,13 +80,68 @@ def describe(request: Request, kind: Kind | None, length: int) -> str:
     return f"up to {request.num_calib_data} {what}: {request.dataset}"
 
 
-def read_batches(request: Request, kind: Kind | None, tokenizer: Any, length: int) -> list[Any]:
-    """Return the calibration batches of a request.
+def check_texts(request: Request, is_calibrated: bool) -> None:
+    """Check that the texts of a request exist and can be read, without reading them.
+
+    Raises:
+        typer.BadParameter: One cannot.
+    """
+    if is_calibrated:
+        models.check_text(request.dataset, "--dataset")
+    if not request.skip_evaluation:
+        models.check_text(request.eval_data, "--eval_data")
+
+
+def find_tokenizer(request: Request, is_calibrated: bool) -> Any:
+    """Return the tokenizer of the model; None if it has none and no text is read.
+
+    Args:
+        request: The flags.
+        is_calibrated: Whether windows of text calibrate the model.
+
+    Raises:
+        typer.BadParameter: It is missing, or has no chat template for the conversations of
+            ``--eval_data``.
+    """
+    try:
+        tokenizer = models.load_tokenizer(
+            request.model_dir, "--model_dir", request.trust_remote_code
+        )
+    except typer.BadParameter:
+        if is_calibrated or not request.skip_evaluation:
+            raise
+        return None
+    if not request.skip_evaluation:
+        models.check_template(request.eval_data, "--eval_data", tokenizer)
+    return tokenizer
+
+
+def find_reader(request: Request, kind: Kind | None, tokenizer: Any) -> Any:
+    """Return what reads the calibration data: the tokenizer, or the processor of the model.
 
     Args:
         request: The flags.
         kind: Result of ``kind_of_dataset``.
         tokenizer: Tokenizer of the model; None where ``kind`` is not.
+
+    Raises:
+        typer.BadParameter: The model has no processor, or no chat template for conversations.
+    """
+    reader = tokenizer
+    if kind is not None:
+        remote = request.trust_remote_code
+        reader = models.load_processor(request.model_dir, "--model_dir", remote)
+    models.check_template(request.dataset, "--dataset", reader)
+    return reader
+
+
+def read_batches(request: Request, kind: Kind | None, reader: Any, length: int) -> list[Any]:
+    """Return the calibration batches of a request.
+
+    Args:
+        request: The flags.
+        kind: Result of ``kind_of_dataset``.
+        reader: Result of ``find_reader``.
         length: Tokens per window of text.
 
     Raises:
@@ -96,13 +153,12 @@ def read_batches(request: Request, kind: Kind | None, tokenizer: Any, length: in
 
     if kind is None:
         windows = models.text_windows(
-            request.dataset, "--dataset", tokenizer, length, request.num_calib_data, False
+            request.dataset, "--dataset", reader, length, request.num_calib_data, False
         )
         return [*torch.split(windows, request.batch_size)]
     assert request.dataset is not None
-    processor = models.load_processor(request.model_dir, "--model_dir", request.trust_remote_code)
     try:
         samples = read_samples(request.dataset, request.num_calib_data)
-        return make_batches(samples, processor, length)
+        return make_batches(samples, reader, length)
     except (ImportError, OSError, ValueError) as error:
         raise wrong("--dataset", f"{error}.".replace("..", ".")) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,17 +101,16 @@ def quantize_files(
 
     from quark.torch.export.containers.safetensors import CopiedFiles
     from quark.torch.export.file_to_file import quantize_files
-    from quark.torch.numerics.native.compilation import spare_memory
+    from quark.torch.numerics.native.memory import spare_memory
 
-    if request.max_memory is not None:
-        spare_memory()
     settings = replace(export_settings(request, tokenizer), announce=announce)
     if not is_known_architecture(request, described):
         settings = replace(settings, tokenizer=CopiedFiles(request.model_dir))
     settings = replace(settings, card=card.write)
     outcome = Outcome()
     start = time.monotonic()
-    with console.stage("quantizing"):
+    spares = nullcontext() if request.max_memory is None else spare_memory()
+    with console.stage("quantizing"), spares:
         model = quantize_files(
             config,
             request.model_dir,

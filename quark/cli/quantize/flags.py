@@ -121,7 +121,7 @@ class AlgorithmFlags:
         Literal["distill"] | None,
         _algorithm(
             metavar="NAME",
-            help="Work behind quantization: distill trains scales and norms against the "
+            help="Work after quantization: distill trains scales and norms against the "
             "predictions of the original, on the calibration data.",
         ),
     ] = None

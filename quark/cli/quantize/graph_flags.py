@@ -32,7 +32,7 @@ class GraphFlags:
     ] = False
     fused_activations: Annotated[
         bool,
-        _graph(help="Quantize behind activations such as PReLU and GELU alone, not before them."),
+        _graph(help="Quantize after activations such as PReLU and GELU alone, not before them."),
     ] = False
     float_outputs: Annotated[
         bool, _graph(help="Leave the values that the graph returns in float.")

@@ -22,6 +22,7 @@ from quark.cli.process_group import rank
 from quark.cli.quantize.config import make_config, needs_data
 from quark.cli.quantize.flags import AlgorithmFlags
 from quark.cli.quantize.graph_flags import GraphFlags
+from quark.cli.quantize.model_checks import check_patterns
 from quark.cli.quantize.python_entry import build_graph
 from quark.cli.quantize.request import Request
 from quark.cli.quantize.scheme_flags import SchemeFlags
@@ -67,6 +68,7 @@ def run_graph(request: Request) -> None:
         else:
             batch = data[0] if data else None
             graph = build_graph(request.entry, request.trust_remote_code, batch)
+    check_patterns(request, graph, config)
     quantizer = ModelQuantizer(config, offload_dir=request.offload_dir)
     start = time.monotonic()
     with console.stage("quantizing"):

@@ -20,7 +20,14 @@ from quark.cli.process_group import rank, wait_for_all
 from quark.cli.quantize import model_checks
 from quark.cli.quantize.card import CardFacts
 from quark.cli.quantize.config import fit_groups, make_config, needs_data
-from quark.cli.quantize.data import describe, kind_of_dataset, read_batches
+from quark.cli.quantize.data import (
+    check_texts,
+    describe,
+    find_reader,
+    find_tokenizer,
+    kind_of_dataset,
+    read_batches,
+)
 from quark.cli.quantize.file_job import (
     goes_through_files,
     is_known_architecture,
@@ -125,17 +132,21 @@ def _quantize(request: Request, described: dict[str, Any]) -> None:
         return
     is_calibrated = needs_data(config, statistics is not None) or request.finish is not None
     kind = kind_of_dataset(request, outline) if is_calibrated else None
+    check_texts(request, is_calibrated)
     show_plan(request, config, described, source, describe(request, kind, length), outline)
     plan = _plan(request, described, config, devices, length, is_calibrated)
     if _stops_at(request, plan):
         return
-    tokenizer = _find_text(request, is_calibrated and kind is None)
+    tokenizer = find_tokenizer(request, is_calibrated and kind is None)
+    reader = find_reader(request, kind, tokenizer) if is_calibrated else None
     with open_journal(request, config) as journal:
         announce = note_output(request, journal)
         model = _load(request, request.model_dir, devices[0], in_float=True)
         check_writable(request, model, config)
+        if request.use_cache:
+            model_checks.check_cache(model)  # with values, which steps may depend on
         with console.stage("reading data"):
-            calibration = read_batches(request, kind, tokenizer, length) if is_calibrated else None
+            calibration = read_batches(request, kind, reader, length) if is_calibrated else None
             measures = prepare_measures(request, described, tokenizer) if rank() == 0 else None
         windows = None if measures is None else [measures.windows]
         coverage = measure_coverage(tokenizer, calibration, statistics, windows)
@@ -170,6 +181,7 @@ def _quantize_files(
     if outline is not None:
         model_checks.check_outputs(outline, config)
     calibration = describe(request, None, length)
+    check_texts(request, is_calibrated=False)
     show_plan(request, config, described, source, calibration, outline, "file2file")
     devices = accelerators.pick_devices(request.device)
     plan = _plan(request, described, config, devices, length, False, through_files=True)
@@ -179,7 +191,7 @@ def _quantize_files(
         if rank() > 0:
             return
         announce = note_output(request, journal)
-        tokenizer = _find_text(request, False)
+        tokenizer = find_tokenizer(request, False)
         measures = prepare_measures(request, described, tokenizer)
         card = _card(request, config, outline, calibration, None)
         outcome = quantize_files(request, described, config, tokenizer, card, announce)
@@ -222,13 +234,16 @@ def _evaluate_unchanged(request: Request, described: dict[str, Any]) -> None:
     if request.model_reload:
         described = models.read_config(request.reload_dir, "--import_model_dir")
     device = accelerators.pick_device(request.device)
-    tokenizer = _find_text(request, is_calibrated=False)
+    check_texts(request, is_calibrated=False)
+    tokenizer = find_tokenizer(request, is_calibrated=False)
     if request.params_load:
         model = _load_params(request, device)
     else:
         source = request.reload_dir if request.model_reload else request.model_dir
         model = _load(request, source, device)
     check_writable(request, model, None)
+    if request.use_cache:
+        model_checks.check_cache(model)
     measures = prepare_measures(request, described, tokenizer)
     figures = None if measures is None else measures.figures(model, "the model")
     write(request, model, tokenizer, str(described.get("model_type", "model")))
@@ -313,25 +328,6 @@ def _load_params(request: Request, device: str) -> nn.Module:
         )
         model = load_params(model, request.json_path, tensors)
     return model.to(device).eval()
-
-
-def _tokenizer(request: Request, is_needed: bool) -> Any:
-    """Return the tokenizer of the model; None if it is missing and not needed."""
-    try:
-        return models.load_tokenizer(request.model_dir, "--model_dir", request.trust_remote_code)
-    except typer.BadParameter:
-        if is_needed:
-            raise
-        return None
-
-
-def _find_text(request: Request, is_calibrated: bool) -> Any:
-    """Check that the text exists where that costs nothing, and return the tokenizer, if needed."""
-    if is_calibrated:
-        models.check_text(request.dataset, "--dataset")
-    if not request.skip_evaluation:
-        models.check_text(request.eval_data, "--eval_data")
-    return _tokenizer(request, is_calibrated or not request.skip_evaluation)
 
 
 def _without_perplexity(request: Request, outline: nn.Module | None) -> Request:

@@ -54,36 +54,63 @@ def check_patterns(request: Request, model: nn.Module, config: Config) -> None:
 
     Args:
         request: The flags.
-        model: The float model on the meta device.
+        model: The float model, which may be on the meta device, or a graph.
         config: How it will be quantized.
 
     Raises:
         typer.BadParameter: A pattern matches no layer that can be quantized, or none that it
             decides about.
     """
-    from quark.torch.quantization.config.match import matches
+    given = [("--group_size_per_layer", pattern) for pattern, _ in request.layer_group_sizes]
+    given += [("--layer_quant_scheme", pattern) for pattern, _ in request.layer_schemes]
+    if given:
+        _check_decisions(request, given, *_names_in(model, config))
+
+
+def _names_in(model: nn.Module, config: Config) -> tuple[list[list[str]], list[str]]:
+    """Return the names of each layer that can be quantized, and patterns of those in float."""
+    from torch import fx
+
     from quark.torch.quantization.config.resolution import resolve_names
+    from quark.torch.quantization.graph_mode.quantization import names_in_graph
     from quark.torch.quantization.nn.experts import temporarily_split_experts
     from quark.torch.quantization.nn.operators import is_operator
 
-    given = [("--group_size_per_layer", pattern) for pattern, _ in request.layer_group_sizes]
-    given += [("--layer_quant_scheme", pattern) for pattern, _ in request.layer_schemes]
-    if not given:
-        return
-    patterns = [pattern for _, pattern in given]
+    if isinstance(model, fx.GraphModule):
+        return names_in_graph(model, config)
     with temporarily_split_experts(model):
         exclude = resolve_names(config, model).exclude
-        layers = [name for name, module in model.named_modules() if is_operator(type(module))]
+        return [[name] for name, m in model.named_modules() if is_operator(type(m))], exclude
+
+
+def _check_decisions(
+    request: Request, given: list[tuple[str, str]], layers: list[list[str]], exclude: list[str]
+) -> None:
+    """Check patterns of layers; see ``check_patterns``.
+
+    Args:
+        request: The flags.
+        given: Flags with patterns; the first pattern that matches a layer decides about it.
+        layers: Names of each layer, one of which a pattern matches.
+        exclude: Patterns of layers in float.
+    """
+    from quark.torch.quantization.config.match import matches
+
+    def selects(patterns: list[str], names: list[str]) -> bool:
+        return any(matches(name, patterns) for name in names)
+
+    patterns = [pattern for _, pattern in given]
     for number, (flag, pattern) in enumerate(given):
-        own = [name for name in layers if matches(name, [pattern])]
+        own = [names for names in layers if selects([pattern], names)]
         if not own:
-            raise console.wrong(flag, f"no layer matches {pattern!r}. {_nearest(pattern, layers)}")
-        quantized = [name for name in own if not matches(name, exclude)]
+            known = [name for names in layers for name in names]
+            raise console.wrong(flag, f"no layer matches {pattern!r}. {_nearest(pattern, known)}")
+        quantized = [names for names in own if not selects(exclude, names)]
         if not quantized:
             raise console.wrong(flag, f"{pattern!r}: {_in_float(request)}")
         earlier = patterns[:number]
-        if all(matches(name, earlier) for name in quantized):
-            first = next(other for other in earlier if matches(quantized[0], [other]))
+        if all(selects(earlier, names) for names in quantized):
+            first = next(other for other in earlier if selects([other], quantized[0]))
             raise console.wrong(
                 flag,
                 f"{pattern!r} has no effect: {first!r} comes before and matches the same layers. "
@@ -134,7 +161,8 @@ def check_layout(request: Request, model: nn.Module, config: Config) -> None:
     for container in limited:
         container.check_installed()
     if request.use_cache:
-        _check_cache(model)
+        with suppress(NotImplementedError, RuntimeError):  # steps that depend on values
+            check_cache(model)
     fill_with_placeholders(model)
     try:
         with temporarily_quantized(model, config):
@@ -144,14 +172,15 @@ def check_layout(request: Request, model: nn.Module, config: Config) -> None:
         raise typer.BadParameter(str(error)) from None
 
 
-def _check_cache(model: nn.Module) -> None:
+def check_cache(model: nn.Module) -> None:
     """Check that a decoder keeps keys and values, which are inputs of an ONNX file with a cache.
 
     Args:
-        model: The model on the meta device. What it keeps shows without values, but for models
-            whose steps depend on values; writing checks these.
+        model: The model. On the meta device, models whose steps do not depend on values run.
 
     Raises:
+        NotImplementedError: The model on the meta device needs values.
+        RuntimeError: Likewise.
         typer.BadParameter: It keeps something else, or nothing.
     """
     import torch
@@ -161,7 +190,7 @@ def _check_cache(model: nn.Module) -> None:
 
     ids = torch.arange(16)[None]
     try:
-        with eval_mode(model), suppress(NotImplementedError, RuntimeError):
+        with eval_mode(model):
             ModelInputs.bind(model, {"input_ids": ids}, use_cache=True)
     except ValueError as error:
         raise console.wrong("--use_cache", str(error)) from None

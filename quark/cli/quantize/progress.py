@@ -27,7 +27,7 @@ _WRITTEN = {"output_dir", "save_dir"}  # flags of directories that are written
 
 
 def is_finished(request: Request) -> bool:
-    """Whether an earlier run of the same request was killed behind its last step.
+    """Whether an earlier run of the same request was killed after its last step.
 
     Then its output is complete, which is said, and what is left of the run is removed. The
     processes of torchrun call this together.
@@ -58,7 +58,7 @@ def is_finished(request: Request) -> bool:
     if is_complete:
         measured = "" if request.skip_evaluation else " 'quark evaluate' measures it."
         console.out.print(
-            f"  {escape(str(output))} is complete: the run that wrote it was stopped behind its "
+            f"  {escape(str(output))} is complete: the run that wrote it was stopped after its "
             f"last step.{measured}",
             soft_wrap=True,
         )
@@ -155,7 +155,7 @@ def open_journal(request: Request, config: Config) -> Iterator[Journal | None]:
     with Journal(_place(output), request.restart) as journal:
         place = escape(str(journal.directory))
         if found := journal.describe():
-            console.out.print(f"  going on behind {found} in {place}")
+            console.out.print(f"  going on after {found} in {place}")
         try:
             yield journal
         except BaseException:
@@ -165,7 +165,7 @@ def open_journal(request: Request, config: Config) -> Iterator[Journal | None]:
                 _remove_empty(made)
             elif journal.is_begun:
                 console.err.print(
-                    f"{place} holds {found}: the same command goes on behind that, with --restart "
+                    f"{place} holds {found}: the same command goes on after that, with --restart "
                     "it starts anew.",
                     soft_wrap=True,
                 )

@@ -99,8 +99,7 @@ def read_conversations(source: str | Path, tokenizer: Any) -> list[str]:
     Raises:
         ValueError: A line is no conversation or names images or audio, or there is no template.
     """
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise ValueError(_no_template(tokenizer))
+    check_template(tokenizer)
     samples = read_samples(source)
     if any(sample.images or sample.sounds for sample in samples):
         raise ValueError(
@@ -110,11 +109,26 @@ def read_conversations(source: str | Path, tokenizer: Any) -> list[str]:
     return [render_chat(tokenizer, sample.messages or []) for sample in samples]
 
 
-def _no_template(reader: Any) -> str:
-    return (
-        f"the model has no chat template, which messages need ({type(reader).__name__}). Give "
-        "texts, images or audio, or add a file chat_template.jinja to the directory of the model"
-    )
+def check_template(reader: Any) -> str:
+    """Return the chat template of a tokenizer or processor.
+
+    Raises:
+        ValueError: It has none.
+    """
+    template = _template(reader)
+    if template is None:
+        raise ValueError(
+            f"the model has no chat template, which messages need ({type(reader).__name__}). Give "
+            "texts, images or audio, or add a file chat_template.jinja to the directory of the "
+            "model"
+        )
+    return template
+
+
+def _template(reader: Any) -> Any:
+    """Return the chat template of a tokenizer, of a processor or of its tokenizer, or None."""
+    own = getattr(reader, "chat_template", None)
+    return own or getattr(getattr(reader, "tokenizer", None), "chat_template", None)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Any]]:
@@ -232,8 +246,7 @@ def _text(sample: Sample, processor: Any) -> str | None:
         ValueError: There are messages and no chat template.
     """
     tokenizer = getattr(processor, "tokenizer", None)
-    template = getattr(processor, "chat_template", None)
-    template = template or getattr(tokenizer, "chat_template", None)
+    template = _template(processor)
     kinds = ["image"] * len(sample.images) + ["audio"] * len(sample.sounds)
     messages = sample.messages
     if messages is None and template is not None:
@@ -241,8 +254,7 @@ def _text(sample: Sample, processor: Any) -> str | None:
         request = {"type": "text", "text": REQUEST[kinds[0]]}
         messages = [{"role": "user", "content": [*parts, request]}]
     if messages is not None:
-        if template is None:
-            raise ValueError(_no_template(processor))
+        check_template(processor)
         if hasattr(processor, "apply_chat_template"):
             return str(processor.apply_chat_template(messages, tokenize=False))
     if tokenizer is None or "image" not in kinds:

@@ -21,6 +21,7 @@ from quark.torch.quantization.config.description import (
 )
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.match import config_for, matches
+from quark.torch.quantization.config.type import QSchemeType
 
 # Beginnings of the names of what is stored for a layer, but not for its weight.
 _NOT_OF_WEIGHT = ("bias", "input", "output", "k_scale", "v_scale")
@@ -185,7 +186,7 @@ def summarize(
     configs: dict[str, QuantizationConfig] = {}
     if fmt is not None:
         states = {fmt.state_name(key) or key: entry for key, entry in entries.items()}
-        configs = dict(_quantized_layers(states, fmt.config, model_dtype))
+        configs = dict(_quantized_layers(states, fmt, model_dtype))
     sizes = weight_bytes(states, configs)
     layers = {}
     for name, config in configs.items():
@@ -245,20 +246,60 @@ def _is_counted(key: str, layers: Mapping[str, LayerSummary]) -> bool:
 
 
 def _quantized_layers(
-    states: Mapping[str, Entry], config: Config, model_dtype: str | None
+    states: Mapping[str, Entry], fmt: ExportFormat, model_dtype: str | None
 ) -> Iterator[tuple[str, QuantizationConfig]]:
     """Iterate over the quantized layers with their configurations, in the order of their names.
 
     Args:
         states: Headers by the names in the state of the model.
-        config: Configuration of the checkpoint.
+        fmt: Format of the checkpoint.
         model_dtype: Type of the model, None if it is not known.
     """
     names = (name.removesuffix(".weight") for name in states if name.endswith(".weight"))
     for name in sorted(names, key=_by_number):
-        layer = config_for(name, None, config)
+        layer = _config_of(name, states, fmt)
         if layer is not None and _is_quantized(name, layer, states, model_dtype):
             yield name, layer
+
+
+def _config_of(
+    name: str, states: Mapping[str, Entry], fmt: ExportFormat
+) -> QuantizationConfig | None:
+    """Return the configuration of a layer, None if it stays in float.
+
+    Headers do not tell the types of layers. Where a configuration selects by type, the first
+    choice that fits the stored codes counts, a linear layer before all. Choices that are stored
+    alike, such as int4 and uint4 in the same groups, are not told apart.
+    """
+    usual = config_for(name, None, fmt.config)
+    for kind in fmt.config.layer_type_quant_config:
+        if _fits(name, usual, states, fmt):
+            break
+        other = config_for(name, kind, fmt.config)
+        usual = other if _fits(name, other, states, fmt) else usual
+    return usual
+
+
+def _fits(
+    name: str,
+    layer: QuantizationConfig | None,
+    states: Mapping[str, Entry],
+    fmt: ExportFormat,
+) -> bool:
+    """Whether codes, scales and zero points of a layer are stored as a configuration says."""
+    codes, scale = states[f"{name}.weight"], states.get(f"{name}.weight_quantizer.scale")
+    if layer is None or layer.weight is None:
+        return scale is None
+    last = layer.weight.coded.for_parameter()
+    if scale is None or not last.fmt.scaled:
+        return scale is None and not last.fmt.scaled
+    has_zeros = f"{name}.weight_quantizer.zero_point" in states
+    if type_name(codes.dtype) != last.fmt.storage_type or has_zeros != last.scheme.has_zero_point:
+        return False
+    scales = math.prod(scale.shape)
+    if last.qscheme is QSchemeType.per_group:
+        return scales * last.scheme.group == fmt.weight_count(layer.weight, codes, scale)
+    return (scales == 1) is (last.qscheme is QSchemeType.per_tensor)
 
 
 def _is_quantized(

@@ -28,7 +28,7 @@ from quark.torch.export.checkpoint.writer import (
 from quark.torch.export.formats.base import ExportFormat
 from quark.torch.files import size_of
 from quark.torch.numerics.finite import check_finite
-from quark.torch.numerics.native.compilation import spares_memory
+from quark.torch.numerics.native.memory import spares_memory
 from quark.torch.pipeline.allocator import reuse_freed_memory
 from quark.torch.pipeline.batches import show_progress
 from quark.torch.quantization.calibration import calibrate_layers, group_by_parent

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import logging
 from pathlib import Path
@@ -19,6 +18,7 @@ from quark.torch.numerics.enumerations import RoundType
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.quantization.graph_mode.edges import MovedQuantizer
 from quark.torch.quantization.graph_mode.inputs import check_arguments
+from quark.torch.quantization.graph_mode.passes.graph_edits import deep_copy
 from quark.torch.quantization.nn.layer import QuantizedLayer
 from quark.torch.quantization.nn.quantizer import TensorQuantizer
 
@@ -126,7 +126,7 @@ def load_graph_archive(path: str | Path) -> fx.GraphModule:
 
 def _with_plain_quantizers(model: fx.GraphModule) -> fx.GraphModule:
     """Return a copy with operators of torch in place of quantizers, where torch has them."""
-    copied = copy.deepcopy(model)
+    copied = deep_copy(model)
     for node in copied.graph.nodes:
         if node.op != "call_module":
             continue

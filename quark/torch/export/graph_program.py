@@ -19,7 +19,6 @@ gets an identity there, leaky_relu with the slope 1, which it computes in the sa
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,6 +39,7 @@ from quark.torch.quantization.config.value_types import check_types
 from quark.torch.quantization.graph_mode.edges import edge_modules, edge_quantizers
 from quark.torch.quantization.graph_mode.inputs import check_arguments
 from quark.torch.quantization.graph_mode.nodes import operator_name
+from quark.torch.quantization.graph_mode.passes.graph_edits import deep_copy
 from quark.torch.quantization.nn.layer import QuantizedLayer
 from quark.torch.quantization.nn.quantizer import QuantizedTensor
 
@@ -83,7 +83,7 @@ def export_program(
     check_arguments(graph, args, kwargs)
     _check(graph)
     _register_operators()
-    copied = copy.deepcopy(graph)
+    copied = deep_copy(graph)
     layers = graph_layers(copied)
     if not fold_quantize:
         _separate_sums(copied, layers)

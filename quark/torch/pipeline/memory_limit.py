@@ -7,7 +7,6 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from quark.torch.numerics.native.compilation import spare_memory
 from quark.torch.pipeline.activation_store import LIMIT
 from quark.torch.pipeline.allocator import return_free_memory
 
@@ -55,8 +54,6 @@ def free_on_device(device: torch.device) -> int | None:
 def divide_memory(bound: int | None = None, device: torch.device | str = "cpu") -> MemoryLimit:
     """Divide what a process may still take: the rest is for the work on one block.
 
-    Kernels of numba are left out from then on under a bound, for the memory that they take.
-
     Args:
         bound: Bytes that the process may take in all, what it has taken included; None for what
             the machine has free.
@@ -65,8 +62,6 @@ def divide_memory(bound: int | None = None, device: torch.device | str = "cpu") 
     Raises:
         ValueError: The process has taken more than that.
     """
-    if bound is not None:
-        spare_memory()
     taken = taken_memory()
     left = psutil.virtual_memory().available if bound is None else bound - taken
     if left <= 0:

@@ -50,7 +50,7 @@ def find_algorithms(config: Config) -> list[tuple[Algorithm, AlgoConfig]]:
 
     Raises:
         ValueError: An algorithm is not available, follows one that rounds weights or corrects
-            biases, or changes weights behind one that divides or prunes them.
+            biases, or changes weights after one that divides or prunes them.
     """
     algorithms: list[tuple[Algorithm, AlgoConfig]] = []
     is_divided, pruning = False, None
@@ -59,7 +59,7 @@ def find_algorithms(config: Config) -> list[tuple[Algorithm, AlgoConfig]]:
         if is_divided and not isinstance(options, RoundingConfig | BiasCorrectionConfig):
             raise ValueError(
                 f"algo_config: {options.name} follows svdquant, which divides weights into two "
-                f"parts that must change together. Put svdquant behind {options.name}."
+                f"parts that must change together. Put svdquant after {options.name}."
             )
         is_divided |= isinstance(options, SVDQuantConfig)
         if pruning is not None and isinstance(options, RotationConfig | SVDQuantConfig):

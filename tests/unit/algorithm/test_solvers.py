@@ -199,6 +199,7 @@ def test_layers_that_are_served_together_share_a_scale(name, solver):
         *((name, "int4_wo_32") for name in ("tied", "opt", "qwen3_moe", "gpt2")),
     ],
 )
+@pytest.mark.sampled(3)
 def test_a_model_comes_back_bit_by_bit(name, kind, solver, export):
     options = QUICK[solver]()
     model = quantized(varied(name), kind, options)

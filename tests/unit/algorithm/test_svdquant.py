@@ -123,7 +123,7 @@ def test_refused_before_the_model_changes(options, said, unchanged):
 
 @pytest.mark.parametrize("later", [algo.AWQConfig(), algo.RotationConfig(), SVD])
 def test_what_changes_weights_comes_first(later):
-    with pytest.raises(ValueError, match=r"follows svdquant, .* Put svdquant behind"):
+    with pytest.raises(ValueError, match=r"follows svdquant, .* Put svdquant after"):
         quantized(varied("llama"), preset("mxfp4", SVD, later), BATCHES)
 
 

@@ -198,3 +198,30 @@ def test_a_reloaded_model_is_checked_before_text_is_read(
     result = quark("quantize", "--model_dir", model_dir, *flags)
     assert result.exit_code == (2 if kind == "model" else 1), result.output
     assert message in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    "flags, error",
+    [
+        (["--dataset", "missing.txt"], "--dataset: there is no file or directory missing.txt"),
+        (["--dataset", "chats.jsonl"], "--dataset: the model has no chat template"),
+        (["--dataset", "chats.jsonl:0.5,a.txt:0.5"], "--dataset: the model has no chat template"),
+        (["--eval_data", "chats.jsonl"], "--eval_data: the model has no chat template"),
+    ],
+    ids=lambda value: value[1] if isinstance(value, list) else "",
+)
+def test_texts_are_checked_before_the_model_is_loaded(
+    quark, model_dir, flags, error, monkeypatch, tmp_path
+):
+    from quark.cli import models
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "chats.jsonl").write_text('[{"role": "user", "content": "Why?"}]\n')
+    monkeypatch.setattr(models, "load_model", None)  # fails if it is called
+    given = ["--model_dir", model_dir, "--output_dir", "out", "--quant_scheme", "int8", *flags]
+    result = quark("quantize", *given)
+    assert result.exit_code == 2, result.output
+    assert error in " ".join(result.stderr.split())
+    if "missing.txt" in flags:
+        assert not result.stdout  # not even the plan

@@ -5,10 +5,13 @@ import shutil
 from importlib.util import find_spec
 
 import pytest
+import torch
 from transformers import MambaConfig, MambaForCausalLM
 
 from quark.torch.export.formats.registry import FORMATS
 from quark.torch.quantization import Config, Int8PerTensorSpec, QuantizationConfig
+from tests.models.architectures import build as build_architecture
+from tests.models.architectures import small_config
 
 FLAGS = ("--quant_scheme", "int4_wo_32")
 SCHEMES = {"modelopt": "nvfp4_weight_only", "mxfp8": "mxfp8"}  # of formats without int4
@@ -70,6 +73,22 @@ def test_a_model_without_keys_and_values_has_no_such_file(refused, tmp_path):
     place = ["--model_dir", tmp_path / "mamba", "--output_dir", tmp_path / "out", *FLAGS]
     said = refused("quantize", *place, "--model_export", "onnx", "--use_cache")
     assert "MambaForCausalLM does not keep keys and values" in said
+
+
+def test_a_model_whose_steps_depend_on_values_is_checked_when_it_is_loaded(
+    refused, tmp_path, monkeypatch
+):
+    from quark.cli import models
+
+    pytest.importorskip("onnxscript")
+    model = build_architecture(small_config("reformer"), torch.float32)
+    model.save_pretrained(tmp_path / "reformer")
+    monkeypatch.setattr(models, "load_tokenizer", lambda *args: None)
+    monkeypatch.setattr(models, "text_windows", None)  # fails if it is called
+    place = ["--model_dir", tmp_path / "reformer", "--output_dir", tmp_path / "out"]
+    flags = ["--quant_scheme", "int8_wo", "--model_export", "onnx", "--use_cache"]
+    said = refused("quantize", *place, *flags)
+    assert "ReformerModelWithLMHead does not keep keys and values" in said
 
 
 @pytest.mark.parametrize(("export", "file"), [("gguf", "a GGUF file"), ("onnx", "an ONNX file")])

@@ -61,6 +61,7 @@ def exporter(path, **options):
 class TestReload:
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("name", SCHEMES)
+    @pytest.mark.sampled(3)
     def test_bit_for_bit(self, build, quantize, export, config_of, logits, name, dtype):
         """With grouped heads; with biases and tied embeddings, the head quantized."""
         for kind, exclude in (("llama", ["lm_head"]), ("opt", [])):

@@ -28,6 +28,7 @@ def files(path, name="llama"):
 @pytest.mark.parametrize("compressed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scheme", ["int8", "w_uint4_per_group_asym", "ptpc_fp8", "bfloat16"])
+@pytest.mark.sampled(3)
 def test_reload(build, quantize, config_of, logits, tmp_path, unchanged, scheme, dtype, compressed):
     for name, exclude in (("llama", ["lm_head"]), ("opt", []), ("tied", ["*down_proj", "lm_head"])):
         model = quantize(build(name, dtype=dtype), config_of(scheme, exclude))

@@ -73,6 +73,7 @@ def problems(draw, name, scale):
 @pytest.mark.parametrize(("name", "scale"), CASES)
 @quick
 @given(data=st.data())
+@pytest.mark.sampled(3)
 def test_fake_is_what_storage_gives_back(name, scale, data):
     scheme, x = data.draw(problems(name, scale))
     over = None
@@ -94,6 +95,7 @@ def test_fake_is_what_storage_gives_back(name, scale, data):
 @pytest.mark.parametrize(("name", "scale"), CASES)
 @quick
 @given(data=st.data())
+@pytest.mark.sampled(3)
 def test_quantized_values_keep_their_codes(name, scale, data):
     scheme, x = data.draw(problems(name, scale))
     scales, _ = dynamic_qparams(x.float(), scheme)

@@ -189,6 +189,28 @@ def test_schemes_are_told_apart(quantize):
     assert rows == [("int8 per channel sym", 9), ("int4 per group 32 sym", 2)]
 
 
+@pytest.mark.parametrize(
+    ("linear", "embedding", "words"),
+    [
+        ("int4_wo_32", "int8_wo_32", "int8 per group 32 sym"),
+        ("int8_wo_32", "int8_wo", "int8 per channel sym"),
+        ("fp8", "int8_wo_32", "int8 per group 32 sym"),
+        ("int8", "int8_wo", "int8 per channel sym"),
+    ],
+)
+def test_layers_that_a_type_selects(linear, embedding, words, quantize):
+    """Headers have no types: stored codes and scales tell which of the choices a layer has."""
+    config = Config(
+        scheme(linear), layer_type_quant_config={nn.Embedding: scheme(embedding)}, exclude=["head"]
+    )
+    weights = {
+        layer.name: layer.scheme.weight
+        for layer in summarize(stored(config, quantize), config).layers
+    }
+    assert weights.pop("embed") == words
+    assert set(weights.values()) == {describe(scheme(linear).weight, is_weight=True)}
+
+
 def test_a_float_model(build):
     model = build("opt")
     summary = summarize(model.state_dict())

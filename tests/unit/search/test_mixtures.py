@@ -56,6 +56,7 @@ def error_of(name, layer, model, batches):
 
 @pytest.mark.parametrize("fmt", ["int3_wo_32", "bfloat16", *INPUTS])
 @pytest.mark.parametrize("model", ["llama", "opt", "gpt2"])
+@pytest.mark.sampled(3)
 def test_losses_are_errors_of_outputs_times_sensitivities(fmt, model, build, batches):
     statistics, layer = collect_statistics(build(model), batches), scheme(fmt)
     names = {"llama": ["1.mlp.down_proj"], "opt": ["0.fc2"], "gpt2": ["1.attn.c_attn"]}[model]

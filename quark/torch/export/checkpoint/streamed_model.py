@@ -18,6 +18,7 @@ from quark.torch.export.checkpoint.float_source import (
 from quark.torch.export.checkpoint.placement import put_tensor
 from quark.torch.export.checkpoint.reader import Loading, Reader
 from quark.torch.export.checkpoint.scale_checks import check_scales
+from quark.torch.numerics.native.memory import spare_memory_of
 from quark.torch.pipeline.memory_limit import MemoryLimit, divide_memory
 from quark.torch.pipeline.residency import Residency
 from quark.torch.pipeline.scratch import Scratch
@@ -38,7 +39,8 @@ def stream_model(
     Args:
         directory: Directory of the model.
         max_memory: Bytes that this process may take; None for what the machine has free. Less than
-            the work on one block needs is exceeded.
+            the work on one block needs is exceeded. Under such a bound, kernels of numba are left
+            out while the model is in memory, for the memory that they take.
         dtype: Type of the parameters; ``auto`` for the stored one.
         trust_remote_code: Whether Python code of the directory may run.
         scratch: Files for values that are changed; None for temporary ones.
@@ -79,6 +81,8 @@ def stream_tensors(
     source = FloatSource(model, files)
     _read_buffers(model, source, torch.device(device))
     compute_buffers(model, torch.device(device))
+    if max_memory is not None:
+        spare_memory_of(model)
     limit = divide_memory(max_memory, device)
     Residency(model, source, limit, scratch or Scratch(), device, place)
     return model.eval()
@@ -109,6 +113,8 @@ def stream_loading(
     """
     model = loading.model
     compute_buffers(model, torch.device(device), loading.outline)
+    if max_memory is not None:
+        spare_memory_of(model)
     PackedResidency(model, loading, divide_memory(max_memory, device), device)
     return model.eval()
 

@@ -38,7 +38,6 @@ from quark.torch.quantization.config.type import ScaleType, ZeroPointType
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from quark.torch.export.checkpoint.files import TensorHeader
     from quark.torch.quantization.nn.layer import QuantizedLayer
@@ -124,12 +123,8 @@ class MlxFormat(ThirdPartyFormat):
                 others[literal(path)] = QuantizationConfig(weight=_read_spec(section, given))
             elif given is not True:
                 raise ValueError(f"quant_method='mlx': {path}={given!r} is not supported.")
-        from torch import nn
-
-        types: dict[type[nn.Module], QuantizationConfig] = {nn.Embedding: layer}
-        return Config(
-            layer, layer_quant_config=others, layer_type_quant_config=types, exclude=exclude
-        )
+        # Embeddings too, which a global configuration skips: layers without scales are left later.
+        return Config(layer, layer_quant_config={**others, "*": layer}, exclude=exclude)
 
     def layer_source(self, reader: Any, tied: Mapping[str, str]) -> Any:
         """Return a reader that has the tensors of a quantized embedding for a tied head too."""
@@ -160,7 +155,6 @@ class MlxFormat(ThirdPartyFormat):
         self.config = replace(
             self.config,
             layer_quant_config={literal(name): layer for name, layer in stored.items()},
-            layer_type_quant_config={},
             exclude=exclude,
         )
         return stored

@@ -1,7 +1,9 @@
 """Weights as blocks of ggml, and back; see ``block_types``.
 
-The package gguf makes blocks of values, with scales of its own. Here blocks are made of codes and
-scales that exist, which come back unchanged.
+The package gguf makes blocks of values, with scales of its own, and does not make K-quants. It
+reads blocks as values, without codes. Here blocks are made of codes and scales that exist, such
+as those of GPTQ, which come back unchanged. ``tests/unit/export/gguf/test_blocks.py`` compares
+values with those of the package.
 """
 
 from __future__ import annotations

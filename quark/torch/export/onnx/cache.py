@@ -1,7 +1,7 @@
 """Decoders with a cache in ONNX: keys and values are inputs and outputs of the graph.
 
 The inputs ``past_key_values.0.key``, ``past_key_values.0.value``, … are (batch, heads, earlier
-tokens, size), the outputs ``present.0.key``, … the same with the new tokens behind. A first call
+tokens, size), the outputs ``present.0.key``, … the same with the new tokens added. A first call
 gets inputs without earlier tokens.
 """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +38,7 @@ from quark.torch.graph.eval_mode import eval_mode
 from quark.torch.quantization.config.config import QuantizationConfig
 from quark.torch.quantization.config.export import ONNX_FILE
 from quark.torch.quantization.config.value_types import check_options
+from quark.torch.quantization.graph_mode.passes.graph_edits import deep_copy
 from quark.torch.quantization.nn.attention import PROBABILITIES
 from quark.torch.quantization.nn.fake_quantized import QUANTIZERS
 from quark.torch.quantization.nn.layer import QuantizedLayer
@@ -48,7 +48,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_OPSET = 20
 OLDEST_OPSET = 18  # the oldest that torch can convert to
-MAX_FILE_SIZE = 2_000_000_000  # bytes: protobuf messages have less than 2^31
+_MAX_MESSAGE = 1 << 31  # bytes of a message of protobuf, which an ONNX file is
+MAX_FILE_SIZE = 2_000_000_000  # leaves room for the graph
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,11 @@ class OnnxOptions:
 
     def __post_init__(self) -> None:
         check_options(self, path="")  # fields are arguments of the method
+        if not 0 <= self.max_file_size < _MAX_MESSAGE:
+            raise ValueError(
+                f"max_file_size={self.max_file_size}: expected a number of bytes from 0 (weights "
+                f"in a file of their own) to {_MAX_MESSAGE - 1}, which an ONNX file can have."
+            )
 
 
 def write_onnx(model: nn.Module, target: Target, input_args: Any, options: OnnxOptions) -> None:
@@ -211,8 +217,7 @@ def check_writable(model: nn.Module) -> None:
 def _traceable_copy(model: nn.Module, matmul_nbits: bool, functions: FunctionTable) -> nn.Module:
     """Return a copy of a model, with the same tensors, whose quantized layers can be traced."""
     tensors = [*model.parameters(), *model.buffers()]
-    # Tensors in the memo of deepcopy are shared, not copied.
-    copied: nn.Module = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    copied = deep_copy(model, tensors)
     make_experts_traceable(copied)
     layers: dict[nn.Module, OnnxLayer] = {}
     scales = input_scales(copied)

@@ -29,6 +29,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from quark.torch.numerics.native.memory import spares_memory
+
 logger = logging.getLogger(__name__)
 
 SWITCH = "QUARK_KERNELS"
@@ -313,7 +315,7 @@ def can_run(*tensors: torch.Tensor | None, least: int | None = None) -> bool:
     # modes in another order than they entered them leave it set.
     if needs_grad or not are_plain or _get_current_dispatch_mode() is not None:
         return False
-    return not _Spared.is_set and _has_numba()
+    return not spares_memory() and _has_numba()
 
 
 @cache
@@ -325,25 +327,9 @@ def has_feature(name: str) -> bool:
     return f"+{name}" in str(features.magic_tuple()[-1]).split(",")
 
 
-class _Spared:
-    """Whether kernels are left out for the memory that they take."""
-
-    is_set = False
-
-
-def spare_memory() -> None:
-    """Leave work to torch for the rest of the process, unless numba is in its memory already."""
-    _Spared.is_set = _Spared.is_set or "numba" not in sys.modules
-
-
-def spares_memory() -> bool:
-    """Whether ``spare_memory`` left work to torch."""
-    return _Spared.is_set
-
-
 def expected_memory() -> int:
     """Return the bytes that numba and kernels will take once the first large tensor comes."""
-    is_left_out = _Spared.is_set or os.environ.get(SWITCH) == "torch"
+    is_left_out = spares_memory() or os.environ.get(SWITCH) == "torch"
     if is_left_out or "numba" in sys.modules or find_spec("numba") is None:
         return 0
     return _MEMORY

@@ -19,7 +19,7 @@ ATTENTION_SCHEMES = {"fp8": "fp8"}
 def with_attention(config: Config, patterns: Sequence[str], scheme: str) -> Config:
     """Return a configuration that also quantizes queries and probabilities of attention.
 
-    Queries are quantized at the outputs of their projections, probabilities behind softmax.
+    Queries are quantized at the outputs of their projections, probabilities after softmax.
 
     Args:
         config: Configuration of the model. It is not changed.

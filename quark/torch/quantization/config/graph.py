@@ -20,7 +20,7 @@ class PassOptions:
         channel_caps: Whether ReLU6 becomes ReLU and a cap for each channel, which cross-layer
             equalization can rescale. Cross-layer equalization asks for it itself.
         fused_activations: Whether a layer or sum that nothing reads but an activation such as PReLU
-            or GELU is quantized behind the activation alone, as it always is before ReLU. For
+            or GELU is quantized after the activation alone, as it always is before ReLU. For
             devices that compute both in one operation. It rewrites nothing.
         float_outputs: Whether values that the graph returns stay in float. No output is cut then
             that is beyond those of the calibration data. It rewrites nothing.

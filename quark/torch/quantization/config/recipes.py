@@ -30,7 +30,7 @@ RECIPES: dict[str, tuple[str, tuple[dict[str, Any], ...]]] = {
     "w4a4": ("int4_wa_128", (_SMOOTH_BY_HALF, _BLOCKS, _GPTQ)),
     "fp8": ("ptpc_fp8", ()),
     "mxfp4": ("mxfp4", (_SMOOTH_BY_HALF, _BLOCKS, _GPTQ)),
-    "nvfp4": ("nvfp4", (_AWQ, _YAQA)),
+    "nvfp4": ("nvfp4", (_AWQ, _GPTQ)),
 }
 
 

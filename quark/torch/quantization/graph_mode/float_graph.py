@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +10,7 @@ from torch.utils._pytree import tree_unflatten
 
 from quark.torch.quantization.config.graph import PassOptions
 from quark.torch.quantization.graph_mode.nodes import call_functions, operator_name
-from quark.torch.quantization.graph_mode.passes.graph_edits import arguments
+from quark.torch.quantization.graph_mode.passes.graph_edits import arguments, deep_copy
 from quark.torch.quantization.graph_mode.passes.preparation import apply_all
 from quark.torch.quantization.graph_mode.passes.proof import Proof
 
@@ -45,10 +43,7 @@ def independent_copy(graph: fx.GraphModule) -> fx.GraphModule:
     for name in modes:
         del vars(graph)[name]  # an exported graph refuses to change its mode
     try:
-        with warnings.catch_warnings():
-            # torch copies its own description of the inputs, which it has deprecated.
-            warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
-            copied = copy.deepcopy(graph)
+        copied = deep_copy(graph)
     finally:
         vars(graph).update(modes)
     for hooks in (copied._forward_pre_hooks, copied._forward_pre_hooks_with_kwargs):

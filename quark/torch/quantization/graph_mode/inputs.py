@@ -85,11 +85,13 @@ def fit_batches(graph: fx.GraphModule, batches: Iterable[Any]) -> Iterable[Any]:
             NaN or infinite. The message has the index of the batch, and what the graph takes.
     """
     rows = _fixed_rows(graph)
+    misfit = None
     if rows is not None:
         cut = Chunks(batches, sequences=rows, tokens=sys.maxsize)
         if next(_misfits(graph, cut), None) is None:
             return _FixedBatches(cut)
-    misfit = next(_misfits(graph, batches), None)
+        misfit = next(_misfits(graph, batches, any_rows=True), None)
+    misfit = misfit or next(_misfits(graph, batches), None)
     if misfit is not None:
         raise ValueError(misfit)
     return Chunks(batches) if rows is None else _FixedBatches(batches)
@@ -146,8 +148,16 @@ def _fixed_rows(graph: fx.GraphModule) -> int | None:
     return int(sizes[0]) if is_fixed and len(set(sizes)) == 1 else None
 
 
-def _misfits(graph: fx.GraphModule, batches: Iterable[Any]) -> Iterator[str]:
-    """Iterate over what is wrong with batches, as messages."""
+def _misfits(
+    graph: fx.GraphModule, batches: Iterable[Any], any_rows: bool = False
+) -> Iterator[str]:
+    """Iterate over what is wrong with batches, as messages.
+
+    Args:
+        graph: An exported graph.
+        batches: The batches.
+        any_rows: Whether the first axis may have any size, since batches are cut there.
+    """
     nodes = placeholders(graph)
     for index, batch in enumerate(flatten_batches(batches)):
         values = _values(graph, batch)
@@ -159,7 +169,7 @@ def _misfits(graph: fx.GraphModule, batches: Iterable[Any]) -> Iterator[str]:
             )
             return
         for node, value in zip(nodes, values, strict=True):
-            problem = _misfit(node, value)
+            problem = _misfit(node, value, any_rows)
             if problem is None and not _is_defined(value):
                 problem = f"{node.name} has values that are NaN or infinite: leave them out."
             if problem is not None:
@@ -174,7 +184,7 @@ def _is_defined(value: Any) -> bool:
     return not bool((value.isnan() | value.isposinf()).any())
 
 
-def _misfit(node: fx.Node, value: Any) -> str | None:
+def _misfit(node: fx.Node, value: Any, any_rows: bool = False) -> str | None:
     expected = node.meta["val"]
     if not isinstance(expected, torch.Tensor):
         return None
@@ -183,6 +193,8 @@ def _misfit(node: fx.Node, value: Any) -> str | None:
     if value.dtype != expected.dtype:
         return f"{node.name} is {value.dtype}, but the graph takes {expected.dtype}: convert it."
     fixed = [size if isinstance(size, int) else None for size in expected.shape]
+    if any_rows:
+        fixed[:1] = [None]
     differs = [
         axis
         for axis, size in enumerate(fixed)

@@ -53,6 +53,7 @@ from quark.torch.quantization.graph_mode.selection import (
     graph_config,
     report_float_operators,
     report_unmatched_types,
+    selectable_names,
 )
 from quark.torch.quantization.graph_mode.shifts import apply_shift_limits, check_shift_specs
 from quark.torch.quantization.nn.learned_range import LearnedRangeQuantizer
@@ -138,7 +139,7 @@ def quantize_graph(
     for name, _ in quantized_layers(graph):
         raise ValueError(f"{name} is quantized already: export the float model again.")
     for node in call_functions(graph):
-        if node.target.namespace in _QUANTIZING:  # type: ignore[union-attr]
+        if getattr(node.target, "namespace", None) in _QUANTIZING:
             raise ValueError(
                 f"{node.name} ({node.target}) is an operator of a quantized model: export the "
                 "float model."
@@ -182,6 +183,24 @@ def build_graph(graph: fx.GraphModule, config: Config) -> fx.GraphModule:
     nodes = configure_nodes(model, config, layers)
     insert_edges(model, _plan_edges(model, config, nodes, movements), trains=False)
     return model
+
+
+def names_in_graph(graph: fx.GraphModule, config: Config) -> tuple[list[list[str]], list[str]]:
+    """Return the names that select layers and operators, and patterns of those in float.
+
+    Args:
+        graph: An exported graph. It is not changed.
+        config: How it will be quantized.
+
+    Returns:
+        The names of each layer and operator after the passes, and the resolved ``exclude``.
+
+    Raises:
+        ValueError: The graph cannot be quantized, or an option has no meaning in a graph.
+    """
+    copied = independent_copy(graph)
+    model, _ = _with_layers(copied, example_inputs(copied, ()), config)
+    return selectable_names(model), graph_config(config, model).exclude
 
 
 def _with_layers(

@@ -24,6 +24,7 @@ from quark.torch.quantization.graph_mode.nodes import (
     operator_name,
 )
 from quark.torch.quantization.graph_mode.operators import float_inputs, is_quantizable
+from quark.torch.quantization.nn.operators import is_operator
 from quark.torch.quantization.preparation import select_layers
 
 logger = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ def configure_nodes(
 
     An operator takes the first entry of ``layer_quant_config`` that matches one of its names, else
     the entry of the type of the module that it is the whole of, such as ``nn.ReLU``, else the
-    global one. Its names are that of the node (``add_1``), this name behind that of the module
+    global one. Its names are that of the node (``add_1``), this name after that of the module
     that it is part of (``blocks.0.add_1``) and, if it is the whole of a module of torch, the name
     of that (``blocks.0.relu``).
 
@@ -102,6 +103,21 @@ def configure_nodes(
         if config_of is not None and not config_of.is_empty:
             configs[node] = config_of
     return configs
+
+
+def selectable_names(graph: fx.GraphModule) -> list[list[str]]:
+    """Return the names of each layer and operator that can be quantized; one of them selects it.
+
+    Args:
+        graph: A graph with layers.
+    """
+    modules = dict(graph.named_modules())
+    return [
+        [str(node.target)] if node.op == "call_module" else _names(node)
+        for node in graph.graph.nodes
+        if is_quantizable(node)
+        or (node.op == "call_module" and is_operator(type(modules[str(node.target)])))
+    ]
 
 
 def report_unmatched_types(graph: fx.GraphModule, config: Config) -> None:

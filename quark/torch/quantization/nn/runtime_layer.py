@@ -13,6 +13,7 @@ from quark.torch.quantization.nn.packed import PackedLayer
 from quark.torch.quantization.nn.packed_parameter import PackedParameter, is_exporting
 from quark.torch.quantization.nn.products import compiled_inputs, native_inputs, triton_inputs
 from quark.torch.quantization.nn.products.method import Use
+from quark.torch.quantization.nn.products.pair_shifts import with_shifts, without_shifts
 from quark.torch.quantization.nn.products.product import PackedProduct, make_product
 
 RUNTIMES = ("exact", "auto", "fast", "compiled", "unpacked")
@@ -82,6 +83,8 @@ class RuntimeLayer(PackedLayer):
             if state.order is not None or state.spec.quantizes_codes or state.scheme.block:
                 return
             state, values = state.transposed, values.T
+        elif self.input_axis:
+            state = without_shifts(state)
         product = make_product(state, values, self._use)
         stored = self._stored("weight")
         if product is None or stored is None:
@@ -113,6 +116,7 @@ class RuntimeLayer(PackedLayer):
         blank = torch.zeros(declared, dtype=dtype, device=device)  # scales alone are read
         state = self.layout.unpack(quantizer.spec, shape, {**parts, "": blank})
         codes = product.codes() if self.input_axis else product.codes().T.contiguous()
+        codes = with_shifts(codes, state) if self.input_axis else codes
         return self.layout.pack(state._replace(codes=codes), None)[""]
 
     def _use_codes(self) -> None:

@@ -103,7 +103,7 @@ def test_nothing_is_lost(
     assert before == {path.name: path.read_bytes() for path in model_dir.iterdir()}
     result = quark(*command)
     assert result.exit_code == 0, result.output
-    assert ("going on behind 2 finished blocks" in result.stdout) == bool(finished)
+    assert ("going on after 2 finished blocks" in result.stdout) == bool(finished)
     written = (tmp_path / "out" / "SHA256SUMS").read_text()
     assert sums.setdefault(algorithm, written) == written
     assert "out.partial" not in [path.name for path in tmp_path.iterdir()]

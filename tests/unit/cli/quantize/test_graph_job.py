@@ -83,6 +83,15 @@ WRONG = {
     "a container of other models": (["--model_export", "gguf"], "an archive, or with"),
     "an archive to verify": (["--verify"], "give --model_export onnx, too"),
     "a missing graph": (["--model_dir", "none.pt2"], "none.pt2 does not exist"),
+    "a pattern of nothing": (["--layer_quant_scheme", "dwn", "int8"], "Nearest: down"),
+    "a pattern that comes too late": (
+        ["--layer_quant_scheme", "*", "int8", "--layer_quant_scheme", "down", "int8"],
+        "'*' comes before and matches the same layers",
+    ),
+    "a pattern of layers in float": (
+        ["--layer_quant_scheme", "add*", "int8", "--exclude_layers", "add*"],
+        "--exclude_layers keeps these layers in float",
+    ),
     "limits without a name": (["--shift_limits", "cut=0:16,3:4"], "got '3:4'"),
     "limits of another name": (["--shift_limits", "cat=0:16"], "cut, bias, read"),
     "limits in the wrong order": (["--shift_limits", "cut=16:0"], "the smallest shift first"),

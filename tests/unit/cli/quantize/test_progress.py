@@ -140,11 +140,11 @@ def test_killed_with_any_number_of_processes(dirs, flags_of, tmp_path, family, w
 
 def test_control_c_says_how_to_go_on(interrupted, quark, command, tmp_path):
     place = tmp_path / "out.partial"
-    assert f"{place} holds 1 finished block: the same command goes on behind that" in interrupted
+    assert f"{place} holds 1 finished block: the same command goes on after that" in interrupted
     assert interrupted.endswith("Interrupted. No incomplete files are left.\n")
     result = quark(*command)
     assert result.exit_code == 0, result.output
-    assert "going on behind 1 finished block in" in result.stdout
+    assert "going on after 1 finished block in" in result.stdout
     command[4] = tmp_path / "whole"
     assert quark(*command).exit_code == 0
     sums = [(tmp_path / name / "SHA256SUMS").read_text() for name in ("out", "whole")]
@@ -166,7 +166,7 @@ def test_a_killed_finish_goes_on(quark, command, monkeypatch, tmp_path):
         patch.setattr(PassFiles, "write", stop)
         assert quark(*command).exit_code == 130
     result = quark(*command)
-    assert result.exit_code == 0 and "going on behind" in result.stdout, result.output
+    assert result.exit_code == 0 and "going on after" in result.stdout, result.output
     command[4] = tmp_path / "whole"
     assert quark(*command).exit_code == 0
     sums = [(tmp_path / name / "SHA256SUMS").read_text() for name in ("out", "whole")]
@@ -238,7 +238,7 @@ def test_an_output_that_is_not_in_place_yet_is_written_again(
 ):
     shutil.rmtree(tmp_path / "out")
     result = quark(*command)
-    assert result.exit_code == 0 and "going on behind 2 finished blocks in" in result.stdout
+    assert result.exit_code == 0 and "going on after 2 finished blocks in" in result.stdout
     assert (tmp_path / "out" / "SHA256SUMS").read_text() == stopped_at_the_end
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
 

@@ -90,6 +90,7 @@ def test_the_package_reads_what_a_scheme_gives(quantize, name):
     [GPTQConfig(), QronosConfig(), AWQConfig(), AutoRoundConfig(iters=3)],
     ids=lambda options: options.name,
 )
+@pytest.mark.sampled(3)
 def test_algorithms_keep_the_blocks(build, quantize, name, algorithm):
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
     model = quantize(build(**sizes), preset(name, algorithm))

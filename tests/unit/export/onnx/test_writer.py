@@ -134,6 +134,13 @@ def test_names_of_inputs_and_outputs_can_be_given(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("size", [-1, 1 << 31])
+def test_sizes_that_no_file_has(tmp_path, size):
+    with pytest.raises(ValueError, match=f"max_file_size={size}: expected a number of bytes"):
+        export_onnx(linear(), tmp_path / "out", torch.randn(2, 64), max_file_size=size)
+    assert not (tmp_path / "out").exists()
+
+
 @torch.no_grad()
 def test_large_models_have_a_file_of_weights(tmp_path, run_onnx):
     model, x = linear(width=512), torch.randn(3, 512)

@@ -103,11 +103,13 @@ def test_static_ranges_need_data():
         ([torch.randn(3, *SHAPE[1:])], r"shape \(3, 3, 16, 16\).*\(2, 3, 16, 16\).*dynamic_shapes"),
         ([torch.randn(2, 3, 20, 16)], r"Batch 0 .*shape \(2, 3, 20, 16\).*data of this shape"),
         ([*images(1), images(1)[0].double()], "Batch 1 .*float64.*float32"),
+        ([*images(2), torch.randn(4, 3, 20, 16)], r"Batch 2 .*shape \(4, 3, 20, 16\)"),
+        ([torch.cat(images(2)), images(1)[0] / 0], "Batch 1 .*: x has values that are NaN"),
         ([(images(1)[0], images(1)[0])], "has 2 values, but the graph takes 1: x"),
         ([{"image": images(1)[0]}], "has image, but the graph takes x"),
         ([*images(1), images(1)[0] / 0], "Batch 1 .*: x has values that are NaN or infinite"),
     ],
-    ids=["rows", "size", "type", "number", "name", "values"],
+    ids=["rows", "size", "type", "later size", "later values", "number", "name", "values"],
 )
 def test_data_that_the_graph_does_not_take_is_refused(data, message):
     with pytest.raises(ValueError, match=message):

@@ -260,7 +260,7 @@ FOLD_INTO_LAYER_BEFORE = Pass(
     _fold_before,
 )
 FOLD_INTO_LAYERS_BEHIND = Pass(
-    "fold a batch norm into the layers behind it",
+    "fold a batch norm into the layers after it",
     _finder(_layers_behind, lambda layer: layer.node),
     _fold_behind,
 )

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -17,16 +17,28 @@ from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+Module = TypeVar("Module", bound=nn.Module)
+
 # Checks of inputs that ``torch.export`` attaches to a graph; ``copy.deepcopy`` drops them.
 _INPUT_CHECKS = ("validate_inputs", "range_constraints")
 
 
-def copy_graph(graph: GraphModule) -> GraphModule:
-    """Return a copy of a graph that shares parameters, buffers and constants with it."""
+def deep_copy(module: Module, shared: Iterable[torch.Tensor] = ()) -> Module:
+    """Return a copy of a graph, or of a module that may be one.
+
+    Args:
+        module: The module.
+        shared: Tensors that the copy shares with it.
+    """
     with warnings.catch_warnings():
         # torch copies its own description of the inputs, which it has deprecated.
         warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
-        result = copy.deepcopy(graph, {id(tensor): tensor for tensor in tensors(graph).values()})
+        return copy.deepcopy(module, {id(tensor): tensor for tensor in shared})
+
+
+def copy_graph(graph: GraphModule) -> GraphModule:
+    """Return a copy of a graph that shares parameters, buffers and constants with it."""
+    result = deep_copy(graph, tensors(graph).values())
     for name in _INPUT_CHECKS:
         if name in vars(graph):
             setattr(result, name, vars(graph)[name])

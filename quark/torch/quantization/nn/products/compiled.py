@@ -149,7 +149,7 @@ def _chunks(to: Arrangement) -> Iterator[slice]:
 def compiled(panels: Panels, parts: Parts) -> Compiled | None:
     """Return the functions for a weight in panels; None if there are none on this machine."""
     to = panels.arrangement
-    if to.half or to.panels == 1:
+    if to.half or to.panels == 1 or not panels.fmt.has_rule:
         return None
     zeros = "one" if panels.zero_point else "none"
     zeros = "many" if "zero_point" in parts else zeros

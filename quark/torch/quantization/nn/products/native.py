@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from quark.torch.numerics.formats import Format
+from quark.torch.numerics.formats import Format, TableFormat
 from quark.torch.numerics.native.compilation import array, can_run, has_feature, run_rows
 from quark.torch.numerics.native.vectors import FEATURE, LANES
 from quark.torch.quantization.nn.products import (
@@ -199,6 +199,8 @@ def _constants(panels: Panels, parts: Parts) -> tuple[Any, Any]:
 
 def _value_table(fmt: Format, top: int, down: int) -> Any:
     """Return what scales multiply for each of 16 stored codes, float32."""
+    if isinstance(fmt, TableFormat):
+        return np.resize(np.array(fmt.values, dtype=np.float32), LANES)
     codes = np.arange(LANES) % (1 << fmt.bits)
     if not fmt.is_float:
         return codes.astype(np.float32)
@@ -208,7 +210,8 @@ def _value_table(fmt: Format, top: int, down: int) -> Any:
 
 def serves(panels: Panels, parts: Parts) -> bool:
     """Whether kernels take a weight on this machine, and it is large enough."""
-    is_known = not panels.arrangement.half or _has_vectors(panels)
+    needs_vectors = panels.arrangement.half or not panels.fmt.has_rule
+    is_known = not needs_vectors or _has_vectors(panels)
     return is_known and can_run(parts[f"plane_{plane_widths(panels.fmt)[0]}"])
 
 

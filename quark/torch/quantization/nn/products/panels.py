@@ -6,6 +6,8 @@ float16 numbers with fewer bits: they are moved to their place in 16 bits, and t
 biases is a power of two, which the scale contains. Example, fp4 (1 sign, 2 exponent, 1 mantissa)::
 
     code 0 01 1 = 1.5     float16 0 00001 1000000000 = 1.5 * 2^-14     scale contains 2^14
+
+Codes of a format that is a table of values are looked up.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quark.torch.numerics.formats import Format
+from quark.torch.numerics.formats import Format, TableFormat
 from quark.torch.quantization.nn.products.arrangement import (
     Arrangement,
     Parts,
@@ -91,7 +93,8 @@ class Panels:
                 if parts["zero_point"].dtype != torch.int8:
                     parts["zero_point"] = compact(zeros)
         scale = _per_group(state.scale.float(), state, arrangement)
-        factor = 2.0 ** (fmt.min_exponent + _HALF_BIAS_STEP) if fmt.is_float else 1.0
+        is_half = fmt.is_float and fmt.has_rule
+        factor = 2.0 ** (fmt.min_exponent + _HALF_BIAS_STEP) if is_half else 1.0
         if state.scale_2 is not None:
             ratio = (scale / state.scale_2).bfloat16()
             if torch.equal(ratio.float() * state.scale_2, scale):
@@ -110,7 +113,7 @@ class Panels:
         size, shape = self.arrangement.size, self.arrangement.grouped
         values = BUFFERS.take("values", size, torch.float32)
         grouped = values.view(shape)
-        read = self._integers(parts, values) if not self.fmt.is_float else self._floats(values)
+        read = self._reader(parts, values)
         scales = self.scale(parts).unbind()
         for index, bits in enumerate(self._bits(parts)):
             read(bits, index)
@@ -159,6 +162,13 @@ class Panels:
                     bits.view(torch.int32).bitwise_or_(words)
                 below += width
             yield bits
+
+    def _reader(self, parts: Parts, values: torch.Tensor) -> Callable[[torch.Tensor, int], object]:
+        """Return a function that writes what scales multiply, given the bits of a panel."""
+        if isinstance(self.fmt, TableFormat):
+            table = torch.tensor(self.fmt.values, device=values.device)
+            return lambda bits, index: torch.index_select(table, 0, bits.int(), out=values)
+        return self._floats(values) if self.fmt.is_float else self._integers(parts, values)
 
     def _integers(self, parts: Parts, values: torch.Tensor) -> Callable[[torch.Tensor, int], None]:
         """Return a function that writes (code - zero point) of a panel to ``values``."""

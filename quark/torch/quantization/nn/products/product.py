@@ -282,7 +282,7 @@ def _group(state: QuantizedTensor) -> int:
     codes, scheme = state.codes, state.scheme
     if codes is None or codes.dim() != 2 or not codes.numel() or state.scale is None:
         return 0
-    is_small = scheme.fmt.bits <= 8 and scheme.fmt.exponent_bits <= 5 and scheme.fmt.has_rule
+    is_small = scheme.fmt.bits <= 8 and scheme.fmt.exponent_bits <= 5
     if not is_small or scheme.fmt.max_value > FLOAT16_MAX:
         return 0  # floats of a panel are decoded as float16
     rows, columns = scheme.blocks(codes.shape).grid

@@ -181,7 +181,12 @@ def triton_methods(
     fmt, codes, dtype = state.scheme.fmt, state.codes, use.dtype
     assert codes is not None
     outputs, inputs = codes.shape
-    if not load_functions(triton_kernels) or inputs % count_runs(fmt) or dtype not in _TOLERANCES:
+    if (
+        not fmt.has_rule
+        or not load_functions(triton_kernels)
+        or inputs % count_runs(fmt)
+        or dtype not in _TOLERANCES
+    ):
         return
     panels, parts = Panels.pack(state, Arrangement.of_single_rows(outputs, inputs, group))
     method = TritonMethod(panels, dtype)

@@ -1,6 +1,7 @@
 """Products of weights in two stages and of weights that are (inputs, outputs)."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.nn.products import compiled
 from tests.configurations import config, groups
-from tests.unit.quantization.nn.test_runtime import difference, packed
+from tests.unit.quantization.nn.test_runtime import NAMES, difference, packed
 
 INPUTS = 96
 WEIGHTS = {
@@ -55,6 +56,41 @@ def test_runtimes(name, kind, runtime):
     layer.set_runtime("exact")
     assert torch.equal(layer(x), frozen(x))
     assert torch.equal(layer._stored("weight"), codes)
+
+
+def test_every_scheme_has_a_product_but_those_that_the_docs_name():
+    """A layer that computes as ``exact`` in ``fast`` is slow without a word."""
+    without, products, x = set(), {}, torch.randn(3, 64)
+    for name in NAMES:
+        weight = scheme(name, 32).weight
+        if repr(weight) not in products:
+            layer, frozen = packed(nn.Linear(64, 40), config(weight, exclude=()), x)
+            layer.set_runtime("fast")
+            products[repr(weight)] = layer.packed_product
+            assert difference(layer(x), frozen(x)) < 2e-2, name
+        without |= {name} if products[repr(weight)] is None else set()
+    text = Path(__file__).parents[5].joinpath("docs/runtime.md").read_text("utf-8")
+    table = text.partition("| schemes | product | instead |")[2].partition("\n\n")[0]
+    rows = [line.split("|")[1] for line in table.splitlines()[2:] if "GPU" not in line]
+    assert without == {name.strip(" `") for row in rows for name in row.split(",")}
+
+
+@pytest.mark.parametrize("name", ["mx6", "w_mx6"])
+def test_mx6_is_held_in_groups_of_its_blocks(name):
+    """Values of the largest and smallest codes, with and without the shift of their pair."""
+    linear = nn.Linear(64, 40)
+    with torch.no_grad():
+        linear.weight[:, 16:18] *= 2.0**-20  # pairs with half the scale, and zeros
+        linear.weight[3] = 0.0
+    layer, _ = packed(linear, config(scheme(name).weight, exclude=()), torch.randn(2, 64))
+    state, stored = layer.quantized_tensor("weight"), layer._stored("weight").clone()
+    layer.set_runtime("auto")
+    product = layer.packed_product
+    assert product.method.panels.arrangement.group == 16
+    assert product.codes().abs().max() > state.codes.abs().max()
+    assert product.values(torch.float32).equal(state.value(torch.float32))
+    assert layer._stored("weight").equal(stored)
+    assert product.nbytes <= 64 * 64 * (6 + 32 / 16) / 8
 
 
 def test_two_stages_multiply_by_the_first_scale_last():
