@@ -92,7 +92,9 @@ def languages_of(tokenizer: Any | None, batches: Iterable[Any] | None) -> dict[s
 
 def _decoded(tokenizer: Any | None, batches: Iterable[Any] | None) -> Iterator[str]:
     """Iterate over the texts of token windows."""
-    for ids in map(_token_ids, batches or ()) if tokenizer is not None else ():
+    if tokenizer is None:
+        return
+    for ids in map(_token_ids, batches or ()):
         for row in () if ids is None else ids:
             yield tokenizer.decode(row.tolist(), skip_special_tokens=True)
 

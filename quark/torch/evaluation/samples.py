@@ -115,7 +115,7 @@ def check_template(reader: Any) -> str:
     Raises:
         ValueError: It has none.
     """
-    template = _template(reader)
+    template: str | None = _template(reader)
     if template is None:
         raise ValueError(
             f"the model has no chat template, which messages need ({type(reader).__name__}). Give "

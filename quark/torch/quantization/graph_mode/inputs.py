@@ -192,9 +192,10 @@ def _misfit(node: fx.Node, value: Any, any_rows: bool = False) -> str | None:
         return f"{node.name} is a {type(value).__name__}, but the graph takes a tensor."
     if value.dtype != expected.dtype:
         return f"{node.name} is {value.dtype}, but the graph takes {expected.dtype}: convert it."
-    fixed = [size if isinstance(size, int) else None for size in expected.shape]
-    if any_rows:
-        fixed[:1] = [None]
+    fixed = [
+        size if isinstance(size, int) and not (any_rows and axis == 0) else None
+        for axis, size in enumerate(expected.shape)
+    ]
     differs = [
         axis
         for axis, size in enumerate(fixed)
