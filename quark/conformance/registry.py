@@ -27,12 +27,14 @@ ORACLES: dict[str, str] = {
     "torchao": "quark.conformance.oracles.torchao:compare_all",
     "nvidia-modelopt": "quark.conformance.oracles.modelopt:compare_all",
     "microxcaling": "quark.conformance.oracles.microxcaling:compare_all",
+    "transformer-engine": "quark.conformance.oracles.transformer_engine:compare_all",
 }
 # Module that is imported, where it has another name.
 _MODULES = {
     "compressed-tensors": "compressed_tensors",
     "nvidia-modelopt": "modelopt",
     "microxcaling": "mx.mx_ops",
+    "transformer-engine": "transformer_engine",
 }
 
 

@@ -1,12 +1,15 @@
 """Numbers of this package against definitions and all other software that is installed."""
 
+import sys
 from importlib import import_module
+from types import ModuleType
 
 import pytest
 import torch
 
 from quark.conformance import definitions, results
 from quark.conformance.comparison import Comparison, compare
+from quark.conformance.oracles import transformer_engine
 from quark.conformance.oracles.definitions import compare_all
 from quark.conformance.registry import ORACLES, is_installed, run
 from quark.torch.numerics.enumerations import RoundType
@@ -105,3 +108,27 @@ def test_a_wrong_rounding_is_a_difference(monkeypatch, oracle):
     differing = [c for c in run(oracle, EVERY) if c.differences]
     assert differing and {c.format for c in differing} == {"fp4"}
     assert all(c.deviations == 0 for c in differing)
+
+
+def test_transformer_engine_is_read_without_its_libraries(monkeypatch, tmp_path):
+    """Its package does not import here, but the file of its reference is executed."""
+    package = "transformer_engine"
+    recipes = tmp_path / package / "pytorch" / "custom_recipes"
+    recipes.mkdir(parents=True)
+    (tmp_path / package / "__init__.py").write_text("raise ImportError('no CUDA')")
+    (recipes / "reference_utils.py").write_text("FORMAT = 'E2M1'")
+    (recipes / "reference_nvfp4.py").write_text(
+        f"from {package}.pytorch.custom_recipes import gemm, reference_utils\n"
+        f"from {package}.pytorch.quantized_tensor import QuantizedTensorStorage, Quantizer\n"
+        "class NVFP4QuantizerRef(Quantizer):\n"
+        "    kind = reference_utils.FORMAT, gemm.GEMMType.FPROP\n"
+    )
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    earlier = ModuleType(f"{package}.common")
+    monkeypatch.setitem(sys.modules, earlier.__name__, earlier)
+    assert transformer_engine._reference().NVFP4QuantizerRef.kind == ("E2M1", None)
+    assert {n: m for n, m in sys.modules.items() if package == n.partition(".")[0]} == {
+        earlier.__name__: earlier
+    }

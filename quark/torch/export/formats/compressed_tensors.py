@@ -240,6 +240,7 @@ class CompressedTensorsFormat(ThirdPartyFormat):
         default = QuantizationConfig()
         layers: dict[str, QuantizationConfig] = {}
         for group in _read_groups(section):
+            _check_weights(group)
             fmt = group.get("format") or section.get("format")
             layer = QuantizationConfig(
                 weight=args_to_spec(group.get("weights"), is_input=False, fmt=fmt),
@@ -274,6 +275,20 @@ def _read_groups(section: dict[str, Any]) -> list[dict[str, Any]]:
             f"compressed-tensors: config_groups must map names to groups, got {groups!r}."
         )
     return list(groups.values())
+
+
+def _check_weights(group: dict[str, Any]) -> None:
+    """Check that a group quantizes weights.
+
+    Groups without weights are those of attention: queries, keys and values after rotary embedding.
+    """
+    if group.get("weights") is None:
+        raise ValueError(
+            f"compressed-tensors: the group {group} quantizes no weights but inputs, as attention "
+            "does for its queries. Only the key-value cache of attention is supported: remove the "
+            "group and leave kv_cache_scheme in config.json, and queries stay in float. Or load "
+            "the checkpoint with compressed-tensors."
+        )
 
 
 def _check_dense(section: dict[str, Any]) -> None:

@@ -107,3 +107,18 @@ def test_caches_that_are_not_read(cache):
     config = CompressedTensorsFormat.parse_section(section)
     assert config.kv_cache_post_rope
     assert config.kv_cache_quant_config["*k_proj"].output_tensors.group_size is None
+
+
+@pytest.mark.parametrize("top", [None, "dense", "pack-quantized", "mixed-precision"])
+@pytest.mark.parametrize("target", ["LlamaAttention", "re:.*self_attn$"])
+def test_quantized_queries_are_not_read(target, top):
+    """Attention as compressed-tensors quantizes it: a group of inputs, without weights."""
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+    group = {"weights": weights, "targets": ["Linear"], "format": "pack-quantized"}
+    attention = {"input_activations": FP8_PER_HEAD, "targets": [target]}
+    section = {"config_groups": {"group_0": group, "group_1": attention}, "format": top}
+    section["kv_cache_scheme"] = FP8_PER_HEAD
+    with pytest.raises(ValueError, match=r"as attention does for its queries.*kv_cache_scheme"):
+        CompressedTensorsFormat.parse_section(section)
+    del section["config_groups"]["group_1"]
+    assert CompressedTensorsFormat.parse_section(section).kv_cache_post_rope
