@@ -12,8 +12,7 @@ _AWQ = {"name": "awq"}
 _GPTQ = {"name": "gptq"}
 _YAQA = {"name": "yaqa"}
 _CHOSEN = {**_YAQA, "choose_damping": True}
-_SMOOTH = {"name": "smooth", "alpha": 1}
-_SMOOTH_BY_HALF = {"name": "smooth", "alpha": 0.5}
+_SMOOTH = {"name": "smooth", "alpha": 0.5}
 _BLOCKS = {
     **{"name": "rotation", "r1": False, "rotation_size": 32},
     "online_config": {"online_rotation_layers": ["*"]},
@@ -26,10 +25,10 @@ RECIPES: dict[str, tuple[str, tuple[dict[str, Any], ...]]] = {
     "w4": ("int4_wo_128", (_AWQ, _CHOSEN)),
     "w3": ("int3_wo_128", (_AWQ, _YAQA)),
     "w2": ("w_int2_per_group_asym", (_YAQA,)),
-    "w8a8": ("w_int8_per_channel_a_int8_per_tensor_sym", (_SMOOTH, _GPTQ)),
-    "w4a4": ("int4_wa_128", (_SMOOTH_BY_HALF, _BLOCKS, _GPTQ)),
+    "w8a8": ("w_int8_per_channel_a_int8_per_tensor_sym", (_SMOOTH,)),
+    "w4a4": ("int4_wa_128", (_SMOOTH, _BLOCKS, _GPTQ)),
     "fp8": ("ptpc_fp8", ()),
-    "mxfp4": ("mxfp4", (_SMOOTH_BY_HALF, _BLOCKS, _GPTQ)),
+    "mxfp4": ("mxfp4", (_SMOOTH, _BLOCKS, _GPTQ)),
     "nvfp4": ("nvfp4", (_AWQ, _GPTQ)),
 }
 
