@@ -1,4 +1,4 @@
-"""Scripts of the letters in the texts of a run (Latin, Han, Cyrillic and so on), and languages."""
+"""Scripts of the letters in the texts of a run: Latin, Han, Cyrillic and so on."""
 
 from __future__ import annotations
 
@@ -22,25 +22,16 @@ class Coverage:
     Attributes:
         calibration: Script to share, of the calibration text.
         evaluation: The same of the evaluation text.
-        calibration_languages: Language to share, of the calibration text; see ``languages_of``.
-        evaluation_languages: The same of the evaluation text.
     """
 
     calibration: dict[str, float] = field(default_factory=dict)
     evaluation: dict[str, float] = field(default_factory=dict)
-    calibration_languages: dict[str, float] = field(default_factory=dict)
-    evaluation_languages: dict[str, float] = field(default_factory=dict)
 
     def rows(self) -> dict[str, str]:
         """Return the shares in words, by title."""
         from quark.torch.evaluation.scripts import describe_scripts
 
-        texts = {
-            "letters calibrated": self.calibration,
-            "languages calibrated": self.calibration_languages,
-            "letters evaluated": self.evaluation,
-            "languages evaluated": self.evaluation_languages,
-        }
+        texts = {"letters calibrated": self.calibration, "letters evaluated": self.evaluation}
         return {title: describe_scripts(shares) for title, shares in texts.items() if shares}
 
     def notes(self) -> dict[str, str]:
@@ -74,29 +65,14 @@ def letters_of(tokenizer: Any | None, batches: Iterable[Any] | None) -> dict[str
     """
     from quark.torch.evaluation.scripts import count_letters
 
-    return count_letters(_decoded(tokenizer, batches))
+    if tokenizer is None or batches is None:
+        return {}
+    rows = (row.tolist() for ids in map(_token_ids, batches) if ids is not None for row in ids)
+    return count_letters(_decoded(tokenizer, rows))
 
 
-def languages_of(tokenizer: Any | None, batches: Iterable[Any] | None) -> dict[str, float]:
-    """Return the share of each language in token windows; empty where py3langid is not installed.
-
-    Args:
-        tokenizer: As in ``letters_of``.
-        batches: As in ``letters_of``.
-    """
-    from quark.torch.evaluation.languages import count_languages
-    from quark.torch.evaluation.scripts import shares_of
-
-    return shares_of(count_languages(_decoded(tokenizer, batches)))
-
-
-def _decoded(tokenizer: Any | None, batches: Iterable[Any] | None) -> Iterator[str]:
-    """Iterate over the texts of token windows."""
-    if tokenizer is None:
-        return
-    for ids in map(_token_ids, batches or ()):
-        for row in () if ids is None else ids:
-            yield tokenizer.decode(row.tolist(), skip_special_tokens=True)
+def _decoded(tokenizer: Any, rows: Iterable[list[int]]) -> Iterator[str]:
+    return (tokenizer.decode(row, skip_special_tokens=True) for row in rows)
 
 
 def _token_ids(batch: Any) -> torch.Tensor | None:
@@ -111,7 +87,7 @@ def measure_coverage(
     statistics: Statistics | None,
     windows: list[torch.Tensor] | None,
 ) -> Coverage:
-    """Return scripts and languages of the texts of a run, and warn if calibration lacks scripts.
+    """Return the scripts of the texts of a run, and warn if calibration lacks some.
 
     Args:
         tokenizer: Tokenizer of the model.
@@ -122,11 +98,6 @@ def measure_coverage(
     from quark.torch.evaluation.scripts import shares_of
 
     known = {} if statistics is None else shares_of(statistics.letters)
-    coverage = Coverage(
-        known or scripts_of(tokenizer, calibration),
-        scripts_of(tokenizer, windows),
-        {} if known else languages_of(tokenizer, calibration),
-        languages_of(tokenizer, windows),
-    )
+    coverage = Coverage(known or scripts_of(tokenizer, calibration), scripts_of(tokenizer, windows))
     coverage.warn()
     return coverage

@@ -295,8 +295,6 @@ def _describe_outcome(request: Request, outcome: Outcome, plan: RunPlan | None) 
         "original_perplexity": None,
         "calibration_scripts": outcome.coverage.calibration,
         "evaluation_scripts": outcome.coverage.evaluation,
-        "calibration_languages": outcome.coverage.calibration_languages,
-        "evaluation_languages": outcome.coverage.evaluation_languages,
     }
     if outcome.after is None or outcome.predictions is None:
         return data
