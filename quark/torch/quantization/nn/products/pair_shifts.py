@@ -25,7 +25,7 @@ def without_shifts(state: QuantizedTensor) -> QuantizedTensor:
     """Return the same values as integers of one bit more, in groups of whole blocks.
 
     Args:
-        state: Codes (outputs, inputs) and scales. It is returned as it is if codes have no shifts,
+        state: Codes (outputs, inputs) and scales. It is returned unchanged if codes have no shifts,
             would be too wide, or do not fill their blocks.
     """
     scales = _pair_scales(state)
