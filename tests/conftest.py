@@ -3,10 +3,12 @@
 import gc
 import os
 import zlib
+from collections import defaultdict
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from math import ceil
 
 import pytest
 import torch
@@ -55,9 +57,13 @@ def pytest_ignore_collect(collection_path, config):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Leave most cases of large matrices to the night. Their names decide, not their order."""
+    matrices = defaultdict(list)
     for item in items:
-        marker = item.get_closest_marker("sampled")
-        if marker and zlib.crc32(item.nodeid.encode()) % marker.args[0]:
+        if marker := item.get_closest_marker("sampled"):
+            matrices[item.nodeid.partition("[")[0], marker.args[0]].append(item)
+    for (_, share), cases in matrices.items():
+        cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
+        for item in cases[ceil(len(cases) / share) :]:
             item.add_marker("nightly")
 
 

@@ -99,6 +99,7 @@ PANELS = {
 
 
 @pytest.mark.parametrize("name", PANELS)
+@pytest.mark.sampled(2)
 def test_blocks_whose_columns_are_rounded_in_panels(name, count, monkeypatch):
     """As by Triton on a GPU; its kernel is compared with single columns in its own test."""
     monkeypatch.setitem(gptq_solver.PANELS, TYPE, lambda given, _: HostPanels.of(given))

@@ -5,6 +5,8 @@ ONNX Runtime, OpenVINO, ExecuTorch with XNNPACK, and Inductor run them.
 
 import platform
 import shutil
+from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -66,6 +68,38 @@ def run_openvino_program(model, x):
     return run_openvino(openvino.convert_model(program, example_input=(x,)), x)
 
 
+class _Product(torch.nn.Module):
+    """Codes times codes of the scale 1: of 8 unsigned bits times 127."""
+
+    weight = torch.full((32, 32), 127.0)
+
+    def forward(self, x):
+        def edge(x, *limits):
+            operators = torch.ops.quantized_decomposed
+            codes = operators.quantize_per_tensor.default(x, 1.0, 0, *limits)
+            return operators.dequantize_per_tensor.default(codes, 1.0, 0, *limits)
+
+        weight = edge(self.weight + 0, -128, 127, torch.int8)
+        return torch.nn.functional.linear(edge(x, 0, 255, torch.uint8), weight)
+
+
+@cache
+def openvino_saturates():
+    """Whether OpenVINO adds pairs of products in 16 bits, as on x86 without VNNI."""
+    import openvino
+    import torch.ao.quantization.fx._decomposed  # registers the operators
+
+    x = torch.full((1, 32), 255.0)
+    program = torch.export.export(_Product(), (x,))
+    y = run_openvino(openvino.convert_model(program, example_input=(x,)), x)
+    return bool((y != 32 * 127 * 255).any())
+
+
+def exact_weight(weight):
+    """Weights whose products OpenVINO adds exactly on this CPU: of 7 bits, where it saturates."""
+    return replace(weight, dtype="int7") if openvino_saturates() else weight
+
+
 def run_xnnpack(model, x):
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import to_edge_transform_and_lower
@@ -82,12 +116,15 @@ def run_xnnpack(model, x):
 
 
 @pytest.mark.client("openvino")
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", [name for name in NETWORKS if name != "resnet"])
 def test_openvino(tmp_path, name):
-    """With uint8: OpenVINO 2026.4 computes layers after a concatenation of int8 wrongly."""
+    """With uint8: OpenVINO 2026.4 computes layers after a concatenation of int8 wrongly.
+
+    Without residual sums, before which it leaves out a rounding.
+    """
     import openvino
 
-    model, x = frozen(name, UINT8), images(9)[8]
+    model, x = frozen(name, UINT8, exact_weight(INT8)), images(9)[8]
     export_onnx(model, tmp_path / "d", x)
     graph = openvino.Core().read_model(tmp_path / "d/quark_model.onnx")
     check_codes(model, x, run_openvino(graph, x))
@@ -101,7 +138,7 @@ def test_openvino(tmp_path, name):
     ids=["int8", "uint8", "uint8, channels"],
 )
 def test_openvino_program(name, edges, weight):
-    model, x = frozen(name, edges, weight), images(9)[8]
+    model, x = frozen(name, edges, exact_weight(weight)), images(9)[8]
     check_codes(model, x, run_openvino_program(model, x))
 
 
@@ -159,7 +196,8 @@ def test_openvino_has_the_codes_of_residual_blocks():
     """The 256 codes behind two blocks; without the identity, 30 of them differ."""
     net, data = network("resnet"), images(9)
     net = torch.nn.Sequential(net.stem, torch.nn.ReLU(), net.pool, net.blocks).eval()
-    quantizer = ModelQuantizer(graph_config(QuantizationConfig(INT8, INT8, INT8, INT32)))
+    layer = QuantizationConfig(INT8, INT8, exact_weight(INT8), INT32)
+    quantizer = ModelQuantizer(graph_config(layer))
     model = quantizer.freeze(quantizer.quantize_model(export(net), data[:8]))
     check_codes(model, data[8], run_openvino_program(model, data[8]))
 
@@ -181,10 +219,12 @@ def test_one_graph_has_the_same_codes_everywhere(run_onnx, tmp_path, name):
     Caps are those of ReLU6 after equalization, one for each channel.
     """
     if name == "mobilenet with caps":
-        model, x = frozen("mobilenet", INT8, gain=3, algo_config=[CLEConfig()]), 3 * images(9)[8]
+        weight = exact_weight(INT8)
+        model = frozen("mobilenet", INT8, weight, gain=3, algo_config=[CLEConfig()])
+        x = 3 * images(9)[8]
         assert any("minimum" in str(node.target) for node in model.graph.nodes)
     else:
-        model, x = frozen(name, INT8), images(9)[8]
+        model, x = frozen(name, INT8, exact_weight(INT8)), images(9)[8]
     export_onnx(model, tmp_path / "d", x)
     y = {
         "onnxruntime": run_onnx(tmp_path / "d", x)[0],

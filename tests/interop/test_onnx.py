@@ -145,6 +145,7 @@ def outputs(tmp_path, build, quantize, run_onnx):
     ],
     ids=["every kind", "everything in int4", "transposed matrices"],
 )
+@pytest.mark.sampled(2)
 def test_quantized_weights(outputs, name, configuration, changes):
     for layer, result, expected in outputs(name, configuration, **changes):
         torch.testing.assert_close(
@@ -185,6 +186,7 @@ def check_but_for_ties(result, expected, name="logits"):
         "rotated cache",
     ],
 )
+@pytest.mark.sampled(3)
 def test_quantized_activations(outputs, name, configuration, changes):
     for layer, result, expected in outputs(name, configuration, **changes):
         check_but_for_ties(result, expected, layer)
@@ -235,6 +237,7 @@ class Runtime(nn.Module):
     ],
     ids=["weights", "weights and activations"],
 )
+@pytest.mark.sampled(2)
 def test_perplexity_of_a_trained_model(tmp_path, quantize, run_onnx, schemes, options, tolerance):
     """Each block of the shipped model in a scheme of its own."""
     from transformers import AutoModelForCausalLM, AutoTokenizer

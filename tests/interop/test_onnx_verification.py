@@ -52,6 +52,7 @@ def written(build, quantize, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["uint4_wo_32", "ptpc_int8", "mxfp4"])
+@pytest.mark.sampled(2)
 def test_right_files(written, name):
     _, path, verdict = written(name)
     assert verdict.reader.startswith("onnxruntime ") and verdict.compared == "outputs"

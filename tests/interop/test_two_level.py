@@ -203,6 +203,7 @@ def golden(tmp_path_factory):
 class TestWeights:
     @pytest.mark.parametrize("weight_format", FORMATS)
     @pytest.mark.parametrize("name", WEIGHTS)
+    @pytest.mark.sampled(3)
     def test_frozen_and_loaded_are_equal(
         self, frozen, export, same_everywhere, build, logits, name, weight_format
     ):

@@ -36,6 +36,7 @@ def quiet():
 @pytest.mark.parametrize(
     ("case", "way"), [p for p in ALL if (p.values[0].name, p.values[1]) in SLICE]
 )
+@pytest.mark.sampled(3)
 def test_a_slice(case, way):
     assert outcome(case, way) == expected(case, way)
 

@@ -108,6 +108,7 @@ def random_rotation(size, keeps_mean):
 
 
 @pytest.mark.parametrize("name", ROTATING)
+@pytest.mark.sampled(3)
 def test_a_rotated_stream_gives_the_same_logits(name):
     model, structure = structure_of(name)
     stream = structure.stream

@@ -66,6 +66,7 @@ SCHEMES = {
 
 
 @pytest.mark.parametrize("layer", SCHEMES.values(), ids=SCHEMES)
+@pytest.mark.sampled(3)
 def test_predictions_come_closer_under_the_same_codes(layer, pair, tmp_path):
     model, original = pair(preset(layer))
     before, float_bits = codes_of(model), bits(original)

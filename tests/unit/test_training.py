@@ -313,6 +313,7 @@ def test_ranges_of_the_edges_of_graphs_follow_freeze_and_train_again():
 @pytest.mark.parametrize(
     ("mode", "kind"), [("eager", "lsq"), ("graph", "tqt"), ("graph", "following")]
 )
+@pytest.mark.sampled(2)
 def test_training_under_torch_compile_has_the_bits_of_training_without(mode, kind):
     """In-place activations and a batch norm too; ranges are frozen after two of three steps."""
     qat_spec = {"lsq": QATSpec(), "tqt": TQTSpec("_3SD"), "following": None}[kind]

@@ -80,6 +80,7 @@ def error_of_block(name, solver=None, dtype=torch.float32):
     ("name", "solver"),
     [*((name, "gptq") for name in VARIED), *(("llama", solver) for solver in VARIANTS)],
 )
+@pytest.mark.sampled(3)
 def test_models_lose_less_than_by_rounding(name, solver):
     plain = error_of(name, "int4_wo_32")
     assert error_of(name, "int4_wo_32", solver) < 0.85 * plain
@@ -87,11 +88,13 @@ def test_models_lose_less_than_by_rounding(name, solver):
 
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.sampled(3)
 def test_formats_lose_less_than_by_rounding(name, solver):
     assert error_of_block(name, solver) < 0.85 * error_of_block(name)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.sampled(2)
 def test_it_goes_together_with_awq(solver):
     alone = error_of("llama", "int4_wo_32", solver)
     both = error(varied("llama"), "int4_wo_32", AWQConfig(), SOLVERS[solver]())
@@ -100,6 +103,7 @@ def test_it_goes_together_with_awq(solver):
 
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.sampled(3)
 def test_the_same_each_time(name, solver):
     first, second = (
         weights_of(quantized(varied(name), "int4_wo_32", QUICK[solver]())) for _ in range(2)
@@ -108,6 +112,7 @@ def test_the_same_each_time(name, solver):
 
 
 @pytest.mark.parametrize("solver", VARIANTS)
+@pytest.mark.sampled(3)
 def test_other_batches_lose_the_same(solver):
     """Sums differ in their last bits, which single codes may follow."""
     whole = error_of("llama", "int4_wo_32", solver)
@@ -128,6 +133,7 @@ CUTS = {  # eight sequences and more, in batches of so many
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 @pytest.mark.parametrize("data", CUTS.values(), ids=CUTS)
+@pytest.mark.sampled(3)
 def test_what_is_learned_is_the_same_bits_in_any_batches(data, name):
     options = AutoRoundConfig(iters=4, lr=0.05, minmax_lr=0.02, batch_size=3)
     expected, *others = (
@@ -149,6 +155,7 @@ def test_half_precision(dtype, solver):
 
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+@pytest.mark.sampled(3)
 def test_experts_that_saw_few_tokens_or_none(name, solver):
     few = torch.tensor([[7, 9, 7]])
     model = quantized(varied(name), "int4_wo_32", SOLVERS[solver](), data=[few])

@@ -114,6 +114,7 @@ def test_every_door_is_tried(fuzzer):
 
 
 @pytest.mark.parametrize("name", WITH_TENSORS)
+@pytest.mark.sampled(3)
 def test_damaged_tensors_are_refused(fuzzer, sound, tmp_path, name):
     """A tensor is missing, renamed, of another type, or cut. GPTQ can do without group indices."""
     doors, damage = fuzzer

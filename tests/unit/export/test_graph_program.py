@@ -47,6 +47,7 @@ def calls(program):
     ("name", "layer"),
     [(name, layer) for name in NETWORKS for layer in [*LAYERS][: None if name == "unet" else 2]],
 )
+@pytest.mark.sampled(3)
 def test_programs_have_the_bits_of_the_graph(name, layer):
     model, (x,) = frozen(network(name), LAYERS[layer]), images(1)
     code = model.code

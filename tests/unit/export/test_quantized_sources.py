@@ -43,6 +43,7 @@ def source(request, build, batches, tmp_path):
 
 
 @pytest.mark.parametrize("source", SOURCES, indirect=True)
+@pytest.mark.sampled(3)
 def test_files(source, tmp_path):
     config = preset("int8_wo", exclude=["lm_head", "*.0.*"])
     expected = None

@@ -196,6 +196,7 @@ class Counter:
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq", "qronos", "autoround", "smooth"])
+@pytest.mark.sampled(2)
 def test_passes_are_those_that_run(name, build, config_of):
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     model = build("llama", **sizes, max_position_embeddings=512)

@@ -60,6 +60,7 @@ def changed(model, before):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("name", VARIED)
+@pytest.mark.sampled(3)
 def test_the_float_model_computes_the_same(name, algorithm, monkeypatch):
     monkeypatch.setattr(awq, "clip_weight_", lambda *_: None)
     options, kind = ALGORITHMS[algorithm]
@@ -211,6 +212,7 @@ KINDS = {
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled(3)
 def test_how_data_comes_changes_nothing(algorithm, kind, outcome):
     close(outcome(algorithm, KINDS[kind]()), outcome(algorithm, [LONG]))
 
@@ -378,6 +380,7 @@ def test_data_that_the_model_cannot_take(refused):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("name", ["llama", "tied", "opt", "qwen3_moe", "gpt2"])
+@pytest.mark.sampled(3)
 def test_a_model_comes_back_bit_by_bit(name, algorithm, export):
     options, kind = ALGORITHMS[algorithm]
     model = quantized(varied(name), kind, options)

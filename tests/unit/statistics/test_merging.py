@@ -67,6 +67,7 @@ def rows_of(tokens):
 
 
 @pytest.mark.parametrize("name", ["llama", "opt", "mixtral"])
+@pytest.mark.sampled(2)
 def test_parts_are_merged_to_the_whole(name, collected):
     parts, whole = collected(name)
     merged = merge_statistics(parts)

@@ -139,6 +139,7 @@ def same(one, other):
 
 @pytest.mark.parametrize("inputs", INPUTS.values(), ids=INPUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.sampled(3)
 def test_ranges_are_settled_as_by_data(inputs, dtype, build, batches):
     layer = QuantizationConfig(weight=static(), input_tensors=inputs, output_tensors=inputs)
     config = Config(layer, exclude=["lm_head"])

@@ -147,6 +147,7 @@ def test_learning_leaves_the_model_alone(name, few_steps, unchanged):
 
 
 @pytest.mark.parametrize(("rate", "steps"), [(0.2, 30), (1e3, 10)])
+@pytest.mark.sampled(2)
 def test_the_loss_never_ends_above_the_start(rate, steps, monkeypatch):
     monkeypatch.setattr(spinquant, "RATE", rate)
     context, edits, rotations = planned()

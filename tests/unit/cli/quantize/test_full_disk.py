@@ -87,6 +87,7 @@ def sums():
         (None, "SHA256SUMS", 0),
     ],
 )
+@pytest.mark.sampled(3)
 def test_nothing_is_lost(
     algorithm, pattern, finished, quark, fill_disk, command, model_dir, tmp_path, sums, monkeypatch
 ):

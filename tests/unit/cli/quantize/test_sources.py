@@ -102,6 +102,7 @@ def test_layers_that_the_configuration_leaves_are_written_dequantized_if_asked_f
         (("--verify",), True),
     ],
 )
+@pytest.mark.sampled(3)
 def test_layers_that_the_configuration_leaves_keep_their_codes(
     flags, is_kept, quantize, source, caplog
 ):

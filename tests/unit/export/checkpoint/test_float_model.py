@@ -85,6 +85,7 @@ def test_damage_is_refused_before_a_tensor_is_read(stored, monkeypatch, damage):
 
 
 @pytest.mark.parametrize("name", ["llama", "opt", "gpt2", "mixtral"])
+@pytest.mark.sampled(2)
 def test_no_tensor_may_be_missing(stored, name):
     whole = load_file(stored(name) / FILE)
     for key in whole:

@@ -134,6 +134,7 @@ class TestModel:
     @pytest.mark.parametrize(
         "name", ["q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "w_mxfp4", NVFP4]
     )
+    @pytest.mark.sampled(3)
     def test_the_same_bits_of_super_blocks_and_mx(self, made, logits, name, dtype):
         model, path = made(preset(name), dtype=dtype, **WIDE)
         kinds = {t.name: t.tensor_type.name for t in gguf.GGUFReader(path).tensors}

@@ -69,6 +69,7 @@ def sample(dtype, *shape):
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", INTEGERS)
+@pytest.mark.sampled(3)
 def test_integers(name, variant, dtype, any_size, by_torch):
     for key, granularity in GRANULARITIES.items():
         scheme = Scheme(Dtype[name].value, **granularity, **VARIANTS[variant])

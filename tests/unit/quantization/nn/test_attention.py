@@ -275,6 +275,7 @@ def test_algorithms_see_keys_in_float(build):
 @pytest.mark.parametrize("algorithms", ROTATIONS.values(), ids=ROTATIONS)
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("layer", ["int8", None])
+@pytest.mark.sampled(3)
 def test_a_model_comes_back_bit_by_bit(layer, spec, algorithms, build, export):
     layer = None if layer is None else scheme(layer)
     model = quantized(build(), config_of(spec, algorithms, layer))

@@ -35,6 +35,7 @@ def has_product(layer):
     return getattr(layer, "packed_product", None) is not None
 
 
+@pytest.mark.sampled(2)
 def test_one_graph_without_breaks(model):
     ids, counter = torch.randint(3, 64, (2, 10)), Counter()
     compiled = torch.compile(model, fullgraph=True, backend=counter)
@@ -53,6 +54,7 @@ def test_blocks_share_a_graph(model):
     assert len(counter.graphs) == 1
 
 
+@pytest.mark.sampled(2)
 def test_generation_compiles_nothing_more(model):
     ids = torch.randint(3, 64, (1, 6))
     options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
