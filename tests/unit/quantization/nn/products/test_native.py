@@ -48,6 +48,7 @@ def equal_bits(y, expected):
     return torch.equal(y.view(words), expected.view(words))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("group", [8, 16, 32, 64])
 @pytest.mark.parametrize("dtype", FORMATS, ids=lambda d: d.name)
 def test_every_format_and_group_size_has_the_bits_of_dequantize(dtype, group):
@@ -68,6 +69,7 @@ def test_group_sizes_that_are_no_power_of_two(group):
     assert equal_bits(decoded(panels, parts, torch.float32), expected)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("zeros", ["one", "many", "fractions"])
 @pytest.mark.parametrize("group", [16, 32])
 @pytest.mark.parametrize(
