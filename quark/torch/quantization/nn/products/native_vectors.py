@@ -2,8 +2,8 @@
 
 They do what ``native_kernels`` does, in one pass without buffers, for groups of whole vectors. A
 vector of codes is read from its planes, becomes values in registers, and these are written or
-multiplied at once. Codes of up to 4 bits are looked up in a register that holds the 16 values, so
-that an instruction gives 16 of them.
+multiplied at once. Codes of up to 4 bits are looked up in registers that hold the 16 values: one
+instruction of AVX-512 gives 16 of them, one of AVX2 eight of one half of the table.
 """
 
 from __future__ import annotations
