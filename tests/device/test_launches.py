@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from quark.torch.algorithm import gptq, gptq_solver
+from quark.torch.algorithm.leaf_rounding import Columns, by_columns
 from quark.torch.algorithm.scale_refit import best_scales
 from quark.torch.numerics.column_rounder import ColumnRounder
 from quark.torch.numerics.qdq import Factors
@@ -82,11 +83,9 @@ class HostPanels(triton_columns.PanelRounding):
     def __call__(self, remaining, rounded, errors, factor, order, start, end):
         count_kernel("round_panel", remaining.device)
         scales = Factors(*(None if x is None else x.host for x in self.factors))
-        tensors = remaining.host, rounded.host, errors.host
-        diagonal, indices = factor.host.diagonal().unbind(), order.host.tolist()
-        columns = gptq_solver._Columns(*tensors, diagonal, indices)
+        tensors = (x.host for x in (remaining, rounded, errors, factor, order))
         rounding = ColumnRounder(scales, self.scheme)
-        gptq_solver._round_leaf(columns, factor.host, rounding, start, end)
+        by_columns(Columns(*tensors), rounding)(start, end)
 
 
 # Per layer 360 launches for clipping, 2 for columns; the others refit scales and correct weights.

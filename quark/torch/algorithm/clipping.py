@@ -15,6 +15,9 @@ from quark.torch.algorithm.layers import (
 )
 from quark.torch.numerics.pieces import join_rows
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
+from quark.torch.quantization.nn.products.native_inputs import fake_quantize
+from quark.torch.quantization.nn.quantizer import TensorQuantizer
+from quark.torch.quantization.observer.observer import MinMaxObserver
 
 FRACTIONS = tuple(1 - i / 20 for i in range(1, 11))  # of the range: 0.95 … 0.5
 LARGER = (1.25, 1.5, 2.0)  # factors of ranges: 1.5 makes the largest value 4 instead of 6
@@ -83,9 +86,14 @@ def _with_best_factors(
         return None
     gram_blocks = [_diagonal_blocks(own, width) for own in gram.view(-1, *gram.shape[-2:])]
 
-    def fake_quantize_(rows: torch.Tensor, ranges: torch.Tensor) -> torch.Tensor:
-        values = (layer.from_matrix(rows), layer.from_matrix(ranges))
-        return layer.to_matrix(quantizer.fake_quantize_(*values))
+    def fake_quantize_(rows: torch.Tensor, ranges: torch.Tensor | None) -> torch.Tensor:
+        values = layer.from_matrix(rows)
+        if ranges is not None:
+            return layer.to_matrix(quantizer.fake_quantize_(values, layer.from_matrix(ranges)))
+        rounded = _by_kernel(quantizer, values)
+        if rounded is None:
+            rounded = quantizer.fake_quantize_(values, values)
+        return layer.to_matrix(rounded)
 
     chunk = CACHED if matrix.device.type == "cpu" else CHUNK
     step = max(1, chunk // matrix.shape[1]) if rounds_rows_apart(layer) else len(matrix)
@@ -104,12 +112,24 @@ def _with_best_factors(
     return layer.from_matrix(result)
 
 
+def _by_kernel(quantizer: TensorQuantizer, x: torch.Tensor) -> torch.Tensor | None:
+    """Return ``x`` fake-quantized under scales for its own range, None where no kernel does this.
+
+    The kernel is that of dynamic inputs, whose scales are those of static ranges of one tensor.
+    """
+    observer = quantizer.observer
+    takes_range = isinstance(observer, MinMaxObserver) and observer.scheme == quantizer.scheme
+    if not takes_range or quantizer.spec.quantizes_codes:
+        return None
+    return fake_quantize(x, None, None, quantizer.scheme)
+
+
 def _scale_ranges(
     rows: torch.Tensor,
     width: int,
     gram_blocks: Sequence[torch.Tensor],
     factors: Sequence[float],
-    fake_quantize_: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    fake_quantize_: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor],
     span: int = 0,
     moves_ends: bool = False,
 ) -> torch.Tensor:
@@ -122,7 +142,8 @@ def _scale_ranges(
         width: Adjacent weights that share a scale.
         gram_blocks: (groups, width, width) for each group of inputs, which meets as many rows.
         factors: Factors of ranges to try beside 1.
-        fake_quantize_: Rounds rows under the scales of others; may write to the rows.
+        fake_quantize_: Rounds rows under the scales of others, None for their own; may write to
+            the rows.
         span: Adjacent groups whose scales depend on each other (super-blocks); 0 = none. They keep
             their ranges if the best factors of all are worse together.
         moves_ends: Whether the ends of the best range are then moved by themselves; see
@@ -131,9 +152,9 @@ def _scale_ranges(
     groups = rows.reshape(len(rows), -1, width)  # (rows, groups, width)
     amax = groups.abs().amax(-1, keepdim=True)
 
-    def error(values: torch.Tensor, ranges: torch.Tensor) -> torch.Tensor:
+    def error(values: torch.Tensor, ranges: torch.Tensor | None = None) -> torch.Tensor:
         """Return the errors of the groups; the values are overwritten."""
-        rounded = fake_quantize_(values.flatten(1), ranges.flatten(1))
+        rounded = fake_quantize_(values.flatten(1), None if ranges is None else ranges.flatten(1))
         change = rounded.reshape(groups.shape).sub_(groups)
         parts = zip(change.chunk(len(gram_blocks)), gram_blocks, strict=True)
         return join_rows([_squared_errors(part, own) for part, own in parts]).unsqueeze(-1)
@@ -142,16 +163,15 @@ def _scale_ranges(
         bound = factors * amax
         return (groups * factors.clamp(min=1)).clamp_(-bound, bound)
 
-    best, unchanged = torch.ones_like(amax), error(groups.clone(), groups)
+    best, unchanged = torch.ones_like(amax), error(groups.clone())
     lowest = unchanged
     candidate = torch.empty_like(groups)
     for factor in factors:
         if factor < 1:
             bound = factor * amax
-            torch.clamp(groups, -bound, bound, out=candidate)
+            loss = error(torch.clamp(groups, -bound, bound, out=candidate))
         else:
-            torch.mul(groups, factor, out=candidate)
-        loss = error(candidate if factor < 1 else groups.clone(), candidate)
+            loss = error(groups.clone(), torch.mul(groups, factor, out=candidate))
         better = loss < lowest
         best.masked_fill_(better, factor)
         lowest = torch.where(better, loss, lowest)

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
+from quark.torch.algorithm.leaf_rounding import Columns, by_columns, leaf_rounding
 from quark.torch.numerics.column_rounder import ColumnRounding
 from quark.torch.quantization.nn.products.triton_columns import (
     PANEL,
@@ -106,25 +106,12 @@ def round_columns(
 
         _visit_leaves(remaining, errors, factor, 0, len(remaining), PANEL, PANEL, round_panel)
     else:
-        columns = _Columns(remaining, rounded, errors, factor.diagonal().unbind(), order.tolist())
-
-        def round_leaf(start: int, end: int) -> None:
-            _round_leaf(columns, factor, rounding, start, end)
-
+        columns = Columns(remaining, rounded, errors, factor, order)
+        round_leaf = leaf_rounding(columns, rounding)
         _visit_leaves(remaining, errors, factor, 0, len(remaining), LEAF, 1, round_leaf)
     position = torch.empty_like(order)  # inverse permutation: column -> step that rounded it
     position[order] = torch.arange(len(order), device=order.device)
     return rounded[position].T.contiguous(), errors[position].T
-
-
-class _Columns(NamedTuple):
-    """Columns of a weight in the order of rounding, each tensor (inputs, outputs)."""
-
-    remaining: torch.Tensor  # values, changed by the errors of earlier columns
-    rounded: torch.Tensor
-    errors: torch.Tensor
-    diagonal: tuple[torch.Tensor, ...]  # U_ii of each column
-    indices: list[int]  # index of each column in the weight
 
 
 def prune_columns(
@@ -148,7 +135,8 @@ def prune_columns(
     remaining = weight.T.contiguous()
     pruned, errors = torch.empty_like(remaining), torch.empty_like(remaining)
     diagonal = factor.diagonal()
-    columns = _Columns(remaining, pruned, errors, diagonal.unbind(), list(range(len(remaining))))
+    order = torch.arange(len(remaining), device=weight.device)
+    columns = Columns(remaining, pruned, errors, factor, order)
 
     def prune_block(start: int, end: int) -> None:
         scores = (remaining[start:end] / diagonal[start:end].unsqueeze(1)).square_()
@@ -157,10 +145,7 @@ def prune_columns(
         def prune(column: torch.Tensor, index: int) -> torch.Tensor:
             return column.masked_fill(zeros[index - start], 0.0)
 
-        def prune_leaf(first: int, last: int) -> None:
-            _round_leaf(columns, factor, prune, first, last)
-
-        _visit_leaves(remaining, errors, factor, start, end, LEAF, 1, prune_leaf)
+        _visit_leaves(remaining, errors, factor, start, end, LEAF, 1, by_columns(columns, prune))
 
     _visit_leaves(remaining, errors, factor, 0, len(remaining), width, width, prune_block)
     return pruned.T.contiguous()
@@ -198,20 +183,3 @@ def _visit_leaves(
     _visit_leaves(remaining, errors, factor, start, middle, width, step, visit)
     remaining[middle:end].addmm_(factor[start:middle, middle:end].T, errors[start:middle], alpha=-1)
     _visit_leaves(remaining, errors, factor, middle, end, width, step, visit)
-
-
-def _round_leaf(
-    columns: _Columns,
-    factor: torch.Tensor,
-    rounding: Callable[[torch.Tensor, int], torch.Tensor],
-    start: int,
-    end: int,
-) -> None:
-    """Round columns ``start`` to ``end`` one by one; each changes the columns behind it."""
-    remaining, rounded, errors, diagonal, indices = columns
-    for i in range(start, end):
-        column, error = remaining[i], errors[i]
-        rounded[i] = values = rounding(column, indices[i])
-        torch.sub(column, values, out=error).div_(diagonal[i])
-        if i + 1 < end:
-            remaining[i + 1 : end].addr_(factor[i, i + 1 : end], error, alpha=-1)

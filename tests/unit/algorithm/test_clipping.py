@@ -7,6 +7,7 @@ from transformers.pytorch_utils import Conv1D
 
 from quark.torch.algorithm import clipping
 from quark.torch.algorithm.clipping import FRACTIONS, clip_weight, weight_with_best_ranges
+from quark.torch.numerics.native import compilation
 from quark.torch.quantization.config.config import (
     Config,
     Int4PerChannelSpec,
@@ -100,6 +101,29 @@ def test_never_worse_whatever_the_format(name, kind):
 
     before, after = loss(weight), loss(clip_weight(layer, x.T @ x))
     assert after < before if quantizer.scheme.fmt.bits <= 4 else after <= before * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("name", ["int4_wo_32", "mxfp4", "fp8_wo", "uint4_wo_32"])
+def test_the_kernel_of_inputs_gives_the_same_bits(name, monkeypatch):
+    """Numba rounds candidates where their scales are for their own range, zero points apart."""
+    pytest.importorskip("numba")
+    layer, x = made(scheme(name), outputs=64)
+    kernel, taken = clipping.fake_quantize, []
+
+    def counted(*args):
+        values = kernel(*args)
+        taken.append(values is not None)
+        return values
+
+    monkeypatch.setattr(compilation, "LEAST_ELEMENTS", 1)
+    monkeypatch.delenv(compilation.SWITCH, raising=False)
+    monkeypatch.setattr(clipping, "fake_quantize", counted)
+    clipped, ranges = clip_weight(layer, x.T @ x), weight_with_best_ranges(layer, x.T @ x)
+    assert len(taken) >= 2 * len(FRACTIONS)
+    assert set(taken) == {name != "uint4_wo_32"}
+    monkeypatch.setattr(clipping, "fake_quantize", lambda *args: None)
+    assert torch.equal(clip_weight(layer, x.T @ x), clipped)
+    assert torch.equal(weight_with_best_ranges(layer, x.T @ x), ranges)
 
 
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])

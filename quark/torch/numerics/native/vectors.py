@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from quark.torch.numerics.native.compilation import Operand
+from quark.torch.numerics.native.compilation import Operand, has_feature
 
-LANES, FEATURE = 16, "avx512f"  # elements of a vector, and the extension that has such vectors
+LANES = 16  # elements of a vector: one register of AVX-512, two of AVX2
+FEATURE, WIDE = "avx2", "avx512f"  # the extension that kernels need; the one with whole vectors
+BFLOAT16 = "avx512bf16"  # the extension that rounds to bfloat16
 SUM_FLAGS = ("reassoc", "contract", "nsz")  # sums may be added in any order
 
 
@@ -79,13 +81,42 @@ class Vectors:
         return self.builder.inttoptr(self.builder.add(operand.address, offset), kind.as_pointer())
 
     def lookup(self, table: Any, places: Any) -> Any:
-        """Return the elements of a vector in some places: LLVM makes one instruction of this."""
+        """Return the elements of a vector in some places.
+
+        Args:
+            table: Vector of float32.
+            places: Vector of integers of 32 bits, below ``LANES``.
+        """
+        if not has_feature(WIDE):
+            return self._lookup_halves(table, places)
+        # LLVM makes one instruction of this.
         builder, result = self.builder, self.ir.Constant(table.type, self.ir.Undefined)
         for lane in range(LANES):
             index = self.ir.Constant(self.int, lane)
             element = builder.extract_element(table, builder.extract_element(places, index))
             result = builder.insert_element(result, element, index)
         return result
+
+    def _lookup_halves(self, table: Any, places: Any) -> Any:
+        """Return the same by an instruction of AVX2, which looks up 8 places in 8 elements."""
+        builder, eight = self.builder, LANES // 2
+        low, high = (self._part(table, start) for start in (0, eight))
+        kind = self.ir.FunctionType(low.type, [low.type, self.ir.VectorType(self.int, eight)])
+        permute = self._function("llvm.x86.avx2.permps", kind)
+        halves = []
+        for start in (0, eight):
+            half = self._part(places, start)
+            is_low = builder.icmp_signed("<", half, self.ir.Constant(half.type, [eight] * eight))
+            looked_up = (builder.call(permute, [part, half]) for part in (low, high))
+            halves.append(builder.select(is_low, *looked_up))
+        order = self.ir.Constant(self.of(self.int), list(range(LANES)))
+        return builder.shuffle_vector(*halves, order)
+
+    def _part(self, x: Any, start: int) -> Any:
+        """Return half of a vector."""
+        kind = self.ir.VectorType(self.int, LANES // 2)
+        places = self.ir.Constant(kind, list(range(start, start + LANES // 2)))
+        return self.builder.shuffle_vector(x, x, places)
 
     def sum(self, x: Any) -> Any:
         """Return the sum of the elements of a vector."""
@@ -108,12 +139,21 @@ class Vectors:
         return self.builder.call(function, [x])
 
     def _reduction(self, name: str, kind: Any) -> Any:
-        """Return a function of LLVM that makes a number of a vector, declared once."""
-        name, module = f"llvm.vector.reduce.{name}", self.builder.module
+        """Return a function of LLVM that makes a number of a vector."""
+        return self._function(f"llvm.vector.reduce.{name}", kind)
+
+    def _function(self, name: str, kind: Any) -> Any:
+        """Return a function of LLVM, declared once."""
+        module = self.builder.module
         return module.globals.get(name) or self.ir.Function(module, kind, name)
 
     def bfloat16_bits(self, x: Any) -> Any:
-        """Return the bits of float32 numbers that are rounded to bfloat16, ties to even."""
+        """Return the bits of float32 numbers that are rounded to bfloat16, ties to even.
+
+        NaN is not among them.
+        """
+        if not has_feature(BFLOAT16):  # LLVM would call a function that processes may not have
+            return self._round_bits(x)
 
         class BFloat(self.ir.Type):  # type: ignore[name-defined, misc]  # llvmlite has no such type
             def _to_string(self) -> str:
@@ -121,6 +161,14 @@ class Vectors:
 
         rounded = self.builder.fptrunc(x, self.of(BFloat()))
         return self.builder.bitcast(rounded, self.of(self.short))
+
+    def _round_bits(self, x: Any) -> Any:
+        """Return the same by integers: half of the last place is added, and its lowest bit."""
+        builder, bits = self.builder, self.builder.bitcast(x, self.of(self.int))
+        places = self.constants(16)
+        lowest = builder.and_(builder.lshr(bits, places), self.constants(1))
+        up = builder.add(builder.add(bits, self.constants(0x7FFF)), lowest)
+        return builder.trunc(builder.lshr(up, places), self.of(self.short))
 
     def loop(
         self,

@@ -6,6 +6,7 @@ import torch
 from quark.torch import set_runtime
 from quark.torch.export.recognition import load_checkpoint
 from quark.torch.numerics.native import compilation
+from quark.torch.numerics.native.vectors import FEATURE
 from quark.torch.quantization.nn.runtime import describe_runtime
 from tests.configurations import preset
 from tests.unit.quantization.nn.test_runtime import Counter
@@ -25,7 +26,7 @@ def model(request, build, quantize, export, monkeypatch):
         layer.packed_product.method.decoder for layer in model.modules() if has_product(layer)
     }
     # The order of the 4-bit kernel of torch needs vectors.
-    is_native = name != "int4_wo_32" or compilation.has_feature("avx512f")
+    is_native = name != "int4_wo_32" or compilation.has_feature(FEATURE)
     assert decoders == {"native" if is_native else "panels"}
     torch._dynamo.reset()
     return model

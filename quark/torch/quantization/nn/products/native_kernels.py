@@ -56,7 +56,7 @@ def _store_eight(builder: Any, ir: Any, start: Any, offset: Any, value: Any) -> 
 
 
 @native_instruction("float32", "int16")
-def _half_value(builder: Any, ir: Any, bits: Any) -> Any:
+def half_value(builder: Any, ir: Any, bits: Any) -> Any:
     """Return the float16 with these bits as float32."""
     return builder.fpext(builder.bitcast(bits, ir.HalfType()), ir.FloatType())
 
@@ -70,7 +70,7 @@ def _bfloat16_factor(x):  # type: ignore[no-untyped-def]  # likewise
 
 
 def _float16_factor(x):  # type: ignore[no-untyped-def]  # likewise
-    return _half_value(np.int16(x))
+    return half_value(np.int16(x))
 
 
 def _int8_factor(x):  # type: ignore[no-untyped-def]  # likewise
@@ -89,7 +89,7 @@ def _factor(kind: str) -> Callable[..., Any]:
 
 
 def _half(x):  # type: ignore[no-untyped-def]  # likewise
-    return _half_value(x)
+    return half_value(x)
 
 
 def _integer(x):  # type: ignore[no-untyped-def]  # likewise

@@ -2,8 +2,8 @@
 
 They do what ``native_kernels`` does, in one pass without buffers, for groups of whole vectors. A
 vector of codes is read from its planes, becomes values in registers, and these are written or
-multiplied at once. Codes of up to 4 bits are looked up in a register that holds the 16 values, so
-that an instruction gives 16 of them.
+multiplied at once. Codes of up to 4 bits are looked up in registers that hold the 16 values: one
+instruction of AVX-512 gives 16 of them, one of AVX2 eight of one half of the table.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from quark.torch.numerics.native.compilation import (
     native_array_instruction,
     native_by_type,
     native_function,
-    native_instruction,
 )
 from quark.torch.numerics.native.vectors import LANES, SUM_FLAGS, Vectors
+from quark.torch.quantization.nn.products.native_kernels import half_value
 
 Array = Any
 _UNROLLED = 4  # sums of a row that do not wait for each other
@@ -173,12 +173,6 @@ _multiply_one = native_array_instruction(_sum_row(1))
 _multiply_four = native_array_instruction(_sum_row(4))
 
 
-@native_instruction("float32", "int16")
-def _half_value(builder: Any, ir: Any, bits: Any) -> Any:
-    """Return the float16 with these bits as float32."""
-    return builder.fpext(builder.bitcast(bits, ir.HalfType()), ir.FloatType())
-
-
 def _float32_factor(x):  # type: ignore[no-untyped-def]  # numba reads the types of arguments
     return x
 
@@ -188,7 +182,7 @@ def _bfloat16_factor(x):  # type: ignore[no-untyped-def]  # likewise
 
 
 def _float16_factor(x):  # type: ignore[no-untyped-def]  # likewise
-    return _half_value(np.int16(x))
+    return half_value(np.int16(x))
 
 
 def _int8_factor(x):  # type: ignore[no-untyped-def]  # likewise

@@ -26,7 +26,7 @@ def any_size(request, monkeypatch):
     if request.param == "general":
         monkeypatch.setattr(native, "has_feature", lambda name: False)
     elif not compilation.has_feature(FEATURE):
-        pytest.skip("this machine has no vectors of 16 elements")
+        pytest.skip("numba has no vector instructions for this machine")
     monkeypatch.setattr(compilation, "LEAST_ELEMENTS", 1)
     monkeypatch.delenv(compilation.SWITCH, raising=False)
     native._log_refusal.cache_clear()
@@ -48,6 +48,7 @@ def equal_bits(y, expected):
     return torch.equal(y.view(words), expected.view(words))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("group", [8, 16, 32, 64])
 @pytest.mark.parametrize("dtype", FORMATS, ids=lambda d: d.name)
 @pytest.mark.sampled(3)
@@ -69,6 +70,7 @@ def test_group_sizes_that_are_no_power_of_two(group):
     assert equal_bits(decoded(panels, parts, torch.float32), expected)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("zeros", ["one", "many", "fractions"])
 @pytest.mark.parametrize("group", [16, 32])
 @pytest.mark.parametrize(
@@ -138,7 +140,7 @@ def test_rows_of_an_odd_number_of_vectors(group):
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 33])
 @pytest.mark.parametrize("name", ["int4", "int3", "fp8_e4m3", "fp4"])
 def test_products_of_few_and_many_rows(rows, name, monkeypatch):
-    monkeypatch.setattr(native, "_CHUNK", 2 * 32 * 64)
+    monkeypatch.setitem(native._CHUNKS, torch.float32, 2 * 32 * 64)
     state = weight(Dtype[name], True)
     method = PanelMethod(*Panels.pack(state, Arrangement(70, 64, 32, 32))[:1], None, True, "native")
     _, parts = Panels.pack(state, Arrangement(70, 64, 32, 32))
@@ -161,7 +163,8 @@ def test_the_order_of_the_kernel_of_torch(dtype, half, zeros, monkeypatch):
         "many": torch.randint(dtype.value.qmin, dtype.value.qmax + 1, (70, 2)),
         "fractions": torch.randint(0, 8, (70, 2)) / 4,
     }[zeros]
-    monkeypatch.setattr(native, "_CHUNK", 2 * 2 * half * 64)
+    for to in TYPES:
+        monkeypatch.setitem(native._CHUNKS, to, 2 * 2 * half * 64)
     state = weight(dtype, points is None, points)
     panels, parts = Panels.pack(state, Arrangement.of_columns(70, 64, 32, half))
     expected = dequantize(state.codes, state.scale, points, state.scheme)

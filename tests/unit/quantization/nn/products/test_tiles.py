@@ -19,7 +19,7 @@ pytest.importorskip("numba")
 def small_weights(monkeypatch):
     """Tiles for small weights, in memory of their own, on machines that have them."""
     if not compilation.has_feature(FEATURE):
-        pytest.skip("this machine has no vectors of 16 elements")
+        pytest.skip("numba has no vector instructions for this machine")
     monkeypatch.setattr(tiles, "_KEPT", tiles._Kept())
     if tiles.take_tiles(64, 64) is None:
         pytest.skip("torch has no weights in this order on this machine")
@@ -55,7 +55,7 @@ def test_an_order_in_which_single_numbers_are_known():
 @pytest.mark.parametrize(("outputs", "chunk"), [(64, 1 << 23), (200, 1 << 23), (200, 64 * 64)])
 def test_products_are_those_of_the_values(outputs, chunk, half, zeros, monkeypatch):
     """In one piece and in several, with outputs that do not fill a tile."""
-    monkeypatch.setattr(native, "_CHUNK", chunk)
+    monkeypatch.setitem(native._CHUNKS, torch.bfloat16, chunk)
     panels, parts, values = packed(outputs, 64, 32, half, zeros)
     eye = torch.eye(64).bfloat16()
     for x in (eye, eye.T.repeat(2, 1)[::2], torch.randn(9, 64).bfloat16()):

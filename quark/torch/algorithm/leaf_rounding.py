@@ -1,0 +1,150 @@
+"""A few columns of a weight, rounded one by one; each error changes the columns behind it.
+
+Operations of torch do this for every rounding, and a kernel of numba for integers without zero
+points, with the same bits. Torch rounds a product and a sum once in whole vectors, and twice in the
+rows that are left. This is no promise of torch, so the kernel is proved before it is used: a sample
+shows in which rows torch rounds once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from quark.torch.numerics.column_rounder import ColumnRounder
+from quark.torch.numerics.enumerations import RoundType
+from quark.torch.numerics.native.column_kernels import round_columns
+from quark.torch.numerics.native.compilation import array, can_run
+from quark.torch.numerics.qdq import Factors
+from quark.torch.numerics.scheme import Scheme
+
+logger = logging.getLogger(__name__)
+
+_MULTIPLES = (32, 16, 8)  # rows of the vectors in which torch may round once, widest first
+_NEVER = 1 << 62  # no row is in such a vector
+_MOST_BITS = 16  # of codes
+_PROVED = (7, 32 * 9 + 16 + 8 + 3)  # columns and rows of the proof, with a rest of every vector
+
+
+class Columns(NamedTuple):
+    """Columns of a weight in the order of rounding, each tensor (inputs, outputs) float32.
+
+    Attributes:
+        remaining: Values, changed by the errors of earlier columns.
+        rounded: Rounded values.
+        errors: Errors of the columns.
+        factor: Upper triangular factor, (inputs, inputs).
+        order: Index of each column in the weight, (inputs,) int64.
+    """
+
+    remaining: torch.Tensor
+    rounded: torch.Tensor
+    errors: torch.Tensor
+    factor: torch.Tensor
+    order: torch.Tensor
+
+
+Leaf = Callable[[int, int], None]  # rounds the columns from the first number to before the second
+
+
+def leaf_rounding(columns: Columns, rounding: Callable[[torch.Tensor, int], torch.Tensor]) -> Leaf:
+    """Return what rounds a few columns that follow each other.
+
+    Args:
+        columns: All columns; those of a leaf include the errors of all before it.
+        rounding: Rounds one column, given its index in the weight.
+    """
+    kernel = _kernel(columns, rounding)
+    return by_columns(columns, rounding) if kernel is None else kernel
+
+
+def by_columns(columns: Columns, rounding: Callable[[torch.Tensor, int], torch.Tensor]) -> Leaf:
+    """Return what rounds columns by operations of torch; see ``leaf_rounding``."""
+    remaining, rounded, errors, factor, order = columns
+    diagonal, indices = factor.diagonal().unbind(), order.tolist()
+
+    def round_leaf(start: int, end: int) -> None:
+        for i in range(start, end):
+            column, error = remaining[i], errors[i]
+            rounded[i] = values = rounding(column, indices[i])
+            torch.sub(column, values, out=error).div_(diagonal[i])
+            if i + 1 < end:
+                remaining[i + 1 : end].addr_(factor[i, i + 1 : end], error, alpha=-1)
+
+    return round_leaf
+
+
+def _kernel(columns: Columns, rounding: Callable[[torch.Tensor, int], torch.Tensor]) -> Leaf | None:
+    """Return what rounds columns by a kernel, None if none serves."""
+    if not isinstance(rounding, ColumnRounder) or not _is_served(rounding):
+        return None
+    if columns.remaining.dtype != torch.float32 or not can_run(columns.remaining):
+        return None
+    multiple = _rows_rounded_once(rounding.scheme)
+    return None if multiple is None else _by_kernel(columns, rounding, multiple)
+
+
+def _is_served(rounding: ColumnRounder) -> bool:
+    """Whether the kernel knows a rounding."""
+    fmt, scheme = rounding.scheme.fmt, rounding.scheme
+    is_integer = not fmt.is_float and not fmt.block and fmt.bits <= _MOST_BITS
+    is_even = scheme.rounding is RoundType.half_even and not scheme.divides
+    return is_integer and is_even and rounding.factors.zero_point is None
+
+
+def _by_kernel(columns: Columns, rounding: ColumnRounder, multiple: int) -> Leaf:
+    remaining, rounded, errors, factor, order = columns
+    fused = remaining.shape[1] // multiple * multiple
+    scales = array(rounding.factors.scale), array(rounding.factors.inverse)
+    fmt = rounding.scheme.fmt
+
+    def round_leaf(start: int, end: int) -> None:
+        leaf = slice(start, end)
+        own = [x[leaf] for x in (remaining, rounded, errors)] + [factor[leaf, leaf].contiguous()]
+        bounds = float(fmt.qmin), float(fmt.qmax)
+        round_columns(*map(array, own), *scales, array(order[leaf]), *bounds, fused)
+
+    return round_leaf
+
+
+@lru_cache(maxsize=256)
+def _rows_rounded_once(scheme: Scheme) -> int | None:
+    """Return the rows of vectors in which torch rounds a product and a sum once.
+
+    Returns:
+        The multiple of rows with which the kernel has the bits of torch for a sample; None if there
+        is none, which is logged. The first answer is kept for this process.
+    """
+    random = torch.Generator().manual_seed(0)
+    count, rows = _PROVED
+    scale = torch.rand(count, rows, generator=random) + 0.1
+    values = torch.randn(count, rows, generator=random) * scale * (scheme.fmt.qmax / 2 + 1)
+    factor = torch.randn(count, count, generator=random).triu_().div_(count)
+    factor.diagonal().copy_(torch.rand(count, generator=random) + 0.5)
+    rounding = ColumnRounder(Factors(scale, scale.reciprocal(), None), scheme)
+    order = torch.arange(count - 1, -1, -1)
+
+    def result(multiple: int | None) -> torch.Tensor:
+        given = values.clone(), torch.empty_like(values), torch.empty_like(values)
+        columns = Columns(*given, factor, order)
+        if multiple is None:
+            by_columns(columns, rounding)(0, count)
+        else:
+            _by_kernel(columns, rounding, multiple)(0, count)
+        return torch.stack(given).view(torch.int32)
+
+    problem = "its values for a sample differ from those of torch"
+    try:
+        expected = result(None)
+        for multiple in (*_MULTIPLES, _NEVER):
+            if torch.equal(result(multiple), expected):
+                return multiple
+    except Exception as error:  # numba and LLVM have no common error; torch serves instead
+        problem = str(error).strip().split("\n")[0] or type(error).__name__
+    name = scheme.fmt.name
+    logger.warning("Columns in %s are not rounded by a kernel of numba: %s.", name, problem)
+    return None
