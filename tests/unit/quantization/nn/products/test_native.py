@@ -48,7 +48,6 @@ def equal_bits(y, expected):
     return torch.equal(y.view(words), expected.view(words))
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("group", [8, 16, 32, 64])
 @pytest.mark.parametrize("dtype", FORMATS, ids=lambda d: d.name)
 @pytest.mark.sampled(3)
@@ -70,7 +69,6 @@ def test_group_sizes_that_are_no_power_of_two(group):
     assert equal_bits(decoded(panels, parts, torch.float32), expected)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("zeros", ["one", "many", "fractions"])
 @pytest.mark.parametrize("group", [16, 32])
 @pytest.mark.parametrize(
