@@ -185,7 +185,7 @@ def _visit_leaves(
         errors: Errors of the columns that are done, (inputs, outputs).
         factor: See ``round_columns``.
         start: First of the columns, a multiple of ``step``.
-        end: First column behind them.
+        end: First column after them.
         width: Largest number of columns that ``visit`` changes at once.
         step: Ranges begin at multiples of it.
         visit: Changes the columns of a range, and computes their errors.
@@ -207,7 +207,7 @@ def _round_leaf(
     start: int,
     end: int,
 ) -> None:
-    """Round columns ``start`` to ``end`` one by one; each changes the columns behind it."""
+    """Round columns ``start`` to ``end`` one by one; each changes the columns after it."""
     remaining, rounded, errors, diagonal, indices = columns
     for i in range(start, end):
         column, error = remaining[i], errors[i]
