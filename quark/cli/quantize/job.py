@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.markup import escape
 
-from quark.cli import accelerators, console, models
+from quark.cli import accelerators, console, lengths, models
 from quark.cli.collect import read_optional_statistics
 from quark.cli.coverage import measure_coverage
 from quark.cli.metrics import Figures, Measures, prepare_measures, show_scores, write_metrics
@@ -117,7 +117,7 @@ def _quantize(request: Request, described: dict[str, Any]) -> None:
     config = make_config(request, str(described.get("model_type", "")))
     statistics = read_optional_statistics(request.statistics, request.check_digests)
     devices = accelerators.pick_devices(request.device)
-    length = models.window_length(described, request.seq_len, SEQ_LEN)
+    length = lengths.window_length(described, request.seq_len, SEQ_LEN)
     is_known = is_known_architecture(request, described)
     outline = read_outline(request.model_dir, request.trust_remote_code) if is_known else None
     request = _without_perplexity(request, outline)
