@@ -44,6 +44,8 @@ def read_config(directory: Path, flag: str) -> dict[str, Any]:
         with stage(f"reading {file.name}"):
             described: dict[str, Any] = read_gguf_config(file).to_dict()
         return described
+    if directory.is_file():
+        raise wrong(flag, f"{directory} is a file. Give its directory: {directory.parent}")
     if not directory.is_dir():
         raise wrong(
             flag,

@@ -19,7 +19,7 @@ from quark.cli.options import SEQ_LEN
 from quark.cli.process_group import rank, wait_for_all
 from quark.cli.quantize import model_checks
 from quark.cli.quantize.card import CardFacts
-from quark.cli.quantize.config import fit_groups, make_config, needs_data
+from quark.cli.quantize.config import make_config, needs_data
 from quark.cli.quantize.data import (
     check_texts,
     describe,
@@ -34,6 +34,7 @@ from quark.cli.quantize.file_job import (
     quantize_files,
 )
 from quark.cli.quantize.graph_job import run_graph
+from quark.cli.quantize.group_fit import fit_groups
 from quark.cli.quantize.outline import (
     describe_float_layers,
     predicts_text,
