@@ -6,7 +6,7 @@
     python benchmarks/algorithms.py --model MODEL --text FILE
     python benchmarks/algorithms.py --peer amd-quark --peer auto-round --models plain
 
-The twin computes the same, but a few channels behind each norm are many times larger, and the
+The twin computes the same, but a few channels after each norm are many times larger, and the
 weights that read them as much smaller: what outliers do to large models. Seconds are in passes: how
 long the float model takes for the calibration data once. ``--peer`` adds the algorithms of other
 software; bits are those of a scheme in our checkpoints.
@@ -48,7 +48,7 @@ from quark.torch.quantization.config.export import JsonExporterConfig
 
 KINDS = ("plain", "twin", "second")  # of models
 CALIBRATION_WINDOWS = 64
-OUTLIERS = 4  # channels behind each norm
+OUTLIERS = 4  # channels after each norm
 STRENGTH = 24.0
 COLUMNS = {
     "model": "model",
@@ -211,7 +211,7 @@ def model_config(scheme: str) -> Config:
 
 @torch.no_grad()
 def plant_outliers(model: Any, batch: torch.Tensor) -> Any:
-    """Make a few channels behind each norm larger and the weights that read them smaller."""
+    """Make a few channels after each norm larger and the weights that read them smaller."""
     generator = torch.Generator().manual_seed(0)
     for group in discover(model, batch[:1, :32]).groups:
         if group.kind == "norm":

@@ -13,7 +13,7 @@
 Every row is calibrated on English docstrings and evaluated on the texts of ``texts.py``. *KL* is in
 millinats, with its standard error over windows. *Against* is the difference to the row of GPTQ
 after the same preparation, paired over windows: the windows of a text differ much more than two
-rows do. Likewise in brackets behind perplexity: the difference of the loss (the logarithm of the
+rows do. Likewise in brackets after perplexity: the difference of the loss (the logarithm of the
 perplexity) in millinats. A row of other software (``rivals.py``) is paired with our best one. Rows
 of models that have a name are kept in ``three_texts.json``, in place of the same row. The choice of
 recipes is checked against that file.
@@ -60,7 +60,7 @@ _ALL_INPUTS = {"online_rotation_layers": ["*"]}
 BLOCKS: dict[str, Any] = {"name": "rotation", "r1": False, "rotation_size": 32}
 BLOCKS |= {"online_config": _ALL_INPUTS}
 PRESCALED = BLOCKS | {"online_config": _ALL_INPUTS | {"use_input_prescale": True}}
-INPUTS = ":inputs"  # behind a scheme: inputs alone, which rounding of weights cannot improve
+INPUTS = ":inputs"  # after a scheme: inputs alone, which rounding of weights cannot improve
 NONE, REFERENCE = "none", "gptq"
 # Name -> what comes before the algorithm that rounds.
 PREPARATIONS: dict[str, list[dict[str, Any]]] = {
@@ -85,7 +85,7 @@ SCHEMES = {
     "mxfp4": (NONE, "awq", "r1r2r4"),
     "nvfp4": (NONE, "awq", "r1r2"),
 }
-CHOSEN = ":choose_damping"  # behind a name: this option is on
+CHOSEN = ":choose_damping"  # after a name: this option is on
 ALGORITHMS = (NONE, REFERENCE, "qronos", "yaqa", f"{REFERENCE}{CHOSEN}", f"yaqa{CHOSEN}")
 # What of other software is measured, where it has the scheme.
 ASKED = {
@@ -226,7 +226,7 @@ def label(row: Row) -> str:
         steps = [f"{options['iters']} steps"] if "iters" in options else []
         online = options.get("online_config")
         blocks = [f"of {options['rotation_size']} inputs"] if online else []
-        factors = ["behind factors"] if online and "use_input_prescale" in online else []
+        factors = ["after factors"] if online and "use_input_prescale" in online else []
         words.append(" ".join([options["name"], *on, *steps, *blocks, *factors]))
     made = ", ".join(words) or NONE
     made = f"{row['software']}: {made}" if "software" in row else made

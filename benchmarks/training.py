@@ -6,7 +6,7 @@
 
 Ways: rounded to the nearest; gptq; trained on the text, by its labels; distilled, which trains on
 the same text by the predictions of the float model; refined, which does so from the weights of gptq
-and under its scales; finished, which trains scales and norms behind gptq. The text is docstrings,
+and under its scales; finished, which trains scales and norms after gptq. The text is docstrings,
 others than those of the evaluation. Figures have standard errors over the windows of the
 evaluation. The last column is processor time.
 """

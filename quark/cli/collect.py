@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quark.cli import accelerators, console, models
+from quark.cli import accelerators, console, lengths, models
 from quark.cli.coverage import Coverage, letters_of
 from quark.cli.memory_check import Measurement, check_measurement
 from quark.cli.model_files import find_model
@@ -146,7 +146,7 @@ def describe_collection(request: DataFlags, source: Path, probes: int) -> Measur
     described = models.read_config(source, "--model_dir")
     return Measurement(
         source=source,
-        length=models.window_length(described, request.seq_len, SEQ_LEN),
+        length=lengths.window_length(described, request.seq_len, SEQ_LEN),
         collected=request.num_calib_data,
         probe=request.batch_size,
         probes=probes,
@@ -182,7 +182,7 @@ def read_windows(request: DataFlags, directory: Path, held_out: bool = False) ->
         held_out: Whether to read the held-out part of a named or default text.
     """
     described = models.read_config(directory, "--model_dir")
-    length = models.window_length(described, request.seq_len, SEQ_LEN)
+    length = lengths.window_length(described, request.seq_len, SEQ_LEN)
     with console.stage("reading text"):
         tokenizer = models.load_tokenizer(directory, "--model_dir", request.trust_remote_code)
         return models.text_windows(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from quark.cli import accelerators, console, models
+from quark.cli import accelerators, console, lengths, models
 from quark.cli.memory_check import Measurement, check_measurement
 from quark.cli.metrics import Figures, Measures, find_tasks, show_scores
 from quark.cli.model_files import find_model
@@ -152,7 +152,7 @@ def evaluate(
     described = models.read_config(model_dir, "MODEL_DIR")
     if original is not None:
         models.read_config(original, "--original")
-    length = models.window_length(described, seq_len, SEQ_LEN)
+    length = lengths.window_length(described, seq_len, SEQ_LEN)
     directories = [model_dir] if original is None else [original, model_dir]
     place: Any = {"device": accelerators.pick_device(device), "max_memory": max_memory}
     place["trust_remote_code"] = trust_remote_code

@@ -51,8 +51,21 @@ EXIT_FAILURE, EXIT_INTERRUPTED = 1, 130
 FULL_COLLECTION = 100  # collections of younger objects between two of all objects
 
 
+SERVING = ("chat", "generate", "run", "serve")  # verbs of other software
+
+
 class Program(TyperGroup):
     """The group of verbs. It turns errors into messages and exit codes."""
+
+    def resolve_command(self, context: Any, args: list[str]) -> Any:
+        """Find a verb; those of servers are answered with what does their work."""
+        if args and args[0] in SERVING:
+            raise typer.BadParameter(
+                f"quark has no verb '{args[0]}': other software serves its checkpoints. For "
+                "example: vllm serve DIR; docs/serve.md has llama.cpp, ONNX Runtime and more. "
+                "'quark compare ORIGINAL DIR' shows what models answer."
+            )
+        return super().resolve_command(context, args)
 
     def main(self, args: Sequence[str] | None = None, *_: Any, **options: Any) -> Any:
         """Run a verb and exit: 0 done, 1 failed, 2 wrong call, 130 interrupted."""

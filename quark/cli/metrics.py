@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
-from quark.cli import console, models
+from quark.cli import console, lengths, models
 from quark.cli.console import wrong
 from quark.cli.options import EVAL_WINDOWS, SEQ_LEN
 from quark.cli.quantize.request import Request, split_names
@@ -137,7 +137,7 @@ def _plain_windows(request: Request, described: dict[str, Any], tokenizer: Any) 
     if request.eval_seq_len is not None:
         is_typed, flag = "eval_seq_len" in request.given, "--eval_seq_len"
         wanted, default = (request.eval_seq_len, 0) if is_typed else (None, request.eval_seq_len)
-    length = models.window_length(described, wanted, default, flag)
+    length = lengths.window_length(described, wanted, default, flag)
     limit = EVAL_WINDOWS if request.num_eval_data is None else max(request.num_eval_data, 0)
     return models.text_windows(request.eval_data, "--eval_data", tokenizer, length, limit, True)
 
@@ -145,7 +145,7 @@ def _plain_windows(request: Request, described: dict[str, Any], tokenizer: Any) 
 def _cache_windows(request: Request, described: dict[str, Any], tokenizer: Any) -> torch.Tensor:
     """Return windows of a context and the tokens to score, which overlap to score all text once."""
     step = request.ppl_eval_for_kv_cache_sample_size
-    length = models.window_length(
+    length = lengths.window_length(
         described,
         request.ppl_eval_for_kv_cache_context_size + step,
         0,

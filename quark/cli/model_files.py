@@ -106,5 +106,5 @@ def check_quantized(directory: Path, flag: str) -> None:
         raise wrong(
             flag,
             f"{directory} is not a quantized checkpoint. Quantize the model first: "
-            f"quark quantize --model_dir {directory} --output_dir OUT --quant_scheme int4_wo_128.",
+            f"quark quantize --model_dir {directory} --output_dir OUT --quant_scheme int4_wo_32.",
         )

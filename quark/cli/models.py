@@ -27,7 +27,6 @@ _COPY_TOKENIZER = (
     "Copy the files of the tokenizer from the original model to this directory "
     "(tokenizer.json, tokenizer_config.json)."
 )
-UNBOUNDED = 1 << 20  # tokens, for models without a maximum length
 
 
 def read_config(directory: Path, flag: str) -> dict[str, Any]:
@@ -45,6 +44,8 @@ def read_config(directory: Path, flag: str) -> dict[str, Any]:
         with stage(f"reading {file.name}"):
             described: dict[str, Any] = read_gguf_config(file).to_dict()
         return described
+    if directory.is_file():
+        raise wrong(flag, f"{directory} is a file. Give its directory: {directory.parent}")
     if not directory.is_dir():
         raise wrong(
             flag,
@@ -250,30 +251,6 @@ def _quiet_transformers() -> None:
     transformers_logging.disable_progress_bar()
     # Transformers may have been imported, and configured its log, before.
     logging.getLogger("transformers").setLevel(logging.ERROR)
-
-
-def window_length(
-    config: dict[str, Any], wanted: int | None, default: int, flag: str = "--seq_len"
-) -> int:
-    """Return the tokens per window: the requested number, or the default up to the model's maximum.
-
-    Args:
-        config: Contents of the ``config.json`` of the model.
-        wanted: Requested tokens per window; None for the default.
-        default: Default tokens per window.
-        flag: Flag of the request, for the error.
-
-    Raises:
-        typer.BadParameter: The request exceeds the maximum length of the model.
-    """
-    inner = config.get("text_config")
-    config = {**(inner if isinstance(inner, dict) else {}), **config}
-    most = config.get("max_position_embeddings") or UNBOUNDED
-    if wanted is not None and wanted > most:
-        raise wrong(
-            flag, f"{wanted} is more than the {most} tokens of the model: give {most} or less."
-        )
-    return wanted or min(default, most)
 
 
 def check_text(source: str | None, flag: str) -> None:

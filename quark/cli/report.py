@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 from rich.markup import escape
 
-from quark.cli import accelerators, console, models
+from quark.cli import accelerators, console, lengths, models
 from quark.cli.collect import read_statistics
 from quark.cli.coverage import scripts_of
 from quark.cli.evaluate import BatchSize, Limit, Original, SeqLen
@@ -137,7 +137,7 @@ def report(
     text = _Text(None, None, None)
     if dataset is not None:
         source, flag = (directory, "DIR") if original is None else (original, "--original")
-        length = models.window_length(models.read_config(source, flag), seq_len, SEQ_LEN)
+        length = lengths.window_length(models.read_config(source, flag), seq_len, SEQ_LEN)
         with console.stage("reading text"):
             tokenizer = models.load_tokenizer(source, flag, trust_remote_code)
             windows = models.text_windows(dataset, "--dataset", tokenizer, length, limit, True)

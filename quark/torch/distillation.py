@@ -166,7 +166,7 @@ def _train(
         if step % options.interval and step != options.steps:
             continue
         with torch.no_grad():
-            progress = progress.behind(step, run.measure(judging), run.trained)
+            progress = progress.after(step, run.measure(judging), run.trained)
         if files is not None:
             files.write(progress, run)
     return progress
@@ -225,7 +225,7 @@ class _Progress(NamedTuple):
     best: torch.Tensor
     state: dict[str, torch.Tensor]
 
-    def behind(self, step: int, figures: torch.Tensor, trained: TrainedParameters) -> _Progress:
+    def after(self, step: int, figures: torch.Tensor, trained: TrainedParameters) -> _Progress:
         """Return the progress after a step that was measured, with these figures."""
         if figures.mean() < self.best.mean():
             return _Progress(step, step, self.first, figures, trained.state())

@@ -1,4 +1,4 @@
-"""The Python blocks of the documents run as they are printed, behind what they take for granted."""
+"""The Python blocks of the documents run as they are printed, after what they take for granted."""
 
 import json
 import shutil

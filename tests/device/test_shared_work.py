@@ -275,7 +275,7 @@ def test_an_interrupt(names, small, data, monkeypatch):
 
 
 def test_on_after_an_end_with_more_devices(names, small, data, tmp_path):
-    """Two devices go on behind the first block, which one device has finished."""
+    """Two devices go on after the first block, which one device has finished."""
     devices, config = names(2), CONFIGS["gptq"]
     one = quantized(small(2).to(devices[0]), config, data, None)
     model = small(2).to(devices[0])

@@ -134,7 +134,7 @@ def test_rotations(build, quantize, export, logits, name, is_random):
 
 @pytest.mark.parametrize("name", ["fp8_per_head", "int8_per_head", "int4_per_head", "fp4_per_head"])
 def test_caches_per_head(build, quantize, export, name):
-    """compressed-tensors quantizes keys behind rotary embedding, and values, under our scales."""
+    """compressed-tensors quantizes keys after rotary embedding, and values, under our scales."""
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
     from transformers import DynamicCache
 

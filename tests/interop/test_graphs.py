@@ -193,7 +193,7 @@ def test_openvino_leaves_out_a_rounding_between_a_convolution_and_a_sum(slope):
 
 @pytest.mark.client("openvino")
 def test_openvino_has_the_codes_of_residual_blocks():
-    """The 256 codes behind two blocks; without the identity, 30 of them differ."""
+    """The 256 codes after two blocks; without the identity, 30 of them differ."""
     net, data = network("resnet"), images(9)
     net = torch.nn.Sequential(net.stem, torch.nn.ReLU(), net.pool, net.blocks).eval()
     layer = QuantizationConfig(INT8, INT8, exact_weight(INT8), INT32)

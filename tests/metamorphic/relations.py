@@ -141,7 +141,7 @@ def from_files(made, directory):
 
 
 def killed_and_resumed(made, directory):
-    """A run ends behind the first block; another one goes on with its journal."""
+    """A run ends after the first block; another one goes on with its journal."""
     place = directory.with_name("journal")
 
     def run(model, is_killed):

@@ -111,7 +111,7 @@ class Checked(nn.Module):
 
 
 def plain():
-    """Layers one behind the other, with padding by reflection, dilation, and one after a view."""
+    """Layers one after the other, with padding by reflection, dilation, and one after a view."""
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1, padding_mode="reflect"),
         nn.ReLU(inplace=True),

@@ -66,7 +66,7 @@ def structure_of(name):
 
 
 def rotate_(model, stream, rotation):
-    """Rotate a stream by the book: gains into readers, biases behind them, then all axes."""
+    """Rotate a stream by the book: gains into readers, biases after them, then all axes."""
     if stream.tied:
         head = model.get_submodule(stream.head)
         head.weight = nn.Parameter(head.weight.detach().clone())

@@ -10,7 +10,7 @@ from quark.torch.graph.discovery import discover
 from quark.torch.quantization.nn.experts import split_experts
 from tests.models.architectures import InDouble, build, inputs, small_config
 
-# Producer -> consumers in the last block and behind it, by the last part of their names.
+# Producer -> consumers in the last block and after it, by the last part of their names.
 _QKV = "q_proj k_proj v_proj"
 _ATTENTION = {"input_layernorm": _QKV, "v_proj": "o_proj"}
 _MLP = {"post_attention_layernorm": "gate_proj up_proj", "up_proj": "down_proj"}

@@ -45,7 +45,7 @@ def test_models(name, tmp_path):
 
 @pytest.mark.parametrize(("name", "share"), [("dit", 0.95), ("flux", 0.5)])
 def test_low_rank_branches(name, share, tmp_path):
-    """Behind adaptive norms no factor can be merged; layers multiply their inputs themselves."""
+    """After adaptive norms no factor can be merged; layers multiply their inputs themselves."""
     before, models = output(make(name), name), {}
     options = SVDQuantConfig(svd_rank=16, min_layer_size=0)
     for way, algorithms in {"plain": None, "divided": [options]}.items():

@@ -1,4 +1,4 @@
-"""Scales and norms that train behind quantization, under fixed codes."""
+"""Scales and norms that train after quantization, under fixed codes."""
 
 import copy
 from dataclasses import replace

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quark.cli import accelerators, console, models
+from quark.cli import accelerators, console, lengths, models
 from quark.cli.compare.measurement import Plan, measure_models
 from quark.cli.compare.tables import print_comparison
 from quark.cli.memory_check import Measurement, check_measurement
@@ -150,7 +150,7 @@ def _compare_models(request: CompareRequest) -> None:
     described = models.read_config(request.original, "ORIGINAL")
     for directory in request.others:
         _check_vocabulary(described, models.read_config(directory, "MODEL"), directory)
-    length = models.window_length(described, request.seq_len, SEQ_LEN)
+    length = lengths.window_length(described, request.seq_len, SEQ_LEN)
     device = accelerators.pick_device(request.device)
     _check_models(request, directories, length, device)
     with console.stage("reading text"):

@@ -20,8 +20,6 @@ _WHAT_CONFIG = (
 )
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from quark.torch.quantization.config.config import Config, QuantizationConfig
     from quark.torch.quantization.config.spec import QuantizationSpec
     from quark.torch.quantization.config.template import LLMTemplate
@@ -56,53 +54,6 @@ def make_config(request: Request, model_type: str) -> Config:
         config = replace(config, shared_scale_groups=fused_projections())
     if request.moe_calibrate_all_experts:
         config = replace(config, moe_calibrate_all_experts=True)
-    return config
-
-
-def fit_groups(request: Request, config: Config, outline: nn.Module | None) -> Config:
-    """Return the configuration with groups, super-blocks and rotations that divide the layers.
-
-    Layers that super-blocks do not divide take another scheme. A recipe names no size of groups and
-    rotations, so smaller ones may take their place. The new schemes and sizes are printed.
-
-    Args:
-        request: The flags.
-        config: The configuration.
-        outline: The model on the meta device, or None.
-    """
-    from quark.torch.quantization.group_fit import (
-        fit_group_sizes,
-        fit_rotation_size,
-        fit_super_blocks,
-    )
-
-    if outline is None:
-        return config
-    config, schemes = fit_super_blocks(outline, config)
-    for name in sorted(set(schemes.values())):
-        patterns = [pattern for pattern, chosen in schemes.items() if chosen == name]
-        logger.warning(
-            "Super-blocks of 256 inputs do not divide %s: the scheme is %s there.",
-            ", ".join(patterns),
-            name,
-        )
-    if request.recipe is None:
-        return config
-    config, sizes = fit_group_sizes(outline, config)
-    for size in sorted(set(sizes.values()), reverse=True):
-        patterns = [pattern for pattern, chosen in sizes.items() if chosen == size]
-        logger.warning(
-            "The groups of the recipe do not divide %s: the group size is %d there.",
-            ", ".join(patterns),
-            size,
-        )
-    config, rotated = fit_rotation_size(outline, config)
-    if rotated is not None:
-        logger.warning(
-            "The rotations of the recipe do not divide the inputs of all layers: they rotate %d "
-            "inputs at a time.",
-            rotated,
-        )
     return config
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.markup import escape
 
-from quark.cli import accelerators, console, models
+from quark.cli import accelerators, console, lengths, models
 from quark.cli.collect import read_optional_statistics
 from quark.cli.coverage import measure_coverage
 from quark.cli.metrics import Figures, Measures, prepare_measures, show_scores, write_metrics
@@ -19,7 +19,7 @@ from quark.cli.options import SEQ_LEN
 from quark.cli.process_group import rank, wait_for_all
 from quark.cli.quantize import model_checks
 from quark.cli.quantize.card import CardFacts
-from quark.cli.quantize.config import fit_groups, make_config, needs_data
+from quark.cli.quantize.config import make_config, needs_data
 from quark.cli.quantize.data import (
     check_texts,
     describe,
@@ -34,6 +34,7 @@ from quark.cli.quantize.file_job import (
     quantize_files,
 )
 from quark.cli.quantize.graph_job import run_graph
+from quark.cli.quantize.group_fit import fit_groups
 from quark.cli.quantize.outline import (
     describe_float_layers,
     predicts_text,
@@ -117,7 +118,7 @@ def _quantize(request: Request, described: dict[str, Any]) -> None:
     config = make_config(request, str(described.get("model_type", "")))
     statistics = read_optional_statistics(request.statistics, request.check_digests)
     devices = accelerators.pick_devices(request.device)
-    length = models.window_length(described, request.seq_len, SEQ_LEN)
+    length = lengths.window_length(described, request.seq_len, SEQ_LEN)
     is_known = is_known_architecture(request, described)
     outline = read_outline(request.model_dir, request.trust_remote_code) if is_known else None
     request = _without_perplexity(request, outline)

@@ -202,8 +202,12 @@ def _check_container(request: Request, container: Container, model: nn.Module) -
     Raises:
         typer.BadParameter: It cannot.
     """
+    from quark.torch.export.gguf.architectures import UnknownArchitecture
+
     try:
         container.check_writable(model, export_settings(request, None))
+    except UnknownArchitecture as error:
+        raise console.wrong("--model_export", str(error)) from None
     except ValueError as error:
         flag = "--custom_mode" if container.has_formats else "--model_export"
         layout = request.custom_mode if container.has_formats else container.name

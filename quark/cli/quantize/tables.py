@@ -115,6 +115,7 @@ def show_plan(
         if needs_data(config, request.statistics is not None) or request.finish
         else "none needed: "
         + ("statistics suffice" if request.statistics else "no static activation scales")
+        + ("; --dataset is not read" if request.dataset else "")
     )
     if not request.skip_evaluation:
         text = request.eval_data or models.EVALUATION

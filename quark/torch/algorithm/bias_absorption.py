@@ -1,7 +1,7 @@
 """Bias absorption (Nagel et al. 2019, section 4.1.3): high biases move into the next layer.
 
 Where all outputs of a channel are at least c > 0, max(z - c, 0) = max(z, 0) - c. So c can leave the
-bias in front of the activation, and W₂ c enter the bias behind it:
+bias in front of the activation, and W₂ c enter the bias after it:
 
     y = W₂ f(W₁ x + b₁) + b₂ = W₂ f(W₁ x + b₁ - c) + (b₂ + W₂ c)
 
@@ -41,9 +41,9 @@ _TOLERANCE = 1e-4
 
 @torch.no_grad()
 def absorb_biases(context: Context, groups: Sequence[RescalingGroup]) -> None:
-    """Move what all outputs of a channel have in common into the biases of the layers behind.
+    """Move what all outputs of a channel have in common into the biases of the layers after them.
 
-    Each step is proved on the first batch: the products of the layers behind change by one number
+    Each step is proved on the first batch: the products of these layers change by one number
     for each of their outputs, and the outputs of the model stay. A step that does not hold is
     undone, and the log names it.
 
@@ -79,7 +79,7 @@ def _is_movable(context: Context, group: RescalingGroup) -> bool:
 
 
 def _readers(context: Context, group: RescalingGroup) -> list[str]:
-    """Return the layers behind the producer: consumers, and depthwise convolutions before them."""
+    """Return the layers after the producer: consumers, and depthwise convolutions before them."""
     owners = (edit.parameter.rpartition(".")[0] for edit in group.edits)
     depthwise = [name for name in owners if name in context.layers and name != group.producer]
     return list(dict.fromkeys([*depthwise, *group.consumers]))

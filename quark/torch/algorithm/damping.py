@@ -1,7 +1,7 @@
 """Damping of a Hessian, chosen on data that is held back, in closed form.
 
 Rounding with U, where Uᵀ U = (H + damping)⁻¹, changes a weight by D = E U: the errors e_i of the
-columns, each spread over the columns behind it (``gptq_solver``). Column i is rounded to a grid, so
+columns, each spread over the columns after it (``gptq_solver``). Column i is rounded to a grid, so
 that e_i U_ii has the variance of its step. With equal steps, the expected error tr(D H' Dᵀ) under
 other data H' is, up to a factor,
 

@@ -56,7 +56,7 @@ def apply(context: Context, options: GPTQConfig) -> None:
 
 
 def work(options: GPTQConfig, block: BlockShape, data: DataShape) -> Work:
-    """Return the work for a block: a pass per set of layers for statistics, and one behind it."""
+    """Return the work for a block: a pass per set of layers for statistics, and one after it."""
     sets = len(block.input_widths) if options.true_sequential else 1
     flops = gram_flops(block, data) + solver_flops(block)
     solving = block.pooling + solver_memory(block)

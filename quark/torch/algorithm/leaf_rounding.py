@@ -1,4 +1,4 @@
-"""A few columns of a weight, rounded one by one; each error changes the columns behind it.
+"""A few columns of a weight, rounded one by one; each error changes the columns after it.
 
 Operations of torch do this for every rounding, and a kernel of numba for integers without zero
 points, with the same bits. Torch rounds a product and a sum once in whole vectors, and twice in the

@@ -1,6 +1,6 @@
 """Pruning: the weights that matter least become zero, before the others are rounded.
 
-SparseGPT (Frantar and Alistarh 2023) weighs a weight by the error that its zero causes behind all
+SparseGPT (Frantar and Alistarh 2023) weighs a weight by the error that its zero causes after all
 compensation, (w / U_ii)² with Uᵀ U = H⁻¹, and later columns compensate for it (``gptq_solver``).
 Wanda (Sun et al. 2024) weighs it by |w| · |x|, with the norm |x| of its input over all tokens, and
 leaves the other weights as they are. Later steps keep the zeros: ``keeps_zeros`` of a layer.
@@ -166,7 +166,7 @@ def prune_by_norm(
 def prune_by_hessian(
     weight: torch.Tensor, factor: torch.Tensor, options: SparseGPTConfig
 ) -> torch.Tensor:
-    """Return a weight with zeros for which the columns behind them compensate (SparseGPT).
+    """Return a weight with zeros for which the columns after them compensate (SparseGPT).
 
     Args:
         weight: (outputs, inputs) float32.

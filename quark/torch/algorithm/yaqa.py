@@ -4,7 +4,7 @@ A change D of a weight changes the log-likelihood of the predictions by tr(O D H
 order. H is the mean of x xᵀ over inputs; O is that of g gᵀ over gradients of the log-likelihood
 with respect to outputs, for labels drawn from the predictions themselves (sketch A of the paper).
 GPTQ is the case O = I. Here later rows compensate for errors as well as later columns, and a token
-is weighted in H by the norm of the gradient behind its decoder block. Weights first compensate for
+is weighted in H by the norm of the gradient after its decoder block. Weights first compensate for
 the errors of earlier layers (``input_correction``); the corrected weight does not depend on O.
 """
 
@@ -274,7 +274,7 @@ def work(options: YaqaConfig, block: BlockShape, data: DataShape) -> Work:
     """Return the work for a block: that of the correction, and a pass forward and one backward.
 
     The backward pass holds the graph of the block, the hidden states of all blocks, a sum of g gᵀ
-    for each layer; and, behind the blocks, logits and three tensors of their size in float32:
+    for each layer; and, after the blocks, logits and three tensors of their size in float32:
     log-probabilities and two gradients.
     """
     own = correction_work(options, block, data)

@@ -140,7 +140,7 @@ class _Parts:
     def _replay(self, name: str) -> Callable[..., Any]:
         """Return a forward that returns in each run what it returned in the first one.
 
-        It runs behind the head, and inside of another one that runs.
+        It runs after the head, and inside of another one that runs.
         """
         own, outputs = self._model.get_submodule(name).forward, self._outputs[name]
 

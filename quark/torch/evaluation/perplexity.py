@@ -200,7 +200,7 @@ def window_loss_steps(
         context: Likewise.
         receive: Likewise.
         observe: Likewise; left and opened again at each pause.
-        pauses: Whether to pause behind a batch.
+        pauses: Whether to pause after a batch.
     """
     _check_windows(windows, batch_size, context)
     _check_decoder(model)

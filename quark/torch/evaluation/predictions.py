@@ -226,7 +226,7 @@ class _Kept:
         self._bytes += log_probs.nbytes
 
     def is_full(self) -> bool:
-        """Whether memory has no room for another batch, asked for behind each batch."""
+        """Whether memory has no room for another batch, asked for after each batch."""
         self._batches += 1
         return self._bytes * (self._batches + 1) > self.store.limit * self._batches
 

@@ -7,11 +7,11 @@ XNNPACK, OpenVINO. An edge and a convolution become
     dequantize_per_channel(codes, scales, zero_points, 0, -128, 127, int8) ↗
 
 OpenVINO reads no codes of weights. It gets values of weights, and a quantize_per_channel before the
-dequantize_per_channel. It also computes a convolution and the residual sum behind it at once:
+dequantize_per_channel. It also computes a convolution and the residual sum after it at once:
 
     q(dq(q(conv(x))) + y)    becomes    q(conv(x) + y)
 
-without the first rounding, where that is the first operation behind the convolution. So OpenVINO
+without the first rounding, where that is the first operation after the convolution. So OpenVINO
 gets an identity there, leaky_relu with the slope 1, which it computes in the same operation:
 
     q(dq(q(leaky_relu(conv(x), 1))) + y)

@@ -255,7 +255,7 @@ class TokenSample:
         self._keep(x, index * STRIDE % 2**32)
 
     def _keep(self, x: torch.Tensor, priorities: torch.Tensor) -> None:
-        """Add tokens behind the others, and keep those of least priority."""
+        """Add tokens after the others, and keep those of least priority."""
         priorities = torch.cat([self._priorities, priorities])
         kept = priorities.argsort()[: self.size].sort().values
         self._priorities = priorities[kept]

@@ -118,12 +118,12 @@ def _back(block: Block, gradients: ActivationStore, index: int) -> torch.Tensor:
 
 
 class _Ending(NamedTuple):
-    """The part of a model behind a stack.
+    """The part of a model after a stack.
 
     Attributes:
         model: The model.
         part: The stack.
-        later: The stacks behind it.
+        later: The stacks after it.
         arguments: The arguments of its blocks.
         masks: Number of a batch -> mask of the tokens that have logits.
         loss: See ``run_blocks_backward``.

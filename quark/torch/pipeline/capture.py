@@ -122,7 +122,7 @@ def capture(
     The model runs with blocks that record their arguments and return their input, so a batch costs
     no more than what comes before them. Where blocks return more than hidden states, the first
     batch runs through the real blocks as well, to learn the form of their outputs. What comes
-    behind the last block, such as the output head, never runs: its logits can take more memory
+    after the last block, such as the output head, never runs: its logits can take more memory
     than a block. Batches that do not reach the blocks, such as texts without images before a vision
     tower, are left out. So are those of other processes.
 
@@ -188,7 +188,7 @@ def _fitting(mask: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | Non
 def _record_outputs(
     model: nn.Module, names: list[str], arguments: BlockArguments
 ) -> Iterator[None]:
-    """Record the forms of the outputs of blocks, and stop behind the last block."""
+    """Record the forms of the outputs of blocks, and stop after the last block."""
 
     def watch(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

@@ -149,17 +149,15 @@ class DeviceThreads(Processes):
         """Return copies of the tensors of a thread on the devices that are those of this thread."""
         steps = self.rank - source
         copies = [
-            None if x is None else x.to(device_behind(x.device, steps, self._devices), copy=True)
+            None if x is None else x.to(device_after(x.device, steps, self._devices), copy=True)
             for x in state
         ]
         _finish(copies)  # copies are launched on the device of the source
         return copies
 
 
-def device_behind(
-    device: torch.device, steps: int, devices: Sequence[torch.device]
-) -> torch.device:
-    """Return the device some steps behind another one in a list, which begins again at its end.
+def device_after(device: torch.device, steps: int, devices: Sequence[torch.device]) -> torch.device:
+    """Return the device some steps after another one in a list, which begins again at its end.
 
     Devices that are not in the list, such as the CPU, stay what they are.
     """

@@ -68,7 +68,7 @@ def deliver(
         batches: The batches; each is taken once.
         context: Opened while batches run, and left at a pause.
         run: Runs a batch.
-        pauses: Whether to pause behind the batch that has run.
+        pauses: Whether to pause after the batch that has run.
     """
     items = iter(batches)
     goes_on = True

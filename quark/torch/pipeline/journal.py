@@ -6,7 +6,7 @@ A journal is a directory::
     output.json                              which output belongs to it, before that is in place
     lock                                     held by the process that runs
     blocks/1-0003-<digest>.safetensors       what pass 1 made of the fourth block of its list
-    steps/2-0003-<digest>.safetensors        the finish behind its fourth measured step
+    steps/2-0003-<digest>.safetensors        the finish after its fourth measured step
 
 A file of a block or step is written under another name, synced, and renamed to its name, which has
 the digest of its bytes. So a file of such a name is complete, or the disk is damaged. Steps replace
@@ -50,7 +50,7 @@ _PARTS = (_RUN, _OUTPUT, ".*.json.partial-*", "lock", _BLOCKS, _STEPS)
 
 
 class Journal:
-    """The finished blocks of a run. The same run goes on behind them, with the same bits.
+    """The finished blocks of a run. The same run goes on after them, with the same bits.
 
     It is a context manager: the directory is locked until the context is left. It stays, until
     ``remove`` is called. In an initialized process group of ``torch.distributed``, all processes
@@ -191,7 +191,7 @@ class Journal:
     def note_output(self, request: Mapping[str, Any], output: Path) -> None:
         """Note which output belongs to the journal, before it takes its place.
 
-        A process that is killed behind that leaves a complete output and a journal, which
+        A process that is killed after that leaves a complete output and a journal, which
         ``is_of_output`` recognizes.
 
         Args:

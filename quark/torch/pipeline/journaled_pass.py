@@ -4,7 +4,7 @@ What an algorithm changes in a block are values of parameters, scales of quantiz
 file of the journal has all of it, so a restart gives the block the state that it had, and only
 runs the data through it.
 
-Several processes have the same values behind a block, so one of them writes. Each of them knows how
+Several processes have the same values after a block, so one of them writes. Each of them knows how
 its own part of the data ran; notes have that of all, so any number of processes can go on.
 """
 
@@ -31,7 +31,7 @@ class Run(NamedTuple):
     """How the data of this process ran through a block.
 
     Attributes:
-        is_first: Whether it ran before the block was changed; else behind that.
+        is_first: Whether it ran before the block was changed; else after that.
         outputs: Number of the first batch of each leaf -> digest of what the block returned for
             it; empty if the data did not run.
     """

@@ -1,7 +1,7 @@
 """A pass of data through a whole model.
 
 A model in memory takes the batches one by one. Of a model larger than memory each part is read
-once: what comes before the blocks takes all batches, then each block does, then what comes behind.
+once: what comes before the blocks takes all batches, then each block does, then what follows.
 Passes over several models can take turns (``interleaved_passes``).
 """
 
@@ -44,7 +44,7 @@ def run_data(
 ) -> int:
     """Run every batch of this process through a model, in evaluation mode.
 
-    A model that is larger than memory ends behind its last block if nothing more is asked for: its
+    A model that is larger than memory ends after its last block if nothing more is asked for: its
     logits can take more memory than a block.
 
     Args:
@@ -86,7 +86,7 @@ def data_steps(
         limit: Likewise.
         observed: Likewise.
         call: Runs the model on a batch and returns what ``receive`` takes.
-        pauses: Whether to pause behind the output of a batch.
+        pauses: Whether to pause after the output of a batch.
     """
     with eval_mode(model):
         blocks = _find_blocks(model, batches) if residency_of(model) is not None else []
@@ -109,7 +109,7 @@ def data_steps(
 
 
 class _Ending(NamedTuple):
-    """Arguments of ``data_steps`` for the part of a pass behind the blocks."""
+    """Arguments of ``data_steps`` for the part of a pass after the blocks."""
 
     receive: Receiver
     call: Callable[[nn.Module, Any], Any]
@@ -187,7 +187,7 @@ def _run_by_blocks(
 ) -> Steps[int]:
     """Run every batch through one block after the other; see ``data_steps``.
 
-    Without ``ending`` the pass ends behind the last block.
+    Without ``ending`` the pass ends after the last block.
     """
     stacks = find_stacks(model, names, batches)
     current = _Current(batches)

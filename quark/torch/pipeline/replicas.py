@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from quark.torch.graph.residency import ATTRIBUTE, residency_of
-from quark.torch.pipeline.device_threads import device_behind, run_on_devices
+from quark.torch.pipeline.device_threads import device_after, run_on_devices
 from quark.torch.pipeline.memory_limit import MemoryLimit, divide_memory, free_on_device
 from quark.torch.pipeline.residency import Residency
 from quark.torch.pipeline.scratch import Scratch
@@ -102,7 +102,7 @@ def _check_room(devices: Sequence[torch.device], model: nn.Module) -> None:
     sizes: Counter[torch.device] = Counter()
     for x in {id(x): x for x in _tensors(model)}.values():
         for steps in range(1, len(devices)):
-            sizes[device_behind(x.device, steps, devices)] += x.numel() * x.itemsize
+            sizes[device_after(x.device, steps, devices)] += x.numel() * x.itemsize
     for device in devices:
         free = free_on_device(device)
         if free is not None and sizes[device] > free:
@@ -134,7 +134,7 @@ def replicate(model: nn.Module, devices: Sequence[torch.device], rank: int) -> n
         memo[id(residency)] = None
     for x in _tensors(model):
         if id(x) not in memo:
-            place = device_behind(x.device, rank, devices)
+            place = device_after(x.device, rank, devices)
             memo[id(x)] = _copy(x, place, residency is not None)
     try:
         replica = copy.deepcopy(model, memo)
@@ -143,7 +143,7 @@ def replicate(model: nn.Module, devices: Sequence[torch.device], rank: int) -> n
             f"{type(model).__name__} cannot be copied to other devices ({error}): give one device."
         ) from error
     if residency is not None:
-        _read_by_itself(replica, residency, device_behind(_place_of(model), rank, devices))
+        _read_by_itself(replica, residency, device_after(_place_of(model), rank, devices))
     _move_hooks(replica, devices, rank)
     return replica
 
@@ -182,4 +182,4 @@ def _move_hooks(replica: nn.Module, devices: Sequence[torch.device], rank: int) 
             place = getattr(each, "execution_device", None)
             if place is not None:
                 device = torch.device(devices[0].type, place) if type(place) is int else place
-                each.execution_device = device_behind(torch.device(device), rank, devices)
+                each.execution_device = device_after(torch.device(device), rank, devices)

@@ -194,7 +194,7 @@ class Residency(UnitCache):
         self._checked.add(name)
         return values
 
-    # ---- the unit behind it ---------------------------------------------------------------------
+    # ---- the unit after it ----------------------------------------------------------------------
 
     def _following(self, unit: Unit) -> Unit | None:
         """Return the unit that will probably be loaded next, None if it is resident or unknown."""
@@ -202,7 +202,7 @@ class Residency(UnitCache):
         return None if name in self._sizes else self.units.get(name)
 
     def _room_ahead(self, unit: Unit) -> int:
-        """Return the bytes that are left free for the unit behind one that is loaded."""
+        """Return the bytes that are left free for the unit after one that is loaded."""
         following = self._following(unit)
         if following is None or self._total <= self.limit:
             return 0
@@ -327,7 +327,7 @@ def _stacked(unit: Unit) -> Iterator[_Matrix]:
 
 
 def _successors(names: list[str]) -> dict[str, str]:
-    """Return the member of a module list behind each one: ``layers.0`` -> ``layers.1``."""
+    """Return the member of a module list after each one: ``layers.0`` -> ``layers.1``."""
     return {
         a: b
         for a, b in pairwise(names)

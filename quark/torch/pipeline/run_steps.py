@@ -231,7 +231,7 @@ def _pass_memory(run: Run, uses_head: bool) -> int:
     Args:
         run: The run.
         uses_head: Whether the output head runs; it does too where layers outside of the blocks are
-            quantized. Else the pass ends behind the last block.
+            quantized. Else the pass ends after the last block.
     """
     data, model = run.data, run.model
     uses_head = uses_head or bool(model.quantized_around)

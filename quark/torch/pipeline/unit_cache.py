@@ -193,7 +193,7 @@ class UnitCache(ABC):
         return 0
 
     def _read_ahead(self, unit: Unit) -> None:  # noqa: B027
-        """Begin to read what will probably be used behind a unit that has been loaded."""
+        """Begin to read what will probably be used after a unit that has been loaded."""
 
     def _watching(self) -> AbstractContextManager[None]:
         """Return a context that is open while a unit is in use."""

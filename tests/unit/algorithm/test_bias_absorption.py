@@ -34,7 +34,7 @@ def data():
 
 
 def float_net(net, data, algorithm):
-    """The float network behind an algorithm."""
+    """The float network after an algorithm."""
     config = Config(QuantizationConfig(weight=INT8), algo_config=[algorithm])
     changed = ModelQuantizer(config).quantize_model(deepcopy(net), data)
     for module in list(changed.modules()):

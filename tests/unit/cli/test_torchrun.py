@@ -152,6 +152,6 @@ def test_going_on_with_two_processes(quark, model_dir, text, tmp_path, monkeypat
         assert "Another process works in" in refused()
     result = torchrun(2, *arguments)
     assert result.returncode == 0, result.stderr
-    assert "going on behind 1 finished block in" in result.stdout
+    assert "going on after 1 finished block in" in result.stdout
     sums = [(tmp_path / name / "SHA256SUMS").read_text() for name in ("out", "whole")]
     assert sums[0] == sums[1] and not (tmp_path / "out.partial").exists()

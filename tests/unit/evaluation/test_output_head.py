@@ -71,7 +71,7 @@ def test_parts_are_those_of_the_whole_model(kind, options, tokens):
 
 
 class Language(nn.Module):
-    """A language model of which a test changes what comes behind the head."""
+    """A language model of which a test changes what comes after the head."""
 
     def __init__(self, ending, quantize=lambda x: x):
         super().__init__()
@@ -155,7 +155,7 @@ def test_batches_under_a_bound(tokens, tmp_path):
     residency_of(streamed).activation_limit = 2 * 4 * LENGTH * (10 * 96 + LENGTH)
     sizes = Sizes(streamed.model.layers[0].mlp.up_proj)
     value = perplexity(streamed, tokens, batch_size=3)
-    # Behind what finds the blocks and their form: 3 windows in batches of 2 and 1.
+    # After what finds the blocks and their form: 3 windows in batches of 2 and 1.
     assert sizes.rows[-2:] == [2 * LENGTH, LENGTH]
     assert max(sizes.rows) == 2 * LENGTH
     assert value == pytest.approx(perplexity(model, tokens, batch_size=3), rel=1e-6)

@@ -194,7 +194,7 @@ class TestExperts:
         model, _ = mixture()
         quantize(model, config_of(scheme, algo_config=algorithms))
         assert model.get_submodule(self.NAMES[0]).tokens == sent[self.NAMES[0]]
-        last = model.get_submodule(self.NAMES[1]).tokens  # of a block behind quantized ones
+        last = model.get_submodule(self.NAMES[1]).tokens  # of a block after quantized ones
         assert sum(last) == sum(sent[self.NAMES[1]]) == 2 * sum(b.numel() for b in batches)
         found = expert_tokens(model)
         assert (found.experts, found.least) == (

@@ -96,7 +96,7 @@ def mx_float(values, name, mode):
 def mx_int8(values):
     amax = np.abs(values).max()
     exponent = floor_log2(amax) if normal(amax) else -127
-    # "even" rounds to 8 bits behind the point, of 2^-126 where amax is below it.
+    # "even" rounds to 8 bits after the point, of 2^-126 where amax is below it.
     below = 2.0 ** (exponent + 1) - 2.0 ** (max(exponent, -126) - 9)
     exponent = min(exponent + (amax >= below), 127)
     step = 2.0 ** (exponent - 6)

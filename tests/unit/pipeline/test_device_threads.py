@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quark.torch.algorithm.layer_owners import change_layers
-from quark.torch.pipeline.device_threads import device_behind, run_on_devices
+from quark.torch.pipeline.device_threads import device_after, run_on_devices
 from quark.torch.pipeline.processes import (
     Processes,
     ProcessFailure,
@@ -86,9 +86,9 @@ def test_leaves_are_added_in_their_order():
 
 def test_devices_follow_each_other():
     devices = [torch.device("meta", number) for number in (0, 2, 1)]
-    behind = [[device_behind(device, steps, devices) for device in devices] for steps in (1, -1)]
-    assert [[device.index for device in row] for row in behind] == [[2, 1, 0], [1, 0, 2]]
-    assert device_behind(torch.device("cpu"), 1, devices) == torch.device("cpu")
+    after = [[device_after(device, steps, devices) for device in devices] for steps in (1, -1)]
+    assert [[device.index for device in row] for row in after] == [[2, 1, 0], [1, 0, 2]]
+    assert device_after(torch.device("cpu"), 1, devices) == torch.device("cpu")
 
 
 def test_each_measures_a_part():

@@ -9,7 +9,7 @@ from quark.torch.pipeline.interleaved_passes import Pass, complete, deliver, run
 
 
 def steps(name, blocks, batches, log, every=100):
-    """A pass that writes what it does to a log, and pauses behind every so many batches."""
+    """A pass that writes what it does to a log, and pauses after every so many batches."""
     for block in range(blocks):
         log.append((name, "block", block))
         yield False

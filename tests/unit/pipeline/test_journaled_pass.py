@@ -1,4 +1,4 @@
-"""A run that was interrupted goes on behind its finished blocks: the model has the same bits."""
+"""A run that was interrupted goes on after its finished blocks: the model has the same bits."""
 
 import os
 import shutil

@@ -19,10 +19,10 @@ def test_records_of_the_thread(caplog):
             logger.warning("kept 2")
         other.start()
         other.join()
-    logger.warning("behind")
+    logger.warning("after")
     assert outer == [(logging.WARNING, "kept 1"), (logging.WARNING, "kept 2")]
     assert inner == [(logging.ERROR, "inside")] and none == []
-    assert [r.message for r in caplog.records] == ["of others", "of another thread", "behind"]
+    assert [r.message for r in caplog.records] == ["of others", "of another thread", "after"]
 
 
 def test_several_handlers_and_contexts_that_overlap(caplog):
@@ -37,10 +37,10 @@ def test_several_handlers_and_contexts_that_overlap(caplog):
         worker.start()
         worker.join()
         first.__exit__(None, None, None)
-        logger.warning("behind")
+        logger.warning("after")
         second.__exit__(None, None, None)
         assert kept == [(logging.WARNING, "once")]
-        assert [r.message for r in caplog.records] == ["behind"]
+        assert [r.message for r in caplog.records] == ["after"]
         assert handler.filters == []
     finally:
         logger.removeHandler(handler)

@@ -61,7 +61,7 @@ WAYS = {
 
 
 def data(family, sequences):
-    """Sequences of 256 tokens, 8 to a chunk; a decoder behind an encoder gets others."""
+    """Sequences of 256 tokens, 8 to a chunk; a decoder after an encoder gets others."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, 64, (sequences, 256), generator=generator)
     if family not in ("bart", "t5"):

@@ -220,7 +220,7 @@ def test_how_data_comes_changes_nothing(algorithm, kind, outcome):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("name", ["llama", "opt", "gpt2"])
 def test_padding_changes_nothing(algorithm, name, outcome):
-    """Sequences of their own length, and the same padded behind to one length."""
+    """Sequences of their own length, and the same padded after to one length."""
     lengths = [24, 9, 17, 5]
     apart = [row[:n].unsqueeze(0) for row, n in zip(LONG, lengths, strict=True)]
     mask = torch.arange(24) < torch.tensor(lengths).unsqueeze(1)

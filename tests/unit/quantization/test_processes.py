@@ -24,7 +24,7 @@ EVERY = [
     *(("mixtral", way) for way in WAYS if way not in ("gptaq", "qronos")),
     *(("bart", way) for way in ("static", "awq", "gptq", "yaqa", "autoround")),
 ]
-# Killed behind a block in one number of processes, and gone on with in another.
+# Killed after a block in one number of processes, and gone on with in another.
 RESUMED = {
     (2, 3): [("llama", "rotation and gptq"), ("mixtral", "gptq"), ("bart", "yaqa")],
     (3, 1): [("llama", "yaqa"), ("mixtral", "autoround"), ("bart", "static"), ("bart", "awq")],
@@ -35,7 +35,7 @@ RESUMED = {
         *(("bart", way) for way in ("to nearest", "gptq", "autoround")),
     ],
 }
-WHOLE = ("to nearest", "static")  # no algorithm has finished blocks to be killed behind
+WHOLE = ("to nearest", "static")  # no algorithm has finished blocks to be killed after
 CASES = {2: EVERY, 3: EVERY, 9: QUICK}  # 9 are more than there are chunks or leaves
 
 

@@ -43,17 +43,22 @@ ARCHITECTURES = {  # by model_type
 }
 
 
+class UnknownArchitecture(ValueError):
+    """GGUF files of a type of model cannot be written, whatever its layers hold."""
+
+
 def architecture_of(config: Any) -> Architecture:
     """Return how a model is stored.
 
     Raises:
-        ValueError: The model type, or the scaling of its rotary embedding, is not supported.
+        UnknownArchitecture: The model type is not supported.
+        ValueError: The scaling of its rotary embedding is not supported.
     """
     kind = getattr(config, "model_type", None)
     if kind not in ARCHITECTURES:
-        raise ValueError(
+        raise UnknownArchitecture(
             f"GGUF export knows the model types {', '.join(ARCHITECTURES)}, not {kind!r}. Write "
-            "safetensors instead, and convert them with the tools of llama.cpp."
+            "safetensors (for vLLM and Transformers) or ONNX instead."
         )
     scaling = rope_parameters(config).get("rope_type", "default")
     if scaling not in SCALINGS:

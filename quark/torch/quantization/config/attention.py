@@ -51,7 +51,7 @@ def with_attention(config: Config, patterns: Sequence[str], scheme: str) -> Conf
 
 
 def _may_overlap(first: str, second: str) -> bool:
-    """Whether one name may match two patterns, by the text behind their last wildcards."""
+    """Whether one name may match two patterns, by the text after their last wildcards."""
     a, b = (re.split(r"[*?\]]", pattern)[-1] for pattern in (first, second))
     return a.endswith(b) or b.endswith(a)
 

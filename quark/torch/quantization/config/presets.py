@@ -226,6 +226,8 @@ _SPELLINGS = (
 )
 
 # Names of compressed-tensors, in lower case -> name of the same scheme here.
+_BITS = re.compile(r"(?:nf|bnb|q|w|int)?[-_ ]?([2-8])[-_ ]?(?:bits?|b)?")
+
 ALIASES = {
     "w4a16": "w_int4_per_group_sym",
     "w4a16_asym": "w_uint4_per_group_asym",
@@ -304,12 +306,15 @@ def similar_scheme(name: str, names: Iterable[str]) -> str | None:
     """Return the name most similar to an unknown one, or None.
 
     The beginning of a name gives its largest group: ``int4_wo_128`` for ``int4`` and ``int4_wo``.
+    So do names of other tools that tell bits alone: ``4bit``, ``q4``, ``nf4``.
 
     Args:
         name: The unknown name.
         names: Known names.
     """
     names, name = list(names), name.lower()
+    if bits := _BITS.fullmatch(name):
+        name = f"int{bits[1]}"
     of_weights = [known for known in names if known.startswith(f"{name.removesuffix('_wo')}_wo")]
     return next(iter(of_weights[-1:] or nearest(name, names, 1)), None)
 

@@ -9,7 +9,7 @@ as follows, where Q is one quantizer:
 - A product that nothing reads but a clamp (ReLU, ReLU6, …) is quantized after the clamp only.
 - Operators that only move values share the scale of what they move. So do all inputs and the
   output of a concatenation.
-- A clamp that is not behind a product, such as min(x, cap), sets the range of what it alone reads.
+- A clamp that is not after a product, such as min(x, cap), sets the range of what it alone reads.
   So does a max pool.
 - A value without the axes that its specification names stays in float.
 """
@@ -67,7 +67,7 @@ class MovedQuantizer(nn.Module):
 
 
 class CappedQuantizer(MovedQuantizer):
-    """Quantizes values that nothing but a clamp or a max pool reads, by the quantizer behind it.
+    """Quantizes values that nothing but a clamp or a max pool reads, by the quantizer after it.
 
     Rounding is monotonic, so Q(min(Q(x), Q(cap))) = Q(min(x, cap)), and Q(max(Q(x), Q(y))) =
     Q(max(x, y)): this quantizer changes no result. It lets integer products end before the clamp,

@@ -219,7 +219,7 @@ def _operators(graph: fx.GraphModule) -> Iterator[_Operator]:
 
 
 def _output_quantizers(graph: fx.GraphModule, node: fx.Node) -> Iterator[TensorQuantizer]:
-    """Iterate over the quantizers of the result of a node, behind the clamp that it ends with."""
+    """Iterate over the quantizers of the result of a node, after the clamp that it ends with."""
     for user in node.users:
         quantizer = edge_quantizer(graph, user)
         if quantizer is not None:

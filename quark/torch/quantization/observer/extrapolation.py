@@ -23,7 +23,7 @@ def extension(excess: float, share: float, reach: float, width: float, steps: fl
 
     Values beyond a threshold u exceed it by exponential amounts with the mean β, as in the method
     of peaks over thresholds (Pickands 1975; Davison and Smith 1990) with shape 0. With a share p of
-    all values beyond u, a limit t behind u, and a range of width w in S steps, the expected squared
+    all values beyond u, a limit t after u, and a range of width w in S steps, the expected squared
     error of cutting and rounding is
 
         2 p β² exp(-t / β) + w² / (12 S²).
@@ -53,7 +53,7 @@ class PerTensorExtrapolatedMinMaxObserver(HistogramObserver):
     """Minimum and maximum, each widened by ``extension``; for integers.
 
     The tail of an end is the ``TAIL`` values next to it, or one value in ``SHARE`` if that is less.
-    An end that many values share, such as 0 behind a ReLU, has no tail, and stays. So does an end
+    An end that many values share, such as 0 after a ReLU, has no tail, and stays. So does an end
     where cutting costs less than wider steps: that of hundreds of thousands of values.
     """
 

@@ -1,4 +1,4 @@
-"""Rotations of inputs in each forward pass, alone, beside merged ones, and behind factors."""
+"""Rotations of inputs in each forward pass, alone, beside merged ones, and after factors."""
 
 import pytest
 import torch

@@ -39,7 +39,7 @@ def main(place, kills):
         left = sum(1 for _ in place.glob(f"{output.name}.partial/blocks/?-*"))
         case = kill, codes, left
         assert any(codes) or "seconds" in kill["moment"], case
-        # A run that is killed behind the removal of its journal has done everything.
+        # A run that is killed after the removal of its journal has done everything.
         is_journal = (place / f"{output.name}.partial").exists()
         if any(codes) and (is_journal or not output.exists()):
             assert run(output, kill["command"], kill["after"]) == [0] * kill["after"], case

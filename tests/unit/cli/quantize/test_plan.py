@@ -87,7 +87,7 @@ def test_a_gguf_file_takes_the_memory_of_reading_the_tokenizer_again(plan_of, mo
 
 
 def test_scales_of_cached_heads_take_a_pass(plan_of):
-    """In 4 bits, behind rotary embedding: attention is computed again for each scale."""
+    """In 4 bits, after rotary embedding: attention is computed again for each scale."""
 
     def names(*flags):
         return [step["name"] for step in plan_of("int4_wo_32", "--kv_cache_dtype", *flags)["steps"]]

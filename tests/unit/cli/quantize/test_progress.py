@@ -26,7 +26,7 @@ def command(model_dir, text, tmp_path):
 
 @pytest.fixture
 def interrupted(quark, command, monkeypatch, tmp_path):
-    """The command, interrupted behind its first block; returns what it complained."""
+    """The command, interrupted after its first block; returns what it complained."""
     write = PassFiles.write
 
     def stop(self, *arguments):

@@ -84,7 +84,7 @@ ROTATE = {
     "constant added": lambda m, x: x + m.scale + m.down(m.up(m.norm(x)).relu()),
 }
 REFUSE = {
-    "norm behind": (lambda m, x: x + m.norm(m.down(m.up(x).relu())), "added to the output of"),
+    "norm after": (lambda m, x: x + m.norm(m.down(m.up(x).relu())), "added to the output of"),
     "norm of the sum": (lambda m, x: m.norm(mlp(m, x)), "is multiplied by another tensor"),
     "channels scaled": (lambda m, x: x * m.scale + m.down(m.up(x)), "added to the output of"),
     "channels gated": (lambda m, x: x * m.gate(x).sigmoid(), "is multiplied by another tensor"),

@@ -58,7 +58,7 @@ CASES = {
         lambda m, x: m.fc(m.conv1(x).relu().flatten(1)),
         {"x": "x", "relu": "relu", "flatten": "relu moved", "fc": "fc"},
     ),
-    "relu6 behind an addition": (
+    "relu6 after an addition": (
         lambda m, x: m.conv2(F.relu6(m.conv1(x) + x)),
         {"x": "x", "conv1": "conv1", "relu6": "relu6", "conv2": "conv2"},
     ),

@@ -64,7 +64,7 @@ def test_no_data_is_needed(net):
 
 
 def quantize_equalized(net, x):
-    """A calibrated graph with quantized activations, and the quantizer behind its first caps."""
+    """A calibrated graph with quantized activations, and the quantizer after its first caps."""
     config = graph_config(
         QuantizationConfig(weight=INT8, input_tensors=UINT8, output_tensors=UINT8),
         algo_config=[CLEConfig()],

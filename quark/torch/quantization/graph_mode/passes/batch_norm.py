@@ -5,7 +5,7 @@ A batch norm with fixed statistics multiplies and shifts each channel (Jacob et 
 
     y = a x + b   with   a = weight / sqrt(variance + eps),   b = bias - mean a
 
-So a layer before it becomes (a W) x + (a bias + b), a layer behind it (W a) x + (bias + W b), and
+So a layer before it becomes (a W) x + (a bias + b), a layer after it (W a) x + (bias + W b), and
 one alone is a convolution of 1 × 1 whose groups are its channels.
 """
 
@@ -132,7 +132,7 @@ def _fold_before(graph: GraphModule, node: Node, options: PassOptions) -> Node:
     return layers[0].node
 
 
-# ---- into the layers behind ---------------------------------------------------------------------
+# ---- into the layers that follow ----------------------------------------------------------------
 
 
 def _layers_behind(graph: GraphModule, norm: BatchNorm) -> list[Layer] | str:

@@ -181,7 +181,7 @@ def insert_tensor(graph: GraphModule, before: Node, name: str, value: torch.Tens
 
 
 def unused_name(graph: GraphModule, name: str) -> str:
-    """Return a name that no member of a graph has: the given one, or with a number behind it."""
+    """Return a name that no member of a graph has: the given one, or with a number after it."""
     candidate, number = name, 0
     while _has_member(graph, candidate):
         number += 1

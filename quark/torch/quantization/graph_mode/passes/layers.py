@@ -100,7 +100,7 @@ def _multiply_rows(weight: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
 
 
 def _along(factors: torch.Tensor, weight: torch.Tensor, axis: int) -> torch.Tensor:
-    """Return factors with size-1 axes behind them, up to the axes of a weight."""
+    """Return factors with size-1 axes after them, up to the axes of a weight."""
     return factors.view(*factors.shape, *[1] * (weight.dim() - axis - factors.dim()))
 
 

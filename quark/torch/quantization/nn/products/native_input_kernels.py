@@ -159,7 +159,7 @@ def _round_blocks(
         inverse: Their reciprocals, by which values are multiplied; None divides by scales.
         grid: Of float codes, int32: see ``_round_to_scale``. Of integers, float32: the zero point
             that is added before values are rounded, the smallest and largest codes less a zero
-            point that is added behind.
+            point that is added afterwards.
     """
     blocks = _Blocks(builder, ir, x)
     vectors = blocks.vectors

@@ -46,7 +46,7 @@ def _half_bits(builder: Any, ir: Any, code: Any, top: Any, down: Any) -> Any:
 
 @native_instruction("int64", "int64", "int64", "float32")
 def _store_eight(builder: Any, ir: Any, start: Any, offset: Any, value: Any) -> Any:
-    """Write a float32 eight times, from so many bytes behind an address; return the address."""
+    """Write a float32 eight times, from so many bytes after an address; return the address."""
     vector = ir.VectorType(ir.FloatType(), 8)
     place = builder.inttoptr(builder.add(start, offset), vector.as_pointer())
     lane = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.IntType(32)(0))

@@ -61,7 +61,7 @@ class PanelRounding(NamedTuple):
         start: int,
         end: int,
     ) -> None:
-        """Round columns ``start`` to ``end``; each changes the columns of the panel behind it.
+        """Round columns ``start`` to ``end``; each changes the columns of the panel after it.
 
         Args:
             remaining: Values in the order of rounding, (columns, rows), which are not changed.
@@ -70,7 +70,7 @@ class PanelRounding(NamedTuple):
             factor: Upper triangular factor, (columns, columns).
             order: Index of each column in the matrix, (columns,) int64.
             start: First column.
-            end: First column behind them, at most ``PANEL`` further.
+            end: First column after them, at most ``PANEL`` further.
         """
         rows = remaining.shape[1]
         scale, _, zeros = self.factors

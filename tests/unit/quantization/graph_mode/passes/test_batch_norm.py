@@ -56,7 +56,7 @@ def test_layers_of_other_ranks(net, export, operations, layer, norm, shape):
 
 
 def test_channels_of_tokens_are_another_axis(net, export, operations):
-    """Behind (batch, 5, features), the batch norm sees 5 channels, which no weight has."""
+    """After (batch, 5, features), the batch norm sees 5 channels, which no weight has."""
     model = net(lambda m, x: m.norm(m.layer(x)), layer=nn.Linear(4, 5), norm=nn.BatchNorm1d(5))
     x = torch.randn(3, 5, 4)
     graph = prepare(export(model, x), (x,))

@@ -1,0 +1,89 @@
+"""Group sizes of flags of ``quark quantize`` that divide the weights of the model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from quark.cli.console import wrong
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from quark.cli.quantize.request import Request
+    from quark.torch.quantization.config.config import Config
+
+logger = logging.getLogger(__name__)
+
+
+def fit_groups(request: Request, config: Config, outline: nn.Module | None) -> Config:
+    """Return the configuration with groups, super-blocks and rotations that divide the layers.
+
+    Layers that super-blocks do not divide take another scheme. A recipe names no size of groups and
+    rotations, so smaller ones may take their place. The new schemes and sizes are printed.
+
+    Args:
+        request: The flags.
+        config: The configuration.
+        outline: The model on the meta device, or None.
+    """
+    from quark.torch.quantization.group_fit import (
+        fit_group_sizes,
+        fit_rotation_size,
+        fit_super_blocks,
+    )
+
+    if outline is None:
+        return config
+    config, schemes = fit_super_blocks(outline, config)
+    for name in sorted(set(schemes.values())):
+        patterns = [pattern for pattern, chosen in schemes.items() if chosen == name]
+        logger.warning(
+            "Super-blocks of 256 inputs do not divide %s: the scheme is %s there.",
+            ", ".join(patterns),
+            name,
+        )
+    fitting, sizes = fit_group_sizes(outline, config)
+    if request.recipe is None:
+        _check_groups(request, sizes)
+        return config
+    config = fitting
+    for size in sorted(set(sizes.values()), reverse=True):
+        patterns = [pattern for pattern, chosen in sizes.items() if chosen == size]
+        logger.warning(
+            "The groups of the recipe do not divide %s: the group size is %d there.",
+            ", ".join(patterns),
+            size,
+        )
+    config, rotated = fit_rotation_size(outline, config)
+    if rotated is not None:
+        logger.warning(
+            "The rotations of the recipe do not divide the inputs of all layers: they rotate %d "
+            "inputs at a time.",
+            rotated,
+        )
+    return config
+
+
+def _check_groups(request: Request, sizes: Mapping[str, int]) -> None:
+    """Check that the groups of a scheme divide the weights of a model.
+
+    Args:
+        request: The flags.
+        sizes: Group sizes that fit, for layers whose weights the groups do not divide.
+
+    Raises:
+        typer.BadParameter: They do not; the message names a scheme that does.
+    """
+    if not sizes or request.quant_scheme is None:
+        return
+    pattern, size = min(sizes.items(), key=lambda item: item[1])
+    name, _, given = request.quant_scheme.rpartition("_")
+    flag = f"--quant_scheme {name}_{size}" if given.isdecimal() else f"--group_size {size}"
+    more = f" and of {len(sizes) - 1} more kinds of layers" if len(sizes) > 1 else ""
+    raise wrong(
+        "--quant_scheme",
+        f"its groups do not divide the inputs of {pattern}{more}. Give {flag}, or smaller groups "
+        f"to such layers alone: --group_size_per_layer '{pattern}' {size}",
+    )
