@@ -35,7 +35,10 @@ SCRIPTS = Path(__file__).parent
 # llama.cpp rounds inputs to 8 bits, and gptqmodel computes in bfloat16. Others differ by sums
 # alone. Where a layer rounds inputs, values beside a tie go either way, except in amd-quark, which
 # has the same operations.
-EXPECTED: dict[str, Expected] = {"amd-quark": EXACT, "llama.cpp": CLOSE, "gptqmodel": CLOSE}
+EXPECTED: dict[str, Expected] = {
+    **dict.fromkeys(("amd-quark", "amd-quark-0.9", "amd-quark-0.10"), EXACT),
+    **{"llama.cpp": CLOSE, "gptqmodel": CLOSE},
+}
 ROUNDED_INPUTS = ("inputs", "A8", "DYNAMIC", "FP8_DEFAULT")  # words of kinds
 HEAD = ("writer", "kind", "largest", "median", "perplexity", "result")
 

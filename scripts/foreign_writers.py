@@ -154,6 +154,13 @@ def amd_quark(source: Path, folder: Path) -> Written:
     return written
 
 
+def early_amd_quark(source: Path, folder: Path) -> Written:
+    """Write by AMD Quark 0.9 or 0.10."""
+    from early_amd_quark import write
+
+    return write(source, folder, calibration(folder))
+
+
 def gptqmodel(source: Path, folder: Path) -> Written:
     """Write by gptqmodel."""
     import torch
@@ -234,6 +241,8 @@ def load_float(source: Path, **options: Any) -> Any:
 
 WRITERS: dict[str, Callable[[Path, Path], Written]] = {
     "amd-quark": amd_quark,
+    "amd-quark-0.9": early_amd_quark,
+    "amd-quark-0.10": early_amd_quark,
     "autoawq": autoawq,
     "gptqmodel": gptqmodel,
     "llama.cpp": llama_cpp,

@@ -14,7 +14,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TRANSFORMERS = ("torch", "transformers==5.23.0", "accelerate==1.15.0")
+# What AMD Quark 0.9 and 0.10 import; they ask for numpy and ONNX Runtime of their time.
+EARLY = ("scipy", "pandas", "evaluate", "onnx", "onnxruntime", "rich", "joblib", "zstandard")
 DISTRIBUTIONS = {  # by client, where they have another name
+    "amd-quark-0.9": "amd-quark",
+    "amd-quark-0.10": "amd-quark",
     "llama.cpp": "llama-cpp-python",
     "lm-eval": "lm_eval",
     "llm-compressor": "llmcompressor",
@@ -44,6 +48,15 @@ CLIENTS = {
         {"GPTQMODEL_CPU_WORKERS": "2"},
     ),
     "amd-quark": Client((("install", *TRANSFORMERS, "amd-quark==0.13"),)),
+    **{
+        f"amd-quark-{version}": Client(
+            (
+                ("install", *TRANSFORMERS, *EARLY),
+                ("install", "--no-deps", f"amd-quark=={version}"),
+            )
+        )
+        for version in ("0.9", "0.10")
+    },
     "diffusers": Client((("install", *TRANSFORMERS, "diffusers==0.42.1"),)),
     "lm-eval": Client((("install", *TRANSFORMERS, "lm_eval==0.4.13", "-e", str(ROOT)),)),
     "vllm": Client(

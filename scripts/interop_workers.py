@@ -81,6 +81,14 @@ def transformers() -> Compute:
     return compute
 
 
+def early_amd_quark() -> Compute:
+    """Open checkpoints by the importer of AMD Quark 0.9 or 0.10: Transformers asks for 0.12."""
+    from early_amd_quark import prepare, read
+
+    prepare()
+    return lambda task: of_model(read(task.path), task.prompts)
+
+
 def modelopt() -> Compute:
     """Compute by the model that ModelOpt keeps beside its files, else by the values of its classes.
 
@@ -333,6 +341,8 @@ CLIENTS: dict[str, Callable[[], Compute]] = {
     "llm-compressor": transformers,
     "torchao": transformers,
     "amd-quark": transformers,
+    "amd-quark-0.9": early_amd_quark,
+    "amd-quark-0.10": early_amd_quark,
     "lm-eval": lm_eval,
 }
 

@@ -140,8 +140,8 @@ def _checkpoints(results: dict[str, Any]) -> str:
         f"`scripts/interop.py --json` wrote these results, the last on {results['date']}. This "
         "package writes a quantized copy of the shipped model, and the reader computes "
         "log-probabilities of text. The next columns are the largest and the median difference "
-        "from the model in memory, and the change of the perplexity. Rows without a date were "
-        f"run before dates were kept. Versions: {versions}.\n\n" + _table(head, "llllrrrl", rows)
+        "from the model in memory, and the change of the perplexity. "
+        f"Versions: {versions}.\n\n" + _table(head, "llllrrrl", rows)
     )
 
 

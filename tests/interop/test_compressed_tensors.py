@@ -8,7 +8,12 @@ import torch
 from safetensors.torch import load_file
 
 from quark.torch import ModelImporter
-from quark.torch.quantization.config.algo import OnlineRotationConfig, RotationConfig
+from quark.torch.quantization.config.algo import (
+    GPTQConfig,
+    OnlineRotationConfig,
+    RotationConfig,
+    SparseGPTConfig,
+)
 from quark.torch.quantization.config.kv_cache import with_kv_cache
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from tests.configurations import config, groups, preset
@@ -57,6 +62,27 @@ def test_weights(build, quantize, export, case):
     assert weights.keys() == layers.keys() and len(layers) == 14
     for name, layer in layers.items():
         assert weights[name].float().equal(layer.weight), name
+
+
+@pytest.mark.parametrize("case", ["int4", "int8 in words", "fp8", "MXFP4"])
+def test_two_of_four_weights(build, quantize, export, case):
+    """Zeros of pruning are zeros in their codes too, and come back as they were."""
+    layers = {
+        "int8 in words": config(groups("int8")),
+        "fp8": preset("fp8"),
+        **{name: WEIGHTS[name] for name in ("int4", "MXFP4")},
+    }[case]
+    model = quantize(build(), replace(layers, algo_config=[SparseGPTConfig(), GPTQConfig()]))
+    path = export(model, custom_mode=CT)
+    weights = decompressed(path)
+    back = ModelImporter(path, "safetensors").import_model_info(build(device="meta"))
+    for name, weight in weights.items():
+        assert weight.float().equal(model.get_submodule(name).weight), name
+        stored = back.get_submodule(name).quantized_tensor("weight").value(torch.float32)
+        assert stored.equal(weight.float()), name
+        kept = (weight.float() != 0).unflatten(-1, (-1, 4)).sum(-1)
+        assert kept.max() <= 2 and kept.float().mean() > 1, name
+    assert len(weights) == 14
 
 
 @pytest.mark.parametrize("case", ["int5", "int6", "int7", "MXFP6"])

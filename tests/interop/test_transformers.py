@@ -126,6 +126,33 @@ class TestReload:
         assert tokens.shape == (1, 11) and torch.equal(tokens, model.generate(prompt, **options))
         assert isinstance(found.model.layers[0].self_attn.q_proj, QParamsLinear)
 
+    def test_what_transformers_asserts_of_quark(self, build, quantize, export, load):
+        """The assertions of its tests of Quark, on a model of int8 made here, in float16.
+
+        Source: ``tests/quantization/quark_integration/test_quark.py`` of Transformers.
+        """
+        from transformers import AutoConfig, QuarkConfig
+        from transformers.utils.import_utils import is_quark_available
+
+        from quark.torch.export.nn.modules.qparamslinear import QParamsLinear as Imported
+
+        assert is_quark_available()
+        wide = {"hidden_size": 128, "intermediate_size": 512}
+        model = build(dtype=torch.float16, **wide)
+        memory = model.get_memory_footprint()
+        quantize(model, "int8")
+        path = export(model)
+        QuarkConfig(**AutoConfig.from_pretrained(path).quantization_config)
+        found = load(path, dtype=torch.float16)
+        assert memory / found.get_memory_footprint() > 1.66
+        with pytest.raises(ValueError):
+            found.to(torch.float16)
+        assert found.dtype == torch.float16  # they ask for a field that Transformers no longer sets
+        assert isinstance(found.model.layers[0].mlp.gate_proj, Imported)
+        options = {"max_new_tokens": 15, "min_new_tokens": 15, "num_beams": 1, "do_sample": False}
+        tokens = found.generate(torch.tensor([[5, 9, 17]]), use_cache=True, **options)
+        assert torch.equal(tokens, model.generate(torch.tensor([[5, 9, 17]]), **options))
+
     def test_the_quantizer_is_ours(self, build, quantize, export, load):
         found = load(export(quantize(build(), "int8")))
         config = found.config.quantization_config

@@ -227,10 +227,15 @@ def test_formats_have_a_zero(scheme):
     assert all(keeps_two_of_four(weight) for weight in weights_of(model).values())
 
 
-def test_checkpoints_keep_the_zeros(export):
-    model = quantized(varied("llama"), "uint4_wo_32", WandaConfig(), GPTQConfig())
-    loaded = ModelImporter(export(model)).import_model_info(varied("llama"))
+@pytest.mark.parametrize(
+    ("scheme", "mode"), [("uint4_wo_32", "quark"), ("int4_wo_32", "compressed-tensors")]
+)
+def test_checkpoints_keep_the_zeros(export, scheme, mode):
+    model = quantized(varied("llama"), scheme, WandaConfig(), GPTQConfig())
+    path = export(model, custom_mode=mode)
+    loaded = ModelImporter(path).import_model_info(varied("llama"))
     for name, weight in weights_of(model).items():
+        assert keeps_two_of_four(weight)
         stored = loaded.get_submodule(name).quantized_tensor("weight").value(torch.float32)
         assert torch.equal(stored, weight)
 

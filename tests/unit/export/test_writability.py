@@ -6,9 +6,11 @@ import pytest
 
 from quark.torch import files
 from quark.torch.export.containers.base import ExportSettings
+from quark.torch.export.formats.registry import FORMATS
 from quark.torch.export.writability import check_exports, stored_size
-from quark.torch.quantization.config.config import Config
+from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.presets import scheme
+from tests.configurations import spec
 
 
 def check(model, config, place, container="hf_format", **settings):
@@ -30,6 +32,18 @@ def test_refused(build, config_of, tmp_path, unchanged, config, container, setti
     model = build()
     with unchanged(model), pytest.raises(ValueError, match=said):
         check(model, config_of(config), tmp_path / "out", container, **settings)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("mode", [mode for mode in FORMATS if mode != "quark"])
+def test_quantized_inputs_of_float_weights(build, tmp_path, mode):
+    """No other tool has such layers: its checkpoint would say that the weights are quantized."""
+    inputs = QuantizationConfig(input_tensors=spec("fp8_e4m3"))
+    layers = {"*q_proj": inputs}
+    of_some = Config(scheme("fp8"), exclude=["lm_head"], layer_quant_config=layers)
+    for config in (Config(inputs, exclude=["lm_head"]), of_some):
+        with pytest.raises(ValueError, match=f"custom_mode='{mode}' cannot hold .*q_proj"):
+            check(build(), config, tmp_path / "out", custom_mode=mode)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,6 +1,7 @@
 """Blocks of ggml, against the package of llama.cpp."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -101,6 +102,46 @@ def test_algorithms_keep_the_blocks(build, quantize, name, algorithm):
         torch.testing.assert_close(read, state.value(torch.float32), rtol=0, atol=1e-6)
         weight = model.get_submodule(f"model.layers.0.{layer}").weight
         assert not weight.equal(plain.get_submodule(f"model.layers.0.{layer}").weight)
+
+
+@pytest.mark.parametrize("name", ["q2_k", "q4_k"])
+def test_statistics_of_inputs_weight_the_errors(build, quantize, batches, name):
+    """With the second moments of inputs, which an importance matrix has the diagonal of."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+    place, inputs = "model.layers.0.self_attn.q_proj", []
+    model = build(**sizes)
+    with torch.no_grad():  # channels of several sizes
+        model.model.layers[0].input_layernorm.weight.copy_(torch.logspace(-1, 1, 256))
+    weight = model.get_submodule(place).weight.detach().clone()
+    hook = model.get_submodule(place).register_forward_pre_hook(lambda _, x: inputs.append(x[0]))
+    with torch.no_grad():
+        for batch in batches:
+            model(batch)
+    hook.remove()
+    x = torch.cat([part.flatten(0, 1) for part in inputs])
+    errors = []
+    for algorithms in ([], [GPTQConfig()]):
+        rounded = quantize(copy.deepcopy(model), preset(name, *algorithms))
+        blocks = pack_blocks(rounded.get_submodule(place).quantized_tensor("weight"), name.upper())
+        errors.append(float((x @ (values(blocks, name.upper()) - weight).T).square().sum()))
+    assert errors[1] < 0.85 * errors[0], errors
+
+
+def test_mxfp4_is_rounded_as_by_the_package(quantize):
+    """It rounds to no K-quant, and to MXFP4 with exponents rounded down; zeros have no sign."""
+    layer = torch.nn.Linear(512, 24, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(24, 512) * torch.logspace(-4, 4, 24).unsqueeze(1))
+    number = gguf.GGMLQuantizationType.MXFP4
+    theirs = torch.from_numpy(gguf.quantize(layer.weight.detach().numpy(), number))
+    weight = replace(scheme("mxfp4_weight_only").weight, scale_calculation_mode="floor")
+    model = quantize(torch.nn.Sequential(layer), config(weight), None)
+    blocks = pack_blocks(model[0].quantized_tensor("weight"), "MXFP4")
+    assert values(blocks, "MXFP4").equal(values(theirs, "MXFP4"))
+    assert blocks[:, ::17].equal(theirs[:, ::17])  # the exponents
+    for name in [*K_QUANTS, "iq4_nl", "nvfp4"]:
+        with pytest.raises(NotImplementedError):
+            gguf.quantize(layer.weight.detach().numpy(), gguf.GGMLQuantizationType[name.upper()])
 
 
 @pytest.mark.parametrize("name", K_QUANTS)
