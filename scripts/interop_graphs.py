@@ -9,8 +9,8 @@ client gets the same frozen graph by its own way out, in an environment of its o
 package (``interop.py``), and runs it on other pictures. A row counts the codes of the outputs that
 are not those of the frozen graph: at a tie between two codes, sums in another order take either.
 The exit status is 1 if a client fails, if one in twenty differs, or one by more than 1. OpenVINO is
-not judged so: it leaves out roundings where it fuses a convolution with the sum after it, and on x86
-without VNNI its sums of 8-bit products saturate (``docs/graph-mode.md``).
+not judged so: it leaves out roundings where it fuses a convolution with the sum after it, and on
+x86 without VNNI its sums of 8-bit products saturate (``docs/graph-mode.md``).
 """
 
 from __future__ import annotations
