@@ -30,6 +30,7 @@ WEIGHTS = {
     "int4_wo_64": (4, True, 64, "Int4PerGroupSpec"),
     "uint4_wo_128": (4, False, 128, "Uint4PerGroupSpec"),
     "int3_wo_128": (3, True, 128, "Int3PerGroupSpec"),
+    "int3_wo_64": (3, True, 64, "Int3PerGroupSpec"),
     "w_int2_per_group_asym": (2, False, 128, "Int2PerGroupSpec"),
 }
 # Schemes of blocks of fp4, whose inputs are rounded too -> the name of auto-round, llm-compressor.
