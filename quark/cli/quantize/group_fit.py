@@ -80,10 +80,12 @@ def _check_groups(request: Request, sizes: Mapping[str, int]) -> None:
         return
     pattern, size = min(sizes.items(), key=lambda item: item[1])
     name, _, given = request.quant_scheme.rpartition("_")
-    flag = f"--quant_scheme {name}_{size}" if given.isdecimal() else f"--group_size {size}"
+    flag, groups = f"--group_size {size}", "its groups"
+    if given.isdecimal():
+        flag, groups = f"--quant_scheme {name}_{size}", f"groups of {given}"
     more = f" and of {len(sizes) - 1} more kinds of layers" if len(sizes) > 1 else ""
     raise wrong(
         "--quant_scheme",
-        f"its groups do not divide the inputs of {pattern}{more}. Give {flag}, or smaller groups "
+        f"{groups} do not divide the inputs of {pattern}{more}. Give {flag}, or smaller groups "
         f"to such layers alone: --group_size_per_layer '{pattern}' {size}",
     )

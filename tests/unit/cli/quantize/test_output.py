@@ -21,7 +21,7 @@ def place(model_dir, tmp_path):
     [
         (["fp8", "--custom_mode", "awq"], "custom_mode='awq' cannot hold"),
         (["fp8", "--model_export", "gguf"], "GGUF cannot hold"),
-        (["int4_wo_24"], "group_size=24 does not divide"),
+        (["int4_wo_24"], "groups of 24 do not divide"),
     ],
 )
 def test_refused_before_text_is_read(flags, said, place, refused, tmp_path, monkeypatch):
