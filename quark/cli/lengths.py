@@ -24,7 +24,7 @@ def window_length(
     """
     inner = config.get("text_config")
     config = {**config, **(inner if isinstance(inner, dict) else {})}
-    most = config.get(_LENGTH, config.get(_own_name(config))) or UNBOUNDED
+    most = config.get(_own_name(config)) or UNBOUNDED
     if wanted is not None and wanted > most:
         raise wrong(
             flag, f"{wanted} is more than the {most} tokens of the model: give {most} or less."

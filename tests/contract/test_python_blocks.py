@@ -1,4 +1,4 @@
-"""The Python blocks of the documents run as they are printed, after what they take for granted."""
+"""The Python blocks of the documents run as they are printed, after the names they need."""
 
 import json
 import shutil

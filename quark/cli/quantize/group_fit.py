@@ -76,10 +76,13 @@ def _check_groups(request: Request, sizes: Mapping[str, int]) -> None:
     Raises:
         typer.BadParameter: They do not; the message names a scheme that does.
     """
-    if not sizes or request.quant_scheme is None:
+    from quark.torch.quantization.config.block_schemes import BLOCK_SCHEMES
+
+    scheme = request.quant_scheme
+    if not sizes or scheme is None or scheme in BLOCK_SCHEMES:  # those have one size of blocks
         return
     pattern, size = min(sizes.items(), key=lambda item: item[1])
-    name, _, given = request.quant_scheme.rpartition("_")
+    name, _, given = scheme.rpartition("_")
     flag, groups = f"--group_size {size}", "its groups"
     if given.isdecimal():
         flag, groups = f"--quant_scheme {name}_{size}", f"groups of {given}"

@@ -48,11 +48,11 @@ class Columns(NamedTuple):
     order: torch.Tensor
 
 
-Leaf = Callable[[int, int], None]  # rounds the columns from the first number to before the second
+Leaf = Callable[[int, int], None]  # rounds columns, given the first and the one after the last
 
 
 def leaf_rounding(columns: Columns, rounding: Callable[[torch.Tensor, int], torch.Tensor]) -> Leaf:
-    """Return what rounds a few columns that follow each other.
+    """Return a function that rounds a few adjacent columns.
 
     Args:
         columns: All columns; those of a leaf include the errors of all before it.
@@ -63,7 +63,7 @@ def leaf_rounding(columns: Columns, rounding: Callable[[torch.Tensor, int], torc
 
 
 def by_columns(columns: Columns, rounding: Callable[[torch.Tensor, int], torch.Tensor]) -> Leaf:
-    """Return what rounds columns by operations of torch; see ``leaf_rounding``."""
+    """Return a function that rounds columns by operations of torch; see ``leaf_rounding``."""
     remaining, rounded, errors, factor, order = columns
     diagonal, indices = factor.diagonal().unbind(), order.tolist()
 
@@ -79,7 +79,7 @@ def by_columns(columns: Columns, rounding: Callable[[torch.Tensor, int], torch.T
 
 
 def _kernel(columns: Columns, rounding: Callable[[torch.Tensor, int], torch.Tensor]) -> Leaf | None:
-    """Return what rounds columns by a kernel, None if none serves."""
+    """Return a function that rounds columns by a kernel of numba, or None without a kernel."""
     if not isinstance(rounding, ColumnRounder) or not _is_served(rounding):
         return None
     if columns.remaining.dtype != torch.float32 or not can_run(columns.remaining):
