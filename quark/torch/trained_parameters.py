@@ -78,10 +78,11 @@ class TrainedParameters:
 
     @torch.no_grad()
     def _new_scale(self, name: str) -> torch.Tensor:
-        scale = self.parameters[name] * self._scales[name].float()
+        old = self._scales[name]
+        scale = self.parameters[name] * old.float()
         if self._parts[name] == "scale_2":
             return scale
-        return round_scale(scale, _quantizer(self._layers[name]).scheme.scale)
+        return round_scale(scale, _quantizer(self._layers[name]).scheme.scale, signs=old)
 
     @torch.no_grad()
     def apply(self) -> None:

@@ -128,7 +128,7 @@ class LearnedWeight(TrainedWeight):
         """Round scales to their format."""
         tensor_scale = self._stage.tensor_scale
         to, axis = self._scheme.scale, self._scheme.axis
-        rounded = round_scale(scale.detach(), to, tensor_scale, axis)
+        rounded = round_scale(scale.detach(), to, tensor_scale, axis, signs=self._stage.scale)
         return straight_through(scale, rounded)
 
     def _move(self, steps: torch.Tensor) -> torch.Tensor:

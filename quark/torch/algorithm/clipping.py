@@ -14,6 +14,7 @@ from quark.torch.algorithm.layers import (
     weight_matrix,
 )
 from quark.torch.numerics.pieces import join_rows
+from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from quark.torch.quantization.nn.products.native_inputs import fake_quantize
 from quark.torch.quantization.nn.quantizer import TensorQuantizer
@@ -106,7 +107,7 @@ def _with_best_factors(
             gram_blocks,
             factors,
             fake_quantize_,
-            quantizer.scheme.scale.span,
+            quantizer.scheme,
             moves_ends,
         )
     return layer.from_matrix(result)
@@ -130,7 +131,7 @@ def _scale_ranges(
     gram_blocks: Sequence[torch.Tensor],
     factors: Sequence[float],
     fake_quantize_: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor],
-    span: int = 0,
+    scheme: Scheme,
     moves_ends: bool = False,
 ) -> torch.Tensor:
     """Return rows of a weight, (rows, inputs), with the best range of each group.
@@ -144,13 +145,13 @@ def _scale_ranges(
         factors: Factors of ranges to try beside 1.
         fake_quantize_: Rounds rows under the scales of others, None for their own; may write to
             the rows.
-        span: Adjacent groups whose scales depend on each other (super-blocks); 0 = none. They keep
-            their ranges if the best factors of all are worse together.
+        scheme: How the weight is quantized. Groups of a super-block, whose scales depend on each
+            other, keep their ranges if the best factors of all are worse together.
         moves_ends: Whether the ends of the best range are then moved by themselves; see
             ``_move_ends``.
     """
     groups = rows.reshape(len(rows), -1, width)  # (rows, groups, width)
-    amax = groups.abs().amax(-1, keepdim=True)
+    low, high = _ends(groups, scheme)
 
     def error(values: torch.Tensor, ranges: torch.Tensor | None = None) -> torch.Tensor:
         """Return the errors of the groups; the values are overwritten."""
@@ -160,28 +161,48 @@ def _scale_ranges(
         return join_rows([_squared_errors(part, own) for part, own in parts]).unsqueeze(-1)
 
     def scale(factors: torch.Tensor) -> torch.Tensor:
-        bound = factors * amax
-        return (groups * factors.clamp(min=1)).clamp_(-bound, bound)
+        moved = (groups * factors.clamp(min=1)).clamp_(factors * low, factors * high)
+        return torch.where(factors == 1, groups, moved)
 
-    best, unchanged = torch.ones_like(amax), error(groups.clone())
+    best, unchanged = torch.ones_like(high), error(groups.clone())
     lowest = unchanged
     candidate = torch.empty_like(groups)
     for factor in factors:
         if factor < 1:
-            bound = factor * amax
-            loss = error(torch.clamp(groups, -bound, bound, out=candidate))
+            loss = error(torch.clamp(groups, factor * low, factor * high, out=candidate))
         else:
             loss = error(groups.clone(), torch.mul(groups, factor, out=candidate))
         better = loss < lowest
         best.masked_fill_(better, factor)
         lowest = torch.where(better, loss, lowest)
-    if span:
+    if scheme.scale.span:
         gain = unchanged - error(groups.clone(), scale(best))
-        best = best.where(_sums(gain, span) > 0, 1)
+        best = best.where(_sums(gain, scheme.scale.span) > 0, 1)
     ranges = scale(best)
     if moves_ends:
         ranges = _move_ends(groups, ranges, lowest, error)
     return ranges.flatten(1)
+
+
+def _ends(groups: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ends between which all values of groups lie, (rows, groups, 1) each.
+
+    Both are as far from zero as the farthest value. Under signed scales, the end on its other side
+    is nearer, so that the scale of clipped values has the same sign.
+
+    Args:
+        groups: (rows, groups, width).
+        scheme: How they are quantized.
+    """
+    amax = groups.abs().amax(-1, keepdim=True)
+    if not scheme.signed_scales:
+        return -amax, amax
+    # Example, int4: -1 … 0.9 has the ends -1 and 7/8, which are the codes -8 and 7 times 1/8.
+    fmt = scheme.fmt
+    middle = (fmt.qmin + fmt.qmax + 1) // 2
+    near = amax * ((fmt.qmax - middle) / (middle - fmt.qmin))
+    is_up = groups.amax(-1, keepdim=True) > -groups.amin(-1, keepdim=True)
+    return torch.where(is_up, -near, -amax), torch.where(is_up, amax, near)
 
 
 def _move_ends(

@@ -136,10 +136,11 @@ class TunedWeight(TrainedWeight):
         first, zero, fmt = self._stage.scale.float(), self._stage.zero_point, self._scheme.fmt
         if self.scale is None:
             return first, zero
-        positive = torch.maximum(self.scale, first * _SMALLEST)
-        to, axis = self._scheme.scale, self._scheme.axis
-        rounded = round_scale(positive.detach(), to, self._stage.tensor_scale, axis)
-        scale = straight_through(positive, rounded)
+        sign = torch.where(first < 0, -1, 1)
+        nonzero = sign * torch.maximum(sign * self.scale, first.abs() * _SMALLEST)
+        to, axis, tensor_scale = self._scheme.scale, self._scheme.axis, self._stage.tensor_scale
+        rounded = round_scale(nonzero.detach(), to, tensor_scale, axis, signs=first)
+        scale = straight_through(nonzero, rounded)
         if self.start is None:
             return scale, zero
         exact = fmt.qmin - self.start / scale

@@ -37,5 +37,5 @@ def recovers_codes(scale: torch.Tensor | None, scheme: Scheme, dtype: torch.dtyp
         is_exact = reach * error < 0.5
     if not is_exact or fmt.bits > 16:
         return False
-    least, most = scale.aminmax()
+    least, most = scale.abs().aminmax()
     return bool(least * step >= limits.smallest_normal) and bool(most * largest <= limits.max / 2)

@@ -87,14 +87,15 @@ def qparams_from_range(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute scale and zero point for values in [lo, hi], widened to include zero.
 
-    Symmetric integers: amax / ((qmax - qmin) / 2), zero point in the middle of the codes.
+    Symmetric integers: amax / ((qmax - qmin) / 2), zero point in the middle of the codes; with
+    ``scheme.signed_scales`` the value farthest from zero / the distance of qmin from the middle.
     Asymmetric: (hi - lo) / (qmax - qmin), zero point qmin - lo / scale, rounded unless
     ``scheme.float_zero_point``. Floats: amax / largest value, no zero point. Formats with shared
     exponents: see ``exponents``.
 
     Example, values in [-1, 3] and codes of 4 bits: symmetric int4 has the scale 3 / 7.5 = 0.4 and
     the zero point 0; asymmetric uint4 has the scale 4 / 15 and the zero point 0 + 1 / (4 / 15),
-    rounded to 4.
+    rounded to 4. Symmetric int4 with signed scales has the scale 3 / -8 = -0.375: the code -8 is 3.
 
     Args:
         lo: Smallest values, float32.
@@ -123,14 +124,16 @@ def qparams_from_range(
         return scale.clamp(max=largest_scale(scheme, largest)), None
     if scheme.scale.span and not scheme.symmetric:
         lo = -round_to_super_blocks(-lo, scheme.scale, scheme.axis, least=0)
-    steps = fmt.qmax - fmt.qmin
+    middle = (fmt.qmin + fmt.qmax + 1) // 2
+    steps = 2 * (middle - fmt.qmin) if scheme.signed_scales else fmt.qmax - fmt.qmin
     # Of values on both sides, hi - lo may overflow.
     reach = torch.maximum(-lo, hi) if scheme.symmetric else torch.add(hi / 2, lo, alpha=-0.5)
     scale = _divided(reach, steps / 2)
     scale = round_scale(scale, scheme.scale, tensor_scale, scheme.axis, EPS)
     if scheme.symmetric:
-        middle = (fmt.qmin + fmt.qmax + 1) // 2
         scale = scale.clamp(max=largest_scale(scheme, largest))
+        if scheme.signed_scales:
+            scale = torch.where(hi > -lo, -scale, scale)
         return scale, torch.full_like(scale, middle, dtype=torch.int32)
     zero_point, code = _zero_point(lo, scale.float(), scheme)
     # A rounded zero point moves the range by up to half a step beyond the values. Example: codes
@@ -235,6 +238,10 @@ def represented_range(
     """
     assert scale is not None
     fmt, scale = scheme.fmt, scale.float()
+    if scheme.signed_scales:
+        middle = (fmt.qmin + fmt.qmax + 1) // 2
+        least, most = (fmt.qmin - middle) * scale, (fmt.qmax - middle) * scale
+        return torch.minimum(least, most), torch.maximum(least, most)
     if _is_lopsided(fmt):
         least, most = fmt.reach()
         return least * scale, most * scale
@@ -253,8 +260,11 @@ def round_scale(
     tensor_scale: torch.Tensor | None = None,
     axis: int = -1,
     least: float = 0.0,
+    signs: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Round float32 scales to their stored format. No scale becomes zero or infinite.
+
+    No scale has another sign than the given one: it becomes the smallest of that sign.
 
     Args:
         scale: The scales.
@@ -262,7 +272,12 @@ def round_scale(
         tensor_scale: Tensor scale [] of two-level scales, or None.
         axis: Axis of the blocks, for scales in super-blocks.
         least: Smaller scales are rounded as this one.
+        signs: Scales with the signs of the result; None if all are positive.
     """
+    if signs is not None:
+        sign = torch.where(signs < 0, -1, 1)
+        rounded = round_scale(scale * sign, to, tensor_scale, axis, least)
+        return rounded * sign.to(rounded.dtype)
     if least and (to.span or to.power_of_two or to.fmt is not None):
         scale = scale.clamp(min=least)
     if to.span:
@@ -301,7 +316,7 @@ def round_qparams(
     """Return any scales and float zero points in super-blocks; others do not change."""
     if not scheme.scale.span:
         return scale, zero_point
-    rounded = round_scale(scale, scheme.scale, None, scheme.axis)
+    rounded = round_scale(scale, scheme.scale, None, scheme.axis, signs=scale)
     if zero_point is None or scheme.symmetric:
         return rounded, zero_point
     moved = scheme.fmt.qmin + (zero_point - scheme.fmt.qmin) * scale / rounded  # the same minimum

@@ -36,6 +36,9 @@ class Scheme:
         per_token: Whether each position along all axes but the last has its own scale.
         flat: Whether groups and blocks treat all axes but the first as one, as in the weight of a
             convolution.
+        signed_scales: Whether a scale of symmetric integers is negative where the value that is
+            farthest from zero is positive. Then that value has the smallest code, which is one
+            step farther from zero than the largest.
     """
 
     fmt: Format
@@ -50,6 +53,7 @@ class Scheme:
     float_zero_point: bool = False
     per_token: bool = False
     flat: bool = False
+    signed_scales: bool = False
 
     @property
     def has_zero_point(self) -> bool:

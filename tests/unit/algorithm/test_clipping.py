@@ -87,6 +87,21 @@ GROUPED = [
 PER_ROW = ["int8_wo", "fp8_wo", "int4_wo_per_channel", "uint4_wo_per_channel"]
 
 
+@pytest.mark.parametrize("search", [clip_weight, weight_with_best_ranges])
+@pytest.mark.parametrize("name", ["int2_wo_signed_32", "int4_wo_signed_32", "q3_k"])
+def test_signed_scales_keep_their_signs(name, search):
+    layer, x = made(scheme(name))
+    before = layer.weight.detach().clone()
+    found = search(layer, x.T @ x)
+    assert not torch.equal(found, before)
+    with torch.no_grad():
+        layer.weight.neg_()
+    assert torch.equal(search(layer, x.T @ x), -found)
+    width = layer.weight_quantizer.scheme.group
+    is_up = [w.view(-1, width).amax(1) > -w.view(-1, width).amin(1) for w in (before, found)]
+    assert torch.equal(*is_up) and 0 < is_up[0].float().mean() < 1
+
+
 @pytest.mark.parametrize("kind", [nn.Linear, Conv1D], ids=["rows", "transposed"])
 @pytest.mark.parametrize("name", [*GROUPED, *PER_ROW])
 def test_never_worse_whatever_the_format(name, kind):

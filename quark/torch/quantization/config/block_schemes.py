@@ -18,7 +18,8 @@ class BlockScheme(NamedTuple):
     Attributes:
         dtype: Format of the codes.
         group: Neighbouring inputs that share a scale.
-        has_minima: Whether groups have a minimum beside their scale.
+        has_minima: Whether groups have a minimum beside their scale. Scales of other integers are
+            signed, as in ggml.
         scale: Format of the scales: ``float16``, a ``scale_format``, or ``TWO_LEVEL``.
         fallback: Scheme of layers whose inputs super-blocks do not divide, as in llama.cpp.
     """
@@ -76,7 +77,7 @@ class BlockScheme(NamedTuple):
         else:
             fields["scale_format" if self.scale in SCALE_FORMATS else "scale_type"] = self.scale
         if not self.fmt.is_float:
-            fields["symmetric"] = not self.has_minima
+            fields["symmetric"] = fields["signed_scales"] = not self.has_minima
         if self.has_minima and self.has_super_blocks:
             fields["zero_point_type"] = "float32"
         return QuantizationSpec(**fields | changes)

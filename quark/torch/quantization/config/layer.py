@@ -33,7 +33,7 @@ class QuantizationConfig:
     Raises:
         TypeError: A field is not a specification.
         ValueError: Inputs or outputs have static scales per group, or another tensor than the
-            outputs has scales per head.
+            outputs has scales per head, or they have signed scales.
     """
 
     input_tensors: QuantizationSpec | None = None
@@ -80,6 +80,8 @@ class QuantizationConfig:
                 raise ValueError(
                     f"{name}: activations have no static scale per group. Set is_dynamic=True."
                 )
+            if name.endswith("_tensors") and spec.signed_scales:
+                raise ValueError(f"{name}: signed_scales=True is for weights only.")
             if name.endswith("_tensors") and spec.quantizes_codes:
                 raise ValueError(
                     f"{name}: a second stage over the codes of the first is for weights only."

@@ -15,15 +15,19 @@ from quark.torch.quantization.config.spec_classes import SPEC_CLASSES
 
 GROUP_SIZE = 128
 
-# Specification of one tensor by a short name: (dtype, granularity, symmetric, dynamic).
+# Specification of one tensor by a short name: (dtype, granularity, symmetric, dynamic). Names
+# that end in "signed" have signed scales.
 _TENSORS: dict[str, tuple[str, str, bool, bool]] = {
     "int2_group": ("int2", "per_group", True, False),
+    "int2_group_signed": ("int2", "per_group", True, False),
     "int2_group_asym": ("int2", "per_group", False, False),
     "int3_group": ("int3", "per_group", True, False),
+    "int3_group_signed": ("int3", "per_group", True, False),
     "int3_channel": ("int3", "per_channel", True, False),
     "int4_channel": ("int4", "per_channel", True, False),
     "int4_channel_asym": ("int4", "per_channel", False, False),
     "int4_group": ("int4", "per_group", True, False),
+    "int4_group_signed": ("int4", "per_group", True, False),
     "int4_group_asym": ("int4", "per_group", False, False),
     "int4_group_dynamic": ("int4", "per_group", True, True),
     "int4_head": ("int4", "per_head", True, False),
@@ -209,6 +213,10 @@ _GROUPED: dict[str, _Row] = {
     "int3_wo": ("int3_group", None, None),
     "int4_wo": ("int4_group", None, None),
     "int4_wa": ("int4_group", "int4_group_dynamic", None),
+    "int2_wo_signed": ("int2_group_signed", None, None),
+    "int3_wo_signed": ("int3_group_signed", None, None),
+    "int4_wo_signed": ("int4_group_signed", None, None),
+    "int4_wa_signed": ("int4_group_signed", "int4_group_dynamic", None),
     "uint4_wo": ("uint4_group_asym", None, None),
     "int5_wo": ("int5_group", None, None),
     "int6_wo": ("int6_group", None, None),
@@ -315,7 +323,8 @@ def similar_scheme(name: str, names: Iterable[str]) -> str | None:
     names, name = list(names), name.lower()
     if bits := _BITS.fullmatch(name):
         name = f"int{bits[1]}"
-    of_weights = [known for known in names if known.startswith(f"{name.removesuffix('_wo')}_wo")]
+    stem = re.escape(name.removesuffix("_wo"))
+    of_weights = [known for known in names if re.fullmatch(rf"{stem}_wo(_\d+)?", known)]
     return next(iter(of_weights[-1:] or nearest(name, names, 1)), None)
 
 
@@ -376,5 +385,6 @@ def _spec(name: str, group_size: int) -> QuantizationSpec:
         is_dynamic=dynamic,
         scale_type="float",  # type: ignore[arg-type]
         round_method="half_even",  # type: ignore[arg-type]
+        signed_scales=name.endswith("_signed"),
         **blocks,
     )

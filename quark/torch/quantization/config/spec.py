@@ -19,6 +19,7 @@ from quark.torch.quantization.config.qat import (
     training_problem,
 )
 from quark.torch.quantization.config.serialize import known, path_of, plain
+from quark.torch.quantization.config.signed_scales import signed_scales_problem
 from quark.torch.quantization.config.super_blocks import super_block_problem
 from quark.torch.quantization.config.type import (
     Dtype,
@@ -70,14 +71,15 @@ class QuantizationSpec:
         scale_format: Number format of the scales: float32, e8m0, e4m3 (relative to a tensor
             scale), e5m3, or one of ``SUPER_BLOCKS``. It overrides ``scale_type``.
         scale_calculation_mode: Rounding of shared exponents: even, floor or ceil.
+        signed_scales: Whether scales of symmetric integers may be negative, so that the value
+            farthest from zero has the smallest code, whatever its sign. For weights.
         qat_spec: Options of scales that are trained: ``QATSpec()`` or ``TQTSpec()``. The observers
             ``LSQObserver`` and ``TQTObserver`` imply them.
         mx_element_dtype: Format of the elements if ``dtype`` is mx.
         is_scale_quant: Whether this specification quantizes the scales of a first stage.
         second_stage: Specification of the second stage, which quantizes the scales of this one if
             ``is_scale_quant`` is set there, else its codes. Configurations store a list of stages.
-        enable_buffer_reuse: No effect.
-        max_input_numel: No effect.
+        enable_buffer_reuse, max_input_numel: No effect.
 
     Raises:
         TypeError: A field has a value of another type.
@@ -102,6 +104,7 @@ class QuantizationSpec:
     block_size: tuple[int, int] | None = None
     enable_buffer_reuse: bool = False
     max_input_numel: int = 4194304
+    signed_scales: bool = False
     second_stage: QuantizationSpec | None = None
 
     is_parameter = False  # not a field: set by for_parameter
@@ -175,6 +178,7 @@ class QuantizationSpec:
             flat=self.is_parameter,
             scale=self._scale_format(),
             scale_mode=self.scale_calculation_mode or "even",
+            signed_scales=self.signed_scales,
         )
 
     def _scale_format(self) -> ScaleFormat:
@@ -280,6 +284,8 @@ class QuantizationSpec:
             return [stage.to_dict() for stage in self.stages]  # type: ignore[misc]
         data = {f.name: plain(getattr(self, f.name)) for f in fields(self)}
         del data["second_stage"]
+        if not self.signed_scales:
+            del data["signed_scales"]
         if self.qat_spec is None:
             del data["qat_spec"]
         else:
@@ -388,6 +394,7 @@ RULES: list[_Rule] = [
     (lambda s: observer_problem(s) is not None, lambda s: f"{observer_problem(s)}"),
     (lambda s: training_problem(s) is not None, lambda s: f"{training_problem(s)}"),
     (lambda s: super_block_problem(s) is not None, lambda s: f"{super_block_problem(s)}"),
+    (lambda s: signed_scales_problem(s) is not None, lambda s: f"{signed_scales_problem(s)}"),
 ]
 
 QTensorConfig = QuantizationSpec

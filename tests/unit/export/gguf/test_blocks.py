@@ -144,6 +144,26 @@ def test_mxfp4_is_rounded_as_by_the_package(quantize):
             gguf.quantize(layer.weight.detach().numpy(), gguf.GGMLQuantizationType[name.upper()])
 
 
+@pytest.mark.parametrize("name", ["q4_0", "q5_0", "q8_0"])
+def test_rounding_loses_no_more_than_that_of_the_package(quantize, name):
+    """Scales have the sign of the value with the code -8 there too; it does not do so for Q8_0."""
+    layer = torch.nn.Linear(1024, 64, bias=False)
+    with torch.no_grad():
+        layer.weight.normal_()
+    weight = layer.weight.detach().clone()
+    theirs = gguf.quantize(weight.numpy(), gguf.GGMLQuantizationType[name.upper()])
+    model = quantize(torch.nn.Sequential(layer), preset(name), None)
+    blocks = pack_blocks(model[0].quantized_tensor("weight"), name.upper())
+    errors = [
+        float((values(read, name.upper()) - weight).square().mean())
+        for read in (blocks, torch.from_numpy(theirs))
+    ]
+    assert errors[0] < 1.0005 * errors[1], errors
+    if name != "q8_0":
+        own = [values(x, name.upper()) for x in (blocks, torch.from_numpy(theirs))]
+        assert (own[0] == own[1]).float().mean() > 0.99
+
+
 @pytest.mark.parametrize("name", K_QUANTS)
 def test_searched_scales_are_in_super_blocks(quantize, name):
     layer, errors = torch.nn.Linear(512, 24), []

@@ -75,6 +75,10 @@ GROUPED = {
     "int6_wo": ("int6", True, False),
     "int7_wo": ("int7", True, False),
     "int8_wo": ("int8", True, False),
+    "int2_wo_signed": ("int2", True, False),
+    "int3_wo_signed": ("int3", True, False),
+    "int4_wo_signed": ("int4", True, False),
+    "int4_wa_signed": ("int4", True, True),
 }
 EARLIER = [name for name in scheme_names() if name.startswith("w_")]
 # Formats whose helper is dynamic for weights as well: a parameter has a settled scale all the same.
@@ -192,6 +196,7 @@ def test_names_with_a_group_size(prefix, size):
     layer = scheme(f"{prefix}_{size}")
     assert described(layer.weight) == (dtype, "per_group", symmetric, False)
     assert (layer.weight.group_size, layer.weight.ch_axis) == (size, -1)
+    assert layer.weight.signed_scales == prefix.endswith("_signed")
     assert described(layer.input_tensors) == (
         (dtype, "per_group", symmetric, True) if with_inputs else None
     )

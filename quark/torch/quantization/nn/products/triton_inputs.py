@@ -204,7 +204,7 @@ def _kernel_shape(x: torch.Tensor, given: Numbers, scheme: Scheme) -> tuple[int,
     if shape is None or not scheme.fmt.has_rule or scheme.scale.held_dtype != torch.float32:
         return None
     if scheme.symmetric or scheme.fmt.is_float:
-        has_range = scheme.fmt.signed or scheme.fmt.is_float
+        has_range = (scheme.fmt.signed or scheme.fmt.is_float) and not scheme.signed_scales
     else:
         has_range = not scheme.scales_by_powers  # the zero point of NaN differs between devices
     is_known = tensor_scale is not None or not scheme.scale.two_level
