@@ -26,6 +26,7 @@ MIXED = {"*down_proj": INT8, "*q_proj": preset("mxfp8").global_quant_config}
 WEIGHTS = {
     **{f"int{bits}": config(groups(f"int{bits}")) for bits in range(2, 9)},
     **{f"int{bits} per channel": config(groups(f"int{bits}", size=None)) for bits in (5, 7)},
+    "signed": config(groups("int4", signed_scales=True)),
     "W4A8": preset("w_int4_per_group_a_int8_per_token_dynamic"),
     "W4AFP8": preset("w_int4_per_group_a_fp8_per_token_dynamic"),
     "MXFP4": preset("mxfp4"),

@@ -141,7 +141,7 @@ def outputs(tmp_path, build, quantize, run_onnx):
     [
         ("tied", by_layer(WEIGHTS), {}),
         ("tied", everywhere("int4_wo_32"), {}),
-        ("gpt2", config("int4_wo_32"), {"n_embd": 128, "n_layer": 1, "n_head": 4}),
+        ("gpt2", config("int4_wo_signed_32"), {"n_embd": 128, "n_layer": 1, "n_head": 4}),
     ],
     ids=["every kind", "everything in int4", "transposed matrices"],
 )

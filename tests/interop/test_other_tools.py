@@ -63,9 +63,10 @@ def test_mxfp8_on_a_cpu(build, quantize, export, load):
     "configuration",
     [
         *(config(groups(dtype), exclude=PARTLY) for dtype in ("int3", "int4", "int8")),
+        config(groups("int4", signed_scales=True), exclude=PARTLY),
         *(Config(scheme(name, 32), exclude=["lm_head"]) for name in ("int8", "fp8", "ptpc_fp8")),
     ],
-    ids=["int3", "int4", "int8 weights", "int8", "fp8", "ptpc_fp8"],
+    ids=["int3", "int4", "int8 weights", "signed", "int8", "fp8", "ptpc_fp8"],
 )
 def test_compressed_tensors(build, quantize, export, load, logits, configuration):
     model = quantize(build(), configuration)
@@ -80,9 +81,10 @@ def test_compressed_tensors(build, quantize, export, load, logits, configuration
         *(config(groups(dtype, dtype != "uint4")) for dtype in ("int2", "int3", "uint4", "int8")),
         config(groups("int4"), spec("int8", "per_channel", False, ch_axis=1, is_dynamic=True)),
         config(groups("int4"), layer_quant_config={"*down_proj": scheme("int8_wo")}),
+        config(groups("int4", signed_scales=True)),
         preset("fp8_wo"),
     ],
-    ids=["int2", "int3", "uint4", "int8", "int8 inputs", "several", "fp8"],
+    ids=["int2", "int3", "uint4", "int8", "int8 inputs", "several", "signed", "fp8"],
 )
 def test_torchao(build, quantize, export, load, logits, configuration):
     model = quantize(build(), configuration)
@@ -155,19 +157,21 @@ def test_names_of_compressed_tensors(name):
 
 @pytest.mark.client("gptqmodel")
 @pytest.mark.parametrize(
-    ("mode", "dtype", "symmetric"),
+    ("mode", "dtype", "symmetric", "rest"),
     [
-        ("awq", "uint4", False),
-        ("awq", "int4", True),
-        ("gptq", "int4", True),
-        ("gptq", "uint4", False),
-        ("gptq", "int3", True),
-        ("gptq", "int8", True),
+        ("awq", "uint4", False, {}),
+        ("awq", "int4", True, {}),
+        ("awq", "int4", True, {"signed_scales": True}),
+        ("gptq", "int4", True, {}),
+        ("gptq", "int4", True, {"signed_scales": True}),
+        ("gptq", "uint4", False, {}),
+        ("gptq", "int3", True, {}),
+        ("gptq", "int8", True, {}),
     ],
 )
-def test_gptqmodel(build, quantize, export, load, logits, mode, dtype, symmetric):
+def test_gptqmodel(build, quantize, export, load, logits, mode, dtype, symmetric, rest):
     """Its kernels compute in float16 and bfloat16."""
-    model = quantize(build(**WIDE), config(groups(dtype, symmetric), exclude=PARTLY))
+    model = quantize(build(**WIDE), config(groups(dtype, symmetric, **rest), exclude=PARTLY))
     loaded = load(export(model, custom_mode=mode))
     assert type(loaded.model.layers[1].mlp.down_proj) is torch.nn.Linear
     assert type(loaded.model.layers[0].mlp.down_proj) is not torch.nn.Linear

@@ -13,6 +13,7 @@ from torch import nn
 
 from quark.torch.numerics.finite import has_nan, is_finite
 from quark.torch.numerics.formats import Format
+from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.qdq import dequantize
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.match import assign
@@ -28,8 +29,8 @@ def check_state(state: QuantizedTensor, what: str) -> None:
         what: Its name for messages, such as ``weight``.
 
     Raises:
-        ValueError: A scale is NaN, infinite or negative, or 0 where codes are not; a zero point is
-            no code; a code is NaN, or outside of its format.
+        ValueError: A scale is NaN or infinite, or negative where none may be, or 0 where codes are
+            not; a zero point is no code; a code is NaN, or outside of its format.
     """
     codes, scale, offset = state.codes, state.scale, state.zero_point
     for name, found in (("scale", scale), ("scale_2", state.scale_2)):
@@ -41,10 +42,11 @@ def check_state(state: QuantizedTensor, what: str) -> None:
         least, most = numbers.aminmax()  # NaN is both
         if not bool(least.isfinite() & most.isfinite()):
             raise ValueError(f"the {name} of its {what} is NaN or infinite{_hint(numbers)}.")
-        if least < 0:
+        if least < 0 and not _may_be_negative(state):
             raise ValueError(
-                f"the {name} of its {what} is negative{_hint(numbers)}. llama.cpp writes such "
-                "scales (Q4_0, Q5_0), and no other format holds them: quantize the values again."
+                f"the {name} of its {what} is negative{_hint(numbers)}. Only integers in groups, "
+                "and specifications with signed_scales=True, have such scales: quantize the "
+                "values again."
             )
         if codes is None and least == 0:
             raise ValueError(
@@ -78,6 +80,13 @@ def _check_codes(codes: torch.Tensor, fmt: Format, what: str) -> None:
             f"codes of its {what} reach from {least} to {most}, those of {fmt.name} only from "
             f"{fmt.qmin} to {fmt.qmax}: the checkpoint is damaged."
         )
+
+
+def _may_be_negative(state: QuantizedTensor) -> bool:
+    """Whether the scales of a tensor may be negative, as some tools write them for groups."""
+    scheme = state.scheme
+    is_grouped = scheme.qscheme is QSchemeType.per_group and scheme.fmt.takes_signed_scales
+    return scheme.signed_scales or (is_grouped and not state.spec.is_dynamic)
 
 
 def _check_offset(state: QuantizedTensor, offset: torch.Tensor, what: str) -> None:

@@ -33,6 +33,7 @@ BLOCKS = config(
 DYNAMIC = config(FP8, QuantizationSpec("fp8_e4m3", qscheme="per_tensor", is_dynamic=True))
 EIGHT_BITS = QuantizationConfig(weight=groups("int8"))
 PARTLY = ("lm_head", "*.1.mlp.down_proj", "*.0.self_attn.*")
+SIGNED = groups("int4", signed_scales=True)
 INT4_FP8 = config(groups("int4"), layer_quant_config={"*down_proj": scheme("fp8", 32)})
 
 # Name -> (mode, configuration): what each mode can hold.
@@ -53,6 +54,7 @@ CASES = {
     "gptq in part": ("gptq", config(groups("uint4", False), exclude=PARTLY)),
     **{f"mlx {d}": ("mlx", config(groups(d, d == "int4"))) for d in ("uint3", "int4")},
     **{f"ao {n}": ("torchao", preset(n)) for n in ("uint4_wo_32", "ptpc_int8", "ptpc_fp8")},
+    **{f"{mode} signed": (mode, config(SIGNED)) for mode in ("awq", "gptq", "mlx", CT)},
     "ct int4": (CT, config(groups("int4"))),
     "ct uint4": (CT, config(groups("uint4", False))),
     **{f"ct {dtype}": (CT, config(groups(dtype))) for dtype in ("int3", "int5", "int6", "int7")},

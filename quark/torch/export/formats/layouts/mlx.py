@@ -7,7 +7,7 @@ Example of a 4-bit weight of 4096 outputs and 1024 inputs in groups of 64::
     biases          [4096, 16]    value = scale * code + bias
 
 A bias is minus the scale times the zero point. MLX writes scales of both signs. Under a negative
-scale the codes are mirrored when they are read: the values stay, and the scale becomes positive.
+scale the codes are mirrored: the values stay, and the scale becomes positive.
 Example: -0.5 * (code - 3) is 0.5 * (15 - code - 12).
 """
 
@@ -41,6 +41,7 @@ class MlxLayout(TensorLayout):
     def pack(self, state: QuantizedTensor, value: torch.Tensor | None) -> StoredParts:
         """Return the stored codes, scales and biases."""
         state = state if state.scheme.float_zero_point else to_unsigned(state)
+        state = _with_positive_scales(state)
         assert state.codes is not None and state.scale is not None and state.zero_point is not None
         scale = state.scale.reshape(len(state.codes), -1)
         zeros = state.zero_point.reshape(scale.shape)
