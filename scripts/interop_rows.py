@@ -87,14 +87,15 @@ NOT_BY_AMD = (
 GROUPS_OF_4 = tuple(f"{kind}_wo_{size}" for kind in ("int4", "uint4") for size in (32, 64, 128))
 MX_WEIGHTS = ("mxfp4_weight_only", "w_mxfp6_e3m2", "w_mxfp6_e2m3", "w_mxfp8")
 MX_INPUTS = ("mxfp4", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4_mxfp6_e2m3", "mxfp4_fp8", "nvfp4")
-GGUF = ("int4_wo_32", "int4_wo_128", "int4_wo_per_channel", "int8_wo", "int8_wo_32")
+SIGNED = "int4_wo_signed_128"
+GGUF = (SIGNED, "int4_wo_32", "int4_wo_128", "int4_wo_per_channel", "int8_wo", "int8_wo_32")
 GGUF_OFFSETS = ("uint4_wo_32", "uint4_wo_128")
 GGUF_BLOCKS = ("q4_0", "q5_0", "q8_0", "q3_k", "q6_k", "iq4_nl")
 GGUF_FLOATS = ("mxfp4_weight_only", "nvfp4_weight_only")
 GGUF_MINIMA = ("q4_1", "q5_1", "q2_k", "q4_k", "q5_k")
 TORCHAO = ("int4_wo_per_channel", "int3_wo_32", "int2_wo_32", "int5_wo_64", "int7_wo_128")
 UNKNOWN_TO_VLLM = ("int8_wo", "fp8_wo", "int3_wo_128", "int4_wo_per_channel", "mx9", "int4_fp8")
-ONNX = ("int8_wo", "int8_wo_128", "int4_wo_32", "uint4_wo_128", "int3_wo_128", "fp8_wo")
+ONNX = (SIGNED, "int8_wo", "int8_wo_128", "int4_wo_32", "uint4_wo_128", "int3_wo_128", "fp8_wo")
 
 TABLE: tuple[tuple[str, str, Expected, tuple[str, ...]], ...] = (
     ("transformers", "quark", SAME, (*ALL, W8A8, "fp8" + CACHE)),
@@ -104,8 +105,13 @@ TABLE: tuple[tuple[str, str, Expected, tuple[str, ...]], ...] = (
     ("transformers", "gguf", CLOSE, GGUF_MINIMA),  # zero points are rounded to float32
     ("llama.cpp", "gguf", CLOSE, (*GGUF, *GGUF_OFFSETS)),  # it rounds inputs to 8 bits
     ("llama.cpp", "gguf", CLOSE, (*GGUF_BLOCKS, *GGUF_MINIMA, *GGUF_FLOATS)),
-    ("mlx", "mlx", EXACT, (*GROUPS_OF_4, "int8_wo_128", "int3_wo_32", "int5_wo_64", "int6_wo_128")),
-    (CT, CT, SAME, ("fp8", "int8_wo", "int8_wo_128", "fp8_wo", *GROUPS_OF_4[:3])),
+    (
+        "mlx",
+        "mlx",
+        EXACT,
+        (SIGNED, *GROUPS_OF_4, "int8_wo_128", "int3_wo_32", "int5_wo_64", "int6_wo_128"),
+    ),
+    (CT, CT, SAME, (SIGNED, "fp8", "int8_wo", "int8_wo_128", "fp8_wo", *GROUPS_OF_4[:3])),
     (CT, CT, TIES, ("int8", W8A8)),  # it divides by scales: values beside a tie may go either way
     (
         CT,
@@ -117,18 +123,28 @@ TABLE: tuple[tuple[str, str, Expected, tuple[str, ...]], ...] = (
     (CT, CT, LACKS, ("mxfp6_e2m3", "mxfp8", "w_mxfp8")),
     (CT, CT, CLOSE, ("ptpc_int8",)),  # the largest value of a token is a tie
     (CT, CT, LACKS, ("uint4_wo_128", "mxfp4_weight_only", "nvfp4_weight_only", "nvfp4")),
-    ("torchao", "torchao", EXACT, ("int8_wo", "int8_wo_128", "fp8_wo", *GROUPS_OF_4, *TORCHAO)),
+    (
+        "torchao",
+        "torchao",
+        EXACT,
+        (SIGNED, "int8_wo", "int8_wo_128", "fp8_wo", *GROUPS_OF_4, *TORCHAO),
+    ),
     ("torchao", "torchao", CLOSE, ("ptpc_int8",)),  # the largest value of a token is a tie
     ("torchao", "torchao", LACKS, ("ptpc_fp8",)),  # its products take a GPU
-    ("gptqmodel", "awq", CLOSE, GROUPS_OF_4),
-    ("gptqmodel", "gptq", CLOSE, (*GROUPS_OF_4, "int3_wo_128", "int2_wo_32", "int8_wo_128")),
+    ("gptqmodel", "awq", CLOSE, (SIGNED, *GROUPS_OF_4)),
+    (
+        "gptqmodel",
+        "gptq",
+        CLOSE,
+        (SIGNED, *GROUPS_OF_4, "int3_wo_128", "int2_wo_32", "int8_wo_128"),
+    ),
     ("gptqmodel", "gptq", CLOSE, ("int8_wo",)),
     ("gptqmodel", "gptq", LACKS, ("int4_wo_per_channel",)),
     ("modelopt", "modelopt", EXACT, ("nvfp4_weight_only",)),
     ("modelopt", "modelopt", TIES, ("fp8",)),
     ("lm-eval", "quark", EXACT, ("int8", "fp8", "int4_wo_128", "int3_wo_128")),
     ("lm-eval", "quark", TIES, ("mxfp4",)),
-    ("amd-quark", "quark", SAME, (*BY_AMD, *GROUPS_OF_4)),
+    ("amd-quark", "quark", SAME, (SIGNED, *BY_AMD, *GROUPS_OF_4)),
     ("amd-quark", "quark", LACKS, NOT_BY_AMD),
     ("vllm", "float", ALIGNED, ("float",)),
     ("vllm", "quark", ALIGNED, (*GROUPS_OF_4, *MX_WEIGHTS)),
@@ -157,7 +173,7 @@ TABLE: tuple[tuple[str, str, Expected, tuple[str, ...]], ...] = (
     (AS_IT_IS, CT, LACKS, ("int8", "ptpc_fp8", "fp8", "int4_wo_128", "uint4_wo_128")),
     (AS_IT_IS, "fp8", LACKS, ("fp8",)),
     ("onnxruntime", "onnx", EXACT, (*ONNX, "mxfp4_weight_only", "nvfp4_weight_only")),
-    ("onnxruntime", "MatMulNBits", EXACT, ("int4_wo_32", "uint4_wo_128", "int8_wo_128")),
+    ("onnxruntime", "MatMulNBits", EXACT, (SIGNED, "int4_wo_32", "uint4_wo_128", "int8_wo_128")),
     ("onnxruntime", "onnx", TIES, ("int8", W8A8, "fp8", "ptpc_fp8")),
     ("onnxruntime", "onnx", CLOSE, ("ptpc_int8",)),  # the largest value of a token is a tie
 )

@@ -58,8 +58,12 @@ def describe(spec: QuantizationSpec | None, is_weight: bool = False) -> str:
         words.append("dynamic" if spec.is_dynamic else "static")
     if spec.quantizes_codes:
         words.append(f"then {describe(spec.stages[1], is_weight)}")
-    elif scheme.scale != FLOAT32 and not spec.fixes_blocks:
-        words.append(f"({_scale_name(scheme.scale)} scales)")
+        return " ".join(words)
+    scales = ["signed"] if scheme.signed_scales else []
+    if scheme.scale != FLOAT32 and not spec.fixes_blocks:
+        scales.append(_scale_name(scheme.scale))
+    if scales:
+        words.append(f"({' '.join(scales)} scales)")
     return " ".join(words)
 
 

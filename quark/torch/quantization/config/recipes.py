@@ -22,8 +22,8 @@ _BLOCKS = {
 # if benchmarks/three_texts.json has a better row.
 RECIPES: dict[str, tuple[str, tuple[dict[str, Any], ...]]] = {
     "w8": ("int8_wo", ()),
-    "w4": ("int4_wo_128", (_AWQ, _CHOSEN)),
-    "w3": ("int3_wo_128", (_AWQ, _YAQA)),
+    "w4": ("int4_wo_signed_128", (_AWQ, _CHOSEN)),
+    "w3": ("int3_wo_signed_128", (_AWQ, _CHOSEN)),
     "w2": ("w_int2_per_group_asym", (_YAQA,)),
     "w8a8": ("w_int8_per_channel_a_int8_per_tensor_sym", (_SMOOTH,)),
     "w4a4": ("int4_wa_128", (_SMOOTH, _BLOCKS, _GPTQ)),
