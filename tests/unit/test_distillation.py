@@ -54,7 +54,7 @@ def same(first, second):
 
 
 SCHEMES = {
-    "int3": scheme("int3_wo_32"),
+    "int3": scheme("int3_wo_signed_32"),
     "uint4": scheme("uint4_wo_32"),
     "scales in bfloat16": Config(
         replace(scheme("int4_wo_32"), weight=groups("int4", scale_type="bfloat16"))

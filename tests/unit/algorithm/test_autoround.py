@@ -42,7 +42,7 @@ FORMATS = {
         for name in (
             *("int4_wo_32", "uint4_wo_32", "int2_wo_32", "int8", "int8_wo", "uint4_wo_per_channel"),
             *("fp8", "fp8_wo", "mxfp4_weight_only", "nvfp4_weight_only", "mx6", "bfp16"),
-            "int4_fp8",
+            *("int4_fp8", "int3_wo_signed_32"),
         )
     },
     "ragged": QuantizationConfig(weight=RAGGED),

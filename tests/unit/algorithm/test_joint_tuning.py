@@ -24,7 +24,7 @@ BATCHES = [tokens(40), tokens(60), tokens(20), tokens(80)]
 QUICK = {"epochs": 3, "weight_lr": 1e-3, "qparam_lr": 1e-3}
 FORMATS = (
     *("int4_wo_32", "uint4_wo_32", "int2_wo_32", "int8_wo", "fp8_wo", "int4_fp8"),
-    *("mxfp4_weight_only", "nvfp4_weight_only"),
+    *("mxfp4_weight_only", "nvfp4_weight_only", "int4_wo_signed_32"),
 )
 FIXED = ("int4_fp8", "mxfp4_weight_only")  # formats whose ranges stay, where there are such
 

@@ -38,7 +38,13 @@ VARIANTS = SOLVERS | {
     "in turn": partial(GPTQConfig, true_sequential=True),
     "damping": partial(GPTQConfig, choose_damping=True),
 }
-SCHEMES = ["int4_wo_32", "uint4_wo_32", "int2_wo_32", "mxfp4_weight_only", "nvfp4_weight_only"]
+SCHEMES = [
+    "int4_wo_signed_32",
+    "uint4_wo_32",
+    "int2_wo_32",
+    "mxfp4_weight_only",
+    "nvfp4_weight_only",
+]
 DATA = torch.randint(3, 64, (32, 24), generator=torch.Generator().manual_seed(6))
 
 

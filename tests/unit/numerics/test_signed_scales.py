@@ -5,7 +5,12 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from quark.torch.numerics.scales import block_range, qparams_from_range, represented_range
+from quark.torch.numerics.scales import (
+    block_range,
+    qparams_from_range,
+    represented_range,
+    round_scale,
+)
 from quark.torch.quantization.config.config import QuantizationConfig, QuantizationSpec
 from quark.torch.quantization.config.type import Dtype
 from quark.torch.quantization.nn.quantizer import QuantizedTensor
@@ -110,3 +115,13 @@ def test_inputs_are_refused():
 def test_configurations_keep_it_and_do_without():
     assert QuantizationSpec.from_dict(spec().to_dict()) == spec()
     assert "signed_scales" not in spec(signed=False).to_dict()
+
+
+@pytest.mark.parametrize("kind", ["float", "float16", "bfloat16"])
+def test_rounded_scales_keep_the_signs_of_others(kind):
+    to = spec(scale_type=kind).scheme.scale
+    signs, given = torch.tensor([-1.0, 1.0, -1.0, 1.0]), torch.tensor([-0.3, 0.3, 0.2, -0.2])
+    found = round_scale(given, to, signs=signs)
+    smallest = round_scale(torch.zeros(1), to)[0]
+    assert torch.equal(found[:2].abs(), round_scale(given[:2].abs(), to))
+    assert torch.equal(found, torch.stack([-found[1], found[1], -smallest, smallest]))
