@@ -26,7 +26,7 @@ RECIPES: dict[str, tuple[str, tuple[dict[str, Any], ...]]] = {
     "w3": ("int3_wo_signed_128", (_AWQ, _CHOSEN)),
     "w2": ("w_int2_per_group_asym", (_YAQA,)),
     "w8a8": ("w_int8_per_channel_a_int8_per_tensor_sym", (_SMOOTH,)),
-    "w4a4": ("int4_wa_128", (_SMOOTH, _BLOCKS, _GPTQ)),
+    "w4a4": ("int4_wa_signed_128", (_SMOOTH, _BLOCKS, _GPTQ)),
     "fp8": ("ptpc_fp8", ()),
     "mxfp4": ("mxfp4", (_SMOOTH, _BLOCKS, _GPTQ)),
     "nvfp4": ("nvfp4", (_AWQ, _GPTQ)),
