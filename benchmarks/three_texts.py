@@ -94,6 +94,7 @@ ASKED = {
     "gptqmodel": ("gptq",),
     "modelopt": ("awq",),
     "amd-quark": ("gptq",),
+    "llama.cpp": ("", "importance"),
 }
 
 Row = dict[str, Any]
