@@ -36,6 +36,7 @@ RETYPED = {
     torch.int64: torch.float64,
 }
 TENSOR_DAMAGES = ("missing", "renamed", "retyped", "reshaped", "truncated")
+KEPT = ", but its values"  # after the name of a damaged file
 DAMAGES = ("file", "tensor", "values", "data")
 
 
@@ -107,7 +108,7 @@ def damage_file(directory: Path, chance: random.Random) -> str:
         damaged = change_bytes(bytearray(sound), chance)
         file.write_bytes(damaged)
         if file.suffix == ".safetensors" and keeps_values(sound, damaged):
-            return f"{file.name}, but its values"
+            return f"{file.name}{KEPT}"
     return file.name
 
 

@@ -44,6 +44,7 @@ from typing import Any
 import torch
 from damage import (
     DAMAGES,
+    KEPT,
     damage_data,
     damage_file,
     damage_tensor,
@@ -60,7 +61,7 @@ KEEP, SOUND = 250, "sound"
 OUT_OF_TIME = -signal.SIGPROF if hasattr(signal, "SIGPROF") else None
 OUTCOMES = ("refused", "loaded", "defect")
 OURS = "/quark/"
-DESCRIPTIONS = (".index.json", ", but its values")  # of tensors, whose values are the same
+DESCRIPTIONS = (".index.json", KEPT)  # of tensors, whose values are the same
 
 
 def open_damaged(door: Door, directory: Path, damage: str, expected: torch.Tensor | None) -> str:
