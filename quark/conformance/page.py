@@ -181,8 +181,9 @@ def _damaged(results: list[dict[str, Any]]) -> str:
         "it: bytes, lengths or JSON of a file, a tensor (missing, renamed, of another type or "
         "shape, cut), a number such as NaN in a tensor, or one bit, which digests must notice. "
         "The file is refused with a ValueError or OSError that has a message, or it is loaded. "
-        "Where the values of the tensors were left alone and `config.json` too, a loaded model "
-        "must give the bits of the sound one. Anything else is a defect: other exceptions, other "
+        "Where a tensor, an index or the header of a safetensors file was damaged, a loaded model "
+        "must give the bits of the sound one; other values of tensors and of `config.json` may "
+        "be those of another model. Anything else is a defect: other exceptions, other "
         "bits, more than 20 CPU seconds or 1 GiB, the end of the process. "
         "`compressed …` and `k-quants packed` read files whole and in parts, which must agree.\n\n"
         + _table("reader | seed | files | refused | loaded | defects | last", "lrrrrrl", rows)
