@@ -36,6 +36,7 @@ RETYPED = {
     torch.int64: torch.float64,
 }
 TENSOR_DAMAGES = ("missing", "renamed", "retyped", "reshaped", "truncated")
+KEPT = ", but its values"  # after the name of a damaged file
 DAMAGES = ("file", "tensor", "values", "data")
 
 
@@ -90,7 +91,10 @@ def change_bytes(data: bytearray, chance: random.Random) -> bytearray:
 
 
 def damage_file(directory: Path, chance: random.Random) -> str:
-    """Change the JSON, the bytes or a member of one file, or remove it; return its name."""
+    """Change the JSON, the bytes or a member of one file, or remove it; return its name.
+
+    Behind the name of a safetensors file is said if its tensors have the same bytes.
+    """
     file = chance.choice(files_of(directory))
     if file.suffix == ".json" and chance.random() < 0.85:
         sound = json.loads(file.read_text(encoding="utf-8"))
@@ -100,8 +104,18 @@ def damage_file(directory: Path, chance: random.Random) -> str:
     elif chance.random() < 0.05:
         file.unlink()
     else:
-        file.write_bytes(change_bytes(bytearray(file.read_bytes()), chance))
+        sound = file.read_bytes()
+        damaged = change_bytes(bytearray(sound), chance)
+        file.write_bytes(damaged)
+        if file.suffix == ".safetensors" and keeps_values(sound, damaged):
+            return f"{file.name}{KEPT}"
     return file.name
+
+
+def keeps_values(sound: bytes, damaged: bytearray) -> bool:
+    """Whether damage to a safetensors file leaves the bytes of its tensors, or their number not."""
+    start = 8 + int.from_bytes(sound[:8], "little")
+    return len(damaged) != len(sound) or damaged[start:] == sound[start:]
 
 
 def change_member(file: Path, chance: random.Random) -> str:

@@ -9,6 +9,7 @@ peer's defaults.
 from __future__ import annotations
 
 import copy
+import ctypes
 import json
 import os
 import sys
@@ -35,6 +36,14 @@ WEIGHTS = {
 }
 # Schemes of blocks of fp4, whose inputs are rounded too -> the name of auto-round, llm-compressor.
 BLOCKS = {"mxfp4": "MXFP4", "nvfp4": "NVFP4"}
+# Schemes of super-blocks -> the type in llama.cpp, and the one it takes for other inputs.
+SUPER_BLOCKS = {
+    "q2_k": ("Q2_K", "IQ4_NL"),
+    "q3_k": ("Q3_K", "IQ4_NL"),
+    "q4_k": ("Q4_K", "Q5_0"),
+    "q5_k": ("Q5_K", "Q5_1"),
+    "q6_k": ("Q6_K", "Q8_0"),
+}
 
 
 @dataclass
@@ -189,9 +198,61 @@ def modelopt(task: Task) -> Steps:
     yield lambda: mtq.quantize(model, how, run)
 
 
+def llama_cpp(task: Task) -> Steps:
+    """Round by ggml, with the mean squares of the inputs as its importance matrix."""
+    import gguf
+    import xllamacpp
+    from gguf import GGMLQuantizationType as Kind
+
+    [library] = Path(xllamacpp.__file__).parent.glob("xllamacpp*.so")
+    ggml, model = ctypes.CDLL(str(library)), task.model()
+    ggml.ggml_quantize_chunk.restype = ctypes.c_size_t
+    layers = {name: m for name, m in model.model.named_modules() if isinstance(m, torch.nn.Linear)}
+
+    def quantize() -> None:
+        squares = mean_squares(model, layers, task.calibration) if task.algorithms else {}
+        for name, layer in layers.items():
+            values, columns = layer.weight.detach().contiguous(), layer.in_features
+            kind = SUPER_BLOCKS[task.scheme][0 if columns % 256 == 0 else 1]
+            of_block, size = gguf.GGML_QUANT_SIZES[Kind[kind]]
+            codes = torch.empty(len(values), columns // of_block * size, dtype=torch.uint8)
+            weights = squares[name].data_ptr() if squares else None
+            pointers = (ctypes.c_void_p(p) for p in (values.data_ptr(), codes.data_ptr(), weights))
+            source, target, importance = pointers
+            counts = (ctypes.c_int64(n) for n in (0, len(values), columns))
+            ggml.ggml_quantize_chunk(Kind[kind].value, source, target, *counts, importance)
+            rounded = gguf.quants.dequantize(codes.numpy(), Kind[kind])
+            layer.weight.data.copy_(torch.from_numpy(rounded))
+
+    yield quantize
+    yield model
+
+
+@torch.inference_mode()
+def mean_squares(
+    model: Any, layers: dict[str, Any], windows: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Return the mean squares of the inputs of layers, by name, (columns,) float32."""
+    sums = {name: torch.zeros(layer.in_features) for name, layer in layers.items()}
+
+    def add(name: str) -> Callable[..., None]:
+        def hook(_: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+            sums[name] += inputs[0].flatten(0, -2).square().sum(0)
+
+        return hook
+
+    hooks = [layer.register_forward_pre_hook(add(name)) for name, layer in layers.items()]
+    for batch in windows.split(8):
+        model(batch)
+    for hook in hooks:
+        hook.remove()
+    return {name: total / windows.numel() for name, total in sums.items()}
+
+
 Algorithms = dict[str, list[dict[str, Any]]]  # as in algorithms.py: name for the table -> options
 _GPTQ: Algorithms = {"gptq": [{"name": "gptq"}]}
 _AWQ: Algorithms = {"awq": [{"name": "awq"}]}
+_IMPORTANCE: Algorithms = {"": [], "importance": [{"name": "importance matrix"}]}
 _QRONOS: Algorithms = {"qronos": [{"name": "qronos"}]}
 _AUTOROUND: Algorithms = {
     "autoround": [{"name": "autoround"}],
@@ -221,6 +282,7 @@ PEERS: dict[str, tuple[Callable[[Task], Steps], dict[str, Algorithms]]] = {
         },
     ),
     "gptqmodel": (gptqmodel, dict.fromkeys(WEIGHTS, _GPTQ)),
+    "llama.cpp": (llama_cpp, dict.fromkeys(SUPER_BLOCKS, _IMPORTANCE)),
     "modelopt": (modelopt, dict.fromkeys(("int4_wo_128", "int4_wo_64"), _AWQ)),
 }
 

@@ -44,7 +44,7 @@ from quark.demo.text import model_directory, training_documents
 from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.evaluation.perplexity import token_windows
 from quark.torch.quantization.config.algo_lookup import algo_config_from_dict
-from quark.torch.quantization.group_fit import fit_group_sizes
+from quark.torch.quantization.group_fit import fit_group_sizes, fit_super_blocks
 
 KEPT = Path(__file__).with_suffix(".json")
 LENGTH = 256  # tokens of a window
@@ -94,6 +94,7 @@ ASKED = {
     "gptqmodel": ("gptq",),
     "modelopt": ("awq",),
     "amd-quark": ("gptq",),
+    "llama.cpp": ("", "importance"),
 }
 
 Row = dict[str, Any]
@@ -178,7 +179,7 @@ class Bench:
         config = template.get_config(scheme=scheme.removesuffix(INPUTS))
         if scheme.endswith(INPUTS):
             config.global_quant_config = replace(config.global_quant_config, weight=None)
-        config, _ = fit_group_sizes(self.model, config)
+        config, _ = fit_super_blocks(self.model, fit_group_sizes(self.model, config)[0])
         options = [algo_config_from_dict(given) for given in algorithms]
         config, model = replace(config, algo_config=options or None), copy.deepcopy(self.model)
         with Meter() as meter:

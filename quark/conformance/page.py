@@ -26,6 +26,10 @@ blocks whose largest values are all positive bfloat16 values.
 """
 
 
+# Columns of the counts of damaged files.
+_COUNTS = ("door", "seed", "rounds", "refused", "loaded", "defect", "date")
+
+
 class Run(NamedTuple):
     """Comparisons with one piece of software.
 
@@ -60,7 +64,8 @@ def by_format(comparisons: list[Comparison]) -> dict[str, Total]:
 def read_checkpoints(path: Path) -> dict[str, Any]:
     """Return the results of ``scripts/interop.py --json``.
 
-    Those of ``scripts/foreign_checkpoints.py``, if there are any, are under ``foreign``.
+    Those of ``scripts/foreign_checkpoints.py`` and of ``benchmarks/fuzz.py``, if there are any, are
+    under ``foreign`` and ``damaged``.
 
     Raises:
         ValueError: The file holds something else.
@@ -71,6 +76,7 @@ def read_checkpoints(path: Path) -> dict[str, Any]:
         or not {"date", "versions", "rows"} <= results.keys()
         or not _have(results["rows"], {"client", "layout", "scheme", "result"})
         or not _have(results.get("foreign", []), {"writer", "kind", "result"})
+        or not _have(results.get("damaged", []), {*_COUNTS})
     ):
         raise ValueError(f"{path} does not hold results of scripts/interop.py --json.")
     return results
@@ -116,6 +122,8 @@ def render(runs: list[Run], version: str, checkpoints: dict[str, Any] | None = N
         parts.append(_checkpoints(checkpoints))
         if checkpoints.get("foreign"):
             parts.append(_foreign(checkpoints["foreign"]))
+        if checkpoints.get("damaged"):
+            parts.append(_damaged(checkpoints["damaged"]))
     return "\n".join(parts)
 
 
@@ -158,4 +166,25 @@ def _foreign(results: list[dict[str, Any]]) -> str:
         "their files; ModelOpt computes fp8 by the model that it wrote, still with quantizers. "
         "Where a layer rounds inputs, values beside a tie between two codes go either way.\n\n"
         + _table(" | ".join(cells), "lllrrr", rows)
+    )
+
+
+def _damaged(results: list[dict[str, Any]]) -> str:
+    """Return the section about damaged files."""
+    rows = [
+        tuple(f"{row[c]:,}" if c in _COUNTS[2:6] else row[c] for c in _COUNTS) for row in results
+    ]
+    return (
+        "## Damaged files\n\n"
+        "`TMPDIR=/dev/shm python benchmarks/fuzz.py --rounds N --json docs/checkpoints.json` wrote "
+        "these counts, and goes on where they end. A round damages a small checkpoint and reads "
+        "it: bytes, lengths or JSON of a file, a tensor (missing, renamed, of another type or "
+        "shape, cut), a number such as NaN in a tensor, or one bit, which digests must notice. "
+        "The file is refused with a ValueError or OSError that has a message, or it is loaded. "
+        "Where a tensor, an index or the header of a safetensors file was damaged, a loaded model "
+        "must give the bits of the sound one; other values of tensors and of `config.json` may "
+        "be those of another model. Anything else is a defect: other exceptions, other "
+        "bits, more than 20 CPU seconds or 1 GiB, the end of the process. "
+        "`compressed …` and `k-quants packed` read files whole and in parts, which must agree.\n\n"
+        + _table("reader | seed | files | refused | loaded | defects | last", "lrrrrrl", rows)
     )

@@ -42,7 +42,11 @@ QUICK = {
     "two_threads": [Case("llama", "mx9", "quark")],
     "on_another_device": [Case("llama", "ptpc_int8", "quark")],
     "in_another_process": [],
-    "read_again": [Case("llama", "uint4_wo_32", "gptq"), Case("llama", "fp8", "fp8")],
+    "read_again": [
+        Case("llama", "uint4_wo_32", "gptq"),
+        Case("llama", "fp8", "fp8"),
+        Case("mixtral", "int4_wo_32", "mlx"),
+    ],
     "read_from_other_files": [Case("llama", "nvfp4", "compressed-tensors")],
     "in_float32": [Case("llama", "int8_wo", "gptq")],
 }

@@ -18,6 +18,8 @@ ROUND = Comparison("fp4", "round", 1000, 0, 3, "of 1, here 2, defined 2, theirs 
 CODES = Comparison("fp4", "codes", 16, 1, 0, "here 3, defined 4")
 ROWS = [{"client": "vllm", "layout": "awq", "scheme": "int4_wo_128", "result": "read"}]
 FOREIGN = [{"writer": "mlx", "kind": "4 bits", "result": "as expected", "largest": "1e-05"}]
+COUNTS = {"rounds": 1000, "refused": 700, "loaded": 299, "defect": 1}
+DAMAGED = [{"door": "mlx", "seed": 0, **COUNTS, "date": "2026-11-28"}]
 STORED = {"date": "2026-11-23", "versions": {"vllm": "0.32.0"}, "rows": ROWS}
 
 
@@ -47,10 +49,18 @@ def test_checkpoints_of_other_software(tmp_path):
     assert "| mlx | 4 bits | as expected | 1e-05 |  |  |" in text
 
 
+def test_damaged_files(tmp_path):
+    file = tmp_path / "checkpoints.json"
+    file.write_text(json.dumps(STORED | {"damaged": DAMAGED}))
+    text = render([], "9.9", read_checkpoints(file))
+    assert "| mlx | 0 | 1,000 | 700 | 299 | 1 | 2026-11-28 |" in text
+
+
 @pytest.mark.parametrize(
     "text",
     ["[]", '{"rows": []}', "{", json.dumps(STORED | {"rows": [{}]})]
-    + [json.dumps(STORED | {"foreign": wrong}) for wrong in ([{}], {}, [3])],
+    + [json.dumps(STORED | {"foreign": wrong}) for wrong in ([{}], {}, [3])]
+    + [json.dumps(STORED | {"damaged": [{"door": "mlx"}]})],
 )
 def test_other_files_are_refused(tmp_path, text):
     file = tmp_path / "checkpoints.json"

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from itertools import cycle
 from pathlib import Path
 
@@ -186,6 +187,32 @@ def test_two_ways_that_differ_are_a_defect(fuzzer, rounds, tmp_path):
     assert "the results differ" in outcome(lambda *_: one, lambda *_: one / 0)
     assert "one way alone refuses: damaged" in outcome(lambda *_: one, refuse)
     assert "another result" in outcome(lambda *_: one, lambda *_: one, 2 * one, is_safe=True)
+
+
+def test_damage_beside_the_values_changes_no_result(fuzzer, rounds, tmp_path):
+    doors, damage = fuzzer
+    sound = (8).to_bytes(8, "little") + b"{header}" + b"values"
+    damaged = {"header": sound.replace(b"head", b"HEAD"), "cut": sound[:-1], "both": sound[:8]}
+    assert all(damage.keeps_values(sound, bytearray(data)) for data in damaged.values())
+    assert not damage.keeps_values(sound, bytearray(sound.replace(b"val", b"VAL")))
+    door = doors.Door("", lambda *_: torch.ones(1))
+    kinds = ("file", "description")
+    outcomes = [rounds.open_damaged(door, tmp_path, kind, torch.zeros(1)) for kind in kinds]
+    assert outcomes == ["loaded", "another result, without a word"]
+
+
+def test_counts_go_on_where_they_end(rounds, tmp_path):
+    file = tmp_path / "counts.json"
+    file.write_text('{"rows": [3]}')
+    for refused, loaded in ((2, 1), (4, 0)):
+        kept = rounds.Kept(file, 0)
+        kept.add("mlx", Counter(refused=refused, loaded=loaded))
+    assert rounds.Kept(file, 0).row("mlx") | {"date": ""} == {
+        **{"door": "mlx", "seed": 0, "rounds": 7, "date": ""},
+        **{"refused": 6, "loaded": 1, "defect": 0},
+    }
+    assert rounds.Kept(file, 1).row("mlx")["rounds"] == 0
+    assert json.loads(file.read_text())["rows"] == [3]
 
 
 @pytest.mark.parametrize("name", ["float", "native", "gguf"])

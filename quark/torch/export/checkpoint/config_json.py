@@ -99,7 +99,8 @@ def write_settings_file(section: Mapping[str, Any], directory: Path) -> None:
     """
     if section.get("quant_method") == "mlx":
         settings = {key: value for key, value in section.items() if key != "quant_method"}
-        write_json(directory / CONFIG, {**_read_object(directory / CONFIG), MLX_SECTION: settings})
+        config = {**_read_object(directory / CONFIG), MLX_SECTION: settings}
+        write_json(directory / CONFIG, dict(sorted(config.items())))  # as Transformers sorts it
     if section.get("quant_method") != "modelopt":
         return
     layers = section.get("quantized_layers")

@@ -195,7 +195,8 @@ def prepare_load(model: nn.Module, fmt: ExportFormat, reader: Reader) -> Loading
     experts = split_experts(model)
     try:
         reader = fmt.layer_source(reader, tied_names(model))
-        layers = fmt.stored_layers(quantized_layers(model, fmt.config), reader)
+        named = rename_for_model(reader, model)
+        layers = fmt.stored_layers(quantized_layers(model, fmt.config), named)
         stack_experts(experts, keep=layers)
         reader, outline, tied = check_stored(model, fmt, layers, reader)
         check_buffers(model)

@@ -90,6 +90,7 @@ class ConvertedReader:
 
     Attributes:
         entries: Headers by the names of the model, computed without reading values.
+        metadata: Texts in the headers of the files.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class ConvertedReader:
         from transformers.core_model_loading import dot_natural_key, rename_source_key
 
         self.reader, self.model = reader, model
+        self.metadata: dict[str, str] = getattr(reader, "metadata", {})
         self.transforms = [*renamings, *converters]
         self.patterns = {pattern: c for c in converters for pattern in c.source_patterns}
         self.names: dict[str, tuple[str, str | None]] = {}  # stored name -> name, pattern

@@ -100,7 +100,7 @@ class ExportFormat(ABC):
 
         Args:
             layers: Layers that the configuration quantizes, by name.
-            reader: Reader of the checkpoint's tensors.
+            reader: Reader of the checkpoint's tensors, by the names of the model.
 
         Raises:
             ValueError: The checkpoint stores something that cannot be loaded.

@@ -64,6 +64,7 @@ class MlxFormat(ThirdPartyFormat):
     )
     tensor_names: ClassVar = {"weight_scale": "scales", "weight_zero_point": "biases"}
     schemes: Mapping[str, tuple[int, int]] = {}  # (group size, bits) of each layer
+    aliases: Mapping[str, str] = {}  # further names of tensors -> stored names
 
     @property
     def layout(self) -> TensorLayout:
@@ -133,6 +134,7 @@ class MlxFormat(ThirdPartyFormat):
             layer, origin = name.rpartition(".")[0], source.rpartition(".")[0]
             if name not in reader.entries and f"{origin}.scales" in reader.entries:
                 aliases |= {f"{layer}.{part}": f"{origin}.{part}" for part in _PARTS}
+        self.aliases = aliases
         return _Aliases(reader, aliases) if aliases else reader
 
     def stored_layers(
@@ -143,11 +145,10 @@ class MlxFormat(ThirdPartyFormat):
         Raises:
             ValueError: No layer is stored in codes.
         """
-        origins = reader.origins if isinstance(reader, _Aliases) else {}
         stored = {}
         for name in layers:
             if _is_stored(name, reader.entries):
-                origin = origins.get(f"{name}.weight", name).removesuffix(".weight")
+                origin = self.aliases.get(f"{name}.weight", name).removesuffix(".weight")
                 stored[name] = _as_stored(layers.get(origin, layers[name]), name, reader)
         if not stored:
             raise ValueError("quant_method='mlx', but no weight has scales: all are in float.")
