@@ -240,8 +240,8 @@ def represented_range(
     fmt, scale = scheme.fmt, scale.float()
     if scheme.signed_scales:
         middle = (fmt.qmin + fmt.qmax + 1) // 2
-        least, most = (fmt.qmin - middle) * scale, (fmt.qmax - middle) * scale
-        return torch.minimum(least, most), torch.maximum(least, most)
+        ends = (fmt.qmin - middle) * scale, (fmt.qmax - middle) * scale
+        return torch.minimum(*ends), torch.maximum(*ends)
     if _is_lopsided(fmt):
         least, most = fmt.reach()
         return least * scale, most * scale
