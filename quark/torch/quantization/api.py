@@ -139,7 +139,7 @@ class ModelQuantizer:
         dataloader: Iterable[Any] | None = None,
         statistics: Statistics | None = None,
     ) -> None:
-        """Refuse a journal with blocks of another run, before any work; ``quantize_model`` does too.
+        """Refuse a journal with blocks of another run, before any other work.
 
         Args:
             model: The model; it is unchanged afterwards.
