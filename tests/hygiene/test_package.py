@@ -79,3 +79,12 @@ def test_the_container_installs_what_the_package_declares(root, settings):
     (entry,) = (step[1] for step in steps if step[0] == "ENTRYPOINT")
     assert entry == '["quark"]'
     assert "quark" in settings["project"]["scripts"]
+
+
+def test_no_dependency_draws(settings):
+    """This is why ``quark/torch/search/chart.py`` writes its SVG itself."""
+    extras = settings["project"]["optional-dependencies"]
+    lines = [*settings["project"]["dependencies"], *(x for group in extras.values() for x in group)]
+    names = {re.match(r"[\w.-]+", line)[0].lower() for line in lines}
+    drawing = {"altair", "bokeh", "kaleido", "matplotlib", "plotly", "pygal", "seaborn", "svgwrite"}
+    assert names & drawing == set()

@@ -366,9 +366,10 @@ def _quantize_and_evaluate(
     if request.weight_matrix_merge:
         model_checks.check_shared_inputs(model)
     outcome = Outcome()
+    batches = None if calibration is None else complete_batches(model, calibration)
+    quantizer.check_journal(model, batches, statistics)
     if measures is not None:
         outcome.before = measures.losses(model, "perplexity of the original")
-    batches = None if calibration is None else complete_batches(model, calibration)
     start = time.monotonic()
     original = None if request.finish is None else copy_of(model)
     with console.stage("quantizing"):

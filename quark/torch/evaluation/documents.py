@@ -58,7 +58,7 @@ def load_documents(
     else:
         raise FileNotFoundError(f"there is no file or directory {source}. {_GIVE_TEXT}")
     if not any(document.strip() for document in documents):
-        raise ValueError(f"there is no text in {source}")
+        raise ValueError(f"there is no text in {source}. {_GIVE_TEXT}")
     return documents
 
 
@@ -135,6 +135,9 @@ def _dataset_records(source: str, split: str | None) -> Iterable[Mapping[str, An
             f"{source!r} is no file or directory here, and no dataset of that name can be "
             f"reached: {error}. Check the name and the connection, or give a local file"
         ) from error
+    except datasets.exceptions.DatasetGenerationError as error:
+        reason = error.__cause__ or error
+        raise ValueError(f"{source} is no data set: {reason}. {_GIVE_TEXT}") from error
     return cast(Iterable[Mapping[str, Any]], records)
 
 
@@ -154,7 +157,10 @@ def _record_text(
 ) -> str:
     if text_field not in record:
         fields = ", ".join(record)
-        raise ValueError(f"{source} has no field {text_field!r}; its fields are {fields}")
+        raise ValueError(
+            f"{source} has no field {text_field!r}; its fields are {fields}. Give the text of each "
+            f"record in {text_field!r}"
+        )
     text = record[text_field]
     if isinstance(text, list) and all(isinstance(part, Mapping) for part in text):  # a chat
         text = render(text)

@@ -47,7 +47,7 @@ from quark.torch.quantization.graph_mode.quantization import (
 from quark.torch.quantization.nn.expert_tokens import all_experts_observed
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from quark.torch.quantization.parameter_limit import limit_parameters
-from quark.torch.quantization.plan import prepare
+from quark.torch.quantization.plan import Plan, prepare
 from quark.torch.quantization.preparation import check_plain, mark_as_quantized, quantized_layers
 from quark.torch.quantization.trained_ranges import check_trained, fix_ranges
 
@@ -133,6 +133,27 @@ class ModelQuantizer:
         with self._activations(model), restored_on_failure(model) as record:
             return self.quantize_recorded(model, dataloader, statistics, record)
 
+    def check_journal(
+        self,
+        model: nn.Module,
+        dataloader: Iterable[Any] | None = None,
+        statistics: Statistics | None = None,
+    ) -> None:
+        """Refuse a journal with blocks of another run, before any other work.
+
+        Args:
+            model: The model; it is unchanged afterwards.
+            dataloader: Batches, or None.
+            statistics: Statistics of the model, or None.
+
+        Raises:
+            ValueError: It is of another run, or as for ``quantize_model``.
+        """
+        if self.journal is None or not self.journal.describe():
+            return
+        with self._activations(model), joined():
+            _begin(self.journal, model, check(model, self.config, dataloader, statistics))
+
     def _quantize_graph(
         self, graph: Any, dataloader: Iterable[Any] | None, statistics: Statistics | None
     ) -> GraphModule:
@@ -189,10 +210,7 @@ class ModelQuantizer:
             check_processes(model, plan)
             announce_kept(model, plan.layers, plan.config)
             if journal is not None:
-                digest = plan.data_digest
-                is_asked = processes().is_first  # the digests of a model take time
-                request = describe_run(model, plan.config, digest, statistics) if is_asked else {}
-                journal.begin(request)
+                _begin(journal, model, plan)
             limit_parameters(model, plan)
             structure = discover_structure(model, plan)
             prepare(model, plan)
@@ -323,6 +341,13 @@ class ModelQuantizer:
                     _freeze(layer, owners)
         keep_prequantized_layers(model)
         return model
+
+
+def _begin(journal: Journal, model: nn.Module, plan: Plan) -> None:
+    """Begin a run, or go on with it, if the journal is that of a plan."""
+    is_asked = processes().is_first  # the digests of a model take time
+    made = (model, plan.config, plan.data_digest, plan.statistics)
+    journal.begin(describe_run(*made) if is_asked else {})
 
 
 def _forget(parameter: nn.Parameter) -> None:

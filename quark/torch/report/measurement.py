@@ -23,6 +23,7 @@ from quark.torch.export.checkpoint.reader import Loading
 from quark.torch.export.checkpoint.streamed_model import stream_loading
 from quark.torch.export.checkpoint_contents import weight_bytes
 from quark.torch.export.containers.base import Container
+from quark.torch.export.formats.quark import QuarkFormat
 from quark.torch.export.recognition import (
     exceeds_memory,
     load_in_float,
@@ -205,7 +206,9 @@ def _report(loading: Loading, layers: list[Layer], **known: Any) -> Report:
         ],
         advice=[]
         if is_harmless(known["predictions"])
-        else remedies(layers, configs, algorithms, config.exclude),
+        else remedies(
+            layers, configs, algorithms, config.exclude, known["method"] == QuarkFormat.name
+        ),
         worst=worst_layers(layers),
         kinds=kinds(layers, floats, total),
         layers=_with_few_histograms(layers),

@@ -59,12 +59,14 @@ class _Case(NamedTuple):
         config: Its configuration.
         algorithms: Names of the algorithms that the checkpoint was made with.
         excluded: Patterns of the layers that stay in float.
+        names_algorithms: Whether the checkpoint says with which algorithms it was made.
     """
 
     layer: Layer
     config: QuantizationConfig
     algorithms: Collection[str]
     excluded: Sequence[str]
+    names_algorithms: bool
 
     @property
     def is_narrow(self) -> bool:
@@ -90,6 +92,7 @@ def remedies(
     configs: Mapping[str, QuantizationConfig],
     algorithms: Collection[str],
     excluded: Sequence[str] = (),
+    names_algorithms: bool = True,
 ) -> list[Remedy]:
     """Return the changes that can lower the loss, the best first.
 
@@ -98,9 +101,11 @@ def remedies(
         configs: Configuration of each layer.
         algorithms: Names of the algorithms that were used.
         excluded: Patterns of the layers that stay in float.
+        names_algorithms: Whether the checkpoint says with which algorithms it was made. Formats of
+            other tools do not.
     """
-    rows = ranked(layers)[:WORST]
-    worst = [_Case(x, configs[x.name], algorithms, excluded) for _, _, x in rows]
+    facts = (algorithms, excluded, names_algorithms)
+    worst = [_Case(x, configs[x.name], *facts) for _, _, x in ranked(layers)[:WORST]]
     advice = []
     for applies, describe in _REMEDIES:
         cases = [case for case in worst if applies(case)]
@@ -144,7 +149,14 @@ def _use_recipe(cases: Sequence[_Case]) -> tuple[str, str]:
     formats, options = RECIPES[name]
     words = ", ".join(str(one["name"]) for one in options)
     text = f"Round with calibration data by the recipe {name}: {formats} with {words}."
-    return text, f"--recipe {name}"
+    return text + _unless_used(cases), f"--recipe {name}"
+
+
+def _unless_used(cases: Sequence[_Case]) -> str:
+    """Return a condition for checkpoints that do not say how they were made; "" for others."""
+    if cases[0].names_algorithms:
+        return ""
+    return " The file does not say whether this was done: if it was, leave it out."
 
 
 def _lacks_rounding(case: _Case) -> bool:
@@ -156,7 +168,8 @@ def _lacks_rounding(case: _Case) -> bool:
 
 
 def _use_rounding(cases: Sequence[_Case]) -> tuple[str, str]:
-    return "Round with calibration data, not to the nearest code.", "--quant_algo qronos"
+    text = "Round with calibration data, not to the nearest code."
+    return text + _unless_used(cases), "--quant_algo qronos"
 
 
 def _has_wide_channels(case: _Case) -> bool:

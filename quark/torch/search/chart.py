@@ -1,7 +1,8 @@
 """Chart of sizes and losses, as an SVG image.
 
 Documents show it as a file. plotly.js, which draws the charts of pages, writes files only in a
-browser. Another library would be a dependency for this image alone.
+browser; plotly for Python writes them by kaleido, which needs Chrome. Another library would be a
+dependency for this image alone. A test fails when a dependency draws.
 """
 
 from __future__ import annotations

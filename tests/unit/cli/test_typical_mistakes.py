@@ -1,8 +1,12 @@
 """Typical mistakes: each ends in a sentence that says what to type."""
 
+import json
+
 import pytest
 
 QUANTIZE = ["quantize", "--model_dir", "MODEL", "--output_dir", "OUT"]
+
+FP8 = [*QUANTIZE, "--quant_scheme", "fp8"]
 
 
 @pytest.fixture
@@ -14,6 +18,12 @@ def mistake(quark, model_dir, tmp_path, monkeypatch):
     (tmp_path / "MODEL").symlink_to(model_dir)
     (tmp_path / "other.json").write_text('{"quant_method": "awq", "bits": 4}', encoding="utf-8")
     (tmp_path / "recipe.yaml").write_text("default_stage: {}", encoding="utf-8")
+    (tmp_path / "empty.txt").write_text(" \n", encoding="utf-8")
+    (tmp_path / "short.txt").write_text("Hello.", encoding="utf-8")
+    (tmp_path / "binary.txt").write_bytes(bytes(range(256)))
+    (tmp_path / "fields.json").write_text('[{"body": "x"}]', encoding="utf-8")
+    chat = '{"messages": [{"role": "user", "content": "Hi."}]}\n'
+    (tmp_path / "chat.jsonl").write_text(chat, encoding="utf-8")
     (tmp_path / "BARE").mkdir()
     for name in ("config.json", "model.safetensors"):
         (tmp_path / "BARE" / name).symlink_to(model_dir / name)
@@ -107,8 +117,60 @@ def mistake(quark, model_dir, tmp_path, monkeypatch):
             [*QUANTIZE, "--quant_scheme", "fp8", "--model_export", "gguf", "--plan"],
             "It holds --quant_scheme int4_wo_128, for example",
         ),
+        ([*QUANTIZE, "--quant_scheme", "int4wo"], "Did you mean 'int4_wo_128'?"),
+        ([*QUANTIZE, "--quant_scheme", "int8wo-128"], "Did you mean 'int8_wo_128'?"),
+        ([*QUANTIZE, "--quant_scheme", "NVFP4_DEFAULT_CFG"], "Did you mean 'nvfp4'?"),
+        ([*QUANTIZE, "--quant_scheme", "FP8_DEFAULT_CFG"], "Did you mean 'fp8'?"),
+        ([*QUANTIZE, "--quant_scheme", "Q4_K_M"], "Did you mean 'q4_k'?"),
+        ([*QUANTIZE, "--bits", "4"], "Give one, such as --quant_scheme int4_wo_128"),
+        ([*QUANTIZE, "--load_in_8bit"], "Give one, such as --quant_scheme int8_wo;"),
+        ([*FP8, "--dataset", "empty.txt"], "there is no text in empty.txt. Give a text file"),
+        ([*FP8, "--dataset", "short.txt"], "give more text or a length of at most 7"),
+        ([*FP8, "--dataset", "binary.txt"], "is not UTF-8 text"),
+        ([*FP8, "--dataset", "fields.json"], "Give the text of each record in 'text'"),
+        ([*FP8, "--dataset", "chat.jsonl"], "add a file chat_template.jinja"),
+        ([*FP8, "--dataset", "MODEL"], "is no data set"),
+        ([*FP8, "--device", "cuda:9"], "Give cpu or auto"),
+        (
+            [
+                "quantize",
+                "--model_dir",
+                "MODEL",
+                "--output_dir",
+                "MODEL",
+                "--quant_scheme",
+                "fp8",
+                "--overwrite",
+            ],
+            "contains the model. Choose another directory",
+        ),
+        (
+            [
+                "quantize",
+                "--model_dir",
+                "MODEL",
+                "--output_dir",
+                "empty.txt",
+                "--quant_scheme",
+                "fp8",
+            ],
+            "is a file. Choose a directory",
+        ),
+        ([*FP8, "--log_file", "no/where.log"], "cannot be written"),
+        (["quantize", "MODEL", "OUT", "--quant_scheme", "fp8"], "quark quantize --model_dir llama"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_advice(call, advice, mistake):
+def test_advice(call, advice, mistake, tmp_path):
     assert advice in " ".join(mistake(*call).split())
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith("OUT")]
+
+
+def test_quiet_json_is_json_alone(quark, model_dir, tmp_path):
+    """A place with spaces and letters of other scripts, too."""
+    output = tmp_path / "a b" / "größe 模型"
+    flags = ["--quant_scheme", "int8_wo", "--skip_evaluation", "--quiet", "--json"]
+    result = quark("quantize", "--model_dir", model_dir, "--output_dir", output, *flags)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert json.loads(result.stdout)["output"] == str(output)
+    assert (output / "config.json").is_file()

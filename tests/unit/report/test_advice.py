@@ -107,6 +107,17 @@ def test_advice_is_given_once_and_the_best_first():
     assert "+0.1 MB" in found[4].text
 
 
+@pytest.mark.parametrize("name", ["int4_wo_128", "int5_wo_128"])
+def test_files_of_other_tools_do_not_say_what_was_done(name):
+    row = layer(bits=4.25)
+    advice = [
+        remedies([row], {row.name: scheme(name)}, (), [], names_algorithms=named)[0].text
+        for named in (True, False)
+    ]
+    assert all(text.startswith("Round with calibration data") for text in advice)
+    assert advice[1].removeprefix(advice[0]).startswith(" The file does not say whether")
+
+
 def test_a_known_small_loss_needs_no_advice():
     def change(perplexity, error):
         return Predictions(perplexity, 0.1, 10.0, error, 0.1, 0.01, 0.9, 0.01, 10)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
+import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +20,7 @@ from quark.torch.export.checkpoint.config_json import (
 )
 from quark.torch.export.checkpoint.headers import NATIVE, Entry, Headers
 from quark.torch.export.checkpoint_contents import Contents, summarize
+from quark.torch.export.containers import vllm
 from quark.torch.export.containers.base import Container, ExportSettings
 from quark.torch.export.containers.recognition import recognize_format
 from quark.torch.export.containers.registry import SAFETENSORS
@@ -32,10 +34,11 @@ if TYPE_CHECKING:
     from quark.torch.export.checkpoint.files import CheckpointReader
     from quark.torch.export.checkpoint.reader import Loading, Reader
     from quark.torch.export.verification import Verdict
+    from quark.torch.quantization.config.description import LayerDescription
 
 
 _COPIED = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")  # not weights
-_READ_BY_VLLM = ("quark", "awq", "gptq", "compressed-tensors", "fp8", "modelopt")
+_OTHER_LAYOUT = "compressed-tensors"  # in which vLLM reads more schemes than in Quark's own
 _NOT_COPIED = (CONFIG, *SETTINGS_FILES)
 
 
@@ -207,17 +210,40 @@ class Safetensors(TensorDirectory):
         packages = _transformers_packages(config)
         is_missing = packages is None or any(find_spec(name) is None for name in packages)
         # Transformers leaves out rotations of inputs.
-        if is_missing or (config.get(SECTION) or {}).get("transform_config"):
+        is_rotated = (config.get(SECTION) or {}).get("transform_config")
+        if is_missing or is_rotated or self._has_packed_offsets(path):
             return super().load_code(path)
         where = json.dumps(str(path))
         return f"model = transformers.{_loading_class(path)}.from_pretrained({where})"
 
+    def _has_packed_offsets(self, path: Path) -> bool:
+        """Whether zero points are packed as compressed-tensors does: Transformers expects others.
+
+        Transformers 5.23 with compressed-tensors 0.20 ends with an error of shapes.
+        """
+        layout, schemes = self._schemes(path)
+        return layout == _OTHER_LAYOUT and any(x.weight.endswith("asym") for x in schemes)
+
+    def _schemes(self, path: Path) -> tuple[str, list[LayerDescription]]:
+        """Return the layout of a directory, and how its layers are quantized."""
+        layout = recognize_format(read_config_json(path), str(path)).name
+        return layout, [group.scheme for group in self.contents(path).summary.schemes()]
+
     def serve_command(self, path: Path) -> str | None:
-        """Return the command of vLLM, for language models in a layout that it reads."""
-        config = read_config_json(path)
-        is_read = recognize_format(config, str(path)).name in _READ_BY_VLLM
-        is_decoder = is_read and _loading_class(path) == "AutoModelForCausalLM"
-        return shlex.join(["vllm", "serve", str(path)]) if is_decoder else None
+        """Return the command of vLLM, for language models that it reads.
+
+        If it reads their layers in compressed-tensors alone, a line above converts them.
+        """
+        if _loading_class(path) != "AutoModelForCausalLM" or _has_conv1d(read_config_json(path)):
+            return None
+        layout, schemes = self._schemes(path)
+        if vllm.is_read(layout, schemes):
+            return shlex.join(["vllm", "serve", str(path)])
+        if layout != "quark" or not vllm.is_read(_OTHER_LAYOUT, schemes):
+            return None
+        other = f"{path}-ct"
+        convert = shlex.join(["quark", "convert", str(path), other, "--to", _OTHER_LAYOUT])
+        return f"{convert}\n{shlex.join(['vllm', 'serve', other])}"
 
 
 class CopiedFiles:
@@ -244,11 +270,31 @@ def _loading_class(path: Path) -> str:
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    names = read_config_json(path).get("architectures")
-    own = names[0] if isinstance(names, list) and names else None
+    names = _architectures(read_config_json(path))
+    own = names[0] if names else None
     if own in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or own not in dir(transformers):
         return "AutoModelForCausalLM"
     return str(own)
+
+
+def _has_conv1d(config: dict[str, Any]) -> bool:
+    """Whether the code of a decoder of Transformers has ``Conv1D``, as that of GPT-2.
+
+    vLLM transposes what is stored as ``weight`` of such layers when it loads them, codes too: the
+    comment there says that this may break quantized models.
+    """
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    modules = [getattr(transformers, n).__module__ for n in known & set(_architectures(config))]
+    return any(hasattr(sys.modules[module], "Conv1D") for module in modules)
+
+
+def _architectures(config: dict[str, Any]) -> list[str]:
+    """Return the names of classes in a ``config.json``; none if they are not understood."""
+    names = config.get("architectures")
+    return [n for n in names if isinstance(n, str)] if isinstance(names, list) else []
 
 
 def _transformers_packages(config: dict[str, Any]) -> Mapping[str, str] | None:

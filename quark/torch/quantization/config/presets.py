@@ -234,6 +234,7 @@ _SPELLINGS = (
 )
 
 # Names of compressed-tensors, in lower case -> name of the same scheme here.
+_WEIGHT_ONLY = re.compile(r"^(u?int\d|fp8)[-_]?wo\b(?!_).*")
 _BITS = re.compile(r"(?:nf|bnb|q|w|int)?[-_ ]?([2-8])[-_ ]?(?:bits?|b)?")
 
 ALIASES = {
@@ -314,13 +315,17 @@ def similar_scheme(name: str, names: Iterable[str]) -> str | None:
     """Return the name most similar to an unknown one, or None.
 
     The beginning of a name gives its largest group: ``int4_wo_128`` for ``int4`` and ``int4_wo``.
-    So do names of other tools that tell bits alone: ``4bit``, ``q4``, ``nf4``.
+    So do names of other tools that tell bits alone: ``4bit``, ``q4``, ``nf4``, ``int4wo``. Those of
+    ModelOpt are ``NVFP4_DEFAULT_CFG`` and the like.
 
     Args:
         name: The unknown name.
         names: Known names.
     """
-    names, name = list(names), name.lower()
+    names, name = list(names), name.lower().removesuffix("_cfg").removesuffix("_default")
+    if name in names:
+        return name
+    name = _WEIGHT_ONLY.sub(r"\1_wo", name)
     if bits := _BITS.fullmatch(name):
         name = f"int{bits[1]}"
     stem = re.escape(name.removesuffix("_wo"))

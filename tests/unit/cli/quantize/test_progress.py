@@ -243,6 +243,16 @@ def test_an_output_that_is_not_in_place_yet_is_written_again(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
 
 
+def test_another_run_is_refused_before_the_original_is_evaluated(
+    interrupted, refused, command, tmp_path, monkeypatch
+):
+    command.remove("--skip_evaluation")
+    monkeypatch.setattr("quark.torch.evaluation.perplexity.window_losses", None)
+    text = command[command.index("--dataset") + 1]
+    said = refused(*command, "--eval_data", text, "--exclude_layers", "*down_proj", code=1)
+    assert "holds the blocks of another run" in said
+
+
 def test_another_flag_is_refused_until_a_restart(interrupted, quark, refused, command, tmp_path):
     said = refused(*command, "--num_calib_data", 3, code=1)
     assert "holds the blocks of another run: data was" in said and "--restart" in said

@@ -4,10 +4,12 @@ from importlib import import_module
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from quark.demo.text import model_directory
 from quark.torch import ModelExporter
 from quark.torch.export.containers.base import ExportSettings, get_container
+from quark.torch.export.conversion import convert
 from quark.torch.export.formats.registry import FORMATS
 from quark.torch.export.recognition import recognize_container
 from quark.torch.quantization.config.config import Config
@@ -81,6 +83,31 @@ def test_commands_of_servers(models, tmp_path, quantize):
         "gguf": f"llama-cli -m {tmp_path}/gguf/model.gguf",
         **dict.fromkeys(["quark_format", "mlx", "bert"]),
     }
+
+
+@pytest.mark.parametrize("name", ["int3_wo_32", "int4_wo_per_channel", "int8_wo"])
+def test_vllm_reads_more_from_another_layout(models, tmp_path, name):
+    place = tmp_path / "a b"
+    ModelExporter(place).export_safetensors_model(models(name))
+    line, serve = get_container("hf_format").serve_command(place).splitlines()
+    assert line == f"quark convert '{place}' '{place}-ct' --to compressed-tensors"
+    assert serve == f"vllm serve '{place}-ct'"
+    convert(place, f"{place}-ct", "compressed-tensors")
+    other = get_container("hf_format").serve_command(tmp_path / "a b-ct")
+    assert other == serve
+
+
+def test_no_command_where_vllm_has_no_scheme(models, tmp_path):
+    ModelExporter(tmp_path / "mx9").export_safetensors_model(models("mx9"))
+    assert get_container("hf_format").serve_command(tmp_path / "mx9") is None
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "openai-gpt"])
+def test_no_command_for_models_with_conv1d(kind, tmp_path, quantize):
+    config = AutoConfig.for_model(kind, n_embd=64, n_layer=1, n_head=2, vocab_size=64)
+    model = quantize(AutoModelForCausalLM.from_config(config).eval(), "int4_wo_32")
+    ModelExporter(tmp_path / "out").export_safetensors_model(model)
+    assert get_container("hf_format").serve_command(tmp_path / "out") is None
 
 
 def test_fp8_is_loaded_by_this_package(models, tmp_path):

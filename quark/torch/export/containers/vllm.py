@@ -1,0 +1,64 @@
+"""Checkpoints that vLLM reads, by layout and by how layers are quantized.
+
+The tables hold what docs/serving.md has as run or read with vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from quark.torch.quantization.config.description import LayerDescription
+
+# Each entry is a pattern of the words of a layer: weight, " | ", input; see ``describe_layer``.
+_GROUPS = r"u?int4 per group \d+ a?sym \| "
+_INT8 = r"int8 per (tensor|channel) sym \| int8 per (tensor a?sym static|token sym dynamic)"
+_FP8 = r"fp8_e4m3 per (tensor|channel) \| fp8_e4m3 per (tensor (static|dynamic)|token dynamic)"
+_MX = r"(fp4|fp6_e3m2|fp6_e2m3|fp8_e4m3) per group 32 \(e8m0 scales\)"
+_MX_INPUT = r"(fp4|fp6_e3m2|fp6_e2m3|fp8_e4m3) per group 32 dynamic \(e8m0 scales\)"
+_NVFP4 = r"fp4 per group 16 \(fp8_e4m3 scales\) \| "
+_NVFP4_INPUT = r"fp4 per group 16 dynamic \(fp8_e4m3 scales\)"
+_MXFP4 = r"fp4 per group 32 \(e8m0 scales\) \| (fp4 per group 32 dynamic \(e8m0 scales\))?"
+_MXFP8 = r"fp8_e4m3 per group 32 \(e8m0 scales\) \| fp8_e4m3 per group 32 dynamic \(e8m0 scales\)"
+_FP8_STATIC = r"fp8_e4m3 per tensor \| fp8_e4m3 per tensor static"
+_READ = {
+    "quark": (
+        _GROUPS,
+        _INT8,
+        _FP8,
+        rf"{_MX} \| ({_MX_INPUT}|fp8_e4m3 per tensor static)?",
+        _NVFP4 + _NVFP4_INPUT,
+    ),
+    "awq": (_GROUPS,),
+    "gptq": (r"int[48] per (group (\d+|row)|channel) sym \| ",),
+    "compressed-tensors": (
+        r"u?int[2-8] per (group (\d+|row)|channel) a?sym \| ",
+        r"int4 per group \d+ sym \| int8 per token sym dynamic",
+        _INT8,
+        _FP8,
+        rf"{_NVFP4}({_NVFP4_INPUT})?",
+        _MXFP4,
+        _MXFP8,
+    ),
+    "modelopt": (_FP8_STATIC, rf"{_NVFP4}({_NVFP4_INPUT})?", _MXFP8),
+    "fp8": (_FP8, r"fp8_e4m3 per block 128x128 \| fp8_e4m3 per group 128 dynamic"),
+}
+_CACHE = re.compile(r"(fp8_e4m3 per tensor.*)?")
+
+
+def is_read(layout: str, schemes: Iterable[LayerDescription]) -> bool:
+    """Whether vLLM has a scheme for all layers of a checkpoint.
+
+    Args:
+        layout: Name of the checkpoint format.
+        schemes: How its layers are quantized.
+    """
+    patterns = _READ.get(layout, ())
+    return all(_is_known(patterns, scheme) for scheme in schemes) and bool(patterns)
+
+
+def _is_known(patterns: Iterable[str], scheme: LayerDescription) -> bool:
+    if scheme.output or not _CACHE.fullmatch(scheme.kv_cache):
+        return False
+    words = f"{scheme.weight} | {scheme.input}"
+    return any(re.fullmatch(pattern, words) for pattern in patterns)
