@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from quark.torch.quantization.config.description import LayerDescription
 
 # Each entry is a pattern of the words of a layer: weight, " | ", input; see ``describe_layer``.
-_GROUPS = r"u?int4 per group \d+ a?sym \| "
+_SIGNED = r"( \(signed scales\))?"
+_GROUPS = rf"u?int4 per group \d+ a?sym{_SIGNED} \| "
 _INT8 = r"int8 per (tensor|channel) sym \| int8 per (tensor a?sym static|token sym dynamic)"
 _FP8 = r"fp8_e4m3 per (tensor|channel) \| fp8_e4m3 per (tensor (static|dynamic)|token dynamic)"
 _MX = r"(fp4|fp6_e3m2|fp6_e2m3|fp8_e4m3) per group 32 \(e8m0 scales\)"
@@ -30,9 +31,9 @@ _READ = {
         _NVFP4 + _NVFP4_INPUT,
     ),
     "awq": (_GROUPS,),
-    "gptq": (r"int[48] per (group (\d+|row)|channel) sym \| ",),
+    "gptq": (rf"int[48] per (group (\d+|row)|channel) sym{_SIGNED} \| ",),
     "compressed-tensors": (
-        r"u?int[2-8] per (group (\d+|row)|channel) a?sym \| ",
+        rf"u?int[2-8] per (group (\d+|row)|channel) a?sym{_SIGNED} \| ",
         r"int4 per group \d+ sym \| int8 per token sym dynamic",
         _INT8,
         _FP8,

@@ -99,3 +99,10 @@ def test_fp8_in_blocks():
 def test_other_layouts():
     assert not is_read("mlx", [INT4])
     assert not is_read("torchao", [])
+
+
+@pytest.mark.parametrize("layout", ["quark", "awq", "gptq", "compressed-tensors"])
+def test_signed_scales_change_nothing(layout):
+    """The layouts are the same, and values are codes times scales there too."""
+    for name in ("int4_wo_128", "int4_wo_signed_128"):
+        assert is_read(layout, [describe_layer(scheme(name))])
