@@ -7,7 +7,7 @@ import torch
 
 from quark.torch.numerics.formats import Dtype
 from quark.torch.numerics.native import compilation
-from quark.torch.numerics.native.vectors import FEATURE
+from quark.torch.numerics.native.vectors import FEATURE, WIDE
 from quark.torch.numerics.qdq import dequantize
 from quark.torch.quantization.nn.products import fast_type, native
 from quark.torch.quantization.nn.products.arrangement import Arrangement
@@ -20,13 +20,16 @@ pytest.importorskip("numba")
 TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
-@pytest.fixture(autouse=True, params=["vectors", "general"])
+KERNELS_OF_NUMBA = {"words": {FEATURE}, "vectors": {FEATURE, WIDE}, "general": set()}
+
+
+@pytest.fixture(autouse=True, params=KERNELS_OF_NUMBA)
 def any_size(request, monkeypatch):
-    """Small weights take kernels too: of vectors, where the machine has them, and the others."""
-    if request.param == "general":
-        monkeypatch.setattr(native, "has_feature", lambda name: False)
-    elif not compilation.has_feature(FEATURE):
+    """Small weights take kernels too: words, vectors where the machine has them, and the others."""
+    features = KERNELS_OF_NUMBA[request.param]
+    if features and not compilation.has_feature(FEATURE):
         pytest.skip("numba has no vector instructions for this machine")
+    monkeypatch.setattr(native, "has_feature", lambda name: name in features)
     monkeypatch.setattr(compilation, "LEAST_ELEMENTS", 1)
     monkeypatch.delenv(compilation.SWITCH, raising=False)
     native._log_refusal.cache_clear()
@@ -185,7 +188,7 @@ def test_bfloat16_inputs_are_multiplied_in_the_faster_type(is_fast, monkeypatch)
     monkeypatch.setattr(fast_type, "_multiplies_bfloat16_fast", lambda: is_fast)
     state = weight(Dtype.int4, True)
     panels, parts = Panels.pack(state, Arrangement.of_rows(70, 64, 32))
-    x = torch.randn(8, 64).bfloat16()
+    x = torch.randn(33, 64).bfloat16()
     y = native.multiply(panels, parts, x)[:, :70]
     values = dequantize(state.codes, state.scale, None, state.scheme)
     assert y.dtype == (torch.bfloat16 if is_fast else torch.float32)
