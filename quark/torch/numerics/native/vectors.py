@@ -34,7 +34,7 @@ class Vectors:
         self.float = ir.FloatType()
         byte = ir.IntType(8)
         self._types = {"uint8": byte, "int8": byte, "int16": self.short}
-        self._types |= {"int32": self.int, "uint32": self.int}
+        self._types |= {"int32": self.int}
         self._types |= {"int64": self.long, "float32": self.float}
         self.zeros = ir.Constant(self.of(self.float), [0.0] * lanes)
 

@@ -109,12 +109,10 @@ def _multiply_four(panels: Panels, parts: Parts, x: torch.Tensor) -> torch.Tenso
     y = torch.empty(to.panels, to.rows, len(x), dtype=torch.float32, device="cpu")
     tensors = [*_tensors(panels, parts), y]
     if takes_words(panels.fmt, to):
-        kind = torch.uint32 if _is_int8(panels.fmt) else torch.int32
-        words = [None if t is None else t.view(kind) for t in tensors[:_MOST_PLANES]]
-        constants = _word_constants(panels, parts)
-        run_rows(
-            native_words.multiply_rows, [*words, *tensors[_MOST_PLANES:]], array(x), *constants
-        )
+        constants, first = _word_constants(panels, parts), tensors[0]
+        if first is not None and _is_int8(panels.fmt):
+            tensors[0] = first.view(torch.int8)
+        run_rows(native_words.multiply_rows, tensors, array(x), *constants)
     elif has_vectors:
         constants, narrowest = _constants(panels, parts), min(plane_widths(panels.fmt))
         run_rows(native_vectors.multiply_rows, tensors, array(x), *constants, narrowest)
@@ -310,9 +308,9 @@ def is_right(panels: Panels, parts: Parts, values: torch.Tensor, dtype: torch.dt
                 problem = f"its values in {kind} differ from those of torch"
         random = torch.Generator().manual_seed(0)
         x = torch.randn(FEW_ROWS, values.shape[1], generator=random)
-        for rows in () if panels.arrangement.half else (1, FEW_ROWS):
-            y = _multiply_four(panels, parts, x[:rows])[:, : len(values)]
-            expected = x[:rows] @ values.T
+        products = None if panels.arrangement.half else x @ values.T
+        for rows in () if products is None else (1, FEW_ROWS):
+            y, expected = _multiply_four(panels, parts, x[:rows])[:, : len(values)], products[:rows]
             if not (y - expected).abs().max() <= TOLERANCE * expected.abs().max():
                 problem = f"its product with {rows} rows differs from that of torch"
     except Exception as error:  # numba and LLVM have no common error; torch serves instead

@@ -45,9 +45,11 @@ class _Words:
         *planes, slots, factors, table, x, sums, y = operands
         assert planes[0] and slots and factors and x and sums and y
         builder, self.vectors = vectors.builder, vectors
-        self.planes = [plane for plane in planes if plane is not None]
+        self.is_signed = planes[0].kind == "int8"
+        self.planes = [plane._replace(kind="int32") for plane in planes if plane is not None]
         self.factors, self.x, self.sums, self.y = factors, x, sums, y
-        self.rows, self.width = factors.shape[0], planes[0].shape[2]
+        self.rows, self.width = factors.shape[0], builder.udiv(x.shape[1], vectors.constant(BYTES))
+        self.width = builder.mul(self.width, vectors.constant(LANES))
         self.firsts, self.slots = [], []
         for index in range(len(self.planes)):
             numbers = [vectors.load_one(slots, vectors.constant(4 * index + i)) for i in range(4)]
@@ -55,7 +57,7 @@ class _Words:
             words = (builder.trunc(number, vectors.int) for number in numbers[1:])
             self.slots.append([vectors.spread(number) for number in words])
         self.table = vectors.load(table, vectors.constant(0)) if table else None
-        self.runs, self.each = sums.shape[1], None
+        self.runs = sums.shape[1]
 
     def for_each(self, body: Callable[[Any], None]) -> None:
         """Repeat instructions for each row; they may read its words."""
@@ -76,7 +78,7 @@ class _Words:
         for plane, first, slot in zip(self.planes, self.starts, self.slots, strict=True):
             shift, mask, below = slot
             part = vectors.load(plane, builder.add(first, start))
-            if plane.kind == "uint32":
+            if self.is_signed:
                 return builder.xor(part, vectors.constants(0x80808080 - (1 << 32)))
             part = builder.and_(builder.lshr(part, shift), mask)
             words = part if words is None else builder.or_(words, builder.shl(part, below))
@@ -163,8 +165,8 @@ def _multiply(each: int, count: int, halves: bool = False) -> ArrayInstruction:
     return native_array_instruction(build)
 
 
-# Rows of inputs, and chunks of a run. Operands: three planes of words, int32 (panels, rows of
-# bytes, words) or None. Where the rows lie in them (see ``_find_rows``), int64 (4, 4). Scales and
+# Rows of inputs, and chunks of a run. Operands: three planes, uint8 or int8 (panels, rows of
+# bytes, inputs) or None. Where the rows lie in them (see ``_find_rows``), int64 (4, 4). Scales and
 # zero points of the runs, float32 (rows, 2, runs), or two for each run. 16 bytes twice, int32 (8,),
 # or None. Inputs and their sums, see ``_prepare``. Products, float32 (rows, 1 or 4), overwritten.
 _one_1, _one_2, _one_4 = (_multiply(each, 1) for each in (1, 2, 4))
@@ -216,14 +218,14 @@ def _find_rows(
         panel: The panel.
         row: First row.
         rows: Rows of a panel.
-        slot: Index of the first byte, places by which bytes are shifted down, mask, places by
+        slot: Index of the first word, places by which bytes are shifted down, mask, places by
             which codes are shifted up (given); int64 (4,).
         next_: The same of the next plane, to which the bits below are written.
     """
     if plane is not None:
         run = plane.shape[1]  # rows of a slot
         number, width = row // run, 8 * run // rows
-        slot[0] = (panel * run + row - number * run) * plane.shape[2]
+        slot[0] = (panel * run + row - number * run) * (plane.shape[2] // 4)
         slot[1], slot[2] = number * width, ((1 << width) - 1) * 0x01010101
         next_[3] = slot[3] + width
 
@@ -283,7 +285,8 @@ def multiply_rows(
     """Multiply one or four rows of inputs by panels of rows.
 
     Args:
-        first: Plane with the lowest bits, as words: int32 (panels, rows of bytes, inputs / 4).
+        first: Plane with the lowest bits, uint8 (panels, rows of bytes, inputs); int8 for codes of
+            int8, which become unsigned by inverting their sign.
         second: Plane with the next bits, or None.
         third: Plane with the highest bits, or None.
         scale: Stored scales, (panels, rows, groups).

@@ -60,6 +60,32 @@ def test_every_format_and_group_size_has_the_bits_of_dequantize(dtype, group):
     expected = dequantize(state.codes, state.scale, None, state.scheme)
     for to in TYPES:
         assert equal_bits(decoded(panels, parts, to), expected.to(to))
+    check_products(panels, parts, expected)
+
+
+def check_products(panels, parts, values):
+    """The bound of docs, for inputs whose mean is not zero and one of which is large.
+
+    Sums of unsigned codes would cancel there.
+    """
+    x = 1 + torch.randn(9, values.shape[1]) / 8
+    x[:, 5] = 1000.0
+    exact = x.double() @ values.double().T
+    for rows in (1, 3, 9):
+        y = native.multiply(panels, parts, x[:rows])[:, : len(values)]
+        assert (y - exact[:rows]).abs().max() < 1e-5 * exact[:rows].abs().max()
+
+
+@pytest.mark.parametrize("group", [32, 128, 160, 640])
+@pytest.mark.parametrize("dtype", [Dtype.int8, Dtype.uint4, Dtype.fp4], ids=lambda d: d.name)
+def test_runs_of_one_to_four_words(dtype, group):
+    codes = torch.arange(70 * 640).remainder(1 << dtype.value.bits).view(70, 640).byte()
+    codes = codes.view(torch.int8) if dtype.value.code_dtype == torch.int8 else codes
+    scale = torch.rand(70, 640 // group) + 0.1
+    state = weight(dtype, dtype.value.signed)._replace(codes=codes, scale=scale)
+    state.spec.scheme.__dict__["group"] = group
+    panels, parts = Panels.pack(state, Arrangement.of_rows(70, 640, group))
+    check_products(panels, parts, dequantize(codes, scale, None, state.scheme))
 
 
 @pytest.mark.parametrize("group", [12, 20, 30])
@@ -90,6 +116,7 @@ def test_zero_points(dtype, zeros, group):
     expected = dequantize(state.codes, state.scale, points, state.scheme)
     for to in TYPES:
         assert equal_bits(decoded(panels, parts, to), expected.to(to))
+    check_products(panels, parts, expected)
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
