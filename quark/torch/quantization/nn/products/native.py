@@ -96,8 +96,9 @@ def _multiply_tiles(panels: Panels, parts: Parts, x: torch.Tensor) -> torch.Tens
 
 def _multiply_few(panels: Panels, parts: Parts, x: torch.Tensor) -> torch.Tensor:
     inputs = x.to(torch.float32).contiguous()
-    products = [_multiply_four(panels, parts, rows) for rows in inputs.split(FEW_ROWS)]
-    return products[0] if len(products) == 1 else torch.cat(products)
+    if len(x) <= FEW_ROWS:
+        return _multiply_four(panels, parts, inputs)
+    return torch.cat([_multiply_four(panels, parts, rows) for rows in inputs.split(FEW_ROWS)])
 
 
 def _multiply_four(panels: Panels, parts: Parts, x: torch.Tensor) -> torch.Tensor:
@@ -118,7 +119,7 @@ def _multiply_four(panels: Panels, parts: Parts, x: torch.Tensor) -> torch.Tenso
         run_rows(native_vectors.multiply_rows, tensors, array(x), *constants, narrowest)
     else:
         run_rows(native_kernels.multiply_rows, tensors, array(x), *_constants(panels, parts))
-    return y[..., :count].flatten(0, 1).T
+    return y.view(1, -1) if count == 1 else y[..., :count].flatten(0, 1).T
 
 
 def takes_words(fmt: Format, to: Arrangement) -> bool:
