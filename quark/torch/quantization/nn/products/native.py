@@ -309,8 +309,9 @@ def is_right(panels: Panels, parts: Parts, values: torch.Tensor, dtype: torch.dt
                 problem = f"its values in {kind} differ from those of torch"
         random = torch.Generator().manual_seed(0)
         x = torch.randn(FEW_ROWS, values.shape[1], generator=random)
-        products = None if panels.arrangement.half else x @ values.T
-        for rows in () if products is None else (1, FEW_ROWS):
+        counts = () if panels.arrangement.half else (1, FEW_ROWS)
+        products = x @ values.T if counts else x
+        for rows in counts:
             y, expected = _multiply_four(panels, parts, x[:rows])[:, : len(values)], products[:rows]
             if not (y - expected).abs().max() <= TOLERANCE * expected.abs().max():
                 problem = f"its product with {rows} rows differs from that of torch"
