@@ -20,24 +20,27 @@ SUM_FLAGS = ("reassoc", "contract", "nsz")  # sums may be added in any order
 
 
 class Vectors:
-    """Instructions on vectors of ``LANES`` elements.
+    """Instructions on vectors.
 
     Args:
         builder: Builder of instructions.
         ir: The module ``llvmlite.ir``.
+        lanes: Elements of a vector.
     """
 
-    def __init__(self, builder: Any, ir: Any) -> None:
-        self.builder, self.ir = builder, ir
+    def __init__(self, builder: Any, ir: Any, lanes: int = LANES) -> None:
+        self.builder, self.ir, self.lanes = builder, ir, lanes
         self.short, self.int, self.long = (ir.IntType(n) for n in (16, 32, 64))
         self.float = ir.FloatType()
-        self._types = {"uint8": ir.IntType(8), "int16": self.short, "int32": self.int}
+        byte = ir.IntType(8)
+        self._types = {"uint8": byte, "int8": byte, "int16": self.short}
+        self._types |= {"int32": self.int}
         self._types |= {"int64": self.long, "float32": self.float}
-        self.zeros = ir.Constant(self.of(self.float), [0.0] * LANES)
+        self.zeros = ir.Constant(self.of(self.float), [0.0] * lanes)
 
     def of(self, kind: Any) -> Any:
         """Return the type of a vector."""
-        return self.ir.VectorType(kind, LANES)
+        return self.ir.VectorType(kind, self.lanes)
 
     def constant(self, value: int) -> Any:
         """Return an integer of 64 bits."""
@@ -45,13 +48,13 @@ class Vectors:
 
     def constants(self, value: int) -> Any:
         """Return a vector of one integer of 32 bits."""
-        return self.ir.Constant(self.of(self.int), [value] * LANES)
+        return self.ir.Constant(self.of(self.int), [value] * self.lanes)
 
     def spread(self, x: Any) -> Any:
         """Return a vector with one number in all places."""
         nothing = self.ir.Constant(self.of(x.type), self.ir.Undefined)
         first = self.builder.insert_element(nothing, x, self.ir.Constant(self.int, 0))
-        places = self.ir.Constant(self.of(self.int), [0] * LANES)
+        places = self.ir.Constant(self.of(self.int), [0] * self.lanes)
         return self.builder.shuffle_vector(first, first, places)
 
     def load(self, operand: Operand, index: Any) -> Any:
@@ -65,6 +68,13 @@ class Vectors:
     def _load(self, operand: Operand, index: Any, kind: Any) -> Any:
         place = self._place(operand, index, kind)
         return self.builder.load(place, align=self.bytes(operand))
+
+    def load_halves(self, operand: Operand, index: Any) -> Any:
+        """Return a vector with an element of an array in its first half, the next in the second."""
+        pair = self._load(operand, index, self.ir.VectorType(self._types[operand.kind], 2))
+        half = self.lanes // 2
+        order = self.ir.Constant(self.of(self.int), [0] * half + [1] * half)
+        return self.builder.shuffle_vector(pair, pair, order)
 
     def store(self, value: Any, operand: Operand, index: Any) -> None:
         """Write a number or a vector to an array, from an element on."""
@@ -118,10 +128,22 @@ class Vectors:
         places = self.ir.Constant(kind, list(range(start, start + LANES // 2)))
         return self.builder.shuffle_vector(x, x, places)
 
+    def lookup_bytes(self, table: Any, places: Any) -> Any:
+        """Return the bytes of a table in some places, by an instruction of AVX2 for 32 bytes.
+
+        Args:
+            table: 16 bytes, twice, as 8 integers of 32 bits.
+            places: Four places below 16 in each of 8 integers of 32 bits.
+        """
+        kind = self.ir.VectorType(self.ir.IntType(8), 4 * self.lanes)
+        permute = self._function("llvm.x86.avx2.pshuf.b", self.ir.FunctionType(kind, [kind, kind]))
+        both = [self.builder.bitcast(x, kind) for x in (table, places)]
+        return self.builder.bitcast(self.builder.call(permute, both), places.type)
+
     def sum(self, x: Any) -> Any:
         """Return the sum of the elements of a vector."""
         kind = self.ir.FunctionType(self.float, [self.float, x.type])
-        function = self._reduction(f"fadd.v{LANES}f32", kind)
+        function = self._reduction(f"fadd.v{self.lanes}f32", kind)
         start = self.ir.Constant(self.float, 0.0)
         return self.builder.call(function, [start, x], fastmath=SUM_FLAGS)
 
@@ -135,7 +157,7 @@ class Vectors:
 
     def _extreme(self, which: str, x: Any) -> Any:
         kind = self.ir.FunctionType(x.type.element, [x.type])
-        function = self._reduction(f"{which}.v{LANES}i{x.type.element.width}", kind)
+        function = self._reduction(f"{which}.v{self.lanes}i{x.type.element.width}", kind)
         return self.builder.call(function, [x])
 
     def _reduction(self, name: str, kind: Any) -> Any:

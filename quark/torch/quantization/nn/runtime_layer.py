@@ -15,6 +15,7 @@ from quark.torch.quantization.nn.products import compiled_inputs, native_inputs,
 from quark.torch.quantization.nn.products.method import Use
 from quark.torch.quantization.nn.products.pair_shifts import with_shifts, without_shifts
 from quark.torch.quantization.nn.products.product import PackedProduct, make_product
+from quark.torch.quantization.nn.quantizer import QuantizedTensor
 
 RUNTIMES = ("exact", "auto", "fast", "compiled", "unpacked")
 
@@ -76,9 +77,10 @@ class RuntimeLayer(PackedLayer):
         if "weight" not in self.packed or not self.is_linear:
             return
         self._wrap_codes("weight")  # loaders put bare codes in its place
-        state, values = self.quantized_tensor("weight"), self.value("weight", torch.float32)
-        if state is None or values is None:
+        given = self.quantized_tensor("weight")
+        if given is None or given.codes is None:
             return
+        state, values = given, given.value(torch.float32)
         if self.input_axis == 0:
             if state.order is not None or state.spec.quantizes_codes or state.scheme.block:
                 return
@@ -90,7 +92,8 @@ class RuntimeLayer(PackedLayer):
         if product is None or stored is None:
             return
         self.packed_product = product
-        if torch.equal(_bytes(self._codes_of(product)), _bytes(stored)):
+        codes = state.last_stage.codes  # those of the product, which has been proved
+        if codes is not None and _bytes(self._restored(codes, given)).equal(_bytes(stored)):
             parameter: Any = self._parameters["weight"]
             parameter.drop_codes()
             del self._codes["weight"]
@@ -115,8 +118,16 @@ class RuntimeLayer(PackedLayer):
         device = product.parts["scale"].device
         blank = torch.zeros(declared, dtype=dtype, device=device)  # scales alone are read
         state = self.layout.unpack(quantizer.spec, shape, {**parts, "": blank})
-        codes = product.codes() if self.input_axis else product.codes().T.contiguous()
-        codes = with_shifts(codes, state) if self.input_axis else codes
+        return self._restored(product.codes(), state)
+
+    def _restored(self, codes: torch.Tensor, state: QuantizedTensor) -> torch.Tensor:
+        """Return the codes of a product as the checkpoint stores them.
+
+        Args:
+            codes: Codes of the product.
+            state: Scales and shape of the weight as the checkpoint has them.
+        """
+        codes = with_shifts(codes, state) if self.input_axis else codes.T.contiguous()
         return self.layout.pack(state._replace(codes=codes), None)[""]
 
     def _use_codes(self) -> None:

@@ -71,6 +71,10 @@ class Method(ABC):
     def codes(self, parts: Parts) -> torch.Tensor:
         """Return the codes of the weight, (outputs, inputs), in their order."""
 
+    def gives(self, parts: Parts, values: torch.Tensor, use: Use) -> bool:
+        """Whether it is right for a weight with these values, float32 (outputs, inputs)."""
+        return torch.equal(self.values(parts), values)
+
     def multiply(self, parts: Parts, x: torch.Tensor) -> torch.Tensor:
         """Return the product of ``x`` (…, inputs) and the weight: (…, outputs), type of ``x``."""
         to = self.panels.arrangement

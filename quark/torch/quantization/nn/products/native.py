@@ -1,8 +1,9 @@
 """Products of packed weights by kernels that numba compiles; see ``native_kernels``.
 
 Numba is optional; see ``numerics.native``. A few rows are multiplied by values that never leave the
-first cache. For more rows, the values of several panels are written to one buffer, in the type that
-this CPU multiplies fastest, and multiplied by one product of torch.
+first cache: with AVX2 alone, by words of codes (``native_words``). For more rows, the values of
+several panels are written to one buffer, in the type that this CPU multiplies fastest, and
+multiplied by one product of torch.
 """
 
 from __future__ import annotations
@@ -19,14 +20,20 @@ import torch.nn.functional as F
 
 from quark.torch.numerics.formats import Format, TableFormat
 from quark.torch.numerics.native.compilation import array, can_run, has_feature, run_rows
-from quark.torch.numerics.native.vectors import FEATURE, LANES
+from quark.torch.numerics.native.vectors import FEATURE, LANES, WIDE
 from quark.torch.quantization.nn.products import (
     native_columns,
     native_kernels,
     native_tiles,
     native_vectors,
+    native_words,
 )
-from quark.torch.quantization.nn.products.arrangement import PLANES, Parts, plane_widths
+from quark.torch.quantization.nn.products.arrangement import (
+    PLANES,
+    Arrangement,
+    Parts,
+    plane_widths,
+)
 from quark.torch.quantization.nn.products.fast_type import multiplied_type
 from quark.torch.quantization.nn.products.native_tiles import TILE
 from quark.torch.quantization.nn.products.panels import BUFFERS, HALF_BITS, HALF_EXPONENT, Panels
@@ -35,6 +42,7 @@ from quark.torch.quantization.nn.products.tiles import take_tiles
 logger = logging.getLogger(__name__)
 
 FEW_ROWS = 4  # rows up to which it is faster to multiply values in the first cache
+WORD_ROWS = 24  # likewise for words, four rows at a time (AMD Zen 3)
 TOLERANCE = 1e-5  # of the largest output: what another order of sums gives
 # Type of the values -> elements of the panels that are decoded together. Torch multiplies fewer of
 # them slower; values in float32 that fit a cache better are multiplied faster (AMD Zen 4, Zen 3).
@@ -48,9 +56,11 @@ def multiply(panels: Panels, parts: Parts, x: torch.Tensor) -> torch.Tensor:
     Args:
         panels: Order and format of the codes.
         parts: Tensors of the weight.
-        x: Inputs; a product of more rows than ``FEW_ROWS`` is in ``multiplied_type`` of their type.
+        x: Inputs; a product of more rows than ``WORD_ROWS`` or ``FEW_ROWS`` is in
+            ``multiplied_type`` of their type.
     """
-    if 0 < len(x) <= FEW_ROWS and not panels.arrangement.half:
+    few = WORD_ROWS if takes_words(panels.fmt, panels.arrangement) else FEW_ROWS
+    if 0 < len(x) <= few and not panels.arrangement.half:
         return _multiply_few(panels, parts, x)
     dtype, to = multiplied_type(x.dtype), panels.arrangement
     x = x.to(dtype)
@@ -85,19 +95,42 @@ def _multiply_tiles(panels: Panels, parts: Parts, x: torch.Tensor) -> torch.Tens
 
 
 def _multiply_few(panels: Panels, parts: Parts, x: torch.Tensor) -> torch.Tensor:
+    inputs = x.to(torch.float32).contiguous()
+    if len(x) <= FEW_ROWS:
+        return _multiply_four(panels, parts, inputs)
+    return torch.cat([_multiply_four(panels, parts, rows) for rows in inputs.split(FEW_ROWS)])
+
+
+def _multiply_four(panels: Panels, parts: Parts, x: torch.Tensor) -> torch.Tensor:
+    """Return the product of up to ``FEW_ROWS`` rows, float32 (rows, padded outputs)."""
     to, count = panels.arrangement, len(x)
     has_vectors = _has_vectors(panels)
     if has_vectors and count > 1:
         x = F.pad(x, (0, 0, 0, FEW_ROWS - count))
     y = torch.empty(to.panels, to.rows, len(x), dtype=torch.float32, device="cpu")
-    inputs = x.to(torch.float32).contiguous()
-    tensors, constants = [*_tensors(panels, parts), y], _constants(panels, parts)
-    if has_vectors:
-        narrowest = min(plane_widths(panels.fmt))
-        run_rows(native_vectors.multiply_rows, tensors, array(inputs), *constants, narrowest)
+    tensors = [*_tensors(panels, parts), y]
+    if takes_words(panels.fmt, to):
+        constants, first = _word_constants(panels, parts), tensors[0]
+        if first is not None and _is_int8(panels.fmt):
+            tensors[0] = first.view(torch.int8)
+        run_rows(native_words.multiply_rows, tensors, array(x), *constants)
+    elif has_vectors:
+        constants, narrowest = _constants(panels, parts), min(plane_widths(panels.fmt))
+        run_rows(native_vectors.multiply_rows, tensors, array(x), *constants, narrowest)
     else:
-        run_rows(native_kernels.multiply_rows, tensors, array(inputs), *constants)
-    return y[..., :count].flatten(0, 1).T
+        run_rows(native_kernels.multiply_rows, tensors, array(x), *_constants(panels, parts))
+    return y.view(1, -1) if count == 1 else y[..., :count].flatten(0, 1).T
+
+
+def takes_words(fmt: Format, to: Arrangement) -> bool:
+    """Whether words of codes are multiplied on this machine, and those of a weight fit.
+
+    With AVX-512, kernels of torch and of ``native_vectors`` multiply.
+    """
+    is_known = not fmt.is_float or (fmt.bits <= 4 and _word_table(fmt) is not None)
+    is_whole = to.inputs % native_words.CHUNK == 0 and not to.half
+    fits = to.group % native_words.CHUNK == 0 or to.group == native_words.HALF
+    return is_known and is_whole and fits and has_feature(FEATURE) and not has_feature(WIDE)
 
 
 def _has_vectors(panels: Panels) -> bool:
@@ -182,29 +215,69 @@ def _tensors(panels: Panels, parts: Parts) -> list[torch.Tensor | None]:
 def _constants(panels: Panels, parts: Parts) -> tuple[Any, Any]:
     """Return the constants of a format that kernels take, and numbers that its scales share."""
     fmt = panels.fmt
-    flip = 128 if fmt.signed and fmt.bits == 8 and not fmt.is_float else 0
-    unit = float(parts["tensor_scale"]) if "tensor_scale" in parts else 1.0
-    stored = parts.get("zero_point")
-    zero = panels.zero_point if stored is None else panels.offset * (stored.dtype != torch.int8)
-    numbers = np.array([unit, zero + flip], dtype=np.float32)
-    top = HALF_BITS - fmt.bits - (not fmt.signed)  # places by which the sign moves to the top
-    down = HALF_EXPONENT - fmt.exponent_bits
+    flip, numbers = 128 * _is_int8(fmt), _numbers(panels, parts)
+    top, down = _shifts(fmt)
     if not _has_vectors(panels):
         form = np.array([flip, *((top, down) if fmt.is_float else (0, 0))], dtype=np.int64)
         return form, numbers
-    constant = 0 if fmt.is_float or stored is not None else zero + flip
+    constant = 0 if fmt.is_float or "zero_point" in parts else int(numbers[1])
     if fmt.bits <= 4:
-        return _value_table(panels.fmt, top, down) - np.float32(constant), numbers
+        return _value_table(fmt) - np.float32(constant), numbers
     if fmt.is_float:
         return np.array([top, down, (0x7FFF >> down) - 0x8000], dtype=np.int16), numbers
     return np.array([flip, constant, 0], dtype=np.int32), numbers
 
 
-def _value_table(fmt: Format, top: int, down: int) -> Any:
+def _numbers(panels: Panels, parts: Parts) -> Any:
+    """Return what scales are multiplied by, and zero points or what is added to stored ones."""
+    unit = float(parts["tensor_scale"]) if "tensor_scale" in parts else 1.0
+    stored = parts.get("zero_point")
+    zero = panels.zero_point if stored is None else panels.offset * (stored.dtype != torch.int8)
+    return np.array([unit, zero + 128 * _is_int8(panels.fmt)], dtype=np.float32)
+
+
+def _is_int8(fmt: Format) -> bool:
+    """Whether codes are made unsigned by inverting their sign."""
+    return fmt.signed and fmt.bits == 8 and not fmt.is_float
+
+
+def _word_constants(panels: Panels, parts: Parts) -> tuple[Any, Any]:
+    """Return the constants that ``native_words`` takes."""
+    numbers = _numbers(panels, parts)
+    if not panels.fmt.is_float:
+        return None, numbers
+    table = _word_table(panels.fmt)
+    assert table is not None
+    words, step, zero = table
+    return words, np.array([numbers[0] * step, zero], dtype=np.float32)
+
+
+@cache
+def _word_table(fmt: Format) -> tuple[Any, Any, Any] | None:
+    """Return 16 values as bytes: multiples of a step, less a zero point; None if they are none.
+
+    Returns:
+        The bytes twice, as words, int32 (8,); the step; the zero point.
+    """
+    values = _value_table(fmt)
+    step = np.abs(values[values != 0]).min()
+    zero = -values.min() / step
+    multiples = values / step + zero
+    table = multiples.clip(0, 255).astype(np.uint8)
+    is_exact = np.array_equal(table, multiples)
+    return (np.tile(table, 2).view(np.int32), step, zero) if is_exact else None
+
+
+def _shifts(fmt: Format) -> tuple[int, int]:
+    """Return the places by which the sign moves to the top, and the number moves down then."""
+    return HALF_BITS - fmt.bits - (not fmt.signed), HALF_EXPONENT - fmt.exponent_bits
+
+
+def _value_table(fmt: Format) -> Any:
     """Return what scales multiply for each of 16 stored codes, float32."""
     if isinstance(fmt, TableFormat):
         return np.resize(np.array(fmt.values, dtype=np.float32), LANES)
-    codes = np.arange(LANES) % (1 << fmt.bits)
+    (top, down), codes = _shifts(fmt), np.arange(LANES) % (1 << fmt.bits)
     if not fmt.is_float:
         return codes.astype(np.float32)
     halves = ((codes << top).astype(np.int16) >> down) & np.int16((0x7FFF >> down) - 0x8000)
@@ -236,9 +309,10 @@ def is_right(panels: Panels, parts: Parts, values: torch.Tensor, dtype: torch.dt
                 problem = f"its values in {kind} differ from those of torch"
         random = torch.Generator().manual_seed(0)
         x = torch.randn(FEW_ROWS, values.shape[1], generator=random)
-        for rows in () if panels.arrangement.half else (1, FEW_ROWS):
-            y = _multiply_few(panels, parts, x[:rows])[:, : len(values)]
-            expected = x[:rows] @ values.T
+        counts = () if panels.arrangement.half else (1, FEW_ROWS)
+        products = x @ values.T if counts else x
+        for rows in counts:
+            y, expected = _multiply_four(panels, parts, x[:rows])[:, : len(values)], products[:rows]
             if not (y - expected).abs().max() <= TOLERANCE * expected.abs().max():
                 problem = f"its product with {rows} rows differs from that of torch"
     except Exception as error:  # numba and LLVM have no common error; torch serves instead

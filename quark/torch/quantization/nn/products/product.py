@@ -105,8 +105,25 @@ class PanelMethod(Method):
 
     def decode(self, parts: Parts) -> torch.Tensor:
         """Return the values of the codes in float32, (outputs, inputs), in their order."""
-        panels = torch.stack([panel.clone() for panel in self.panels.decode(parts)])
-        return self.panels.arrangement.restore(panels)
+        to = self.panels.arrangement
+        if self.decoder == "native":
+            decoded = native.decode(self.panels, parts, torch.float32)
+            return torch.cat([values.flatten(0, 1) for _, values in decoded])[: to.outputs]
+        return to.restore(torch.stack([panel.clone() for panel in self.panels.decode(parts)]))
+
+    def gives(self, parts: Parts, values: torch.Tensor, use: Use) -> bool:
+        """Whether it gives the values of a weight bit for bit, and its products with few rows."""
+        if self.decoder == "panels":
+            return super().gives(parts, values, use)
+        if "unit" in parts or "order" in parts:
+            plain = replace(self, decoder="panels")
+            if not plain.gives(parts, values, use):
+                return False
+            values = plain.decode(parts)
+        if self.decoder == "native":
+            return native.is_right(self.panels, parts, values, use.dtype)
+        product = self._compiled(parts)
+        return product is not None and compiled.is_right(product, self.panels, parts, values)
 
     def codes(self, parts: Parts) -> torch.Tensor:
         """Return the codes of the weight, (outputs, inputs), in their order."""
@@ -216,30 +233,11 @@ def make_product(state: QuantizedTensor, values: torch.Tensor, use: Use) -> Pack
             parts["order"] = state.order
         if unit is not None:
             parts["unit"] = unit.float().reshape(())
-        is_right = torch.equal(method.values(parts), values)
         codes = method.codes(parts).view(torch.uint8)
-        if (
-            is_right
-            and state.codes is not None
-            and torch.equal(codes, state.codes.view(torch.uint8))
-        ):
-            return PackedProduct(_with_decoder(method, parts, use), parts)
+        has_codes = state.codes is not None and codes.equal(state.codes.view(torch.uint8))
+        if has_codes and method.gives(parts, values, use):
+            return PackedProduct(method, parts)
     return None
-
-
-def _with_decoder(method: Method, parts: Parts, use: Use) -> Method:
-    """Return a method with the fastest decoder that is right for a weight."""
-    if not isinstance(method, PanelMethod):
-        return method
-    panels = method.panels
-    if native.serves(panels, parts) and native.is_right(
-        panels, parts, method.decode(parts), use.dtype
-    ):
-        return replace(method, decoder="native")
-    product = compiled.compiled(panels, parts) if use.compiles and not method.kernel else None
-    if product and compiled.is_right(product, panels, parts, method.decode(parts)):
-        return replace(method, decoder="compiled")
-    return method
 
 
 def _panel_methods(state: QuantizedTensor, group: int, use: Use) -> Iterator[tuple[Method, Parts]]:
@@ -247,6 +245,11 @@ def _panel_methods(state: QuantizedTensor, group: int, use: Use) -> Iterator[tup
     fmt = state.scheme.fmt
     assert state.codes is not None
     outputs, inputs = state.codes.shape
+    in_rows = Arrangement.of_rows(outputs, inputs, group, 2 if use.compiles else 1)
+    if native.takes_words(fmt, in_rows):
+        panels, parts = Panels.pack(state, in_rows)
+        if native.serves(panels, parts):
+            yield PanelMethod(panels, None, use.rounds_inputs, "native"), parts
     for (device, name), kernel in KERNELS.items():
         size = kernel.group(fmt, inputs, group)
         if size and is_proved(device, name, inputs, size):
@@ -257,11 +260,20 @@ def _panel_methods(state: QuantizedTensor, group: int, use: Use) -> Iterator[tup
             has_zeros = panels.zero_point or "zero_point" in parts
             if takes_zero_points(kernel) or not has_zeros:
                 parts["factors"] = kernel.factors(panels, parts)
-                yield PanelMethod(panels, (device, name), use.rounds_inputs), parts
+                yield from _with_decoders(panels, parts, use, (device, name))
                 break
-    to = Arrangement.of_rows(outputs, inputs, group, 2 if use.compiles else 1)
-    panels, parts = Panels.pack(state, to)
-    yield PanelMethod(panels, None, use.rounds_inputs), parts
+    yield from _with_decoders(*Panels.pack(state, in_rows), use)
+
+
+def _with_decoders(
+    panels: Panels, parts: Parts, use: Use, kernel: tuple[str, str] | None = None
+) -> Iterator[tuple[Method, Parts]]:
+    """Iterate over the methods for panels, those with the fastest decoder first."""
+    if native.serves(panels, parts):
+        yield PanelMethod(panels, kernel, use.rounds_inputs, "native"), parts
+    if use.compiles and not kernel:
+        yield PanelMethod(panels, kernel, use.rounds_inputs, "compiled"), parts
+    yield PanelMethod(panels, kernel, use.rounds_inputs), parts
 
 
 def _gpu_methods(state: QuantizedTensor, group: int, use: Use) -> Iterator[tuple[Method, Parts]]:

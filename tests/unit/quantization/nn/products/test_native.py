@@ -7,7 +7,7 @@ import torch
 
 from quark.torch.numerics.formats import Dtype
 from quark.torch.numerics.native import compilation
-from quark.torch.numerics.native.vectors import FEATURE
+from quark.torch.numerics.native.vectors import FEATURE, WIDE
 from quark.torch.numerics.qdq import dequantize
 from quark.torch.quantization.nn.products import fast_type, native
 from quark.torch.quantization.nn.products.arrangement import Arrangement
@@ -20,13 +20,16 @@ pytest.importorskip("numba")
 TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
-@pytest.fixture(autouse=True, params=["vectors", "general"])
+KERNELS_OF_NUMBA = {"words": {FEATURE}, "vectors": {FEATURE, WIDE}, "general": set()}
+
+
+@pytest.fixture(autouse=True, params=KERNELS_OF_NUMBA)
 def any_size(request, monkeypatch):
-    """Small weights take kernels too: of vectors, where the machine has them, and the others."""
-    if request.param == "general":
-        monkeypatch.setattr(native, "has_feature", lambda name: False)
-    elif not compilation.has_feature(FEATURE):
+    """Small weights take kernels too: words, vectors where the machine has them, and the others."""
+    features = KERNELS_OF_NUMBA[request.param]
+    if features and not compilation.has_feature(FEATURE):
         pytest.skip("numba has no vector instructions for this machine")
+    monkeypatch.setattr(native, "has_feature", lambda name: name in features)
     monkeypatch.setattr(compilation, "LEAST_ELEMENTS", 1)
     monkeypatch.delenv(compilation.SWITCH, raising=False)
     native._log_refusal.cache_clear()
@@ -57,6 +60,32 @@ def test_every_format_and_group_size_has_the_bits_of_dequantize(dtype, group):
     expected = dequantize(state.codes, state.scale, None, state.scheme)
     for to in TYPES:
         assert equal_bits(decoded(panels, parts, to), expected.to(to))
+    check_products(panels, parts, expected)
+
+
+def check_products(panels, parts, values):
+    """The bound of docs, for inputs whose mean is not zero and one of which is large.
+
+    Sums of unsigned codes would cancel there.
+    """
+    x = 1 + torch.randn(9, values.shape[1]) / 8
+    x[:, 5] = 1000.0
+    exact = x.double() @ values.double().T
+    for rows in (1, 3, 9):
+        y = native.multiply(panels, parts, x[:rows])[:, : len(values)]
+        assert (y - exact[:rows]).abs().max() < 1e-5 * exact[:rows].abs().max()
+
+
+@pytest.mark.parametrize("group", [32, 128, 160, 640])
+@pytest.mark.parametrize("dtype", [Dtype.int8, Dtype.uint4, Dtype.fp4], ids=lambda d: d.name)
+def test_runs_of_one_to_four_words(dtype, group):
+    codes = torch.arange(70 * 640).remainder(1 << dtype.value.bits).view(70, 640).byte()
+    codes = codes.view(torch.int8) if dtype.value.code_dtype == torch.int8 else codes
+    scale = torch.rand(70, 640 // group) + 0.1
+    state = weight(dtype, dtype.value.signed)._replace(codes=codes, scale=scale)
+    state.spec.scheme.__dict__["group"] = group
+    panels, parts = Panels.pack(state, Arrangement.of_rows(70, 640, group))
+    check_products(panels, parts, dequantize(codes, scale, None, state.scheme))
 
 
 @pytest.mark.parametrize("group", [12, 20, 30])
@@ -87,6 +116,7 @@ def test_zero_points(dtype, zeros, group):
     expected = dequantize(state.codes, state.scale, points, state.scheme)
     for to in TYPES:
         assert equal_bits(decoded(panels, parts, to), expected.to(to))
+    check_products(panels, parts, expected)
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
@@ -185,7 +215,7 @@ def test_bfloat16_inputs_are_multiplied_in_the_faster_type(is_fast, monkeypatch)
     monkeypatch.setattr(fast_type, "_multiplies_bfloat16_fast", lambda: is_fast)
     state = weight(Dtype.int4, True)
     panels, parts = Panels.pack(state, Arrangement.of_rows(70, 64, 32))
-    x = torch.randn(8, 64).bfloat16()
+    x = torch.randn(33, 64).bfloat16()
     y = native.multiply(panels, parts, x)[:, :70]
     values = dequantize(state.codes, state.scale, None, state.scheme)
     assert y.dtype == (torch.bfloat16 if is_fast else torch.float32)
