@@ -98,7 +98,9 @@ def _multiply_few(panels: Panels, parts: Parts, x: torch.Tensor) -> torch.Tensor
     inputs = x.to(torch.float32).contiguous()
     if len(x) <= FEW_ROWS:
         return _multiply_four(panels, parts, inputs)
-    return torch.cat([_multiply_four(panels, parts, rows) for rows in inputs.split(FEW_ROWS)])
+    return torch.cat(
+        [_multiply_four(panels, parts, rows) for rows in torch.split(inputs, FEW_ROWS)]
+    )
 
 
 def _multiply_four(panels: Panels, parts: Parts, x: torch.Tensor) -> torch.Tensor:
