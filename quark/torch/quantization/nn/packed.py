@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -224,8 +224,8 @@ class PackedLayer(QuantizedLayer):
         return parameter.codes if isinstance(parameter, PackedParameter) else parameter
 
     def _quantizer(self, name: str) -> PackedQuantizer | None:
-        quantizer: PackedQuantizer | None = getattr(self, f"{SHORT_NAMES[name]}_quantizer")
-        return quantizer
+        # Attributes of modules are found last; a token asks each layer several times.
+        return cast("PackedQuantizer | None", self._modules[f"{SHORT_NAMES[name]}_quantizer"])
 
     def _parts(self, name: str, quantizer: PackedQuantizer) -> StoredParts:
         stored = self._stored(name) if name in PARAMETERS else None

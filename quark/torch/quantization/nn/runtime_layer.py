@@ -158,9 +158,11 @@ class RuntimeLayer(PackedLayer):
     def quantize_activation(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """Return ``input_tensors`` or ``output_tensors`` fake-quantized."""
         quantizer = self._quantizer(name)
+        if quantizer is None:
+            return x
         needs_gradient = x.requires_grad and torch.is_grad_enabled()
         is_traced = torch.compiler.is_compiling()
-        if quantizer is not None and not needs_gradient and not is_traced:
+        if not needs_gradient and not is_traced:
             for in_one_pass, runtimes in ONE_PASS.get(x.device.type, []):
                 if self.runtime in runtimes:
                     scales = self._scales(name, quantizer)
