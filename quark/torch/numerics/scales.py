@@ -122,25 +122,33 @@ def qparams_from_range(
         scale = torch.where(is_zero, EPS, _float_scale(lo, hi, fmt))
         scale = round_scale(scale, scheme.scale, tensor_scale, scheme.axis)
         return scale.clamp(max=largest_scale(scheme, largest)), None
-    if scheme.scale.span and not scheme.symmetric:
-        lo = -round_to_super_blocks(-lo, scheme.scale, scheme.axis, least=0)
-    middle = (fmt.qmin + fmt.qmax + 1) // 2
-    steps = 2 * (middle - fmt.qmin) if scheme.signed_scales else fmt.qmax - fmt.qmin
-    # Of values on both sides, hi - lo may overflow.
-    reach = torch.maximum(-lo, hi) if scheme.symmetric else torch.add(hi / 2, lo, alpha=-0.5)
-    scale = _divided(reach, steps / 2)
-    scale = round_scale(scale, scheme.scale, tensor_scale, scheme.axis, EPS)
     if scheme.symmetric:
-        scale = scale.clamp(max=largest_scale(scheme, largest))
-        if scheme.signed_scales:
-            scale = torch.where(hi > -lo, -scale, scale)
-        return scale, torch.full_like(scale, middle, dtype=torch.int32)
+        scale = _symmetric_scale(lo, hi, scheme, tensor_scale)
+        scale = scale.clamp(-largest_scale(scheme, largest), largest_scale(scheme, largest))
+        return scale, torch.full_like(scale, (fmt.qmin + fmt.qmax + 1) // 2, dtype=torch.int32)
+    if scheme.scale.span:
+        lo = -round_to_super_blocks(-lo, scheme.scale, scheme.axis, least=0)
+    # Of values on both sides, hi - lo may overflow.
+    scale = _divided(torch.add(hi / 2, lo, alpha=-0.5), (fmt.qmax - fmt.qmin) / 2)
+    scale = round_scale(scale, scheme.scale, tensor_scale, scheme.axis, EPS)
     zero_point, code = _zero_point(lo, scale.float(), scheme)
     # A rounded zero point moves the range by up to half a step beyond the values. Example: codes
     # 0 to 15 for values from -1 to 1 have the zero point 8 and begin at -8 / 7.5.
     most = torch.full_like(code, largest) / code  # a GPU multiplies a scalar by reciprocals
     smaller = scale / 2 if scheme.scale.power_of_two else (most * (1 - 2**-8)).to(scale.dtype)
     return torch.where(scale > most, smaller, scale), zero_point
+
+
+def _symmetric_scale(
+    lo: torch.Tensor, hi: torch.Tensor, scheme: Scheme, tensor_scale: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the scale of symmetric integers, rounded to its format."""
+    fmt = scheme.fmt
+    below = (fmt.qmin + fmt.qmax + 1) // 2 - fmt.qmin  # codes below the middle
+    steps = below if scheme.signed_scales else (fmt.qmax - fmt.qmin) / 2
+    scale = _divided(torch.maximum(-lo, hi), steps)
+    scale = round_scale(scale, scheme.scale, tensor_scale, scheme.axis, EPS)
+    return torch.where(hi > -lo, -scale, scale) if scheme.signed_scales else scale
 
 
 def _float_scale(lo: torch.Tensor, hi: torch.Tensor, fmt: Format) -> torch.Tensor:

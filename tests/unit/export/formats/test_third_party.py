@@ -8,11 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from quark.torch import ModelExporter, ModelImporter
 from quark.torch.export.formats.layouts.dense_words import pack_words, unpack_words
-from quark.torch.quantization.config.config import (
-    AWQConfig,
-    GPTQConfig,
-    QuantizationConfig,
-)
+from quark.torch.quantization.config.config import AWQConfig, GPTQConfig, QuantizationConfig
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer

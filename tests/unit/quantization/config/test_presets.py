@@ -75,9 +75,7 @@ GROUPED = {
     "int6_wo": ("int6", True, False),
     "int7_wo": ("int7", True, False),
     "int8_wo": ("int8", True, False),
-    "int2_wo_signed": ("int2", True, False),
-    "int3_wo_signed": ("int3", True, False),
-    "int4_wo_signed": ("int4", True, False),
+    **{f"int{bits}_wo_signed": (f"int{bits}", True, False) for bits in (2, 3, 4)},
     "int4_wa_signed": ("int4", True, True),
 }
 EARLIER = [name for name in scheme_names() if name.startswith("w_")]
@@ -140,11 +138,7 @@ def test_blocks_of_shared_exponents(name, size):
 @pytest.mark.parametrize("tensor", ["weight", "input_tensors"])
 @pytest.mark.parametrize(
     ("name", "size", "scales"),
-    [
-        ("nvfp4", 16, "fp8_e4m3"),
-        ("amdfp4_global16", 16, "fp8_e5m3"),
-        ("amdfp4_global32", 32, "fp8_e5m3"),
-    ],
+    [("nvfp4", 16, "fp8_e4m3"), *((f"amdfp4_global{n}", n, "fp8_e5m3") for n in (16, 32))],
 )
 def test_scales_are_quantized_again(name, size, scales, tensor):
     first, second = getattr(scheme(name), tensor).stages

@@ -11,6 +11,7 @@ short before that, so that little is lost where these cancel.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -121,6 +122,8 @@ def _multiply(each: int, count: int, halves: bool = False) -> ArrayInstruction:
             place = builder.mul(index, vectors.constant(LANES))
             return vectors.load(operand, builder.add(start, place))
 
+        add = partial(builder.fadd, flags=_FLAGS)
+
         def add_run(row: Any, run: Any, totals: list[Any]) -> list[Any]:
             sums: list[list[Any]] = [[None] * BYTES for _ in totals]
             for i in range(each):
@@ -132,21 +135,18 @@ def _multiply(each: int, count: int, halves: bool = False) -> ArrayInstruction:
                         inputs = load(words.x, of, place)
                         product = builder.fmul(numbers, inputs, flags=_FLAGS)
                         at = b if count == 1 else 0
-                        parts[at] = (
-                            product
-                            if parts[at] is None
-                            else builder.fadd(parts[at], product, flags=_FLAGS)
-                        )
+                        before = parts[at]
+                        parts[at] = product if before is None else add(before, product)
             scale, zero = (words.scale(row, which, run, halves) for which in range(2))
             results = []
             for of, (total, parts) in enumerate(zip(totals, sums, strict=True)):
                 whole = parts[0]
                 for part in parts[1:] if count == 1 else ():
-                    whole = builder.fadd(whole, part, flags=_FLAGS)
+                    whole = add(whole, part)
                 less = builder.fmul(zero, load(words.sums, of, run), flags=_FLAGS)
                 whole = builder.fsub(whole, less, flags=_FLAGS)
                 whole = builder.fmul(whole, scale, flags=_FLAGS)
-                results.append(builder.fadd(total, whole, flags=_FLAGS))
+                results.append(add(total, whole))
             return results
 
         def multiply(row: Any) -> None:
@@ -271,6 +271,28 @@ def _prepare(x: Array, words: Array, sums: Array) -> None:
 
 
 @native_function
+def _run(operands: Any, count: int, each: int) -> None:
+    """Run the instruction for a number of rows of inputs, and of chunks of a run; 0: halves."""
+    if count == 1:
+        if each == 0:
+            _one_halves(operands)
+        elif each == 1:
+            _one_1(operands)
+        elif each == 2:
+            _one_2(operands)
+        else:
+            _one_4(operands)
+    elif each == 0:
+        _four_halves(operands)
+    elif each == 1:
+        _four_1(operands)
+    elif each == 2:
+        _four_2(operands)
+    else:
+        _four_4(operands)
+
+
+@native_function
 def multiply_rows(
     first: Array,
     second: Array | None,
@@ -319,20 +341,4 @@ def multiply_rows(
                 _read_factors(zeros[panel, row : row + count], 1.0, numbers[1], factors[:, 1])
             own = y[panel, row : row + count]
             operands = (first, second, third, slots, factors, table, lines, sums, own)
-            if x.shape[0] == 1:
-                if has_halves:
-                    _one_halves(operands)
-                elif each == 1:
-                    _one_1(operands)
-                elif each == 2:
-                    _one_2(operands)
-                else:
-                    _one_4(operands)
-            elif has_halves:
-                _four_halves(operands)
-            elif each == 1:
-                _four_1(operands)
-            elif each == 2:
-                _four_2(operands)
-            else:
-                _four_4(operands)
+            _run(operands, x.shape[0], 0 if has_halves else each)
