@@ -162,7 +162,8 @@ def _scale_ranges(
 
     def scale(factors: torch.Tensor) -> torch.Tensor:
         moved = (groups * factors.clamp(min=1)).clamp_(factors * low, factors * high)
-        return torch.where(factors == 1, groups, moved)
+        # The near end of signed scales lies within the values.
+        return torch.where(factors == 1, groups, moved) if scheme.signed_scales else moved
 
     best, unchanged = torch.ones_like(high), error(groups.clone())
     lowest = unchanged

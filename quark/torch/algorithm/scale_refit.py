@@ -147,7 +147,7 @@ def _refit_(
         groups = groups + least
         weight = (weight.view_as(groups) + least).flatten(1)
     new = _best_by_group((groups / scales.unsqueeze(-1)).flatten(1), scales, weight, hessian)
-    new = round_scale(new, scheme.scale, signs=scales)
+    new = round_scale(new, scheme.scale, signs=scales if scheme.signed_scales else None)
     values = groups * (new.float() / scales).unsqueeze(-1)
     if least is not None:
         values -= least
