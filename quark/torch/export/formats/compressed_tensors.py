@@ -183,9 +183,11 @@ class CompressedTensorsFormat(ThirdPartyFormat):
         """Return the layers stored in codes.
 
         Raises:
-            ValueError: No layer is stored in codes, or the groups of inputs are not sound.
+            ValueError: No layer is stored in codes, the groups of inputs are not sound, or a stored
+                shape is not that of its weight.
         """
         stored = super().stored_layers(layers, reader)
+        _check_shapes(reader)
         self.quantized = stored
         return stored
 
@@ -296,3 +298,24 @@ def _check_dense(section: dict[str, Any]) -> None:
     sparsity = section.get("sparsity_config") or {}
     if sparsity.get("format", "dense") != "dense":
         raise ValueError("compressed-tensors: sparse weights (sparsity_config) are not supported.")
+
+
+def _check_shapes(reader: Any) -> None:
+    """Check the stored shapes of weights in words of 32 bits, which nothing else here needs.
+
+    Raises:
+        ValueError: One is not (outputs, inputs) of its codes of 2 to 8 bits.
+    """
+    for key, entry in reader.entries.items():
+        path, _, last = key.rpartition(".")
+        words = reader.entries.get(f"{path}.weight_packed")
+        if last != "weight_shape" or words is None:
+            continue
+        rows, count = tuple(words.shape)[-2:]
+        is_pair = tuple(entry.shape) == (2,) and not entry.dtype.is_floating_point
+        found = reader.tensor(key).tolist() if is_pair else []
+        if not (found and found[0] == rows and 4 * count - 3 <= found[1] <= 16 * count):
+            raise ValueError(
+                f"{key} is {found or f'of the shape {tuple(entry.shape)}'}, expected two integers: "
+                f"{rows} outputs, and the inputs in {count} words. The checkpoint is damaged."
+            )

@@ -28,6 +28,10 @@ GROUP = {"qscheme": "per_group", "ch_axis": -1, "group_size": 32}
 # Every rule: fields that break it and what is said.
 _SUPER_BLOCKS = {"qscheme": "per_group", "ch_axis": -1, "group_size": 32, "is_dynamic": False}
 BROKEN = {
+    "signed scales of floats": (
+        {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "signed_scales": True, "is_dynamic": False},
+        "signed_scales=True is for symmetric integers",
+    ),
     "super-blocks of floats": (
         {"dtype": "fp4", "scale_format": "uint6x8", **_SUPER_BLOCKS},
         "scale_format='uint6x8' is for groups of integers",
