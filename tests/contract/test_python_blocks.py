@@ -1,4 +1,7 @@
-"""The Python blocks of the documents run as they are printed, after the names they need."""
+"""The Python blocks of the documents run as they are printed.
+
+A test first defines the names that a block needs.
+"""
 
 import json
 import shutil

@@ -13,10 +13,10 @@ from torch import nn
 
 from quark.torch.numerics.finite import has_nan, is_finite
 from quark.torch.numerics.formats import Format
-from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.qdq import dequantize
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.match import assign
+from quark.torch.quantization.config.tensor_names import PARAMETERS
 from quark.torch.quantization.nn.operators import is_operator
 from quark.torch.quantization.nn.quantizer import QuantizedTensor
 
@@ -42,11 +42,11 @@ def check_state(state: QuantizedTensor, what: str) -> None:
         least, most = numbers.aminmax()  # NaN is both
         if not bool(least.isfinite() & most.isfinite()):
             raise ValueError(f"the {name} of its {what} is NaN or infinite{_hint(numbers)}.")
-        if least < 0 and not _may_be_negative(state):
+        may_be_negative = what in PARAMETERS and state.spec.fmt.takes_signed_scales
+        if least < 0 and not may_be_negative:
             raise ValueError(
-                f"the {name} of its {what} is negative{_hint(numbers)}. Only integers in groups, "
-                "and specifications with signed_scales=True, have such scales: quantize the "
-                "values again."
+                f"the {name} of its {what} is negative{_hint(numbers)}. Only weights in integers "
+                "and tables have such scales: quantize the values again."
             )
         if codes is None and least == 0:
             raise ValueError(
@@ -80,13 +80,6 @@ def _check_codes(codes: torch.Tensor, fmt: Format, what: str) -> None:
             f"codes of its {what} reach from {least} to {most}, those of {fmt.name} only from "
             f"{fmt.qmin} to {fmt.qmax}: the checkpoint is damaged."
         )
-
-
-def _may_be_negative(state: QuantizedTensor) -> bool:
-    """Whether the scales of a tensor may be negative, as some tools write them for groups."""
-    scheme = state.scheme
-    is_grouped = scheme.qscheme is QSchemeType.per_group and scheme.fmt.takes_signed_scales
-    return scheme.signed_scales or (is_grouped and not state.spec.is_dynamic)
 
 
 def _check_offset(state: QuantizedTensor, offset: torch.Tensor, what: str) -> None:

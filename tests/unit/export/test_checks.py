@@ -75,8 +75,12 @@ def test_formats_of_other_tools_are_looked_at_too(refused, mode):
     refused("w_uint4_per_group_asym", change, said, custom_mode=mode)
 
 
-def test_negative_scales(refused):
-    refused("int8", lambda m: SCALE(m, -1.0), "the scale of its weight is negative")
+@pytest.mark.parametrize(
+    ("scheme", "change", "what"), [("int8", INPUT, "input"), ("fp8", SCALE, "weight")]
+)
+def test_negative_scales(refused, scheme, change, what):
+    """Weights in integers may have them, as they may when a checkpoint is read."""
+    refused(scheme, lambda m: change(m, -1.0), f"the scale of its {what} is negative")
 
 
 def test_scales_of_inputs_that_vanished(refused):

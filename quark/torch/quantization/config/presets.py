@@ -233,10 +233,11 @@ _SPELLINGS = (
     (r"_(per_group|per_tensor|static|dyn|sym)(?=_|$)", ""),
 )
 
-# Names of compressed-tensors, in lower case -> name of the same scheme here.
+# Spellings of other tools: int4wo, and 4bit.
 _WEIGHT_ONLY = re.compile(r"^(u?int\d|fp8)[-_]?wo\b(?!_).*")
 _BITS = re.compile(r"(?:nf|bnb|q|w|int)?[-_ ]?([2-8])[-_ ]?(?:bits?|b)?")
 
+# Names of compressed-tensors, in lower case -> name of the same scheme here.
 ALIASES = {
     "w4a16": "w_int4_per_group_sym",
     "w4a16_asym": "w_uint4_per_group_asym",

@@ -231,7 +231,7 @@ def _constants(panels: Panels, parts: Parts) -> tuple[Any, Any]:
 
 
 def _numbers(panels: Panels, parts: Parts) -> Any:
-    """Return what scales are multiplied by, and zero points or what is added to stored ones."""
+    """Return the factor of all scales, and the zero point, or the offset of stored zero points."""
     unit = float(parts["tensor_scale"]) if "tensor_scale" in parts else 1.0
     stored = parts.get("zero_point")
     zero = panels.zero_point if stored is None else panels.offset * (stored.dtype != torch.int8)
