@@ -1,6 +1,7 @@
 """Checkpoints that vLLM reads, by layout and by how layers are quantized.
 
-The tables hold what docs/serving.md has as run or read with vLLM 0.32.
+The tables hold what docs/serving.md has as run or read with vLLM 0.32. Schemes with signed scales
+count as the same schemes without: the layout is the same.
 """
 
 from __future__ import annotations
