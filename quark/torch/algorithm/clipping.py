@@ -200,8 +200,7 @@ def _ends(groups: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Ten
         return -amax, amax
     # Example, int4: -1 … 0.9 has the ends -1 and 7/8, which are the codes -8 and 7 times 1/8.
     fmt = scheme.fmt
-    middle = (fmt.qmin + fmt.qmax + 1) // 2
-    near = amax * ((fmt.qmax - middle) / (middle - fmt.qmin))
+    near = amax * ((fmt.qmax - fmt.middle) / (fmt.middle - fmt.qmin))
     is_up = groups.amax(-1, keepdim=True) > -groups.amin(-1, keepdim=True)
     return torch.where(is_up, -near, -amax), torch.where(is_up, amax, near)
 

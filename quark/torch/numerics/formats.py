@@ -84,6 +84,11 @@ class Format:
         return (1 << (self.bits - 1)) - 1 if self.signed else (1 << self.bits) - 1
 
     @property
+    def middle(self) -> int:
+        """Integer code of zero in symmetric ranges: 0, or 8 of uint4."""
+        return (self.qmin + self.qmax + 1) // 2
+
+    @property
     def min_exponent(self) -> int:
         """Exponent of the smallest normal float, 2 - 2^(exponent_bits - 1)."""
         return 2 - (1 << (self.exponent_bits - 1))

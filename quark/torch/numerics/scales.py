@@ -125,7 +125,7 @@ def qparams_from_range(
     if scheme.symmetric:
         scale = _symmetric_scale(lo, hi, scheme, tensor_scale)
         scale = scale.clamp(-largest_scale(scheme, largest), largest_scale(scheme, largest))
-        return scale, torch.full_like(scale, (fmt.qmin + fmt.qmax + 1) // 2, dtype=torch.int32)
+        return scale, torch.full_like(scale, fmt.middle, dtype=torch.int32)
     if scheme.scale.span:
         lo = -round_to_super_blocks(-lo, scheme.scale, scheme.axis, least=0)
     # Of values on both sides, hi - lo may overflow.
@@ -144,8 +144,7 @@ def _symmetric_scale(
 ) -> torch.Tensor:
     """Return the scale of symmetric integers, rounded to its format."""
     fmt = scheme.fmt
-    below = (fmt.qmin + fmt.qmax + 1) // 2 - fmt.qmin  # codes below the middle
-    steps = below if scheme.signed_scales else (fmt.qmax - fmt.qmin) / 2
+    steps = fmt.middle - fmt.qmin if scheme.signed_scales else (fmt.qmax - fmt.qmin) / 2
     scale = _divided(torch.maximum(-lo, hi), steps)
     scale = round_scale(scale, scheme.scale, tensor_scale, scheme.axis, EPS)
     return torch.where(hi > -lo, -scale, scale) if scheme.signed_scales else scale
@@ -199,7 +198,7 @@ def largest_scale(scheme: Scheme, largest: float) -> float:
     to, fmt = scheme.scale, scheme.fmt
     if to.two_level:
         return torch.finfo(to.held_dtype).max
-    middle = 0 if fmt.is_float else (fmt.qmin + fmt.qmax + 1) // 2
+    middle = 0 if fmt.is_float else fmt.middle
     code = fmt.max_value if fmt.is_float else max(middle - fmt.qmin, fmt.qmax - middle)
     fraction, exponent = math.frexp(largest / code)  # 0.5 <= fraction < 1
     mantissa_bits = 0 if to.power_of_two else 7 if to.fmt is None else to.fmt.mantissa_bits
@@ -247,8 +246,7 @@ def represented_range(
     assert scale is not None
     fmt, scale = scheme.fmt, scale.float()
     if scheme.signed_scales:
-        middle = (fmt.qmin + fmt.qmax + 1) // 2
-        ends = (fmt.qmin - middle) * scale, (fmt.qmax - middle) * scale
+        ends = (fmt.qmin - fmt.middle) * scale, (fmt.qmax - fmt.middle) * scale
         return torch.minimum(*ends), torch.maximum(*ends)
     if _is_lopsided(fmt):
         least, most = fmt.reach()

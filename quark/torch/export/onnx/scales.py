@@ -119,7 +119,7 @@ def activation_qparams(
     qmin, qmax = float(fmt.qmin), float(fmt.qmax)
     if scheme.symmetric:
         scale = op.Min(scale, largest_scale(scheme, largest))
-        return scale, None if fmt.signed else float((fmt.qmin + fmt.qmax + 1) // 2)
+        return scale, None if fmt.signed else float(fmt.middle)
     if scheme.float_zero_point:
         zero_point = op.Sub(qmin, op.Div(lo, scale))
     else:

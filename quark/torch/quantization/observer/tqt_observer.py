@@ -104,7 +104,7 @@ class TQTObserver(ObserverBase):
     def _qparams(self, exponent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         fmt = self.scheme.fmt
         scale = threshold_scale(exponent, self.scheme)
-        return scale, torch.full_like(scale, (fmt.qmin + fmt.qmax + 1) // 2, dtype=torch.int32)
+        return scale, torch.full_like(scale, fmt.middle, dtype=torch.int32)
 
     def _least_divergence(self) -> torch.Tensor:
         """Return the exponent [] of the threshold of least divergence; the largest of equals."""

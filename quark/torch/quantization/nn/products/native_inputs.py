@@ -95,8 +95,7 @@ def _is_served(scheme: Scheme, has: tuple[bool, ...]) -> bool:
     fmt, to = scheme.fmt, scheme.scale
     is_known = fmt.signed and fmt.has_rule if fmt.is_float else fmt.bits <= 16
     has_scale = to.held_dtype == torch.float32 and not to.span
-    has_range = fmt.is_float or (scheme.symmetric and fmt.signed)
-    has_range = has_range and not scheme.signed_scales
+    has_range = fmt.is_float or (scheme.symmetric and fmt.signed and not scheme.signed_scales)
     is_dynamic = has_range and (has[2] or not to.two_level)
     is_even = scheme.rounding is RoundType.half_even
     return is_known and has_scale and is_even and (has[0] or is_dynamic)
