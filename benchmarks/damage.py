@@ -36,7 +36,7 @@ RETYPED = {
     torch.int64: torch.float64,
 }
 TENSOR_DAMAGES = ("missing", "renamed", "retyped", "reshaped", "truncated")
-KEPT = ", but its values"  # after the name of a damaged file
+KEPT = ", but its values"  # after the name of a file whose description alone is damaged
 DAMAGES = ("file", "tensor", "values", "data")
 
 
@@ -93,7 +93,8 @@ def change_bytes(data: bytearray, chance: random.Random) -> bytearray:
 def damage_file(directory: Path, chance: random.Random) -> str:
     """Change the JSON, the bytes or a member of one file, or remove it; return its name.
 
-    Behind the name of a safetensors file is said if its tensors have the same bytes.
+    ``KEPT`` follows the name of a safetensors file whose tensors still have their bytes, or that
+    has another length: only the sound result is right then.
     """
     file = chance.choice(files_of(directory))
     if file.suffix == ".json" and chance.random() < 0.85:
@@ -113,7 +114,7 @@ def damage_file(directory: Path, chance: random.Random) -> str:
 
 
 def keeps_values(sound: bytes, damaged: bytearray) -> bool:
-    """Whether damage to a safetensors file leaves the bytes of its tensors, or their number not."""
+    """Whether a damaged safetensors file has the bytes of its tensors, or another length."""
     start = 8 + int.from_bytes(sound[:8], "little")
     return len(damaged) != len(sound) or damaged[start:] == sound[start:]
 

@@ -3,7 +3,7 @@
     python benchmarks/fuzz.py --rounds 500 [--seed 0] [--doors gptq gguf] [--json FILE]
 
 ``--json docs/checkpoints.json`` keeps the counts of each door there, after every KEEP rounds, and
-goes on behind the rounds that are there. Rounds write and remove small files: a directory in memory
+goes on after the last of them. Rounds write and remove small files: a directory in memory
 (``TMPDIR=/dev/shm``) spares the disk.
 
 A round takes small files (``sound_files.py``), damages them (``damage.py``), and opens them by a
