@@ -132,13 +132,10 @@ def mistake(quark, model_dir, tmp_path, monkeypatch):
         ([*FP8, "--dataset", "MODEL"], "is no data set"),
         ([*FP8, "--device", "cuda:9"], "Give cpu or auto"),
         (
-            "quantize --model_dir MODEL --output_dir MODEL --quant_scheme fp8 --overwrite".split(),
+            [*FP8, "--output_dir", "MODEL", "--overwrite"],
             "contains the model. Choose another directory",
         ),
-        (
-            "quantize --model_dir MODEL --output_dir empty.txt --quant_scheme fp8".split(),
-            "is a file. Choose a directory",
-        ),
+        ([*FP8, "--output_dir", "empty.txt"], "is a file. Choose a directory"),
         ([*FP8, "--log_file", "no/where.log"], "cannot be written"),
         (["quantize", "MODEL", "OUT", "--quant_scheme", "fp8"], "quark quantize --model_dir llama"),
     ],
