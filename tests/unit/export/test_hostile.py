@@ -175,7 +175,7 @@ class TestTensors:
 
         refused(edited(sound(mode), retype), "unknown type|expected torch")
         if mode != "gptq":  # whose matrices are square here
-            refused(edited(sound(mode), turn), "expected torch")
+            refused(edited(sound(mode), turn), "expected (torch|two integers)")
 
 
 class TestIndex:

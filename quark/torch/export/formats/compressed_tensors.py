@@ -317,5 +317,6 @@ def _check_shapes(reader: Any) -> None:
         if not (found and found[0] == rows and 4 * count - 3 <= found[1] <= 16 * count):
             raise ValueError(
                 f"{key} is {found or f'of the shape {tuple(entry.shape)}'}, expected two integers: "
-                f"{rows} outputs, and the inputs in {count} words. The checkpoint is damaged."
+                f"the {rows} outputs and the inputs that weight_packed holds in {count} words. "
+                "The checkpoint is damaged."
             )
