@@ -58,6 +58,7 @@ def assert_generates(model, expected, device):
 
 
 @pytest.mark.parametrize("mode", [name for name in FORMATS if name != "mxfp4"])  # of experts
+@pytest.mark.sampled(3)
 def test_formats(mode, both, plain, device, tmp_path):
     for scheme in SCHEMES:
         here, there = both(scheme)

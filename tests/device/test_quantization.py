@@ -94,6 +94,7 @@ def test_static_scales_with_key_value_cache(compare):
     "name",
     [pytest.param(n, marks=pytest.mark.nightly if n in SLOW else ()) for n in ALGORITHMS],
 )
+@pytest.mark.sampled(3)
 def test_algorithms(compare, name):
     scheme, *algorithms = ALGORITHMS[name]
     sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}

@@ -59,6 +59,7 @@ def devices(model):
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.nightly if n in SLOW else ()) for n in CONFIGS]
 )
+@pytest.mark.sampled(2)
 def test_quantization(name, divided, plain, batches, assert_close):
     model = divided(plain())
     before = devices(model)

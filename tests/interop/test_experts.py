@@ -51,7 +51,7 @@ def transformers(path):
 class TestEveryWayBack:
     @pytest.mark.parametrize("weight_format", ["real_quantized", "fake_quantized"])
     @pytest.mark.parametrize("kind", SCHEMES)
-    @pytest.mark.sampled(3)
+    @pytest.mark.sampled(6)
     def test_is_exact(self, moe, quantize, export, logits, name, kind, weight_format):
         model = quantize(moe(name), kind)
         expected = logits(model)

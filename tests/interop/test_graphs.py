@@ -137,6 +137,7 @@ def test_openvino(tmp_path, name):
     [(INT8, INT8), (UINT8, INT8), (UINT8, CHANNELS)],
     ids=["int8", "uint8", "uint8, channels"],
 )
+@pytest.mark.sampled(3)
 def test_openvino_program(name, edges, weight):
     model, x = frozen(name, edges, exact_weight(weight)), images(9)[8]
     check_codes(model, x, run_openvino_program(model, x))
@@ -213,6 +214,7 @@ def test_xnnpack(name):
 @pytest.mark.client("executorch")
 @pytest.mark.client("openvino")
 @pytest.mark.parametrize("name", ["resnet", "mobilenet", "unet", "mobilenet with caps"])
+@pytest.mark.sampled(2)
 def test_one_graph_has_the_same_codes_everywhere(run_onnx, tmp_path, name):
     """ONNX Runtime, OpenVINO and XNNPACK, each by its own way out of the same frozen graph.
 

@@ -69,6 +69,7 @@ def test_right_files(written, name):
     ],
     ids=["scales", "order of codes"],
 )
+@pytest.mark.sampled(2)
 def test_wrong_files(written, tmp_path, name, ending, how):
     model, path, _ = written(name)
     shutil.copytree(path, tmp_path / "out")

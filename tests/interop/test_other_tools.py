@@ -169,6 +169,7 @@ def test_names_of_compressed_tensors(name):
         ("gptq", "int8", True, {}),
     ],
 )
+@pytest.mark.sampled(2)
 def test_gptqmodel(build, quantize, export, load, logits, mode, dtype, symmetric, rest):
     """Its kernels compute in float16 and bfloat16."""
     model = quantize(build(**WIDE), config(groups(dtype, symmetric, **rest), exclude=PARTLY))

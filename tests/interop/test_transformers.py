@@ -52,7 +52,7 @@ class TestReload:
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("weight_format", FORMATS)
     @pytest.mark.parametrize("kind", ["llama", "tied", "opt"])
-    @pytest.mark.sampled(3)
+    @pytest.mark.sampled(6)
     def test_bit_for_bit(
         self, build, quantize, export, config_of, logits, load, kind, weight_format, dtype
     ):

@@ -28,6 +28,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("mode", "dtype", "symmetric"), CASES)
+@pytest.mark.sampled(2)
 def test_exports(build, quantize, tmp_path, mode, dtype, symmetric):
     exporter = ModelExporter(None, tmp_path / "out", verify=True)
     model = quantize(build(**WIDE), config(half_groups(dtype, symmetric)))
@@ -38,6 +39,7 @@ def test_exports(build, quantize, tmp_path, mode, dtype, symmetric):
 
 
 @pytest.mark.parametrize(("mode", "dtype", "symmetric"), CASES)
+@pytest.mark.sampled(2)
 def test_conversions(build, quantize, tmp_path, mode, dtype, symmetric):
     model = quantize(build(**WIDE), config(half_groups(dtype, symmetric)))
     ModelExporter(tmp_path / "in").export_safetensors_model(model)

@@ -89,7 +89,7 @@ def expected_names(name):
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_every_scheme(name):
     head, _ = ARCHITECTURES[name]
     _, layers, _ = model_of(name)

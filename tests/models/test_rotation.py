@@ -126,6 +126,7 @@ def test_a_rotated_stream_gives_the_same_logits(name):
 
 
 @pytest.mark.parametrize("name", [*(name for name in ROTATING if ROTATING[name][2]), *VALUES])
+@pytest.mark.sampled(4)
 def test_rotated_values_give_the_same_logits(name):
     model, structure = structure_of(name)
     assert structure.value_heads

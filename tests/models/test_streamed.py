@@ -100,7 +100,7 @@ def check(kind, name, algorithms, batches, tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "name", "way"), SLICE)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_a_slice(kind, name, way, batches, tmp_path):
     check(kind, name, ALGORITHMS[way], batches, tmp_path)
 

@@ -118,7 +118,7 @@ def found():
 
 
 @pytest.mark.parametrize("name", [*WELL_KNOWN, *OTHERS])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 def test_rescaling_all_groups_changes_no_logit(found, name):
     structure, change = found(name)
     assert structure.groups

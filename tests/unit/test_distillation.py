@@ -109,6 +109,7 @@ def test_training_stops_where_nothing_gets_better(pair):
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "shared nvfp4"])
+@pytest.mark.sampled(2)
 def test_scales_that_stay(name, pair):
     """Powers of two, and scales that layers share: norms train alone."""
     shared = LLMTemplate.get("llama").get_config("nvfp4")

@@ -45,7 +45,7 @@ def trainer(build, batches, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["int8", "lsq", "nvfp4", "int4_wo_32", "mxfp4"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 def test_a_run_that_goes_on_has_the_bits_of_one_that_never_stopped(trainer, tmp_path, kind):
     whole = trainer(kind)
     whole.train()

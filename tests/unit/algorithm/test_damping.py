@@ -99,6 +99,7 @@ DATA = torch.randint(3, 64, (4, 24), generator=torch.Generator().manual_seed(6))
 
 
 @pytest.mark.parametrize("kind", [GPTQConfig, QronosConfig, YaqaConfig])
+@pytest.mark.sampled(3)
 def test_it_changes_what_little_data_rounds_to(kind):
     models = [
         quantized_by(varied("llama"), "int4_wo_32", kind(choose_damping=choose), data=[DATA])

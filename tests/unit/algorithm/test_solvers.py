@@ -94,7 +94,7 @@ def test_models_lose_less_than_by_rounding(name, solver):
 
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("name", SCHEMES)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_formats_lose_less_than_by_rounding(name, solver):
     assert error_of_block(name, solver) < 0.85 * error_of_block(name)
 
@@ -109,7 +109,7 @@ def test_it_goes_together_with_awq(solver):
 
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_the_same_each_time(name, solver):
     first, second = (
         weights_of(quantized(varied(name), "int4_wo_32", QUICK[solver]())) for _ in range(2)
@@ -152,6 +152,7 @@ def test_what_is_learned_is_the_same_bits_in_any_batches(data, name):
 
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.sampled(4)
 def test_half_precision(dtype, solver):
     plain = error_of_block("int4_wo_32", None, dtype)
     model = varied("llama", dtype, num_hidden_layers=1)
@@ -191,6 +192,7 @@ def test_values_and_scales_are_kept(solver):
 
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("name", ["nvfp4_weight_only", "int8_tensor"])
+@pytest.mark.sampled(3)
 def test_layers_that_are_served_together_share_a_scale(name, solver):
     weight = QuantizationSpec(dtype="int8", qscheme="per_tensor", symmetric=True, is_dynamic=False)
     layers = scheme("nvfp4_weight_only")
@@ -212,7 +214,7 @@ def test_layers_that_are_served_together_share_a_scale(name, solver):
         *((name, "int4_wo_32") for name in ("tied", "opt", "qwen3_moe", "gpt2")),
     ],
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_a_model_comes_back_bit_by_bit(name, kind, solver, export):
     options = QUICK[solver]()
     model = quantized(varied(name), kind, options)

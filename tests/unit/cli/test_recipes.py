@@ -44,6 +44,7 @@ def odd_dir(build, model_dir, tmp_path):
 
 
 @pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.sampled(3)
 def test_groups_are_made_to_divide_the_model(name, quark, odd_dir, tmp_path):
     """576 hidden values take groups of 64, and 1536 in the MLP those of 128: said before work."""
     result = quark(

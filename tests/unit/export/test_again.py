@@ -85,7 +85,7 @@ def by_transformers(path, build):
 
 @pytest.mark.parametrize("read", [by_importer, by_transformers])
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_configuration_and_tensors(build, quantize, tmp_path, case, read):
     config, options = CASES[case]
     model = quantize(build(), config)

@@ -38,7 +38,7 @@ def config(spec, *tensors, **rest):
 @pytest.mark.parametrize("weight_format", ["real_quantized", "fake_quantized"])
 @pytest.mark.parametrize("tensor", ["input_tensors", "output_tensors"])
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_what_is_imported_computes_what_was_exported(
     build, quantize, logits, export, name, tensor, weight_format
 ):

@@ -190,6 +190,7 @@ class TestExperts:
         ],
         ids=["ranges", "gptq", "gptq in turns", "awq and ranges", "smooth"],
     )
+    @pytest.mark.sampled(3)
     def test_counts(self, mixture, quantize, config_of, batches, scheme, algorithms):
         float_model, choices = mixture()
         for batch in batches:
@@ -215,6 +216,7 @@ class TestExperts:
         ],
         ids=["gptq", "ranges", "awq and ranges"],
     )
+    @pytest.mark.sampled(3)
     def test_statistics_tell_counts_too(
         self, mixture, config_of, batches, scheme, algorithms, has_data
     ):

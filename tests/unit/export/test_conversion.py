@@ -86,7 +86,7 @@ def numbers(state):
 
 
 @pytest.mark.parametrize(("case", "one", "two"), PAIRS)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 def test_codes_and_scales_stay(made, logits, tmp_path, case, one, two):
     model, path = made(case, one)
     verdict = convert(path, tmp_path / "out", two, verify=True)

@@ -115,7 +115,7 @@ def test_every_door_is_tried(fuzzer):
 
 
 @pytest.mark.parametrize("name", WITH_TENSORS)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_damaged_tensors_are_refused(fuzzer, sound, tmp_path, name):
     """A tensor is missing, renamed, of another type, or cut. GPTQ can do without group indices."""
     doors, damage = fuzzer
@@ -155,6 +155,7 @@ def test_damaged_files(fuzzer, sound, tmp_path, name):
 @pytest.mark.parametrize(
     "name", [*SEVERAL, *(pytest.param(name, marks=pytest.mark.nightly) for name in MORE)]
 )
+@pytest.mark.sampled(3)
 def test_rounds_of_the_fuzzer(fuzzer, rounds, sound, tmp_path, name):
     """Outcomes are refusals or results, the same in both ways of opening files."""
     doors, _ = fuzzer

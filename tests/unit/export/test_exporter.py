@@ -61,7 +61,7 @@ def exporter(path, **options):
 class TestReload:
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("name", SCHEMES)
-    @pytest.mark.sampled(3)
+    @pytest.mark.sampled(8)
     def test_bit_for_bit(self, build, quantize, export, config_of, logits, name, dtype):
         """With grouped heads; with biases and tied embeddings, the head quantized."""
         for kind, exclude in (("llama", ["lm_head"]), ("opt", [])):
@@ -75,6 +75,7 @@ class TestReload:
 
     @pytest.mark.parametrize("scale_type", ["float16", "bfloat16"])
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.sampled(3)
     def test_scales_of_half_precision(self, build, quantize, export, logits, scale_type, dtype):
         """They are rounded before they are used, so nothing is lost."""
         for spec in (

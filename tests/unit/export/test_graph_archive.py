@@ -47,6 +47,7 @@ def operators(graph):
 
 
 @pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.sampled(3)
 def test_graphs_are_saved_and_loaded_with_their_bits(tmp_path, layer):
     model, (x,) = frozen("unet", LAYERS[layer]), images(1)
     code = model.code

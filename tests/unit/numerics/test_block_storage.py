@@ -73,7 +73,7 @@ def problems(draw, name, scale):
 @pytest.mark.parametrize(("name", "scale"), CASES)
 @quick
 @given(data=st.data())
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_fake_is_what_storage_gives_back(name, scale, data):
     scheme, x = data.draw(problems(name, scale))
     over = None

@@ -71,7 +71,7 @@ def test_every_code_comes_back(dtype, method):
 @pytest.mark.parametrize("name", PACKED)
 @quick
 @given(data=st.data())
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_any_shape(name, method, data):
     """Words are those of the definition, the last one filled with zeros, in any layout."""
     fmt = Dtype[name].value

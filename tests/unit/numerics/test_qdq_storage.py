@@ -87,7 +87,7 @@ def through_storage(x, scale, zero_point, scheme, method="reorder"):
 @pytest.mark.parametrize("name", SCALED)
 @quick
 @given(data=st.data())
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_fake_is_what_storage_gives_back(name, granularity, data):
     scheme, x = data.draw(problems(name, granularity))
     qparams = dynamic_qparams(x, scheme)
@@ -119,7 +119,7 @@ def test_fake_casts_are_what_storage_gives_back(name, layout, kind):
 @pytest.mark.parametrize("name", SCALED)
 @quick
 @given(data=st.data())
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_quantized_values_keep_their_codes(name, granularity, data):
     scheme, x = data.draw(problems(name, granularity))
     x = x.float()

@@ -131,6 +131,7 @@ def test_around_powers_of_two(name, mode):
 @each_fp8
 @quick
 @given(x=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1))
+@pytest.mark.sampled(3)
 def test_any_float(name, mode, x):
     rounded = round_to_grid_(torch.tensor(x), Dtype[name].value, mode)
     assert rounded.tolist() == [float(exact(v, name, mode)) for v in x]

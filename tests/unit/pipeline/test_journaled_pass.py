@@ -109,7 +109,7 @@ def assert_same(found, expected):
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_the_bits_are_those_of_one_run(make, batches, config_of, tmp_path, kill_after, kind, name):
     kind_of_weights, algorithms = ALGORITHMS[name]
     make(kind).save_pretrained(tmp_path / "model")

@@ -248,6 +248,7 @@ READ = {  # name -> scheme, algorithms
 
 
 @pytest.mark.parametrize("name", READ)
+@pytest.mark.sampled(3)
 def test_reads_are_those_that_run(name, build, batches, config_of, tmp_path):
     build("llama", torch.bfloat16).save_pretrained(tmp_path / "float")
     model = stream_model(tmp_path / "float", 1 << 40)

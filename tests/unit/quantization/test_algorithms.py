@@ -144,6 +144,7 @@ ROTATIONS = {
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("rotation", ROTATIONS)
 @pytest.mark.parametrize("name", ["llama", "opt"])
+@pytest.mark.sampled(4)
 def test_rotations_and_rescalings_go_together(name, rotation, algorithm, monkeypatch):
     monkeypatch.setattr(awq, "clip_weight_", lambda *_: None)
     options, kind = ALGORITHMS[algorithm]
@@ -219,6 +220,7 @@ def test_how_data_comes_changes_nothing(algorithm, kind, outcome):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("name", ["llama", "opt", "gpt2"])
+@pytest.mark.sampled(3)
 def test_padding_changes_nothing(algorithm, name, outcome):
     """Sequences of their own length, and the same padded after to one length."""
     lengths = [24, 9, 17, 5]

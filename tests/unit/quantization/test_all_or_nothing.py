@@ -111,7 +111,7 @@ def interrupt(kind, name, points):
 
 
 @pytest.mark.parametrize("name", [None, *ALGORITHMS])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_a_failure_somewhere(name):
     kind = "experts" if name in ("gptq", "awq", "autoround", None) else "tied"
     assert interrupt(kind, name, 3) >= 1

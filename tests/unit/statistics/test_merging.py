@@ -118,6 +118,7 @@ def quantized(model, config, statistics):
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.sampled(2)
 def test_gptq_does_the_same(name, collected, build, config_of):
     parts, whole = collected(name)
     config = config_of("int4_wo_32", algo_config=[GPTQConfig()])

@@ -180,6 +180,7 @@ def test_gradients_vanish_where_nothing_is_quantized():
 
 
 @pytest.mark.parametrize("name", ["llama", "tied", "opt"])
+@pytest.mark.sampled(3)
 def test_a_model_with_learned_rotations_computes_the_same(name, few_steps):
     model = build(
         small_config("llama" if name == "tied" else name, tie_word_embeddings=name != "llama")

@@ -73,6 +73,7 @@ class TestEveryFormat:
 
     @pytest.mark.parametrize("case", ["fp8 per block", "ct int4", "ct nvfp4", "gptq", "quark int4"])
     @pytest.mark.parametrize("name", MOES)
+    @pytest.mark.sampled(3)
     def test_experts_are_stacked_again(self, build, batches, export, name, case):
         mode, configuration = CASES[case]
         frozen = quantized(build(name, **MOES[name]), configuration, batches)

@@ -16,6 +16,9 @@ from quark.torch.export.recognition import (
     recognize_container,
 )
 
+# One process: all tests read one set of files.
+pytestmark = pytest.mark.xdist_group("recognition")
+
 
 @pytest.fixture(scope="module")
 def written(build, quantize, tmp_path_factory):

@@ -143,6 +143,7 @@ def spread(parts, inputs):
 
 class TestAway:
     @pytest.mark.parametrize("case", CASES)
+    @pytest.mark.sampled(4)
     def test_what_is_imported_computes_what_was_exported(self, made, build, logits, case):
         model, path = made(case)
         loaded = ModelImporter(path, "safetensors").import_model_info(build(device="meta"))

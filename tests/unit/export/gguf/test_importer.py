@@ -126,6 +126,7 @@ class TestNegativeScales:
 class TestModel:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.sampled(3)
     def test_the_same_bits(self, made, logits, kind, dtype):
         model, path = made(config(KINDS[kind]), dtype=dtype)
         loaded = open_checkpoint(path).fill()
@@ -277,6 +278,7 @@ class TestModel:
         )
 
     @pytest.mark.parametrize("to", ["quark", "awq", "gptq", "compressed-tensors"])
+    @pytest.mark.sampled(2)
     def test_converted(self, made, logits, tmp_path, to):
         model, path = made(config(KINDS["Q4_1"]))
         convert(path, tmp_path / "out", to, verify=True)

@@ -177,7 +177,7 @@ def racks(tmp_path_factory, run_onnx):
 
 
 @pytest.mark.parametrize(("operator", "case"), ALL)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_the_runtime_computes_what_the_model_does(racks, operator, case):
     _, expected, found = racks(operator)[0][case]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)

@@ -88,6 +88,7 @@ def codes_in_runtime(path, graph, x):
         for runs_daily in [(name == "mobilenet") == (layer == "uint8")]
     ],
 )
+@pytest.mark.sampled(2)
 def test_onnx_runtime_has_the_codes_of_the_graph(tmp_path, name, layer):
     """Norms, softmax and GELU differ in their last bits, so values at ties may go either way."""
     model, x = frozen(network(name), LAYERS[layer]), images(9)[8]

@@ -207,6 +207,7 @@ def test_products_of_the_runtime_leave_out_what_they_cannot_do(tmp_path):
         ("int4_wo_32", 23, 23),
     ],
 )
+@pytest.mark.sampled(2)
 def test_operators_are_as_old_as_they_can_be(tmp_path, name, wanted, found):
     export_onnx(linear(name), tmp_path / "out", torch.randn(2, 64), opset_version=wanted)
     onnx.checker.check_model(str(tmp_path / "out" / "quark_model.onnx"))
@@ -245,6 +246,7 @@ def test_layers_call_functions_that_are_there_once(tmp_path, run_onnx):
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.sampled(2)
 def test_imported_models(tmp_path, build, quantize, export, logits, run_onnx, dtype):
     sizes = {"dtype": dtype, "num_hidden_layers": 1}
     model = quantize(build(**sizes), "uint4_wo_32")

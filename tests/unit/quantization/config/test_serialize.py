@@ -64,7 +64,7 @@ def int8(**given):
 
 
 @pytest.mark.parametrize("name", scheme_names())
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 def test_preset_round_trip(name):
     for kv_cache in (None, *KV_CACHE_SCHEMES):
         config = LLMTemplate.get("llama").get_config(

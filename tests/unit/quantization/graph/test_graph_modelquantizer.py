@@ -112,6 +112,7 @@ def test_what_is_no_model_is_refused():
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.sampled(2)
 def test_a_graph_is_written_as_onnx(run_onnx, tmp_path, is_frozen):
     """Quantized on every edge, with the codes of the frozen graph: integers add up exactly."""
     onnx = pytest.importorskip("onnx")

@@ -49,6 +49,7 @@ ORDINARY = ("int8", "int16, int4 weights", "int4 in groups", "mxfp4")
 @pytest.mark.parametrize(
     "name", [n if n in ORDINARY else pytest.param(n, marks=pytest.mark.nightly) for n in FAMILIES]
 )
+@pytest.mark.sampled(2)
 def test_frozen_graphs_are_exported_and_compiled_again(name):
     graph, (x,) = export(network("resnet")), images(1)
     # 27 inputs of the first layer have no groups of 8.

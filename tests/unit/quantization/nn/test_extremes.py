@@ -31,7 +31,7 @@ def extremes(dtype):
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_every_scheme(dtype):
     for spec in specs():
         for x in extremes(dtype).flatten(0, 1):

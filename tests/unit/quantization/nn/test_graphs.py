@@ -93,6 +93,7 @@ def loaded(build, export):
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["calibrated", "frozen"])
 @pytest.mark.parametrize("name", _nightly(NAMES, ["int8", "w_int4_per_group_asym"]))
+@pytest.mark.sampled(2)
 def test_every_operator(name, frozen):
     torch.manual_seed(0)
     ids, layer = torch.randint(0, 32, (2, 6)), scheme(name, 32)
@@ -120,6 +121,7 @@ class TestLoadedModels:
             ("nvfp4", "compressed-tensors"),
         ],
     )
+    @pytest.mark.sampled(2)
     def test_every_layout(self, loaded, name, mode):
         layers = loaded(name, custom_mode=mode).model.layers[0].mlp
         x = torch.randn(2, 12, 64)

@@ -36,7 +36,7 @@ def has_product(layer):
     return getattr(layer, "packed_product", None) is not None
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_one_graph_without_breaks(model):
     ids, counter = torch.randint(3, 64, (2, 10)), Counter()
     compiled = torch.compile(model, fullgraph=True, backend=counter)
@@ -46,6 +46,7 @@ def test_one_graph_without_breaks(model):
     assert len(counter.graphs) == 1
 
 
+@pytest.mark.sampled(4)
 def test_blocks_share_a_graph(model):
     counter = Counter()
     for block in model.model.layers:
@@ -55,7 +56,7 @@ def test_blocks_share_a_graph(model):
     assert len(counter.graphs) == 1
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_generation_compiles_nothing_more(model):
     ids = torch.randint(3, 64, (1, 6))
     options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}

@@ -53,7 +53,7 @@ def equal_bits(y, expected):
 
 @pytest.mark.parametrize("group", [8, 16, 32, 64])
 @pytest.mark.parametrize("dtype", FORMATS, ids=lambda d: d.name)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(12)
 def test_every_format_and_group_size_has_the_bits_of_dequantize(dtype, group):
     state = regrouped(weight(dtype, True), group)
     panels, parts = Panels.pack(state, Arrangement.of_rows(70, 64, group))
@@ -103,7 +103,7 @@ def test_group_sizes_that_are_no_power_of_two(group):
 @pytest.mark.parametrize(
     "dtype", [d for d in FORMATS if not d.value.is_float], ids=lambda d: d.name
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(12)
 def test_zero_points(dtype, zeros, group):
     fmt, shape = dtype.value, (70, 64 // group)
     points = {
@@ -120,6 +120,7 @@ def test_zero_points(dtype, zeros, group):
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.sampled(3)
 def test_scales_in_every_type_and_two_level_scales(stored):
     state = weight(Dtype.fp4, True)
     fractions = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-10, torch.float32: 2.0**-20}
@@ -183,6 +184,7 @@ def test_products_of_few_and_many_rows(rows, name, monkeypatch):
 @pytest.mark.parametrize("zeros", ["none", "one", "many", "fractions"])
 @pytest.mark.parametrize("half", [16, 32])
 @pytest.mark.parametrize("dtype", [Dtype.int4, Dtype.uint4])
+@pytest.mark.sampled(2)
 def test_the_order_of_the_kernel_of_torch(dtype, half, zeros, monkeypatch):
     """Halves of rows by columns; few and many rows are multiplied by several panels at a time."""
     points = {
