@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -256,8 +257,9 @@ class QuantizationSpec:
         second = self.second_stage
         second = None if second is None else second.for_parameter(is_transposed)
         dynamic = False if self.is_dynamic else self.is_dynamic
-        made = self.changed(is_dynamic=dynamic, ch_axis=axis, second_stage=second)
-        made.is_parameter = True
+        is_same = (dynamic, axis) == (self.is_dynamic, self.ch_axis)  # and checked before
+        made = copy(self) if is_same else self.changed(is_dynamic=dynamic, ch_axis=axis)
+        made.is_parameter, made.second_stage = True, second
         return made
 
     def make_observer(self) -> ObserverBase:
