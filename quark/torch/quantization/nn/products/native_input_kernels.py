@@ -185,6 +185,60 @@ def _round_blocks(
     blocks.each_block(x.shape[0], write_block)
 
 
+@native_array_instruction
+def _round_micro_blocks(
+    builder: Any, ir: Any, x: Operand, y: Operand, whole: Operand, grid: Operand
+) -> None:
+    """Write quantized values of blocks with shared microexponents: a vector is a block.
+
+    Args:
+        builder: Builder of instructions.
+        ir: The module ``llvmlite.ir``.
+        x: See ``_Blocks``.
+        y: In the same type and shape, overwritten.
+        whole: What is taken from the exponent of the largest value to get that of the step, and
+            the largest exponent of a step, int32.
+        grid: Zero, the smallest and the largest code, float32.
+    """
+    blocks = _Blocks(builder, ir, x)
+    vectors = blocks.vectors
+    below, most = (vectors.spread(vectors.load_one(whole, vectors.constant(i))) for i in range(2))
+    numbers = [vectors.spread(vectors.load_one(grid, vectors.constant(i))) for i in range(3)]
+    others = ir.Constant(blocks.ints, [lane ^ 1 for lane in range(LANES)])
+
+    def write(index: Any, _: list[Any]) -> list[Any]:
+        bits = blocks.bits(index)
+        sizes = builder.lshr(builder.shl(bits, vectors.constants(1)), vectors.constants(24))
+        own = blocks.larger(sizes, builder.shuffle_vector(sizes, sizes, others))
+        top = vectors.spread(vectors.largest(own))
+        is_less = builder.zext(builder.icmp_signed("<", own, top), blocks.ints)
+        step = blocks.smaller(builder.sub(builder.sub(top, is_less), below), most)
+        normal = builder.shl(builder.add(step, vectors.constants(127)), vectors.constants(23))
+        place = blocks.smaller(builder.add(step, vectors.constants(149)), vectors.constants(22))
+        small = builder.shl(vectors.constants(1), place)
+        is_small = builder.icmp_signed("<", step, vectors.constants(-126))
+        scale = blocks.as_floats(builder.select(is_small, small, normal))
+        scaled = builder.fdiv(blocks.as_floats(bits), scale)
+        result = builder.fmul(blocks.round_integers(scaled, *numbers), scale)
+        vectors.store(blocks.rounded_bits(result) if y.kind == "int16" else result, y, index)
+        return []
+
+    blocks.each_block(x.shape[0], lambda block: blocks.each_vector(block, [], write))
+
+
+@native_function
+def fake_quantize_micro_rows(x: Array, y: Array, whole: Array, grid: Array) -> None:
+    """Quantize and dequantize rows of blocks with shared microexponents.
+
+    Args:
+        x: Values, float32 or bits of bfloat16 (int16), (rows, elements): whole blocks.
+        y: Results in the same type and shape, overwritten.
+        whole: See ``_round_micro_blocks``.
+        grid: See ``_round_micro_blocks``.
+    """
+    _round_micro_blocks((x, y, whole, grid))
+
+
 @native_function
 def _power_of_two(exponent: int) -> Any:
     """Return 2^exponent for exponents from -149 to 127."""
