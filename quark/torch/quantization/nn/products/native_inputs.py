@@ -114,7 +114,7 @@ def _is_served(scheme: Scheme, has: tuple[bool, ...]) -> bool:
     fmt, to = scheme.fmt, scheme.scale
     is_known = fmt.signed and fmt.has_rule if fmt.is_float else fmt.bits <= 16
     has_scale = to.held_dtype == torch.float32 and not to.span
-    has_range = fmt.is_float or (scheme.symmetric and fmt.signed and not scheme.signed_scales)
+    has_range = fmt.is_float or (scheme.symmetric and fmt.signed)
     is_dynamic = has_range and (has[2] or not to.two_level)
     is_even = scheme.rounding is RoundType.half_even
     if _is_micro(scheme):
@@ -137,8 +137,8 @@ def _run(x: torch.Tensor, given: Numbers, scheme: Scheme) -> torch.Tensor:
         before, after = (zero, 0.0) if scheme.float_zero_point else (0.0, zero)
         codes = [before, scheme.fmt.qmin - after, scheme.fmt.qmax - after]
         grid = np.array(codes, dtype=np.float32)
-    multiplies = None if scheme.divides else grid
-    constants = array(scales), unit, whole, numbers, scale_grid, grid, multiplies
+    multiplies, signs = None if scheme.divides else grid, grid if scheme.signed_scales else None
+    constants = array(scales), unit, whole, numbers, scale_grid, grid, multiplies, signs
     run_rows(fake_quantize_rows, [x, y], *constants)
     return y
 

@@ -21,10 +21,14 @@ from tests.unit.quantization.nn.products.test_compiled_inputs import MX, SCHEMES
 from tests.unit.quantization.nn.products.test_compiled_inputs import plain as plain_path
 
 pytest.importorskip("numba")
+SIGNED = Scheme(Dtype.int2.value, QSchemeType.per_group, -1, 32, signed_scales=True)
 DYNAMIC = {name: s for name, s in SCHEMES.items() if s.symmetric or s.fmt.is_float}
 DYNAMIC |= {
     "fp8 e5m2 per token": replace(TOKEN, fmt=Dtype.fp8_e5m2.value),
     "int4 per group": Scheme(Dtype.int4.value, QSchemeType.per_group, -1, 32),
+    "int4, signed scales": replace(SIGNED, fmt=Dtype.int4.value),
+    "int3, signed scales": replace(SIGNED, fmt=Dtype.int3.value),
+    "int4, signed scales per token": replace(TOKEN, fmt=Dtype.int4.value, signed_scales=True),
     "mx6": Scheme(Dtype.mx6.value, QSchemeType.per_group, -1, 16),
     "mx9": Scheme(Dtype.mx9.value, QSchemeType.per_group, -1, 16),
     "int16 per tensor": Scheme(Dtype.int16.value),
