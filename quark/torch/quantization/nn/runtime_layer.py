@@ -15,7 +15,7 @@ from quark.torch.quantization.nn.packed_parameter import PackedParameter, is_exp
 from quark.torch.quantization.nn.products import compiled_inputs, native_inputs, triton_inputs
 from quark.torch.quantization.nn.products.method import Use
 from quark.torch.quantization.nn.products.pair_shifts import with_shifts, without_shifts
-from quark.torch.quantization.nn.products.product import PackedProduct, make_product
+from quark.torch.quantization.nn.products.product import PackedProduct, has_bytes, make_product
 from quark.torch.quantization.nn.quantizer import QuantizedTensor
 
 RUNTIMES = ("exact", "auto", "fast", "compiled", "unpacked")
@@ -94,7 +94,7 @@ class RuntimeLayer(PackedLayer):
             return
         self.packed_product = product
         codes = state.last_stage.codes  # those of the product, which has been proved
-        if codes is not None and _bytes(self._restored(codes, given)).equal(_bytes(stored)):
+        if codes is not None and has_bytes(self._restored(codes, given), stored):
             parameter: Any = self._parameters["weight"]
             parameter.drop_codes()
             del self._codes["weight"]
@@ -256,7 +256,3 @@ class RuntimeLayer(PackedLayer):
         """Restore a copied or pickled layer."""
         super().__setstate__(state)
         self.set_runtime(self.runtime)
-
-
-def _bytes(codes: torch.Tensor) -> torch.Tensor:
-    return codes.contiguous().view(torch.uint8)

@@ -52,7 +52,7 @@ WORD_ROWS = 24  # likewise for words, four rows at a time (AMD Zen 3)
 TOLERANCE = 1e-5  # of the largest output: what another order of sums gives
 # Type of the values -> elements of the panels that are decoded together. Torch multiplies fewer of
 # them slower; values in float32 that fit a cache better are multiplied faster (AMD Zen 4, Zen 3).
-_CHUNKS = {torch.bfloat16: 1 << 23, torch.float32: 1 << 21}
+_CHUNKS = {torch.bfloat16: 1 << 23, torch.float32: 1 << 20}
 _MOST_PLANES = len(PLANES) - 1  # a plane of 8 bits is alone
 
 
@@ -182,6 +182,7 @@ def decode(
     constants = _constants(panels, parts)
     kernels = native_vectors if _has_vectors(panels) else native_kernels
     step = max(1, _CHUNKS[dtype] // to.size)
+    step = -(-to.panels // -(-to.panels // step))  # equal parts: the last is not short
     kept = BUFFERS.take(f"native {dtype}", min(step, to.panels) * to.size, dtype)
     for start in range(0, to.panels, step):
         chunk = slice(start, min(start + step, to.panels))

@@ -239,11 +239,20 @@ def make_product(state: QuantizedTensor, values: torch.Tensor, use: Use) -> Pack
             parts["order"] = state.order
         if unit is not None:
             parts["unit"] = unit.float().reshape(())
-        codes = method.codes(parts).view(torch.uint8)
-        has_codes = state.codes is not None and codes.equal(state.codes.view(torch.uint8))
+        has_codes = state.codes is not None and has_bytes(method.codes(parts), state.codes)
         if has_codes and method.gives(parts, values, use):
             return PackedProduct(method, parts)
     return None
+
+
+def has_bytes(x: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two tensors of one shape hold the same bytes; eight are compared at a time."""
+    if x.shape != expected.shape:
+        return False
+    own, other = (t.contiguous().view(torch.uint8).flatten() for t in (x, expected))
+    if not any(n % 8 for n in (len(own), own.storage_offset(), other.storage_offset())):
+        own, other = own.view(torch.int64), other.view(torch.int64)
+    return torch.equal(own, other)
 
 
 def _panel_methods(state: QuantizedTensor, group: int, use: Use) -> Iterator[tuple[Method, Parts]]:
