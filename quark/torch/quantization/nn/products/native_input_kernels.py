@@ -231,7 +231,10 @@ def _round_micro_blocks(
         vectors.store(blocks.rounded_bits(result) if y.kind == "int16" else result, y, index)
         return []
 
-    blocks.each_block(x.shape[0], lambda block: blocks.each_vector(block, [], write))
+    def write_row(row: Any) -> None:
+        blocks.each_vector(row, [], write)
+
+    blocks.each_block(x.shape[0], write_row)
 
 
 @native_function
