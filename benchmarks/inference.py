@@ -41,6 +41,8 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 SCHEMES = ("int4_wo_128", "w_int8_per_tensor_sym", "int3_wo_128", "fp8", "mxfp4", "nvfp4")
 RUNTIMES = ("exact", "fast", "compiled", "unpacked")
+# Name of a row -> accuracy level of MatMulNBits: the type in which products are computed.
+ONNX_LEVELS = {"int4, float32 products": 1, "int4, int8 products": 4}
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Figures = dict[str, dict[str, float]]
 
@@ -90,13 +92,15 @@ def device_seconds() -> float:
 
 def time_models(models: dict[str, Any], rounds: int, device: str = "cpu") -> Figures:
     """Return tokens per second of each model, in alternation."""
+    return time_steps({name: steps(model) for name, model in models.items()}, rounds, device)
+
+
+def time_steps(work: dict[str, Any], rounds: int, device: str = "cpu") -> Figures:
+    """Return the same of functions that ``steps`` returns."""
     clock = cpu_seconds if device == "cpu" else device_seconds
-    work = {name: steps(model) for name, model in models.items()}
     decode = alternate({name: run for name, (run, _) in work.items()}, rounds, clock)
     prefill = alternate({name: run for name, (_, run) in work.items()}, max(2, rounds // 2), clock)
-    return {
-        name: {"decode": 3 / decode[name], "prefill": TOKENS / prefill[name]} for name in models
-    }
+    return {name: {"decode": 3 / decode[name], "prefill": TOKENS / prefill[name]} for name in work}
 
 
 def float_models(folder: str, device: str = "cpu") -> dict[str, Any]:
@@ -155,6 +159,58 @@ def measure_torchao(folder: str, rounds: int) -> Figures:
     return time_models(models, rounds)
 
 
+def write_onnx(folder: str) -> None:
+    """Write the int4 model for ONNX Runtime: in float32, with MatMulNBits and a cache."""
+    from quark.torch import ModelExporter
+    from quark.torch.export.recognition import load_checkpoint
+
+    model = load_checkpoint(f"{folder}/{SCHEMES[0]}").float().eval()
+    ids = torch.randint(0, VOCABULARY, (2, 16))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    exporter = ModelExporter(f"{folder}/onnx")
+    exporter.export_onnx_model(model, inputs, matmul_nbits=True, use_cache=True)
+
+
+def measure_onnxruntime(folder: str, rounds: int) -> Figures:
+    """Measure that model beside the float models, with products in float32 and in int8."""
+    import onnx
+
+    work = {name: steps(model) for name, model in float_models(folder).items()}
+    graph = onnx.load(f"{folder}/onnx/quark_model.onnx", load_external_data=False)
+    for name, level in ONNX_LEVELS.items():
+        for node in graph.graph.node:
+            if node.op_type == "MatMulNBits":
+                del node.attribute[4:]  # after K, N, bits and block_size
+                node.attribute.append(onnx.helper.make_attribute("accuracy_level", level))
+        path = f"{folder}/onnx/level_{level}.onnx"
+        onnx.save(graph, path)
+        work[name] = onnx_steps(path)
+    return time_steps(work, rounds)
+
+
+def onnx_steps(path: str) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Return functions that compute one token after 128, and read 128 tokens, by ONNX Runtime."""
+    import numpy as np
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    ids = np.random.default_rng(1).integers(0, VOCABULARY, (1, TOKENS))
+    pasts = [i for i in session.get_inputs() if i.name.startswith("past")]
+    nothing = {i.name: np.zeros((1, i.shape[1], 0, i.shape[3]), np.float32) for i in pasts}
+    prompt = {"input_ids": ids, "attention_mask": np.ones_like(ids), **nothing}
+    _, *present = session.run(None, prompt)
+    token = {"input_ids": ids[:, :1], "attention_mask": np.ones((1, TOKENS + 1), np.int64)}
+    token |= dict(zip(nothing, present, strict=True))
+
+    def decode() -> None:
+        for _ in range(3):
+            session.run(None, token)
+
+    return decode, lambda: session.run(None, prompt)
+
+
 def rows_of(label: str, figures: Figures) -> list[list[object]]:
     """Return the rows of a table: a process with its float models."""
     best = {work: max(figures[n][work] for n in FLOATS) for work in ("decode", "prefill")}
@@ -183,7 +239,7 @@ def main() -> None:
     parser.add_argument("--schemes", default=",".join(SCHEMES))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cpu", help="cpu, or a GPU such as cuda")
-    parser.add_argument("--peer", choices=["torchao"], action="append", default=[])
+    parser.add_argument("--peer", choices=["torchao", "onnxruntime"], action="append", default=[])
     flags = parser.parse_args()
     schemes = flags.schemes.split(",")
     folder = tempfile.mkdtemp(prefix="inference-")
@@ -208,6 +264,10 @@ def main() -> None:
             from peers import environment
 
             say(peer)
+            if peer == "onnxruntime":
+                if SCHEMES[0] not in schemes:
+                    raise SystemExit(f"--peer onnxruntime runs {SCHEMES[0]}: add it to --schemes")
+                in_fresh_process("inference.py", "onnx", folder)
             python = environment(peer)
             measured = in_fresh_process("inference.py", peer, folder, flags.rounds, python=python)
             rows += rows_of(peer, measured)
@@ -223,6 +283,8 @@ WORKERS: dict[str, Callable[..., object]] = {
     "write": write_models,
     "scheme": measure_scheme,
     "torchao": measure_torchao,
+    "onnx": write_onnx,
+    "onnxruntime": measure_onnxruntime,
 }
 
 if __name__ == "__main__":

@@ -24,7 +24,10 @@ REQUIREMENTS = {
     "auto-round": ("auto-round==0.16.1", "transformers==5.23.0"),
     "gptqmodel": ("gptqmodel==7.6.0", "transformers==5.23.0"),
     "llama.cpp": ("xllamacpp==2026.10.11549", "gguf==0.19.0", "transformers==5.23.0"),
-    "onnxruntime": ("onnxruntime==1.31.1", "onnx==1.23.2", "safetensors"),
+    "onnxruntime": (
+        *("onnxruntime==1.31.1", "onnx==1.23.2", "safetensors"),
+        "transformers==5.23.0",  # float models beside
+    ),
     "torchao-graphs": ("torchao==0.18.0", "safetensors", "numpy"),
     "brevitas": ("brevitas==0.13.4", "safetensors", "numpy"),
     "modelopt": (

@@ -27,8 +27,6 @@ BLOCKS = 4
 ROWS = (1, 128, 512, 2048)
 SCHEMES = ("int4_wo_128", "w_int8_per_tensor_sym", "fp8")
 RUNTIMES = ("fast", "compiled")
-# Name of a row -> accuracy level of MatMulNBits: the type in which products are computed.
-ONNX_LEVELS = {"int4, float32 products": 1, "int4, int8 products": 4}
 Layer = Callable[[torch.Tensor], object]
 Figures = dict[str, dict[str, float]]
 
@@ -125,7 +123,7 @@ def measure_onnxruntime(counts: list[int], rounds: int) -> Figures:
     """Measure MatMulNBits of ONNX Runtime with random codes."""
     processes = float_layers()
     weights = [layer.weight for layer in processes["float32"][0]]  # type: ignore[attr-defined]
-    for name, level in ONNX_LEVELS.items():
+    for name, level in inference.ONNX_LEVELS.items():
         layers = [_matmul_nbits(*weight.shape, level) for weight in weights]
         processes[name] = layers, torch.float32
     return time_layers(processes, counts, rounds)

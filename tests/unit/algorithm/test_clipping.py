@@ -118,7 +118,9 @@ def test_never_worse_whatever_the_format(name, kind):
     assert after < before if quantizer.scheme.fmt.bits <= 4 else after <= before * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("name", ["int4_wo_32", "mxfp4", "fp8_wo", "uint4_wo_32"])
+@pytest.mark.parametrize(
+    "name", ["int4_wo_32", "int3_wo_signed_32", "mxfp4", "fp8_wo", "mx6", "uint4_wo_32"]
+)
 def test_the_kernel_of_inputs_gives_the_same_bits(name, monkeypatch):
     """Numba rounds candidates where their scales are for their own range, zero points apart."""
     pytest.importorskip("numba")

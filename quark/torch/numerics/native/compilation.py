@@ -349,28 +349,38 @@ def array(x: torch.Tensor) -> Any:
 def run_rows(
     function: Callable[..., None], tensors: Sequence[torch.Tensor | None], *constants: object
 ) -> None:
-    """Run a kernel over the rows of tensors, by as many threads as torch has.
+    """Run a kernel over the rows of tensors; see ``run_arrays``.
+
+    Args:
+        function: See ``run_arrays``.
+        tensors: The tensors, contiguous, the largest first. None is passed on.
+        constants: Passed on.
+    """
+    run_arrays(function, [None if t is None else array(t) for t in tensors], *constants)
+
+
+def run_arrays(function: Callable[..., None], arrays: Sequence[Any], *constants: object) -> None:
+    """Run a kernel over the rows of arrays, by as many threads as torch has.
 
     Args:
         function: It takes arrays whose first axis is the same, then the constants, and returns
             nothing.
-        tensors: The tensors, contiguous, the largest first. None is passed on.
+        arrays: The arrays, see ``array``, contiguous, the largest first. None is passed on.
         constants: Passed on.
     """
-    arrays = [None if t is None else array(t) for t in tensors]
-    largest = tensors[0]
-    assert largest is not None
-    rows = largest.shape[0]
-    parts = max(1, min(torch.get_num_threads(), largest.numel() // _PIECE, rows))
-    if parts == 1:
+    largest, threads = arrays[0], torch.get_num_threads()
+    if threads > 1:
+        rows = largest.shape[0]
+        threads = max(1, min(threads, largest.size // _PIECE, rows))
+    if threads == 1:
         function(*arrays, *constants)
         return
-    ends = [rows * i // parts for i in range(parts + 1)]
+    ends = [rows * i // threads for i in range(threads + 1)]
 
     def run(start: int, stop: int) -> None:
         function(*[None if a is None else a[start:stop] for a in arrays], *constants)
 
-    list(_pool(parts, os.getpid()).map(run, ends[:-1], ends[1:]))
+    list(_pool(threads, os.getpid()).map(run, ends[:-1], ends[1:]))
 
 
 @cache

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,6 +14,8 @@ import torch
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.nn.products.arrangement import Parts
 from quark.torch.quantization.nn.products.panels import Panels
+
+Multiplication = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Use(NamedTuple):
@@ -77,14 +81,29 @@ class Method(ABC):
 
     def multiply(self, parts: Parts, x: torch.Tensor) -> torch.Tensor:
         """Return the product of ``x`` (…, inputs) and the weight: (…, outputs), type of ``x``."""
-        to = self.panels.arrangement
-        rows = x.reshape(-1, to.inputs)
-        if "order" in parts:
-            rows = rows.index_select(1, parts["order"])
-        y = self.multiply_rows(parts, rows)
-        if "unit" in parts:
-            y = y * parts["unit"]
-        return y[:, : to.outputs].to(x.dtype).reshape(*x.shape[:-1], to.outputs)
+        return self.bind(parts)(x)
+
+    def bind(self, parts: Parts) -> Multiplication:
+        """Return ``multiply`` for one weight, with all that no input changes done already."""
+        inputs, outputs = self.panels.arrangement.inputs, self.panels.arrangement.outputs
+        order, unit, multiply_rows = parts.get("order"), parts.get("unit"), self.bind_rows(parts)
+
+        def multiply(x: torch.Tensor) -> torch.Tensor:
+            rows = x.reshape(-1, inputs)
+            if order is not None:
+                rows = rows.index_select(1, order)
+            y = multiply_rows(rows)
+            if unit is not None:
+                y = y * unit
+            if y.shape[1] != outputs:
+                y = y[:, :outputs]
+            return y.to(x.dtype).reshape(*x.shape[:-1], outputs)
+
+        return multiply
+
+    def bind_rows(self, parts: Parts) -> Multiplication:
+        """Return ``multiply_rows`` for one weight; see ``bind``."""
+        return partial(self.multiply_rows, parts)
 
     def values(self, parts: Parts) -> torch.Tensor:
         """Return the values of the weight in float32, (outputs, inputs)."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -19,7 +19,13 @@ import torch
 import torch.nn.functional as F
 
 from quark.torch.numerics.formats import Format, TableFormat
-from quark.torch.numerics.native.compilation import array, can_run, has_feature, run_rows
+from quark.torch.numerics.native.compilation import (
+    array,
+    can_run,
+    has_feature,
+    run_arrays,
+    run_rows,
+)
 from quark.torch.numerics.native.vectors import FEATURE, LANES, WIDE
 from quark.torch.quantization.nn.products import (
     native_columns,
@@ -46,22 +52,69 @@ WORD_ROWS = 24  # likewise for words, four rows at a time (AMD Zen 3)
 TOLERANCE = 1e-5  # of the largest output: what another order of sums gives
 # Type of the values -> elements of the panels that are decoded together. Torch multiplies fewer of
 # them slower; values in float32 that fit a cache better are multiplied faster (AMD Zen 4, Zen 3).
-_CHUNKS = {torch.bfloat16: 1 << 23, torch.float32: 1 << 21}
+_CHUNKS = {torch.bfloat16: 1 << 23, torch.float32: 1 << 20}
 _MOST_PLANES = len(PLANES) - 1  # a plane of 8 bits is alone
 
 
-def multiply(panels: Panels, parts: Parts, x: torch.Tensor) -> torch.Tensor:
-    """Return the product of ``x`` (rows, inputs) and a weight, (rows, padded outputs).
+class NativeProduct:
+    """The product of a packed weight and inputs; what kernels take of the weight is made once.
 
     Args:
         panels: Order and format of the codes.
         parts: Tensors of the weight.
-        x: Inputs; a product of more rows than ``WORD_ROWS`` or ``FEW_ROWS`` is in
-            ``multiplied_type`` of their type.
     """
-    few = WORD_ROWS if takes_words(panels.fmt, panels.arrangement) else FEW_ROWS
-    if 0 < len(x) <= few and not panels.arrangement.half:
-        return _multiply_few(panels, parts, x)
+
+    def __init__(self, panels: Panels, parts: Parts) -> None:
+        self.panels, self.parts, to = panels, parts, panels.arrangement
+        takes_few = not to.half
+        is_by_words, self._has_vectors = takes_words(panels.fmt, to), _has_vectors(panels)
+        self._few_rows = WORD_ROWS if is_by_words else FEW_ROWS if takes_few else 0
+        if takes_few:
+            self._kernel, tensors, self._constants = _few_operands(panels, parts)
+            self._arrays = [None if t is None else array(t) for t in tensors]
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the product of ``x`` (rows, inputs) and the weight, (rows, padded outputs).
+
+        That of more rows than ``WORD_ROWS`` or ``FEW_ROWS`` is in ``multiplied_type`` of their
+        type, others are in float32.
+        """
+        if not 0 < len(x) <= self._few_rows:
+            return _multiply_many(self.panels, self.parts, x)
+        x = x.to(torch.float32).contiguous()
+        if len(x) <= FEW_ROWS:
+            return self.multiply_four(x)
+        return torch.cat([self.multiply_four(rows) for rows in torch.split(x, FEW_ROWS)])
+
+    def multiply_four(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the product of up to ``FEW_ROWS`` rows, float32 (rows, padded outputs)."""
+        to, count = self.panels.arrangement, len(x)
+        if self._has_vectors and 1 < count < FEW_ROWS:
+            x = F.pad(x, (0, 0, 0, FEW_ROWS - count))
+        y = torch.empty(to.panels, to.rows, len(x), dtype=torch.float32, device="cpu")
+        run_arrays(self._kernel, [*self._arrays, array(y)], array(x), *self._constants)
+        return y.view(1, -1) if count == 1 else y[..., :count].flatten(0, 1).T
+
+
+def _few_operands(
+    panels: Panels, parts: Parts
+) -> tuple[Callable[..., None], list[torch.Tensor | None], tuple[Any, ...]]:
+    """Return the kernel for a few rows of inputs, and the tensors and constants that it takes."""
+    tensors = _tensors(panels, parts)
+    if takes_words(panels.fmt, panels.arrangement):
+        first = tensors[0]
+        if first is not None and _is_int8(panels.fmt):
+            tensors[0] = first.view(torch.int8)
+        return native_words.multiply_rows, tensors, _word_constants(panels, parts)
+    constants = _constants(panels, parts)
+    if _has_vectors(panels):
+        narrowest = min(plane_widths(panels.fmt))
+        return native_vectors.multiply_rows, tensors, (*constants, narrowest)
+    return native_kernels.multiply_rows, tensors, constants
+
+
+def _multiply_many(panels: Panels, parts: Parts, x: torch.Tensor) -> torch.Tensor:
+    """Return the product of any number of rows and the values of panels."""
     dtype, to = multiplied_type(x.dtype), panels.arrangement
     x = x.to(dtype)
     if dtype == torch.bfloat16 and to.half:
@@ -92,36 +145,6 @@ def _multiply_tiles(panels: Panels, parts: Parts, x: torch.Tensor) -> torch.Tens
         run_rows(native_tiles.write_columns, _columns(panels, parts, chunk), table, tiles.pairs)
         products.append(tiles.multiply(x))
     return torch.cat(products, 1) if len(products) > 1 else products[0]
-
-
-def _multiply_few(panels: Panels, parts: Parts, x: torch.Tensor) -> torch.Tensor:
-    inputs = x.to(torch.float32).contiguous()
-    if len(x) <= FEW_ROWS:
-        return _multiply_four(panels, parts, inputs)
-    return torch.cat(
-        [_multiply_four(panels, parts, rows) for rows in torch.split(inputs, FEW_ROWS)]
-    )
-
-
-def _multiply_four(panels: Panels, parts: Parts, x: torch.Tensor) -> torch.Tensor:
-    """Return the product of up to ``FEW_ROWS`` rows, float32 (rows, padded outputs)."""
-    to, count = panels.arrangement, len(x)
-    has_vectors = _has_vectors(panels)
-    if has_vectors and count > 1:
-        x = F.pad(x, (0, 0, 0, FEW_ROWS - count))
-    y = torch.empty(to.panels, to.rows, len(x), dtype=torch.float32, device="cpu")
-    tensors = [*_tensors(panels, parts), y]
-    if takes_words(panels.fmt, to):
-        constants, first = _word_constants(panels, parts), tensors[0]
-        if first is not None and _is_int8(panels.fmt):
-            tensors[0] = first.view(torch.int8)
-        run_rows(native_words.multiply_rows, tensors, array(x), *constants)
-    elif has_vectors:
-        constants, narrowest = _constants(panels, parts), min(plane_widths(panels.fmt))
-        run_rows(native_vectors.multiply_rows, tensors, array(x), *constants, narrowest)
-    else:
-        run_rows(native_kernels.multiply_rows, tensors, array(x), *_constants(panels, parts))
-    return y.view(1, -1) if count == 1 else y[..., :count].flatten(0, 1).T
 
 
 def takes_words(fmt: Format, to: Arrangement) -> bool:
@@ -159,6 +182,7 @@ def decode(
     constants = _constants(panels, parts)
     kernels = native_vectors if _has_vectors(panels) else native_kernels
     step = max(1, _CHUNKS[dtype] // to.size)
+    step = -(-to.panels // -(-to.panels // step))  # equal parts: the last is not short
     kept = BUFFERS.take(f"native {dtype}", min(step, to.panels) * to.size, dtype)
     for start in range(0, to.panels, step):
         chunk = slice(start, min(start + step, to.panels))
@@ -312,9 +336,9 @@ def is_right(panels: Panels, parts: Parts, values: torch.Tensor, dtype: torch.dt
         random = torch.Generator().manual_seed(0)
         x = torch.randn(FEW_ROWS, values.shape[1], generator=random)
         counts = () if panels.arrangement.half else (1, FEW_ROWS)
-        products = x @ values.T if counts else x
+        products, product = x @ values.T if counts else x, NativeProduct(panels, parts)
         for rows in counts:
-            y, expected = _multiply_four(panels, parts, x[:rows])[:, : len(values)], products[:rows]
+            y, expected = product.multiply_four(x[:rows])[:, : len(values)], products[:rows]
             if not (y - expected).abs().max() <= TOLERANCE * expected.abs().max():
                 problem = f"its product with {rows} rows differs from that of torch"
     except Exception as error:  # numba and LLVM have no common error; torch serves instead

@@ -116,7 +116,9 @@ class _Blocks:
 
 
 @native_array_instruction
-def _find_largest(builder: Any, ir: Any, x: Operand, largest: Operand) -> None:
+def _find_largest(
+    builder: Any, ir: Any, x: Operand, largest: Operand, negative: Operand | None
+) -> None:
     """Write the bits of the largest magnitudes of blocks; those of NaN are above all others.
 
     Args:
@@ -124,16 +126,22 @@ def _find_largest(builder: Any, ir: Any, x: Operand, largest: Operand) -> None:
         ir: The module ``llvmlite.ir``.
         x: See ``_Blocks``.
         largest: int32 (blocks,), overwritten.
+        negative: The same of negative values alone, 0 where there are none; None if nobody asks.
     """
     blocks = _Blocks(builder, ir, x)
+    nothing = blocks.vectors.constants(0)
 
     def compare(index: Any, before: list[Any]) -> list[Any]:
-        size = builder.and_(blocks.bits(index), blocks.vectors.constants(0x7FFFFFFF))
-        return [blocks.larger(before[0], size)]
+        bits = blocks.bits(index)
+        size = builder.and_(bits, blocks.vectors.constants(0x7FFFFFFF))
+        below = builder.select(builder.icmp_signed("<", bits, nothing), size, nothing)
+        return [blocks.larger(*pair) for pair in zip(before, (size, below), strict=False)]
 
     def write(block: Any) -> None:
-        (found,) = blocks.each_vector(block, [blocks.vectors.constants(0)], compare)
-        blocks.vectors.store(blocks.vectors.largest(found), largest, block)
+        outputs = [largest] if negative is None else [largest, negative]
+        found = blocks.each_vector(block, [nothing] * len(outputs), compare)
+        for sizes, output in zip(found, outputs, strict=True):
+            blocks.vectors.store(blocks.vectors.largest(sizes), output, block)
 
     blocks.each_block(x.shape[0], write)
 
@@ -183,6 +191,63 @@ def _round_blocks(
         blocks.each_vector(block, [], write)
 
     blocks.each_block(x.shape[0], write_block)
+
+
+@native_array_instruction
+def _round_micro_blocks(
+    builder: Any, ir: Any, x: Operand, y: Operand, whole: Operand, grid: Operand
+) -> None:
+    """Write quantized values of blocks with shared microexponents: a vector is a block.
+
+    Args:
+        builder: Builder of instructions.
+        ir: The module ``llvmlite.ir``.
+        x: See ``_Blocks``.
+        y: In the same type and shape, overwritten.
+        whole: What is taken from the exponent of the largest value to get that of the step, and
+            the largest exponent of a step, int32.
+        grid: Zero, the smallest and the largest code, float32.
+    """
+    blocks = _Blocks(builder, ir, x)
+    vectors = blocks.vectors
+    below, most = (vectors.spread(vectors.load_one(whole, vectors.constant(i))) for i in range(2))
+    numbers = [vectors.spread(vectors.load_one(grid, vectors.constant(i))) for i in range(3)]
+    others = ir.Constant(blocks.ints, [lane ^ 1 for lane in range(LANES)])
+
+    def write(index: Any, _: list[Any]) -> list[Any]:
+        bits = blocks.bits(index)
+        sizes = builder.lshr(builder.shl(bits, vectors.constants(1)), vectors.constants(24))
+        own = blocks.larger(sizes, builder.shuffle_vector(sizes, sizes, others))
+        top = vectors.spread(vectors.largest(own))
+        is_less = builder.zext(builder.icmp_signed("<", own, top), blocks.ints)
+        step = blocks.smaller(builder.sub(builder.sub(top, is_less), below), most)
+        normal = builder.shl(builder.add(step, vectors.constants(127)), vectors.constants(23))
+        place = blocks.smaller(builder.add(step, vectors.constants(149)), vectors.constants(22))
+        small = builder.shl(vectors.constants(1), place)
+        is_small = builder.icmp_signed("<", step, vectors.constants(-126))
+        scale = blocks.as_floats(builder.select(is_small, small, normal))
+        scaled = builder.fdiv(blocks.as_floats(bits), scale)
+        result = builder.fmul(blocks.round_integers(scaled, *numbers), scale)
+        vectors.store(blocks.rounded_bits(result) if y.kind == "int16" else result, y, index)
+        return []
+
+    def write_row(row: Any) -> None:
+        blocks.each_vector(row, [], write)
+
+    blocks.each_block(x.shape[0], write_row)
+
+
+@native_function
+def fake_quantize_micro_rows(x: Array, y: Array, whole: Array, grid: Array) -> None:
+    """Quantize and dequantize rows of blocks with shared microexponents.
+
+    Args:
+        x: Values, float32 or bits of bfloat16 (int16), (rows, elements): whole blocks.
+        y: Results in the same type and shape, overwritten.
+        whole: See ``_round_micro_blocks``.
+        grid: See ``_round_micro_blocks``.
+    """
+    _round_micro_blocks((x, y, whole, grid))
 
 
 @native_function
@@ -256,6 +321,7 @@ def fake_quantize_rows(
     scale_grid: Array,
     grid: Array,
     multiplies: Array | None,
+    signs: Array | None,
 ) -> None:
     """Quantize and dequantize rows, which are the blocks.
 
@@ -271,17 +337,24 @@ def fake_quantize_rows(
         scale_grid: Format of float scales; see ``_round_to_scale``.
         grid: See ``_round_blocks``.
         multiplies: Whether values are multiplied by reciprocals of scales: any array; None divides.
+        signs: Whether scales are negative where the largest magnitude is that of positive values
+            alone: any array; None leaves them positive.
     """
     largest, scale = np.empty(_TILE, np.int32), np.empty(_TILE, np.float32)
-    inverse = np.empty(_TILE, np.float32)
+    inverse, negative = np.empty(_TILE, np.float32), np.empty(_TILE, np.int32)
     for start in range(0, x.shape[0], _TILE):
         tile, out = x[start : start + _TILE], y[start : start + _TILE]
         if given.shape[0]:
             scale[:] = given[0]
         else:
-            _find_largest((tile, largest))
+            if signs is None:
+                _find_largest((tile, largest, None))
+            else:
+                _find_largest((tile, largest, negative))
             for row in range(tile.shape[0]):
                 scale[row] = _scale_of(largest[row], unit, whole, numbers, scale_grid)
+                if signs is not None and negative[row] < largest[row]:
+                    scale[row] = -scale[row]
         if multiplies is None:
             _round_blocks((tile, out, scale, None, grid))
         else:

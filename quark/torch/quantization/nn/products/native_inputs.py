@@ -18,8 +18,10 @@ import torch
 
 from quark.torch.numerics.enumerations import RoundType
 from quark.torch.numerics.formats import Format
+from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.native.compilation import LEAST_ELEMENTS, array, can_run, run_rows
 from quark.torch.numerics.native.vectors import LANES
+from quark.torch.numerics.scales import largest_exponent, largest_value
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.nn.products.compiled_inputs import (
     block_rows,
@@ -32,6 +34,7 @@ from quark.torch.quantization.nn.products.native_input_kernels import (
     PLAIN,
     POWER,
     SHARED,
+    fake_quantize_micro_rows,
     fake_quantize_rows,
 )
 from quark.torch.quantization.nn.products.triton_inputs import Case
@@ -70,9 +73,7 @@ def fake_quantize(
         zero_point = None
     given = (scale, zero_point, tensor_scale)
     has = tuple(t is not None for t in given)
-    shape = block_rows(x, scheme, scale)
-    if shape is not None and scale is not None:  # rows of any length share the scale
-        shape = (x.numel() // x.shape[-1], x.shape[-1])
+    shape = _rows(x, scheme, scale)
     if (
         shape is None
         or shape[1] % LANES
@@ -85,6 +86,24 @@ def fake_quantize(
     return _run(x.reshape(shape), given, scheme).view(x.shape)
 
 
+def _rows(x: torch.Tensor, scheme: Scheme, scale: torch.Tensor | None) -> tuple[int, int] | None:
+    """Return the shape in which the kernel takes an input, None if no kernel does."""
+    if _is_micro(scheme):
+        is_last = scheme.axis % max(1, x.dim()) == x.dim() - 1
+        is_whole = scale is None and is_last and x.shape[-1] % scheme.fmt.block == 0
+        return (x.numel() // x.shape[-1], x.shape[-1]) if is_whole and x.numel() else None
+    shape = block_rows(x, scheme, scale)
+    if shape is not None and scale is not None:  # rows of any length share the scale
+        shape = (x.numel() // x.shape[-1], x.shape[-1])
+    return shape
+
+
+def _is_micro(scheme: Scheme) -> bool:
+    """Whether a vector is a block with shared microexponents, two elements a sub-block."""
+    fmt = scheme.fmt
+    return fmt.block == LANES and fmt.sub_block == 2 and scheme.qscheme is QSchemeType.per_group
+
+
 def _is_served(scheme: Scheme, has: tuple[bool, ...]) -> bool:
     """Whether the kernel knows a scheme.
 
@@ -95,9 +114,11 @@ def _is_served(scheme: Scheme, has: tuple[bool, ...]) -> bool:
     fmt, to = scheme.fmt, scheme.scale
     is_known = fmt.signed and fmt.has_rule if fmt.is_float else fmt.bits <= 16
     has_scale = to.held_dtype == torch.float32 and not to.span
-    has_range = fmt.is_float or (scheme.symmetric and fmt.signed and not scheme.signed_scales)
+    has_range = fmt.is_float or (scheme.symmetric and fmt.signed)
     is_dynamic = has_range and (has[2] or not to.two_level)
     is_even = scheme.rounding is RoundType.half_even
+    if _is_micro(scheme):
+        return is_even and not any(has)
     return is_known and has_scale and is_even and (has[0] or is_dynamic)
 
 
@@ -105,6 +126,9 @@ def _run(x: torch.Tensor, given: Numbers, scheme: Scheme) -> torch.Tensor:
     """Return values of ``x``, whose rows are the blocks or share the given scale."""
     scale, zero_point, tensor_scale = given
     x, y = x.contiguous(), torch.empty(x.shape, dtype=x.dtype, device="cpu")
+    if _is_micro(scheme):
+        run_rows(fake_quantize_micro_rows, [x, y], *_micro_constants(scheme, x.dtype))
+        return y
     zero = 0.0 if zero_point is None else float(zero_point)
     scales = torch.empty(0) if scale is None else scale.detach().float().reshape(1)
     unit = np.float32(1.0 if tensor_scale is None else float(tensor_scale))
@@ -113,8 +137,8 @@ def _run(x: torch.Tensor, given: Numbers, scheme: Scheme) -> torch.Tensor:
         before, after = (zero, 0.0) if scheme.float_zero_point else (0.0, zero)
         codes = [before, scheme.fmt.qmin - after, scheme.fmt.qmax - after]
         grid = np.array(codes, dtype=np.float32)
-    multiplies = None if scheme.divides else grid
-    constants = array(scales), unit, whole, numbers, scale_grid, grid, multiplies
+    multiplies, signs = None if scheme.divides else grid, grid if scheme.signed_scales else None
+    constants = array(scales), unit, whole, numbers, scale_grid, grid, multiplies, signs
     run_rows(fake_quantize_rows, [x, y], *constants)
     return y
 
@@ -132,6 +156,15 @@ def _constants(scheme: Scheme, dtype: torch.dtype) -> tuple[Any, ...]:
     grid = _grid(scheme.scale.fmt)
     grid = np.zeros(3, dtype=np.int32) if grid is None else grid
     return np.array(whole, dtype=np.int64), np.array(numbers, dtype=np.float32), grid
+
+
+@lru_cache(maxsize=256)
+def _micro_constants(scheme: Scheme, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Return the constants that ``fake_quantize_micro_rows`` takes."""
+    fmt = scheme.fmt
+    below = 127 + fmt.bits - 2  # the bias of float32, and the bits below the leading one
+    whole = [below, largest_exponent(fmt, largest_value(dtype))]
+    return np.array(whole, dtype=np.int32), np.array([0, fmt.qmin, fmt.qmax], dtype=np.float32)
 
 
 def _grid(fmt: Format | None) -> Any:

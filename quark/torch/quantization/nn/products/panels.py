@@ -78,8 +78,7 @@ class Panels:
         fmt, codes = state.scheme.fmt, state.codes
         assert codes is not None and state.scale is not None
         offset = -fmt.qmin if not fmt.is_float and fmt.bits < 8 else 0
-        whole = fmt.native is not None or fmt.bits == 8
-        bits = codes.view(torch.uint8) if whole else (codes.to(torch.int16) + offset).byte()
+        bits = codes.view(torch.uint8) + offset if offset else codes.view(torch.uint8)  # mod 256
         parts = pack_planes(arrangement.arrange(bits), fmt)
         zero = 0 if fmt.is_float else offset
         if state.zero_point is not None and not (state.scheme.symmetric and fmt.signed):
@@ -140,9 +139,8 @@ class Panels:
 
     def codes_of_bits(self, bits: torch.Tensor) -> torch.Tensor:
         """Return the codes of stored bits, uint8 of any shape."""
-        if self.offset:
-            return (bits.to(torch.int16) - self.offset).to(self.fmt.code_dtype)
-        return bits.contiguous().view(self.fmt.code_dtype)
+        codes = bits - self.offset if self.offset else bits  # modulo 256
+        return codes.contiguous().view(self.fmt.code_dtype)
 
     def _bits(self, parts: Parts) -> Iterator[torch.Tensor]:
         """Iterate over the stored bits of the panels: uint8 (elements,)."""

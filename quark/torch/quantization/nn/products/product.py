@@ -13,7 +13,7 @@ from quark.torch.quantization.nn.products import compiled, native
 from quark.torch.quantization.nn.products.arrangement import Arrangement, Parts
 from quark.torch.quantization.nn.products.fast_type import multiplied_type
 from quark.torch.quantization.nn.products.kernels import KERNELS, is_proved, takes_zero_points
-from quark.torch.quantization.nn.products.method import Method, Use
+from quark.torch.quantization.nn.products.method import Method, Multiplication, Use
 from quark.torch.quantization.nn.products.panels import Panels
 from quark.torch.quantization.nn.products.scaled_method import scaled_methods
 from quark.torch.quantization.nn.products.triton_method import triton_methods
@@ -52,13 +52,19 @@ class PanelMethod(Method):
         if self.kernel and takes_kernel and 0 < len(x) <= self._few_rows(x.dtype):
             return KERNELS[self.kernel].multiply(self.panels, parts, x.bfloat16())
         if self.decoder == "native":
-            return native.multiply(self.panels, parts, x)
+            return native.NativeProduct(self.panels, parts).multiply(x)
         product = self._compiled(parts)
         if product is None:
             return self._multiply_panels(parts, x)
         if 0 < len(x) <= compiled.FEW_ROWS:
             return product.multiply(self.panels, parts, x)
         return self._multiply_decoded(product, parts, x)
+
+    def bind_rows(self, parts: Parts) -> Multiplication:
+        """Return ``multiply_rows`` for one weight, with all that no input changes done already."""
+        if self.decoder == "native" and not self.kernel:
+            return native.NativeProduct(self.panels, parts).multiply
+        return super().bind_rows(parts)
 
     def _few_rows(self, dtype: torch.dtype) -> int:
         """Return the rows of inputs in a type up to which the kernel is faster than panels."""
@@ -141,14 +147,14 @@ class PackedProduct:
     def __init__(self, method: Method, parts: Parts) -> None:
         self.method, self.parts = method, parts
         self._names, self._tensors = ",".join(parts), list(parts.values())
-        self._key = method.key
+        self._key, self._multiply = method.key, method.bind(parts)
         _METHODS[self._key] = method
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """Return the product of ``x`` (…, inputs) and the weight: (…, outputs), type of ``x``."""
         if torch.compiler.is_compiling():
             return _packed_product(x, self._tensors, self._names, self._key)
-        return self.method.multiply(self.parts, x)
+        return self._multiply(x)
 
     def values(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the values of the weight, (outputs, inputs)."""
@@ -233,11 +239,20 @@ def make_product(state: QuantizedTensor, values: torch.Tensor, use: Use) -> Pack
             parts["order"] = state.order
         if unit is not None:
             parts["unit"] = unit.float().reshape(())
-        codes = method.codes(parts).view(torch.uint8)
-        has_codes = state.codes is not None and codes.equal(state.codes.view(torch.uint8))
+        has_codes = state.codes is not None and has_bytes(method.codes(parts), state.codes)
         if has_codes and method.gives(parts, values, use):
             return PackedProduct(method, parts)
     return None
+
+
+def has_bytes(x: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two tensors of one shape hold the same bytes; eight are compared at a time."""
+    if x.shape != expected.shape:
+        return False
+    own, other = (t.contiguous().view(torch.uint8).flatten() for t in (x, expected))
+    if not any(n % 8 for n in (len(own), own.storage_offset(), other.storage_offset())):
+        own, other = own.view(torch.int64), other.view(torch.int64)
+    return torch.equal(own, other)
 
 
 def _panel_methods(state: QuantizedTensor, group: int, use: Use) -> Iterator[tuple[Method, Parts]]:

@@ -125,6 +125,7 @@ class Case(NamedTuple):
         if to.fmt is not None:
             smallest = 2.0 ** (to.fmt.min_exponent - to.fmt.mantissa_bits)
         kept_bits = fmt.mantissa_bits if fmt.is_float else fmt.bits
+        reach = fmt.middle - fmt.qmin if scheme.signed_scales else (fmt.qmax - fmt.qmin) / 2
         return cls(
             mode=scheme.rounding.name,
             divides=scheme.divides,
@@ -142,7 +143,7 @@ class Case(NamedTuple):
             element_exponent=fmt.max_exponent,
             fraction_bits=fmt.fraction_bits,
             largest_exponent=largest_exponent(fmt, largest),
-            reach=fmt.max_value if fmt.is_float else (fmt.qmax - fmt.qmin) / 2,
+            reach=fmt.max_value if fmt.is_float else reach,
             epsilon=EPS,
             smallest_scale=smallest,
             largest_scale=largest_scale(scheme, largest),

@@ -72,7 +72,7 @@ def check_products(panels, parts, values):
     x[:, 5] = 1000.0
     exact = x.double() @ values.double().T
     for rows in (1, 3, 9):
-        y = native.multiply(panels, parts, x[:rows])[:, : len(values)]
+        y = native.NativeProduct(panels, parts).multiply(x[:rows])[:, : len(values)]
         assert (y - exact[:rows]).abs().max() < 1e-5 * exact[:rows].abs().max()
 
 
@@ -162,7 +162,7 @@ def test_rows_of_an_odd_number_of_vectors(group):
     for rows in (1, 3):
         x = torch.randn(rows, inputs)
         exact = x.double() @ expected.double().T
-        y = native.multiply(panels, parts, x)[:, :70]
+        y = native.NativeProduct(panels, parts).multiply(x)[:, :70]
         assert (y - exact).abs().max() < 1e-6 * exact.abs().max()
 
 
@@ -208,7 +208,7 @@ def test_the_order_of_the_kernel_of_torch(dtype, half, zeros, monkeypatch):
     for rows in (1, 5):
         x = torch.randn(rows, 64)
         exact = x.double() @ expected.double().T
-        y = native.multiply(panels, parts, x)[:, :70]
+        y = native.NativeProduct(panels, parts).multiply(x)[:, :70]
         assert (y - exact).abs().max() < 1e-6 * exact.abs().max()
 
 
@@ -218,13 +218,13 @@ def test_bfloat16_inputs_are_multiplied_in_the_faster_type(is_fast, monkeypatch)
     state = weight(Dtype.int4, True)
     panels, parts = Panels.pack(state, Arrangement.of_rows(70, 64, 32))
     x = torch.randn(33, 64).bfloat16()
-    y = native.multiply(panels, parts, x)[:, :70]
+    y = native.NativeProduct(panels, parts).multiply(x)[:, :70]
     values = dequantize(state.codes, state.scale, None, state.scheme)
     assert y.dtype == (torch.bfloat16 if is_fast else torch.float32)
     values = values.bfloat16() if is_fast else values
     exact = x.double() @ values.double().T
     assert (y - exact).abs().max() < (2.0**-8 if is_fast else 1e-6) * exact.abs().max()
-    assert native.multiply(panels, parts, x.float()).dtype == torch.float32
+    assert native.NativeProduct(panels, parts).multiply(x.float()).dtype == torch.float32
 
 
 def test_threads_share_the_panels(monkeypatch):
@@ -232,10 +232,10 @@ def test_threads_share_the_panels(monkeypatch):
     state = weight(Dtype.int4, True)
     panels, parts = Panels.pack(state, Arrangement(70, 64, 32, 32))
     x, threads = torch.randn(3, 64), torch.get_num_threads()
-    expected = native.multiply(panels, parts, x)
+    expected = native.NativeProduct(panels, parts).multiply(x)
     try:
         torch.set_num_threads(3)
-        assert torch.equal(native.multiply(panels, parts, x), expected)
+        assert torch.equal(native.NativeProduct(panels, parts).multiply(x), expected)
     finally:
         torch.set_num_threads(threads)
 
@@ -279,14 +279,14 @@ class TestRefusals:
         assert "int4 are not computed by kernels of numba: its values" in record.message
 
     def test_wrong_products(self, right, caplog, monkeypatch):
-        run = native.run_rows
+        run = native.run_arrays
 
-        def wrong(function, tensors, *constants):
-            run(function, tensors, *constants)
+        def wrong(function, arrays, *constants):
+            run(function, arrays, *constants)
             if function.python.__name__ == "multiply_rows":
-                tensors[5][0, 0, 0] += 0.1
+                arrays[5][0, 0, 0] += 0.1
 
-        monkeypatch.setattr(native, "run_rows", wrong)
+        monkeypatch.setattr(native, "run_arrays", wrong)
         assert not native.is_right(*right, torch.float32)
         assert "its product with" in caplog.text
 
@@ -294,7 +294,7 @@ class TestRefusals:
         def fail(*args):
             raise RuntimeError("no such instruction\nmore")
 
-        monkeypatch.setattr(native, "run_rows", fail)
+        monkeypatch.setattr(native, "run_arrays", fail)
         assert not native.is_right(*right, torch.float32)
         assert "numba: no such instruction." in caplog.text
 

@@ -21,10 +21,16 @@ from tests.unit.quantization.nn.products.test_compiled_inputs import MX, SCHEMES
 from tests.unit.quantization.nn.products.test_compiled_inputs import plain as plain_path
 
 pytest.importorskip("numba")
+SIGNED = Scheme(Dtype.int2.value, QSchemeType.per_group, -1, 32, signed_scales=True)
 DYNAMIC = {name: s for name, s in SCHEMES.items() if s.symmetric or s.fmt.is_float}
 DYNAMIC |= {
     "fp8 e5m2 per token": replace(TOKEN, fmt=Dtype.fp8_e5m2.value),
     "int4 per group": Scheme(Dtype.int4.value, QSchemeType.per_group, -1, 32),
+    "int4, signed scales": replace(SIGNED, fmt=Dtype.int4.value),
+    "int3, signed scales": replace(SIGNED, fmt=Dtype.int3.value),
+    "int4, signed scales per token": replace(TOKEN, fmt=Dtype.int4.value, signed_scales=True),
+    "mx6": Scheme(Dtype.mx6.value, QSchemeType.per_group, -1, 16),
+    "mx9": Scheme(Dtype.mx9.value, QSchemeType.per_group, -1, 16),
     "int16 per tensor": Scheme(Dtype.int16.value),
     "mxint8": Scheme(Dtype.int8.value, QSchemeType.per_group, -1, 32, scale=E8M0),
     "mxfp4, floor": replace(MX, scale_mode="floor"),
@@ -106,7 +112,9 @@ def test_threads_share_the_rows(monkeypatch, plain):
         (TOKEN, torch.randn(2, 40)),  # half a vector
         (replace(TOKEN, fmt=Dtype.uint8.value, symmetric=False), torch.randn(2, 64)),
         (replace(TOKEN, rounding=RoundType.floor), torch.randn(2, 64)),
-        (Scheme(Dtype.mx9.value, QSchemeType.per_group, -1, 16), torch.randn(2, 64)),
+        (Scheme(Dtype.mx9.value, QSchemeType.per_group, -1, 16), torch.randn(2, 40)),
+        (Scheme(Dtype.mx9.value, QSchemeType.per_group, 0, 16), torch.randn(64, 64)),
+        (Scheme(Dtype.bfp16.value, QSchemeType.per_group, -1, 8), torch.randn(2, 64)),
         (Scheme(Dtype.int8.value, QSchemeType.per_channel, 1), torch.randn(2, 64)),
         (SCHEMES["nvfp4"], torch.randn(2, 64)),  # without a tensor scale
         (MX, torch.randn(2, 64, requires_grad=True)),

@@ -59,25 +59,25 @@ def test_products_are_those_of_the_values(outputs, chunk, half, zeros, monkeypat
     panels, parts, values = packed(outputs, 64, 32, half, zeros)
     eye = torch.eye(64).bfloat16()
     for x in (eye, eye.T.repeat(2, 1)[::2], torch.randn(9, 64).bfloat16()):
-        y = native.multiply(panels, parts, x)[:, :outputs]
+        y = native.NativeProduct(panels, parts).multiply(x)[:, :outputs]
         assert y.dtype == torch.bfloat16
         torch.testing.assert_close(y.double(), x.double() @ values.double().T, rtol=0.01, atol=0.05)
     assert tiles._KEPT.shapes
-    assert torch.equal(native.multiply(panels, parts, eye)[:, :outputs], values.T)
+    assert torch.equal(native.NativeProduct(panels, parts).multiply(eye)[:, :outputs], values.T)
 
 
 def test_threads_write_parts_of_the_tiles(monkeypatch):
     monkeypatch.setattr(compilation, "_PIECE", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     panels, parts, values = packed(320, 64, 32, 32, True)
-    y = native.multiply(panels, parts, torch.eye(64).bfloat16())
+    y = native.NativeProduct(panels, parts).multiply(torch.eye(64).bfloat16())
     assert torch.equal(y[:, :320], values.T)
 
 
 def test_another_weight_of_the_shape_takes_the_same_memory():
     for _ in range(3):
         panels, parts, values = packed(64, 64, 32, 32, False)
-        y = native.multiply(panels, parts, torch.eye(64).bfloat16())
+        y = native.NativeProduct(panels, parts).multiply(torch.eye(64).bfloat16())
         assert torch.equal(y, values.T)
     assert len(tiles._KEPT.shapes) == 1
 
@@ -89,7 +89,7 @@ def test_the_memory_that_is_kept_is_bounded(monkeypatch):
     first = tiles.take_tiles(64, 64)
     assert tiles.take_tiles(128, 64).weight.shape == (128, 64)
     panels, parts, values = packed(192, 64, 32, 32, False)
-    y = native.multiply(panels, parts, torch.eye(64).bfloat16())
+    y = native.NativeProduct(panels, parts).multiply(torch.eye(64).bfloat16())
     assert torch.equal(y[:, :192], values.T)
     assert list(tiles._KEPT.shapes) == [(64, 64), (128, 64)]
     for _ in range(4):
@@ -109,7 +109,7 @@ def test_where_the_order_or_size_is_another_panels_multiply(name, other, monkeyp
     monkeypatch.setattr(tiles, name, other)
     caplog.set_level("INFO")
     panels, parts, values = packed(64, 64, 32, 32, True)
-    y = native.multiply(panels, parts, torch.eye(64).bfloat16())
+    y = native.NativeProduct(panels, parts).multiply(torch.eye(64).bfloat16())
     assert torch.equal(y, values.T)
     assert tiles._KEPT.shapes == {(64, 64): None}
     assert "not multiplied in the order of oneDNN" in caplog.text
