@@ -23,7 +23,7 @@ _BLOCKS = {
 RECIPES: dict[str, tuple[str, tuple[dict[str, Any], ...]]] = {
     "w8": ("int8_wo", ()),
     "w4": ("int4_wo_signed_128", (_AWQ, _CHOSEN)),
-    "w3": ("int3_wo_signed_128", (_AWQ, _CHOSEN)),
+    "w3": ("int3_wo_signed_128", ({**_GPTQ, "choose_damping": True},)),
     "w2": ("w_int2_per_group_asym", (_YAQA,)),
     "w8a8": ("w_int8_per_channel_a_int8_per_tensor_sym", (_SMOOTH,)),
     "w4a4": ("int4_wa_signed_128", (_SMOOTH, _BLOCKS, _GPTQ)),
