@@ -390,4 +390,5 @@ def _per_tensor(spec: QuantizationSpec) -> QuantizationSpec:
         group_size=None,
         second_stage=None,
         scale_format=None,
+        four_over_six=False,
     )
