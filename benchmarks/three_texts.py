@@ -8,6 +8,7 @@
     python benchmarks/three_texts.py --part 1          # calibrated on other docstrings
     python benchmarks/three_texts.py --model real --rows mxfp4 --algorithms "" --peer auto-round
     python benchmarks/three_texts.py --rows nvfp4:inputs --algorithms none  # weights in float
+    python benchmarks/three_texts.py --rows nvfp4:four_over_six --algorithms gptq
     python benchmarks/three_texts.py --kept            # the tables of three_texts.json
 
 Every row is calibrated on English docstrings and evaluated on the texts of ``texts.py``. *KL* is in
@@ -61,6 +62,7 @@ BLOCKS: dict[str, Any] = {"name": "rotation", "r1": False, "rotation_size": 32}
 BLOCKS |= {"online_config": _ALL_INPUTS}
 PRESCALED = BLOCKS | {"online_config": _ALL_INPUTS | {"use_input_prescale": True}}
 INPUTS = ":inputs"  # after a scheme: inputs alone, which rounding of weights cannot improve
+CHOICE = ":four_over_six"  # after a scheme: this option of its inputs is on
 NONE, REFERENCE = "none", "gptq"
 # Name -> what comes before the algorithm that rounds.
 PREPARATIONS: dict[str, list[dict[str, Any]]] = {
@@ -176,9 +178,13 @@ class Bench:
     def row(self, scheme: str, algorithms: list[dict[str, Any]]) -> Row:
         """Return perplexity, and KL in millinats of each window, by text."""
         template = LLMTemplate.get(self.model.config.model_type)
-        config = template.get_config(scheme=scheme.removesuffix(INPUTS))
-        if scheme.endswith(INPUTS):
-            config.global_quant_config = replace(config.global_quant_config, weight=None)
+        config = template.get_config(scheme=scheme.split(":")[0])
+        layer = config.global_quant_config
+        if INPUTS in scheme:
+            layer = replace(layer, weight=None)
+        if CHOICE in scheme:
+            layer = replace(layer, input_tensors=layer.input_tensors.changed(four_over_six=True))
+        config.global_quant_config = layer
         config, _ = fit_super_blocks(self.model, fit_group_sizes(self.model, config)[0])
         options = [algo_config_from_dict(given) for given in algorithms]
         config, model = replace(config, algo_config=options or None), copy.deepcopy(self.model)
@@ -340,7 +346,7 @@ def main() -> None:
             keep(options.model, bench, row)
 
     for scheme in schemes:
-        own = SCHEMES.get(scheme.removesuffix(INPUTS), (NONE,))
+        own = SCHEMES.get(scheme.split(":")[0], (NONE,))
         for before in (PREPARATIONS[name] for name in (given or own)):
             for name in filter(None, options.algorithms.split(",")):
                 algorithms = [*before, *([] if name == NONE else [options_of(name)])]

@@ -10,6 +10,9 @@ import pytest
 from quark.torch.quantization.config.recipes import RECIPES
 
 ERRORS = 3.0  # standard errors that a difference must have to count
+REAL = "real"  # the model that decides, for rows that were measured on it
+# Its layers of 576 inputs have no groups of 128. Scheme of a recipe -> scheme of the rows there.
+IN_64 = {f"int{bits}_wo_signed_128": f"int{bits}_wo_signed_64" for bits in (4, 3)}
 SEARCHED = sorted(name for name, (_, algorithms) in RECIPES.items() if algorithms)
 
 
@@ -62,13 +65,19 @@ def advantage(tables, chosen, other):
 def better_rows(models, scheme, chosen):
     """The keys of a scheme that are measurably better than one of them.
 
-    Only rows that were measured on all models of the chosen one are compared: YAQA wins on the
-    shipped model under rounded inputs, and loses on text of other scripts on the real one.
+    Rows that were measured on the real model are compared there alone: the other models are small
+    and trained in minutes, and YAQA wins there where it loses on the real one. Other rows are
+    compared if they were measured on all models of the chosen one.
     """
-    tables = [rows_of(model, scheme) for model in models.values()]
-    of_chosen = [set(table) for table in tables if chosen in table]
-    others = sorted(set.intersection(*of_chosen) - {chosen}) if of_chosen else []
-    return [other for other in others if advantage(tables, chosen, other) >= ERRORS]
+    tables = {
+        name: rows_of(model, IN_64.get(scheme, scheme) if name == REAL else scheme)
+        for name, model in models.items()
+    }
+    of_chosen = {name: table for name, table in tables.items() if chosen in table}
+    deciding = of_chosen.get(REAL)
+    compared = [deciding] if deciding is not None else list(of_chosen.values())
+    others = sorted(set.intersection(*map(set, compared)) - {chosen}) if compared else []
+    return [other for other in others if advantage(compared, chosen, other) >= ERRORS]
 
 
 @pytest.mark.parametrize("name", SEARCHED)
@@ -84,14 +93,16 @@ def test_no_row_is_better_than_the_recipe(name, models):
 @pytest.mark.parametrize("name", SEARCHED)
 def test_the_check_refuses_a_worse_row(name, models):
     scheme, algorithms = RECIPES[name]
-    rows = rows_of(models["shipped"], scheme)
+    chosen = json.dumps(algorithms)
+    there = rows_of(models[REAL], IN_64.get(scheme, scheme))
+    model = REAL if chosen in there and len(there) > 1 else "shipped"
+    rows = there if model == REAL else rows_of(models[model], scheme)
 
     def loss(row):
-        return sum(mean(map(mean, parts.values())) for parts in rows[row].values())
+        return sum(mean(map(math.log, kl)) for parts in rows[row].values() for kl in parts.values())
 
     worst = max((row for row in rows if is_ours(row)), key=loss)
-    shipped = {"shipped": models["shipped"]}
-    assert json.dumps(algorithms) in better_rows(shipped, scheme, worst)
+    assert chosen in better_rows({model: models[model]}, scheme, worst)
 
 
 def test_other_software_beats_no_scheme(models):
@@ -123,18 +134,31 @@ def test_parts_of_the_data_are_paired_with_themselves():
     assert better_rows({"made up": model}, "s", '["other"]') == []
 
 
-def test_a_row_of_fewer_models_is_not_compared():
-    def model(**rows):
-        texts = {name: {"t": {"kl": kl}} for name, kl in rows.items()}
-        made = [{"scheme": "s", "algorithms": [n], "texts": found} for n, found in texts.items()]
-        return {"float": {"t": 5.0}, "vocabulary": 10, "rows": made}
+def made_up(**rows):
+    """A model with a text that it can read, and the KL of its windows by name of the row."""
+    made = [
+        {"scheme": "s", "algorithms": [name], "texts": {"t": {"kl": kl}}}
+        for name, kl in rows.items()
+    ]
+    return {"float": {"t": 5.0}, "vocabulary": 10, "rows": made}
 
-    one = model(chosen=[2.0, 8.1, 4.0], other=[1, 4, 2])
-    two = model(chosen=[2.0, 8.0, 4.1], other=[1, 4, 2])
+
+def test_a_row_of_fewer_models_is_not_compared():
+    one = made_up(chosen=[2.0, 8.1, 4.0], other=[1, 4, 2])
+    two = made_up(chosen=[2.0, 8.0, 4.1], other=[1, 4, 2])
     assert better_rows({"one": one, "two": two}, "s", '["chosen"]') == ['["other"]']
-    alone = model(chosen=[2.0, 8.0, 4.1])
+    alone = made_up(chosen=[2.0, 8.0, 4.1])
     assert better_rows({"one": one, "two": alone}, "s", '["chosen"]') == []
     assert better_rows({"one": one, "two": alone}, "s", '["other"]') == []
+
+
+def test_the_real_model_decides():
+    small = made_up(chosen=[2.0, 8.1, 4.0], other=[0.1, 0.4, 0.2])
+    real = made_up(chosen=[1.0, 4.0, 2.0], other=[2.0, 8.1, 4.0])
+    models = {"small": small, REAL: real}
+    assert better_rows(models, "s", '["chosen"]') == []
+    assert better_rows(models, "s", '["other"]') == ['["chosen"]']
+    assert better_rows({"small": small}, "s", '["chosen"]') == ['["other"]']
 
 
 def test_a_text_that_the_model_cannot_read_does_not_count():

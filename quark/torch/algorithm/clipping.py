@@ -22,6 +22,9 @@ from quark.torch.quantization.observer.observer import MinMaxObserver
 
 FRACTIONS = tuple(1 - i / 20 for i in range(1, 11))  # of the range: 0.95 … 0.5
 LARGER = (1.25, 1.5, 2.0)  # factors of ranges: 1.5 makes the largest value 4 instead of 6
+# Factors from a half to 2, each 1.065 times the one before. Neighbours in e4m3 and e5m3 differ by
+# at least 1.067, so every scale in these formats is tried.
+CLOSE = tuple(2 ** (i / 11) for i in range(-11, 12) if i)
 ENDS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25)  # factors of one end of a range
 ROUNDS = 2  # of moves of both ends
 FEW_BITS = 3  # with more, both ends at once are as good
@@ -56,9 +59,11 @@ def weight_with_best_ranges(layer: FakeQuantizedLayer, gram: torch.Tensor) -> to
     As ``clip_weight``; in addition, groups of floats of 4 bits may have larger ranges than their
     values. The steps of such a format grow with the value: fp4 has 4 and 6, and nothing between.
     So the largest values of a group may be closer to multiples of 4 and 3 than of 6 and 4. The next
-    larger power of two doubles all steps, and gains nothing once later columns compensate. Under
-    zero points of up to 3 bits, both ends of a range move by themselves, so that scale and zero
-    point are chosen together (NeUQI, Lin et al. 2025, arXiv 2505.17595).
+    larger power of two doubles all steps, and gains nothing once later columns compensate. Where
+    scales are numbers of 8 bits (NVFP4), all of them from half to twice the usual one are tried,
+    under the tensor scale that is stored. Under zero points of up to 3 bits, both ends of a range
+    move by themselves, so that scale and zero point are chosen together (NeUQI, Lin et al. 2025,
+    arXiv 2505.17595).
 
     Returns:
         Values for scales to be computed from, in the shape of the weight; or None, as there.
@@ -69,7 +74,11 @@ def weight_with_best_ranges(layer: FakeQuantizedLayer, gram: torch.Tensor) -> to
     grows = is_coarse and not (scheme.scale.power_of_two or scheme.shares_exponents)
     has_ends = not (scheme.symmetric or scheme.fmt.is_float or scheme.scale.span)
     moves_ends = has_ends and scheme.fmt.bits <= FEW_BITS
-    return _with_best_factors(layer, gram, (*FRACTIONS, *(LARGER if grows else ())), moves_ends)
+    factors = (*FRACTIONS, *(LARGER if grows else ()))
+    if grows and scheme.scale.fmt is not None and not scheme.scale.span:
+        factors = CLOSE
+    tensor_scale = layer.weight_quantizer.scale_2 if scheme.scale.two_level else None
+    return _with_best_factors(layer, gram, factors, moves_ends, tensor_scale)
 
 
 def _with_best_factors(
@@ -77,8 +86,12 @@ def _with_best_factors(
     gram: torch.Tensor,
     factors: Sequence[float],
     moves_ends: bool = False,
+    tensor_scale: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """Return the weight with the best factor for the range of each group; see ``clip_weight``."""
+    """Return the weight with the best factor for the range of each group; see ``clip_weight``.
+
+    Block scales of two levels are relative to ``tensor_scale``, or to that of the ranges tried.
+    """
     quantizer = layer.weight_quantizer
     assert quantizer is not None
     matrix = weight_matrix(layer)
@@ -90,10 +103,11 @@ def _with_best_factors(
     def fake_quantize_(rows: torch.Tensor, ranges: torch.Tensor | None) -> torch.Tensor:
         values = layer.from_matrix(rows)
         if ranges is not None:
-            return layer.to_matrix(quantizer.fake_quantize_(values, layer.from_matrix(ranges)))
-        rounded = _by_kernel(quantizer, values)
+            ranges = layer.from_matrix(ranges)
+            return layer.to_matrix(quantizer.fake_quantize_(values, ranges, tensor_scale))
+        rounded = _by_kernel(quantizer, values, tensor_scale)
         if rounded is None:
-            rounded = quantizer.fake_quantize_(values, values)
+            rounded = quantizer.fake_quantize_(values, values, tensor_scale)
         return layer.to_matrix(rounded)
 
     chunk = CACHED if matrix.device.type == "cpu" else CHUNK
@@ -113,7 +127,9 @@ def _with_best_factors(
     return layer.from_matrix(result)
 
 
-def _by_kernel(quantizer: TensorQuantizer, x: torch.Tensor) -> torch.Tensor | None:
+def _by_kernel(
+    quantizer: TensorQuantizer, x: torch.Tensor, tensor_scale: torch.Tensor | None
+) -> torch.Tensor | None:
     """Return ``x`` fake-quantized under scales for its own range, None where no kernel does this.
 
     The kernel is that of dynamic inputs, whose scales are those of static ranges of one tensor.
@@ -122,7 +138,7 @@ def _by_kernel(quantizer: TensorQuantizer, x: torch.Tensor) -> torch.Tensor | No
     takes_range = isinstance(observer, MinMaxObserver) and observer.scheme == quantizer.scheme
     if not takes_range or quantizer.spec.quantizes_codes:
         return None
-    return fake_quantize(x, None, None, quantizer.scheme)
+    return fake_quantize(x, None, None, quantizer.scheme, tensor_scale)
 
 
 def _scale_ranges(

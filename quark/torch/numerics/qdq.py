@@ -23,10 +23,16 @@ from quark.torch.numerics.codec import (
     round_to_codes,
 )
 from quark.torch.numerics.enumerations import RoundType
+from quark.torch.numerics.four_over_six import WIDER, choose_scales
 from quark.torch.numerics.native.codes import find_codes
 from quark.torch.numerics.pieces import join_rows, row_pieces
 from quark.torch.numerics.rounding import round_, round_to_grid_
-from quark.torch.numerics.scales import block_range, largest_value, qparams_from_range
+from quark.torch.numerics.scales import (
+    block_range,
+    largest_value,
+    qparams_from_range,
+    tensor_scale_from_range,
+)
 from quark.torch.numerics.scheme import Scheme
 
 CHUNK = 1 << 18  # elements of a piece: 1 MiB of float32
@@ -132,14 +138,21 @@ def dynamic_qparams(
     apart = scheme.blocks(x.shape).grid[:1] == x.shape[:1]
     whole = scheme.scale.two_level and tensor_scale is None
     pieces = row_pieces(x, RANGE_CHUNK) if apart and not whole else [x]
-    parts = [
-        qparams_from_range(
-            *block_range(piece, scheme), scheme, tensor_scale, largest_value(x.dtype)
-        )
-        for piece in pieces
-    ]
+    parts = [_own_qparams(piece, scheme, tensor_scale) for piece in pieces]
     zeros = [zero_point for _, zero_point in parts if zero_point is not None]
     return join_rows([scale for scale, _ in parts]), join_rows(zeros) if zeros else None
+
+
+def _own_qparams(x: torch.Tensor, scheme: Scheme, tensor_scale: torch.Tensor | None) -> QParams:
+    lo, hi = block_range(x, scheme)
+    if scheme.four_over_six and scheme.scale.two_level and tensor_scale is None:
+        tensor_scale = tensor_scale_from_range(lo, hi, scheme)
+    given = scheme, tensor_scale, largest_value(x.dtype)
+    scale, zero_point = qparams_from_range(lo, hi, *given)
+    if scheme.four_over_six:
+        wider, _ = qparams_from_range(WIDER * lo, WIDER * hi, *given)
+        scale = choose_scales(x, scale, wider, scheme)
+    return scale, zero_point
 
 
 def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -39,6 +39,8 @@ class Scheme:
         signed_scales: Whether a scale of symmetric integers is negative where the value that is
             farthest from zero is positive. Then that value has the smallest code, which is one
             step farther from zero than the largest.
+        four_over_six: Whether dynamic scales of fp4 are chosen block by block; see
+            ``numerics.four_over_six``.
     """
 
     fmt: Format
@@ -54,6 +56,7 @@ class Scheme:
     per_token: bool = False
     flat: bool = False
     signed_scales: bool = False
+    four_over_six: bool = False
 
     @property
     def has_zero_point(self) -> bool:

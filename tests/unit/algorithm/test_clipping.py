@@ -171,6 +171,31 @@ def test_the_largest_value_of_a_group_may_be_four_or_six(kind):
     assert bool((chosen <= torch.minimum(six, four) * (1 + 1e-4)).all())
 
 
+@pytest.mark.parametrize("kind", [nn.Linear, Conv1D], ids=["rows", "transposed"])
+def test_no_block_scale_of_two_levels_is_better(kind):
+    """Against all numbers of e4m3 around the usual one, under the same tensor scale."""
+    layer, x = made(scheme("nvfp4"), kind, inputs=64)
+    quantizer, transposed = layer.weight_quantizer, kind is not nn.Linear
+    quantizer.compute_block_scales(layer.weight)
+    unit, usual = quantizer.scale_2.clone(), quantizer.scale.clone()
+    quantizer.compute_block_scales(weight_with_best_ranges(layer, x.T @ x))
+    assert torch.equal(quantizer.scale_2, unit)
+    weight = (layer.weight.T if transposed else layer.weight).detach()
+    usual, found = (t.T if transposed else t for t in (usual, quantizer.scale))
+    groups = weight.unflatten(1, (-1, 16))
+
+    def loss(scales):
+        return errors_of(fp4(groups, scales.unsqueeze(-1)).flatten(1) - weight, x, 16)
+
+    chosen = loss(found)
+    codes = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    for scale in codes * unit:
+        is_near = (scale > 0.55 * usual) & (scale < 1.85 * usual)
+        tried = torch.where(is_near, scale, usual)
+        assert bool((chosen <= loss(tried) * (1 + 1e-4)).all())
+    assert float(chosen.sum()) < 0.8 * float(loss(usual).sum())
+
+
 @pytest.mark.parametrize("name", ["nvfp4", "w_fp4_per_group"])
 def test_larger_ranges_lose_less_than_clipping_alone(name):
     layer, x = made(scheme(name, 32))

@@ -71,6 +71,7 @@ _PACKED: tuple[_Rule, ...] = (
     ),
 )
 _INPUTS: tuple[_Rule, ...] = (
+    (lambda s: s.four_over_six, "scales of inputs were not chosen between 4 and 6."),
     (
         lambda s: (
             (bool(s.is_dynamic) and s.scheme.has_zero_point and s.scheme.symmetric)

@@ -55,6 +55,9 @@ def common_problem(
         return "it has a low-rank branch"
     if layer.input_prescale is not None:
         return "its input is multiplied by factors"
+    specs = [spec for _, spec in layer.quant_config.specs()]
+    if any(spec.four_over_six for spec in specs):
+        return "readers do not choose scales of inputs between 4 and 6 (four_over_six)"
     if layer.quant_config.weight is None:
         return "its weight is not quantized"
     if layer.quant_config.bias is not None:

@@ -34,6 +34,8 @@ def activation_problem(spec: QuantizationSpec) -> str | None:
         return "cannot quantize codes a second time"
     if fmt.scaled and scheme.rounding is not RoundType.half_even:
         return f"rounds half to even, not by {scheme.rounding.name}"
+    if scheme.four_over_six:
+        return "cannot choose scales between 4 and 6 (four_over_six)"
     if scheme.block is not None or (
         scheme.qscheme is QSchemeType.per_group and not spec.is_dynamic
     ):

@@ -59,7 +59,7 @@ def describe(spec: QuantizationSpec | None, is_weight: bool = False) -> str:
     if spec.quantizes_codes:
         words.append(f"then {describe(spec.stages[1], is_weight)}")
         return " ".join(words)
-    scales = ["signed"] if scheme.signed_scales else []
+    scales = ["signed"] if scheme.signed_scales else ["4/6"] if scheme.four_over_six else []
     if scheme.scale != FLOAT32 and not spec.fixes_blocks:
         scales.append(_scale_name(scheme.scale))
     if scales:

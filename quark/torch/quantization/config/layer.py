@@ -82,6 +82,8 @@ class QuantizationConfig:
                 )
             if name.endswith("_tensors") and spec.signed_scales:
                 raise ValueError(f"{name}: signed_scales=True is for weights only.")
+            if not name.endswith("_tensors") and spec.four_over_six:
+                raise ValueError(f"{name}: four_over_six=True is for inputs and outputs only.")
             if name.endswith("_tensors") and spec.quantizes_codes:
                 raise ValueError(
                     f"{name}: a second stage over the codes of the first is for weights only."

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from quark.torch.numerics.formats import Format
 from quark.torch.numerics.scale_formats import E8M0, SCALE_FORMATS, ScaleFormat
 from quark.torch.numerics.scheme import Scheme
+from quark.torch.quantization.config.four_over_six import four_over_six_problem
+from quark.torch.quantization.config.mx_elements import mx_element_problem
 from quark.torch.quantization.config.name_lookup import member, one_of, unknown
 from quark.torch.quantization.config.per_head import per_head_problem
 from quark.torch.quantization.config.qat import (
@@ -42,7 +44,6 @@ if TYPE_CHECKING:
     from quark.torch.quantization.observer.observer import ObserverBase
 
 MX_BLOCK = 32
-MX_ELEMENTS = ("int8", "fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4")
 SCALE_MODES = ("even", "floor", "ceil")
 
 _OBSERVER = ObserverField()
@@ -74,6 +75,8 @@ class QuantizationSpec:
         scale_calculation_mode: Rounding of shared exponents: even, floor or ceil.
         signed_scales: Whether scales of symmetric integers may be negative, so that the value
             farthest from zero has the smallest code, whatever its sign. For weights.
+        four_over_six: Whether the largest value of a block of fp4 is 4 instead of 6 where that has
+            less squared error. For dynamic inputs and outputs in groups.
         qat_spec: Options of scales that are trained: ``QATSpec()`` or ``TQTSpec()``. The observers
             ``LSQObserver`` and ``TQTObserver`` imply them.
         mx_element_dtype: Format of the elements if ``dtype`` is mx.
@@ -106,6 +109,7 @@ class QuantizationSpec:
     enable_buffer_reuse: bool = False
     max_input_numel: int = 4194304
     signed_scales: bool = False
+    four_over_six: bool = False
     second_stage: QuantizationSpec | None = None
 
     is_parameter = False  # not a field: set by for_parameter
@@ -180,6 +184,7 @@ class QuantizationSpec:
             scale=self._scale_format(),
             scale_mode=self.scale_calculation_mode or "even",
             signed_scales=self.signed_scales,
+            four_over_six=self.four_over_six,
         )
 
     def _scale_format(self) -> ScaleFormat:
@@ -286,8 +291,9 @@ class QuantizationSpec:
             return [stage.to_dict() for stage in self.stages]  # type: ignore[misc]
         data = {f.name: plain(getattr(self, f.name)) for f in fields(self)}
         del data["second_stage"]
-        if not self.signed_scales:
-            del data["signed_scales"]
+        for name in ("signed_scales", "four_over_six"):  # other readers do not know them
+            if not data[name]:
+                del data[name]
         if self.qat_spec is None:
             del data["qat_spec"]
         else:
@@ -363,16 +369,7 @@ RULES: list[_Rule] = [
         lambda s: s.fixes_blocks and s.group_size is not None and s.group_size <= 0,
         lambda s: f"group_size={s.group_size}: give the elements of a block.",
     ),
-    (
-        lambda s: (s.dtype is Dtype.mx) != (s.mx_element_dtype is not None),
-        lambda s: (
-            f"mx_element_dtype={plain(s.mx_element_dtype)!r}: dtype mx needs it, no other has it."
-        ),
-    ),
-    (
-        lambda s: s.mx_element_dtype is not None and s.mx_element_dtype.name not in MX_ELEMENTS,
-        lambda s: f"mx_element_dtype={plain(s.mx_element_dtype)!r}: give one of {MX_ELEMENTS}.",
-    ),
+    (lambda s: mx_element_problem(s) is not None, lambda s: f"{mx_element_problem(s)}"),
     (
         lambda s: (s.qscheme is QSchemeType.per_block) != (s.block_size is not None),
         lambda s: f"per_block and block_size=(rows, columns) go together, got {s.block_size!r}.",
@@ -397,6 +394,7 @@ RULES: list[_Rule] = [
     (lambda s: training_problem(s) is not None, lambda s: f"{training_problem(s)}"),
     (lambda s: super_block_problem(s) is not None, lambda s: f"{super_block_problem(s)}"),
     (lambda s: signed_scales_problem(s) is not None, lambda s: f"{signed_scales_problem(s)}"),
+    (lambda s: four_over_six_problem(s) is not None, lambda s: f"{four_over_six_problem(s)}"),
 ]
 
 QTensorConfig = QuantizationSpec

@@ -270,16 +270,19 @@ class TensorQuantizer(FollowingRange):
         """
         return self.fake_quantize_(x.clone(), x if ranges is None else ranges)
 
-    def fake_quantize_(self, x: torch.Tensor, ranges: torch.Tensor) -> torch.Tensor:
+    def fake_quantize_(
+        self, x: torch.Tensor, ranges: torch.Tensor, tensor_scale: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Replace the values of ``x`` as ``fake_quantize_copy`` does, in place, and return it.
 
         Args:
             x: The values.
             ranges: Values in the shape of ``x``; may be ``x`` itself.
+            tensor_scale: Tensor scale [] of two-level scales; None for that of ``ranges``.
         """
         other = TensorQuantizer(self.spec)
-        other.observer(ranges)
-        other.compute_scales(ranges, is_finite=True)
+        other.scale_2 = tensor_scale
+        other.compute_block_scales(ranges)
         return other.freeze_(x)
 
     def column_rounder(
@@ -387,4 +390,5 @@ def _per_tensor(spec: QuantizationSpec) -> QuantizationSpec:
         group_size=None,
         second_stage=None,
         scale_format=None,
+        four_over_six=False,
     )

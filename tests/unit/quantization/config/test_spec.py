@@ -32,6 +32,10 @@ BROKEN = {
         {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "signed_scales": True, "is_dynamic": False},
         "signed_scales=True is for symmetric integers",
     ),
+    "a choice between 4 and 6 of integers": (
+        {"dtype": "int4", "four_over_six": True, **_SUPER_BLOCKS, "is_dynamic": True},
+        "four_over_six=True is for dynamic fp4 per group",
+    ),
     "super-blocks of floats": (
         {"dtype": "fp4", "scale_format": "uint6x8", **_SUPER_BLOCKS},
         "scale_format='uint6x8' is for groups of integers",

@@ -63,9 +63,12 @@ def block_rows(
 ) -> tuple[int, int] | None:
     """Return the number of blocks and of their elements, if elements of a block are neighbors.
 
-    None also stands for schemes with shared microexponents, and for several given scales.
+    None also stands for schemes with shared microexponents, for several given scales, and for
+    scales that depend on more than the range of a block.
     """
     is_simple = scheme.fmt.scaled and not scheme.fmt.block and scheme.fmt.bits <= 24
+    if scheme.four_over_six and scale is None:
+        return None
     if not is_simple or x.numel() <= 1 or (scale is not None and scale.numel() != 1):
         return None
     blocks = scheme.blocks(x.shape)
