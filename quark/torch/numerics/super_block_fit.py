@@ -131,9 +131,7 @@ def _best_neighbours(
             (n + offset).clamp_(low, top)
             for n, offset, low in zip(integers, offsets, least, strict=True)
         ]
-        scale, *depths = (
-            (n * unit).unsqueeze(-1) for n, unit in zip(moved, units, strict=True)
-        )
+        scale, *depths = ((n * unit).unsqueeze(-1) for n, unit in zip(moved, units, strict=True))
         minimum = -depths[0] if depths else torch.zeros_like(scale)
         codes = _codes(values, scale, minimum, scheme)
         error = codes.mul_(scale).add_(minimum).sub_(values).square_().sum(-1)
@@ -151,4 +149,3 @@ def _codes(
     zero = fmt.middle if scheme.symmetric else fmt.qmin
     codes = (values - minimum).div_(scale).round_()
     return codes.clamp_(fmt.qmin - zero, fmt.qmax - zero)
-

@@ -62,7 +62,10 @@ def test_single_experts_are_layers(quark, mixtral_dir, tmp_path):
     [
         (["lm_haed"], "'lm_haed'. Nearest: lm_head. Without this flag, lm_head and the parts"),
         (["lm_head", "*down_porj"], "no layer matches '*down_porj'. Nearest: down_proj"),
-        (["lm_head", "*.0.mlp"], "such as 'model.layers.0.mlp.gate_proj', and no layer. Write '*.0"),
+        (
+            ["lm_head", "*.0.mlp"],
+            "such as 'model.layers.0.mlp.gate_proj', and no layer. Write '*.0",
+        ),
     ],
 )
 def test_exclusions_that_match_no_layer_are_refused(refused, model_dir, tmp_path, patterns, said):
