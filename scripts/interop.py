@@ -212,7 +212,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--client", action="append", default=[], choices=CLIENTS, help="client; repeatable"
     )
-    parser.add_argument("--scheme", action="append", default=[], help="client; repeatable")
+    parser.add_argument("--scheme", action="append", default=[], help="name or pattern; repeatable")
     parser.add_argument(
         "--python",
         action="append",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from interop_alignment import Alignment
@@ -180,11 +181,11 @@ TABLE: tuple[tuple[str, str, Expected, tuple[str, ...]], ...] = (
 
 
 def rows(clients: Collection[str], schemes: Collection[str]) -> list[Row]:
-    """Return the rows of these clients and schemes; of all, where none is given."""
+    """Return the rows of these clients and patterns of schemes; of all, where none is given."""
     return [
         Row(client, layout, scheme, expected)
         for client, layout, expected, names in TABLE
         for scheme in names
         if (not clients or client.partition(" ")[0] in clients)
-        and (not schemes or scheme in schemes)
+        and (not schemes or any(fnmatchcase(scheme, pattern) for pattern in schemes))
     ]

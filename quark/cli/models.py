@@ -21,7 +21,6 @@ CALIBRATION = "text of this package"
 EVALUATION = "held-out docstrings of the standard library"
 CHARACTERS_PER_TOKEN = 8  # of English text in any vocabulary, at most
 logger = logging.getLogger("quark")
-FEW_BITS = 6  # per weight, of a quantized model: a further loss counts below
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _COPY_TOKENIZER = (
     "Copy the files of the tokenizer from the original model to this directory "
@@ -112,8 +111,6 @@ def check_runtime(runtime: str, max_memory: int | None) -> None:
 def describe_source(directory: Path, described: dict[str, Any], flag: str) -> str:
     """Return how the weights of a quantized model are stored, "" for a float model.
 
-    A warning says that a model of few bits loses accuracy twice.
-
     Args:
         directory: Directory of the model, or its GGUF file.
         described: Result of ``read_config``.
@@ -136,15 +133,29 @@ def describe_source(directory: Path, described: dict[str, Any], flag: str) -> st
     summary = read_contents(directory).summary
     if not summary.layers:
         return ""
-    bits = summary.bits_per_weight
-    if bits is not None and bits < FEW_BITS:
-        logger.warning(
-            "The model has %s bits per weight already: quantizing it again adds to that loss. "
-            "Prefer the original model if you have it.",
-            format_bits(bits),
-        )
     weights = dict.fromkeys(scheme.scheme.weight for scheme in summary.schemes())
     return ", ".join(filter(None, weights)) or "weights in float"
+
+
+def warn_of_second_loss(directory: Path, source: str) -> None:
+    """Warn that quantizing a quantized model loses accuracy twice.
+
+    Args:
+        directory: Directory of the model, or its GGUF file.
+        source: Result of ``describe_source``; nothing is said of a float model.
+    """
+    from quark.torch.export.recognition import read_contents
+
+    if not source:
+        return
+    bits = read_contents(directory).summary.bits_per_weight
+    size = "" if bits is None else f", {format_bits(bits)} bits per weight"
+    logger.warning(
+        "The model is quantized already (%s%s): quantizing it again adds to that loss. "
+        "Give the original model if you have it.",
+        source,
+        size,
+    )
 
 
 def load_libraries() -> None:

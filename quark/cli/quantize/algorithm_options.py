@@ -32,14 +32,18 @@ def find_recipe(name: str) -> tuple[str, list[AlgoConfig]]:
     """Return the scheme of a recipe and the options of its algorithms.
 
     Raises:
-        typer.BadParameter: No recipe has that name; the message names the nearest.
+        typer.BadParameter: No recipe has that name; the message names the nearest, or the scheme
+            that has it.
     """
+    from quark.torch.quantization.config.presets import scheme_names, similar_scheme
     from quark.torch.quantization.config.recipes import recipe
 
     try:
         return recipe(name)
     except ValueError as error:
-        raise wrong("--recipe", str(error)) from None
+        near = similar_scheme(name, scheme_names())
+        hint = f" For a scheme without a recipe, give --quant_scheme {near}." if near else ""
+        raise wrong("--recipe", f"{error}{hint}") from None
 
 
 def _read_files(request: Request) -> dict[str, AlgoConfig]:

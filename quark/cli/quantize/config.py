@@ -239,7 +239,19 @@ def _check_sizes(request: Request, main: str) -> None:
     fits = {"group_size": bool(sized), "group_size_per_layer": main in sized}
     for flag, fit in fits.items():
         if getattr(request, flag) is not None and not fit:
-            raise wrong(f"--{flag}", f"{main} has no groups, or fixes their size. Leave it out.")
+            raise wrong(
+                f"--{flag}", f"{main} has no groups, or fixes their size. {_instead(request)}"
+            )
+
+
+def _instead(request: Request) -> str:
+    """Return what to type in place of a group size that the name of the scheme fixes."""
+    from quark.torch.quantization.config.presets import scheme_names
+
+    prefix = str(request.quant_scheme).lower().rpartition("_")[0]
+    sized = f"{prefix}_{request.group_size}"
+    is_known = request.group_size is not None and sized in scheme_names()
+    return f"Give --quant_scheme {sized}." if is_known else "Leave it out."
 
 
 # Flag, and field of a specification -> whether the flag applies to a specification.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 from rich.markup import escape
@@ -45,6 +45,7 @@ from quark.cli.quantize.output import check_writable, write
 from quark.cli.quantize.plan import RunPlan, check_plan, make_plan
 from quark.cli.quantize.progress import is_finished, note_output, open_journal
 from quark.cli.quantize.request import Request, check_flags, check_places
+from quark.cli.quantize.source_check import check_source
 from quark.cli.quantize.tables import (
     Outcome,
     scheme_rows,
@@ -76,49 +77,45 @@ def run(request: Request) -> None:
     request = replace(request, model_dir=directory)
     if is_finished(request):
         return
-    check_places(request)
     described = models.read_config(request.model_dir, "--model_dir")
-    _check_source(request, described)
+    options = _read_options(request, described) if request.quantizes else None
+    check_places(request)
+    check_source(request, described)
     wait_for_all()  # the first process writes nothing before the others have looked at the places
-    if request.quantizes:
-        _quantize(request, described)
+    if options is not None:
+        _quantize(request, described, options)
     elif rank() == 0:
         _evaluate_unchanged(request, described)
 
 
-def _check_source(request: Request, described: dict[str, Any]) -> None:
-    """Check the headers of the model that will be loaded, before any text is read."""
-    source = request.reload_dir if request.model_reload else request.model_dir
-    if request.model_reload:
-        models.read_config(source, "--import_model_dir")
-    if request.params_load:
-        _check_params(request)
-    elif request.quantizes and not is_known_architecture(request, described):
-        models.check_files(source, request.check_digests)
-    else:
-        models.check_model(source, request.trust_remote_code, request.check_digests)
+class _Options(NamedTuple):
+    """What flags mean for a model whose ``config.json`` is read, judged before its output is."""
+
+    config: Config
+    devices: list[str]
+    length: int  # tokens of a window
 
 
-def _check_params(request: Request) -> None:
-    """Compare the files of ``--params_load`` with their digests, if that was asked for."""
-    from quark.torch.export.params import check_params_unchanged
+def _read_options(request: Request, described: dict[str, Any]) -> _Options:
+    """Return what the flags mean for a model.
 
-    assert request.json_path is not None
-    assert request.safetensors_path is not None
-    if request.check_digests:
-        check_params_unchanged(request.json_path, request.safetensors_path)
+    Raises:
+        typer.BadParameter: A flag has a wrong value.
+    """
+    config = make_config(request, str(described.get("model_type", "")))
+    devices = accelerators.pick_devices(request.device)
+    return _Options(config, devices, lengths.window_length(described, request.seq_len, SEQ_LEN))
 
 
-def _quantize(request: Request, described: dict[str, Any]) -> None:
+def _quantize(request: Request, described: dict[str, Any], options: _Options) -> None:
     from quark.torch.export.checkpoint.config_json import keep_notes
     from quark.torch.graph.residency import release
     from quark.torch.quantization.api import ModelQuantizer
 
+    config, devices, length = options
     source = models.describe_source(request.model_dir, described, "--model_dir")
-    config = make_config(request, str(described.get("model_type", "")))
+    models.warn_of_second_loss(request.model_dir, source)
     statistics = read_optional_statistics(request.statistics, request.check_digests)
-    devices = accelerators.pick_devices(request.device)
-    length = lengths.window_length(described, request.seq_len, SEQ_LEN)
     is_known = is_known_architecture(request, described)
     outline = read_outline(request.model_dir, request.trust_remote_code) if is_known else None
     request = _without_perplexity(request, outline)

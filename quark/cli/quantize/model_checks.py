@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from quark.cli.quantize.request import Request
     from quark.torch.export.containers.base import Container
     from quark.torch.quantization.config.config import Config
+
+logger = logging.getLogger("quark")
 
 
 def check_outputs(model: nn.Module, config: Config) -> None:
@@ -47,10 +50,10 @@ def check_outputs(model: nn.Module, config: Config) -> None:
 
 
 def check_patterns(request: Request, model: nn.Module, config: Config) -> None:
-    """Check that each pattern of a scheme or of a group size for layers decides about a layer.
+    """Check that each pattern of layers matches one, and decides about it.
 
-    Patterns of ``--exclude_layers`` may match nothing, with a warning: lists of layers that stay in
-    float serve models of several architectures.
+    A list of ``--exclude_layers`` replaces the default, so a misspelt name would quantize the
+    output head. A warning says so where a list leaves the head out.
 
     Args:
         request: The flags.
@@ -58,13 +61,61 @@ def check_patterns(request: Request, model: nn.Module, config: Config) -> None:
         config: How it will be quantized.
 
     Raises:
-        typer.BadParameter: A pattern matches no layer that can be quantized, or none that it
-            decides about.
+        typer.BadParameter: A pattern matches no layer that can be quantized, or one of a scheme or
+            a group size none that it decides about.
     """
     given = [("--group_size_per_layer", pattern) for pattern, _ in request.layer_group_sizes]
     given += [("--layer_quant_scheme", pattern) for pattern, _ in request.layer_schemes]
-    if given:
-        _check_decisions(request, given, *_names_in(model, config))
+    if not (given or request.excluded):
+        return
+    layers, exclude = _names_in(model, config)
+    for pattern in request.excluded or []:
+        _check_exclusion(pattern, model, [name for names in layers for name in names])
+    _check_decisions(request, given, layers, exclude)
+    if request.excluded:
+        _warn_of_quantized_head(model, [*exclude, *(pattern for _, pattern in given)])
+
+
+def _check_exclusion(pattern: str, model: nn.Module, layers: list[str]) -> None:
+    """Check that a pattern of layers in float matches one, or modules that are in float anyway.
+
+    ``lm_head`` is the output head of any model.
+    """
+    from quark.torch.quantization.config.match import matches
+    from quark.torch.quantization.config.resolution import OUTPUT_HEAD, output_head
+
+    if pattern == OUTPUT_HEAD or any(matches(name, [pattern]) for name in layers):
+        return
+    modules = [name for name, _ in model.named_modules() if name and matches(name, [pattern])]
+    inside = [name for name in layers if name.startswith(tuple(f"{m}." for m in modules))]
+    if inside:
+        raise console.wrong(
+            "--exclude_layers",
+            f"{pattern!r} matches modules that hold layers, such as {inside[0]!r}, and no layer. "
+            f"Write {pattern + '.*'!r}.",
+        )
+    if not modules:
+        head = output_head(model)
+        default = f"{', '.join(head)} and the parts of --include_parts stay in float"
+        raise console.wrong(
+            "--exclude_layers",
+            f"no layer matches {pattern!r}. {_nearest(pattern, layers)}"
+            + (f" Without this flag, {default}; a list replaces these." if head else ""),
+        )
+
+
+def _warn_of_quantized_head(model: nn.Module, named: list[str]) -> None:
+    """Warn that a list of layers in float leaves out the output head, unless a pattern names it."""
+    from quark.torch.quantization.config.match import matches
+    from quark.torch.quantization.config.resolution import output_head
+
+    lost = [name for name in output_head(model) if not matches(name, named)]
+    if lost:
+        logger.warning(
+            "--exclude_layers replaces the default, so the output head (%s) is quantized. Add it "
+            "to the list to keep it in float.",
+            ", ".join(lost),
+        )
 
 
 def _names_in(model: nn.Module, config: Config) -> tuple[list[list[str]], list[str]]:

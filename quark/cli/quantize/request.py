@@ -218,7 +218,10 @@ def _check_flow(request: Request) -> None:
 
 
 def _check_pattern(flag: str, pattern: str) -> None:
-    """Refuse regular expressions, as other tools have them."""
+    """Refuse regular expressions and lists with commas, as other tools have them."""
+    if "," in pattern:
+        names = " ".join(f'"{name.strip()}"' for name in pattern.split(","))
+        raise wrong(flag, f"{pattern!r} has commas. Write spaces between patterns: {names}.")
     if pattern.startswith("re:"):
         similar = pattern.removeprefix("re:").replace(".*", "*").replace("\\", "").strip("^$")
         raise wrong(

@@ -19,6 +19,7 @@ from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from quark.torch.quantization.nn.products.native_inputs import fake_quantize
 from quark.torch.quantization.nn.quantizer import TensorQuantizer
 from quark.torch.quantization.observer.observer import MinMaxObserver
+from quark.torch.quantization.observer.super_blocks import SuperBlockObserver
 
 FRACTIONS = tuple(1 - i / 20 for i in range(1, 11))  # of the range: 0.95 … 0.5
 LARGER = (1.25, 1.5, 2.0)  # factors of ranges: 1.5 makes the largest value 4 instead of 6
@@ -47,7 +48,7 @@ def clip_weight(layer: FakeQuantizedLayer, gram: torch.Tensor) -> torch.Tensor |
 
     Returns:
         The clipped weight, or None where rows share scales or the width is not divisible by groups,
-        so that no group can be compared alone.
+        so that no group can be compared alone, or where super-blocks fit their scales.
     """
     return _with_best_factors(layer, gram, FRACTIONS)
 
@@ -94,6 +95,8 @@ def _with_best_factors(
     """
     quantizer = layer.weight_quantizer
     assert quantizer is not None
+    if isinstance(quantizer.observer, SuperBlockObserver):  # which has no use for ranges
+        return None
     matrix = weight_matrix(layer)
     width = group_width(quantizer.scheme, matrix.shape[1])
     if not has_scales_per_row(layer) or matrix.shape[1] % width:

@@ -32,16 +32,26 @@ def round_to_super_blocks(
     assert to.fmt is not None
     ends = x.movedim(axis, -1)
     groups = _split(ends, to.span)  # (…, super-blocks, span)
-    amax, top = groups.amax(-1, keepdim=True), to.fmt.qmax
+    near = unit_of(groups, to.fmt)
+    rounded = (groups / near).round_().clamp_(least, to.fmt.qmax).mul_(near)
+    return rounded.flatten(-2)[..., : ends.shape[-1]].movedim(-1, axis)
+
+
+def unit_of(groups: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Return the float16 number of each super-block, (…, super-blocks, 1) float32.
+
+    Args:
+        groups: (…, super-blocks, span) numbers, not negative.
+        fmt: Format of the integers, the largest of which stands for the largest number.
+    """
+    amax, top = groups.amax(-1, keepdim=True), fmt.qmax
     unit = (amax / torch.full_like(amax, top)).clamp_(_SMALLEST, torch.finfo(torch.float16).max)
     near = unit.half()
     # Subnormal numbers of float16 are coarse: the nearest one may be too small for the largest
     # scale. Example: 1.4 * 2^-24 becomes 2^-24, so 63 steps reach 63 / 88 of it. 2^-23 takes its
     # place.
     is_small = (amax / near.float() > top + 0.5) & (near < torch.finfo(torch.float16).max)
-    near = (near.view(torch.int16) + is_small).to(torch.int16).view(torch.float16).float()
-    rounded = (groups / near).round_().clamp_(least, top).mul_(near)
-    return rounded.flatten(-2)[..., : ends.shape[-1]].movedim(-1, axis)
+    return (near.view(torch.int16) + is_small).to(torch.int16).view(torch.float16).float()
 
 
 def factors(products: torch.Tensor, fmt: Format, span: int) -> tuple[torch.Tensor, torch.Tensor]:

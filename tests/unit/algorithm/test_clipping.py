@@ -1,5 +1,7 @@
 """Clipped weights, against an exhaustive search and against the data itself."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -87,10 +89,25 @@ GROUPED = [
 PER_ROW = ["int8_wo", "fp8_wo", "int4_wo_per_channel", "uint4_wo_per_channel"]
 
 
+def with_ranges(name):
+    """Return a scheme whose super-blocks, if it has any, are made of ranges."""
+    config = scheme(name, 32)
+    if config.weight.scheme.scale.span:
+        weight = config.weight.changed(observer_cls="PerGroupMinMaxObserver")
+        config = replace(config, weight=weight)
+    return config
+
+
+@pytest.mark.parametrize("search", [clip_weight, weight_with_best_ranges])
+def test_super_blocks_that_fit_their_scales_have_no_range(search):
+    layer, x = made(scheme("q4_k"))
+    assert search(layer, x.T @ x) is None
+
+
 @pytest.mark.parametrize("search", [clip_weight, weight_with_best_ranges])
 @pytest.mark.parametrize("name", ["int2_wo_signed_32", "int4_wo_signed_32", "q3_k"])
 def test_signed_scales_keep_their_signs(name, search):
-    layer, x = made(scheme(name))
+    layer, x = made(with_ranges(name))
     before = layer.weight.detach().clone()
     found = search(layer, x.T @ x)
     assert not torch.equal(found, before)
@@ -105,7 +122,7 @@ def test_signed_scales_keep_their_signs(name, search):
 @pytest.mark.parametrize("kind", [nn.Linear, Conv1D], ids=["rows", "transposed"])
 @pytest.mark.parametrize("name", [*GROUPED, *PER_ROW])
 def test_never_worse_whatever_the_format(name, kind):
-    layer, x = made(scheme(name, 32), kind)
+    layer, x = made(with_ranges(name), kind)
     weight, quantizer = layer.weight.detach(), layer.weight_quantizer
     width = quantizer.scheme.fmt.block or quantizer.scheme.group
     width = width if width > 0 else INPUTS

@@ -5,7 +5,7 @@ import json
 import pytest
 
 QUANTIZE = ["quantize", "--model_dir", "MODEL", "--output_dir", "OUT"]
-
+INTO_EXISTING = ["quantize", "--model_dir", "MODEL", "--output_dir", "EXISTS"]
 FP8 = [*QUANTIZE, "--quant_scheme", "fp8"]
 
 
@@ -44,6 +44,19 @@ def mistake(quark, model_dir, tmp_path, monkeypatch):
         (["compare", "MODEL"], "For example: quark compare my-model my-model-int4 "),
         ([*QUANTIZE, "--quant_scheme", "fp9"], "Did you mean 'fp8'?"),
         ([*QUANTIZE, "--quant_scheme", "int4"], "Did you mean 'int4_wo_128'?"),
+        (
+            [*QUANTIZE, "--quant_scheme", "fp8", "--exclude_layers", "lm_head,*.0.*"],
+            'Write spaces between patterns: "lm_head" "*.0.*"',
+        ),
+        (
+            [*QUANTIZE, "--quant_scheme", "int4_wo_128", "--group_size", 64],
+            "Give --quant_scheme int4_wo_64",
+        ),
+        # Options are judged before the output, which may well be replaced after all.
+        ([*INTO_EXISTING, "--recipe", "int4"], "give --quant_scheme int4_wo_128."),
+        ([*INTO_EXISTING, "--quant_scheme", "int3wo"], "Did you mean 'int3_wo_128'?"),
+        ([*INTO_EXISTING, "--quant_scheme", "fp8", "--seq_len", 9999], "give 64 or less"),
+        ([*INTO_EXISTING, "--quant_scheme", "fp8", "--device", "gpu"], "Give cpu, cuda or auto"),
         (
             [*QUANTIZE, "--quant_scheme", "AWQ"],
             "such as --quant_scheme int4_wo_128 --quant_algo awq",

@@ -270,5 +270,7 @@ def test_a_stored_shape_that_is_not_that_of_its_weight_is_refused(fuzzer, sound,
         tensors = damage.read_tensors(file)
         changed = {n: torch.tensor(wrong) for n in tensors if n.endswith(f"q_proj.{last}")}
         damage.write_tensors(file, tensors | changed)
-    with pytest.raises(ValueError, match=r"weight_shape is .*, expected two integers: the 64 outputs"):
+    with pytest.raises(
+        ValueError, match=r"weight_shape is .*, expected two integers: the 64 outputs"
+    ):
         doors.DOORS["compressed-tensors"].open(path, False)

@@ -106,5 +106,5 @@ def import_gguf() -> Any:
     try:
         import gguf
     except ImportError:
-        raise ImportError("GGUF export needs the package gguf: pip install gguf.") from None
+        raise ImportError("GGUF files need the package gguf: pip install gguf.") from None
     return gguf

@@ -78,6 +78,8 @@ class BlockScheme(NamedTuple):
             fields["scale_format" if self.scale in SCALE_FORMATS else "scale_type"] = self.scale
         if not self.fmt.is_float:
             fields["symmetric"] = fields["signed_scales"] = not self.has_minima
+        if self.has_super_blocks:
+            fields["observer_cls"] = "SuperBlockObserver"
         if self.has_minima and self.has_super_blocks:
             fields["zero_point_type"] = "float32"
         return QuantizationSpec(**fields | changes)

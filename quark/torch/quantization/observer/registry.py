@@ -37,6 +37,7 @@ OBSERVERS: dict[str, str] = {
     "PerGroupMSEObserver": "scale_search",
     "PerTensorPowOf2MinMSEObserver": "scale_search",
     "PerChannelPowOf2MinMSEObserver": "scale_search",
+    "SuperBlockObserver": "super_blocks",
     "LSQObserver": "lsq_observer",
     "TQTObserver": "tqt_observer",
 }

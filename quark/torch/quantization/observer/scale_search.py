@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -62,7 +62,17 @@ class SearchObserver(ObserverBase):
         count = 1
         for i in kept:
             count *= view.shape[i]
-        rows = rows.reshape(count, -1)  # (blocks, elements)
+        shape = self.scheme.scale_shape(x.shape)
+        scale, offset = self.search(rows.reshape(count, -1), shape)
+        self.result = scale.to(self.device), None if offset is None else offset.to(self.device)
+
+    def search(self, rows: torch.Tensor, shape: Sequence[int]) -> QParams:
+        """Return the best scales and zero points, as they are stored.
+
+        Args:
+            rows: Values, (blocks, elements).
+            shape: Shape of the scales, which has as many elements as there are blocks.
+        """
         to = self.scheme.scale
         scheme = replace(
             self.scheme,
@@ -73,11 +83,10 @@ class SearchObserver(ObserverBase):
         )
         height = max(1, CHUNK // rows.shape[1])
         parts = [self._best(piece.float(), scheme) for piece in torch.split(rows, height)]
-        shape = self.scheme.scale_shape(x.shape)
-        scale = torch.cat([part[0] for part in parts]).reshape(shape).to(self.device)
+        scale = torch.cat([part[0] for part in parts]).reshape(tuple(shape))
         zeros = [part[1] for part in parts if part[1] is not None]
-        offset = torch.cat(zeros).reshape(shape).to(self.device) if zeros else None
-        self.result = round_qparams(scale, offset, self.scheme)
+        offset = torch.cat(zeros).reshape(tuple(shape)) if zeros else None
+        return round_qparams(scale, offset, self.scheme)
 
     def _best(self, rows: torch.Tensor, scheme: Scheme) -> QParams:
         lo, hi = rows.amin(1), rows.amax(1)

@@ -57,12 +57,40 @@ def test_single_experts_are_layers(quark, mixtral_dir, tmp_path):
     assert result.exit_code == 0, result.output
 
 
-def test_a_plan_warns_of_exclusions_that_match_nothing(quark, model_dir, tmp_path):
-    """Lists of layers that stay in float serve models of several architectures."""
-    result = quark(*plan(model_dir, tmp_path / "out"), "--exclude_layers", "*down_porj")
-    assert result.exit_code == 0, result.output
-    assert "'*down_porj' matches no module" in " ".join(result.output.split())
+@pytest.mark.parametrize(
+    ("patterns", "said"),
+    [
+        (["lm_haed"], "'lm_haed'. Nearest: lm_head. Without this flag, lm_head and the parts"),
+        (["lm_head", "*down_porj"], "no layer matches '*down_porj'. Nearest: down_proj"),
+        (
+            ["lm_head", "*.0.mlp"],
+            "such as 'model.layers.0.mlp.gate_proj', and no layer. Write '*.0",
+        ),
+    ],
+)
+def test_exclusions_that_match_no_layer_are_refused(refused, model_dir, tmp_path, patterns, said):
+    command = [*plan(model_dir, tmp_path / "out"), "--exclude_layers", *patterns]
+    assert said in refused(*command)
     assert not (tmp_path / "out").exists()
+
+
+LOST = "so the output head (lm_head) is quantized. Add it to the list to keep it in float."
+
+
+@pytest.mark.parametrize(
+    ("patterns", "is_lost"),
+    [
+        (["*.0.*"], True),
+        (["*.0.*", "lm_head"], False),
+        (["*.0.*", "lm_h*", "*norm"], False),
+        ([""], False),  # all layers, as it says
+        (["*.0.*", "--layer_quant_scheme", "lm_head", "int8_wo"], False),
+    ],
+)
+def test_a_list_without_the_output_head(quark, model_dir, tmp_path, patterns, is_lost):
+    result = quark(*plan(model_dir, tmp_path / "out"), "--exclude_layers", *patterns)
+    assert result.exit_code == 0, result.output
+    assert (LOST in " ".join(result.output.split())) == is_lost
 
 
 def test_a_plan_leaves_an_output_as_it_is(quark, model_dir, tmp_path):

@@ -143,16 +143,21 @@ def test_a_mixture_of_experts(quantize, mixtral_dir):
     assert load_checkpoint(path).quant_config.global_quant_config.weight.fmt.is_float
 
 
-def test_few_bits_are_warned_of(quark, quantize, text, tmp_path):
-    source, _ = quantize(*INT4)
-    flags = ("--model_dir", source, "--dataset", text, "--skip_evaluation")
-    result = quark("quantize", *flags, "--output_dir", tmp_path / "again", *INT4)
+@pytest.mark.parametrize(
+    ("scheme", "stored"),
+    [
+        (INT4, "int4 per group 32 sym, 5.12 bits per weight"),  # 4, and a scale for each group
+        (("--quant_scheme", "int8_wo"), "int8 per channel sym, 9.12 bits per weight"),
+    ],
+)
+def test_a_second_loss_is_warned_of_before_the_work(scheme, stored, quark, quantize, tmp_path):
+    source, first = quantize(*scheme)
+    assert "already" not in first
+    flags = ("--model_dir", source, "--output_dir", tmp_path / "again", *INT4)
+    result = quark("quantize", *flags, "--plan")
     assert result.exit_code == 0, result.output
-    assert "5.12 bits per weight already" in result.stderr  # 4, and a scale for each group
-    path, _ = quantize("--quant_scheme", "int8_wo")
-    flags = ("--model_dir", path, "--dataset", text, "--skip_evaluation")
-    result = quark("quantize", *flags, "--output_dir", tmp_path / "third", *INT4)
-    assert "already" not in result.stderr
+    assert f"The model is quantized already ({stored}" in result.stderr
+    assert "Give the original model if you have it." in result.stderr
 
 
 def test_other_methods_are_refused(refused, model_dir, tmp_path):
