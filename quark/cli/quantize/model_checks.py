@@ -53,7 +53,9 @@ def check_patterns(request: Request, model: nn.Module, config: Config) -> None:
     """Check that each pattern of layers matches one, and decides about it.
 
     A list of ``--exclude_layers`` replaces the default, so a misspelt name would quantize the
-    output head. A warning says so where a list leaves the head out.
+    output head: a name must match. Of several patterns with wildcards one must, and the others
+    are warned of: such a list serves models of several architectures. Another warning says where
+    a list leaves the head out.
 
     Args:
         request: The flags.
@@ -61,47 +63,51 @@ def check_patterns(request: Request, model: nn.Module, config: Config) -> None:
         config: How it will be quantized.
 
     Raises:
-        typer.BadParameter: A pattern matches no layer that can be quantized, or one of a scheme or
-            a group size none that it decides about.
+        typer.BadParameter: Patterns match no layer that can be quantized, or one of a scheme or a
+            group size none that it decides about.
     """
     given = [("--group_size_per_layer", pattern) for pattern, _ in request.layer_group_sizes]
     given += [("--layer_quant_scheme", pattern) for pattern, _ in request.layer_schemes]
     if not (given or request.excluded):
         return
     layers, exclude = _names_in(model, config)
-    for pattern in request.excluded or []:
-        _check_exclusion(pattern, model, [name for names in layers for name in names])
+    _check_exclusions(request.excluded or [], model, [name for names in layers for name in names])
     _check_decisions(request, given, layers, exclude)
     if request.excluded:
         _warn_of_quantized_head(model, [*exclude, *(pattern for _, pattern in given)])
 
 
-def _check_exclusion(pattern: str, model: nn.Module, layers: list[str]) -> None:
-    """Check that a pattern of layers in float matches one, or modules that are in float anyway.
+def _check_exclusions(patterns: list[str], model: nn.Module, layers: list[str]) -> None:
+    """Check patterns of layers in float; see ``check_patterns``.
 
-    ``lm_head`` is the output head of any model.
+    Modules that are in float anyway may be named too. ``lm_head`` is the output head of any model.
     """
     from quark.torch.quantization.config.match import matches
     from quark.torch.quantization.config.resolution import OUTPUT_HEAD, output_head
 
-    if pattern == OUTPUT_HEAD or any(matches(name, [pattern]) for name in layers):
-        return
-    modules = [name for name, _ in model.named_modules() if name and matches(name, [pattern])]
-    inside = [name for name in layers if name.startswith(tuple(f"{m}." for m in modules))]
-    if inside:
-        raise console.wrong(
-            "--exclude_layers",
-            f"{pattern!r} matches modules that hold layers, such as {inside[0]!r}, and no layer. "
-            f"Write {pattern + '.*'!r}.",
-        )
-    if not modules:
-        head = output_head(model)
-        default = f"{', '.join(head)} and the parts of --include_parts stay in float"
-        raise console.wrong(
-            "--exclude_layers",
-            f"no layer matches {pattern!r}. {_nearest(pattern, layers)}"
-            + (f" Without this flag, {default}; a list replaces these." if head else ""),
-        )
+    unknown = []
+    for pattern in patterns:
+        if pattern == OUTPUT_HEAD or any(matches(name, [pattern]) for name in layers):
+            continue
+        modules = [name for name, _ in model.named_modules() if name and matches(name, [pattern])]
+        inside = [name for name in layers if name.startswith(tuple(f"{m}." for m in modules))]
+        if inside:
+            raise console.wrong(
+                "--exclude_layers",
+                f"{pattern!r} matches modules that hold layers, such as {inside[0]!r}, and no "
+                f"layer. Write {pattern + '.*'!r}.",
+            )
+        if not modules:
+            unknown.append(pattern)
+    for pattern in unknown:
+        said = f"no layer matches {pattern!r}. {_nearest(pattern, layers)}"
+        if "*" in pattern and len(unknown) < len(patterns):
+            logger.warning("--exclude_layers: %s", said)
+            continue
+        if head := output_head(model):
+            default = f"{', '.join(head)} and the parts of --include_parts stay in float"
+            said += f" Without this flag, {default}; a list replaces these."
+        raise console.wrong("--exclude_layers", said)
 
 
 def _warn_of_quantized_head(model: nn.Module, named: list[str]) -> None:

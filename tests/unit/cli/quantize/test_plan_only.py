@@ -61,7 +61,8 @@ def test_single_experts_are_layers(quark, mixtral_dir, tmp_path):
     ("patterns", "said"),
     [
         (["lm_haed"], "'lm_haed'. Nearest: lm_head. Without this flag, lm_head and the parts"),
-        (["lm_head", "*down_porj"], "no layer matches '*down_porj'. Nearest: down_proj"),
+        (["lm_head", "down_porj"], "no layer matches 'down_porj'. Nearest: down_proj"),
+        (["*down_porj"], "no layer matches '*down_porj'. Nearest: down_proj"),
         (
             ["lm_head", "*.0.mlp"],
             "such as 'model.layers.0.mlp.gate_proj', and no layer. Write '*.0",
@@ -72,6 +73,14 @@ def test_exclusions_that_match_no_layer_are_refused(refused, model_dir, tmp_path
     command = [*plan(model_dir, tmp_path / "out"), "--exclude_layers", *patterns]
     assert said in refused(*command)
     assert not (tmp_path / "out").exists()
+
+
+def test_lists_for_several_architectures_are_warned_of(quark, model_dir, tmp_path):
+    patterns = ["*shared_expert", "lm_head", "*router"]
+    result = quark(*plan(model_dir, tmp_path / "out"), "--exclude_layers", *patterns)
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.output.split())
+    assert "no layer matches '*shared_expert'" in said and "no layer matches '*router'" in said
 
 
 LOST = "so the output head (lm_head) is quantized. Add it to the list to keep it in float."
