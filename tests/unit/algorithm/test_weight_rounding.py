@@ -132,7 +132,10 @@ def test_outputs_lose_less_than_by_rounding(name, kind, by_magnitude):
     nearest = layer.weight_quantizer.fake_quantize_copy(layer.weight.detach())
     nearest = nearest if kind is nn.Linear else nearest.T
     after = rounded(layer, gram_of(x), by_magnitude=by_magnitude)
-    assert loss(after - before, x) < (0.5 if by_magnitude else 0.75) * loss(nearest - before, x)
+    bound = 0.5 if by_magnitude else 0.75
+    if layer.weight_quantizer.scheme.scale.span:  # scales are fitted before they are rounded to
+        bound += 0.05
+    assert loss(after - before, x) < bound * loss(nearest - before, x)
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
