@@ -77,6 +77,7 @@ def has_quantizers(model):
 DONE = {
     "docs/algorithms.md": lambda names, folder: files(folder, "llama-merged llama-int4"),
     "docs/checkpoint-format.md": lambda names, folder: names["config"].layer_quant_config,
+    "docs/choosing-a-scheme.md": lambda names, folder: names["inputs"].scheme.four_over_six,
     "docs/command-line.md": lambda names, folder: len(read_contents(folder / "OUT").summary.layers),
     "docs/compile.md": lambda names, folder: names["program"].module()(names["ids"]).logits.shape,
     "docs/graph-mode.md": lambda names, folder: files(folder, "OUT TENSORS ONNX"),
