@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from quark.cli import console
+from quark.cli.exclusions import check_exclusions, nearest_layers
 from quark.cli.quantize.output import export_settings
 from quark.cli.schemes import OWN_LAYOUT, schemes_of
 
@@ -71,43 +72,24 @@ def check_patterns(request: Request, model: nn.Module, config: Config) -> None:
     if not (given or request.excluded):
         return
     layers, exclude = _names_in(model, config)
-    _check_exclusions(request.excluded or [], model, [name for names in layers for name in names])
+    names = [name for names in layers for name in names]
+    check_exclusions(request.excluded or [], model, names, _default_of(model))
     _check_decisions(request, given, layers, exclude)
     if request.excluded:
         _warn_of_quantized_head(model, [*exclude, *(pattern for _, pattern in given)])
 
 
-def _check_exclusions(patterns: list[str], model: nn.Module, layers: list[str]) -> None:
-    """Check patterns of layers in float; see ``check_patterns``.
+def _default_of(model: nn.Module) -> str:
+    """Return the sentence that tells what stays in float without ``--exclude_layers``."""
+    from quark.torch.quantization.config.resolution import output_head
 
-    Modules that are in float anyway may be named too. ``lm_head`` is the output head of any model.
-    """
-    from quark.torch.quantization.config.match import matches
-    from quark.torch.quantization.config.resolution import OUTPUT_HEAD, output_head
-
-    unknown = []
-    for pattern in patterns:
-        if pattern == OUTPUT_HEAD or any(matches(name, [pattern]) for name in layers):
-            continue
-        modules = [name for name, _ in model.named_modules() if name and matches(name, [pattern])]
-        inside = [name for name in layers if name.startswith(tuple(f"{m}." for m in modules))]
-        if inside:
-            raise console.wrong(
-                "--exclude_layers",
-                f"{pattern!r} matches modules that hold layers, such as {inside[0]!r}, and no "
-                f"layer. Write {pattern + '.*'!r}.",
-            )
-        if not modules:
-            unknown.append(pattern)
-    for pattern in unknown:
-        said = f"no layer matches {pattern!r}. {_nearest(pattern, layers)}"
-        if "*" in pattern and len(unknown) < len(patterns):
-            logger.warning("--exclude_layers: %s", said)
-            continue
-        if head := output_head(model):
-            default = f"{', '.join(head)} and the parts of --include_parts stay in float"
-            said += f" Without this flag, {default}; a list replaces these."
-        raise console.wrong("--exclude_layers", said)
+    head = ", ".join(output_head(model))
+    return (
+        f" Without this flag, {head} and the parts of --include_parts stay in float; a list "
+        "replaces these."
+        if head
+        else ""
+    )
 
 
 def _warn_of_quantized_head(model: nn.Module, named: list[str]) -> None:
@@ -161,7 +143,9 @@ def _check_decisions(
         own = [names for names in layers if selects([pattern], names)]
         if not own:
             known = [name for names in layers for name in names]
-            raise console.wrong(flag, f"no layer matches {pattern!r}. {_nearest(pattern, known)}")
+            raise console.wrong(
+                flag, f"no layer matches {pattern!r}. {nearest_layers(pattern, known)}"
+            )
         quantized = [names for names in own if not selects(exclude, names)]
         if not quantized:
             raise console.wrong(flag, f"{pattern!r}: {_in_float(request)}")
@@ -173,15 +157,6 @@ def _check_decisions(
                 f"{pattern!r} has no effect: {first!r} comes before and matches the same layers. "
                 "The first match applies, group sizes before schemes. Leave one of them out.",
             )
-
-
-def _nearest(pattern: str, layers: list[str]) -> str:
-    """Return the sentence that names layers similar to a pattern."""
-    from quark.torch.quantization.config.name_lookup import nearest
-
-    endings = list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
-    near = nearest(pattern.strip("*"), [*endings, *layers])
-    return f"Nearest: {', '.join(near)}." if near else f"Layers: {', '.join(endings[:8])}."
 
 
 def _in_float(request: Request) -> str:

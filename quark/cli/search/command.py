@@ -20,6 +20,7 @@ from quark.cli.collect import (
     read_optional_statistics,
     read_windows,
 )
+from quark.cli.exclusions import check_exclusions
 from quark.cli.memory_check import check_measurement
 from quark.cli.options import ManyValues, add_verb, counted_windows, verb
 from quark.cli.outputs import check_file, check_offload_directory
@@ -38,6 +39,7 @@ from quark.cli.search.tables import print_result
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from quark.torch.quantization.config.algo import AlgoConfig
     from quark.torch.quantization.config.config import Config
@@ -100,6 +102,7 @@ def _search_formats(request: SearchRequest) -> None:
     windows = read_windows(request, source) if statistics is None else None
     evaluation = None if request.skip_evaluation else _read_evaluation_windows(request, source)
     model = load_float_model(request, source)
+    _check_exclusions(request, model)
     device = accelerators.pick_device(request.device)
     check_reach(request, model, formats)
     seconds = measure_seconds(request, model, formats, device)
@@ -145,6 +148,14 @@ def _check(request: SearchRequest) -> None:
     for flag, path in {"--output": request.output, "--picture": request.picture}.items():
         if path is not None:
             check_file(flag, path, request.overwrite)
+
+
+def _check_exclusions(request: SearchRequest, model: nn.Module) -> None:
+    from quark.torch.quantization.nn.experts import temporarily_split_experts
+    from quark.torch.search.sizes import candidate_layers
+
+    with temporarily_split_experts(model):
+        check_exclusions(request.exclude_layers or (), model, list(candidate_layers(model)))
 
 
 def _check_memory(request: SearchRequest, source: Path) -> None:

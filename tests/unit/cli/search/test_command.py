@@ -286,10 +286,18 @@ def test_budgets_out_of_reach(flags, said, search, collected):
     assert not path.exists()
 
 
-def test_a_budget_that_limits_nothing_is_refused_before_data_runs(search, text, monkeypatch):
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--target_bits", 99), "99 is out of reach"),
+        (("--exclude_layers", "*down_porj"), "'*down_porj'. Nearest: down_proj"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_data_runs(search, text, monkeypatch, flags, said):
     monkeypatch.setattr("quark.cli.search.command.collect", lambda *_: pytest.fail("data ran"))
-    result, _ = search("--dataset", text, *DATA, "--target_bits", 99)
+    result, _ = search("--dataset", text, *DATA, "--target_bits", 6, *flags)
     assert result.exit_code == 2, result.output
+    assert said in " ".join(result.output.split())
 
 
 def test_search_for_milliseconds(search, collected, quantize, monkeypatch):
