@@ -25,12 +25,12 @@ def shell_block(mark):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A directory with what the README names: a model of one block, the shipped one."""
+    """A directory with what the README names: the first block of the shipped model, twice."""
     folder = tmp_path_factory.mktemp("readme")
     model = AutoModelForCausalLM.from_pretrained(model_directory(), num_hidden_layers=1)
     model.save_pretrained(folder / "MODEL")
     AutoTokenizer.from_pretrained(model_directory()).save_pretrained(folder / "MODEL")
-    shutil.copytree(model_directory(), folder / "quark/demo/model")
+    shutil.copytree(folder / "MODEL", folder / "quark/demo/model")
     (folder / ".venv/bin").mkdir(parents=True)
     (folder / ".venv/bin/activate").touch()  # the environment of the tests is active
     return folder

@@ -55,6 +55,7 @@ def streamed(directory, device):
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.nightly if n in SLOW else ()) for n in CONFIGS]
 )
+@pytest.mark.sampled(2)
 def test_quantization(name, streamed, plain, batches, device, tmp_path):
     model = streamed()
     assert {p.device.type for p in model.parameters()} == {torch.device(device).type}

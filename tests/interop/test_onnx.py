@@ -145,7 +145,7 @@ def outputs(tmp_path, build, quantize, run_onnx):
     ],
     ids=["every kind", "everything in int4", "transposed matrices"],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_quantized_weights(outputs, name, configuration, changes):
     for layer, result, expected in outputs(name, configuration, **changes):
         torch.testing.assert_close(
@@ -186,7 +186,7 @@ def check_but_for_ties(result, expected, name="logits"):
         "rotated cache",
     ],
 )
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_quantized_activations(outputs, name, configuration, changes):
     for layer, result, expected in outputs(name, configuration, **changes):
         check_but_for_ties(result, expected, layer)
@@ -202,7 +202,7 @@ EXPERTS = {
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["fp8", "floats"])
 @pytest.mark.parametrize("name", EXPERTS)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_experts(tmp_path, build, quantize, run_onnx, unchanged, name, kind):
     """A few tokens leave experts without any."""
     sizes = {"num_hidden_layers": 1, "num_experts_per_tok": 2, "initializer_range": 0.3}

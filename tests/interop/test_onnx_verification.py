@@ -52,7 +52,7 @@ def written(build, quantize, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["uint4_wo_32", "ptpc_int8", "mxfp4"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_right_files(written, name):
     _, path, verdict = written(name)
     assert verdict.reader.startswith("onnxruntime ") and verdict.compared == "outputs"
@@ -69,7 +69,7 @@ def test_right_files(written, name):
     ],
     ids=["scales", "order of codes"],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_wrong_files(written, tmp_path, name, ending, how):
     model, path, _ = written(name)
     shutil.copytree(path, tmp_path / "out")

@@ -126,6 +126,7 @@ def test_rescaling_all_groups_changes_no_logit(found, name):
 
 
 @pytest.mark.parametrize("name", WELL_KNOWN)
+@pytest.mark.sampled(3)
 def test_the_groups_of_well_known_models(found, name):
     structure, _ = found(name)
     groups = defaultdict(set)

@@ -90,6 +90,7 @@ def rounded(layer, gram, damping=DAMPING, by_magnitude=True, solver=round_column
 
 @pytest.mark.parametrize("name", WEIGHTS)
 @pytest.mark.parametrize("kind", [nn.Linear, Conv1D], ids=["rows", "transposed"])
+@pytest.mark.sampled(3)
 def test_errors_add_up_to_the_damped_error_of_outputs(name, kind):
     kept = []
 
@@ -126,6 +127,7 @@ def loss(change, x):
 @pytest.mark.parametrize("name", FEW_BITS)
 @pytest.mark.parametrize("kind", [nn.Linear, Conv1D], ids=["rows", "transposed"])
 @pytest.mark.parametrize("by_magnitude", [True, False])
+@pytest.mark.sampled(3)
 def test_outputs_lose_less_than_by_rounding(name, kind, by_magnitude):
     layer, x = layer_of(WEIGHTS[name], kind), correlated()
     before = rows_of(layer)

@@ -279,6 +279,7 @@ def test_wrong_calls(flags, said, search):
         (("--target_ms", 1e-6), r"1e-06 ms are less than \d.* ms, the time of a token"),
     ],
 )
+@pytest.mark.sampled(2)
 def test_budgets_out_of_reach(flags, said, search, collected):
     result, path = search("--statistics", collected, *flags, "--skip_evaluation")
     assert result.exit_code == 2
