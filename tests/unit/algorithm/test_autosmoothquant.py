@@ -76,6 +76,7 @@ def test_static_ranges_are_those_of_all_tokens():
         ("mxfp4", "llama", "out of the mlp"),
     ],
 )
+@pytest.mark.sampled(3)
 def test_outputs_lose_less_than_without(name, kind, readers, loss, power):
     """With one rescaling of a block, judged by the outputs of the layers it serves."""
     context = context_of(build(small_config(kind), torch.float32), name, batches=BATCHES)

@@ -103,6 +103,7 @@ def test_formats_it_serves(name, serves):
         ("nvfp4_weight_only", "llama", "attention"),
     ],
 )
+@pytest.mark.sampled(3)
 def test_outputs_lose_less_than_by_rounding(name, kind, readers, monkeypatch):
     """With one rescaling of a block, judged by the outputs of the layers it serves."""
     monkeypatch.setattr(awq, "clip_weight_", lambda *_: None)

@@ -114,6 +114,7 @@ def test_bits_per_weight_of_turned_weights(name, bits, outputs, quantize):
 
 
 @pytest.mark.parametrize("name", scheme_names())
+@pytest.mark.sampled(3)
 def test_totals_are_those_of_the_files(name, quantize):
     config = Config(global_quant_config=scheme(name, 32), exclude=["head"])
     if "128" in name or "_64" in name:

@@ -52,6 +52,7 @@ def rotated(name, options, scheme="mxfp4", **changes):
 
 @pytest.mark.parametrize("options", ["R1R2R4", "random"])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sampled(3)
 def test_the_model_computes_the_same(name, options):
     kind, changed = MODELS[name]
     model = build(small_config(kind, **changed))

@@ -50,6 +50,7 @@ def run(line):
 
 
 @pytest.mark.parametrize(("container", "mode"), KINDS)
+@pytest.mark.sampled(3)
 def test_hints_load_the_model(models, tmp_path, container, mode):
     if container == "gguf":
         pytest.importorskip("gguf")

@@ -151,6 +151,7 @@ class TestAway:
         assert logits(loaded).equal(logits(model))
 
     @pytest.mark.parametrize("case", CASES)
+    @pytest.mark.sampled(3)
     def test_what_is_exported_again_is_the_same(self, made, build, tmp_path, case):
         _, path = made(case)
         loaded = ModelImporter(path, "safetensors").import_model_info(build(device="meta"))

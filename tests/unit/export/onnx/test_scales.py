@@ -13,8 +13,9 @@ from quark.torch.numerics.exponents import exponent_of, power_of_two
 from quark.torch.numerics.formats import Dtype
 from quark.torch.numerics.rounding import round_to_grid_
 from quark.torch.quantization.config.config import Config, QuantizationConfig
+from quark.torch.quantization.config.mx_elements import MX_ELEMENTS
 from quark.torch.quantization.config.presets import scheme
-from quark.torch.quantization.config.spec import MX_ELEMENTS, QuantizationSpec
+from quark.torch.quantization.config.spec import QuantizationSpec
 from tests.unit.numerics import kinds
 
 pytest.importorskip("onnx")

@@ -312,6 +312,7 @@ class TestCheckpoints:
     @pytest.mark.parametrize("kind", [*WEIGHTS, *BLOCKS])
     @each_operator
     @torch.no_grad()
+    @pytest.mark.sampled(3)
     def test_a_module(self, name, kind, weight_format, tmp_path):
         op, seen, x = problem(name)
         how = BLOCKS[kind] if kind in BLOCKS else WEIGHTS[kind][0]

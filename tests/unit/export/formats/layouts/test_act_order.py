@@ -165,6 +165,7 @@ class TestRead:
 
 class TestWrite:
     @pytest.mark.parametrize(("bits", "symmetric", "stored_as"), CASES[:-2])
+    @pytest.mark.sampled(3)
     def test_again(self, write, tmp_path, bits, symmetric, stored_as):
         _, path = write(bits, symmetric, stored_as)
         convert(path, tmp_path / "out", "gptq", verify=True)

@@ -53,7 +53,7 @@ def equal_bits(y, expected):
 
 @pytest.mark.parametrize("group", [8, 16, 32, 64])
 @pytest.mark.parametrize("dtype", FORMATS, ids=lambda d: d.name)
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(24)
 def test_every_format_and_group_size_has_the_bits_of_dequantize(dtype, group):
     state = regrouped(weight(dtype, True), group)
     panels, parts = Panels.pack(state, Arrangement.of_rows(70, 64, group))
@@ -103,7 +103,7 @@ def test_group_sizes_that_are_no_power_of_two(group):
 @pytest.mark.parametrize(
     "dtype", [d for d in FORMATS if not d.value.is_float], ids=lambda d: d.name
 )
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(24)
 def test_zero_points(dtype, zeros, group):
     fmt, shape = dtype.value, (70, 64 // group)
     points = {
