@@ -9,10 +9,9 @@ from quark.torch.quantization.config.algo_lookup import algo_config_from_dict
 from quark.torch.quantization.config.name_lookup import one_of
 
 _AWQ = {"name": "awq"}
-_GPTQ = {"name": "gptq"}
+_GPTQ = {"name": "gptq", "choose_damping": True}
 _YAQA = {"name": "yaqa"}
 _CHOSEN = {**_YAQA, "choose_damping": True}
-_GPTQ_CHOSEN = {**_GPTQ, "choose_damping": True}
 _SMOOTH = {"name": "smooth", "alpha": 0.5}
 _BLOCKS = {
     **{"name": "rotation", "r1": False, "rotation_size": 32},
@@ -24,13 +23,13 @@ _BLOCKS = {
 RECIPES: dict[str, tuple[str, tuple[dict[str, Any], ...]]] = {
     "w8": ("int8_wo", ()),
     "w4": ("int4_wo_signed_128", (_AWQ, _CHOSEN)),
-    "w3": ("int3_wo_signed_128", (_GPTQ_CHOSEN,)),
+    "w3": ("int3_wo_signed_128", (_GPTQ,)),
     "w2": ("w_int2_per_group_asym", (_YAQA,)),
     "w8a8": ("w_int8_per_channel_a_int8_per_tensor_sym", (_SMOOTH,)),
     "w4a4": ("int4_wa_signed_128", (_SMOOTH, _BLOCKS, _GPTQ)),
     "fp8": ("ptpc_fp8", ()),
     "mxfp4": ("mxfp4", (_SMOOTH, _BLOCKS, _GPTQ)),
-    "nvfp4": ("nvfp4", (_AWQ, _GPTQ_CHOSEN)),
+    "nvfp4": ("nvfp4", (_AWQ, _GPTQ)),
 }
 
 
