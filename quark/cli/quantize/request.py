@@ -117,8 +117,8 @@ class Request(
 
 
 def split_names(lists: list[str]) -> list[str]:
-    """Return the names of comma-separated lists."""
-    return [name.strip() for names in lists for name in names.split(",") if name.strip()]
+    """Return the names of lists that are separated by commas or spaces."""
+    return [name for names in lists for name in names.replace(",", " ").split()]
 
 
 def check_places(request: Request) -> None:

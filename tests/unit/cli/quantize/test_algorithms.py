@@ -23,6 +23,7 @@ def tensors(path):
     ("flags", "names"),
     [
         (["--quant_algo", "smoothquant,awq"], ["smoothquant", "awq"]),
+        (["--quant_algo", "smoothquant awq"], ["smoothquant", "awq"]),
         (
             ["--quant-algo", "smoothquant, awq", "--quant_algo", "gptq"],
             ["smoothquant", "awq", "gptq"],
@@ -35,7 +36,7 @@ def tensors(path):
             ["rotation", "smoothquant", "awq"],
         ),
     ],
-    ids=["list", "lists", "before"],
+    ids=["commas", "spaces", "lists", "before"],
 )
 def test_algorithms_in_order(flags, names, request_of):
     assert request_of("--quant_scheme", "fp8", *flags).algorithms == names
