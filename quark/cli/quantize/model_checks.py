@@ -72,8 +72,8 @@ def check_patterns(request: Request, model: nn.Module, config: Config) -> None:
     if not (given or request.excluded):
         return
     layers, exclude = _names_in(model, config)
-    names = [name for names in layers for name in names]
-    check_exclusions(request.excluded or [], model, names, _default_of(model))
+    known = [name for names in layers for name in names]
+    check_exclusions(request.excluded or [], model, known, _default_of(model))
     _check_decisions(request, given, layers, exclude)
     if request.excluded:
         _warn_of_quantized_head(model, [*exclude, *(pattern for _, pattern in given)])
@@ -84,12 +84,8 @@ def _default_of(model: nn.Module) -> str:
     from quark.torch.quantization.config.resolution import output_head
 
     head = ", ".join(output_head(model))
-    return (
-        f" Without this flag, {head} and the parts of --include_parts stay in float; a list "
-        "replaces these."
-        if head
-        else ""
-    )
+    said = f" Without this flag, {head} and the parts of --include_parts stay in float; a list "
+    return said + "replaces these." if head else ""
 
 
 def _warn_of_quantized_head(model: nn.Module, named: list[str]) -> None:
