@@ -245,7 +245,7 @@ def _check_sizes(request: Request, main: str) -> None:
 
 
 def _instead(request: Request) -> str:
-    """Return what to type in place of a group size that the name of the scheme fixes."""
+    """Return the advice for a group size that does not fit the scheme, as a sentence."""
     from quark.torch.quantization.config.presets import scheme_names
 
     prefix = str(request.quant_scheme).lower().rpartition("_")[0]

@@ -89,7 +89,7 @@ def run(request: Request) -> None:
 
 
 class _Options(NamedTuple):
-    """What flags mean for a model whose ``config.json`` is read, judged before its output is."""
+    """What the flags ask for. It is checked before the output directory is."""
 
     config: Config
     devices: list[str]
@@ -97,7 +97,7 @@ class _Options(NamedTuple):
 
 
 def _read_options(request: Request, described: dict[str, Any]) -> _Options:
-    """Return what the flags mean for a model.
+    """Return what the flags ask for, given the ``config.json`` of a model.
 
     Raises:
         typer.BadParameter: A flag has a wrong value.

@@ -67,7 +67,7 @@ class SearchObserver(ObserverBase):
         self.result = scale.to(self.device), None if offset is None else offset.to(self.device)
 
     def search(self, rows: torch.Tensor, shape: Sequence[int]) -> QParams:
-        """Return the best scales and zero points, as they are stored.
+        """Return the best scales and zero points, in the types in which they are stored.
 
         Args:
             rows: Values, (blocks, elements).
