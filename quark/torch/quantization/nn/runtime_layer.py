@@ -81,13 +81,18 @@ class RuntimeLayer(PackedLayer):
         given = self.quantized_tensor("weight")
         if given is None or given.codes is None:
             return
-        state, values = given, given.value(torch.float32)
+        state = given
         if self.input_axis == 0:
             if state.order is not None or state.spec.quantizes_codes or state.scheme.block:
                 return
-            state, values = state.transposed, values.T
+            state = state.transposed
         elif self.input_axis:
             state = without_shifts(state)
+
+        def values() -> torch.Tensor:
+            values = given.value(torch.float32)
+            return values if self.input_axis else values.T
+
         product = make_product(state, values, self._use)
         stored = self._stored("weight")
         if product is None or stored is None:

@@ -1,10 +1,17 @@
-"""Fixtures that look inside of attention."""
+"""Fixtures that look inside of attention, and proofs of products for each test anew."""
 
 import pytest
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from quark.torch.quantization.nn.products import product
 from tests.unit.quantization.nn.caches import IDS, logits_of
+
+
+@pytest.fixture(autouse=True)
+def no_proofs(monkeypatch):
+    """Nothing is proved at first: tests change kernels, and what the machine can do."""
+    monkeypatch.setattr(product, "_PROVED", set())
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from quark.torch.quantization.nn.products.arrangement import Parts
 from quark.torch.quantization.nn.products.panels import Panels
 
 Multiplication = Callable[[torch.Tensor], torch.Tensor]
+Kind = tuple[Hashable, ...]
 
 
 class Use(NamedTuple):
@@ -74,6 +75,13 @@ class Method(ABC):
     @abstractmethod
     def codes(self, parts: Parts) -> torch.Tensor:
         """Return the codes of the weight, (outputs, inputs), in their order."""
+
+    def kind(self, parts: Parts, use: Use) -> Kind | None:
+        """Return what the values of a weight depend on, beside its codes and scales.
+
+        The proof of one weight holds for all of its kind; None if each weight is proved.
+        """
+        return None
 
     def gives(self, parts: Parts, values: torch.Tensor, use: Use) -> bool:
         """Whether it is right for a weight with these values, float32 (outputs, inputs)."""

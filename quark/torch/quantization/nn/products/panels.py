@@ -30,6 +30,7 @@ from quark.torch.quantization.nn.quantizer import QuantizedTensor
 
 HALF_EXPONENT, HALF_BITS = 5, 16  # float16: width of the exponent, width of a number
 _HALF_BIAS_STEP = 14  # -exponent of the smallest normal float16
+_ORDINARY = 2.0**-80, 2.0**80  # scales of which no product is subnormal or infinite
 
 
 class _Buffers(threading.local):
@@ -81,8 +82,8 @@ class Panels:
         bits = codes.view(torch.uint8) + offset if offset else codes.view(torch.uint8)  # mod 256
         parts = pack_planes(arrangement.arrange(bits), fmt)
         zero = 0 if fmt.is_float else offset
-        if state.zero_point is not None and not (state.scheme.symmetric and fmt.signed):
-            stored = _per_group(state.zero_point.float(), state, arrangement)
+        stored = _stored_zero_points(state, arrangement)
+        if stored is not None:
             first = stored.flatten()[0].item()
             if torch.all(stored == first) and first == int(first):
                 zero = offset + int(first)
@@ -92,14 +93,12 @@ class Panels:
                 if parts["zero_point"].dtype != torch.int8:
                     parts["zero_point"] = compact(zeros)
         scale = _per_group(state.scale.float(), state, arrangement)
-        is_half = fmt.is_float and fmt.has_rule
-        factor = 2.0 ** (fmt.min_exponent + _HALF_BIAS_STEP) if is_half else 1.0
         if state.scale_2 is not None:
             ratio = (scale / state.scale_2).bfloat16()
             if torch.equal(ratio.float() * state.scale_2, scale):
                 parts["tensor_scale"] = state.scale_2.float().reshape(())
                 scale = ratio.float()
-        parts["scale"] = compact(arrangement.arrange_factors(scale * factor))
+        parts["scale"] = compact(arrangement.arrange_factors(scale * _scale_factor(fmt)))
         return cls(fmt, arrangement, offset, zero), parts
 
     def decode(self, parts: Parts, scaled: bool = True) -> Iterator[torch.Tensor]:
@@ -124,6 +123,24 @@ class Panels:
         """Return the scales of the panels in float32, in shapes that broadcast over ``grouped``."""
         scale = parts["scale"].float()
         return scale * parts["tensor_scale"] if "tensor_scale" in parts else scale
+
+    def holds_factors(self, parts: Parts, state: QuantizedTensor) -> bool:
+        """Whether scales and zero points are those of a weight, and scales are ordinary numbers."""
+        assert state.scale is not None
+        to, (low, high) = self.arrangement, _ORDINARY
+        scale = _per_group(state.scale.float(), state, to)
+        size = scale.abs()
+        if not torch.all(((size >= low) & (size <= high)) | (size == 0)):
+            return False
+        held = to.restore_factors(self.scale(parts))[: to.outputs]
+        if not torch.equal(held, scale * _scale_factor(self.fmt)):
+            return False
+        zeros, own = _stored_zero_points(state, to), self.zero_points(parts)
+        if isinstance(own, torch.Tensor):
+            own = to.restore_factors(own)[: to.outputs]
+        offset = 0 if self.fmt.is_float else self.offset
+        expected = torch.zeros_like(scale) if zeros is None else zeros
+        return bool(torch.all(expected + offset == own))
 
     def zero_points(self, parts: Parts) -> torch.Tensor | int:
         """Return the zero points of the stored codes, with ``offset``, in the shape of scales."""
@@ -228,11 +245,24 @@ def _read_plane(plane: torch.Tensor, width: int, out: torch.Tensor) -> None:
             torch.bitwise_and(words, mask, out=run)
 
 
+def _scale_factor(fmt: Format) -> float:
+    """Return what scales contain beside themselves: the difference of the biases of floats."""
+    is_half = fmt.is_float and fmt.has_rule
+    return 2.0 ** (fmt.min_exponent + _HALF_BIAS_STEP) if is_half else 1.0
+
+
 def _per_group(x: torch.Tensor, state: QuantizedTensor, to: Arrangement) -> torch.Tensor:
     """Return scales or zero points as one number per group of each row, (outputs, groups)."""
     grid = state.scheme.blocks((to.outputs, to.inputs)).grid
     rows = x.reshape(grid).repeat_interleave(-(-to.outputs // grid[0]), 0)[: to.outputs]
     return rows.repeat_interleave(to.inputs // to.group // grid[1], 1)
+
+
+def _stored_zero_points(state: QuantizedTensor, to: Arrangement) -> torch.Tensor | None:
+    """Return the zero points of groups, (outputs, groups); None if they are none."""
+    if state.zero_point is None or (state.scheme.symmetric and state.scheme.fmt.signed):
+        return None
+    return _per_group(state.zero_point.float(), state, to)
 
 
 def _small_zero_points(zeros: torch.Tensor, fmt: Format) -> torch.Tensor:

@@ -13,7 +13,7 @@ from quark.torch.quantization.nn.products import compiled, native
 from quark.torch.quantization.nn.products.arrangement import Arrangement, Parts
 from quark.torch.quantization.nn.products.fast_type import multiplied_type
 from quark.torch.quantization.nn.products.kernels import KERNELS, is_proved, takes_zero_points
-from quark.torch.quantization.nn.products.method import Method, Multiplication, Use
+from quark.torch.quantization.nn.products.method import Kind, Method, Multiplication, Use
 from quark.torch.quantization.nn.products.panels import Panels
 from quark.torch.quantization.nn.products.scaled_method import scaled_methods
 from quark.torch.quantization.nn.products.triton_method import triton_methods
@@ -131,6 +131,12 @@ class PanelMethod(Method):
         product = self._compiled(parts)
         return product is not None and compiled.is_right(product, self.panels, parts, values)
 
+    def kind(self, parts: Parts, use: Use) -> Kind | None:
+        """Return what the values of a weight depend on, beside its codes and scales."""
+        if "unit" in parts or "order" in parts:
+            return None
+        return self.key, use.dtype, tuple((name, part.dtype) for name, part in parts.items())
+
     def codes(self, parts: Parts) -> torch.Tensor:
         """Return the codes of the weight, (outputs, inputs), in their order."""
         return self.panels.codes(parts)
@@ -173,6 +179,7 @@ class PackedProduct:
 
 
 _METHODS: dict[str, Method] = {}  # the methods of this process, by their keys
+_PROVED: set[Kind | None] = set()  # the kinds of weights whose values were proved in this process
 
 
 @define_operator("packed_product(Tensor x, Tensor[] parts, str names, str key) -> Tensor")
@@ -218,29 +225,40 @@ def _method(key: str) -> Method:
     return _METHODS[key]
 
 
-def make_product(state: QuantizedTensor, values: torch.Tensor, use: Use) -> PackedProduct | None:
+def make_product(
+    state: QuantizedTensor, values: Callable[[], torch.Tensor], use: Use
+) -> PackedProduct | None:
     """Return the product for a weight, or None if it has to be unpacked as a whole.
 
-    It is proved: its values are the given ones, bit for bit, and so are its codes.
+    It is proved: its values are the given ones, bit for bit, and so are its codes. What a format
+    makes of codes and scales does not depend on the weight: of weights alike (shape, format, types
+    of all tensors), the values of the first are proved, and codes and scales of the others.
 
     Args:
         state: Codes (outputs, inputs) and scales.
-        values: Their values in float32, in the order of the inputs.
+        values: Returns their values in float32, in the order of the inputs.
         use: How the layer uses its product.
     """
     unit = state.scale if state.spec.quantizes_codes else None
     state = state.last_stage
     group = _group(state)
-    device = values.device.type
-    if device not in METHODS or not group or (unit is not None and unit.numel() != 1):
+    if state.codes is None or not group or (unit is not None and unit.numel() != 1):
+        return None
+    device = state.codes.device.type
+    if device not in METHODS:
         return None
     for method, parts in METHODS[device](state, group, use):
         if state.order is not None:
             parts["order"] = state.order
         if unit is not None:
             parts["unit"] = unit.float().reshape(())
-        has_codes = state.codes is not None and has_bytes(method.codes(parts), state.codes)
-        if has_codes and method.gives(parts, values, use):
+        kind = method.kind(parts, use)
+        if not has_bytes(method.codes(parts), state.codes):
+            continue
+        if kind in _PROVED and method.panels.holds_factors(parts, state):
+            return PackedProduct(method, parts)
+        if method.gives(parts, values(), use):
+            _PROVED.update({kind} - {None})
             return PackedProduct(method, parts)
     return None
 
