@@ -235,8 +235,7 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     options = arguments()
     if options.install:
-        for name in options.install:
-            install(name, Path(sys.executable))
+        install(Path(sys.executable), *options.install)
         return 0
     asked = rows(options.client, options.scheme)
     if not asked:

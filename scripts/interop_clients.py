@@ -36,7 +36,7 @@ class Client:
 
 
 CLIENTS = {
-    "transformers": Client((("install", *TRANSFORMERS, "gguf==0.19.0", "-e", str(ROOT)),)),
+    "transformers": Client((("install", *TRANSFORMERS, "gguf==0.19.0", f"--editable={ROOT}"),)),
     "compressed-tensors": Client((("install", *TRANSFORMERS, "compressed-tensors==0.20.0"),)),
     "gptqmodel": Client(  # it asks for a newer torch than it needs
         (
@@ -58,7 +58,7 @@ CLIENTS = {
         for version in ("0.9", "0.10")
     },
     "diffusers": Client((("install", *TRANSFORMERS, "diffusers==0.42.1"),)),
-    "lm-eval": Client((("install", *TRANSFORMERS, "lm_eval==0.4.13", "-e", str(ROOT)),)),
+    "lm-eval": Client((("install", *TRANSFORMERS, "lm_eval==0.4.13", f"--editable={ROOT}"),)),
     "vllm": Client(
         (
             ("install", "torch"),
@@ -114,15 +114,21 @@ def torch_line() -> str:
     return next(line for line in lines if line.startswith("torch=="))
 
 
-def install(name: str, python: Path) -> None:
-    """Install a client and the tested version of torch for a Python."""
-    say(f"installing {name}")
+def install(python: Path, *names: str) -> None:
+    """Install clients and the tested version of torch for a Python, by as few calls as possible."""
+    say(f"installing {', '.join(names)}")
+    calls: dict[tuple[str, str], dict[str, None]] = {}  # command and its option -> packages
+    for command, *given in (step for name in names for step in CLIENTS[name].pip):
+        option = given.pop(0) if given[0] in ("--no-deps", "-y") else "--quiet"
+        calls.setdefault((command, option), {}).update(dict.fromkeys(given))
     with tempfile.TemporaryDirectory() as folder:
         constraints = Path(folder) / "constraints.txt"
         constraints.write_text(torch_line())
-        found = os.environ | CLIENTS[name].settings | {"PIP_CONSTRAINT": str(constraints)}
-        for command, *given in CLIENTS[name].pip:
-            pip = [str(python), "-m", "pip", command, "--quiet", *given]
+        found = os.environ | {"PIP_CONSTRAINT": str(constraints)}
+        for name in names:
+            found |= CLIENTS[name].settings
+        for (command, option), packages in calls.items():
+            pip = [str(python), "-m", "pip", command, "--quiet", option, *packages]
             subprocess.run(pip, check=True, stdout=sys.stderr, env=found)
 
 
@@ -134,7 +140,7 @@ def environment(name: str) -> Path:
     wanted = json.dumps([torch_line(), CLIENTS[name].pip])
     if not done.is_file() or done.read_text() != wanted:
         venv.create(folder, clear=True, with_pip=True)
-        install(name, python)
+        install(python, name)
         done.write_text(wanted)
     return python
 

@@ -60,8 +60,11 @@ def pytest_ignore_collect(collection_path, config):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Leave most cases of large matrices to the night. Their names decide, not their order."""
+def pytest_collection_modifyitems(config, items):
+    """Leave nightly tests and most cases of large matrices to the night, unless asked for.
+
+    The names of cases decide, not their order.
+    """
     matrices = defaultdict(list)
     for item in items:
         if marker := item.get_closest_marker("sampled"):
@@ -70,6 +73,10 @@ def pytest_collection_modifyitems(items):
         cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
         for item in cases[ceil(len(cases) / share) :]:
             item.add_marker("nightly")
+    if "nightly" not in config.option.markexpr:
+        nightly = [item for item in items if item.get_closest_marker("nightly")]
+        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+        config.hook.pytest_deselected(items=nightly)
 
 
 def pytest_collection_finish():
@@ -80,9 +87,7 @@ def pytest_collection_finish():
 
 
 def pytest_runtest_setup(item):
-    """Skip nightly tests and those of software that is not there; if asked for, these fail."""
-    if item.get_closest_marker("nightly") and "nightly" not in item.config.option.markexpr:
-        pytest.skip("a nightly test: pytest -m nightly")
+    """Skip tests of software that is not there; if asked for, they fail."""
     packages = [("client", marker.args[0]) for marker in item.iter_markers("client")]
     packages += [("triton", "triton") for _ in item.iter_markers("triton")]
     for name, package in packages:
