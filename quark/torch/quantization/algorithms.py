@@ -17,7 +17,7 @@ from quark.torch.pipeline.chunks import Chunks
 from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.pipeline.input_hooks import InfiniteInput
 from quark.torch.pipeline.journal import Journal
-from quark.torch.pipeline.random_sequences import WithRandomSequences
+from quark.torch.pipeline.random_sequences import add_random_sequences
 from quark.torch.pipeline.statistics import Statistics
 from quark.torch.pipeline.tensor_ranges import ranges_suffice
 from quark.torch.quantization.calibration import (
@@ -292,13 +292,9 @@ def apply_algorithms(
 
 
 def _with_random_tokens(context: Context, options: AlgoConfig) -> Context:
-    """Return the context of an algorithm, whose data has the random sequences of its options.
-
-    Raises:
-        ValueError: The data is not of tokens.
-    """
+    """Return the context of an algorithm, whose data has the random sequences of its options."""
     share = _random_share(options)
     if not share:
         return context
-    batches = WithRandomSequences(context.batches, share, context.model)
+    batches = add_random_sequences(context.batches, share, context.model)
     return replace(context, batches=Chunks(batches))

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from quark.torch.algorithm.registry import load_algorithm
-from quark.torch.pipeline.random_sequences import WithRandomSequences
+from quark.torch.pipeline.random_sequences import add_random_sequences
 from quark.torch.quantization.algorithms import count_with_random
 from quark.torch.quantization.config.algo import AWQConfig, GPTQConfig
 from tests.configurations import quantized_by
@@ -40,43 +40,58 @@ def extended(share):
 @pytest.mark.parametrize("share", [0.4, 1])
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_random_sequences_follow_those_of_the_data_for_every_batch_size(share, size):
-    found = list(WithRandomSequences(DATA.split(size), share, Embedder()))
+    found = list(add_random_sequences(DATA.split(size), share, Embedder()))
     torch.testing.assert_close(found, extended(share), rtol=0, atol=0)
 
 
 def test_masks_stay():
     mask = (torch.arange(24) < 20).long().expand(5, 24)
     batches = [{"input_ids": DATA.int(), "attention_mask": mask}]
-    _, second, *_ = WithRandomSequences(batches, 1, Embedder())
+    _, second, *_ = add_random_sequences(batches, 1, Embedder())
     assert torch.equal(second["attention_mask"], mask[:1])
     assert second["input_ids"].dtype == torch.int32 and torch.equal(second["input_ids"], drawn(0))
 
 
 def test_tokens_reach_all_of_the_vocabulary():
-    _, random = WithRandomSequences([torch.zeros(1, 5000).long()], 1, Embedder(words=7))
+    _, random = add_random_sequences([torch.zeros(1, 5000).long()], 1, Embedder(words=7))
     assert random.unique().tolist() == list(range(7))
 
 
-@pytest.mark.parametrize(
-    "batch",
-    [
-        torch.ones(2, 8),
-        {"input_ids": DATA, "pixel_values": torch.ones(5, 3, 4, 4)},
-        {"inputs_embeds": torch.ones(2, 8, 4)},
-        (DATA, DATA),
-    ],
-)
-def test_other_data_is_refused(batch):
-    with pytest.raises(ValueError, match="nothing but input_ids and attention_mask"):
-        WithRandomSequences([DATA, batch], 0.5, Embedder())
+def test_a_decoder_receives_them_too():
+    batches = [{"input_ids": DATA[:1], "decoder_input_ids": DATA[:1, :8]}]
+    _, second = add_random_sequences(batches, 1, Embedder())
+    assert torch.equal(second["input_ids"], drawn(0))
+    assert torch.equal(second["decoder_input_ids"], drawn(0, 8))
 
 
-def test_models_without_an_embedding_and_other_shares_are_refused():
-    with pytest.raises(ValueError, match="a model that embeds tokens"):
-        WithRandomSequences([DATA], 0.5, nn.Linear(2, 2))
-    for share in (-0.1, 1.1):
-        with pytest.raises(ValueError, match=f"random_tokens must be between 0 and 1, got {share}"):
-            GPTQConfig(random_tokens=share)
+OTHER = [
+    torch.ones(2, 8),
+    {"input_ids": DATA, "pixel_values": torch.ones(5, 3, 4, 4)},
+    {"inputs_embeds": torch.ones(2, 8, 4)},
+    (DATA, DATA),
+]
+
+
+@pytest.mark.parametrize("batch", OTHER)
+def test_other_data_has_none_and_a_warning(batch, caplog):
+    with caplog.at_level("WARNING"):
+        assert add_random_sequences([batch], 0.5, Embedder()) == [batch]
+        assert add_random_sequences([DATA], 0.5, nn.Linear(2, 2)) == [DATA]
+    assert caplog.text.count("random_tokens has no effect") == 2
+
+
+def test_sequences_with_images_are_followed_by_none(caplog):
+    image = {"input_ids": DATA[:1], "pixel_values": torch.ones(1, 3, 4, 4)}
+    with caplog.at_level("WARNING"):
+        found = list(add_random_sequences([image, DATA[:1], image], 1, Embedder()))
+    assert [hasattr(sequence, "items") for sequence in found] == [True, False, False, True]
+    assert torch.equal(found[2], drawn(1)) and "2 of 3 sequences" in caplog.text
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1])
+def test_other_shares_are_refused(share):
+    with pytest.raises(ValueError, match=f"random_tokens must be between 0 and 1, got {share}"):
+        GPTQConfig(random_tokens=share)
 
 
 def test_an_algorithm_receives_them():
