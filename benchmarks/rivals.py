@@ -122,12 +122,10 @@ def llm_compressor(task: Task) -> Steps:
         weights = QuantizationArgs(**how)
         layer = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=inputs)
         given["config_groups"] = {"all": layer}
-    [algorithm] = task.algorithms
-    if algorithm["name"] == "gptq":
-        recipe = [GPTQModifier(**given)]
-    else:
-        smooth = SmoothQuantModifier(smoothing_strength=algorithm["alpha"])
-        recipe = [smooth, QuantizationModifier(**given)]
+    smooths = [options for options in task.algorithms if options["name"] == "smoothquant"]
+    recipe = [SmoothQuantModifier(smoothing_strength=options["alpha"]) for options in smooths]
+    rounding = QuantizationModifier if smooths == task.algorithms else GPTQModifier
+    recipe.append(rounding(**given))
     data = Dataset.from_list(task.samples())
     windows, length = task.calibration.shape
     counts = {"num_calibration_samples": windows, "max_seq_length": length, "batch_size": 8}
@@ -262,6 +260,7 @@ _ROTATION: Algorithms = {"rotation R1 R2": [{"name": "rotation", "r1": True, "r2
 _SMOOTH: Algorithms = {
     f"smooth, alpha {alpha}": [{"name": "smoothquant", "alpha": alpha}] for alpha in (0.8, 1)
 }
+_SMOOTH_GPTQ: Algorithms = {"smooth, gptq": [*_SMOOTH["smooth, alpha 0.8"], *_GPTQ["gptq"]]}
 _INT4 = ("int4_wo_128", "int4_wo_64", "uint4_wo_128")
 # Peer -> what asks it, and what it is asked for: algorithms by scheme and name for the table.
 PEERS: dict[str, tuple[Callable[[Task], Steps], dict[str, Algorithms]]] = {
@@ -271,7 +270,7 @@ PEERS: dict[str, tuple[Callable[[Task], Steps], dict[str, Algorithms]]] = {
     ),
     "llm-compressor": (
         llm_compressor,
-        {**dict.fromkeys([*WEIGHTS, *BLOCKS], _GPTQ), W8A8: _SMOOTH},
+        {**dict.fromkeys([*WEIGHTS, *BLOCKS], _GPTQ), W8A8: _SMOOTH | _SMOOTH_GPTQ},
     ),
     "amd-quark": (
         amd_quark,

@@ -9,6 +9,7 @@
     python benchmarks/three_texts.py --model real --rows mxfp4 --algorithms "" --peer auto-round
     python benchmarks/three_texts.py --rows nvfp4:inputs --algorithms none  # weights in float
     python benchmarks/three_texts.py --rows nvfp4:four_over_six --algorithms gptq
+    python benchmarks/three_texts.py --algorithms gptq:choose_damping:random_tokens=0.25
     python benchmarks/three_texts.py --kept            # the tables of three_texts.json
 
 Every row is calibrated on English docstrings and evaluated on the texts of ``texts.py``. *KL* is in
@@ -88,11 +89,12 @@ SCHEMES = {
     "nvfp4": (NONE, "awq", "r1r2"),
 }
 CHOSEN = ":choose_damping"  # after a name: this option is on
+RANDOM = "random_tokens"
 ALGORITHMS = (NONE, REFERENCE, "qronos", "yaqa", f"{REFERENCE}{CHOSEN}", f"yaqa{CHOSEN}")
 # What of other software is measured, where it has the scheme.
 ASKED = {
     "auto-round": ("autoround, 50 steps",),
-    "llm-compressor": ("gptq", "smooth, alpha 0.8"),
+    "llm-compressor": ("gptq", "smooth, alpha 0.8", "smooth, gptq"),
     "gptqmodel": ("gptq",),
     "modelopt": ("awq",),
     "amd-quark": ("gptq",),
@@ -219,9 +221,12 @@ class Bench:
 
 
 def options_of(text: str) -> dict[str, Any]:
-    """Return options: of ``gptq``, or of ``gptq:option``, with an option that is on."""
-    name, *on = text.split(":")
-    return {"name": name, **dict.fromkeys(on, True)}
+    """Return options: of ``gptq``, or of ``gptq:option``, which is on, or ``gptq:option=0.5``."""
+    name, *given = text.split(":")
+    options: dict[str, Any] = {"name": name}
+    for option, _, value in (part.partition("=") for part in given):
+        options[option] = float(value) if value else True
+    return options
 
 
 def label(row: Row) -> str:
@@ -234,7 +239,8 @@ def label(row: Row) -> str:
         online = options.get("online_config")
         blocks = [f"of {options['rotation_size']} inputs"] if online else []
         factors = ["after factors"] if online and "use_input_prescale" in online else []
-        words.append(" ".join([options["name"], *on, *steps, *blocks, *factors]))
+        share = [f"random tokens {options[RANDOM]:g}"] if RANDOM in options else []
+        words.append(" ".join([options["name"], *on, *share, *steps, *blocks, *factors]))
     made = ", ".join(words) or NONE
     made = f"{row['software']}: {made}" if "software" in row else made
     return f"{made} (part {row['part']})" if "part" in row else made

@@ -223,7 +223,7 @@ def _describe_run(
 ) -> Run:
     from quark.torch.export.writability import selected_size
     from quark.torch.pipeline.run_steps import Run
-    from quark.torch.quantization.algorithms import find_algorithms
+    from quark.torch.quantization.algorithms import count_with_random, find_algorithms
     from quark.torch.quantization.cache_scales import FACTORS, searches_heads
     from quark.torch.quantization.calibration import needs_data
     from quark.torch.quantization.config.algo import RoundingConfig
@@ -232,8 +232,9 @@ def _describe_run(
 
     resolved, layers = selection
     shape = measure_selected(model, layers)
-    data = _describe_data(request, model, length, is_calibrated, len(shape.blocks))
     algorithms = find_algorithms(config)
+    tokens = count_with_random(request.num_calib_data * length, algorithms) if is_calibrated else 0
+    data = _describe_data(model, tokens, length, len(shape.blocks))
     options = JsonExporterConfig(weight_format=request.export_weight_format)
     mode = request.custom_mode if "hf_format" in request.exports else "quark"
     stored = selected_size(model, resolved, layers, options, mode)
@@ -258,13 +259,10 @@ def _describe_run(
     )
 
 
-def _describe_data(
-    request: Request, model: nn.Module, length: int, is_calibrated: bool, blocks: int
-) -> DataShape:
+def _describe_data(model: nn.Module, tokens: int, length: int, blocks: int) -> DataShape:
     from quark.torch.pipeline.chunks import tokens_of_chunk
     from quark.torch.quantization.model_shape import describe_data
 
-    tokens = request.num_calib_data * length if is_calibrated else 0
     return describe_data(model, tokens, min(tokens_of_chunk(length), tokens), length, blocks)
 
 

@@ -98,7 +98,7 @@ def check_batches(model: nn.Module, batches: Iterable[Any]) -> str | None:
         ValueError: A batch has NaN or infinite values or no tensors, or a token is not in the
             vocabulary. The message has the index of the batch.
     """
-    words, digests = _vocabulary(model), list[str]()
+    words, digests = vocabulary_size(model), list[str]()
     for index, item in enumerate(batches):
         for batch in flatten_batches([item]):
             named = dict(_tensors(batch, index))
@@ -135,7 +135,7 @@ def _tensors(batch: Any, index: int) -> Iterator[tuple[str, torch.Tensor]]:
         raise not_a_batch(batch)
 
 
-def _vocabulary(model: nn.Module) -> int | None:
+def vocabulary_size(model: nn.Module) -> int | None:
     """Return the number of tokens that a model embeds, None if it is not known."""
     try:
         embedding = model.get_input_embeddings()  # type: ignore[operator]

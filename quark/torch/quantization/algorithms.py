@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -12,9 +13,11 @@ from torch import nn
 
 from quark.torch.algorithm.registry import ALGORITHMS, load_algorithm
 from quark.torch.graph.structure import Structure
+from quark.torch.pipeline.chunks import Chunks
 from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.pipeline.input_hooks import InfiniteInput
 from quark.torch.pipeline.journal import Journal
+from quark.torch.pipeline.random_sequences import add_random_sequences
 from quark.torch.pipeline.statistics import Statistics
 from quark.torch.pipeline.tensor_ranges import ranges_suffice
 from quark.torch.quantization.calibration import (
@@ -31,6 +34,7 @@ from quark.torch.quantization.config.algo import (
     RotationConfig,
     RoundingConfig,
     SmoothQuantConfig,
+    SolverConfig,
     SVDQuantConfig,
 )
 from quark.torch.quantization.config.attention import softmax_layers
@@ -192,6 +196,21 @@ def check_from_statistics(
             "gptq: choose_damping=True holds a part of the data back, and statistics are sums over "
             "all of it. Leave it out, or pass a dataloader instead."
         )
+    if _random_share(algorithms[0][1]):
+        raise ValueError(
+            "gptq: random_tokens adds sequences to the data, and statistics are sums over the data "
+            "alone. Leave it out, or pass a dataloader instead."
+        )
+
+
+def _random_share(options: AlgoConfig) -> float:
+    """Return the random sequences for each sequence of the data that an algorithm receives."""
+    return options.random_tokens if isinstance(options, SolverConfig) else 0.0
+
+
+def count_with_random(tokens: int, algorithms: Iterable[tuple[Algorithm, AlgoConfig]]) -> int:
+    """Return the most tokens that an algorithm receives, given those of the data."""
+    return math.ceil(tokens * (1 + max((_random_share(o) for _, o in algorithms), default=0.0)))
 
 
 def _range_problem(config: Config, algorithms: list[tuple[Algorithm, AlgoConfig]]) -> str | None:
@@ -259,13 +278,23 @@ def apply_algorithms(
         grams=grams,
         journal=journal,
     )
+    contexts = [_with_random_tokens(context, options) for _, options in plan.algorithms]
     with disabled_quantizers(model):
         rotated: frozenset[str] = frozenset()
-        for algorithm, options in plan.algorithms:
-            rotated |= set(algorithm.resolve(replace(context, rotated=rotated), options))
-        for algorithm, options in plan.algorithms:
+        for own, (algorithm, options) in zip(contexts, plan.algorithms, strict=True):
+            rotated |= set(algorithm.resolve(replace(own, rotated=rotated), options))
+        for own, (algorithm, options) in zip(contexts, plan.algorithms, strict=True):
             logger.info("%s …", options.name)
             try:
-                algorithm.apply(context, options)
+                algorithm.apply(own, options)
             except InfiniteInput as error:
                 raise ValueError(f"{options.name}: {error.describe(context.layers)}") from None
+
+
+def _with_random_tokens(context: Context, options: AlgoConfig) -> Context:
+    """Return the context of an algorithm, whose data has the random sequences of its options."""
+    share = _random_share(options)
+    if not share:
+        return context
+    batches = add_random_sequences(context.batches, share, context.model)
+    return replace(context, batches=Chunks(batches))

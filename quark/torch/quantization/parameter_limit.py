@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
-from typing import Any
 
 from torch import nn
 
@@ -13,6 +11,7 @@ from quark.torch.pipeline.chunks import count_tokens
 from quark.torch.pipeline.requirements import require
 from quark.torch.pipeline.run_steps import Run
 from quark.torch.pipeline.shapes import DataShape, ModelShape
+from quark.torch.quantization.algorithms import count_with_random
 from quark.torch.quantization.calibration import needs_data
 from quark.torch.quantization.config.attention import softmax_layers
 from quark.torch.quantization.model_shape import describe_data, measure_model
@@ -34,7 +33,7 @@ def limit_parameters(model: nn.Module, plan: Plan) -> None:
     shape = measure_model(model, plan.config)
     run = Run(
         model=shape,
-        data=_describe(model, plan.batches, shape),
+        data=_describe(model, plan, shape),
         algorithms=[(o.name, partial(algorithm.work, o)) for algorithm, o in plan.algorithms],
         proves=len({kind for a, options in plan.algorithms for kind in a.proves(options)}),
         is_static=needs_data([*plan.layers.values(), *softmax_layers(plan.config)]),
@@ -44,8 +43,8 @@ def limit_parameters(model: nn.Module, plan: Plan) -> None:
     residency.limit = min(residency.limit, require(run, 0, residency.room).parameters)
 
 
-def _describe(model: nn.Module, chunks: Iterable[Any], shape: ModelShape) -> DataShape:
-    sizes = [count_tokens(chunk) for chunk in chunks]
+def _describe(model: nn.Module, plan: Plan, shape: ModelShape) -> DataShape:
+    sizes = [count_tokens(chunk) for chunk in plan.batches]
     largest, length = max(sizes, default=(0, 0))
-    tokens = sum(tokens for tokens, _ in sizes)
+    tokens = count_with_random(sum(tokens for tokens, _ in sizes), plan.algorithms)
     return describe_data(model, tokens, largest, length, len(shape.blocks))

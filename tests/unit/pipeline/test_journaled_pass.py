@@ -30,7 +30,7 @@ ALGORITHMS = {
     "gptq": ("int4_wo_32", [algo.GPTQConfig(true_sequential=True)]),
     "qronos": ("mxfp4", [algo.QronosConfig()]),  # inputs are quantized while data runs
     "yaqa": ("int4_wo_32", [algo.YaqaConfig()]),
-    "damping": ("int4_wo_32", [algo.GPTAQConfig(choose_damping=True)]),
+    "damping": ("int4_wo_32", [algo.GPTAQConfig(choose_damping=True, random_tokens=0.25)]),
     "autoround": ("uint4_wo_32", [algo.AutoRoundConfig(iters=2)]),
     "joint": ("uint4_wo_32", [algo.BlockwiseJointTuningConfig(epochs=1)]),
     "rotation": ("int4_wo_32", [ROTATION, algo.GPTQConfig()]),

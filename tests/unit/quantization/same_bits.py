@@ -43,7 +43,7 @@ WAYS = {
     "cached heads": ("int4_wo_32",),
     "awq": ("uint4_wo_32", AWQConfig()),
     "gptq": ("int4_wo_32", GPTQConfig()),
-    "chosen damping": ("int4_wo_32", GPTQConfig(choose_damping=True)),
+    "chosen damping": ("int4_wo_32", GPTQConfig(choose_damping=True, random_tokens=0.25)),
     "gptaq": ("int4_wo_32", GPTAQConfig()),
     "qronos": ("int4_wo_32", QronosConfig()),
     "yaqa": ("int4_wo_32", YaqaConfig(choose_damping=True)),

@@ -157,6 +157,7 @@ REFUSED = {
     "moves inputs": ([SmoothQuantConfig()], "got smooth"),
     "in turn": ([GPTQConfig(true_sequential=True)], "true_sequential"),
     "holds data back": ([GPTQConfig(choose_damping=True)], "choose_damping"),
+    "adds data": ([GPTQConfig(random_tokens=0.25)], "random_tokens"),
 }
 
 

@@ -208,9 +208,12 @@ class SolverConfig(RoundingConfig):
         static_groups: Whether groups are formed in the original order of columns.
         choose_damping: Whether the damping of each layer is chosen on data that is held back; the
             damping of the algorithm is then the weakest.
+        random_tokens: Sequences of random tokens that are added to the data, for each sequence of
+            it, between 0 and 1.
 
     Raises:
-        ValueError: ``desc_act`` is set without ``static_groups``.
+        ValueError: ``desc_act`` is set without ``static_groups``, or ``random_tokens`` is not
+            between 0 and 1.
     """
 
     inside_layer_modules: list[str] = field(default_factory=list)
@@ -219,9 +222,14 @@ class SolverConfig(RoundingConfig):
     desc_act: bool = True
     static_groups: bool = True
     choose_damping: bool = False
+    random_tokens: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not 0 <= self.random_tokens <= 1:
+            raise ValueError(
+                f"{self.name}: random_tokens must be between 0 and 1, got {self.random_tokens}."
+            )
         if self.desc_act and not self.static_groups:
             raise ValueError(
                 f"{type(self).__name__}: desc_act=True needs static_groups=True, since the order "
