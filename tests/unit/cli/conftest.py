@@ -1,7 +1,10 @@
 """A small random model with a tokenizer, some text, and a way to call the command line."""
 
+from functools import cache
+
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 from quark.cli import console
@@ -65,9 +68,13 @@ def text(tmp_path_factory):
     return path
 
 
+_make_command = cache(typer.main.get_command)  # 50 ms; CliRunner makes one for each call
+
+
 @pytest.fixture
 def quark(monkeypatch):
     """Call the command line; returns its exit code, what it printed and what it complained."""
+    monkeypatch.setattr(typer.testing, "_get_command", _make_command)
     monkeypatch.setattr(console.out, "width", 120)  # whatever terminal the tests run in
     runner = CliRunner()
 
