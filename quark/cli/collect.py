@@ -129,8 +129,7 @@ def find_float_model(request: ModelFlags) -> Path:
     """
     directory = find_model(request.model_dir, "--model_dir", request.revision)
     described = models.read_config(directory, "--model_dir")
-    source = models.describe_source(directory, described, "--model_dir")
-    models.warn_of_second_loss(directory, source)
+    models.describe_source(directory, described, "--model_dir")
     accelerators.pick_device(request.device)
     models.check_model(directory, request.trust_remote_code, request.check_digests)
     return directory

@@ -23,6 +23,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from quark.cli.other_names import advice
 from quark.torch import progress
 from quark.torch.quantization.config.name_lookup import printable
 
@@ -148,6 +149,8 @@ def report(error: Exception) -> int:
     context = getattr(error, "ctx", None)
     if context is not None and hasattr(error, "param_type"):  # a parameter is missing
         text += _first_example(context.command.help or "")
+    elif context is not None and hasattr(error, "possibilities"):
+        text = _unknown_flag(error, text, context.command)
     text = " ".join(text.split()) or type(error).__name__
     if not isinstance(error, (ValueError, OSError)) and not is_usage:
         text = f"{type(error).__name__}: {text}"
@@ -155,6 +158,18 @@ def report(error: Exception) -> int:
     hint = f" [dim]({context.command_path} --help)[/]" if context is not None else ""
     err.print(f"[bold red]error:[/] {escape(text)}{hint}", soft_wrap=True)
     return int(getattr(error, "exit_code", 1)) if is_usage else 1
+
+
+def _unknown_flag(error: Any, text: str, command: Any) -> str:
+    """Return the message for an unknown flag; that of typer where no other tool has the flag."""
+    kinds: dict[str, list[str]] = {"option": [], "argument": []}
+    for parameter in command.params:
+        kinds[parameter.param_type_name].append(parameter.name)
+    said = advice(getattr(error, "option_name", ""), kinds["option"], kinds["argument"])
+    if said is None:
+        return text
+    example = "" if "--" in said else _first_example(command.help or "")
+    return f"{error.message}. {said}{example}"
 
 
 def _first_example(text: str) -> str:

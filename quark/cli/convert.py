@@ -13,6 +13,7 @@ from quark.cli.hub import check_upload, upload
 from quark.cli.loading import show_loading
 from quark.cli.model_files import check_quantized, find_model
 from quark.cli.options import CheckDigests, Json, TrustRemoteCode, add_verb, in_words, one_of, panel
+from quark.cli.other_names import TARGETS
 from quark.cli.outputs import check_directory
 from quark.torch.export.containers.registry import conversion_targets
 
@@ -44,7 +45,7 @@ To = Annotated[
     _output(
         "--to",
         metavar="FORMAT",
-        **one_of("--to", conversion_targets),
+        **one_of("--to", conversion_targets, meant=TARGETS),
         help=f"Format to write: {in_words(conversion_targets())}.",
     ),
 ]

@@ -27,6 +27,7 @@ from quark.cli.compare import command as compare
 from quark.cli.conform import command as conform
 from quark.cli.demo import command as demo
 from quark.cli.inspect import command as inspect
+from quark.cli.other_names import VERBS
 from quark.cli.quantize import command as quantize
 from quark.cli.search import command as search
 
@@ -58,13 +59,15 @@ class Program(TyperGroup):
     """The group of verbs. It turns errors into messages and exit codes."""
 
     def resolve_command(self, context: Any, args: list[str]) -> Any:
-        """Find a verb; those of servers are answered with what does their work."""
+        """Find a verb; those of other tools are answered with what does their work."""
         if args and args[0] in SERVING:
             raise typer.BadParameter(
                 f"quark has no verb '{args[0]}': other software serves its checkpoints. For "
                 "example: vllm serve DIR; docs/serve.md has llama.cpp, ONNX Runtime and more. "
                 "'quark compare ORIGINAL DIR' shows what models answer."
             )
+        if args and args[0] in VERBS:
+            raise typer.BadParameter(f"quark has no verb '{args[0]}': give quark {VERBS[args[0]]}.")
         return super().resolve_command(context, args)
 
     def main(self, args: Sequence[str] | None = None, *_: Any, **options: Any) -> Any:

@@ -108,8 +108,8 @@ def check_runtime(runtime: str, max_memory: int | None) -> None:
         raise wrong("--runtime", f"{runtime} does not go with --max_memory: give one of them.")
 
 
-def describe_source(directory: Path, described: dict[str, Any], flag: str) -> str:
-    """Return how the weights of a quantized model are stored, "" for a float model.
+def check_method(directory: Path, described: dict[str, Any], flag: str) -> bool:
+    """Check that the method of a quantized model is read; return whether the model has one.
 
     Args:
         directory: Directory of the model, or its GGUF file.
@@ -120,35 +120,42 @@ def describe_source(directory: Path, described: dict[str, Any], flag: str) -> st
         typer.BadParameter: The model is quantized by a method that is not read.
     """
     from quark.torch.export.checkpoint.config_json import CONFIG, SECTION
-    from quark.torch.export.recognition import read_contents, recognize_format
+    from quark.torch.export.recognition import recognize_format
 
-    is_gguf = find_gguf(directory, flag) is not None
-    if not (is_gguf or described.get(SECTION)):
-        return ""
+    if find_gguf(directory, flag) is not None:
+        return True
+    if not described.get(SECTION):
+        return False
     try:
-        if not is_gguf:
-            recognize_format(described, str(directory / CONFIG))
+        recognize_format(described, str(directory / CONFIG))
     except ValueError as error:
         raise wrong(flag, f"{error} Give the float model, or one of a known method.") from None
+    return True
+
+
+def describe_source(directory: Path, described: dict[str, Any], flag: str) -> str:
+    """Return how the weights of a quantized model are stored, "" for a float model.
+
+    A warning says that quantizing a quantized model loses accuracy twice.
+
+    Args:
+        directory: Directory of the model, or its GGUF file.
+        described: Result of ``read_config``.
+        flag: Flag of the directory, for the error.
+
+    Raises:
+        typer.BadParameter: The model is quantized by a method that is not read.
+    """
+    from quark.torch.export.recognition import read_contents
+
+    if not check_method(directory, described, flag):
+        return ""
     summary = read_contents(directory).summary
     if not summary.layers:
         return ""
     weights = dict.fromkeys(scheme.scheme.weight for scheme in summary.schemes())
-    return ", ".join(filter(None, weights)) or "weights in float"
-
-
-def warn_of_second_loss(directory: Path, source: str) -> None:
-    """Warn that quantizing a quantized model loses accuracy twice.
-
-    Args:
-        directory: Directory of the model, or its GGUF file.
-        source: Result of ``describe_source``; nothing is said of a float model.
-    """
-    from quark.torch.export.recognition import read_contents
-
-    if not source:
-        return
-    bits = read_contents(directory).summary.bits_per_weight
+    source = ", ".join(filter(None, weights)) or "weights in float"
+    bits = summary.bits_per_weight
     size = "" if bits is None else f", {format_bits(bits)} bits per weight"
     logger.warning(
         "The model is quantized already (%s%s): quantizing it again adds to that loss. "
@@ -156,6 +163,7 @@ def warn_of_second_loss(directory: Path, source: str) -> None:
         source,
         size,
     )
+    return source
 
 
 def load_libraries() -> None:

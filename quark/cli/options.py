@@ -40,6 +40,7 @@ def one_of(
     flag: str,
     names: Callable[[], Iterable[str]],
     elsewhere: Mapping[str, Iterable[str]] | None = None,
+    meant: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Return settings for typer of a flag whose value is a name in a table: parser, completion.
 
@@ -47,6 +48,7 @@ def one_of(
         flag: The flag, for messages.
         names: Function that returns the names. Case is ignored, and "-" equals "_".
         elsewhere: Other flag -> names that it takes, to which a message refers.
+        meant: Name that other tools use -> what to type, to which a message refers.
     """
 
     def parse(value: str) -> str:
@@ -56,6 +58,8 @@ def one_of(
         for other, others in (elsewhere or {}).items():
             if _plain(value) in map(_plain, others) and _plain(value) not in known:
                 raise wrong(flag, f"{value!r} is a value of {other}: give {other} {value}.")
+        if _plain(value) in (meant or {}):
+            raise wrong(flag, f"{value!r} is unknown. Give {(meant or {})[_plain(value)]}.")
         if _plain(value) not in known:
             message = unknown(value, known.values(), flag).removeprefix(f"{flag}: ")
             raise wrong(flag, message)

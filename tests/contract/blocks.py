@@ -54,7 +54,7 @@ SUBSTITUTED = {
     "docs/runtime.md": {'"OUT"': '"INT4"'},
     "docs/tutorial.md": {  # less text: the model runs on one thread
         "--quant_scheme uint4_wo_32": "--quant_scheme uint4_wo_32 --num_eval_data 4",
-        "--quant_algo gptq": "--quant_algo gptq --num_calib_data 8",
+        "--num_calib_data 32": "--num_calib_data 8",
         "quark compare": "quark compare --limit 4 --new_tokens 8",
     },
 }

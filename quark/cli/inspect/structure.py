@@ -29,7 +29,7 @@ def find_structure(directory: Path) -> Structure:
     from quark.torch.quantization.nn.experts import split_experts
 
     described = models.read_config(directory, "DIR")
-    models.describe_source(directory, described, "DIR")
+    models.check_method(directory, described, "DIR")
     with console.stage("loading the model", spinner=True):
         model: Any = models.load_model(directory, in_float=True)
         split_experts(model)

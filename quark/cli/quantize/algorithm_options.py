@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quark.cli.console import wrong
+from quark.cli.other_names import ALGORITHMS
 from quark.cli.quantize.request import Request
 
 if TYPE_CHECKING:
@@ -19,6 +20,9 @@ def make_algorithms(request: Request) -> list[AlgoConfig]:
     if request.recipe is not None:
         return find_recipe(request.recipe)[1]
     given = _read_files(request)
+    for name in request.algorithms:
+        if (meant := ALGORITHMS.get(name.lower())) is not None:
+            raise wrong("--quant_algo", f"{name!r} is unknown. Give {meant}.")
     try:
         configs = make_algo_configs(request.algorithms, given)
     except ValueError as error:

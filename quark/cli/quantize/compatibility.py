@@ -1,4 +1,4 @@
-"""Flags of the documented script and of other tools that have no effect, or are not supported.
+"""Flags of the documented script that have no effect, or are not supported.
 
 They are accepted, so that no command line fails on an unknown flag. A flag without effect warns.
 """
@@ -25,10 +25,6 @@ _KERNELS = (
     "without a kernel, or serve the checkpoint."
 )
 
-_SCHEME = (
-    "a scheme names the bits. Give one, such as --quant_scheme {}; 'quark schemes' lists them."
-)
-
 # Flag -> why it has no effect.
 NOTED = {
     "multi_gpu": _ONE_DEVICE,
@@ -48,9 +44,6 @@ REFUSED = {
     "use_mlperf_rouge": "its data is not public. Give --tasks, or your own files with "
     "--include_path.",
     "use_tp": "evaluation runs on one device. Leave it out.",
-    "bits": _SCHEME.format("int4_wo_128"),
-    "load_in_4bit": _SCHEME.format("int4_wo_128"),
-    "load_in_8bit": _SCHEME.format("int8_wo"),
 }
 # Flag -> value that means the default.
 _DEFAULTS = {"native_linear_mode": "auto"}
@@ -76,9 +69,6 @@ class CompatibilityFlags:
     native_linear_mode: Annotated[str | None, _hidden()] = None
     use_mlperf_rouge: Annotated[bool, _hidden()] = False
     use_tp: Annotated[bool, _hidden()] = False
-    bits: Annotated[str | None, _hidden()] = None
-    load_in_4bit: Annotated[bool, _hidden()] = False
-    load_in_8bit: Annotated[bool, _hidden()] = False
     given: frozenset[str] = frozenset()
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quark.cli.console import wrong
+from quark.cli.options import in_words
+from quark.cli.other_names import FLOAT_CACHES
 from quark.cli.quantize.algorithm_options import find_recipe, make_algorithms
 from quark.cli.quantize.request import Request, split_names
 
@@ -183,7 +185,7 @@ def _build_from_schemes(request: Request, model_type: str) -> Config:
     from quark.torch.quantization.config.template import LLMTemplate
 
     if request.kv_cache_dtype is not None:
-        check_name("--kv_cache_dtype", request.kv_cache_dtype, KV_CACHE_SCHEMES)
+        _check_cache_name(request.kv_cache_dtype, KV_CACHE_SCHEMES)
     assert request.quant_scheme is not None
     main, size = request.quant_scheme, request.group_size
     whole = layer_scheme("--quant_scheme", main, size)
@@ -211,6 +213,16 @@ def _build_from_schemes(request: Request, model_type: str) -> Config:
         )
     except ValueError as error:
         raise wrong("--layer_quant_scheme", str(error)) from None
+
+
+def _check_cache_name(name: str, names: Iterable[str]) -> None:
+    """Check that a scheme of the cache is known; the message names all of its format."""
+    if name.lower() in FLOAT_CACHES:
+        raise wrong("--kv_cache_dtype", "a cache in float is the default. Leave it out.")
+    of_format = [known for known in names if known.startswith(f"{name.lower()}_per_")]
+    if of_format and name.lower() not in names:
+        raise wrong("--kv_cache_dtype", f"{name!r} is unknown. Give {in_words(of_format)}.")
+    check_name("--kv_cache_dtype", name, names)
 
 
 def _excluded_parts(request: Request, template: LLMTemplate) -> list[str]:
@@ -251,6 +263,7 @@ def _instead(request: Request) -> str:
     prefix = str(request.quant_scheme).lower().rpartition("_")[0]
     sized = f"{prefix}_{request.group_size}"
     is_known = request.group_size is not None and sized in scheme_names()
+    is_known &= sized != str(request.quant_scheme).lower()
     return f"Give --quant_scheme {sized}." if is_known else "Leave it out."
 
 
@@ -338,6 +351,10 @@ def check_name(flag: str, name: str, names: Iterable[str]) -> None:
     if name.lower() in ALGO_CONFIGS:
         example = f"--quant_scheme int4_wo_128 --quant_algo {name.lower()}"
         raise wrong(flag, f"{name!r} is an algorithm, not a scheme. Give both, such as {example}.")
-    near = similar_scheme(name, names)
+    stem, _, algorithm = name.lower().rpartition("_")
+    near = similar_scheme(stem if algorithm in ALGO_CONFIGS else name, names)
+    if near and algorithm in ALGO_CONFIGS:
+        example = f"--quant_scheme {near} --quant_algo {algorithm}"
+        raise wrong(flag, f"{name!r} is a scheme and an algorithm. Give {example}.")
     hint = f"Did you mean {near!r}? " if near else ""
     raise wrong(flag, f"{name!r} is unknown. {hint}'quark schemes --all' lists all names.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from quark.torch.evaluation.samples import Kind
+
+logger = logging.getLogger(__name__)
 
 # What AutoProcessor, AutoImageProcessor and AutoFeatureExtractor read beside a tokenizer.
 PROCESSOR_FILES = (
@@ -69,6 +72,17 @@ def kind_of_dataset(request: Request, outline: nn.Module | None) -> Kind | None:
             "audio, or a .jsonl of messages that name such files.",
         )
     return kind
+
+
+def warn_of_unread_data(request: Request) -> None:
+    """Warn of flags of calibration data where no data is read."""
+    flags = [f"--{name}" for name in ("dataset", "num_calib_data") if name in request.given]
+    if flags:
+        logger.warning(
+            "%s: no effect, since %s. Algorithms such as --quant_algo gptq read data.",
+            ", ".join(flags),
+            "the statistics replace data" if request.statistics else "this scheme needs no data",
+        )
 
 
 def describe(request: Request, kind: Kind | None, length: int) -> str:

@@ -29,6 +29,7 @@ from quark.cli.options import (
     one_of,
     panel,
 )
+from quark.cli.other_names import FILES, LAYOUTS
 from quark.torch.algorithm.registry import ALGORITHMS
 from quark.torch.export.containers.registry import CONTAINERS, SAFETENSORS
 from quark.torch.export.formats.registry import FORMATS
@@ -184,7 +185,7 @@ class OutputFlags:
         list[str],
         _output(
             metavar="FORMAT",
-            **one_of("--model_export", CONTAINERS.keys, {"--custom_mode": FORMATS}),
+            **one_of("--model_export", CONTAINERS.keys, {"--custom_mode": FORMATS}, FILES),
             help=f"Kind of files: {in_words(CONTAINERS)}; hf_format is safetensors, quark_format "
             "the native format. Repeatable.",
         ),
@@ -193,7 +194,7 @@ class OutputFlags:
         str,
         _output(
             metavar="NAME",
-            **one_of("--custom_mode", FORMATS.keys, {"--model_export": CONTAINERS}),
+            **one_of("--custom_mode", FORMATS.keys, {"--model_export": CONTAINERS}, LAYOUTS),
             help=f"Tool whose layout is written: {in_words(FORMATS)}.",
         ),
     ] = "quark"

@@ -27,6 +27,7 @@ from quark.cli.quantize.data import (
     find_tokenizer,
     kind_of_dataset,
     read_batches,
+    warn_of_unread_data,
 )
 from quark.cli.quantize.file_job import (
     goes_through_files,
@@ -114,7 +115,6 @@ def _quantize(request: Request, described: dict[str, Any], options: _Options) ->
 
     config, devices, length = options
     source = models.describe_source(request.model_dir, described, "--model_dir")
-    models.warn_of_second_loss(request.model_dir, source)
     statistics = read_optional_statistics(request.statistics, request.check_digests)
     is_known = is_known_architecture(request, described)
     outline = read_outline(request.model_dir, request.trust_remote_code) if is_known else None
@@ -125,10 +125,12 @@ def _quantize(request: Request, described: dict[str, Any], options: _Options) ->
     if outline is not None:
         model_checks.check_patterns(request, outline, config)
         model_checks.check_layout(request, outline, config)
+    is_calibrated = needs_data(config, statistics is not None) or request.finish is not None
+    if not is_calibrated:
+        warn_of_unread_data(request)
     if goes_through_files(request, described, config):
         _quantize_files(request, described, config, outline, source, length)
         return
-    is_calibrated = needs_data(config, statistics is not None) or request.finish is not None
     kind = kind_of_dataset(request, outline) if is_calibrated else None
     check_texts(request, is_calibrated)
     show_plan(request, config, described, source, describe(request, kind, length), outline)

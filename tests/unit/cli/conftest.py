@@ -1,9 +1,14 @@
 """A small random model with a tokenizer, some text, and a way to call the command line."""
 
+<<<<<<< HEAD
 import gc
+=======
+from functools import cache
+>>>>>>> h20
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 from quark.cli import console
@@ -77,9 +82,13 @@ def text(tmp_path_factory):
     return path
 
 
+_make_command = cache(typer.main.get_command)  # 50 ms; CliRunner makes one for each call
+
+
 @pytest.fixture
 def quark(monkeypatch):
     """Call the command line; returns its exit code, what it printed and what it complained."""
+    monkeypatch.setattr(typer.testing, "_get_command", _make_command)
     monkeypatch.setattr(console.out, "width", 120)  # whatever terminal the tests run in
     runner = CliRunner()
 

@@ -151,6 +151,39 @@ def mistake(quark, model_dir, tmp_path, monkeypatch):
         ([*FP8, "--output_dir", "empty.txt"], "is a file. Choose a directory"),
         ([*FP8, "--log_file", "no/where.log"], "cannot be written"),
         (["quantize", "MODEL", "OUT", "--quant_scheme", "fp8"], "quark quantize --model_dir llama"),
+        # Names of llm-compressor, AutoAWQ, GPTQModel, bitsandbytes, llama.cpp and Transformers.
+        ([*QUANTIZE, "--scheme", "W4A16"], "Give --quant_scheme."),
+        ([*FP8, "--ignore", "lm_head"], "Give --exclude_layers."),
+        ([*FP8, "--max_seq_length", 2048], "Give --seq_len."),
+        ([*FP8, "--num_calibration_samples", 512], "Give --num_calib_data."),
+        ([*FP8, "--calib-data", "pileval"], "Give --dataset."),
+        ([*FP8, "--save_path", "OUT"], "Give --output_dir."),
+        (["quantize", "--model", "MODEL"], "Give --model_dir."),
+        ([*QUANTIZE, "--w_bit", 4, "--zero_point"], "such as --quant_scheme int4_wo_128"),
+        ([*FP8, "--desc_act"], "Give --quant_algo_config_file FILE"),
+        (["evaluate", "--model_args", "pretrained=MODEL"], "For example: quark evaluate my-model"),
+        (["demo", "--model", "MODEL"], "Possible options: --help, --real"),
+        (["export", "MODEL", "OUT"], "give quark convert"),
+        ([*FP8, "--quant_algo", "AWQModifier"], "Give --quant_algo awq."),
+        ([*FP8, "--quant_algo", "spinquant"], "Give --pre_quantization_optimization rotation."),
+        ([*FP8, "--quant_algo", "rtn"], "Give no --quant_algo"),
+        ([*FP8, "--model_export", "safetensors"], "Give --model_export hf_format."),
+        ([*FP8, "--custom_mode", "pack-quantized"], "Give --custom_mode compressed-tensors."),
+        (["convert", "MODEL", "OUT", "--to", "safetensors"], "Give --to quark."),
+        ([*FP8, "--kv_cache_dtype", "int8"], "Give int8_per_tensor_static, "),
+        ([*FP8, "--kv_cache_dtype", "int4"], "Give int4_per_head or int4_per_token_head."),
+        ([*FP8, "--kv_cache_dtype", "fp8_e5m2"], "Did you mean 'fp8'?"),
+        ([*FP8, "--kv_cache_dtype", "auto"], "Leave it out."),
+        ([*QUANTIZE, "--quant_scheme", "fp8_e4m3"], "Did you mean 'fp8'?"),
+        ([*QUANTIZE, "--quant_scheme", "W8A8_FP8"], "Did you mean 'ptpc_fp8'?"),
+        (
+            [*QUANTIZE, "--quant_scheme", "int4_awq"],
+            "Give --quant_scheme int4_wo_128 --quant_algo awq.",
+        ),
+        (
+            [*QUANTIZE, "--quant_scheme", "int4_wo_128", "--group_size", 128],
+            "or fixes their size. Leave it out.",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -167,3 +200,10 @@ def test_quiet_json_is_json_alone(quark, model_dir, tmp_path):
     assert (result.exit_code, result.stderr) == (0, "")
     assert json.loads(result.stdout)["output"] == str(output)
     assert (output / "config.json").is_file()
+
+
+def test_flags_of_data_that_is_not_read_are_warned_of(quark, model_dir, text, tmp_path):
+    flags = ["--model_dir", model_dir, "--output_dir", tmp_path / "out", "--dataset", text]
+    result = quark("quantize", *flags, "--quant_scheme", "int8_wo", "--skip_evaluation")
+    assert result.exit_code == 0, result.output
+    assert "warning: --dataset: no effect, since this scheme needs no data." in result.stderr

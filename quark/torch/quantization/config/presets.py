@@ -233,7 +233,8 @@ _SPELLINGS = (
     (r"_(per_group|per_tensor|static|dyn|sym)(?=_|$)", ""),
 )
 
-# Spellings of other tools: int4wo, and 4bit.
+# Spellings of other tools: W8A8_FP8, int4wo, and 4bit.
+_OTHER_NAMES = {"w8a8_fp8": "ptpc_fp8"}
 _WEIGHT_ONLY = re.compile(r"^(u?int\d|fp8)[-_]?wo\b(?!_).*")
 _BITS = re.compile(r"(?:nf|bnb|q|w|int)?[-_ ]?([2-8])[-_ ]?(?:bits?|b)?")
 
@@ -317,13 +318,15 @@ def similar_scheme(name: str, names: Iterable[str]) -> str | None:
 
     The beginning of a name gives its largest group: ``int4_wo_128`` for ``int4`` and ``int4_wo``.
     So do names of other tools that tell bits alone: ``4bit``, ``q4``, ``nf4``, ``int4wo``. Those of
-    ModelOpt are ``NVFP4_DEFAULT_CFG`` and the like.
+    ModelOpt are ``NVFP4_DEFAULT_CFG`` and the like. A known name may be the beginning: ``fp8`` for
+    ``fp8_e4m3``.
 
     Args:
         name: The unknown name.
         names: Known names.
     """
     names, name = list(names), name.lower().removesuffix("_cfg").removesuffix("_default")
+    name = _OTHER_NAMES.get(name, name)
     if name in names:
         return name
     name = _WEIGHT_ONLY.sub(r"\1_wo", name)
@@ -331,7 +334,8 @@ def similar_scheme(name: str, names: Iterable[str]) -> str | None:
         name = f"int{bits[1]}"
     stem = re.escape(name.removesuffix("_wo"))
     of_weights = [known for known in names if re.fullmatch(rf"{stem}_wo(_\d+)?", known)]
-    return next(iter(of_weights[-1:] or nearest(name, names, 1)), None)
+    starts = [known for known in names if name.startswith(f"{known.lower()}_")]
+    return next(iter(of_weights[-1:] or starts[:1] or nearest(name, names, 1)), None)
 
 
 def _respelled(name: str) -> str:

@@ -5,7 +5,6 @@ import pytest
 from quark.cli.quantize.compatibility import NOTED, REFUSED
 
 VALUES = {
-    "bits": ["4"],
     "import_file_format": ["hf_format"],
     "gpu_resident_blocks": ["2"],
     "moe_experts_second_step_config": ["w_int4_per_channel_sym"],
