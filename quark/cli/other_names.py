@@ -88,7 +88,7 @@ ALGORITHMS = {
     **dict.fromkeys(("quip", "quipmodifier", "spinquant", "spinquantmodifier"), _ROTATION),
     **dict.fromkeys(("none", "rtn"), "no --quant_algo: it is rounding to the nearest code"),
     **dict.fromkeys(("hqq", "omniquant"), "--quant_algo gptq or awq"),
-    "imatrix": "--quant_algo qronos",
+    "imatrix": "--quant_algo gptq",
 }
 # Data type of a cache in float.
 FLOAT_CACHES = ("auto", "bf16", "bfloat16", "float16", "float32", "fp16", "fp32", "none")

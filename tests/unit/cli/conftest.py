@@ -1,10 +1,7 @@
 """A small random model with a tokenizer, some text, and a way to call the command line."""
 
-<<<<<<< HEAD
 import gc
-=======
 from functools import cache
->>>>>>> h20
 
 import pytest
 import torch
