@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -13,8 +14,10 @@ import torch
 from sound_files import (
     COMPRESSED,
     GRAPH,
+    LAYERS,
     LAYOUTS,
     MODEL,
+    Layers,
     build_float,
     build_float_graph,
     build_graph,
@@ -22,6 +25,7 @@ from sound_files import (
     ids,
     images,
     quantize_blocks,
+    rows,
 )
 
 # Of the largest logit. Fast products round inputs, scales and outputs to bfloat16: 0.004 for sound
@@ -86,6 +90,21 @@ def _import(path: Path, check_digests: bool) -> torch.Tensor:
 def _empty() -> Any:
     with torch.device("meta"):
         return build_float()
+
+
+@torch.no_grad()
+def _layers(path: Path, check_digests: bool) -> torch.Tensor:
+    from quark.torch import ModelImporter
+
+    importer = ModelImporter(path, check_digests=check_digests)
+    outputs: torch.Tensor = importer.import_model_info(copy.deepcopy(_empty_layers()))(rows())
+    return outputs
+
+
+@cache
+def _empty_layers() -> Any:
+    with torch.device("meta"):
+        return Layers().eval()
 
 
 def _transformers(path: Path, _: bool) -> torch.Tensor:
@@ -342,6 +361,7 @@ DOORS: dict[str, Door] = {
     **_LAYOUT_DOORS,
     **_FILE_DOORS,
     **_COMPRESSED_DOORS,
+    **{kind: Door(kind, _layers, True) for kind in LAYERS},
     "gguf in float": Door("gguf", _agree(_in_float, _stream_in_float), True),
     "k-quants": Door("k-quants", _agree(_in_float, _stream_in_float)),
     "k-quants packed": Door("k-quants", _agree(_load, _stream)),

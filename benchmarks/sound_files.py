@@ -33,6 +33,15 @@ LAYOUTS = (
 )  # of safetensors; transforms are rotations of inputs for compressed-tensors
 # Schemes whose tensors compressed-tensors stores in other ways than integers of 4 bits.
 COMPRESSED = ("int5_wo_32", "nvfp4", "mxfp8", "mxfp6_e2m3", "ptpc_fp8")
+# Kinds of files that can hold two layers alone, which open in a few milliseconds.
+LAYERS = tuple(
+    f"layers {name}"
+    for name in (
+        *(layout for layout in LAYOUTS if layout != "mxfp4"),  # which needs experts
+        *("fp8 blocks", "native", "int8", "int5_wo_32", "nvfp4", "mxfp6_e2m3", "ptpc_fp8"),
+    )
+)
+TOKENS = 64  # of the models
 MODEL = "params"  # name of the files of save_params
 GRAPH = "fx_graph_mode"
 
@@ -55,6 +64,27 @@ def build_float(vocabulary: int = 64, **sizes: int) -> Any:
     return LlamaForCausalLM(LlamaConfig(**SIZES | sizes, vocab_size=vocabulary)).eval()
 
 
+class Layers(nn.Module):
+    """A decoder block of two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers = {"up_proj": nn.Linear(64, 32, bias=False), "down_proj": nn.Linear(32, 32)}
+        self.layers = nn.ModuleList([nn.ModuleDict(layers)])
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """Return outputs, (rows, 32), of inputs, (rows, 64)."""
+        for layer in self.layers[0].values():
+            values = layer(values)
+        return values
+
+
+def rows() -> torch.Tensor:
+    """Return inputs of the two layers, (2, 64)."""
+    return torch.linspace(-1, 1, 128).reshape(2, 64)
+
+
 def build_experts() -> Any:
     """Return a small gpt-oss in float32."""
     from transformers import GptOssConfig, GptOssForCausalLM
@@ -65,12 +95,13 @@ def build_experts() -> Any:
 
 
 def build_model(kind: str) -> Any:
-    """Return a small quantized Llama that files of a kind can hold."""
+    """Return a small quantized Llama, or two layers, that files of a kind can hold."""
     from quark.torch import ModelQuantizer
     from quark.torch.quantization.config.config import Config, QuantizationConfig
     from quark.torch.quantization.config.presets import scheme
     from quark.torch.quantization.config.spec import QuantizationSpec
 
+    kind, is_whole = kind.removeprefix("layers "), not kind.startswith("layers ")
     weight = QuantizationSpec(
         "uint4", qscheme="per_group", ch_axis=-1, group_size=32, symmetric=False, is_dynamic=False
     )
@@ -99,19 +130,23 @@ def build_model(kind: str) -> Any:
         layer = scheme("int4_wo_32")
     elif kind in COMPRESSED:
         layer = scheme(kind)
-    model = build_float(2048 if kind == "gguf" else 64)  # tokens of the tokenizer
-    config = Config(layer, exclude=["lm_head"], algo_config=_rotations(kind))
-    return ModelQuantizer.freeze(ModelQuantizer(config).quantize_model(model, [ids()]))
+    if is_whole:
+        model, data = build_float(2048 if kind == "gguf" else 64), ids()  # tokens of the tokenizer
+    else:
+        model, data = Layers().eval(), rows()
+    excluded = ["lm_head"] if is_whole else []
+    config = Config(layer, exclude=excluded, algo_config=_rotations(kind, is_whole=is_whole))
+    return ModelQuantizer.freeze(ModelQuantizer(config).quantize_model(model, [data]))
 
 
-def _rotations(kind: str) -> list[Any]:
+def _rotations(kind: str, *, is_whole: bool) -> list[Any]:
     """Return the rotations of the model of a kind of files: none but for transforms."""
     from quark.torch.quantization.config.algo import OnlineRotationConfig, RotationConfig
 
     if kind != "transforms":
         return []
     online = OnlineRotationConfig(online_rotation_layers=["*_proj"])
-    return [RotationConfig(r2=True, rotation_size=32, online_config=online)]
+    return [RotationConfig(r1=is_whole, r2=is_whole, rotation_size=32, online_config=online)]
 
 
 def build_float_graph() -> Any:
@@ -180,7 +215,7 @@ def write(kind: str, directory: Path) -> None:
         (directory / "options.json").write_text(json.dumps(options))
     elif kind == "params":
         save_params(build_model(kind), MODEL, export_dir=directory, compressed=True)
-    elif kind == "native":
+    elif kind.endswith("native"):
         exporter.export_quark_model(build_model(kind))
     elif kind == "gguf":
         exporter.export_gguf_model(build_model(kind), model_directory(), "model")
@@ -200,7 +235,8 @@ def write(kind: str, directory: Path) -> None:
         quantize_blocks(directory)
         sorted((directory / "blocks").iterdir())[-1].unlink()  # as if it had been killed
     else:
-        mode = _MODES.get(kind, kind)
+        layout = kind.removeprefix("layers ")
+        mode = _MODES.get(layout, layout)
         exporter.export_safetensors_model(
             build_model(kind), custom_mode=mode, max_shard_size="40kB"
         )
@@ -222,7 +258,7 @@ _BLOCKS = {
 
 
 def _write_k_quants(directory: Path) -> None:
-    """Write a GGUF file some of whose tensors are random blocks of several types."""
+    """Write a GGUF file of 64 tokens some of whose tensors are random blocks of several types."""
     import gguf
     import numpy as np
 
@@ -243,14 +279,21 @@ def _write_k_quants(directory: Path) -> None:
     for name, field in reader.fields.items():
         if not name.startswith("GGUF.") and name != "general.architecture":
             inner = field.types[-1] if len(field.types) > 1 else None
-            writer.add_key_value(name, field.contents(), field.types[0], inner)
+            value = field.contents()
+            if isinstance(value, list):
+                value = value[:TOKENS]
+            elif value == 2048:
+                value = TOKENS
+            writer.add_key_value(name, value, field.types[0], inner)
     for tensor in reader.tensors:
         data, number = tensor.data, tensor.tensor_type
+        if len(data) == 2048:
+            data = data[:TOKENS]
         for part, (kind, places) in _BLOCKS.items():
             if part in tensor.name:
                 number = gguf.GGMLQuantizationType[kind]
                 elements, size = gguf.GGML_QUANT_SIZES[number]
-                rows, count = len(data), int(np.prod(tensor.shape)) // elements
+                rows, count = len(data), len(data) * int(tensor.shape[0]) // elements
                 blocks = chance.integers(0, 256, (count, size), dtype=np.uint8)
                 for place in places:
                     scale = np.full((count, 1), 1e-4, np.float16).view(np.uint8)

@@ -52,6 +52,13 @@ SEVERAL = [
     "journal",
     "int8 fast",
 ]
+# Doors of two linear layers alone: a file opens in some 5 ms.
+OF_LAYERS = [
+    *("layers quark", "layers awq", "layers gptq", "layers compressed-tensors", "layers fp8"),
+    *("layers modelopt", "layers mxfp8", "layers mlx", "layers torchao", "layers transforms"),
+    *("layers fp8 blocks", "layers native", "layers int8", "layers int5_wo_32", "layers nvfp4"),
+    *("layers mxfp6_e2m3", "layers ptpc_fp8"),
+]
 MORE = [
     *("quark in parts", "gptq in parts", "compressed-tensors in parts"),
     *("fp8 in parts", "fp8 blocks in parts", "native in parts"),
@@ -111,7 +118,7 @@ def sound(fuzzer, tmp_path_factory):
 
 def test_every_door_is_tried(fuzzer):
     doors, _ = fuzzer
-    assert {*WITH_TENSORS, *OTHERS, *SEVERAL, *MORE, "onnx"} == set(doors.DOORS)
+    assert {*WITH_TENSORS, *OTHERS, *SEVERAL, *OF_LAYERS, *MORE, "onnx"} == set(doors.DOORS)
 
 
 @pytest.mark.parametrize("name", WITH_TENSORS)
@@ -153,7 +160,8 @@ def test_damaged_files(fuzzer, sound, tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "name", [*SEVERAL, *(pytest.param(name, marks=pytest.mark.nightly) for name in MORE)]
+    "name",
+    [*SEVERAL, *OF_LAYERS, *(pytest.param(name, marks=pytest.mark.nightly) for name in MORE)],
 )
 @pytest.mark.sampled(3)
 def test_rounds_of_the_fuzzer(fuzzer, rounds, sound, tmp_path, name):
