@@ -48,7 +48,8 @@ def block_shape(
         axis: Channel axis, or the axis that groups divide.
         group: Group size; -1 for the whole axis. Channels of a head.
         per_token: Whether each position along all axes but the last has its own scale.
-        block: Rows and columns of a two-dimensional block, along the last two axes; -1 for all.
+        block: Rows and columns of a two-dimensional block, along the last two axes; -1 for all, and
+            so is more than there are.
 
     Raises:
         ValueError: ``axis`` is not an axis of the tensor, or the tensor has too few axes for
@@ -63,7 +64,9 @@ def block_shape(
     if qscheme is QSchemeType.per_block:
         if block is None or len(shape) < 2:
             raise ValueError(f"per_block needs two axes and block_size, got {shape} and {block}.")
-        sides = [n if b == -1 else b for n, b in zip(shape[-2:], block, strict=True)]
+        sides = [
+            n if b == -1 else min(max(n, 1), b) for n, b in zip(shape[-2:], block, strict=True)
+        ]
         return (1,) * (len(shape) - 2) + tuple(sides)
     if not -len(shape) <= axis < len(shape):
         raise ValueError(

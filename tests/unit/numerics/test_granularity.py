@@ -52,6 +52,8 @@ def members(shape, block):
         ((2, 3, 64), (QSchemeType.per_group, -1, 16), (1, 1, 16)),
         ((2, 3, 64), (QSchemeType.per_channel, 0, -1, True), (1, 1, 64)),
         ((64,), (QSchemeType.per_channel, 0, -1, True), (64,)),
+        ((8, 64), (QSchemeType.per_block, 0, -1, False, (4, -1)), (4, 64)),
+        ((8, 64), (QSchemeType.per_block, 0, -1, False, (1 << 31, 128)), (8, 64)),
     ],
     ids=str,
 )
