@@ -334,7 +334,8 @@ def similar_scheme(name: str, names: Iterable[str]) -> str | None:
         name = f"int{bits[1]}"
     stem = re.escape(name.removesuffix("_wo"))
     of_weights = [known for known in names if re.fullmatch(rf"{stem}_wo(_\d+)?", known)]
-    starts = [known for known in names if name.startswith(f"{known.lower()}_")]
+    is_cut = any(known.startswith(name) for known in names)
+    starts = [known for known in names if name.startswith(f"{known.lower()}_") and not is_cut]
     return next(iter(of_weights[-1:] or starts[:1] or nearest(name, names, 1)), None)
 
 
